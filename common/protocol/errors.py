@@ -1,0 +1,183 @@
+"""Every error Penstock raises on purpose, and its code on the wire.
+
+    PenstockError
+    ├── RequestError            the client can mend it (4xx)
+    │   ├── InvalidParameter        400  invalid_parameter
+    │   ├── EmptyPrompt             400  empty_prompt
+    │   ├── ContextLengthExceeded   400  context_length_exceeded
+    │   ├── UnknownModel            404  model_not_found
+    │   ├── DuplicateRequest        409  duplicate_request
+    │   └── PayloadTooLarge         413  payload_too_large
+    ├── ServiceError            the service can't do it now (5xx, 429)
+    │   ├── Overloaded              429  overloaded
+    │   ├── Cancelled               499  cancelled
+    │   ├── NoWorkers               503  no_workers
+    │   ├── ShuttingDown            503  shutting_down
+    │   ├── DeadlineExceeded        504  deadline_exceeded
+    │   └── InternalError           500  internal_error     carries an id, never a repr
+    ├── WorkerError             between workers; the gateway retries elsewhere
+    │   ├── OutOfBlocks                  out_of_blocks
+    │   ├── OutOfCredits                 out_of_credits
+    │   ├── StaleHandle                  stale_handle        the lease or the epoch has ended
+    │   ├── TransportUnavailable         transport_unavailable
+    │   └── WorkerLost                   worker_lost
+    ├── BusError
+    │   ├── NoResponders                 nobody listens on the subject: the process is gone
+    │   ├── RequestTimeout               somebody listens but did not answer
+    │   └── BusClosed
+    ├── ProtocolError           a message that can't be decoded
+    └── ConfigError             names the key and the nearest known one
+
+A code is stable once released: clients branch on it. `from_wire` turns a code back into its class.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class PenstockError(Exception):
+    """Root of the tree. `str(error)` is safe to show to a client and says what to do."""
+
+    code: ClassVar[str] = "error"
+    http_status: ClassVar[int] = 500
+
+    def __init__(self, message: str = "", *, param: str | None = None) -> None:
+        super().__init__(message or self.code.replace("_", " "))
+        self.param = param
+
+
+class RequestError(PenstockError):
+    code = "invalid_request"
+    http_status = 400
+
+
+class InvalidParameter(RequestError):
+    code = "invalid_parameter"
+
+
+class EmptyPrompt(RequestError):
+    code = "empty_prompt"
+
+
+class ContextLengthExceeded(RequestError):
+    code = "context_length_exceeded"
+
+
+class UnknownModel(RequestError):
+    code = "model_not_found"
+    http_status = 404
+
+
+class DuplicateRequest(RequestError):
+    code = "duplicate_request"
+    http_status = 409
+
+
+class PayloadTooLarge(RequestError):
+    code = "payload_too_large"
+    http_status = 413
+
+
+class ServiceError(PenstockError):
+    code = "service_error"
+
+
+class Overloaded(ServiceError):
+    code = "overloaded"
+    http_status = 429
+
+
+class Cancelled(ServiceError):
+    code = "cancelled"
+    http_status = 499
+
+
+class NoWorkers(ServiceError):
+    code = "no_workers"
+    http_status = 503
+
+
+class ShuttingDown(ServiceError):
+    code = "shutting_down"
+    http_status = 503
+
+
+class DeadlineExceeded(ServiceError):
+    code = "deadline_exceeded"
+    http_status = 504
+
+
+class InternalError(ServiceError):
+    code = "internal_error"
+
+
+class WorkerError(PenstockError):
+    code = "worker_error"
+    http_status = 503
+
+
+class OutOfBlocks(WorkerError):
+    code = "out_of_blocks"
+
+    def __init__(self, message: str = "", *, needed: int = 0, free: int = 0) -> None:
+        super().__init__(message or f"{needed} KV blocks needed, {free} free")
+        self.needed = needed
+        self.free = free
+
+
+class OutOfCredits(WorkerError):
+    code = "out_of_credits"
+
+
+class StaleHandle(WorkerError):
+    code = "stale_handle"
+
+
+class TransportUnavailable(WorkerError):
+    code = "transport_unavailable"
+
+
+class WorkerLost(WorkerError):
+    code = "worker_lost"
+
+
+class BusError(PenstockError):
+    code = "bus_error"
+    http_status = 503
+
+
+class NoResponders(BusError):
+    code = "no_responders"
+
+
+class RequestTimeout(BusError):
+    code = "request_timeout"
+
+
+class BusClosed(BusError):
+    code = "bus_closed"
+
+
+class ProtocolError(PenstockError):
+    code = "protocol_error"
+    http_status = 400
+
+
+class ConfigError(PenstockError):
+    code = "config_error"
+
+
+def _codes(root: type[PenstockError]) -> dict[str, type[PenstockError]]:
+    found = {root.code: root}
+    for child in root.__subclasses__():
+        found |= _codes(child)
+    return found
+
+
+_BY_CODE = _codes(PenstockError)
+
+
+def from_wire(code: str, message: str) -> PenstockError:
+    """The error a peer named by `code`; an unknown code becomes an `InternalError`."""
+    return _BY_CODE.get(code, InternalError)(message)

@@ -1,0 +1,63 @@
+"""Who a worker is, and what a KV handle says.
+
+A handle is a claim, not an address: it names the owner, the owner's epoch and a lease, and per cache group the block ids
+with the generation each block had. A reader maps the owner's segment (named by the owner's presence, never by the
+handle), copies, and then compares generations again: a block that was freed meanwhile has another generation, and the
+copy is thrown away. So a handle can outlive its lease without ever giving wrong KV.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Literal
+
+import msgspec
+
+Role = Literal["gateway", "prefill", "decode", "draft", "kvstore"]
+
+
+class WorkerRef(msgspec.Struct, frozen=True, array_like=True):
+    """One life of one worker. A later epoch fences every message and handle of an earlier one."""
+
+    role: Role
+    id: str
+    epoch: int
+
+
+class GroupBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """The blocks of one cache group: `blocks[i]` had `generations[i]`, and holds entries of tokens [start, end)."""
+
+    group: int
+    blocks: list[int]
+    generations: list[int]
+    start: int
+    end: int
+
+
+class KvHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """Readable KV of a prompt, until the lease ends.
+
+    `fingerprint` names model, dtype and layout: a reader with another one refuses. `chain` is the block hash of the last
+    full block (empty when there is none).
+    """
+
+    owner: WorkerRef
+    lease: str
+    fingerprint: str
+    num_tokens: int
+    chain: bytes
+    groups: list[GroupBlocks]
+
+
+def new_worker_id(role: Role) -> str:
+    return f"{role}-{os.urandom(4).hex()}"
+
+
+def new_epoch() -> int:
+    """A number larger than any epoch this worker had before (nanoseconds since 1970)."""
+    return time.time_ns()
+
+
+def new_lease() -> str:
+    return os.urandom(8).hex()

@@ -1,0 +1,372 @@
+"""Every message between services: one tagged msgspec Struct each, msgpack on the wire.
+
+A field is only ever added, with a default, so that two versions can talk. Encode with `encode`, decode with `decode`;
+nothing else in the project touches msgpack. `docs/protocol.md` is checked against this file.
+
+Who sends what, in the order of one request:
+
+    gateway → prefill   PrefillTask           answered at once by Accepted or Rejected
+    prefill → decode    KvReady               answered at once by Accepted or Rejected
+    gateway → decode    DecodeTask            the direct path: no prefill worker
+    prefill → gateway   TokenFrames, HandedOff or HandoffFailed
+    decode  → gateway   TokenFrames           one message per gateway per step
+    gateway → worker    FetchFrames, Renew, Cancel
+    worker  → gateway   Unknown               the answer to Renew for requests it does not hold
+    decode  → prefill   ReleaseLease, RenewLeases
+    worker  ↔ kvstore   BlockLookup/BlockLease, BlockOffer/BlockGrant, BlockCommit, ReleaseLease, RenewLeases
+    decode  ↔ draft     DraftUpdate, DraftClose / Proposals, DraftResync
+    everyone            Presence
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from common.protocol.errors import ProtocolError
+from common.protocol.handles import KvHandle, WorkerRef
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the token at a position is chosen. A pure function of logits, these and the position: see DESIGN.
+
+    `seed` is always set (the gateway draws one when the client gave none). Filters off: `top_k=0`, `top_p=1`, `min_p=0`.
+    `logprobs`: -1 none, 0 the chosen token only, n > 0 also the n likeliest. `stop_token_ids` holds the model's
+    end-of-sequence ids too, unless the client said `ignore_eos`.
+    """
+
+    seed: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int = -1
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_token_ids: list[int] = []
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """All a worker needs to begin or to continue a request.
+
+    `tokens` (packed uint32) are the prompt and whatever earlier attempts generated; the first `prompt_tokens` of them are
+    the client's. `attempt` counts up with each retry and fences frames of the attempts before. `deadline_ms` is
+    milliseconds since 1970; past it every holder frees the request. `salt` separates tenants' prefix caches.
+    """
+
+    request: str
+    attempt: int
+    gateway: WorkerRef
+    tokens: bytes
+    prompt_tokens: int
+    sampling: SamplingParams
+    deadline_ms: int
+    salt: bytes = b""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural-log probabilities at one position, before temperature and filters: the chosen token's, and the likeliest."""
+
+    logprob: float
+    top_tokens: list[int] = []
+    top_logprobs: list[float] = []
+
+
+class TokenFrame(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive tokens of one request. `start` is the first one's index in the output (0 = first generated token).
+
+    A receiver drops tokens before the index it expects, and fetches again when `start` is beyond it.
+    """
+
+    request: str
+    attempt: int
+    start: int
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish: FinishReason | None = None
+    cached_tokens: int = -1
+    error_code: str = ""
+    error_message: str = ""
+
+
+class TokenFrames(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """worker → gateway: every token of one engine step that belongs to this gateway."""
+
+    worker: WorkerRef
+    frames: list[TokenFrame]
+
+
+class PrefillTask(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """gateway → prefill: compute the prompt, send me the first token, and hand the KV to `decode`."""
+
+    generation: Generation
+    decode: WorkerRef
+
+
+class DecodeTask(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """gateway → decode: compute the (short) prompt yourself, then generate."""
+
+    generation: Generation
+
+
+class KvReady(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """prefill → decode: the KV of all but the last token is readable behind `handle` until the lease ends.
+
+    `generation.tokens` ends with the token that prefill sampled.
+    """
+
+    generation: Generation
+    handle: KvHandle
+
+
+class Accepted(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The answer to a task: the sender now holds the request, and frees it when nobody renews it."""
+
+    worker: WorkerRef
+
+
+class Rejected(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """The answer to a task: nothing was taken; `code` is one of `errors`."""
+
+    worker: WorkerRef
+    code: str
+    message: str
+
+
+class HandedOff(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """prefill → gateway: `decode` accepted the request; from here on it sends the frames."""
+
+    worker: WorkerRef
+    request: str
+    attempt: int
+    decode: WorkerRef
+
+
+class HandoffFailed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """prefill → gateway: the decode worker did not take the request; I hold its KV for a lease. Answer with Redirect."""
+
+    worker: WorkerRef
+    request: str
+    attempt: int
+    code: str
+
+
+class Redirect(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """gateway → prefill: hand the finished prompt of `request` to `decode` instead."""
+
+    request: str
+    attempt: int
+    decode: WorkerRef
+
+
+class FetchFrames(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """gateway → decode or prefill: send the tokens of `request` from output index `start` again (a gap was seen)."""
+
+    gateway: WorkerRef
+    request: str
+    attempt: int
+    start: int
+
+
+class Cancel(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """gateway → any holder: free these requests now, attempts up to and including `attempt`. Harmless twice.
+
+    Also how a gateway lets go of a finished request, whose tokens the worker keeps until then for `FetchFrames`.
+    """
+
+    requests: list[tuple[str, int]]
+
+
+class Renew(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """gateway → any holder, once a second: I still want these (request, attempt); free what I no longer name."""
+
+    gateway: WorkerRef
+    requests: list[tuple[str, int]]
+
+
+class Unknown(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """worker → gateway: you renewed these, and I don't hold them."""
+
+    worker: WorkerRef
+    requests: list[tuple[str, int]]
+
+
+class RenewLeases(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """reader → owner, once a second: I am still reading behind these leases."""
+
+    holder: WorkerRef
+    leases: list[str]
+
+
+class ReleaseLease(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """reader → owner: done reading. Harmless twice."""
+
+    leases: list[str]
+
+
+class BlockLookup(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """worker → kvstore: which leading part of this hash chain do you hold? Answered by BlockLease."""
+
+    holder: WorkerRef
+    fingerprint: str
+    hashes: list[bytes]
+
+
+class BlockLease(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """kvstore → worker: `blocks` of my segment hold the first len(blocks) hashes, until the lease ends. Empty: a miss."""
+
+    store: WorkerRef
+    lease: str
+    blocks: list[int]
+    generations: list[int]
+
+
+class BlockOffer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """worker → kvstore: I can give you these blocks. Answered by BlockGrant."""
+
+    holder: WorkerRef
+    fingerprint: str
+    block_bytes: int
+    hashes: list[bytes]
+
+
+class BlockGrant(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """kvstore → worker: write hash `indices[i]` of the offer to `blocks[i]` of my segment, then send BlockCommit.
+
+    `indices` leaves out what the store has already.
+    """
+
+    store: WorkerRef
+    lease: str
+    indices: list[int]
+    blocks: list[int]
+
+
+class BlockCommit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """worker → kvstore: everything granted under this lease is written; others may read it now.
+
+    `checksums[i]` is the CRC-32 of the i-th granted block.
+    """
+
+    lease: str
+    checksums: list[int]
+
+
+class DraftRow(msgspec.Struct, frozen=True, array_like=True):
+    """What became of one sequence: its tokens from index `base` on are `tokens`. `base=0` (re)opens the mirror."""
+
+    sequence: str
+    base: int
+    tokens: list[int]
+
+
+class DraftUpdate(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """decode → draft, once a step: the tokens that this step fixed. Propose what may come next."""
+
+    decode: WorkerRef
+    rows: list[DraftRow]
+
+
+class DraftClose(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """decode → draft: forget these sequences."""
+
+    decode: WorkerRef
+    sequences: list[str]
+
+
+class Proposals(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """draft → decode: in each row, `tokens` may follow the first `base` tokens. Token ids only; wrong ones cost speed alone."""
+
+    draft: WorkerRef
+    rows: list[DraftRow]
+
+
+class DraftResync(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """draft → decode: my mirrors of these have a gap; send them whole (base=0)."""
+
+    draft: WorkerRef
+    sequences: list[str]
+
+
+class KvUsage(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of a pool. Invariant: free + owned + leased + cached == total."""
+
+    total: int = 0
+    free: int = 0
+    owned: int = 0
+    leased: int = 0
+    cached: int = 0
+
+
+class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """everyone → everyone, four times a second: I am alive, this is my load, and this many requests I would accept.
+
+    `host` names the shared-memory domain: workers with equal `host` can map each other's `segment`. `state` is
+    starting, ready or draining. Speeds are moving averages, 0 when unknown.
+    """
+
+    worker: WorkerRef
+    state: Literal["starting", "ready", "draining"]
+    model: str = ""
+    fingerprint: str = ""
+    host: str = ""
+    segment: str = ""
+    running: int = 0
+    waiting: int = 0
+    credits: int = 0
+    kv: KvUsage = KvUsage()
+    prefill_tokens_per_s: float = 0.0
+    step_ms: float = 0.0
+    tokens_per_s: float = 0.0
+    http_port: int = 0
+
+
+Message = (
+    TokenFrames
+    | PrefillTask
+    | DecodeTask
+    | KvReady
+    | Accepted
+    | Rejected
+    | HandedOff
+    | HandoffFailed
+    | Redirect
+    | FetchFrames
+    | Cancel
+    | Renew
+    | Unknown
+    | RenewLeases
+    | ReleaseLease
+    | BlockLookup
+    | BlockLease
+    | BlockOffer
+    | BlockGrant
+    | BlockCommit
+    | DraftUpdate
+    | DraftClose
+    | Proposals
+    | DraftResync
+    | Presence
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> Message:
+    """:raises ProtocolError: if `data` is not one of the messages above."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"not a Penstock message: {error}") from error

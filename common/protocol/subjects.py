@@ -1,0 +1,78 @@
+"""Every subject and queue group, as functions. No other file spells a subject.
+
+    penstock.v1.chat.<model-slug>           client → a gateway (queue group): OpenAI chat JSON
+    penstock.v1.completions.<model-slug>    client → a gateway (queue group): OpenAI completion JSON
+    penstock.v1.cancel.<request-id>         client → every gateway
+    penstock.v1.int.inbox.<role>.<worker>   anyone inside → one worker's mailbox
+    penstock.v1.int.presence.<role>.<worker>  a worker's heartbeat
+
+Tenants' permissions deny `penstock.v1.int.>`.
+"""
+
+from __future__ import annotations
+
+import re
+
+from common.protocol.errors import InvalidParameter
+
+ROOT = "penstock.v1"
+INTERNAL = f"{ROOT}.int"
+GATEWAY_QUEUE = "penstock-gateway"
+
+_TOKEN = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+
+def token(value: str, *, what: str = "id") -> str:
+    """`value` as one subject token.
+
+    :raises InvalidParameter: if it holds a wildcard, a dot, white space, or is empty or too long.
+    """
+    if not _TOKEN.fullmatch(value):
+        raise InvalidParameter(f"{what} must be 1 to 128 characters of A-Z a-z 0-9 _ -", param=what)
+    return value
+
+
+def slug(model: str) -> str:
+    """A model's name as a subject token: `HuggingFaceTB/SmolLM2-135M` → `huggingfacetb-smollm2-135m`."""
+    return re.sub(r"[^a-z0-9_-]+", "-", model.lower()).strip("-")[:128] or "model"
+
+
+def chat(model_slug: str) -> str:
+    return f"{ROOT}.chat.{token(model_slug, what='model')}"
+
+
+def completions(model_slug: str) -> str:
+    return f"{ROOT}.completions.{token(model_slug, what='model')}"
+
+
+def any_chat() -> str:
+    return f"{ROOT}.chat.*"
+
+
+def any_completions() -> str:
+    return f"{ROOT}.completions.*"
+
+
+def cancel(request: str) -> str:
+    return f"{ROOT}.cancel.{token(request, what='request id')}"
+
+
+def any_cancel() -> str:
+    return f"{ROOT}.cancel.*"
+
+
+def inbox(role: str, worker: str) -> str:
+    return f"{INTERNAL}.inbox.{token(role, what='role')}.{token(worker, what='worker id')}"
+
+
+def presence(role: str, worker: str) -> str:
+    return f"{INTERNAL}.presence.{token(role, what='role')}.{token(worker, what='worker id')}"
+
+
+def any_presence() -> str:
+    return f"{INTERNAL}.presence.>"
+
+
+def last_token(subject: str) -> str:
+    """The last token of a subject: the model slug, request id or worker id it names."""
+    return subject.rsplit(".", 1)[-1]

@@ -1,0 +1,27 @@
+"""Token ids on the wire: little-endian uint32, four bytes each."""
+
+from __future__ import annotations
+
+import array
+import sys
+from collections.abc import Iterable
+
+from common.protocol.errors import ProtocolError
+
+
+def pack(tokens: Iterable[int]) -> bytes:
+    packed = array.array("I", tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack(data: bytes) -> list[int]:
+    """:raises ProtocolError: if the length is not a multiple of four."""
+    if len(data) % 4:
+        raise ProtocolError(f"{len(data)} bytes are not a whole number of token ids")
+    packed = array.array("I")
+    packed.frombytes(data)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tolist()
