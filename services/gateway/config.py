@@ -1,0 +1,40 @@
+"""The gateway's settings: `[gateway]` in the file, `PENSTOCK_<FIELD>` in the environment, `--field-name` as a flag."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from common.runtime.settings import ServiceConfig
+
+
+class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One gateway process. Times in seconds, sizes in bytes."""
+
+    http_port: Annotated[int, Meta(description="port of the OpenAI API; 0 takes any free one, -1 turns HTTP off")] = 8000
+    api_key: Annotated[str, Meta(description="clients must send it as a bearer token; empty lets everyone in")] = ""
+
+    max_body_bytes: Annotated[int, Meta(description="largest request body over HTTP", ge=1)] = 8 * 1024 * 1024
+    max_n: Annotated[int, Meta(description="largest `n` of one request", ge=1)] = 16
+    max_queue: Annotated[int, Meta(description="requests that may wait for a worker; more are refused with 429", ge=0)] = 1024
+    max_requests: Annotated[int, Meta(description="requests in all, waiting or running; more are refused", ge=1)] = 8192
+
+    default_deadline_s: Annotated[float, Meta(description="time a request may take when the client names none", gt=0)] = 600.0
+    max_deadline_s: Annotated[float, Meta(description="the longest deadline a client may name", gt=0)] = 3600.0
+    slow_reader_timeout_s: Annotated[float, Meta(description="a stream whose client reads nothing for so long ends", gt=0)] = 30.0
+    sse_keepalive_s: Annotated[float, Meta(description="a comment is sent on an idle SSE stream this often", gt=0)] = 15.0
+    no_workers_grace_s: Annotated[float, Meta(description="how long requests wait while no decode worker lives", ge=0)] = 10.0
+
+    direct_max_tokens: Annotated[
+        int, Meta(description="uncached prompts up to this length skip the prefill pool; -1 never skips it", ge=-1)
+    ] = 64
+    affinity_blocks: Annotated[int, Meta(description="prompt blocks remembered for prefix affinity", ge=0)] = 65536
+    block_tokens: Annotated[int, Meta(description="tokens per KV block, as the workers have it", ge=1)] = 16
+
+    task_timeout_s: Annotated[float, Meta(description="how long a worker may take to accept or reject a task", gt=0)] = 2.0
+    stall_s: Annotated[float, Meta(description="silence of a living worker after which frames are fetched again", gt=0)] = 1.0
+    max_fetches: Annotated[int, Meta(description="unanswered fetches before a request moves to another worker", ge=1)] = 3
+    max_attempts: Annotated[int, Meta(description="attempts that may fail for reasons other than a lost worker", ge=1)] = 4
+    canary: Annotated[bool, Meta(description="send a tiny request through every path before turning ready")] = True
+    canary_timeout_s: Annotated[float, Meta(description="deadline of one canary request", gt=0)] = 30.0
