@@ -1,0 +1,29 @@
+"""Every NATS header of the public subjects, the way `subjects.py` is the only place for subjects.
+
+A client's request may carry REQUEST_ID, DEADLINE_MS and TRACEPARENT. Each reply carries REQUEST_ID and SEQUENCE; the last
+one carries FINAL, and if the request failed ERROR and ERROR_CODE (the NATS micro framework's names, so that standard tools
+show them).
+"""
+
+from __future__ import annotations
+
+REQUEST_ID = "Penstock-Request-Id"
+"""Names the request, for `subjects.cancel`. The gateway mints one when the client sends none."""
+
+DEADLINE_MS = "Penstock-Deadline-Ms"
+"""Milliseconds the request may take, from when the gateway takes it."""
+
+TRACEPARENT = "traceparent"
+"""W3C trace context, passed on to the logs."""
+
+SEQUENCE = "Penstock-Sequence"
+"""0, 1, 2 … over the replies of one request. A gap means that the client read too slowly and lost some."""
+
+FINAL = "Penstock-Final"
+"""`1` on the last reply; nothing follows."""
+
+ERROR = "Nats-Service-Error"
+"""What went wrong and what to do, for people."""
+
+ERROR_CODE = "Nats-Service-Error-Code"
+"""One of the codes of `errors.py`, for programs."""
