@@ -1,0 +1,59 @@
+"""Claims a free GPU, then becomes the service: `python -m common.runtime.gpu_claim services.decode [flags]`.
+
+Replicas of one pool are equal, so nobody can write down which GPU each has. Every process of a host takes the first
+`penstock-gpu-N.lock` in the shared folder that nobody holds. The lock belongs to the open file: it lasts as long as the
+process, over `exec`, and ends with it however it dies. The service is told by `PENSTOCK_DEVICE=cuda:N`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import sys
+from pathlib import Path
+
+from common.protocol.errors import ConfigError
+
+
+def count_gpus(devices: Path = Path("/dev")) -> int:
+    """GPUs whose device node (`nvidia0`, `nvidia1`, …) is here; no driver library is loaded for it."""
+    return sum(1 for node in devices.glob("nvidia*") if re.fullmatch(r"nvidia\d+", node.name))
+
+
+def claim(directory: Path, num_gpus: int) -> tuple[int, int]:
+    """Take the first free GPU of `num_gpus`: its index, and the file descriptor that holds the lock.
+
+    The descriptor is inheritable, so that the lock outlives `exec`.
+
+    :raises ConfigError: if there is none, or all are taken.
+    """
+    if num_gpus == 0:
+        raise ConfigError("no GPU is visible here: install the NVIDIA container toolkit, or start without compose.gpu.yaml")
+    directory.mkdir(parents=True, exist_ok=True)
+    for index in range(num_gpus):
+        descriptor = os.open(directory / f"penstock-gpu-{index}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            continue
+        os.set_inheritable(descriptor, True)
+        return index, descriptor
+    raise ConfigError(f"all {num_gpus} GPUs are claimed: scale prefill and decode to {num_gpus} replicas in all")
+
+
+def main() -> None:
+    """Claim, then replace this process with the service named by the first argument."""
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m common.runtime.gpu_claim services.NAME [flags]")
+    try:
+        index, _ = claim(Path(os.environ.get("PENSTOCK_SHM_DIR", "/dev/shm")), count_gpus())
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    os.environ["PENSTOCK_DEVICE"] = f"cuda:{index}"
+    os.execv(sys.executable, [sys.executable, "-m", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()
