@@ -1,0 +1,69 @@
+"""What every KV transport does: copy blocks of another worker's pool into one's own, and never accept a stale one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from common.protocol.errors import StaleHandle
+
+
+class Transport(Protocol):
+    """Reads other workers' blocks. Safe to call from several threads."""
+
+    def read(
+        self,
+        host: str,
+        segment: str,
+        fingerprint: str,
+        blocks: Sequence[int],
+        generations: Sequence[int],
+        into: np.ndarray,
+        into_blocks: Sequence[int],
+    ) -> int:
+        """Copy `blocks` of `segment` on `host` to `into[into_blocks]`; returns bytes. Blocks: call it in a thread.
+
+        `into`: [num_blocks, block_bytes], uint8. Generations are compared after the copy; when this raises, the target
+        blocks hold anything.
+
+        :raises StaleHandle: a block was reused, or the segment now belongs to another model.
+        :raises TransportUnavailable: the segment can't be reached from here.
+        """
+        ...
+
+
+def runs(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(first source block, first target block, length) of each stretch that is consecutive on both sides."""
+    start = 0
+    for i in range(1, len(source) + 1):
+        if i == len(source) or source[i] != source[i - 1] + 1 or target[i] != target[i - 1] + 1:
+            yield source[start], target[start], i - start
+            start = i
+
+
+def copy_blocks(source: np.ndarray, source_blocks: Sequence[int], target: np.ndarray, target_blocks: Sequence[int]) -> int:
+    """`target[target_blocks] = source[source_blocks]`, in as few copies as the ids allow; returns bytes.
+
+    Both are [blocks, block_bytes], uint8. Whole slices are assigned: numpy lets other threads run meanwhile.
+    """
+    assert len(source_blocks) == len(target_blocks)
+    if not source_blocks:
+        return 0
+    for first_source, first_target, count in runs(source_blocks, target_blocks):
+        target[first_target : first_target + count] = source[first_source : first_source + count]
+    return len(source_blocks) * source.shape[1]
+
+
+def check_generations(current: np.ndarray, blocks: Sequence[int], generations: Sequence[int]) -> None:
+    """:raises StaleHandle: unless every block exists and has the generation the handle names."""
+    if len(blocks) != len(generations):
+        raise StaleHandle(f"a handle names {len(blocks)} blocks and {len(generations)} generations")
+    if not blocks:
+        return
+    if min(blocks) < 0 or max(blocks) >= len(current):
+        raise StaleHandle(f"a handle names a block outside a pool of {len(current)}")
+    for block, generation in zip(blocks, generations, strict=True):
+        if int(current[block]) != generation:
+            raise StaleHandle(f"block {block} was reused since the handle was made")

@@ -1,0 +1,318 @@
+"""KV blocks in shared memory: a file on a tmpfs that every worker of the host maps.
+
+    penstock-<name>:   header · generations [num_blocks] uint64 · padding to a page · blocks [num_blocks, block_bytes]
+
+The owner creates it sparse (pages appear when first written), holds an flock on it for life and unlinks it at the end.
+When a process dies the kernel drops its flock, so the next worker that starts can tell and sweep the file away. A reader
+maps it read-only and copies straight out of the owner's blocks; that the owner may reuse a block meanwhile is caught by
+its generation, which the owner raises before it writes. Containers that mount the same tmpfs share it (see `host_id`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import mmap
+import os
+import re
+import struct
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from common.protocol.errors import ConfigError, StaleHandle, TransportUnavailable
+from common.transfer.base import check_generations, copy_blocks
+
+PREFIX = "penstock-"
+_DRAFT_PREFIX = ".penstock-"  # a segment that is being made: not yet locked, so not to be swept
+_DRAFT_AGE_S = 60.0
+_MAGIC = b"PENSTOCK"
+_VERSION = 1
+_HEADER = struct.Struct("<8sIIQQQ16s")  # magic, version, reserved, num_blocks, block_bytes, blocks offset, fingerprint
+_GENERATIONS_OFFSET = 128
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_MAX_OPEN_SEGMENTS = 64
+
+
+class Segment:
+    """A mapped segment: `blocks` [num_blocks, block_bytes] uint8 and `generations` [num_blocks] uint64.
+
+    Views of either, numpy's or torch's, may outlive `close`: the memory goes with the last of them.
+    """
+
+    blocks: np.ndarray
+    generations: np.ndarray
+
+    def __init__(self, path: Path, fd: int, *, num_blocks: int, block_bytes: int, owner: bool, writable: bool) -> None:
+        self.path = path
+        self.num_blocks = num_blocks
+        self.block_bytes = block_bytes
+        self._fd = fd
+        self._owner = owner
+        offset = _blocks_offset(num_blocks)
+        size = offset + num_blocks * block_bytes
+        access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
+        self._map: mmap.mmap | None = mmap.mmap(fd, size, access=access)
+        self.generations = np.frombuffer(self._map, np.uint64, num_blocks, _GENERATIONS_OFFSET)
+        self.blocks = np.frombuffer(self._map, np.uint8, num_blocks * block_bytes, offset).reshape(num_blocks, block_bytes)
+
+    @property
+    def name(self) -> str:
+        return self.path.name.removeprefix(PREFIX)
+
+    @classmethod
+    def create(cls, directory: str | Path, name: str, *, num_blocks: int, block_bytes: int, fingerprint: str) -> Segment:
+        """A new segment that this process owns. Generations are 0, blocks read as 0.
+
+        :raises ConfigError: `directory` is missing, not writable or too small, or a live process owns that name.
+        """
+        assert num_blocks > 0 and block_bytes > 0
+        directory = Path(directory)
+        path = _path(directory, name)
+        size = _blocks_offset(num_blocks) + num_blocks * block_bytes
+        _check_room(directory, size)
+        draft = directory / f"{_DRAFT_PREFIX}{name}.{os.urandom(4).hex()}"
+        try:
+            fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except OSError as error:
+            raise ConfigError(_not_writable(directory, error), param="shm_dir") from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(fd, size)
+            header = (_MAGIC, _VERSION, 0, num_blocks, block_bytes, _blocks_offset(num_blocks), _digest(fingerprint))
+            os.pwrite(fd, _HEADER.pack(*header), 0)
+            _remove_dead(path)
+            os.link(draft, path)  # fails where the name exists; appears locked and complete, or not at all
+        except FileExistsError as error:
+            os.close(fd)
+            raise ConfigError(
+                f"{path} belongs to a running worker: give this one another worker_id", param="worker_id"
+            ) from error
+        except OSError as error:
+            os.close(fd)
+            raise ConfigError(_not_writable(directory, error), param="shm_dir") from error
+        finally:
+            draft.unlink(missing_ok=True)
+        return cls(path, fd, num_blocks=num_blocks, block_bytes=block_bytes, owner=True, writable=True)
+
+    @classmethod
+    def open(cls, directory: str | Path, name: str, *, fingerprint: str, writable: bool = False) -> Segment:
+        """Map a segment of another process.
+
+        :raises TransportUnavailable: there is none, or it is not one this version can read.
+        :raises StaleHandle: it holds the KV of another model or layout.
+        """
+        path = _path(Path(directory), name)
+        try:
+            fd = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
+        except OSError as error:
+            raise TransportUnavailable(f"{path} can't be opened: {error.strerror}") from error
+        try:
+            num_blocks, block_bytes = _read_header(fd, path, fingerprint)
+            return cls(path, fd, num_blocks=num_blocks, block_bytes=block_bytes, owner=False, writable=writable)
+        except OSError as error:
+            os.close(fd)
+            raise TransportUnavailable(f"{path} can't be mapped: {error.strerror}") from error
+        except (StaleHandle, TransportUnavailable):
+            os.close(fd)
+            raise
+
+    def is_current(self) -> bool:
+        """False once the file is gone or another took its name: the owner ended or started anew."""
+        if self._map is None:
+            return False
+        try:
+            found = self.path.stat()
+        except OSError:
+            return False
+        mine = os.fstat(self._fd)
+        return (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino)
+
+    def close(self) -> None:
+        """Unmap; the owner also unlinks and unlocks. Harmless twice."""
+        if self._map is None:
+            return
+        if self._owner:
+            if self.is_current():
+                self.path.unlink(missing_ok=True)
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # the map keeps a duplicate of the descriptor, and the lock with it
+        mapped, self._map = self._map, None
+        self.blocks = np.empty((0, self.block_bytes), np.uint8)
+        self.generations = np.empty(0, np.uint64)
+        os.close(self._fd)
+        try:
+            mapped.close()
+        except BufferError:
+            del mapped  # views are alive: the last of them unmaps it
+
+
+class ShmTransport:
+    """Reads from segments of the same host. Keeps the segments it has read from mapped."""
+
+    def __init__(self, directory: str | Path) -> None:
+        """:raises ConfigError: if `directory` does not exist."""
+        self.directory = Path(directory)
+        self.host = host_id(directory)
+        self._segments: OrderedDict[tuple[str, str], Segment] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def read(
+        self,
+        host: str,
+        segment: str,
+        fingerprint: str,
+        blocks: Sequence[int],
+        generations: Sequence[int],
+        into: np.ndarray,
+        into_blocks: Sequence[int],
+    ) -> int:
+        """See `Transport.read`."""
+        if host != self.host:
+            raise TransportUnavailable(f"{segment} is in another host's shared memory")
+        source_blocks, current = self._views(segment, fingerprint)
+        if source_blocks.shape[1] != into.shape[1]:
+            raise StaleHandle(f"{segment} has blocks of {source_blocks.shape[1]} bytes, not {into.shape[1]}")
+        check_generations(current, blocks, generations)
+        copied = copy_blocks(source_blocks, blocks, into, into_blocks)
+        check_generations(current, blocks, generations)
+        return copied
+
+    def close(self) -> None:
+        with self._lock:
+            while self._segments:
+                self._segments.popitem()[1].close()
+
+    def _views(self, name: str, fingerprint: str) -> tuple[np.ndarray, np.ndarray]:
+        """Blocks and generations of a segment. They stay mapped while referenced, even when another thread closes it."""
+        key = (name, fingerprint)
+        with self._lock:
+            segment = self._segments.pop(key, None)
+            if segment is not None and not segment.is_current():
+                segment.close()
+                segment = None
+            if segment is None:
+                segment = Segment.open(self.directory, name, fingerprint=fingerprint)
+            self._segments[key] = segment
+            if len(self._segments) > _MAX_OPEN_SEGMENTS:
+                self._segments.popitem(last=False)[1].close()
+            return segment.blocks, segment.generations
+
+
+def host_id(directory: str | Path) -> str:
+    """Names the shared memory behind `directory`: equal where two processes can map each other's segments.
+
+    The boot id alone is not enough: two containers of a host share the kernel but may each have a tmpfs of their own.
+
+    :raises ConfigError: if `directory` does not exist.
+    """
+    try:
+        found = Path(directory).stat()
+    except OSError as error:
+        raise ConfigError(f"shm_dir {directory} can't be used: {error.strerror}", param="shm_dir") from error
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = os.uname().nodename
+    return hashlib.blake2b(f"{boot}:{found.st_dev}:{found.st_ino}".encode(), digest_size=8).hexdigest()
+
+
+def sweep(directory: str | Path) -> list[str]:
+    """Unlink every segment whose owner is dead; returns their names."""
+    directory = Path(directory)
+    swept = [path.name.removeprefix(PREFIX) for path in directory.glob(f"{PREFIX}*") if _remove_dead(path, wait_s=0)]
+    for draft in directory.glob(f"{_DRAFT_PREFIX}*"):
+        try:
+            if time.time() - draft.stat().st_mtime > _DRAFT_AGE_S:
+                draft.unlink(missing_ok=True)
+        except OSError:
+            continue  # another worker's, or gone already
+    return swept
+
+
+def _path(directory: Path, name: str) -> Path:
+    if not _NAME.fullmatch(name):
+        raise TransportUnavailable("a segment's name must be 1 to 128 characters of A-Z a-z 0-9 _ -")
+    return directory / f"{PREFIX}{name}"
+
+
+def _blocks_offset(num_blocks: int) -> int:
+    end = _GENERATIONS_OFFSET + 8 * num_blocks
+    return -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _digest(fingerprint: str) -> bytes:
+    return hashlib.blake2b(fingerprint.encode(), digest_size=16).digest()
+
+
+def _read_header(fd: int, path: Path, fingerprint: str) -> tuple[int, int]:
+    raw = os.pread(fd, _HEADER.size, 0)
+    if len(raw) < _HEADER.size or raw[: len(_MAGIC)] != _MAGIC:
+        raise TransportUnavailable(f"{path} is not a Penstock segment")
+    _, version, _, num_blocks, block_bytes, offset, digest = _HEADER.unpack(raw)
+    if version != _VERSION:
+        raise TransportUnavailable(f"{path} has format {version}; this version reads {_VERSION}")
+    if digest != _digest(fingerprint):
+        raise StaleHandle(f"{path} holds the KV of another model or layout")
+    if offset != _blocks_offset(num_blocks) or os.fstat(fd).st_size != offset + num_blocks * block_bytes:
+        raise TransportUnavailable(f"{path} is damaged: its size is not what its header says")
+    return num_blocks, block_bytes
+
+
+def _remove_dead(path: Path, wait_s: float = 0.2) -> bool:
+    """Unlink the segment at `path` if no live process owns it. `wait_s`: a sweep elsewhere holds the lock for a moment."""
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fd = os.open(path, os.O_RDWR)
+        except OSError:
+            return False  # gone, or another user's
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            mine, found = os.fstat(fd), path.stat()
+            if (mine.st_dev, mine.st_ino) == (found.st_dev, found.st_ino):
+                path.unlink()
+                return True
+            return False
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+        except FileNotFoundError:
+            return False
+        finally:
+            os.close(fd)
+        time.sleep(0.01)
+
+
+def _check_room(directory: Path, size: int) -> None:
+    """A sparse file always fits; the process that writes the first page too many is killed. So count before.
+
+    What other segments were promised but have not touched yet is counted as taken.
+
+    :raises ConfigError: `directory` is missing or too small.
+    """
+    try:
+        stat = os.statvfs(directory)
+        promised = 0
+        for path in directory.glob(f"{PREFIX}*"):
+            try:
+                found = path.stat()
+            except FileNotFoundError:
+                continue
+            promised += max(0, found.st_size - 512 * found.st_blocks)
+    except OSError as error:
+        raise ConfigError(f"shm_dir {directory} can't be used: {error.strerror}", param="shm_dir") from error
+    room = stat.f_bavail * stat.f_frsize - promised
+    if size > room:
+        raise ConfigError(
+            f"{directory} has room for {max(room, 0) >> 20} MiB more, and this worker's KV blocks need {size >> 20} MiB: "
+            "lower kv_cache_mb (kvstore: capacity_mb), give the container a larger shm_size, or move shm_dir to a larger tmpfs",
+            param="shm_dir",
+        )
+
+
+def _not_writable(directory: Path, error: OSError) -> str:
+    return f"can't create a segment in shm_dir {directory}: {error.strerror}; point shm_dir at a writable tmpfs"
