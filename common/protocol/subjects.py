@@ -5,6 +5,7 @@
     penstock.v1.cancel.<request-id>         client → every gateway
     penstock.v1.int.inbox.<role>.<worker>   anyone inside → one worker's mailbox
     penstock.v1.int.presence.<role>.<worker>  a worker's heartbeat
+    penstock.v1.int.reply.<connection>.<n>  an answer to one request of one connection
 
 Tenants' permissions deny `penstock.v1.int.>`.
 """
@@ -76,3 +77,8 @@ def any_presence() -> str:
 def last_token(subject: str) -> str:
     """The last token of a subject: the model slug, request id or worker id it names."""
     return subject.rsplit(".", 1)[-1]
+
+
+def reply_prefix(connection: str) -> str:
+    """Where answers to the requests of one connection arrive, one more token each. Tenants can't listen there."""
+    return f"{INTERNAL}.reply.{token(connection, what='connection')}"

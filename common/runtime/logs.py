@@ -1,0 +1,62 @@
+"""Structured logs on stderr: one event name and its fields per line. Standard output belongs to no service.
+
+`get(name)` may be called at import time; `configure` decides later how lines look. Libraries that log through the
+standard library come out in the same shape.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, Literal
+
+import structlog
+
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+SHARED_PROCESSORS: list[Any] = [
+    structlog.contextvars.merge_contextvars,
+    structlog.stdlib.add_log_level,
+    structlog.stdlib.add_logger_name,
+    structlog.processors.TimeStamper(fmt="iso", utc=True),
+]
+
+# At import, because structlog's own default writes to standard output until it is configured.
+structlog.configure(
+    processors=[
+        structlog.stdlib.filter_by_level,
+        *SHARED_PROCESSORS,
+        structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+    ],
+    logger_factory=structlog.stdlib.LoggerFactory(),
+    wrapper_class=structlog.stdlib.BoundLogger,
+    cache_logger_on_first_use=False,
+)
+
+
+def get(name: str) -> Any:
+    """A logger: `log.info("request_admitted", request=id, prompt_tokens=n)`."""
+    return structlog.stdlib.get_logger(name)
+
+
+def configure(level: str = "info", format: Literal["console", "json"] = "console") -> None:
+    """Send everything at `level` (debug, info, warning, error) and above to stderr."""
+    renderer: list[Any]
+    if format == "json":
+        renderer = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    else:
+        plain = structlog.dev.plain_traceback
+        renderer = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=SHARED_PROCESSORS,
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderer],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(LEVELS[level])
+    for noisy in ("uvicorn.access", "asyncio", "httpx", "httpcore"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)

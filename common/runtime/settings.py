@@ -1,0 +1,28 @@
+"""The settings that every service has. Each service adds its own in `services/<name>/config.py` and is given one instance."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+
+class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Times are seconds. `config.load` reads it from flags, environment and file."""
+
+    nats_url: Annotated[str, Meta(description="the NATS server")] = "nats://127.0.0.1:4222"
+    worker_id: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{0,128}$", description="unique name; empty: drawn at start")] = ""
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least severe level logged")] = "info"
+    log_format: Annotated[Literal["console", "json"], Meta(description="shape of log lines on stderr")] = "console"
+    http_host: Annotated[str, Meta(description="address of the HTTP endpoints")] = "127.0.0.1"
+    http_port: Annotated[int, Meta(ge=-1, le=65535, description="0: any free port; -1: no HTTP")] = 0
+    shm_dir: Annotated[str, Meta(description="where shared-memory segments live")] = "/dev/shm"
+    heartbeat_s: Annotated[float, Meta(gt=0, le=60, description="between presence heartbeats")] = 0.25
+    dead_after_s: Annotated[float, Meta(gt=0, le=600, description="silence after which a worker counts as dead")] = 2.0
+    lease_s: Annotated[float, Meta(gt=0, le=3600, description="what nobody renews is freed after this")] = 5.0
+    drain_timeout_s: Annotated[float, Meta(ge=0, le=86400, description="time to finish requests after SIGTERM")] = 30.0
+    model: Annotated[str, Meta(min_length=1, description="name, folder, .gguf file or Hugging Face id")] = (
+        "smollm2-135m-instruct"
+    )
+    served_model_name: Annotated[str, Meta(description="the model's name for clients; empty: its own")] = ""
