@@ -1,0 +1,322 @@
+"""Speculation changes speed, never tokens; and the book always knows who mirrors what."""
+
+from __future__ import annotations
+
+import random
+from typing import Literal
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.engine.plan import StepPlan, StepRow
+from common.engine.simulated import BYTES_PER_TOKEN, SimulatedRunner, TokenRule
+from common.protocol.handles import WorkerRef
+from common.protocol.messages import (
+    DraftClose,
+    DraftResync,
+    DraftRow,
+    DraftUpdate,
+    Presence,
+    Proposals,
+    SamplingParams,
+)
+from services.decode.speculation import RESYNC_TOKENS, DraftBook, SpeculationPolicy, accept, align
+
+DECODE = WorkerRef("decode", "decode-1", 1)
+VOCAB = 1000
+
+
+def drafter(name: str, *, epoch: int = 1, credits: int = 100, state: Literal["ready", "draining"] = "ready") -> Presence:
+    return Presence(worker=WorkerRef("draft", name, epoch), state=state, credits=credits)
+
+
+def make_book(*workers: Presence, max_tokens: int = 4, max_step_tokens: int = 1000) -> DraftBook:
+    book = DraftBook(SpeculationPolicy(max_tokens=max_tokens, max_step_tokens=max_step_tokens), vocab_size=VOCAB)
+    book.set_workers(workers)
+    return book
+
+
+def updates(book: DraftBook) -> dict[WorkerRef, list[DraftRow]]:
+    return {worker: message.rows for worker, message in book.messages(DECODE) if isinstance(message, DraftUpdate)}
+
+
+def closes(book: DraftBook) -> dict[WorkerRef, list[str]]:
+    return {worker: message.sequences for worker, message in book.messages(DECODE) if isinstance(message, DraftClose)}
+
+
+def offer(book: DraftBook, worker: Presence, sequence: str, base: int, tokens: list[int]) -> None:
+    book.on_proposals(Proposals(draft=worker.worker, rows=[DraftRow(sequence, base, tokens)]))
+
+
+def test_a_proposal_in_time_is_used_whole() -> None:
+    assert align(3, [7, 8], [1, 2, 3]) == [7, 8]
+
+
+def test_a_late_proposal_is_trimmed_by_what_was_generated_meanwhile() -> None:
+    assert align(2, [3, 4, 5, 6], [1, 2, 3, 4]) == [5, 6]
+
+
+def test_a_late_proposal_that_guessed_wrong_or_is_used_up_is_dropped() -> None:
+    assert align(2, [3, 9, 5, 6], [1, 2, 3, 4]) == []
+    assert align(2, [3, 4], [1, 2, 3, 4]) == []
+
+
+def test_a_proposal_for_tokens_not_yet_generated_is_dropped() -> None:
+    assert align(5, [1, 2], [1, 2, 3]) == []
+
+
+def test_leading_matches_are_accepted() -> None:
+    assert accept([1, 2, 3], [1, 2, 9, 4]) == 2
+    assert accept([1, 2, 3], [1, 2, 3, 4]) == 3
+    assert accept([1], [2, 1]) == 0
+    assert accept([], [5]) == 0
+
+
+def test_each_step_sends_one_update_with_what_is_new() -> None:
+    worker = drafter("draft-1")
+    book = make_book(worker)
+    first, second = [1, 2, 3], [4, 5]
+    book.open("a", first)
+    book.open("b", second)
+    assert updates(book) == {worker.worker: [DraftRow("a", 0, [1, 2, 3]), DraftRow("b", 0, [4, 5])]}
+    assert book.messages(DECODE) == []
+    first.append(6)
+    assert updates(book) == {worker.worker: [DraftRow("a", 3, [6])]}
+
+
+def test_a_long_prompt_is_sent_in_bounded_updates() -> None:
+    worker = drafter("draft-1")
+    book = DraftBook(SpeculationPolicy(max_tokens=4, max_step_tokens=99), vocab_size=VOCAB, max_update_tokens=10)
+    book.set_workers([worker])
+    book.open("a", list(range(25)))
+    book.open("b", [1])
+    sent = [updates(book)[worker.worker] for _ in range(3)]
+    assert [[(row.sequence, row.base, len(row.tokens)) for row in rows] for rows in sent] == [
+        [("a", 0, 10)],
+        [("a", 10, 10)],
+        [("a", 20, 5), ("b", 0, 1)],
+    ]
+
+
+def test_the_latest_proposal_wins_and_older_ones_are_dropped() -> None:
+    worker = drafter("draft-1")
+    book = make_book(worker)
+    tokens = [1, 2, 3]
+    book.open("a", tokens)
+    book.messages(DECODE)
+    offer(book, worker, "a", 3, [4, 5])
+    offer(book, worker, "a", 2, [9, 9])
+    assert book.propose("a", 8) == [4, 5]
+    offer(book, worker, "a", 3, [6])
+    assert book.propose("a", 8) == [6]
+
+
+def test_one_proposal_serves_several_steps_while_it_holds() -> None:
+    worker = drafter("draft-1")
+    book = make_book(worker, max_tokens=2)
+    tokens = [1, 2, 3]
+    book.open("a", tokens)
+    book.messages(DECODE)
+    offer(book, worker, "a", 3, [4, 5, 6, 7, 8])
+    assert book.propose("a", 8) == [4, 5]
+    tokens += [4, 5, 6]
+    assert book.propose("a", 8) == [7, 8]
+    tokens += [9]
+    assert book.propose("a", 8) == []
+
+
+def test_garbage_proposals_are_dropped() -> None:
+    worker, stranger = drafter("draft-1"), drafter("draft-2", credits=0)
+    book = make_book(worker, stranger)
+    book.open("a", [1, 2, 3])
+    book.messages(DECODE)
+    offer(book, worker, "unknown", 3, [4])
+    offer(book, stranger, "a", 3, [4])
+    offer(book, drafter("draft-1", epoch=0), "a", 3, [4])
+    offer(book, worker, "a", 4, [4])
+    offer(book, worker, "a", -1, [4])
+    offer(book, worker, "a", 3, [VOCAB, 1])
+    offer(book, worker, "a", 3, [-1, 1])
+    assert book.propose("a", 8) == []
+    offer(book, worker, "a", 3, [4, 2**70, 5])
+    assert book.propose("a", 8) == [4]
+    offer(book, worker, "a", 3, [5] * 100_000)
+    assert len(book.propose("a", 100_000)) <= 4
+
+
+def test_sequences_spread_over_draft_workers_with_room() -> None:
+    one, two, full = drafter("draft-1", credits=10), drafter("draft-2", credits=10), drafter("draft-3", credits=0)
+    book = make_book(one, two, full)
+    for index in range(20):
+        book.open(str(index), [1])
+    held = [book.worker_of(str(index)) for index in range(20)]
+    assert held.count(one.worker) == held.count(two.worker) == 10
+    book.open("too many", [1])
+    assert book.worker_of("too many") is None
+
+
+def test_sequences_of_a_lost_draft_worker_go_whole_to_another() -> None:
+    one, two = drafter("draft-1", credits=10), drafter("draft-2", credits=5)
+    book = make_book(one, two)
+    tokens = [1, 2, 3]
+    book.open("a", tokens)
+    book.messages(DECODE)
+    offer(book, one, "a", 3, [4])
+    book.worker_lost(one.worker)
+    assert book.propose("a", 8) == []
+    assert updates(book) == {two.worker: [DraftRow("a", 0, [1, 2, 3])]}
+    offer(book, one, "a", 3, [4])
+    assert book.propose("a", 8) == []
+
+
+def test_without_draft_workers_decoding_goes_on_alone_until_one_comes() -> None:
+    one = drafter("draft-1")
+    book = make_book(one)
+    book.open("a", [1, 2])
+    book.worker_lost(one.worker)
+    assert book.messages(DECODE) == [] and book.propose("a", 8) == []
+    restarted = drafter("draft-1", epoch=2)
+    book.set_workers([restarted])
+    assert updates(book) == {restarted.worker: [DraftRow("a", 0, [1, 2])]}
+
+
+def test_a_draining_draft_worker_loses_its_sequences() -> None:
+    book = make_book(drafter("draft-1"))
+    book.open("a", [1])
+    book.set_workers([drafter("draft-1", state="draining")])
+    assert book.worker_of("a") is None and book.messages(DECODE) == []
+
+
+def test_a_finished_sequence_is_closed_once_and_its_room_comes_back() -> None:
+    worker = drafter("draft-1", credits=1)
+    book = make_book(worker)
+    book.open("a", [1])
+    book.close("a")
+    book.close("a")
+    assert closes(book) == {worker.worker: ["a"]}
+    assert len(book) == 0
+    book.open("b", [1])
+    assert book.worker_of("b") == worker.worker
+
+
+def test_a_resync_sends_the_sequence_whole_but_not_again_and_again() -> None:
+    worker = drafter("draft-1")
+    book = make_book(worker)
+    tokens = [1, 2, 3]
+    book.open("a", tokens)
+    book.messages(DECODE)
+    resync = DraftResync(draft=worker.worker, sequences=["a", "unknown"])
+    whole_sends = 0
+    for _ in range(RESYNC_TOKENS * 8):
+        book.on_resync(resync)
+        tokens.append(5)
+        whole_sends += updates(book)[worker.worker][0].base == 0
+    assert 2 <= whole_sends <= 4
+
+
+def test_a_new_epoch_forgets_everything() -> None:
+    book = make_book(drafter("draft-1"))
+    book.open("a", [1])
+    book.reset()
+    assert len(book) == 0 and book.messages(DECODE) == []
+
+
+def test_proposals_shorten_and_pause_after_misses_and_come_back() -> None:
+    policy = SpeculationPolicy(max_tokens=8, max_step_tokens=1000, nap_tokens=4)
+    pace = policy.pace()
+    policy.begin_step(1)
+    assert policy.length(pace) > 1
+    lengths = []
+    for _ in range(60):
+        lengths.append(policy.length(pace))
+        policy.record(pace, lengths[-1], 0)
+    assert lengths[-40:].count(0) > 30, "mostly paused"
+    assert lengths[-40:].count(1) >= 1, "but probing now and then"
+    assert max(lengths[-40:]) == 1
+    pace.asleep = 0
+    for _ in range(40):
+        length = policy.length(pace)
+        policy.record(pace, length, length)
+    assert policy.length(pace) == 8
+
+
+def test_a_full_batch_is_not_slowed_by_verification() -> None:
+    worker = drafter("draft-1", credits=1000)
+    book = make_book(worker, max_step_tokens=64)
+    for index in range(64):
+        book.open(str(index), [1])
+    book.messages(DECODE)
+    for index in range(64):
+        offer(book, worker, str(index), 1, [2, 3, 4, 5])
+
+    def verified(num_rows: int) -> int:
+        book.begin_step(num_rows)
+        return sum(len(book.propose(str(index), 8)) for index in range(num_rows))
+
+    assert verified(64) == 0
+    assert verified(60) == 4
+    assert verified(16) == 48
+    assert verified(4) == 16
+
+
+def test_what_was_accepted_is_counted_by_position() -> None:
+    book = make_book()
+    book.record("a", 4, 2)
+    book.record("a", 2, 2)
+    book.record("a", 0, 0)
+    counters = book.counters
+    assert (counters.num_drafts, counters.num_draft_tokens, counters.num_accepted_tokens) == (2, 6, 4)
+    assert counters.accepted_per_position == [2, 2, 0, 0]
+
+
+@given(seed=st.integers(0, 2**32), hostility=st.floats(0, 1), max_tokens=st.integers(1, 6))
+@settings(max_examples=80, deadline=None)
+def test_no_proposal_ever_changes_a_token(seed: int, hostility: float, max_tokens: int) -> None:
+    """Right, wrong, late, garbled and foreign proposals, lost workers and resyncs: the output is the oracle's."""
+    rng = random.Random(seed)
+    runner = SimulatedRunner(
+        "instant",
+        storage=np.zeros((32, 4 * BYTES_PER_TOKEN), np.uint8),
+        block_tokens=4,
+        max_context=128,
+        vocab_size=VOCAB,
+        fingerprint="simulated",
+        time_scale=0,
+        rule=TokenRule(VOCAB, repetition=0.5),
+    )
+    workers = [drafter("draft-1"), drafter("draft-2")]
+    book = make_book(*workers, max_tokens=max_tokens)
+    prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(2, 12))]
+    sampling = SamplingParams(seed=seed)
+    expected = runner.expected_tokens(prompt, sampling, 60)
+    tokens = list(prompt)
+    blocks = rng.sample(range(32), 32)
+    runner.execute(StepPlan(0, [StepRow(prompt[:-1], 0, blocks, 0, sampling, len(prompt))]))
+    book.open("a", tokens)
+    steps = 0
+    while len(tokens) < len(prompt) + 40:
+        steps += 1
+        base = max(0, len(tokens) - rng.randrange(4))
+        future = (prompt + expected)[base : base + 8]
+        if rng.random() < hostility:
+            future = [rng.choice([token, rng.randrange(-5, VOCAB + 5)]) for token in future]
+            base += rng.randrange(-2, 3)
+        offer(book, rng.choice(workers), rng.choice(["a", "a", "b"]), base, future)
+        if rng.random() < 0.1:
+            book.worker_lost(rng.choice(workers).worker)
+            book.set_workers(workers)
+        if rng.random() < 0.1:
+            book.on_resync(DraftResync(draft=workers[0].worker, sequences=["a"]))
+        book.begin_step(1)
+        proposal = book.propose("a", rng.randrange(8))
+        row = StepRow([*tokens[-1:], *proposal], len(tokens) - 1, blocks, 1 + len(proposal), sampling, len(prompt))
+        sampled = runner.execute(StepPlan(steps, [row])).rows[0].tokens
+        accepted = accept(proposal, sampled)
+        tokens += sampled[: accepted + 1]
+        book.record("a", len(proposal), accepted)
+        book.messages(DECODE)
+    output = tokens[len(prompt) :]
+    assert output == expected[: len(output)]
+    if hostility == 0.0 and book.counters.num_draft_tokens:
+        assert steps < 40 and book.counters.num_accepted_tokens == book.counters.num_draft_tokens
