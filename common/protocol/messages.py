@@ -119,11 +119,14 @@ class DecodeTask(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 class KvReady(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """prefill → decode: the KV of all but the last token is readable behind `handle` until the lease ends.
 
-    `generation.tokens` ends with the token that prefill sampled.
+    `generation.tokens` ends with the token that prefill sampled; `first_logprobs` are that token's, when asked for.
+    `cached_tokens` of the prompt came from a prefix cache.
     """
 
     generation: Generation
     handle: KvHandle
+    first_logprobs: TokenLogprobs | None = None
+    cached_tokens: int = -1
 
 
 class Accepted(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -1,0 +1,187 @@
+"""One request on one worker: its tokens, how much of its KV is computed, and the blocks that hold it. Pure.
+
+tokens   [0, prompt_tokens)            the client's prompt
+         [prompt_tokens, len(tokens))  generated, by earlier attempts or here
+KV       [0, num_computed)             valid in `blocks`
+         [num_computed, len(tokens))   still to be run: one token when decoding, more while prefilling
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sized
+from dataclasses import dataclass, field
+
+from common.cache.pool import BlockPool
+from common.cache.prefix import hash_chain
+from common.engine.plan import RowSamples, StepRow
+from common.protocol import tokens as token_bytes
+from common.protocol.errors import ContextLengthExceeded, EmptyPrompt, ProtocolError
+from common.protocol.messages import FinishReason, Generation, SamplingParams, TokenFrame, TokenLogprobs
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`held_from`: index in `tokens` of the first token whose logprobs are kept here (what came before, others sent)."""
+
+    generation: Generation
+    tokens: list[int]
+    held_from: int
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    hashes: list[bytes] = field(default_factory=list)
+    num_computed: int = 0
+    num_published: int = 0
+    num_cached: int = -1
+    finish: FinishReason | None = None
+    cancelled: bool = False
+    arrival: int = 0
+
+    @classmethod
+    def of(cls, generation: Generation, *, vocab_size: int, max_context: int) -> Sequence:
+        """:raises EmptyPrompt, ContextLengthExceeded, ProtocolError: nothing has been taken then."""
+        tokens = token_bytes.unpack(generation.tokens)
+        if not tokens or generation.prompt_tokens < 1:
+            raise EmptyPrompt("the prompt has no tokens")
+        if len(tokens) > max_context:
+            raise ContextLengthExceeded(f"{len(tokens)} tokens; this worker holds at most {max_context} a sequence")
+        if generation.prompt_tokens > len(tokens) or max(tokens) >= vocab_size:
+            raise ProtocolError(f"token ids must be below {vocab_size}, and no fewer than the prompt has")
+        return cls(generation=generation, tokens=tokens, held_from=len(tokens))
+
+    @property
+    def request(self) -> str:
+        return self.generation.request
+
+    @property
+    def attempt(self) -> int:
+        return self.generation.attempt
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.generation.sampling
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.tokens) - self.generation.prompt_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    def row(self, num_tokens: int, proposal: Sized[int] = ()) -> StepRow:
+        """The next `num_tokens` uncomputed tokens, then `proposal`, as a step's row; sampled when it reaches the end."""
+        end = self.num_computed + num_tokens
+        inputs = [*self.tokens[self.num_computed : end], *proposal]
+        sampled = end == len(self.tokens)
+        return StepRow(
+            tokens=inputs,
+            start=self.num_computed,
+            blocks=self.blocks,
+            num_samples=1 + len(proposal) if sampled else 0,
+            sampling=self.sampling,
+            prompt_tokens=self.generation.prompt_tokens,
+            history=[*self.tokens[:end], *proposal] if sampled and _needs_history(self.sampling) else [],
+        )
+
+    def append(self, samples: RowSamples, count: int, *, max_context: int) -> int:
+        """Take the first `count` sampled tokens, up to the one that ends the request. Returns how many were taken."""
+        params = self.sampling
+        for taken in range(count):
+            token = samples.tokens[taken]
+            self.tokens.append(token)
+            if samples.logprobs is not None:
+                self.logprobs.append(samples.logprobs[taken])
+            if token in params.stop_token_ids and self.num_outputs >= params.min_tokens:
+                self.finish = "stop"
+            elif self.num_outputs >= params.max_tokens or len(self.tokens) >= max_context:
+                self.finish = "length"
+            if self.finish is not None:
+                return taken + 1
+        return count
+
+    def frame(self, start: int) -> TokenFrame:
+        """All tokens from output index `start` on, as sent to the gateway; with the end of the request, if it has ended."""
+        first = self.generation.prompt_tokens + max(start, 0)
+        logprobs = None
+        if self.sampling.logprobs >= 0 and first >= self.held_from:
+            logprobs = self.logprobs[first - self.held_from :]
+        return TokenFrame(
+            request=self.request,
+            attempt=self.attempt,
+            start=first - self.generation.prompt_tokens,
+            tokens=self.tokens[first:],
+            logprobs=logprobs,
+            finish=self.finish,
+            cached_tokens=self.num_cached,
+        )
+
+
+class SequenceCache:
+    """What sequences do with a block pool: reuse a prefix, grow, publish full blocks, let go. Pure."""
+
+    def __init__(self, pool: BlockPool, *, block_tokens: int, fingerprint: str) -> None:
+        self.pool = pool
+        self.block_tokens = block_tokens
+        self.fingerprint = fingerprint
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_tokens)
+
+    def hash(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
+        """The hash chain of the full blocks within the first `num_tokens` tokens; extended as the sequence grows."""
+        known, full = len(sequence.hashes), num_tokens // self.block_tokens
+        if full > known:
+            sequence.hashes += hash_chain(
+                sequence.tokens[known * self.block_tokens : full * self.block_tokens],
+                self.block_tokens,
+                fingerprint=self.fingerprint,
+                salt=sequence.generation.salt,
+                parent=sequence.hashes[-1] if known else b"",
+            )
+        return sequence.hashes[:full]
+
+    def open(self, sequence: Sequence, num_tokens: int) -> None:
+        """Give an empty sequence blocks for `num_tokens` tokens, the first ones from the prefix cache where it has them.
+
+        At least one token is left to compute: its logits are needed.
+
+        :raises OutOfBlocks: nothing has been taken then.
+        """
+        cached = self.pool.match(self.hash(sequence, len(sequence.tokens) - 1))
+        self.pool.retain(cached)
+        try:
+            fresh = self.pool.allocate(self.blocks_for(num_tokens) - len(cached))
+        except BaseException:
+            self.pool.release(cached)
+            raise
+        sequence.blocks = cached + fresh
+        sequence.num_computed = len(cached) * self.block_tokens
+        sequence.num_published = len(cached)
+        if sequence.num_cached < 0:
+            sequence.num_cached = min(sequence.num_computed, sequence.generation.prompt_tokens)
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> None:
+        """:raises OutOfBlocks: nothing has been taken then."""
+        missing = self.blocks_for(num_tokens) - len(sequence.blocks)
+        if missing > 0:
+            sequence.blocks += self.pool.allocate(missing)
+
+    def publish(self, sequence: Sequence) -> None:
+        """Make the full blocks of computed KV findable by their content."""
+        full = sequence.num_computed // self.block_tokens
+        if full <= sequence.num_published:
+            return
+        hashes = self.hash(sequence, sequence.num_computed)
+        for index in range(sequence.num_published, full):
+            self.pool.publish(sequence.blocks[index], hashes[index])
+        sequence.num_published = full
+
+    def close(self, sequence: Sequence) -> None:
+        """Let go of every block. Harmless twice."""
+        blocks, sequence.blocks = sequence.blocks, []
+        self.pool.release(blocks)
+        sequence.num_computed = sequence.num_published = 0
+
+
+def _needs_history(params: SamplingParams) -> bool:
+    return params.presence_penalty != 0.0 or params.frequency_penalty != 0.0 or params.repetition_penalty != 1.0

@@ -1,0 +1,309 @@
+"""What prefill and decode share: an engine, sequences held for gateways, and the loop that steps them.
+
+The life of a request here:
+
+    task ─► admit (scheduler takes blocks, `held` takes a lease of the gateway) ─► steps ─► finished: blocks freed
+         └► Rejected: nothing was taken                                        └► Cancel, no Renew, deadline: freed
+
+A finished request keeps its tokens, without blocks, until the gateway lets go of it: frames that were lost are sent again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+import anyio
+
+from common.cache.pool import BlockPool
+from common.cache.store_client import StoreClient
+from common.engine.open import Engine
+from common.engine.plan import StepPlan, StepResult
+from common.engine.sequence import Sequence, SequenceCache
+from common.engine.settings import EngineServiceConfig
+from common.protocol import messages
+from common.protocol.errors import Cancelled, PenstockError, ShuttingDown
+from common.protocol.handles import WorkerRef
+from common.protocol.messages import Accepted, Cancel, FetchFrames, Generation, Presence, Rejected, Renew, Unknown
+from common.runtime import logs
+from common.runtime.actor import Actor, WorkerState
+from common.runtime.bus import Bus
+from common.runtime.leases import LeaseTable
+from common.transfer.shm import host_id
+
+log = logs.get("engine")
+
+TOMBSTONES = 4096
+
+
+OpenEngine = Callable[[str], Engine]
+"""`open_engine(segment_name)`; blocks (loads weights), called in a thread."""
+
+
+class Scheduler(Protocol):
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def credits(self) -> int: ...
+    def plan(self, now: float) -> StepPlan | None: ...
+    def abandon(self) -> list[Sequence]: ...
+    def cancel(self, sequence: Sequence) -> None: ...
+    def begin_copy(self, sequence: Sequence) -> None: ...
+    def end_copy(self, sequence: Sequence, num_computed: int) -> None: ...
+
+
+class EngineWorker(Actor):
+    """Base of the prefill and the decode actor."""
+
+    config: EngineServiceConfig
+    scheduler: Scheduler
+
+    def __init__(
+        self, *, bus: Bus, config: EngineServiceConfig, open_engine: OpenEngine, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(bus=bus, config=config, clock=clock)
+        self.open_engine = open_engine
+        self.host = host_id(config.shm_dir)
+        self.held: LeaseTable[Sequence] = LeaseTable(config.lease_s)
+        self.refusing = False
+        self.step_ms = 0.0
+        self.tokens_per_s = 0.0
+        self.prefill_tokens_per_s = 0.0
+        self.loaded = False
+        self._cancelled: dict[str, int] = {}
+        self._wake = anyio.Event()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+
+    # -- life
+
+    async def start(self) -> None:
+        self.engine = await anyio.to_thread.run_sync(self.open_engine, f"{self.ref.id}-{self.ref.epoch:x}")
+        runner, segment = self.engine.runner, self.engine.segment
+        self.pool = BlockPool(runner.num_blocks, runner.block_tokens, segment.generations)
+        self.cache = SequenceCache(self.pool, block_tokens=runner.block_tokens, fingerprint=runner.fingerprint)
+        self.store = StoreClient(self, segment.blocks, runner.fingerprint, self.config.shm_dir)
+        self.scheduler = self.make_scheduler()
+        self.loaded = True
+
+    @abstractmethod
+    def make_scheduler(self) -> Scheduler: ...
+
+    @abstractmethod
+    def committed(self, plan: StepPlan, result: StepResult) -> None:
+        """Commit a step to the scheduler and tell whom it concerns."""
+
+    async def work(self) -> None:
+        """Plan, execute, commit, for ever. Messages are handled while a step runs; the scheduler defers what it must."""
+        loop = asyncio.get_running_loop()
+        while True:
+            plan = self.scheduler.plan(self.clock())
+            if plan is None:
+                self._wake = anyio.Event()
+                await self._wake.wait()
+                continue
+            began = self.clock()
+            try:
+                result = await loop.run_in_executor(self._thread, self.engine.runner.execute, plan)
+            except Exception:
+                log.exception("step_failed", step=plan.step, rows=len(plan.rows))
+                for sequence in self.scheduler.abandon():
+                    self.fail(sequence, "internal_error", "the engine failed on this request; see the worker's log")
+                continue
+            self._measure(plan, self.clock() - began)
+            self.committed(plan, result)
+
+    def wake(self) -> None:
+        """Something can be planned that could not be before."""
+        self._wake.set()
+
+    async def drain(self) -> None:
+        self.refusing = True
+        while self.num_obligations:
+            await anyio.sleep(0.02)
+
+    @property
+    def num_obligations(self) -> int:
+        """What must end before the process may: sequences in work, and results that a gateway has not acknowledged."""
+        return len(self.held)
+
+    def close(self) -> None:
+        """Give the segment back; the runner's thread has ended."""
+        self._thread.shutdown(wait=True)
+        if self.loaded:
+            self.engine.segment.close()
+
+    # -- requests
+
+    def admit(self, generation: Generation, reply: str, take: Callable[[Sequence], None]) -> Sequence | None:
+        """Answer a task: `take(sequence)` admits it to the scheduler or raises why not. None: refused or held already."""
+        request, attempt = generation.request, generation.attempt
+        known = self.held.get(request)
+        if known is not None and known.attempt == attempt:
+            self.answer(reply, Accepted(worker=self.ref))
+            return None
+        try:
+            if self.refusing:
+                raise ShuttingDown("this worker is draining")
+            if self._cancelled.get(request, -1) >= attempt or (known is not None and known.attempt > attempt):
+                raise Cancelled("a later attempt or a cancel came first")
+            sequence = Sequence.of(
+                generation, vocab_size=self.engine.runner.vocab_size, max_context=self.engine.runner.max_context
+            )
+            if known is not None:
+                self.drop(request)
+            take(sequence)
+        except PenstockError as error:
+            self.answer(reply, Rejected(worker=self.ref, code=error.code, message=str(error)))
+            return None
+        self.held.grant(request, generation.gateway, sequence, self.clock())
+        self.answer(reply, Accepted(worker=self.ref))
+        self.wake()
+        return sequence
+
+    def drop(self, request: str) -> None:
+        """Free a request and forget it. Harmless for one that is not held."""
+        sequence = self.held.release(request)
+        if sequence is not None:
+            self.scheduler.cancel(sequence)
+            self.dropped(sequence)
+
+    def dropped(self, sequence: Sequence) -> None:
+        """A held request was let go of: free what the subclass holds for it."""
+
+    def fail(self, sequence: Sequence, code: str, message: str) -> None:
+        """Tell the gateway that this attempt is over, and forget it."""
+        frame = messages.TokenFrame(
+            request=sequence.request,
+            attempt=sequence.attempt,
+            start=sequence.num_outputs,
+            tokens=[],
+            finish="error",
+            error_code=code,
+            error_message=message,
+        )
+        self.send(sequence.generation.gateway, messages.TokenFrames(worker=self.ref, frames=[frame]))
+        self.drop(sequence.request)
+
+    def on_cancel(self, cancel: Cancel) -> None:
+        for request, attempt in cancel.requests:
+            self._cancelled.pop(request, None)
+            self._cancelled[request] = attempt
+            held = self.held.get(request)
+            if held is not None and held.attempt <= attempt:
+                self.drop(request)
+        while len(self._cancelled) > TOMBSTONES:
+            del self._cancelled[next(iter(self._cancelled))]
+
+    def on_renew(self, renew: Renew) -> None:
+        mine, unknown = [], []
+        for request, attempt in renew.requests:
+            held = self.held.get(request)
+            (mine if held is not None and held.attempt == attempt else unknown).append((request, attempt))
+        self.held.renew(renew.gateway, [request for request, _ in mine], self.clock())
+        if unknown:
+            self.send(renew.gateway, Unknown(worker=self.ref, requests=unknown))
+
+    def on_fetch(self, fetch: FetchFrames) -> None:
+        held = self.held.get(fetch.request)
+        if held is None or held.attempt != fetch.attempt:
+            self.send(fetch.gateway, Unknown(worker=self.ref, requests=[(fetch.request, fetch.attempt)]))
+        elif held.num_outputs > fetch.start or held.finish is not None:
+            self.send(fetch.gateway, messages.TokenFrames(worker=self.ref, frames=[held.frame(fetch.start)]))
+
+    def tick(self, now: float) -> None:
+        for request, sequence in self.held.expire(now):
+            log.warning("request_expired", request=request, reason="no gateway renewed it")
+            self.scheduler.cancel(sequence)
+            self.dropped(sequence)
+        wall_ms = time.time() * 1000
+        for sequence in [s for s in self.held.values() if s.generation.deadline_ms < wall_ms]:
+            self.drop(sequence.request)
+
+    def connection_changed(self, connected: bool) -> None:
+        super().connection_changed(connected)
+        (self.held.resume if connected else self.held.pause)(self.clock())
+
+    def fenced(self) -> None:
+        for sequence in self.held.values():
+            self.drop(sequence.request)
+
+    # -- KV copies
+
+    async def copy_prefix(self, sequence: Sequence) -> None:
+        """Fill the blocks behind the local prefix from the kvstore, as far as it has them, then let the sequence run."""
+        self.scheduler.begin_copy(sequence)
+        have = sequence.num_computed // self.cache.block_tokens
+        copied = 0
+        try:
+            hashes = self.cache.hash(sequence, len(sequence.tokens) - 1)
+            if len(hashes) > have:
+                copied = await self.store.fetch(hashes[have:], sequence.blocks[have : len(hashes)])
+        finally:
+            self.scheduler.end_copy(sequence, (have + copied) * self.cache.block_tokens)
+            self.wake()
+
+    async def offer(self, blocks: list[int], hashes: list[bytes]) -> None:
+        """Give full blocks to the kvstore. The caller retained them; they are released here, whatever happens."""
+        try:
+            await self.store.offer(hashes, blocks)
+        finally:
+            self.pool.release(blocks)
+
+    def worth_fetching(self, sequence: Sequence) -> bool:
+        """Is there a kvstore, and a full block that it could save us?"""
+        return self.store.available and sequence.num_uncomputed > self.cache.block_tokens
+
+    def offer_soon(self, sequence: Sequence) -> None:
+        """Offer the full blocks of a sequence in the background; call before its blocks are freed."""
+        hashes = self.cache.hash(sequence, sequence.num_computed)
+        blocks = sequence.blocks[: len(hashes)]
+        if blocks and self.store.available:
+            self.pool.retain(blocks)
+            self.task_group.start_soon(self.offer, blocks, list(hashes))
+
+    # -- presence
+
+    def presence(self, state: WorkerState) -> Presence:
+        if not self.loaded:
+            return Presence(worker=self.ref, state=state, model=self.config.model, host=self.host, http_port=self.http_port)
+        return Presence(
+            worker=self.ref,
+            state="draining" if self.refusing else state,
+            model=self.config.model,
+            fingerprint=self.engine.runner.fingerprint,
+            host=self.host,
+            segment=self.engine.segment.name,
+            running=self.scheduler.num_running,
+            waiting=self.scheduler.num_waiting,
+            credits=0 if self.refusing else self.scheduler.credits,
+            kv=self.pool.usage(),
+            prefill_tokens_per_s=round(self.prefill_tokens_per_s, 1),
+            step_ms=round(self.step_ms, 3),
+            tokens_per_s=round(self.tokens_per_s, 1),
+            http_port=self.http_port,
+        )
+
+    def _measure(self, plan: StepPlan, elapsed_s: float) -> None:
+        """Moving averages, so that the router can decide by measured cost."""
+        elapsed_s = max(elapsed_s, 1e-6)
+        sampled = sum(row.num_samples for row in plan.rows)
+        self.step_ms += 0.1 * (elapsed_s * 1000 - self.step_ms)
+        self.tokens_per_s += 0.1 * (sampled / elapsed_s - self.tokens_per_s)
+        if plan.num_tokens >= 4 * len(plan.rows):
+            weight = 0.1 if self.prefill_tokens_per_s else 1.0
+            self.prefill_tokens_per_s += weight * (plan.num_tokens / elapsed_s - self.prefill_tokens_per_s)
+
+
+def send_frames(worker: Actor, news: Iterable[tuple[Sequence, int]]) -> None:
+    """Send what a step generated, one message per gateway: for each sequence its tokens from an output index on."""
+    grouped: dict[WorkerRef, list[messages.TokenFrame]] = {}
+    for sequence, start in news:
+        grouped.setdefault(sequence.generation.gateway, []).append(sequence.frame(start))
+    for gateway, frames in grouped.items():
+        worker.send(gateway, messages.TokenFrames(worker=worker.ref, frames=frames))

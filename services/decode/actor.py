@@ -1,0 +1,211 @@
+"""The decode worker: runs every sequence one token (or a verified handful) further per step.
+
+The life of a request here:
+
+    KvReady ─► admitted ─► blocks pulled from the prefill worker, lease released ─► running ─► TokenFrames each step ─► finished
+                            └ stale, unreadable, another layout: recomputed here, the same tokens
+    DecodeTask ─► admitted ─► prefix copied from the kvstore ─► prompt computed here in chunks ─► running ─► …
+
+Draft workers are told what each step fixed; what they propose is verified in the next one. Nothing waits for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import anyio
+
+from common.engine.plan import StepPlan, StepResult
+from common.engine.sequence import Sequence
+from common.engine.worker import EngineWorker, OpenEngine, send_frames
+from common.protocol.errors import PenstockError, ProtocolError, StaleHandle, TransportUnavailable
+from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef
+from common.protocol.messages import (
+    Cancel,
+    DecodeTask,
+    DraftResync,
+    FetchFrames,
+    KvReady,
+    Message,
+    Presence,
+    Proposals,
+    ReleaseLease,
+    Renew,
+    RenewLeases,
+)
+from common.runtime import logs
+from common.runtime.bus import Bus
+from common.transfer.base import Transport
+from services.decode.config import DecodeConfig
+from services.decode.scheduler import DecodeScheduler
+from services.decode.speculation import DraftBook, SpeculationPolicy
+
+log = logs.get("decode")
+
+
+class DecodeActor(EngineWorker):
+    role = "decode"
+    config: DecodeConfig
+    scheduler: DecodeScheduler
+
+    def __init__(
+        self,
+        *,
+        bus: Bus,
+        config: DecodeConfig,
+        open_engine: OpenEngine,
+        transport: Transport,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(bus=bus, config=config, open_engine=open_engine, clock=clock)
+        self.transport = transport
+        self.pulling: dict[str, WorkerRef] = {}
+
+    def make_scheduler(self) -> DecodeScheduler:
+        policy = SpeculationPolicy(max_tokens=self.config.speculation_tokens, max_step_tokens=self.config.max_verify_tokens)
+        self.drafts = DraftBook(policy, vocab_size=self.engine.runner.vocab_size)
+        return DecodeScheduler(
+            self.cache,
+            token_budget=self.config.token_budget,
+            max_running=self.config.max_running,
+            max_context=self.engine.runner.max_context,
+            propose=lambda sequence, limit: self.drafts.propose(sequence.request, limit),
+            begin_step=self.drafts.begin_step,
+            finishing=self.offer_soon,
+        )
+
+    def handle(self, message: Message, reply: str) -> None:
+        match message:
+            case Proposals():
+                self.drafts.on_proposals(message)
+            case DraftResync():
+                self.drafts.on_resync(message)
+            case KvReady():
+                self.on_kv_ready(message, reply)
+            case DecodeTask():
+                self.on_task(message, reply)
+            case Cancel():
+                self.on_cancel(message)
+            case Renew():
+                self.on_renew(message)
+            case FetchFrames():
+                self.on_fetch(message)
+            case _:
+                log.warning("unexpected_message", message=type(message).__name__)
+
+    # -- tasks
+
+    def on_task(self, task: DecodeTask, reply: str) -> None:
+        sequence = self.admit(task.generation, reply, self.scheduler.admit)
+        if sequence is not None:
+            self.speculate(sequence)
+            if self.worth_fetching(sequence):
+                self.task_group.start_soon(self.copy_prefix, sequence)
+
+    def on_kv_ready(self, ready: KvReady, reply: str) -> None:
+        def take(sequence: Sequence) -> None:
+            covered_blocks(ready.handle, len(sequence.tokens), self.cache.block_tokens)
+            sequence.num_cached = ready.cached_tokens
+            if ready.first_logprobs is not None:
+                sequence.held_from -= 1
+                sequence.logprobs.append(ready.first_logprobs)
+            self.scheduler.admit(sequence)
+
+        sequence = self.admit(ready.generation, reply, take)
+        if sequence is not None:
+            self.speculate(sequence)
+            self.scheduler.begin_copy(sequence)
+            self.pulling[ready.handle.lease] = ready.handle.owner
+            self.task_group.start_soon(self.pull, sequence, ready.handle)
+
+    async def pull(self, sequence: Sequence, handle: KvHandle) -> None:
+        """Copy the blocks that are not here yet. Whatever goes wrong, the sequence runs on: what is missing is recomputed."""
+        num_computed = 0
+        try:
+            await self.copy_blocks(sequence, handle)
+            num_computed = handle.num_tokens
+        except PenstockError as error:
+            log.warning("pull_failed", request=sequence.request, owner=handle.owner.id, code=error.code, reason=str(error))
+        finally:
+            del self.pulling[handle.lease]
+            self.scheduler.end_copy(sequence, num_computed)
+            self.send(handle.owner, ReleaseLease(leases=[handle.lease]))
+            self.wake()
+
+    async def copy_blocks(self, sequence: Sequence, handle: KvHandle) -> None:
+        """:raises StaleHandle, TransportUnavailable: nothing that was copied may be used."""
+        if handle.fingerprint != self.engine.runner.fingerprint:
+            raise TransportUnavailable("the handle's model or KV layout is not ours")
+        owner = self.registry.get(handle.owner.id)
+        if owner is None or owner.worker != handle.owner:
+            raise StaleHandle(f"{handle.owner.id} is not known in this epoch")
+        theirs = covered_blocks(handle, len(sequence.tokens), self.cache.block_tokens)
+        have = sequence.num_computed // self.cache.block_tokens
+        if have < len(theirs.blocks):
+            await anyio.to_thread.run_sync(
+                lambda: self.transport.read(
+                    owner.host,
+                    owner.segment,
+                    handle.fingerprint,
+                    theirs.blocks[have:],
+                    theirs.generations[have:],
+                    self.engine.segment.blocks,
+                    sequence.blocks[have : len(theirs.blocks)],
+                )
+            )
+
+    # -- steps
+
+    def committed(self, plan: StepPlan, result: StepResult) -> None:
+        progress = self.scheduler.commit(plan, result, self.clock())
+        send_frames(self, [(done.sequence, done.start) for done in progress])
+        for done in progress:
+            self.drafts.record(done.sequence.request, done.proposed, done.accepted)
+            if done.sequence.finish is not None:
+                self.drafts.close(done.sequence.request)
+        for worker, message in self.drafts.messages(self.ref):
+            self.send(worker, message)
+
+    def speculate(self, sequence: Sequence) -> None:
+        if self.config.speculation_tokens:
+            self.drafts.open(sequence.request, sequence.tokens)
+
+    def dropped(self, sequence: Sequence) -> None:
+        self.drafts.close(sequence.request)
+
+    # -- heartbeat
+
+    def tick(self, now: float) -> None:
+        super().tick(now)
+        self.drafts.set_workers(self.registry.alive("draft", now))
+        owners: dict[WorkerRef, list[str]] = {}
+        for lease, owner in self.pulling.items():
+            owners.setdefault(owner, []).append(lease)
+        for owner, leases in owners.items():
+            self.send(owner, RenewLeases(holder=self.ref, leases=leases))
+
+    def peer_lost(self, peer: Presence) -> None:
+        if peer.worker.role == "draft" and self.loaded:
+            self.drafts.worker_lost(peer.worker)
+
+    def fenced(self) -> None:
+        super().fenced()
+        self.drafts.reset()
+
+
+def covered_blocks(handle: KvHandle, num_tokens: int, block_tokens: int) -> GroupBlocks:
+    """The handle's one group of blocks, if it covers all of `num_tokens` tokens but the last.
+
+    :raises ProtocolError: for any other shape.
+    """
+    group = handle.groups[0] if len(handle.groups) == 1 else None
+    if (
+        group is None
+        or (group.group, group.start, group.end) != (0, 0, num_tokens - 1)
+        or handle.num_tokens != num_tokens - 1
+        or len(group.blocks) != -(-handle.num_tokens // block_tokens)
+        or len(group.generations) != len(group.blocks)
+    ):
+        raise ProtocolError("the KV handle does not cover the tokens that came with it")
+    return group

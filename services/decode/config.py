@@ -1,0 +1,14 @@
+"""Settings of a decode worker."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from common.engine.settings import EngineServiceConfig
+
+
+class DecodeConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    speculation_tokens: Annotated[int, Meta(ge=0, le=63, description="proposed tokens verified per sequence; 0: off")] = 4
+    max_verify_tokens: Annotated[int, Meta(ge=0, description="rows of a step above which nothing is verified")] = 64

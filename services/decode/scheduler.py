@@ -1,0 +1,236 @@
+"""Continuous batching: sequences join and leave the running batch at every step. Pure: no clock, no bus, no tensors.
+
+    admit ─► (copying: KV arrives from prefill or the store) ─► running ─► finished: blocks freed
+                                                                 │  ▲
+                                       out of blocks: preempted ─┘  └─ resumed when there is room: recomputed, same tokens
+
+A running sequence with one uncomputed token decodes (with proposals to verify, if any); one with more prefills in chunks,
+in what the decoding rows leave of the token budget. Decoding never waits for prefilling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.engine.plan import StepPlan, StepResult
+from common.engine.sequence import Sequence, SequenceCache
+from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
+from services.decode.speculation import accept
+
+Propose = Callable[[Sequence, int], list[int]]
+"""`propose(sequence, limit)`: at most `limit` token ids that may follow; [] for none. `begin_step(num_rows)` comes before."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a step did for a sequence: new tokens from output index `start` on, `proposed` of which `accepted` held."""
+
+    sequence: Sequence
+    start: int
+    proposed: int
+    accepted: int
+
+
+class DecodeScheduler:
+    """Which sequences run, and what the next step computes for each.
+
+    `token_budget`: tokens a step computes at most, decoding rows first. `watermark`: blocks kept free at admission.
+    `finishing(sequence)` is called when a sequence has ended, before its blocks are freed.
+    """
+
+    def __init__(
+        self,
+        cache: SequenceCache,
+        *,
+        token_budget: int,
+        max_running: int,
+        max_context: int,
+        propose: Propose = lambda sequence, limit: [],
+        begin_step: Callable[[int], None] = lambda num_rows: None,
+        finishing: Callable[[Sequence], None] = lambda sequence: None,
+        watermark: int = 1,
+    ) -> None:
+        self.cache = cache
+        self.token_budget = token_budget
+        self.max_running = max_running
+        self.max_context = min(max_context, (cache.pool.num_blocks - watermark) * cache.block_tokens)
+        self.propose = propose
+        self.begin_step = begin_step
+        self.finishing = finishing
+        self.watermark = watermark
+        self.num_preemptions = 0
+        self._running: dict[Sequence, None] = {}
+        self._copying: dict[Sequence, None] = {}
+        self._preempted: list[Sequence] = []
+        self._in_flight: list[Sequence] = []
+        self._step = 0
+        self._arrivals = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._copying) + len(self._preempted)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_running + self.num_waiting
+
+    @property
+    def credits(self) -> int:
+        """How many more sequences would be taken, at one block each at least; none while preempted ones wait."""
+        if self._preempted:
+            return 0
+        return max(0, min(self.max_running - self.num_held, self.cache.pool.available - self.watermark))
+
+    def admit(self, sequence: Sequence) -> None:
+        """Take a sequence and the blocks of its tokens.
+
+        :raises OutOfCredits, OutOfBlocks: nothing has been taken; another worker may. :raises ContextLengthExceeded: it never fits.
+        """
+        if len(sequence.tokens) >= self.max_context:
+            raise ContextLengthExceeded(
+                f"{len(sequence.tokens)} tokens; this worker holds at most {self.max_context} a sequence"
+            )
+        if self.num_held >= self.max_running or self._preempted:
+            raise OutOfCredits(f"{self.num_held} sequences are in work already")
+        needed = self.cache.blocks_for(len(sequence.tokens)) + self.watermark
+        if self.cache.pool.available < needed:
+            raise OutOfBlocks(needed=needed, free=self.cache.pool.available)
+        self.cache.open(sequence, len(sequence.tokens))
+        self._arrivals += 1
+        sequence.arrival = self._arrivals
+        self._running[sequence] = None
+
+    def begin_copy(self, sequence: Sequence) -> None:
+        """A copy into the sequence's blocks begins: not planned and not freed until `end_copy`."""
+        del self._running[sequence]
+        self._copying[sequence] = None
+
+    def end_copy(self, sequence: Sequence, num_computed: int) -> None:
+        """The copy has ended; KV of the first `num_computed` tokens is there (what was there before stays)."""
+        del self._copying[sequence]
+        if sequence.cancelled:
+            self.cache.close(sequence)
+            return
+        sequence.num_computed = max(sequence.num_computed, num_computed)
+        self.cache.publish(sequence)
+        self._running[sequence] = None
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None when there is nothing to run."""
+        assert not self._in_flight, "one step at a time"
+        self._resume()
+        rows, budget = [], self.token_budget
+        decoding = [s for s in self._running if s.num_uncomputed == 1]
+        self.begin_step(len(decoding))
+        for sequence in decoding:
+            if sequence not in self._running or not self._make_room(sequence):
+                continue
+            proposal = self._proposal(sequence, budget - 1)
+            rows.append(sequence.row(1, proposal))
+            self._in_flight.append(sequence)
+            budget -= 1 + len(proposal)
+        budget = max(budget, 1 if not rows else 0)
+        for sequence in [s for s in self._running if s.num_uncomputed > 1]:
+            if budget <= 0:
+                break
+            count = min(budget, sequence.num_uncomputed)
+            rows.append(sequence.row(count))
+            self._in_flight.append(sequence)
+            budget -= count
+        if not rows:
+            return None
+        self._step += 1
+        return StepPlan(step=self._step, rows=rows)
+
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Progress]:
+        """Take a step's result: keep what was accepted, free what finished or was cancelled meanwhile."""
+        progress = []
+        planned, self._in_flight = self._in_flight, []
+        for sequence, row, samples in zip(planned, plan.rows, result.rows, strict=True):
+            if sequence.cancelled:
+                self._leave(sequence)
+                continue
+            proposal = row.tokens[len(row.tokens) - row.num_samples + 1 :] if row.num_samples > 1 else []
+            sequence.num_computed += len(row.tokens) - len(proposal)
+            if not row.num_samples:
+                self.cache.publish(sequence)
+                continue
+            accepted = accept(proposal, samples.tokens)
+            start = sequence.num_outputs
+            taken = sequence.append(samples, accepted + 1, max_context=self.max_context)
+            sequence.num_computed += taken - 1
+            progress.append(Progress(sequence, start, len(proposal), accepted))
+            self.cache.publish(sequence)
+            if sequence.finish is not None:
+                self.finishing(sequence)
+                self._leave(sequence)
+        return progress
+
+    def abandon(self) -> list[Sequence]:
+        """The step in flight failed: its sequences leave, their blocks are freed."""
+        planned, self._in_flight = self._in_flight, []
+        for sequence in planned:
+            self._leave(sequence)
+        return planned
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Free a sequence wherever it is; one that has left already is none of ours."""
+        if sequence in self._copying or sequence in self._in_flight:
+            sequence.cancelled = True
+        elif sequence in self._running:
+            self._leave(sequence)
+        elif sequence in self._preempted:
+            self._preempted.remove(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._running.pop(sequence, None)
+        self.cache.close(sequence)
+
+    def _proposal(self, sequence: Sequence, budget: int) -> list[int]:
+        remaining = sequence.sampling.max_tokens - sequence.num_outputs - 1
+        limit = min(budget, remaining, self.max_context - len(sequence.tokens) - 1)
+        if limit <= 0:
+            return []
+        proposal = self.propose(sequence, limit)
+        try:
+            self.cache.grow(sequence, len(sequence.tokens) + len(proposal))
+        except OutOfBlocks:
+            return []
+        return proposal
+
+    def _make_room(self, sequence: Sequence) -> bool:
+        """A block for the next token, if need be from the newest sequence that is not in this step yet."""
+        while True:
+            try:
+                self.cache.grow(sequence, len(sequence.tokens))
+            except OutOfBlocks:
+                victim = next(s for s in reversed(self._running) if s not in self._in_flight)
+                self._preempt(victim)
+                if victim is sequence:
+                    return False
+            else:
+                return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        del self._running[sequence]
+        self.cache.close(sequence)
+        self._preempted.append(sequence)
+        self._preempted.sort(key=lambda s: s.arrival)
+        self.num_preemptions += 1
+
+    def _resume(self) -> None:
+        while self._preempted:
+            sequence = self._preempted[0]
+            if self._running and self.cache.pool.available < self.cache.blocks_for(len(sequence.tokens)) + self.watermark:
+                return
+            try:
+                self.cache.open(sequence, len(sequence.tokens))
+            except OutOfBlocks:
+                return
+            del self._preempted[0]
+            self._running[sequence] = None

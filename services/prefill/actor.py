@@ -1,0 +1,210 @@
+"""The prefill worker: computes prompts, samples the first token, hands the KV over.
+
+The life of a request here:
+
+    PrefillTask ─► admitted ─► prefix copied from the kvstore ─► chunks ─► first token ─► TokenFrames to the gateway
+        ─► KvReady to decode ─ Accepted ─► HandedOff; blocks leased until decode releases them or stops renewing
+                             └ refused ──► HandoffFailed; parked with its blocks until Redirect, Cancel or the gateway's lease ends
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from common.engine.plan import StepPlan, StepResult
+from common.engine.sequence import Sequence
+from common.engine.worker import EngineWorker, OpenEngine, send_frames
+from common.protocol import tokens as token_bytes
+from common.protocol.errors import BusError, PenstockError, ProtocolError
+from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef, new_lease
+from common.protocol.messages import (
+    Accepted,
+    Cancel,
+    FetchFrames,
+    HandedOff,
+    HandoffFailed,
+    KvReady,
+    Message,
+    PrefillTask,
+    Redirect,
+    Rejected,
+    ReleaseLease,
+    Renew,
+    RenewLeases,
+)
+from common.runtime import logs
+from common.runtime.bus import Bus
+from common.runtime.leases import LeaseTable
+from services.prefill.config import PrefillConfig
+from services.prefill.scheduler import PrefillScheduler
+
+log = logs.get("prefill")
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """Blocks that a decode worker may read."""
+
+    request: str
+    attempt: int
+    blocks: list[int]
+
+
+class PrefillActor(EngineWorker):
+    role = "prefill"
+    config: PrefillConfig
+    scheduler: PrefillScheduler
+
+    def __init__(
+        self, *, bus: Bus, config: PrefillConfig, open_engine: OpenEngine, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(bus=bus, config=config, open_engine=open_engine, clock=clock)
+        self.leases: LeaseTable[Leased] = LeaseTable(config.lease_s)
+        self.decode_for: dict[str, WorkerRef] = {}
+        self.parked: dict[str, Sequence] = {}
+        self.lease_of: dict[str, tuple[int, str]] = {}
+
+    def make_scheduler(self) -> PrefillScheduler:
+        return PrefillScheduler(
+            self.cache,
+            token_budget=self.config.token_budget,
+            max_running=self.config.max_running,
+            max_context=self.engine.runner.max_context,
+        )
+
+    @property
+    def num_obligations(self) -> int:
+        return len(self.held) + len(self.leases)
+
+    def handle(self, message: Message, reply: str) -> None:
+        match message:
+            case PrefillTask():
+                self.on_task(message, reply)
+            case ReleaseLease():
+                for lease in message.leases:
+                    self.end_lease(lease)
+            case RenewLeases():
+                self.leases.renew(message.holder, message.leases, self.clock())
+            case Redirect():
+                self.on_redirect(message)
+            case Cancel():
+                self.on_cancel(message)
+            case Renew():
+                self.on_renew(message)
+            case FetchFrames():
+                self.on_fetch(message)
+            case _:
+                log.warning("unexpected_message", message=type(message).__name__)
+
+    def on_task(self, task: PrefillTask, reply: str) -> None:
+        sequence = self.admit(task.generation, reply, lambda s: self.scheduler.admit(s, self.clock()))
+        if sequence is not None:
+            self.decode_for[sequence.request] = task.decode
+            if self.worth_fetching(sequence):
+                self.task_group.start_soon(self.copy_prefix, sequence)
+
+    def committed(self, plan: StepPlan, result: StepResult) -> None:
+        done = self.scheduler.commit(plan, result, self.clock())
+        send_frames(self, [(sequence, sequence.num_outputs - 1) for sequence in done])
+        for sequence in done:
+            self.offer_soon(sequence)
+            if sequence.finish is not None:
+                self.cache.close(sequence)
+            else:
+                self.parked[sequence.request] = sequence
+                self.task_group.start_soon(self.hand_off, sequence)
+
+    def on_redirect(self, redirect: Redirect) -> None:
+        sequence = self.parked.get(redirect.request)
+        if sequence is not None and sequence.attempt == redirect.attempt:
+            self.decode_for[redirect.request] = redirect.decode
+            self.task_group.start_soon(self.hand_off, sequence)
+
+    async def hand_off(self, sequence: Sequence) -> None:
+        """Lease the blocks to the decode worker and ask it to take the request."""
+        decode = self.decode_for.get(sequence.request)
+        if decode is None or self.parked.get(sequence.request) is not sequence:
+            return
+        lease, leased = new_lease(), Leased(sequence.request, sequence.attempt, list(sequence.blocks))
+        self.pool.lease(leased.blocks)
+        self.leases.grant(lease, decode, leased, self.clock())
+        self.lease_of[sequence.request] = (sequence.attempt, lease)
+        try:
+            answer = await self.ask(decode, self.kv_ready(sequence, lease), self.config.handoff_timeout_s)
+            if isinstance(answer, Rejected):
+                raise ProtocolError(answer.code)
+            if not isinstance(answer, Accepted):
+                raise ProtocolError(f"{type(answer).__name__} is no answer to KvReady")
+        except PenstockError as error:
+            self.end_lease(lease)
+            if self.parked.get(sequence.request) is sequence:
+                code = error.code if isinstance(error, BusError) else str(error)
+                log.warning("handoff_failed", request=sequence.request, decode=decode.id, code=code)
+                failed = HandoffFailed(worker=self.ref, request=sequence.request, attempt=sequence.attempt, code=code)
+                self.send(sequence.generation.gateway, failed)
+            return
+        if self.parked.get(sequence.request) is sequence:
+            handed = HandedOff(worker=self.ref, request=sequence.request, attempt=sequence.attempt, decode=decode)
+            self.send(sequence.generation.gateway, handed)
+            self.drop(sequence.request)
+
+    def kv_ready(self, sequence: Sequence, lease: str) -> KvReady:
+        covered = sequence.num_computed
+        hashes = self.cache.hash(sequence, covered)
+        blocks = GroupBlocks(0, list(sequence.blocks), self.pool.generations_of(sequence.blocks), 0, covered)
+        return KvReady(
+            generation=msgspec.structs.replace(sequence.generation, tokens=token_bytes.pack(sequence.tokens)),
+            handle=KvHandle(
+                owner=self.ref,
+                lease=lease,
+                fingerprint=self.engine.runner.fingerprint,
+                num_tokens=covered,
+                chain=hashes[-1] if hashes else b"",
+                groups=[blocks],
+            ),
+            first_logprobs=sequence.logprobs[-1] if sequence.logprobs else None,
+            cached_tokens=sequence.num_cached,
+        )
+
+    def on_cancel(self, cancel: Cancel) -> None:
+        """Also ends leases at once: a reader that is still copying sees the generations change, and throws its copy away."""
+        super().on_cancel(cancel)
+        for request, attempt in cancel.requests:
+            leased_attempt, lease = self.lease_of.get(request, (attempt + 1, ""))
+            if leased_attempt <= attempt:
+                self.end_lease(lease)
+
+    def dropped(self, sequence: Sequence) -> None:
+        self.decode_for.pop(sequence.request, None)
+        if self.parked.get(sequence.request) is sequence:
+            del self.parked[sequence.request]
+            self.cache.close(sequence)
+
+    def end_lease(self, lease: str) -> None:
+        leased = self.leases.release(lease)
+        if leased is not None:
+            self.forget_lease(lease, leased)
+
+    def forget_lease(self, lease: str, leased: Leased) -> None:
+        self.pool.end_lease(leased.blocks)
+        if self.lease_of.get(leased.request) == (leased.attempt, lease):
+            del self.lease_of[leased.request]
+
+    def tick(self, now: float) -> None:
+        super().tick(now)
+        for lease, leased in self.leases.expire(now):
+            log.warning("kv_lease_expired", request=leased.request, blocks=len(leased.blocks))
+            self.forget_lease(lease, leased)
+
+    def connection_changed(self, connected: bool) -> None:
+        super().connection_changed(connected)
+        (self.leases.resume if connected else self.leases.pause)(self.clock())
+
+    def fenced(self) -> None:
+        super().fenced()
+        for lease, leased in self.leases.clear():
+            self.forget_lease(lease, leased)

@@ -1,0 +1,223 @@
+"""Promises of the decode scheduler."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.engine.sequence import Sequence
+from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
+from services.decode.scheduler import DecodeScheduler, Progress, Propose
+from tests.unit.scheduling import MAX_CONTEXT, Bench, sequence
+
+
+def scheduler_on(
+    bench: Bench, *, token_budget: int = 16, max_running: int = 8, propose: Propose | None = None
+) -> DecodeScheduler:
+    scheduler = DecodeScheduler(bench.cache, token_budget=token_budget, max_running=max_running, max_context=MAX_CONTEXT)
+    if propose is not None:
+        scheduler.propose = propose
+    return scheduler
+
+
+def step(bench: Bench, scheduler: DecodeScheduler) -> list[Progress] | None:
+    plan = scheduler.plan(0.0)
+    if plan is None:
+        return None
+    assert plan.num_tokens <= max(scheduler.token_budget, 1)
+    progress = scheduler.commit(plan, bench.runner.execute(plan), 0.0)
+    bench.pool.check()
+    return progress
+
+
+def run(bench: Bench, scheduler: DecodeScheduler) -> None:
+    for _ in range(10_000):
+        if step(bench, scheduler) is None:
+            return
+    raise AssertionError("the scheduler never came to rest")
+
+
+def assert_right(bench: Bench, s: Sequence) -> None:
+    assert s.tokens[s.generation.prompt_tokens :] == bench.expected(s)
+
+
+def test_sequences_join_and_leave_at_every_step() -> None:
+    bench = Bench()
+    scheduler = scheduler_on(bench)
+    first = sequence("a", [3, 4, 5], max_tokens=6)
+    second = sequence("b", [6, 7, 8, 9], max_tokens=2)
+    scheduler.admit(first)
+    step(bench, scheduler)
+    scheduler.admit(second)
+    step(bench, scheduler)
+    assert second.num_outputs == 1
+    step(bench, scheduler)
+    assert second.finish == "length"
+    run(bench, scheduler)
+    assert_right(bench, first)
+    assert_right(bench, second)
+    assert bench.all_given_back()
+
+
+def test_decoding_goes_on_while_a_long_prompt_prefills() -> None:
+    bench = Bench()
+    scheduler = scheduler_on(bench, token_budget=8)
+    short, long = sequence("a", [3, 4, 5], max_tokens=30), sequence("b", list(range(3, 63)), max_tokens=4)
+    scheduler.admit(short)
+    step(bench, scheduler)
+    scheduler.admit(long)
+    before = short.num_outputs
+    for _ in range(5):
+        step(bench, scheduler)
+    assert short.num_outputs == before + 5
+    run(bench, scheduler)
+    assert_right(bench, short)
+    assert_right(bench, long)
+
+
+def test_out_of_blocks_preempts_the_newest_and_recomputes_the_same_tokens() -> None:
+    bench = Bench(num_blocks=12)
+    scheduler = scheduler_on(bench)
+    old, new = sequence("old", [3] * 12, max_tokens=24), sequence("new", [4] * 12, max_tokens=24)
+    scheduler.admit(old)
+    scheduler.admit(new)
+    run(bench, scheduler)
+    assert scheduler.num_preemptions > 0
+    assert old.num_outputs == new.num_outputs == 24
+    assert_right(bench, old)
+    assert_right(bench, new)
+    assert bench.all_given_back()
+
+
+def test_while_preempted_sequences_wait_nobody_new_is_taken() -> None:
+    bench = Bench(num_blocks=12)
+    scheduler = scheduler_on(bench)
+    scheduler.admit(sequence("old", [3] * 12, max_tokens=24))
+    scheduler.admit(sequence("new", [4] * 12, max_tokens=24))
+    while not scheduler.num_preemptions:
+        step(bench, scheduler)
+    assert scheduler.credits == 0
+    with pytest.raises(OutOfCredits):
+        scheduler.admit(sequence("c", [3]))
+
+
+def test_a_sequence_that_fills_the_whole_pool_ends_with_length() -> None:
+    bench = Bench(num_blocks=4)
+    scheduler = scheduler_on(bench)
+    s = sequence("a", [3] * 6, max_tokens=100)
+    scheduler.admit(s)
+    run(bench, scheduler)
+    assert (s.finish, len(s.tokens)) == ("length", 12)
+    with pytest.raises(ContextLengthExceeded):
+        scheduler.admit(sequence("b", [3] * 12))
+    assert bench.all_given_back()
+
+
+def test_refusals_take_nothing() -> None:
+    bench = Bench(num_blocks=10)
+    scheduler = scheduler_on(bench, max_running=2)
+    scheduler.admit(sequence("a", [3] * 20))
+    with pytest.raises(OutOfBlocks):
+        scheduler.admit(sequence("b", [5] * 20))
+    scheduler.admit(sequence("c", [3]))
+    with pytest.raises(OutOfCredits):
+        scheduler.admit(sequence("d", [3]))
+    assert bench.pool.usage().owned == 6
+
+
+def test_a_stop_token_ends_the_request_and_is_its_last_token() -> None:
+    bench = Bench()
+    scheduler = scheduler_on(bench)
+    s = sequence("a", [3, 4, 5], max_tokens=50)
+    stop = bench.runner.expected_tokens([3, 4, 5], s.sampling, 50)[9]
+    s.sampling.stop_token_ids.append(stop)
+    scheduler.admit(s)
+    run(bench, scheduler)
+    assert (s.finish, s.tokens[-1]) == ("stop", stop)
+
+
+def test_right_wrong_and_half_right_proposals_give_the_same_tokens() -> None:
+    prompt = [3, 4, 5, 6]
+    lengths = {}
+    for share in (0.0, 0.5, 1.0):
+        bench = Bench()
+        dice = random.Random(1)
+
+        def propose(
+            s: Sequence, limit: int, bench: Bench = bench, share: float = share, dice: random.Random = dice
+        ) -> list[int]:
+            truth = bench.runner.expected_tokens(prompt, s.sampling, s.num_outputs + limit)[s.num_outputs :]
+            return [token if dice.random() < share else 5 for token in truth[:5]]
+
+        scheduler = scheduler_on(bench, propose=propose)
+        s = sequence("a", prompt, max_tokens=40)
+        scheduler.admit(s)
+        lengths[share] = 0
+        while step(bench, scheduler) is not None:
+            lengths[share] += 1
+        assert_right(bench, s)
+        assert s.num_outputs == 40
+        assert bench.all_given_back()
+    assert lengths[1.0] < lengths[0.5] < lengths[0.0]
+
+
+def test_a_cancel_while_a_step_or_a_copy_touches_the_blocks_frees_them_when_it_has_ended() -> None:
+    bench = Bench()
+    scheduler = scheduler_on(bench)
+    stepping, copying = sequence("a", [3] * 6), sequence("b", [4] * 20)
+    scheduler.admit(stepping)
+    scheduler.admit(copying)
+    scheduler.begin_copy(copying)
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    scheduler.cancel(stepping)
+    scheduler.cancel(copying)
+    assert bench.pool.usage().owned == 7
+    assert scheduler.commit(plan, bench.runner.execute(plan), 0.0) == []
+    scheduler.end_copy(copying, 16)
+    assert bench.all_given_back()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_history_gives_the_right_tokens_and_everything_back(data: st.DataObject) -> None:
+    bench = Bench(num_blocks=data.draw(st.integers(8, 40)))
+    dice = random.Random(data.draw(st.integers(0, 1000)))
+    scheduler = scheduler_on(
+        bench,
+        token_budget=data.draw(st.integers(8, 40)),
+        propose=lambda s, limit: [dice.randrange(3, 1000) for _ in range(min(limit, dice.randrange(4)))],
+    )
+    kept: list[Sequence] = []
+    for index in range(data.draw(st.integers(1, 12))):
+        length, start = data.draw(st.integers(1, 30)), data.draw(st.integers(0, 2))
+        s = sequence(f"r{index}", list(range(3 + start, 3 + start + length)), max_tokens=data.draw(st.integers(1, 20)))
+        try:
+            scheduler.admit(s)
+        except (OutOfBlocks, OutOfCredits, ContextLengthExceeded):
+            bench.pool.check()
+            continue
+        fate = data.draw(st.sampled_from(["run", "copy", "cancel", "cancel in flight"]))
+        if fate == "copy":
+            scheduler.begin_copy(s)
+        step(bench, scheduler)
+        if fate == "cancel":
+            scheduler.cancel(s)
+        elif fate == "cancel in flight":
+            plan = scheduler.plan(0.0)
+            scheduler.cancel(s)
+            if plan is not None:
+                scheduler.commit(plan, bench.runner.execute(plan), 0.0)
+        else:
+            kept.append(s)
+        if fate == "copy":
+            scheduler.end_copy(s, 0)
+    run(bench, scheduler)
+    for s in kept:
+        assert_right(bench, s)
+        assert s.finish == "length"
+    assert scheduler.num_held == 0
+    assert bench.all_given_back()

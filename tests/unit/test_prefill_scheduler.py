@@ -1,0 +1,150 @@
+"""Promises of the prefill scheduler."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.engine.sequence import Sequence
+from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
+from services.prefill.scheduler import PrefillScheduler
+from tests.unit.scheduling import MAX_CONTEXT, Bench, sequence
+
+
+def scheduler_on(bench: Bench, *, token_budget: int = 8, max_running: int = 8) -> PrefillScheduler:
+    return PrefillScheduler(bench.cache, token_budget=token_budget, max_running=max_running, max_context=MAX_CONTEXT)
+
+
+def step(bench: Bench, scheduler: PrefillScheduler, now: float = 0.0) -> list[Sequence]:
+    plan = scheduler.plan(now)
+    assert plan is not None
+    assert plan.num_tokens <= scheduler.token_budget
+    return scheduler.commit(plan, bench.runner.execute(plan), now)
+
+
+def test_a_prompt_longer_than_the_budget_runs_in_chunks_and_yields_the_right_first_token() -> None:
+    bench = Bench()
+    scheduler = scheduler_on(bench)
+    s = sequence("a", list(range(3, 30)))
+    scheduler.admit(s, 0.0)
+    finished = [done for _ in range(4) for done in step(bench, scheduler)]
+    assert finished == [s]
+    assert s.tokens[27:] == bench.expected(s)
+    assert scheduler.plan(0.0) is None
+
+
+def test_a_second_equal_prompt_reuses_every_full_block_but_computes_its_last_token() -> None:
+    bench = Bench()
+    scheduler = scheduler_on(bench, token_budget=64)
+    prompt = list(range(3, 19))
+    first, second = sequence("a", prompt), sequence("b", prompt)
+    scheduler.admit(first, 0.0)
+    step(bench, scheduler)
+    scheduler.admit(second, 0.0)
+    assert second.num_computed == 12
+    assert second.num_cached == 12
+    step(bench, scheduler)
+    assert second.tokens == first.tokens
+
+
+def test_a_short_prompt_overtakes_a_long_one_and_the_long_one_ages_to_the_front() -> None:
+    bench = Bench()
+    scheduler = scheduler_on(bench)
+    long, short = sequence("long", list(range(3, 103))), sequence("short", [5, 6, 7])
+    scheduler.admit(long, 0.0)
+    scheduler.admit(short, 0.1)
+    assert step(bench, scheduler, 0.1) == [short]
+    late = sequence("late", [8, 9])
+    scheduler.admit(late, 10.0)
+    plan = scheduler.plan(10.0)
+    assert plan is not None
+    assert len(plan.rows[0].tokens) == scheduler.token_budget
+
+
+def test_refusals_take_nothing() -> None:
+    bench = Bench(num_blocks=8)
+    scheduler = scheduler_on(bench, max_running=2)
+    scheduler.admit(sequence("a", list(range(3, 23))), 0.0)
+    with pytest.raises(OutOfBlocks):
+        scheduler.admit(sequence("b", list(range(30, 50))), 0.0)
+    with pytest.raises(ContextLengthExceeded):
+        scheduler.admit(sequence("c", list(range(3, 40))), 0.0)
+    scheduler.admit(sequence("d", [3]), 0.0)
+    with pytest.raises(OutOfCredits):
+        scheduler.admit(sequence("e", [3]), 0.0)
+    assert bench.pool.usage().owned == 6
+
+
+def test_a_cancel_while_a_step_or_a_copy_touches_the_blocks_frees_them_when_it_has_ended() -> None:
+    bench = Bench()
+    scheduler = scheduler_on(bench)
+    stepping, copying = sequence("a", [3] * 6), sequence("b", [4] * 20)
+    scheduler.admit(stepping, 0.0)
+    scheduler.admit(copying, 0.0)
+    scheduler.begin_copy(copying)
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    scheduler.cancel(stepping)
+    scheduler.cancel(copying)
+    assert bench.pool.usage().owned == 7
+    assert scheduler.commit(plan, bench.runner.execute(plan), 0.0) == []
+    scheduler.end_copy(copying, 16)
+    assert bench.all_given_back()
+
+
+def test_a_failed_step_frees_what_it_ran() -> None:
+    bench = Bench()
+    scheduler = scheduler_on(bench)
+    s = sequence("a", [3] * 6)
+    scheduler.admit(s, 0.0)
+    assert scheduler.plan(0.0) is not None
+    assert scheduler.abandon() == [s]
+    assert bench.all_given_back()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 60), st.integers(0, 3), st.sampled_from(["run", "cancel", "copy"])), min_size=1, max_size=20
+    ),
+    st.integers(1, 40),
+)
+def test_any_history_gives_the_right_tokens_and_everything_back(arrivals: list[tuple[int, int, str]], budget: int) -> None:
+    bench = Bench()
+    scheduler = scheduler_on(bench, token_budget=budget)
+    open_copies: list[Sequence] = []
+    done: list[Sequence] = []
+
+    def one_step(cancel: Sequence | None = None) -> bool:
+        plan = scheduler.plan(0.0)
+        if cancel is not None:
+            scheduler.cancel(cancel)
+        if plan is None:
+            return False
+        for s in scheduler.commit(plan, bench.runner.execute(plan), 0.0):
+            assert s.tokens[s.generation.prompt_tokens :] == bench.expected(s)
+            bench.cache.close(s)
+            done.append(s)
+        bench.pool.check()
+        return True
+
+    for index, (length, start, fate) in enumerate(arrivals):
+        s = sequence(f"r{index}", list(range(3 + start, 3 + start + length)))
+        try:
+            scheduler.admit(s, 0.0)
+        except (OutOfBlocks, OutOfCredits):
+            bench.pool.check()
+            continue
+        if fate == "copy":
+            scheduler.begin_copy(s)
+            open_copies.append(s)
+        one_step(cancel=s if fate == "cancel" else None)
+        if open_copies and index % 2:
+            scheduler.end_copy(open_copies.pop(), 0)
+    for s in open_copies:
+        scheduler.end_copy(s, 0)
+    while one_step():
+        pass
+    assert scheduler.num_held == 0
+    assert bench.all_given_back()
