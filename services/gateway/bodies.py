@@ -1,0 +1,195 @@
+"""The JSON of answers: chunks of a stream and whole bodies, as OpenAI spells them. Pure.
+
+A chunk is sent for (nearly) every token of every stream, and all of it but the new text is known when the request begins:
+`ChunkWriter` encodes that once per choice, and a chunk costs one string encoding and one join.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from common.protocol.errors import InternalError, PenstockError
+from services.gateway.choices import ScoredToken
+
+Kind = Literal["chat", "completion"]
+
+SSE_DONE = b"data: [DONE]\n\n"
+_LOWEST_LOGPROB = -9999.0  # what OpenAI sends for minus infinity, which JSON can't say
+
+_encode = msgspec.json.Encoder().encode
+
+
+class TokenNames(Protocol):
+    """What a tokenizer must tell about single tokens."""
+
+    def token_text(self, id: int, /) -> str: ...
+
+    def token_bytes(self, id: int, /) -> bytes: ...
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of a whole request; each prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+    def body(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class ChunkWriter:
+    """Encodes the chunks of one stream.
+
+    `before` and `after` frame each chunk: `data: ` and a blank line for SSE, nothing on NATS. `null_usage`: every chunk but the
+    last says `"usage":null`, as OpenAI does when the client asked for usage.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        *,
+        id: str,
+        created: int,
+        model: str,
+        num_choices: int,
+        null_usage: bool = False,
+        before: bytes = b"data: ",
+        after: bytes = b"\n\n",
+    ) -> None:
+        object_name = "chat.completion.chunk" if kind == "chat" else "text_completion"
+        head = before + _encode({"id": id, "object": object_name, "created": created, "model": model})[:-1]
+        self._chat = kind == "chat"
+        self._bare = head + b',"choices":[],"usage":'
+        self._choices = [head + b',"choices":[{"index":%d,' % index for index in range(num_choices)]
+        self._usage_tail = b',"usage":null}' if null_usage else b"}"
+        self._after = after
+        content = b'"delta":{"content":' if self._chat else b'"text":'
+        self._text_heads = [choice + content for choice in self._choices]
+        self._text_tail = (b"}" if self._chat else b"") + b',"logprobs":null,"finish_reason":null}]' + self._usage_tail + after
+
+    def opening(self) -> list[bytes]:
+        """The chunks before any text: chat names the role, once per choice."""
+        if not self._chat:
+            return []
+        delta = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+        return [choice + delta + self._usage_tail + self._after for choice in self._choices]
+
+    def text(self, index: int, text: str, logprobs: bytes | None = None) -> bytes:
+        """One chunk of new text. `logprobs`: encoded, see `chat_logprobs` and `completion_logprobs`."""
+        if logprobs is None:
+            return b"".join((self._text_heads[index], _encode(text), self._text_tail))
+        return self._chunk(index, text, logprobs, b"null", self._usage_tail)
+
+    def end(
+        self, index: int, finish_reason: str, *, text: str = "", logprobs: bytes | None = None, usage: Usage | None = None
+    ) -> bytes:
+        """The last chunk of a choice, with what text is left. `usage` puts the request's usage into the same chunk."""
+        tail = self._usage_tail if usage is None else b',"usage":' + _encode(usage.body()) + b"}"
+        return self._chunk(index, text, logprobs, _encode(finish_reason), tail)
+
+    def usage(self, usage: Usage) -> bytes:
+        """The chunk after the last, for `stream_options.include_usage`."""
+        return b"".join((self._bare, _encode(usage.body()), b"}", self._after))
+
+    def _chunk(self, index: int, text: str, logprobs: bytes | None, finish: bytes, tail: bytes) -> bytes:
+        if not self._chat:
+            content = b'"text":' + _encode(text)
+        elif text:
+            content = b'"delta":{"content":' + _encode(text) + b"}"
+        else:
+            content = b'"delta":{}'
+        scores = logprobs or b"null"
+        parts = (self._choices[index], content, b',"logprobs":', scores, b',"finish_reason":', finish, b"}]", tail, self._after)
+        return b"".join(parts)
+
+
+class WholeChoice(msgspec.Struct):
+    """A finished choice of an answer that was not streamed."""
+
+    text: str
+    finish: str
+    scored: list[ScoredToken] | None
+
+
+def whole_body(
+    kind: Kind, *, id: str, created: int, model: str, choices: Sequence[WholeChoice], usage: Usage, names: TokenNames, top: int
+) -> bytes:
+    """The body of an answer that was not streamed. `top`: how many alternatives each token's log-probabilities list."""
+    bodies: list[dict[str, Any]] = []
+    for index, choice in enumerate(choices):
+        scores = None if choice.scored is None else msgspec.Raw(encode_logprobs(kind, choice.scored, names, top))
+        if kind == "chat":
+            content: dict[str, Any] = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+        else:
+            content = {"text": choice.text}
+        bodies.append({"index": index, **content, "logprobs": scores, "finish_reason": choice.finish})
+    object_name = "chat.completion" if kind == "chat" else "text_completion"
+    return _encode(
+        {"id": id, "object": object_name, "created": created, "model": model, "choices": bodies, "usage": usage.body()}
+    )
+
+
+def encode_logprobs(kind: Kind, scored: Sequence[ScoredToken], names: TokenNames, top: int) -> bytes:
+    """The `logprobs` object of a choice or of one chunk of it."""
+    return _encode(_chat_logprobs(scored, names, top) if kind == "chat" else _completion_logprobs(scored, names, top))
+
+
+def _chat_logprobs(scored: Sequence[ScoredToken], names: TokenNames, top: int) -> dict[str, Any]:
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": names.token_text(token),
+            "logprob": max(logprob, _LOWEST_LOGPROB),
+            "bytes": list(names.token_bytes(token)),
+        }
+
+    content: list[dict[str, Any]] = []
+    for item in scored:
+        likeliest = zip(item.scores.top_tokens[:top], item.scores.top_logprobs[:top], strict=False)
+        alternatives = [entry(token, logprob) for token, logprob in likeliest]
+        content.append({**entry(item.token, item.scores.logprob), "top_logprobs": alternatives})
+    return {"content": content, "refusal": None}
+
+
+def _completion_logprobs(scored: Sequence[ScoredToken], names: TokenNames, top: int) -> dict[str, Any]:
+    alternatives: list[dict[str, float]] = []
+    for item in scored:
+        likeliest = zip(item.scores.top_tokens[:top], item.scores.top_logprobs[:top], strict=False)
+        listed = {names.token_text(token): max(logprob, _LOWEST_LOGPROB) for token, logprob in likeliest}
+        # the chosen token is always listed, so there may be top + 1
+        listed.setdefault(names.token_text(item.token), max(item.scores.logprob, _LOWEST_LOGPROB))
+        alternatives.append(listed)
+    return {
+        "tokens": [names.token_text(item.token) for item in scored],
+        "token_logprobs": [max(item.scores.logprob, _LOWEST_LOGPROB) for item in scored],
+        "top_logprobs": alternatives if top else None,
+        "text_offset": [item.offset for item in scored],
+    }
+
+
+_TYPES = {401: "authentication_error", 429: "rate_limit_error", 499: "cancelled_error"}
+_CODES = {400: "invalid_request", 401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed"}
+
+
+def error_body(message: str, *, status: int, code: str | None = None, param: str | None = None) -> bytes:
+    """OpenAI's error object. `type` follows from the status."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return _encode({"error": {"message": message, "type": kind, "param": param, "code": code or _CODES.get(status, kind)}})
+
+
+def failure_body(error: PenstockError) -> bytes:
+    """OpenAI's error object for a typed error."""
+    return error_body(str(error), status=error.http_status, code=error.code, param=error.param)
+
+
+def internal_error(request: str) -> InternalError:
+    """What a client is told about a fault of ours: an id to look for in the logs, never what happened inside."""
+    return InternalError(f"internal error; the logs have it under {request}")

@@ -1,0 +1,211 @@
+"""One choice of an answer: tokens in, text out, with stop strings and log-probabilities. Pure.
+
+What a client has seen is never taken back: text that may turn out to begin a stop string is held until the next characters
+tell. A stop string ends the choice where its first complete match (the longest, if several end at the same character) begins,
+wherever tokens, frames and chunks were cut.
+
+    [0, emitted)        sent
+    [emitted, length)   held: the longest suffix that begins a stop string
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+import msgspec
+
+from common.protocol.messages import FinishReason, TokenLogprobs
+
+
+class TextSource(Protocol):
+    """An incremental detokenizer (`common.text.detokenize`): never splits a character."""
+
+    def push(self, ids: Sequence[int]) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class ScoredToken(msgspec.Struct, frozen=True, array_like=True):
+    """A token that was sent, with its log-probabilities. `offset`: characters of the choice's text before it."""
+
+    token: int
+    scores: TokenLogprobs
+    offset: int
+
+
+class Delta(msgspec.Struct):
+    """What one `push` adds to a choice. The delta with `finish` set is the last."""
+
+    text: str
+    scored: list[ScoredToken] | None = None
+    finish: FinishReason | None = None
+
+
+class StopStrings:
+    """Finds any of several strings in one pass (Aho and Corasick, 1975): the cost per character does not depend on how many.
+
+    A state is the longest suffix of the text read so far that begins a stop string; `depth` is its length, and `match` the
+    length of the longest stop string that ends here, 0 if none does.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self.next: list[dict[str, int]] = [{}]
+        self.fail = [0]
+        self.depth = [0]
+        self.match = [0]
+        for string in strings:
+            state = 0
+            for character in string:
+                state = self.next[state].get(character) or self._add(state, character)
+            self.match[state] = len(string)
+        level = list(self.next[0].values())
+        while level:
+            below: list[int] = []
+            for state in level:
+                self.match[state] = self.match[state] or self.match[self.fail[state]]
+                for character, child in self.next[state].items():
+                    self.fail[child] = self.step(self.fail[state], character)
+                    below.append(child)
+            level = below
+
+    def _add(self, state: int, character: str) -> int:
+        child = len(self.next)
+        self.next[state][character] = child
+        self.next.append({})
+        self.fail.append(0)
+        self.depth.append(self.depth[state] + 1)
+        self.match.append(0)
+        return child
+
+    def step(self, state: int, character: str) -> int:
+        """The state after `character`."""
+        while state and character not in self.next[state]:
+            state = self.fail[state]
+        return self.next[state].get(character, 0)
+
+
+class ChoiceText:
+    """The text of one choice.
+
+    `stop_token_ids`: a token of these that ended the choice counts but is not shown. `min_tokens`: stop strings are looked
+    for only behind so many tokens. `token_count` counts the tokens up to the end of the choice, shown or not.
+    """
+
+    def __init__(
+        self,
+        source: TextSource,
+        *,
+        stops: StopStrings | None = None,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        stop_token_ids: Collection[int] = (),
+        scored: bool = False,
+    ) -> None:
+        self._source = source
+        self._stops = stops
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._stop_token_ids = stop_token_ids
+        self._scored = scored
+        self._state = 0
+        self._held = ""
+        self._emitted = 0  # characters
+        self._unsent: list[ScoredToken] = []
+        self._cut = False  # ended by a stop string
+        self.token_count = 0
+        self.finish: FinishReason | None = None
+
+    def push(
+        self, tokens: Sequence[int], scores: Sequence[TokenLogprobs] | None = None, finish: FinishReason | None = None
+    ) -> Delta:
+        """The text that `tokens` add. `finish` says that these are the last; a stop string may end the choice before.
+
+        Once `self.finish` is set, the rest is ignored.
+        """
+        if self.finish is not None:
+            return Delta("", finish=self.finish)
+        hidden = finish == "stop" and bool(tokens) and tokens[-1] in self._stop_token_ids
+        shown = tokens[:-1] if hidden else tokens
+        text = self._push_each(shown, scores) if self._stops or self._scored else self._push_all(shown)
+        if self.finish is None and finish is not None:
+            self.token_count += hidden
+            text += self._end(finish)
+        return Delta(text, self._take_sent(ended=self.finish is not None), self.finish)
+
+    def _push_all(self, tokens: Sequence[int]) -> str:
+        self.token_count += len(tokens)
+        text = self._source.push(tokens)
+        self._emitted += len(text)
+        return text
+
+    def _push_each(self, tokens: Sequence[int], scores: Sequence[TokenLogprobs] | None) -> str:
+        sent: list[str] = []
+        for index, token in enumerate(tokens):
+            if self._scored and scores is not None and index < len(scores):
+                self._unsent.append(ScoredToken(token, scores[index], self._emitted + len(self._held)))
+            self.token_count += 1
+            text = self._source.push((token,))
+            if self.token_count <= self._min_tokens:
+                self._emitted += len(text)
+                sent.append(text)
+            else:
+                sent.append(self._release(text))
+            if self.finish is not None:
+                break
+        return "".join(sent)
+
+    def _release(self, text: str) -> str:
+        """What can be sent now that `text` follows what is held. Sets `finish` at a stop string."""
+        stops = self._stops
+        if stops is None:
+            self._emitted += len(text)
+            return text
+        held, state = self._held + text, self._state
+        for index, character in enumerate(text, start=len(self._held) + 1):
+            state = stops.step(state, character)
+            if length := stops.match[state]:
+                self.finish = "stop"
+                self._cut = True
+                self._held = ""
+                sent = held[: index if self._include_stop else index - length]
+                self._emitted += len(sent)
+                return sent
+        self._state = state
+        keep = len(held) - stops.depth[state]
+        self._held = held[keep:]
+        self._emitted += keep
+        return held[:keep]
+
+    def _end(self, finish: FinishReason) -> str:
+        """The text that was still held, by the detokenizer or here."""
+        text = self._release(self._source.finish())
+        if self.finish is None:
+            self.finish = finish
+            text += self._held
+            self._emitted += len(self._held)
+            self._held = ""
+        return text
+
+    def _take_sent(self, *, ended: bool) -> list[ScoredToken] | None:
+        """The scored tokens whose text has been sent by now; after a stop string those behind the cut never are."""
+        if not self._scored:
+            return None
+        whole = ended and not self._cut
+        count = len(self._unsent) if whole else sum(token.offset < self._emitted for token in self._unsent)
+        taken, self._unsent = self._unsent[:count], self._unsent[count:]
+        return taken
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """The seed of choice number `choice` of a prompt: the request's own for the first, SplitMix64 of both for the others.
+
+    So the first of n choices is what n=1 gives, and each can be had again alone.
+    """
+    if choice == 0:
+        return seed
+    mask = 2**64 - 1
+    mixed = (seed + choice * 0x9E3779B97F4A7C15) & mask
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
+    return (mixed ^ (mixed >> 31)) >> 1

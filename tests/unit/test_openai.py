@@ -1,0 +1,267 @@
+"""Request bodies: every mistake is a typed 400 that names the argument, and nothing odd is taken for something sensible."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common.protocol.errors import InvalidParameter
+from services.gateway.openai import CompletionRequest, decode_chat, decode_completion, message_text
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def chat(**arguments: Any) -> bytes:
+    return json.dumps({"messages": MESSAGES, **arguments}).encode()
+
+
+def completion(**arguments: Any) -> bytes:
+    return json.dumps({"prompt": "hi", **arguments}).encode()
+
+
+def refusal(body: bytes) -> InvalidParameter:
+    with pytest.raises(InvalidParameter) as caught:
+        decode_chat(body)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("n", 10**9),
+        ("n", 10**40),
+        ("n", 0),
+        ("n", -1),
+        ("n", "2"),
+        ("n", 1.5),
+        ("n", True),
+        ("temperature", -0.1),
+        ("temperature", 2.1),
+        ("temperature", "1"),
+        ("temperature", [1]),
+        ("top_p", -1),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("top_k", 2**40),
+        ("min_p", 2),
+        ("presence_penalty", 3),
+        ("frequency_penalty", -3),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1),
+        ("max_tokens", 0),
+        ("max_tokens", -5),
+        ("max_tokens", 10**12),
+        ("max_completion_tokens", 0),
+        ("min_tokens", -1),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("seed", 1.5),
+        ("top_logprobs", 21),
+        ("top_logprobs", -1),
+        ("logprobs", 5),
+        ("logit_bias", {"1": 101}),
+        ("logit_bias", {"1": -101}),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {str(i): 0 for i in range(1025)}),
+        ("logit_bias", [1]),
+        ("stop", [""]),
+        ("stop", ""),
+        ("stop", ["x"] * 17),
+        ("stop", ["x"] * 5000),
+        ("stop", "x" * 257),
+        ("stop", [1]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", list(range(129))),
+        ("stop_token_ids", ["1"]),
+        ("timeout", 0),
+        ("timeout", -3),
+        ("stream", "yes"),
+        ("stream_options", {"include_usage": True}),
+        ("model", 7),
+        ("model", "m" * 513),
+        ("messages", []),
+        ("messages", "hi"),
+        ("chat_template_kwargs", {"a": [1]}),
+        ("chat_template_kwargs", {str(i): 0 for i in range(17)}),
+    ],
+)
+def test_an_argument_out_of_its_bounds_is_refused_by_name(argument: str, value: Any) -> None:
+    assert (refusal(chat(**{argument: value})).param or "").split("[")[0] == argument
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "0x10", "01", "+1", "1_0", "9" * 5000])
+@pytest.mark.parametrize("argument", ["temperature", "n", "seed", "logit_bias"])
+def test_numbers_that_are_no_json_numbers_or_out_of_range_are_refused(argument: str, number: str) -> None:
+    value = '{"1":' + number + "}" if argument == "logit_bias" else number
+    refusal(b'{"messages":[{"role":"user","content":"hi"}],"%s":%s}' % (argument.encode(), value.encode()))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"[]",
+        b"42",
+        b'"text"',
+        b"{",
+        b"{}x",
+        b'{"messages":[{"role":"user","content":"\xff"}]}',
+        b'{"messages":[{"role":"user","content":"\xed\xa0\x80"}]}',
+        b'{"messages":[{"role":"user","content":"\\ud800"}]}',
+        b'{"messages":[{"role":"user","content":"\\udc00x"}]}',
+        b"\xff\xfe{\x00}\x00",
+        b'\xef\xbb\xbf{"messages":[]}',
+        b'{"messages":' + b"[" * 200_000,
+        b'{"messages":[{"role":"user","content":"x"}],"metadata":' + b'{"a":' * 100_000,
+        b'{"messages":[{"role":"user","content":"x"}],"tools":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+)
+def test_bodies_that_are_no_json_object_of_ours_are_refused(body: bytes) -> None:
+    assert len(str(refusal(body))) < 300
+
+
+def test_an_unknown_argument_is_refused_with_the_nearest_known_one() -> None:
+    error = refusal(chat(temprature=1))
+    assert error.param == "temprature"
+    assert "temperature" in str(error)
+    assert refusal(chat(messages=[{"role": "user", "content": "x", "conten": 1}])).param == "messages[0].conten"
+
+
+def test_an_unknown_argument_with_a_huge_name_makes_no_huge_error() -> None:
+    assert len(str(refusal(chat(**{"x" * 100_000: 1})))) < 300
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("tools", [{"type": "function"}]),
+        ("tool_choice", "required"),
+        ("functions", [{}]),
+        ("function_call", {"name": "f"}),
+        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "json_schema", "json_schema": {}}),
+        ("modalities", ["text", "audio"]),
+        ("audio", {"voice": "x"}),
+        ("prediction", {"type": "content"}),
+        ("reasoning_effort", "low"),
+    ],
+)
+def test_what_is_not_supported_says_so(argument: str, value: Any) -> None:
+    error = refusal(chat(**{argument: value}))
+    assert error.param == argument
+    assert "not supported yet" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("tools", []), ("tool_choice", "none"), ("response_format", {"type": "text"}), ("modalities", ["text"]), ("tools", None)],
+)
+def test_asking_for_nothing_unsupported_is_fine(argument: str, value: Any) -> None:
+    decode_chat(chat(**{argument: value}))
+
+
+def test_what_clients_send_by_habit_is_ignored() -> None:
+    decode_chat(
+        chat(
+            user="u",
+            metadata={"a": "b"},
+            store=False,
+            service_tier="auto",
+            parallel_tool_calls=True,
+            safety_identifier="s",
+            prompt_cache_key="k",
+        )
+    )
+
+
+def test_null_means_not_given() -> None:
+    fields = [field for field in decode_chat(chat()).__struct_fields__ if field != "messages"]
+    assert decode_chat(chat(**dict.fromkeys(fields))) == decode_chat(chat())
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "robot", "content": "x"}, "messages[0].role"),
+        ({"content": "x"}, "messages[0].role"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": 5}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content"),
+        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0]"),
+        ({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, "messages[0]"),
+    ],
+)
+def test_a_message_that_cannot_be_served_is_refused_by_place(message: dict[str, Any], param: str) -> None:
+    assert refusal(chat(messages=[message])).param == param
+
+
+def test_text_parts_are_one_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert message_text(decode_chat(chat(messages=[{"role": "user", "content": parts}])).messages[0]) == "ab"
+
+
+def test_an_assistant_message_of_the_openai_client_can_be_sent_back() -> None:
+    resent = {"role": "assistant", "content": "x", "refusal": None, "annotations": [], "audio": None, "tool_calls": None}
+    decode_chat(chat(messages=[*MESSAGES, resent, *MESSAGES]))
+
+
+def test_stop_is_a_string_or_a_list() -> None:
+    assert decode_chat(chat(stop="a")).stops == ["a"]
+    assert decode_chat(chat(stop=["a", "b"])).stops == ["a", "b"]
+    assert decode_chat(chat()).stops == []
+
+
+def test_contradictions_are_refused() -> None:
+    assert refusal(chat(max_tokens=5, max_completion_tokens=6)).param == "max_completion_tokens"
+    assert refusal(chat(top_logprobs=2)).param == "top_logprobs"
+    with pytest.raises(InvalidParameter, match="echo"):
+        decode_completion(completion(echo=True, logprobs=1))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ([], [])],
+)
+def test_a_prompt_is_text_texts_ids_or_lists_of_ids(prompt: Any, prompts: Any) -> None:
+    assert decode_completion(completion(prompt=prompt)).prompts == prompts
+
+
+@pytest.mark.parametrize("prompt", [["a", 1], [1, [2]], ["a", [1]], [1, "a"]])
+def test_mixed_prompts_are_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidParameter) as caught:
+        _ = decode_completion(completion(prompt=prompt)).prompts
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("prompt", [None, 5, 1.5, [1.5], [-1], [2**40], [[-1]], [["a"]], {"a": 1}, [None], [True]])
+def test_prompts_of_other_kinds_are_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidParameter):
+        decode_completion(completion(prompt=prompt))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda children: st.lists(children, max_size=4) | st.dictionaries(st.text(max_size=10), children, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(st.dictionaries(st.sampled_from(CompletionRequest.__struct_fields__), JSON, max_size=6))
+def test_any_json_is_a_request_or_a_typed_refusal(arguments: dict[str, Any]) -> None:
+    try:
+        assert isinstance(decode_completion(json.dumps(arguments).encode()).prompts, list)
+    except InvalidParameter as error:
+        assert str(error)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_request_or_a_typed_refusal(body: bytes) -> None:
+    with pytest.raises(InvalidParameter):
+        decode_chat(body)
