@@ -1,0 +1,159 @@
+"""The draft worker: mirrors sequences of decode workers and keeps guessing what comes next.
+
+The life of a sequence here:
+
+    DraftUpdate (base 0) ─► mirrored ─► DraftUpdate each step ─► Proposals to its decode worker ─► DraftClose: forgotten
+                               ▲           └ gap ─► DraftResync ─┐      or its worker is lost, or it is the one updated
+                               └─────────── whole again ◄────────┘      least recently and there is no room
+
+Nothing is owed to anyone here: a draft worker may be slow, wrong or dead, and costs its decode workers speed alone. When
+updates come faster than they are served, all that have arrived are applied, and only then are guesses made, once each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+import anyio
+import anyio.lowlevel
+
+from common.protocol.errors import ProtocolError
+from common.protocol.handles import WorkerRef
+from common.protocol.messages import DraftClose, DraftResync, DraftRow, DraftUpdate, Message, Presence, Proposals
+from common.runtime import logs
+from common.runtime.actor import Actor, WorkerState
+from common.runtime.bus import Bus
+from services.draft.config import DraftConfig
+from services.draft.ngram import NgramProposer
+from services.draft.proposer import Proposer
+
+log = logs.get("draft")
+
+MAX_QUEUED = 256
+"""Messages waiting to be served. What is dropped then shows as a gap, and is asked for again."""
+
+
+class DraftActor(Actor):
+    role = "draft"
+    config: DraftConfig
+
+    def __init__(
+        self,
+        *,
+        bus: Bus,
+        config: DraftConfig,
+        proposer: Proposer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(bus=bus, config=config, clock=clock)
+        self.proposer = proposer or NgramProposer(
+            max_sequences=config.max_sequences,
+            max_tokens=config.max_sequence_tokens,
+            min_match=config.min_match,
+            max_match=config.max_match,
+        )
+        self._queue: deque[DraftUpdate | DraftClose] = deque(maxlen=MAX_QUEUED)
+        self._wake = anyio.Event()
+        self._heard_at: dict[WorkerRef, float] = {}
+        self._num_proposals = self.metrics.counter("draft_proposals_total", "Sequences a guess was sent for")
+        self._num_tokens = self.metrics.counter("draft_proposed_tokens_total", "Tokens of these guesses")
+        self._num_resyncs = self.metrics.counter("draft_resyncs_total", "Mirrors that had a gap and were asked for again")
+        self._num_dropped = self.metrics.counter("draft_updates_dropped_total", "Updates dropped because too many waited")
+        self.metrics.gauge("draft_mirrors", "Sequences mirrored", read=lambda: len(self.proposer))
+
+    def handle(self, message: Message, reply: str) -> None:
+        match message:
+            case DraftUpdate() | DraftClose():
+                if len(self._queue) == MAX_QUEUED:
+                    self._num_dropped.inc()
+                self._queue.append(message)
+                self._wake.set()
+            case _:
+                log.warning("unexpected_message", message=type(message).__name__)
+
+    async def work(self) -> None:
+        while True:
+            if not self._queue:
+                self._wake = anyio.Event()
+                await self._wake.wait()
+            self.serve()
+            await anyio.lowlevel.checkpoint()
+
+    def serve(self) -> None:
+        """Apply every message that has arrived, then send each decode worker one `Proposals` (and one `DraftResync`)."""
+        fresh: dict[WorkerRef, dict[str, None]] = {}
+        gaps: dict[WorkerRef, dict[str, None]] = {}
+        while self._queue:
+            message = self._queue.popleft()
+            self._heard_at[message.decode] = self.clock()
+            if isinstance(message, DraftClose):
+                for sequence in message.sequences:
+                    self.proposer.close((message.decode, sequence))
+                    fresh.get(message.decode, {}).pop(sequence, None)
+                continue
+            for row in message.rows:
+                joined = self._update(message.decode, row)
+                (fresh if joined else gaps).setdefault(message.decode, {})[row.sequence] = None
+                (gaps if joined else fresh).get(message.decode, {}).pop(row.sequence, None)
+        for decode, sequences in fresh.items():
+            self._propose(decode, list(sequences))
+        for decode, sequences in gaps.items():
+            if sequences:
+                self._num_resyncs.inc(len(sequences))
+                self.send(decode, DraftResync(draft=self.ref, sequences=list(sequences)))
+
+    def _update(self, decode: WorkerRef, row: DraftRow) -> bool:
+        try:
+            return self.proposer.update((decode, row.sequence), row.base, row.tokens)
+        except ProtocolError as error:
+            log.warning("update_refused", decode=decode.id, sequence=row.sequence, reason=str(error))
+            return True  # sent again it would be refused again
+
+    def _propose(self, decode: WorkerRef, sequences: list[str]) -> None:
+        keys = [(decode, sequence) for sequence in sequences]
+        rows = [
+            DraftRow(sequence=key[1], base=self.proposer.length(key), tokens=guess)
+            for key, guess in zip(keys, self.proposer.propose(keys, self.config.proposal_tokens), strict=True)
+            if guess
+        ]
+        if rows:
+            self._num_proposals.inc(len(rows))
+            self._num_tokens.inc(sum(len(row.tokens) for row in rows))
+            self.send(decode, Proposals(draft=self.ref, rows=rows))
+
+    def presence(self, state: WorkerState) -> Presence:
+        held = len(self.proposer)
+        return Presence(
+            worker=self.ref,
+            state=state,
+            model=self.config.model,
+            running=held,
+            waiting=len(self._queue),
+            credits=self.config.max_sequences - held if state == "ready" else 0,
+            http_port=self.http_port,
+        )
+
+    def tick(self, now: float) -> None:
+        """Free the mirrors of decode workers that were never heard to live, or are silent since they were lost."""
+        for decode, heard_at in list(self._heard_at.items()):
+            known = self.registry.get(decode.id)
+            if (known is None or known.worker != decode) and now - heard_at > self.config.dead_after_s:
+                self._forget(decode)
+
+    def peer_lost(self, peer: Presence) -> None:
+        if peer.worker.role == "decode":
+            self._forget(peer.worker)
+
+    def fenced(self) -> None:
+        self._queue.clear()
+        self._heard_at.clear()
+        self.proposer.clear()
+
+    def _forget(self, decode: WorkerRef) -> None:
+        self._queue = deque((message for message in self._queue if message.decode != decode), MAX_QUEUED)
+        self._heard_at.pop(decode, None)
+        closed = self.proposer.close_worker(decode)
+        if closed:
+            log.info("mirrors_freed", decode=decode.id, sequences=closed)
