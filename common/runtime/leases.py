@@ -42,6 +42,7 @@ class LeaseTable(Generic[T]):
         return list(self._leases)
 
     def values(self) -> list[T]:
+        """A copy: the table may change while it is walked."""
         return [lease.value for lease in self._leases.values()]
 
     def get(self, key: str) -> T | None:

@@ -15,6 +15,9 @@ take turns, so that a run can be repeated (a server would choose at random). Fau
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import importlib
+import importlib.util
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -36,6 +39,16 @@ log = logs.get(__name__)
 
 MAX_CACHED_ROUTES = 4096
 FLUSH_TIMEOUT_S = 10.0
+
+
+def _delivery_context() -> contextvars.Context:
+    """Handlers may start tasks in an anyio group. They run outside any task here, where sniffio, if it is installed, can't
+    tell anyio which event loop this is unless it is told."""
+    context = contextvars.copy_context()
+    if importlib.util.find_spec("sniffio") is not None:
+        library = importlib.import_module("sniffio").current_async_library_cvar
+        context.run(library.set, "asyncio")
+    return context
 
 
 class MemorySubscription:
@@ -188,6 +201,7 @@ class MemoryBus:
         self._killed = False
         self._is_cut = False
         self._inboxes = itertools.count()
+        self._context = _delivery_context()
         self._add(self._replies.pattern, self._replies.deliver, "", 65536)
 
     @property
@@ -312,7 +326,7 @@ class MemoryBus:
     def _schedule_delivery(self) -> None:
         if not self._delivery_scheduled:
             self._delivery_scheduled = True
-            asyncio.get_running_loop().call_soon(self._on_turn)
+            asyncio.get_running_loop().call_soon(self._on_turn, context=self._context)
 
     def _on_turn(self) -> None:
         self._delivery_scheduled = False

@@ -1,0 +1,374 @@
+"""The life that all five services share: a mailbox, heartbeats, the registry of others, leases' clock, drain and fencing.
+
+    run ─► subscribe to my inbox and to presence ─► started() ─► start() loads ─► work() until drained or stopped ─► close()
+             every heartbeat: publish presence ─► tick() ─► report lost peers ─► probe silent ones
+
+The mailbox is the bus's bounded queue in front of `handle`, which is synchronous and quick. Heavy work goes to threads, so
+that heartbeats go on. Three ways in which a peer or this process can fail are dealt with here:
+
+- A peer is silent: after about two heartbeats it is probed with an empty message. A living process answers at once; when
+  nobody listens any more the process is gone, and is reported lost without waiting for `dead_after_s`.
+- The bus is away: nobody is lost meanwhile, and everyone gets `dead_after_s` to be heard again afterwards.
+- This process was stopped (SIGSTOP, a suspended machine) for longer than `dead_after_s`: the others have given it up, so it
+  drops what it holds, says nothing it wanted to say before, and goes on under a new epoch.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from typing import ClassVar, Literal, get_args
+
+import anyio
+from anyio.abc import TaskGroup, TaskStatus
+from starlette.types import ASGIApp
+
+from common.protocol import messages, subjects
+from common.protocol.errors import NoResponders, PenstockError, ProtocolError, RequestTimeout, WorkerLost
+from common.protocol.handles import Role, WorkerRef, new_epoch, new_worker_id
+from common.protocol.messages import Message, Presence, Rejected
+from common.runtime import logs
+from common.runtime.bus import Bus, BusMessage, Subscription
+from common.runtime.metrics import Metrics
+from common.runtime.outbox import Outbox
+from common.runtime.registry import Registry
+from common.runtime.settings import ServiceConfig
+
+WorkerState = Literal["starting", "ready", "draining"]
+
+PROBE = b""
+"""An empty message asks "are you there?". It is answered in kind, before anything is decoded."""
+
+SUSPECT_AFTER_HEARTBEATS = 2.2
+RETRY_NO_RESPONDERS_S = 0.1
+
+log = logs.get("actor")
+
+
+class Actor:
+    """Base of all services' actors. Everything runs in one event loop; no method may be called from another thread."""
+
+    role: ClassVar[Role]
+
+    def __init__(self, *, bus: Bus, config: ServiceConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.bus = bus
+        self.config = config
+        self.clock = clock
+        self.ref = WorkerRef(self.role, config.worker_id or new_worker_id(self.role), new_epoch())
+        self.registry = Registry(config.dead_after_s)
+        self.metrics = Metrics(role=self.role)
+        self.state: WorkerState = "starting"
+        self.http_port = 0
+        self.task_group: TaskGroup
+        self._outbox = Outbox(bus, on_dropped=self.metrics.outbox_dropped.inc)
+        self._decoded = {kind.__name__: self.metrics.messages_received.labels(kind.__name__) for kind in get_args(Message)}
+        self._subscriptions: list[Subscription] = []
+        self._probing: set[str] = set()
+        self._nudge = anyio.Event()
+        self._finished = anyio.Event()
+        self._running = False
+        self._crashing = False
+        self._reconnected_at = -math.inf
+        self._last_beat = clock()
+
+    # -- what subclasses implement
+
+    async def start(self) -> None:
+        """Load what is needed. Presence says "starting" meanwhile; heavy work goes to a thread."""
+
+    def handle(self, message: Message, reply: str) -> None:
+        """One decoded message of the inbox. Quick; answers with `answer(reply, …)` now or later.
+
+        While starting, only messages that ask for no answer arrive here.
+        """
+
+    async def work(self) -> None:
+        """The main loop; cancelled at the end."""
+        await anyio.sleep_forever()
+
+    def presence(self, state: WorkerState) -> Presence:
+        """What this worker tells everyone, four times a second."""
+        return Presence(worker=self.ref, state=state, model=self.config.model, http_port=self.http_port)
+
+    async def drain(self) -> None:
+        """Refuse new work from now on; return when nothing is held."""
+
+    def tick(self, now: float) -> None:
+        """After each heartbeat: expire leases and the like."""
+
+    def peer_lost(self, peer: Presence) -> None:
+        """This life of a worker is over: its process is gone, silent for too long, or began anew."""
+
+    def fenced(self) -> None:
+        """Others have given this process up: drop everything held. A new epoch follows."""
+
+    def connection_changed(self, connected: bool) -> None:
+        """The bus went away or came back: pause or resume lease tables. The registry is taken care of."""
+
+    def close(self) -> None:
+        """The end, after `work` was cancelled or `start` failed: give memory and threads back."""
+
+    def http_app(self) -> ASGIApp | None:
+        """An app to serve instead of the plain /metrics, /health and /ready."""
+        return None
+
+    # -- what they use
+
+    @property
+    def ready(self) -> bool:
+        return self.state == "ready"
+
+    @property
+    def healthy(self) -> bool:
+        """The loop runs, heartbeats are on time, and the bus is there."""
+        return self._running and self.bus.connected and self.clock() - self._last_beat <= self.config.dead_after_s
+
+    def send(self, to: WorkerRef | str, message: Message) -> None:
+        """To a worker's inbox or to a subject: ordered, never waits, never fails; at most once, like the bus."""
+        self._outbox.put(to if isinstance(to, str) else subjects.inbox(to.role, to.id), messages.encode(message))
+
+    def answer(self, reply: str, message: Message) -> None:
+        """Nothing happens when no answer was asked for."""
+        if reply:
+            self._outbox.put(reply, messages.encode(message))
+
+    async def ask(self, to: WorkerRef, message: Message, timeout_s: float) -> Message:
+        """Send after everything sent before, and wait for the answer. A `Rejected` is returned, not raised.
+
+        :raises NoResponders: the process is gone. Not raised soon after the bus came back, when it may not have returned
+            yet: then the question is asked again until `timeout_s` is over.
+        :raises RequestTimeout: no answer in time. :raises ProtocolError: an answer that can't be decoded.
+        :raises PayloadTooLarge: nothing was sent. :raises BusClosed: this process is stopping.
+        """
+        data, subject = messages.encode(message), subjects.inbox(to.role, to.id)
+        ends_at = anyio.current_time() + timeout_s
+        with anyio.move_on_after(timeout_s):
+            await self._outbox.passed()
+        while (left_s := ends_at - anyio.current_time()) > 0:
+            try:
+                reply = await self.bus.request(subject, data, timeout_s=left_s)
+                return messages.decode(reply.data)
+            except NoResponders:
+                if self._is_settled(self.clock()):
+                    raise
+                await anyio.sleep(min(RETRY_NO_RESPONDERS_S, left_s))
+        raise RequestTimeout(f"no answer from {to.id} within {timeout_s:g} s")
+
+    def announce(self) -> None:
+        """Publish presence now instead of at the next heartbeat: load or state changed in a way that others wait for."""
+        self._nudge.set()
+
+    def begin_drain(self) -> None:
+        """Finish what is held, for at most `drain_timeout_s`, then let `run` return. Harmless twice."""
+        if self.state == "draining" or not self._running:
+            return
+        log.info("draining", worker=self.ref.id, was=self.state)
+        self.state = "draining"
+        self.announce()
+        self.task_group.start_soon(self._drain_then_stop)
+
+    async def stop(self) -> None:
+        """End now. Returns when `run` has ended."""
+        if self._running:
+            self.task_group.cancel_scope.cancel()
+            await self._finished.wait()
+
+    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """The whole life. `started()` once the inbox is subscribed: from then on messages reach this actor.
+
+        What `start`, `work`, `tick`, `peer_lost`, `fenced` or `connection_changed` raise ends it.
+        """
+        try:
+            async with anyio.create_task_group() as self.task_group:
+                self._running = True
+                self._last_beat = self.clock()
+                self.bus.on_connection_change(self._on_connection_change)
+                await self._subscribe()
+                self.task_group.start_soon(self._outbox.run, self._fence_if_stopped)
+                self.task_group.start_soon(self._heartbeat)
+                task_status.started()
+                await self.start()
+                if self.state == "starting":
+                    self.state = "ready"
+                    log.info("ready", worker=self.ref.id, role=self.role)
+                self.announce()
+                await self.work()
+        finally:
+            self._running = False
+            with anyio.CancelScope(shield=True):
+                await self._leave()
+            self.close()
+            self._finished.set()
+
+    # -- life
+
+    async def _subscribe(self) -> None:
+        inbox = subjects.inbox(self.role, self.ref.id)
+        self._subscriptions.append(await self.bus.subscribe(inbox, self._on_message))
+        self._subscriptions.append(await self.bus.subscribe(subjects.any_presence(), self._on_presence))
+
+    async def _leave(self) -> None:
+        """Stop listening first, so that who asks now is told that nobody is here; then send what is left."""
+        with anyio.move_on_after(1.0):
+            try:
+                for subscription in self._subscriptions:
+                    await subscription.unsubscribe()
+                await self._outbox.send_queued()
+            except PenstockError as error:
+                log.debug("left_without_goodbye", worker=self.ref.id, reason=str(error))
+
+    async def _drain_then_stop(self) -> None:
+        with anyio.move_on_after(self.config.drain_timeout_s) as scope:
+            await self.drain()
+            await self._outbox.passed()
+        if scope.cancelled_caught:
+            log.warning("drain_timed_out", worker=self.ref.id, timeout_s=self.config.drain_timeout_s)
+        else:
+            log.info("drained", worker=self.ref.id)
+        self.task_group.cancel_scope.cancel()
+
+    async def _heartbeat(self) -> None:
+        while True:
+            self._fence_if_stopped()
+            now = self.clock()
+            self._last_beat = now
+            self._nudge = anyio.Event()
+            try:
+                presence = messages.encode(self.presence(self.state))
+                await self.bus.publish(subjects.presence(self.role, self.ref.id), presence)
+            except PenstockError as error:
+                log.warning("heartbeat_not_sent", worker=self.ref.id, reason=str(error))
+            self.tick(now)
+            self._report_lost(now)
+            self._probe_suspects(now)
+            with anyio.move_on_after(self.config.heartbeat_s):
+                await self._nudge.wait()
+
+    def _is_settled(self, now: float) -> bool:
+        """Not soon after the server came back: everyone else has had time to return, too."""
+        return self.bus.connected and now - self._reconnected_at > self.config.dead_after_s
+
+    def _fence_if_stopped(self) -> None:
+        """Called before anything is sent or handled, so that a process that wakes up says nothing under its old epoch."""
+        now = self.clock()
+        gap_s = now - self._last_beat
+        if gap_s <= self.config.dead_after_s:
+            return
+        self._last_beat = now
+        self.registry.resume(now)
+        if not self.bus.connected:
+            self.registry.pause(now)
+        if self.state == "starting":  # nothing is held yet; loading a model may keep the interpreter busy
+            log.warning("heartbeat_late", worker=self.ref.id, gap_s=round(gap_s, 2))
+            return
+        log.error("fenced", worker=self.ref.id, gap_s=round(gap_s, 2), epoch=self.ref.epoch)
+        self.metrics.fences.inc()
+        self._outbox.clear()
+        self.fenced()
+        self.ref = WorkerRef(self.role, self.ref.id, new_epoch())
+        self.announce()
+
+    def _crash(self, error: Exception) -> None:
+        """End `run` with `error`, from a callback that must not raise."""
+
+        async def fail() -> None:
+            raise error
+
+        if self._running and not self._crashing:
+            self._crashing = True
+            self.task_group.start_soon(fail)
+
+    # -- what the bus calls; nothing here may raise
+
+    def _on_message(self, message: BusMessage) -> None:
+        try:
+            self._fence_if_stopped()
+        except Exception as error:
+            self._crash(error)
+            return
+        if not message.data:
+            if message.reply:
+                self._outbox.put(message.reply, PROBE)
+            return
+        try:
+            decoded = messages.decode(message.data)
+        except ProtocolError as error:
+            self.metrics.messages_undecodable.inc()
+            log.warning("undecodable_message", worker=self.ref.id, size_bytes=len(message.data), reason=str(error))
+            self.answer(message.reply, Rejected(worker=self.ref, code=error.code, message="the message can't be decoded"))
+            return
+        if self.state == "starting" and message.reply:
+            self.answer(message.reply, Rejected(worker=self.ref, code="out_of_credits", message="still starting"))
+            return
+        self._decoded[type(decoded).__name__].inc()
+        try:
+            self.handle(decoded, message.reply)
+        except Exception:
+            self._on_handler_error(decoded, message.reply)
+
+    def _on_handler_error(self, message: Message, reply: str) -> None:
+        """A mistake of ours: one message must not end the others, and whoever waits for an answer gets one."""
+        error_id = os.urandom(4).hex()
+        self.metrics.handler_errors.inc()
+        log.exception("handler_failed", worker=self.ref.id, message=type(message).__name__, error_id=error_id)
+        self.answer(reply, Rejected(worker=self.ref, code="internal_error", message=f"internal error {error_id}"))
+
+    def _on_presence(self, message: BusMessage) -> None:
+        try:
+            presence = messages.decode(message.data)
+        except ProtocolError:
+            presence = None
+        if not isinstance(presence, Presence):
+            self.metrics.messages_undecodable.inc()
+            return
+        if presence.worker.id != self.ref.id:
+            self.registry.observe(presence, self.clock())
+        elif presence.worker.epoch > self.ref.epoch:
+            self._crash(WorkerLost(f"another process runs as {self.ref.id}; give each worker an id of its own"))
+
+    def _on_connection_change(self, connected: bool) -> None:
+        if not self._running:
+            return
+        now = self.clock()
+        if connected:
+            self._reconnected_at = now
+            self.registry.resume(now)
+            self.announce()
+        else:
+            self.registry.pause(now)
+        try:
+            self.connection_changed(connected)
+        except Exception as error:
+            self._crash(error)
+
+    # -- lost peers
+
+    def _report_lost(self, now: float) -> None:
+        for peer in self.registry.lost(now):
+            log.warning("peer_lost", worker=self.ref.id, peer=peer.worker.id, epoch=peer.worker.epoch)
+            self.metrics.peers_lost.inc()
+            self.peer_lost(peer)
+
+    def _probe_suspects(self, now: float) -> None:
+        if not self._is_settled(now):
+            return
+        for peer in self.registry.suspects(now, SUSPECT_AFTER_HEARTBEATS * self.config.heartbeat_s):
+            if peer.worker.id not in self._probing:
+                self._probing.add(peer.worker.id)
+                self.task_group.start_soon(self._probe, peer.worker)
+
+    async def _probe(self, peer: WorkerRef) -> None:
+        try:
+            await self.bus.request(subjects.inbox(peer.role, peer.id), PROBE, timeout_s=2 * self.config.heartbeat_s)
+            self.registry.touch(peer.id, self.clock())
+        except NoResponders:
+            known = self.registry.get(peer.id)
+            if self._is_settled(self.clock()) and known is not None and known.worker == peer:
+                self.registry.mark_lost(peer.id)
+                self._report_lost(self.clock())
+        except PenstockError as error:
+            log.debug("probe_unanswered", peer=peer.id, reason=str(error))
+        finally:
+            self._probing.discard(peer.id)
