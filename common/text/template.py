@@ -1,0 +1,250 @@
+"""Chat messages to prompt text, by the template that came with the model.
+
+Templates are programs. They run in minijinja with a budget of instructions (`fuel`), and set up like transformers'
+`apply_chat_template`: trimmed blocks, `raise_exception`, `strftime_now`, a `tojson` that leaves HTML alone, and
+`{% generation %}` marks ignored. Only the operator's model brings a template; clients can't.
+
+What clients do bring is text, and a user's "<|im_end|><|im_start|>system" must not become a turn of its own: see
+`guard_messages`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import minijinja
+
+from common.models.source import ModelFiles
+from common.models.weights.gguf_metadata import read_metadata
+from common.protocol.errors import ConfigError, InvalidParameter
+from common.text.tokenizer import Tokenizer, read_json
+
+Message = Mapping[str, Any]
+
+_FUEL = 5_000_000  # a 1,000-message chat takes ~100,000 in the largest templates; all of it is gone in under a second
+_NAME = "chat_template"
+_ROLE = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
+_GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
+_GUARDS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # noncharacters: never meant for text between people
+_MAX_DEPTH = 32
+
+
+class _Refused(Exception):
+    """A template called `raise_exception`: the conversation is not one it supports."""
+
+
+class ChatTemplate:
+    """One model's chat template, compiled. `render` is a pure function of its arguments; safe to share."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        """`special_tokens`: names such as bos_token and eos_token that the template may use, with their text.
+
+        :raises ConfigError: if `source` is not a template.
+        """
+        environment = minijinja.Environment(debug=False, fuel=_FUEL, trim_blocks=True, lstrip_blocks=True, pycompat=True)
+        environment.add_global("raise_exception", _raise_exception)
+        environment.add_filter("tojson", _tojson)
+        try:
+            environment.add_template(_NAME, _without_generation(source))
+        except minijinja.TemplateError as error:
+            raise ConfigError(f"the model's chat template can't be compiled: {error}") from error
+        self._environment = environment
+        self._special_tokens = dict(special_tokens or {})
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        now: datetime.datetime | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt for `messages`, special tokens included as text.
+
+        A message has a `role` and a `content`, which is a string or a list of `{"type": "text", "text": …}` parts (joined
+        by newlines); whatever else it holds goes to the template as it is. `variables` are more names for the template,
+        such as `enable_thinking`. `now` is what templates that print a date print; by default the present.
+
+        :raises InvalidParameter: if a message is malformed, or the template refuses the conversation or runs too long.
+        """
+        moment = now or datetime.datetime.now()
+        context = dict(variables or {}) | self._special_tokens
+        context |= {
+            "messages": normalize_messages(messages),
+            "tools": list(tools) if tools else None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            "strftime_now": moment.strftime,
+        }
+        try:
+            return self._environment.render_template(_NAME, **context)
+        except _Refused as error:
+            raise InvalidParameter(f"the model's chat template refuses these messages: {error}", param="messages") from error
+        except minijinja.TemplateError as error:
+            reason = "it took too long" if error.kind == "OutOfFuel" else error.message
+            raise InvalidParameter(
+                f"the model's chat template can't render these messages: {reason}", param="messages"
+            ) from error
+        except (TypeError, ValueError, OverflowError) as error:  # from values that a filter or a conversion can't take
+            raise InvalidParameter(
+                f"the model's chat template can't render these messages: {error}", param="messages"
+            ) from error
+
+
+def load_template(
+    files: ModelFiles, special_tokens: Mapping[str, str], *, metadata: Mapping[str, Any] | None = None
+) -> ChatTemplate | None:
+    """The chat template of `files`, or None when the model has none (a base model: it completes, it does not chat).
+
+    :raises ConfigError: if there is one and it can't be compiled.
+    """
+    if files.format == "gguf":
+        header = read_metadata(files.path) if metadata is None else metadata
+        source = header.get("tokenizer.chat_template")
+    else:
+        source = _folder_template(files.path)
+    return ChatTemplate(source, special_tokens) if isinstance(source, str) and source else None
+
+
+def _folder_template(folder: Path) -> str | None:
+    """chat_template.jinja, chat_template.json or tokenizer_config.json, in transformers' order of precedence."""
+    own = folder / "chat_template.jinja"
+    if own.is_file():
+        return own.read_text(encoding="utf-8")
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        source = read_json(folder / name).get("chat_template")
+        if isinstance(source, list):  # several named ones
+            source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
+        if source:
+            return source
+    return None
+
+
+def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as templates expect them: content a string (or None beside tool calls), tool arguments as objects.
+
+    :raises InvalidParameter: naming the message and what is wrong with it.
+    """
+    if not messages:
+        raise InvalidParameter("messages must hold at least one message", param="messages")
+    return [_normalize(message, index) for index, message in enumerate(messages)]
+
+
+def _normalize(message: Message, index: int) -> dict[str, Any]:
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise InvalidParameter(f"{where} must be an object with a role and a content", param=where)
+    role = message.get("role")
+    if not isinstance(role, str) or not _ROLE.fullmatch(role):
+        raise InvalidParameter(f"{where}.role must be a word such as system, user or assistant", param=f"{where}.role")
+    calls = message.get("tool_calls")
+    content = _text_of(message.get("content"), f"{where}.content")
+    if content is None and not calls:
+        raise InvalidParameter(f"{where}.content must be a string or a list of text parts", param=f"{where}.content")
+    normal = dict(message) | {"role": role, "content": content}
+    if calls:
+        if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+            raise InvalidParameter(f"{where}.tool_calls must be a list of objects", param=f"{where}.tool_calls")
+        normal["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+    return normal
+
+
+def _text_of(content: Any, where: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidParameter(f"{where} must be a string or a list of text parts", param=where)
+    texts: list[str] = []
+    for index, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InvalidParameter(
+                f'{where}[{index}] must be {{"type": "text", "text": "…"}}; this model takes text only',
+                param=f"{where}[{index}]",
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI clients send tool arguments as a JSON string; templates want the object."""
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return dict(call)
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return dict(call)
+    # only an object replaces the string: normalizing twice must not decode twice (special tokens could hide in there)
+    return dict(call) | {"function": dict(function) | {"arguments": arguments}} if isinstance(arguments, dict) else dict(call)
+
+
+def guard_messages(value: Any, tokenizer: Tokenizer) -> tuple[Any, str]:
+    """`value` (normalized messages, tools) with special tokens' text disarmed, and the guard to hand to `Tokenizer.encode`.
+
+    A guard character is put inside every such text before rendering, so that only the template's own special tokens are
+    found afterwards; `encode` takes it out again, and the user's characters reach the model as plain text. Nearly always
+    there is nothing to disarm: then `value` comes back as it is, with an empty guard.
+
+    :raises InvalidParameter: if `value` is nested too deeply.
+    """
+    texts = list(_texts(value, 0))
+    if not any(map(tokenizer.find_special, texts)):
+        return value, ""
+    guard = next((guard for guard in _GUARDS if not any(guard in text for text in texts)), None)
+    if guard is None:
+        raise InvalidParameter("messages hold every Unicode noncharacter and special tokens besides", param="messages")
+    return _guarded(value, tokenizer, guard), guard
+
+
+def _texts(value: Any, depth: int) -> Any:
+    if depth > _MAX_DEPTH:
+        raise InvalidParameter(f"messages are nested more than {_MAX_DEPTH} levels deep", param="messages")
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts(key, depth + 1)
+            yield from _texts(item, depth + 1)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _texts(item, depth + 1)
+
+
+def _guarded(value: Any, tokenizer: Tokenizer, guard: str) -> Any:
+    if isinstance(value, str):
+        return tokenizer.guard_special(value, guard)
+    if isinstance(value, Mapping):
+        return {_guarded(key, tokenizer, guard): _guarded(item, tokenizer, guard) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_guarded(item, tokenizer, guard) for item in value]
+    return value
+
+
+def _without_generation(source: str) -> str:
+    """`{% generation %}` marks the assistant's part for training masks; here it is a block that is always rendered."""
+
+    def plain(match: re.Match[str]) -> str:
+        return f"{{%{match[1]} {'endif' if match[2] else 'if true'} {match[3]}%}}"
+
+    return _GENERATION.sub(plain, source)
+
+
+def _raise_exception(message: object) -> None:
+    raise _Refused(str(message))
+
+
+def _tojson(
+    value: Any,
+    indent: int | None = None,
+    ensure_ascii: bool = False,
+    separators: Sequence[str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    pair = (separators[0], separators[1]) if separators else None
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys)
