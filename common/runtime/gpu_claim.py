@@ -1,8 +1,9 @@
 """Claims a free GPU, then becomes the service: `python -m common.runtime.gpu_claim services.decode [flags]`.
 
 Replicas of one pool are equal, so nobody can write down which GPU each has. Every process of a host takes the first
-`penstock-gpu-N.lock` in the shared folder that nobody holds. The lock belongs to the open file: it lasts as long as the
-process, over `exec`, and ends with it however it dies. The service is told by `PENSTOCK_DEVICE=cuda:N`.
+`gpu-N.lock` in the shared folder that nobody holds. The lock belongs to the open file: it lasts as long as the
+process, over `exec`, and ends with it however it dies. The service is told by `PENSTOCK_DEVICE=cuda:N`. (The name has no
+`penstock-` in front: whatever has that, and no lock, is a dead worker's segment and gets swept.)
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def claim(directory: Path, num_gpus: int) -> tuple[int, int]:
         raise ConfigError("no GPU is visible here: install the NVIDIA container toolkit, or start without compose.gpu.yaml")
     directory.mkdir(parents=True, exist_ok=True)
     for index in range(num_gpus):
-        descriptor = os.open(directory / f"penstock-gpu-{index}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(directory / f"gpu-{index}.lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

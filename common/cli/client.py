@@ -1,0 +1,236 @@
+"""A client of the public NATS subjects, as the commands use it: OpenAI JSON out, chunks in.
+
+    async with ChatStream(bus, model, body) as stream:
+        async for chunk in stream: …
+
+Leaving the block early cancels the request. `stream.timing` holds when what arrived.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Any
+
+import anyio
+import msgspec
+
+from common.protocol import headers, messages, subjects
+from common.protocol.errors import BusError, NoWorkers, PenstockError, ProtocolError, RequestTimeout, from_wire
+from common.protocol.handles import Role
+from common.protocol.messages import Presence
+from common.runtime.bus import Bus, BusMessage, Subscription
+
+CONNECT_TIMEOUT_S = 3.0
+
+
+@asynccontextmanager
+async def connected(url: str, command: str) -> AsyncIterator[Bus]:
+    """A connection for one command, closed with the block.
+
+    :raises BusError: nothing answers on `url`; the message says what to do.
+    """
+    from common.runtime.nats_bus import connect  # nats-py takes a while to import
+
+    try:
+        bus = await connect(url, name=f"penstock-{command}", connect_timeout_s=CONNECT_TIMEOUT_S)
+    except BusError as error:
+        raise BusError(f"no NATS server on {url}: start Penstock with `penstock up`, or name a bus with --nats-url") from error
+    try:
+        yield bus
+    finally:
+        with anyio.CancelScope(shield=True), anyio.move_on_after(CONNECT_TIMEOUT_S):
+            await bus.close()
+
+
+class Delta(msgspec.Struct, frozen=True):
+    content: str | None = None
+
+
+class Choice(msgspec.Struct, frozen=True):
+    index: int = 0
+    delta: Delta = Delta()
+    finish_reason: str | None = None
+
+
+class PromptDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int = 0
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: PromptDetails | None = None
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """What the commands need of an OpenAI chat chunk; other fields are ignored."""
+
+    choices: list[Choice] = []
+    usage: Usage | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(choice.delta.content or "" for choice in self.choices)
+
+
+class Timing(msgspec.Struct):
+    """Monotonic seconds. `tokens` is the server's count, 0 until the last chunk told it."""
+
+    started: float
+    first: float = 0.0
+    last: float = 0.0
+    tokens: int = 0
+
+    def saw_text(self, now: float) -> None:
+        self.first = self.first or now
+        self.last = now
+
+    @property
+    def ttft_s(self) -> float:
+        return max(0.0, self.first - self.started)
+
+    @property
+    def itl_s(self) -> float:
+        """Mean time between tokens after the first; 0 when there were fewer than two."""
+        return (self.last - self.first) / (self.tokens - 1) if self.tokens > 1 else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the tokens after the first."""
+        return 1 / self.itl_s if self.itl_s > 0 else 0.0
+
+    def __str__(self) -> str:
+        return f"TTFT {self.ttft_s * 1000:.0f} ms · {self.tokens_per_s:.1f} tok/s · {self.tokens} tokens"
+
+
+class ChatStream:
+    """One streamed chat request. Iterating yields chunks until the last one.
+
+    :raises PenstockError: while iterating: the error that the gateway sent, `NoWorkers` when nobody serves the subject,
+        `RequestTimeout` after `timeout_s` of silence, `ProtocolError` when a chunk was lost.
+    """
+
+    def __init__(self, bus: Bus, model: str, body: dict[str, Any], *, timeout_s: float = 60.0) -> None:
+        self._bus = bus
+        self._subject = subjects.chat(subjects.slug(model))
+        self._body = msgspec.json.encode({"stream_options": {"include_usage": True}, **body, "model": model, "stream": True})
+        self._timeout_s = timeout_s
+        self._send, self._receive = anyio.create_memory_object_stream[BusMessage](100_000)
+        self._subscription: Subscription | None = None
+        self._expected = 0
+        self._ended = False
+        self.request_id = f"cli-{os.urandom(8).hex()}"
+        self.timing = Timing(0.0)
+
+    async def __aenter__(self) -> ChatStream:
+        inbox = self._bus.new_inbox()
+        self._subscription = await self._bus.subscribe(inbox, self._arrived)
+        self.timing = Timing(time.monotonic())
+        await self._bus.publish(self._subject, self._body, reply=inbox, headers={headers.REQUEST_ID: self.request_id})
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with anyio.CancelScope(shield=True), anyio.move_on_after(2):
+            if not self._ended:
+                await self._bus.publish(subjects.cancel(self.request_id), b"")
+                await self._bus.flush()
+            if self._subscription is not None:
+                await self._subscription.unsubscribe()
+        self._send.close()
+        self._receive.close()
+
+    def __aiter__(self) -> ChatStream:
+        return self
+
+    async def __anext__(self) -> Chunk:
+        if self._ended:
+            raise StopAsyncIteration
+        try:
+            with anyio.fail_after(self._timeout_s):
+                message = await self._receive.receive()
+        except TimeoutError as error:
+            raise RequestTimeout(f"nothing arrived for {self._timeout_s:.0f} s: look at `penstock status`") from error
+        return self._read(message)
+
+    def _arrived(self, message: BusMessage) -> None:
+        try:
+            self._send.send_nowait(message)
+        except (anyio.WouldBlock, anyio.ClosedResourceError, anyio.BrokenResourceError):
+            return  # the gap in the sequence tells, or nobody listens any more
+
+    def _read(self, message: BusMessage) -> Chunk:
+        fields = message.headers
+        if fields.get("Status") == "503" and not message.data:
+            self._ended = True
+            raise NoWorkers(f"nobody listens on {self._subject}: start Penstock with `penstock up`")
+        if fields.get(headers.FINAL):
+            self._ended = True
+        if code := fields.get(headers.ERROR_CODE):
+            self._ended = True
+            raise from_wire(code, fields.get(headers.ERROR, code))
+        if fields.get(headers.SEQUENCE, str(self._expected)) != str(self._expected):
+            raise ProtocolError("a chunk was lost on the way: this client read too slowly")
+        self._expected += 1
+        if not message.data:
+            return Chunk()
+        try:
+            chunk = msgspec.json.decode(message.data, type=Chunk)
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"the gateway sent a chunk that is no OpenAI chunk: {error}") from error
+        if chunk.text:
+            self.timing.saw_text(time.monotonic())
+        if chunk.usage is not None:
+            self.timing.tokens = chunk.usage.completion_tokens
+        return chunk
+
+
+async def watch_presence(bus: Bus, seconds: float, *, until_role: Role | None = None) -> dict[str, Presence]:
+    """The latest heartbeat of every worker heard within `seconds`, by worker id.
+
+    Returns early once a ready worker of `until_role` was heard.
+    """
+    heard: dict[str, Presence] = {}
+    enough = anyio.Event()
+
+    def arrived(message: BusMessage) -> None:
+        presence = decode_presence(message)
+        if presence is None:
+            return
+        heard[presence.worker.id] = presence
+        if presence.worker.role == until_role and presence.state == "ready":
+            enough.set()
+
+    subscription = await bus.subscribe(subjects.any_presence(), arrived)
+    with anyio.move_on_after(seconds):
+        await enough.wait()
+    await subscription.unsubscribe()
+    return heard
+
+
+def decode_presence(message: BusMessage) -> Presence | None:
+    """The heartbeat in `message`; None for anything else, such as a newer version's."""
+    try:
+        decoded = messages.decode(message.data)
+    except PenstockError:
+        return None
+    return decoded if isinstance(decoded, Presence) else None
+
+
+async def served_model(bus: Bus, wanted: str = "") -> str:
+    """`wanted`, or what the first ready gateway heard within two seconds serves.
+
+    :raises NoWorkers: no gateway was heard.
+    """
+    if wanted:
+        return wanted
+    heard = await watch_presence(bus, 2.0, until_role="gateway")
+    gateways = [presence for presence in heard.values() if presence.worker.role == "gateway"]
+    if not gateways:
+        raise NoWorkers("no gateway on this bus: start one with `penstock up`, or name another bus with --nats-url")
+    return next((presence.model for presence in gateways if presence.state == "ready"), gateways[0].model)

