@@ -1,0 +1,116 @@
+"""The workers a router chooses from: what each said last, plus what this gateway has sent there since. Pure.
+
+A presence is up to a heartbeat old. Counting our own requests keeps a burst from landing on whoever looked idle then:
+
+    load  = max(ours now, running + waiting as it said + what we added since)
+    spare = credits as it said - what we added since
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from common.protocol.handles import WorkerRef
+from common.protocol.messages import Presence
+
+Pair = tuple[str, str]
+"""(fingerprint, host): KV can be handed over between workers with equal ones."""
+
+
+class Worker:
+    """One life of one worker. `serial` is its name in the prefix memory."""
+
+    __slots__ = ("base", "credits", "ours", "presence", "ref", "serial", "tokens")
+
+    def __init__(self, presence: Presence, serial: int) -> None:
+        self.ref: WorkerRef = presence.worker
+        self.serial = serial
+        self.ours = 0
+        self.tokens = 0
+        self.observe(presence)
+
+    def observe(self, presence: Presence) -> None:
+        self.presence = presence
+        self.credits = presence.credits if presence.state == "ready" else 0
+        self.base = self.ours
+
+    def refuse(self) -> None:
+        """It had no room after all: none until something of ours ends there, or it says otherwise."""
+        self.credits = 0
+        self.base = self.ours
+
+    @property
+    def pair(self) -> Pair:
+        return self.presence.fingerprint, self.presence.host
+
+    @property
+    def usable(self) -> bool:
+        return self.presence.state == "ready"
+
+    @property
+    def spare(self) -> int:
+        return self.credits - (self.ours - self.base) if self.presence.state == "ready" else 0
+
+    @property
+    def load(self) -> int:
+        presence = self.presence
+        return max(self.ours, presence.running + presence.waiting + self.ours - self.base)
+
+
+class Pool:
+    """Workers of one role. Those with room are kept apart, so that choosing never walks past the full ones."""
+
+    def __init__(self) -> None:
+        self.members: dict[str, Worker] = {}
+        self.usable = 0
+        self._open: list[Worker] = []
+        self._slots: dict[str, int] = {}
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @property
+    def has_room(self) -> bool:
+        return bool(self._open)
+
+    def add(self, worker: Worker) -> None:
+        self.members[worker.ref.id] = worker
+        self.usable += worker.usable
+        self.update(worker)
+
+    def remove(self, worker: Worker) -> None:
+        if self.members.pop(worker.ref.id, None) is not None:
+            self.usable -= worker.usable
+            self._close(worker.ref.id)
+
+    def update(self, worker: Worker) -> None:
+        """Call after `worker.spare` may have changed."""
+        worker_id = worker.ref.id
+        if worker.spare <= 0:
+            self._close(worker_id)
+        elif worker_id not in self._slots:
+            self._slots[worker_id] = len(self._open)
+            self._open.append(worker)
+
+    def sample(self, count: int) -> Iterator[Worker]:
+        """At most `count` workers with room, others each time: all of a small pool, an even spread of a large one."""
+        num_open = len(self._open)
+        self._turn += 1
+        if num_open <= count:
+            for index in range(num_open):
+                yield self._open[(self._turn + index) % num_open]
+            return
+        # Weyl's sequence: even steps through the pool, and two pools do not fall into step with one another
+        start, stride = (self._turn * 0x9E3779B1) % num_open, num_open // count
+        for index in range(count):
+            yield self._open[(start + index * stride) % num_open]
+
+    def _close(self, worker_id: str) -> None:
+        slot = self._slots.pop(worker_id, None)
+        if slot is None:
+            return
+        last = self._open.pop()
+        if last.ref.id != worker_id:
+            self._open[slot] = last
+            self._slots[last.ref.id] = slot

@@ -1,0 +1,293 @@
+"""Which workers a request goes to. Pure, and microseconds a decision whatever the number of workers.
+
+    short uncached prompt, or no prefill worker  ─► (None, decode)      the direct path
+    otherwise                                    ─► (prefill, decode)   of one host and fingerprint
+    nobody has room                              ─► None: the request stays in the gateway's queue
+
+Costs are seconds, by what workers measured: the prompt's uncached part and the work before it at prefill, the load and the
+uncached part at decode. A remembered prefix makes a worker cheaper by what it saves, a load makes it dearer by what it
+delays, so that a popular prefix spreads as soon as that is worth it. Of a large pool a few workers are compared
+(Mitzenmacher, "The power of two choices", 2001), and those that remember the prefix.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from common.protocol.handles import WorkerRef
+from common.protocol.messages import Presence
+from services.gateway.pools import Pair, Pool, Worker
+from services.gateway.prefix_memory import PrefixMemory
+
+Path = Literal["auto", "prefill", "direct"]
+
+COMPARED = 6
+"""Workers of a pool that are compared, when it has more."""
+COMPARED_PAIRS = 4
+HANDOFF_S = 0.005
+"""What a handoff costs, beside computing: two hops and a copy."""
+MAX_DIRECT_FACTOR = 4
+"""Up to this many times `direct_max_tokens` the direct path is taken where measured speeds say that it is faster."""
+DEFAULT_TOKENS_PER_S = 2000.0
+DEFAULT_STEP_S = 0.01
+STEP_SHARE = 0.1
+"""By how much of a step one more sequence slows the others down: decoding is bound by memory, not by the batch."""
+MAX_EXPECTED_TOKENS = 256
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What the router needs to know of a request. `keys`: of its prompt, see `prefix_keys`. `avoid`: worker ids."""
+
+    keys: Sequence[int]
+    num_tokens: int
+    max_tokens: int
+    path: Path = "auto"
+    avoid: frozenset[str] = frozenset()
+    patient: bool = True
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """`uncached_tokens`: what prefill, or decode on the direct path, is expected to compute."""
+
+    prefill: WorkerRef | None
+    decode: WorkerRef
+    uncached_tokens: int
+
+
+class Router:
+    """`models`: names that workers may announce; others' workers are left alone. Empty: any."""
+
+    def __init__(self, *, direct_max_tokens: int, affinity_blocks: int = 65536, models: Iterable[str] = ()) -> None:
+        self.direct_max_tokens = direct_max_tokens
+        self.models = frozenset(models)
+        self.memory = PrefixMemory(affinity_blocks)
+        self.prefill = Pool()
+        self.decode = Pool()
+        self._pairs: dict[Pair, tuple[Pool, Pool]] = {}
+        self._workers: dict[WorkerRef, Worker] = {}
+        self._by_serial: dict[int, Worker] = {}
+        self._serials = itertools.count()
+        self._turn = 0
+        self._step_s = DEFAULT_STEP_S
+
+    # -- who is there
+
+    def refresh(self, presences: Iterable[Presence]) -> list[WorkerRef]:
+        """What everyone alive says now; who is not among them is gone. Returns who joined or changed, and is ready."""
+        seen: set[WorkerRef] = set()
+        news: list[WorkerRef] = []
+        for presence in presences:
+            ref = presence.worker
+            if ref.role not in ("prefill", "decode") or (self.models and presence.model not in self.models):
+                continue
+            seen.add(ref)
+            worker = self._workers.get(ref)
+            if worker is not None and worker.presence is presence:
+                continue
+            if presence.state == "ready":
+                news.append(ref)
+            if worker is None:
+                self._add(Worker(presence, next(self._serials)))
+            elif worker.pair != (presence.fingerprint, presence.host) or worker.presence.state != presence.state:
+                self._take_out(worker)
+                worker.observe(presence)
+                self._add(worker)
+            else:
+                worker.observe(presence)
+                self._update(worker)
+        for ref in self._workers.keys() - seen:
+            self.remove(ref)
+        steps = [w.presence.step_ms for w in self.decode.members.values() if w.presence.step_ms > 0]
+        self._step_s = sum(steps) / len(steps) / 1000 if steps else DEFAULT_STEP_S
+        return news
+
+    def remove(self, ref: WorkerRef) -> None:
+        """Harmless for one that is not there."""
+        worker = self._workers.pop(ref, None)
+        if worker is not None:
+            self._take_out(worker)
+
+    def knows(self, ref: WorkerRef) -> bool:
+        return ref in self._workers
+
+    def step_s(self, ref: WorkerRef) -> float:
+        """How long a step of this worker takes; 0 when unknown."""
+        worker = self._workers.get(ref)
+        return worker.presence.step_ms / 1000 if worker is not None else 0.0
+
+    @property
+    def hopeful(self) -> bool:
+        """Is there a decode worker, or one about to be?"""
+        return any(worker.presence.state != "draining" for worker in self.decode.members.values())
+
+    @property
+    def has_room(self) -> bool:
+        return self.decode.has_room
+
+    @property
+    def can_prefill(self) -> bool:
+        """Does a usable prefill worker share a host with a usable decode worker?"""
+        return any(prefill.usable and decode.usable for prefill, decode in self._pairs.values())
+
+    # -- what we sent
+
+    def assign(self, ref: WorkerRef, tokens: int = 0) -> None:
+        """A request was sent there; `tokens` of its prompt are to be computed."""
+        self._count(ref, 1, tokens)
+
+    def release(self, ref: WorkerRef, tokens: int = 0) -> None:
+        """It has left again."""
+        self._count(ref, -1, -tokens)
+
+    def refused(self, ref: WorkerRef) -> None:
+        worker = self._workers.get(ref)
+        if worker is not None:
+            worker.refuse()
+            self._update(worker)
+
+    def remember(self, keys: Sequence[int], ref: WorkerRef) -> None:
+        worker = self._workers.get(ref)
+        if worker is not None:
+            self.memory.remember(keys, worker.serial)
+
+    # -- choosing
+
+    def choose(self, job: Job) -> Choice | None:
+        """None: nobody who could take the request has room now."""
+        if not self.decode.has_room:
+            return None
+        cached = {worker: min(tokens, job.num_tokens - 1) for worker, tokens in self.memory.match(job.keys).items()}
+        direct = self._direct(job, cached)
+        if job.path == "direct" or (job.path == "auto" and not self.can_prefill):
+            return direct[1] if direct else None
+        if direct and job.path == "auto" and direct[1].uncached_tokens <= self.direct_max_tokens:
+            return direct[1]
+        split = self._split(job, cached)
+        if split is None:
+            return direct[1] if direct and job.path == "auto" and not job.patient else None
+        if direct and job.path == "auto" and direct[1].uncached_tokens <= MAX_DIRECT_FACTOR * self.direct_max_tokens:
+            return direct[1] if direct[0] < split[0] else split[1]
+        return split[1]
+
+    def choose_decode(self, prefill: WorkerRef, job: Job, *, tried: Iterable[str]) -> WorkerRef | None:
+        """Another decode worker for KV that `prefill` holds."""
+        worker = self._workers.get(prefill)
+        if worker is None or worker.pair not in self._pairs:
+            return None
+        tried = frozenset(tried)
+        candidates = [w for w in self._candidates(self._pairs[worker.pair][1], {}, frozenset()) if w.ref.id not in tried]
+        return min(candidates, key=lambda w: self._decode_cost(w, job, {})).ref if candidates else None
+
+    def may_redirect(self, prefill: WorkerRef, *, tried: Iterable[str]) -> bool:
+        """Is there an untried decode worker, with or without room, that could read what `prefill` holds?"""
+        worker = self._workers.get(prefill)
+        if worker is None or worker.pair not in self._pairs:
+            return False
+        tried = frozenset(tried)
+        return any(w.usable and w.ref.id not in tried for w in self._pairs[worker.pair][1].members.values())
+
+    # -- inside
+
+    def _direct(self, job: Job, cached: Mapping[int, int]) -> tuple[float, Choice] | None:
+        best = None
+        for worker in self._candidates(self.decode, cached, job.avoid):
+            uncached = job.num_tokens - cached.get(worker.serial, 0)
+            compute_s = uncached / (worker.presence.prefill_tokens_per_s or DEFAULT_TOKENS_PER_S)
+            # while it computes the prompt, everyone who decodes there waits
+            cost = self._load_cost(worker, job) + compute_s * (1 + worker.load)
+            if best is None or cost < best[0]:
+                best = cost, Choice(None, worker.ref, uncached)
+        return best
+
+    def _split(self, job: Job, cached: Mapping[int, int]) -> tuple[float, Choice] | None:
+        best = None
+        for prefills, decodes in self._open_pairs():
+            prefill_cost, prefill = min(
+                ((self._prefill_cost(w, job, cached), w) for w in self._candidates(prefills, cached, job.avoid)),
+                key=lambda costed: costed[0],
+            )
+            decode_cost, decode = min(
+                ((self._decode_cost(w, job, cached), w) for w in self._candidates(decodes, cached, job.avoid)),
+                key=lambda costed: costed[0],
+            )
+            cost = prefill_cost + HANDOFF_S + decode_cost
+            if best is None or cost < best[0]:
+                uncached = job.num_tokens - cached.get(prefill.serial, 0)
+                best = cost, Choice(prefill.ref, decode.ref, uncached)
+        return best
+
+    def _open_pairs(self) -> list[tuple[Pool, Pool]]:
+        if len(self._pairs) <= COMPARED_PAIRS:
+            return [pair for pair in self._pairs.values() if pair[0].has_room and pair[1].has_room]
+        pairs, found = list(self._pairs.values()), []
+        self._turn += 1
+        for index in range(len(pairs)):
+            pair = pairs[(self._turn * 7 + index) % len(pairs)]
+            if pair[0].has_room and pair[1].has_room:
+                found.append(pair)
+                if len(found) == COMPARED_PAIRS:
+                    break
+        return found
+
+    def _candidates(self, pool: Pool, cached: Mapping[int, int], avoid: frozenset[str]) -> list[Worker]:
+        """Workers with room to compare; one to avoid only when there is no other."""
+        found = list(pool.sample(COMPARED))
+        if cached and len(pool) > COMPARED:
+            known = {worker.serial for worker in found}
+            found += [w for w in self._remembering(pool, cached) if w.serial not in known and w.spare > 0]
+        if avoid:
+            found = [worker for worker in found if worker.ref.id not in avoid] or found
+        return found
+
+    def _remembering(self, pool: Pool, cached: Mapping[int, int]) -> list[Worker]:
+        serials = itertools.islice(sorted(cached, key=lambda serial: -cached[serial]), COMPARED)
+        workers = (self._by_serial.get(serial) for serial in serials)
+        return [worker for worker in workers if worker is not None and pool.members.get(worker.ref.id) is worker]
+
+    def _prefill_cost(self, worker: Worker, job: Job, cached: Mapping[int, int]) -> float:
+        speed = worker.presence.prefill_tokens_per_s or DEFAULT_TOKENS_PER_S
+        others = max(0, worker.load - worker.ours)
+        backlog = worker.tokens + others * job.num_tokens
+        return (backlog + job.num_tokens - cached.get(worker.serial, 0)) / speed
+
+    def _decode_cost(self, worker: Worker, job: Job, cached: Mapping[int, int]) -> float:
+        copied = job.num_tokens - cached.get(worker.serial, 0)
+        return self._load_cost(worker, job) + copied / (100 * DEFAULT_TOKENS_PER_S)
+
+    def _load_cost(self, worker: Worker, job: Job) -> float:
+        step_s = worker.presence.step_ms / 1000 or self._step_s
+        slowness = min(max(step_s / self._step_s, 0.5), 2.0)
+        return worker.load * slowness * self._step_s * STEP_SHARE * min(job.max_tokens, MAX_EXPECTED_TOKENS)
+
+    def _count(self, ref: WorkerRef, requests: int, tokens: int) -> None:
+        worker = self._workers.get(ref)
+        if worker is not None:
+            worker.ours += requests
+            worker.tokens += tokens
+            self._update(worker)
+
+    def _pools(self, worker: Worker) -> tuple[Pool, Pool]:
+        pair = self._pairs.setdefault(worker.pair, (Pool(), Pool()))
+        return (self.prefill, pair[0]) if worker.ref.role == "prefill" else (self.decode, pair[1])
+
+    def _add(self, worker: Worker) -> None:
+        self._workers[worker.ref] = worker
+        self._by_serial[worker.serial] = worker
+        for pool in self._pools(worker):
+            pool.add(worker)
+
+    def _take_out(self, worker: Worker) -> None:
+        del self._by_serial[worker.serial]
+        for pool in self._pools(worker):
+            pool.remove(worker)
+        prefills, decodes = self._pairs[worker.pair]
+        if not prefills and not decodes:
+            del self._pairs[worker.pair]
+
+    def _update(self, worker: Worker) -> None:
+        for pool in self._pools(worker):
+            pool.update(worker)
