@@ -209,9 +209,13 @@ class RenewLeases(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class ReleaseLease(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """reader → owner: done reading. Harmless twice."""
+    """reader → owner: done reading. Harmless twice. For a grant of a kvstore: I will not write; take the blocks back.
+
+    `damaged` (kvstore only): hashes of blocks read under these leases that failed their checksum: forget them.
+    """
 
     leases: list[str]
+    damaged: list[bytes] = []
 
 
 class BlockLookup(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -223,12 +227,17 @@ class BlockLookup(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class BlockLease(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """kvstore → worker: `blocks` of my segment hold the first len(blocks) hashes, until the lease ends. Empty: a miss."""
+    """kvstore → worker: `blocks` of `segment` hold the first len(blocks) hashes, until the lease ends. Empty: a miss.
+
+    `checksums[i]` is the CRC-32 that the i-th block must have once copied.
+    """
 
     store: WorkerRef
     lease: str
     blocks: list[int]
     generations: list[int]
+    segment: str = ""
+    checksums: list[int] = []
 
 
 class BlockOffer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -241,7 +250,7 @@ class BlockOffer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class BlockGrant(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """kvstore → worker: write hash `indices[i]` of the offer to `blocks[i]` of my segment, then send BlockCommit.
+    """kvstore → worker: write hash `indices[i]` of the offer to `blocks[i]` of `segment`, then send BlockCommit.
 
     `indices` leaves out what the store has already.
     """
@@ -250,6 +259,7 @@ class BlockGrant(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     lease: str
     indices: list[int]
     blocks: list[int]
+    segment: str = ""
 
 
 class BlockCommit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
