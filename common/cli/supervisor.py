@@ -124,22 +124,29 @@ class Supervisor:
     async def _keep(
         self, child: Child, stopping: anyio.Event, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED
     ) -> None:
-        while not stopping.is_set():
-            with child.log.open("ab") as log:
-                child.process = await anyio.open_process(
-                    child.command.argv,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=self._environment,
-                    start_new_session=True,
-                )
-            task_status.started()
+        process = await self._start(child)
+        task_status.started()
+        while True:
             started = time.monotonic()
-            status = await child.process.wait()
+            status = await process.wait()
             if stopping.is_set():
                 return
             await self._crashed(child, status, time.monotonic() - started, stopping)
+            if stopping.is_set():
+                return
+            process = await self._start(child)
+
+    async def _start(self, child: Child) -> anyio.abc.Process:
+        with child.log.open("ab") as log:
+            child.process = await anyio.open_process(
+                child.command.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment,
+                start_new_session=True,
+            )
+        return child.process
 
     async def _crashed(self, child: Child, status: int, lived_s: float, stopping: anyio.Event) -> None:
         """Tell, then wait out the back-off.

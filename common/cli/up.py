@@ -30,11 +30,15 @@ from common.protocol import subjects
 from common.protocol.errors import ConfigError
 from common.runtime.bus import BusMessage
 from common.runtime.config import load
+from common.runtime.nats_server import find_binary
 
 GATEWAY_STAGE, WORKER_STAGE, BUS_STAGE = range(3)
 POLL_S = 0.1
 REMIND_S = 30.0
 DRAIN_MARGIN_S = 5.0
+MAX_PAYLOAD_BYTES = 8 << 20
+"""Prompts travel as token ids, four bytes each: two million of them."""
+MAX_PENDING_BYTES = 256 << 20
 
 
 def command(
@@ -145,10 +149,12 @@ def _command(spec: ProcessSpec) -> Command:
 
 
 def _bus_command(config: UpConfig, folder: Path) -> Command:
-    from common.runtime.nats_server import command_line
-
-    port = int(config.nats_url.rsplit(":", 1)[1])
-    return Command(name="nats-server", argv=command_line(port=port, store_dir=folder), stage=BUS_STAGE)
+    """nats-server on the port of `config.nats_url`; supervised like the rest, so that it returns after a crash."""
+    settings = folder / "nats-server.conf"
+    address = config.nats_url.removeprefix("nats://")
+    settings.write_text(f"listen: {address}\nmax_payload: {MAX_PAYLOAD_BYTES}\nmax_pending: {MAX_PENDING_BYTES}\n")
+    argv = python_module("common.runtime.parent_death", ["SIGKILL", str(find_binary()), "-c", str(settings)])
+    return Command(name="nats-server", argv=argv, stage=BUS_STAGE)
 
 
 def _sweep(shm_dir: str) -> list[str]:
