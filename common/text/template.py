@@ -13,7 +13,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -191,9 +191,14 @@ def guard_messages(value: Any, tokenizer: Tokenizer) -> tuple[Any, str]:
     found afterwards; `encode` takes it out again, and the user's characters reach the model as plain text. Nearly always
     there is nothing to disarm: then `value` comes back as it is, with an empty guard.
 
-    :raises InvalidParameter: if `value` is nested too deeply.
+    :raises InvalidParameter: if `value` is nested too deeply, or holds a lone surrogate (minijinja would replace it silently).
     """
     texts = list(_texts(value, 0))
+    try:
+        for text in texts:
+            text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidParameter(f"messages hold text that is not valid Unicode: {error.reason}", param="messages") from error
     if not any(map(tokenizer.find_special, texts)):
         return value, ""
     guard = next((guard for guard in _GUARDS if not any(guard in text for text in texts)), None)
@@ -202,7 +207,7 @@ def guard_messages(value: Any, tokenizer: Tokenizer) -> tuple[Any, str]:
     return _guarded(value, tokenizer, guard), guard
 
 
-def _texts(value: Any, depth: int) -> Any:
+def _texts(value: Any, depth: int) -> Iterator[str]:
     if depth > _MAX_DEPTH:
         raise InvalidParameter(f"messages are nested more than {_MAX_DEPTH} levels deep", param="messages")
     if isinstance(value, str):

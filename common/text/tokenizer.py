@@ -167,12 +167,12 @@ class Tokenizer:
         """What `add_special` puts before and after a text."""
         bare = self._backend.encode("a", add_special_tokens=False).ids
         full = self._backend.encode("a", add_special_tokens=True).ids
-        for at in range(len(full) - len(bare) + 1):
+        for at in range(len(full) - len(bare) + 1 if bare else 0):
             if full[at : at + len(bare)] == bare:
                 prefix, suffix = full[:at], full[at + len(bare) :]
                 break
         else:
-            prefix, suffix = [], []
+            prefix, suffix = full, []
         if begins_with_bos and self.bos_id is not None and self.bos_id not in prefix:
             prefix = [self.bos_id, *prefix]
         return prefix, suffix
