@@ -1,0 +1,370 @@
+"""The bus on NATS: the only file that imports `nats`.
+
+`connect` returns a connection that comes back by itself, for ever, about 100 ms after the server does. nats-py reconnects by
+itself after a broken connection, but closes for good when the server sends an error (a slow consumer after SIGSTOP, for
+example): then a new client takes over the same subscriptions.
+
+What is published meanwhile waits in a buffer of `MAX_PENDING_BYTES`; what is beyond it is dropped, counted and logged rather
+than raised, because nobody could do better: every stream numbers its messages and fetches again what is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+from collections.abc import Callable, Mapping
+from urllib.parse import urlsplit
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription as NatsSubscription
+from nats.micro.service import EndpointInfo, EndpointStats, Service, ServiceConfig, ServiceStats
+from nats.micro.service import ServiceInfo as MicroInfo
+
+from common.protocol import subjects
+from common.protocol.errors import BusClosed, BusError, ConfigError, InvalidParameter, PayloadTooLarge, RequestTimeout
+from common.runtime import logs
+from common.runtime.bus import BusMessage, Handler, ServiceInfo
+from common.runtime.routing import PendingReplies, check_size, check_subject
+
+log = logs.get("nats")
+
+MAX_PENDING_BYTES = 16 * 1024 * 1024
+SUBSCRIPTION_PENDING_BYTES = 128 * 1024 * 1024
+RECONNECT_WAIT_S = 0.1
+ATTEMPT_TIMEOUT_S = 2
+PING_INTERVAL_S = 5
+FLUSH_TIMEOUT_S = 10.0
+DRAIN_TIMEOUT_S = 5
+POLL_S = 0.01
+
+_NO_HEADERS: dict[str, str] = {}
+
+
+async def connect(url: str, *, name: str, connect_timeout_s: float = 10) -> NatsBus:
+    """:raises BusError: if no server answers at `url` in time. :raises ConfigError: if `url` is not a NATS URL."""
+    bus = NatsBus(url, name)
+    try:
+        async with asyncio.timeout(connect_timeout_s):
+            await bus._open()
+    except TimeoutError:
+        await bus.close()
+        reason = f" ({bus.last_error})" if bus.last_error else ""
+        raise BusError(f"no NATS server answers at {redacted(url)}{reason}; is one running?") from None
+    return bus
+
+
+def redacted(url: str) -> str:
+    """The URL without user and password, for logs."""
+    parts = urlsplit(url)
+    return url if parts.username is None else f"{parts.scheme}://{parts.hostname}:{parts.port or 4222}"
+
+
+async def _flush(client: Client, timeout_s: float) -> None:
+    """nats-py writes the PING of a flush to the socket at once, past commands that its flusher task has yet to write: so
+    wait for those first, or a subscription may not be known yet when this returns."""
+    async with asyncio.timeout(timeout_s):
+        turns = 0
+        while client.is_connected and client.pending_data_size:
+            turns += 1
+            await asyncio.sleep(0 if turns < 10 else POLL_S)
+    await client.flush(math.ceil(timeout_s))
+
+
+class BusSubscription:
+    """What was asked for, and the present client's part of it."""
+
+    def __init__(self, bus: NatsBus, subject: str, handler: Handler, queue: str, max_pending: int) -> None:
+        self.bus = bus
+        self.subject = subject
+        self.handler = handler
+        self.queue = queue
+        self.max_pending = max_pending
+        self.inner: NatsSubscription | None = None
+
+    async def deliver(self, message: Msg) -> None:
+        try:
+            self.handler(BusMessage(message.subject, message.data, message.reply, message.headers or _NO_HEADERS))
+        except Exception:
+            log.exception("bus_handler_failed", subject=message.subject)
+
+    async def unsubscribe(self) -> None:
+        """Messages that have arrived but were not handled yet are dropped. Harmless twice."""
+        self.bus._subscriptions.discard(self)
+        inner, self.inner = self.inner, None
+        if inner is not None:
+            try:
+                await inner.unsubscribe()
+            except nats.errors.Error as error:
+                log.debug("unsubscribe_failed", subject=self.subject, reason=str(error))
+
+
+class NatsBus:
+    """One connection to NATS; implements `Bus`. Make one with `connect`."""
+
+    def __init__(self, url: str, name: str) -> None:
+        self.name = name
+        self.num_dropped = 0
+        self.num_slow_consumer = 0
+        self.last_error = ""
+        self._url = url
+        self._client = Client()
+        self._connected = False
+        self._closed = False
+        self._callbacks: list[Callable[[bool], None]] = []
+        self._subscriptions: set[BusSubscription] = set()
+        self._service: ServiceInfo | None = None
+        self._replies = PendingReplies(subjects.reply_prefix(os.urandom(8).hex()))
+
+    @property
+    def connected(self) -> bool:
+        return self._connected and self._client.is_connected
+
+    @property
+    def max_payload(self) -> int:
+        return self._client.max_payload
+
+    def on_connection_change(self, callback: Callable[[bool], None]) -> None:
+        self._callbacks.append(callback)
+
+    async def publish(self, subject: str, data: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None) -> None:
+        if self._closed:
+            raise BusClosed
+        check_subject(subject)
+        if reply:
+            check_subject(reply)
+        check_size(data, headers, self._client.max_payload)
+        if self._client.pending_data_size + len(data) > MAX_PENDING_BYTES and not await self._has_room(len(data)):
+            self._drop(subject)
+            return
+        try:
+            await self._client.publish(subject, data, reply, dict(headers) if headers else None)
+        except nats.errors.MaxPayloadError as error:
+            raise PayloadTooLarge from error
+        except (nats.errors.BadSubjectError, nats.errors.BadHeaderError) as error:
+            raise InvalidParameter(f"can't publish: {error}") from error
+        except nats.errors.Error:
+            if self._closed:
+                raise BusClosed from None
+            self._drop(subject)
+
+    async def request(
+        self, subject: str, data: bytes, *, timeout_s: float, headers: Mapping[str, str] | None = None
+    ) -> BusMessage:
+        reply = self._replies.new_subject()
+        future = self._replies.expect(reply)
+        try:
+            await self.publish(subject, data, reply=reply, headers=headers)
+            return await self._replies.wait(reply, future, timeout_s, target=subject)
+        finally:
+            self._replies.forget(reply)
+
+    async def subscribe(self, subject: str, handler: Handler, *, queue: str = "", max_pending: int = 65536) -> BusSubscription:
+        """:raises RequestTimeout: if the server stays away for 10 s."""
+        if self._closed:
+            raise BusClosed
+        subscription = BusSubscription(self, subject, handler, queue, max_pending)
+        await self._wait_connected()
+        self._subscriptions.add(subscription)
+        try:
+            await self._attach(subscription)
+        except nats.errors.BadSubjectError as error:
+            self._subscriptions.discard(subscription)
+            raise InvalidParameter(f"can't subscribe to {subject!r}") from error
+        except nats.errors.Error as error:
+            log.debug("subscribing_after_reconnect", subject=subject, reason=str(error))
+        await self.flush()
+        return subscription
+
+    def new_inbox(self) -> str:
+        return f"{self._replies.prefix}-inbox.{os.urandom(8).hex()}"
+
+    async def register(self, service: ServiceInfo) -> None:
+        self._service = service
+        await self._wait_connected()
+        await _Micro(self._client, service).start()
+
+    async def flush(self) -> None:
+        """:raises RequestTimeout: if the server stays away for 10 s. :raises BusClosed: after close."""
+        while True:
+            await self._wait_connected()
+            try:
+                await _flush(self._client, FLUSH_TIMEOUT_S)
+            except (nats.errors.FlushTimeoutError, TimeoutError):
+                if self._client.is_connected:
+                    raise RequestTimeout("the NATS server does not answer") from None
+            except (nats.errors.Error, OSError) as error:
+                log.debug("flush_interrupted", reason=str(error))
+            else:
+                return
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        client = self._client
+        try:
+            if client.is_connected:
+                async with asyncio.timeout(DRAIN_TIMEOUT_S + 1):
+                    await client.drain()
+        except (nats.errors.Error, OSError, TimeoutError) as error:
+            log.debug("drain_failed", reason=str(error))
+        if not client.is_closed:
+            await client.close()
+        self._connected = False
+
+    # -- one client after another
+
+    async def _open(self) -> None:
+        """Connect a new client, which takes over every subscription. Tries until it succeeds or is cancelled."""
+        while True:
+            client = self._client = Client()
+            try:
+                await client.connect(
+                    self._url,
+                    name=self.name,
+                    error_cb=self._on_error,
+                    disconnected_cb=self._on_disconnected,
+                    reconnected_cb=self._on_reconnected,
+                    closed_cb=self._on_closed,
+                    allow_reconnect=True,
+                    connect_timeout=ATTEMPT_TIMEOUT_S,
+                    reconnect_time_wait=RECONNECT_WAIT_S,  # pyright: ignore[reportArgumentType]  # seconds, fractions work
+                    max_reconnect_attempts=-1,
+                    ping_interval=PING_INTERVAL_S,
+                    max_outstanding_pings=2,
+                    drain_timeout=DRAIN_TIMEOUT_S,
+                    pending_size=4 * MAX_PENDING_BYTES,
+                    dont_randomize=True,
+                )
+                for subscription in list(self._subscriptions):
+                    await self._attach(subscription)
+                await client.subscribe(self._replies.pattern, cb=self._on_reply, pending_msgs_limit=65536)
+                if self._service is not None:
+                    await _Micro(client, self._service).start()
+                await _flush(client, ATTEMPT_TIMEOUT_S)
+            except ValueError as error:
+                raise ConfigError(f"{redacted(self._url)} is not a NATS URL: {error}") from error
+            except (nats.errors.Error, OSError, TimeoutError) as error:
+                if "invalid" in str(error) and "url" in str(error):
+                    raise ConfigError(f"{redacted(self._url)} is not a NATS URL; try nats://127.0.0.1:4222") from error
+                self.last_error = str(error)
+                await asyncio.sleep(RECONNECT_WAIT_S)
+            else:
+                self._set_connected(True)
+                return
+
+    async def _attach(self, subscription: BusSubscription) -> None:
+        subscription.inner = await self._client.subscribe(
+            subscription.subject,
+            queue=subscription.queue,
+            cb=subscription.deliver,
+            pending_msgs_limit=subscription.max_pending,
+            pending_bytes_limit=SUBSCRIPTION_PENDING_BYTES,
+        )
+
+    async def _wait_connected(self) -> None:
+        waited_s = 0.0
+        while not self.connected:
+            if self._closed:
+                raise BusClosed
+            if waited_s >= FLUSH_TIMEOUT_S:
+                raise RequestTimeout("the NATS server is away")
+            await asyncio.sleep(POLL_S)
+            waited_s += POLL_S
+
+    async def _has_room(self, size: int) -> bool:
+        """The buffer is full: let the socket take some, but never hold a heartbeat up for long."""
+        for _ in range(5):
+            if not self.connected:
+                return False
+            await asyncio.sleep(POLL_S)
+            if self._client.pending_data_size + size <= MAX_PENDING_BYTES:
+                return True
+        return False
+
+    def _drop(self, subject: str) -> None:
+        self.num_dropped += 1
+        if self.num_dropped % 1000 == 1:
+            log.warning("publish_dropped", subject=subject, dropped=self.num_dropped, connected=self.connected)
+
+    def _set_connected(self, connected: bool) -> None:
+        if connected == self._connected or self._closed:
+            return
+        self._connected = connected
+        for callback in self._callbacks:
+            callback(connected)
+
+    # -- what nats-py calls
+
+    async def _on_reply(self, message: Msg) -> None:
+        self._replies.deliver(BusMessage(message.subject, message.data, message.reply, message.headers or _NO_HEADERS))
+
+    async def _on_disconnected(self) -> None:
+        if self._connected and not self._closed:
+            log.warning("nats_disconnected", url=redacted(self._url))
+        self._set_connected(False)
+
+    async def _on_reconnected(self) -> None:
+        log.info("nats_reconnected", url=redacted(self._url))
+        self._set_connected(True)
+
+    async def _on_closed(self) -> None:
+        """Runs in nats-py's own task, so the loop in `_open` has an owner."""
+        if self._closed:
+            return
+        self._set_connected(False)
+        log.warning("nats_closed_by_server", url=redacted(self._url), reason=str(self._client.last_error or ""))
+        await self._open()
+        log.info("nats_reconnected", url=redacted(self._url))
+        if self._closed:
+            await self._client.close()
+
+    async def _on_error(self, error: Exception) -> None:
+        if isinstance(error, nats.errors.SlowConsumerError):
+            self.num_slow_consumer += 1
+            if self.num_slow_consumer % 1000 == 1:
+                log.warning("slow_consumer", subject=error.subject, dropped=self.num_slow_consumer)
+            return
+        self.last_error = str(error) or type(error).__name__
+        log.debug("nats_error", reason=self.last_error)
+
+
+class _Micro(Service):
+    """What `$SRV.PING/INFO/STATS` answer for a process whose one endpoint is its inbox. Requests don't pass through nats-py's
+    own endpoints, which run one handler after another and show `repr(error)` to clients."""
+
+    def __init__(self, client: Client, service: ServiceInfo) -> None:
+        super().__init__(
+            client,
+            ServiceConfig(
+                name=service.name, version=service.version, description=service.description, metadata=service.metadata
+            ),
+        )
+        self._service = service
+        role, worker = service.metadata.get("role", ""), service.metadata.get("worker", "")
+        self._inbox = subjects.inbox(role, worker) if role and worker else ""
+
+    def stats(self) -> ServiceStats:
+        stats = super().stats()
+        data = self._service.stats() if self._service.stats is not None else {}
+        stats.endpoints = [
+            EndpointStats(
+                name="inbox",
+                subject=self._inbox,
+                queue_group="",
+                num_requests=int(data.get("num_requests", 0)),
+                num_errors=int(data.get("num_errors", 0)),
+                processing_time=0,
+                average_processing_time=0,
+                data=data,
+            )
+        ]
+        return stats
+
+    def info(self) -> MicroInfo:
+        info = super().info()
+        info.endpoints = [EndpointInfo(name="inbox", subject=self._inbox, queue_group="")]
+        return info
