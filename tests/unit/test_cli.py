@@ -168,8 +168,9 @@ async def test_silence_ends_in_a_timeout_and_cancels_the_request() -> None:
     broker = MemoryBroker()
     gateway = FakeGateway(broker.connect("gateway"), [])
     await gateway.start()
+    stream = ChatStream(broker.connect("client"), "tiny", {"messages": []}, timeout_s=0.05)
     with pytest.raises(RequestTimeout, match="penstock status"):
-        async with ChatStream(broker.connect("client"), "tiny", {"messages": []}, timeout_s=0.05) as stream:
+        async with stream:
             await anext(stream)
     await gateway.answer()
     assert gateway.cancelled == [stream.request_id]

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Penstock with curl: one answer, then the same as a stream. PENSTOCK_URL names another gateway.
+set -euo pipefail
+url=${PENSTOCK_URL:-http://127.0.0.1:8000}
+model=$(curl -fsS "$url/v1/models" | python3 -c 'import json, sys; print(json.load(sys.stdin)["data"][0]["id"])')
+
+curl -fsS "$url/v1/chat/completions" -H 'Content-Type: application/json' -d '{
+  "model": "'"$model"'",
+  "messages": [{"role": "user", "content": "Why is the sky blue?"}],
+  "max_completion_tokens": 48,
+  "temperature": 0
+}'
+echo
+
+curl -fsSN "$url/v1/completions" -H 'Content-Type: application/json' -d '{
+  "model": "'"$model"'",
+  "prompt": "The three primary colours are",
+  "max_tokens": 24,
+  "temperature": 0,
+  "stream": true
+}'

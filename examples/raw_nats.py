@@ -1,0 +1,20 @@
+"""Penstock with nothing but nats-py: OpenAI JSON out, chunks in. `python examples/raw_nats.py "Why is the sky blue?"`"""
+
+import asyncio
+import json
+import sys
+
+import nats
+
+
+async def main(prompt: str, subject: str = "penstock.v1.chat.smollm2-135m-instruct") -> None:
+    client = await nats.connect("nats://127.0.0.1:4222")
+    replies = await client.subscribe(inbox := client.new_inbox())
+    body = {"messages": [{"role": "user", "content": prompt}], "stream": True}
+    await client.publish(subject, json.dumps(body).encode(), reply=inbox)
+    while not {"Penstock-Final", "Status"} & set((reply := await replies.next_msg(60)).headers or ()):
+        print(json.loads(reply.data)["choices"][0]["delta"].get("content", ""), end="", flush=True)
+    print("\n", reply.data.decode() or f"nobody serves {subject}")  # the last one: usage, or the error
+
+
+asyncio.run(main(sys.argv[1]))

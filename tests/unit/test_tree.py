@@ -1,0 +1,67 @@
+"""Rules of the tree that no linter knows."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("common", "services", "bench", "tests", "examples")
+SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+MODULES = [path for path in SOURCES if path.name != "__init__.py"]
+MAX_LINES = 400
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_init_files_stay_empty() -> None:
+    assert [name(path) for path in SOURCES if path.name == "__init__.py" and path.read_text().strip()] == []
+
+
+def test_every_file_opens_with_what_it_is_for() -> None:
+    assert [name(path) for path in MODULES if not ast.get_docstring(ast.parse(path.read_text()))] == []
+
+
+def test_no_file_is_two() -> None:
+    assert [name(path) for path in MODULES if len(path.read_text().splitlines()) > MAX_LINES] == []
+
+
+def test_nothing_pickles() -> None:
+    assert [name(path) for path in MODULES if imports(path) & {"pickle", "cloudpickle", "dill", "marshal"}] == []
+
+
+def test_only_the_bus_imports_nats() -> None:
+    allowed = {"common/runtime/nats_bus.py", "examples/raw_nats.py"}
+    assert {name(path) for path in MODULES if "nats" in imports(path)} - allowed == set()
+
+
+def test_no_task_is_left_without_an_owner() -> None:
+    pattern = re.compile(r"\b(create_task|ensure_future)\(")
+    offenders = [path for path in MODULES if pattern.search(path.read_text()) and path.parts[-2] != "unit"]
+    assert [name(path) for path in offenders] == []
+
+
+def imports(path: Path) -> set[str]:
+    """Top-level packages that a file imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("service", ["gateway", "draft", "kvstore"])
+def test_a_service_without_an_engine_starts_without_torch(service: str) -> None:
+    heavy = "{'torch', 'transformers', 'triton'}"
+    program = f"import sys, services.{service}.__main__; sys.exit(' '.join({heavy} & sys.modules.keys()))"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
