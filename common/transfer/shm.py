@@ -74,7 +74,7 @@ class Segment:
         directory = Path(directory)
         path = _path(directory, name)
         size = _blocks_offset(num_blocks) + num_blocks * block_bytes
-        _check_room(directory, size)
+        check_room(directory, size)
         draft = directory / f"{_DRAFT_PREFIX}{name}.{os.urandom(4).hex()}"
         try:
             fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -150,15 +150,48 @@ class Segment:
             del mapped  # views are alive: the last of them unmaps it
 
 
+class SegmentCache:
+    """Segments of other processes, kept mapped between uses. A mapping keeps the memory of a dead owner alive, so those
+    that are out of date are let go whenever a new one is opened. Safe to call from several threads."""
+
+    def __init__(self, directory: str | Path, *, writable: bool = False) -> None:
+        self.directory = Path(directory)
+        self._writable = writable
+        self._segments: OrderedDict[tuple[str, str], Segment] = OrderedDict()  # least recently used first
+        self._lock = threading.Lock()
+
+    def views(self, name: str, fingerprint: str) -> tuple[np.ndarray, np.ndarray]:
+        """Blocks and generations of a segment. They stay mapped while referenced, whatever happens to this cache.
+
+        :raises TransportUnavailable: see `Segment.open`. :raises StaleHandle: see there.
+        """
+        key = (name, fingerprint)
+        with self._lock:
+            segment = self._segments.get(key)
+            if segment is None or not segment.is_current():
+                self._drop([known for known, other in self._segments.items() if not other.is_current()])
+                self._drop(list(self._segments)[: -_MAX_OPEN_SEGMENTS + 1])
+                segment = Segment.open(self.directory, name, fingerprint=fingerprint, writable=self._writable)
+                self._segments[key] = segment
+            self._segments.move_to_end(key)
+            return segment.blocks, segment.generations
+
+    def close(self) -> None:
+        with self._lock:
+            self._drop(list(self._segments))
+
+    def _drop(self, keys: list[tuple[str, str]]) -> None:
+        for key in keys:
+            self._segments.pop(key).close()
+
+
 class ShmTransport:
-    """Reads from segments of the same host. Keeps the segments it has read from mapped."""
+    """Reads from segments of the same host."""
 
     def __init__(self, directory: str | Path) -> None:
         """:raises ConfigError: if `directory` does not exist."""
-        self.directory = Path(directory)
         self.host = host_id(directory)
-        self._segments: OrderedDict[tuple[str, str], Segment] = OrderedDict()
-        self._lock = threading.Lock()
+        self._segments = SegmentCache(directory)
 
     def read(
         self,
@@ -173,7 +206,7 @@ class ShmTransport:
         """See `Transport.read`."""
         if host != self.host:
             raise TransportUnavailable(f"{segment} is in another host's shared memory")
-        source_blocks, current = self._views(segment, fingerprint)
+        source_blocks, current = self._segments.views(segment, fingerprint)
         if source_blocks.shape[1] != into.shape[1]:
             raise StaleHandle(f"{segment} has blocks of {source_blocks.shape[1]} bytes, not {into.shape[1]}")
         check_generations(current, blocks, generations)
@@ -182,24 +215,7 @@ class ShmTransport:
         return copied
 
     def close(self) -> None:
-        with self._lock:
-            while self._segments:
-                self._segments.popitem()[1].close()
-
-    def _views(self, name: str, fingerprint: str) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks and generations of a segment. They stay mapped while referenced, even when another thread closes it."""
-        key = (name, fingerprint)
-        with self._lock:
-            segment = self._segments.pop(key, None)
-            if segment is not None and not segment.is_current():
-                segment.close()
-                segment = None
-            if segment is None:
-                segment = Segment.open(self.directory, name, fingerprint=fingerprint)
-            self._segments[key] = segment
-            if len(self._segments) > _MAX_OPEN_SEGMENTS:
-                self._segments.popitem(last=False)[1].close()
-            return segment.blocks, segment.generations
+        self._segments.close()
 
 
 def host_id(directory: str | Path) -> str:
@@ -287,7 +303,7 @@ def _remove_dead(path: Path, wait_s: float = 0.2) -> bool:
         time.sleep(0.01)
 
 
-def _check_room(directory: Path, size: int) -> None:
+def check_room(directory: Path, size: int) -> None:
     """A sparse file always fits; the process that writes the first page too many is killed. So count before.
 
     What other segments were promised but have not touched yet is counted as taken.

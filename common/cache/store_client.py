@@ -1,0 +1,267 @@
+"""A worker's side of the kvstore: fetch the blocks of a prompt instead of computing them, and offer what was computed.
+
+    fetch   BlockLookup ─► BlockLease ─► copy, compare generations and checksums ─► ReleaseLease
+    offer   BlockOffer ─► BlockGrant ─► copy ─► BlockCommit with checksums (or ReleaseLease: not written)
+
+The store is a convenience. Whatever goes wrong here is a miss: nothing raises, nobody waits for a store that does not answer
+at once, and one that failed is left alone for a while. A block is taken only if its bytes are those that were committed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Iterator, Sequence
+
+import anyio
+import anyio.to_thread
+import numpy as np
+
+from common.protocol.errors import PenstockError, ProtocolError, StaleHandle, from_wire
+from common.protocol.handles import WorkerRef
+from common.protocol.messages import (
+    BlockCommit,
+    BlockGrant,
+    BlockLease,
+    BlockLookup,
+    BlockOffer,
+    Message,
+    Rejected,
+    ReleaseLease,
+    RenewLeases,
+)
+from common.runtime import logs
+from common.runtime.actor import Actor
+from common.transfer.base import Transport, copy_blocks
+from common.transfer.shm import SegmentCache, ShmTransport, host_id
+
+log = logs.get("store_client")
+
+ASK_TIMEOUT_S = 0.2
+SKIP_FAILED_S = 3.0
+CHUNK_BYTES = 16 << 20
+"""Copied between two looks at the clock and at cancellation."""
+RENEW_EVERY_S = 1.0
+MAX_OFFERS = 4
+"""Offers under way; more are not made, since the blocks of a waiting offer are kept from everyone else."""
+MAX_STORES = 4
+"""Stores asked per lookup."""
+
+
+class StoreClient:
+    """Talks to the kvstores of this host on behalf of `actor`.
+
+    `blocks`: the worker's own pool, [num_blocks, block_bytes], uint8. The caller keeps the blocks it passes retained until
+    the coroutine returns.
+    """
+
+    def __init__(
+        self, actor: Actor, blocks: np.ndarray, fingerprint: str, shm_dir: str, *, transport: Transport | None = None
+    ) -> None:
+        self.actor = actor
+        self.blocks = blocks
+        self.fingerprint = fingerprint
+        self.host = host_id(shm_dir)
+        self._transport = transport or ShmTransport(shm_dir)
+        self._writable = SegmentCache(shm_dir, writable=True)
+        self._skip_until: dict[WorkerRef, float] = {}
+        self._offers = 0
+        self._fetched = actor.metrics.counter("store_fetched_blocks_total", "KV blocks copied from a kvstore")
+        self._offered = actor.metrics.counter("store_offered_blocks_total", "KV blocks copied to a kvstore")
+        self._failures = actor.metrics.counter("store_failures_total", "Fetches and offers that a kvstore failed", ["code"])
+
+    @property
+    def available(self) -> bool:
+        """Is there a kvstore on this host worth asking?"""
+        return bool(self._stores())
+
+    async def fetch(self, hashes: Sequence[bytes], into_blocks: Sequence[int]) -> int:
+        """Copy the longest stored leading part of a hash chain to `into_blocks`; returns its length in blocks.
+
+        The content of the blocks beyond that length is undefined. 0 on any failure. A store that does not answer costs
+        0.2 s, once; copying goes on as long as it makes progress.
+        """
+        wanted = list(hashes[: len(into_blocks)])
+        stores = self._stores()[:MAX_STORES]
+        if not wanted or not stores:
+            return 0
+        found: list[BlockLease] = []
+        copied = 0
+        try:
+            async with anyio.create_task_group() as group:
+                for store in stores:
+                    group.start_soon(self._look_up, store, wanted, found)
+            if found:
+                best = max(found, key=lambda lease: len(lease.blocks))
+                self._release(found, keep=best)
+                copied = await self._copy_in(best, wanted, into_blocks)
+        finally:
+            self._release(found)
+        self._fetched.inc(copied)
+        return copied
+
+    async def offer(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Give the store what it lacks of a hash chain whose KV is in `blocks`. Best effort."""
+        stores = self._stores()
+        if not hashes or len(hashes) != len(blocks) or not stores or self._offers >= MAX_OFFERS:
+            return
+        store = max(stores, key=lambda known: _affinity(known, hashes[0]))
+        self._offers += 1
+        try:
+            await self._offer_to(store, list(hashes), blocks)
+        except PenstockError as error:
+            self._failed(store, error)
+        finally:
+            self._offers -= 1
+
+    def close(self) -> None:
+        """Unmap the stores' segments."""
+        self._writable.close()
+
+    # -- stores
+
+    def _stores(self) -> list[WorkerRef]:
+        if not self.actor.bus.connected:
+            return []
+        now = self.actor.clock()
+        if self._skip_until:
+            self._skip_until = {store: until for store, until in self._skip_until.items() if until > now}
+        return [
+            presence.worker
+            for presence in self.actor.registry.alive("kvstore", now)
+            if presence.state == "ready" and presence.host == self.host and presence.worker not in self._skip_until
+        ]
+
+    def _failed(self, store: WorkerRef, error: PenstockError) -> None:
+        log.info("kvstore_failed", store=store.id, code=error.code, reason=str(error))
+        self._failures.labels(error.code).inc()
+        self._skip_until[store] = self.actor.clock() + SKIP_FAILED_S
+
+    async def _ask(self, store: WorkerRef, message: Message) -> Message:
+        """:raises PenstockError: no answer, or a refusal."""
+        answer = await self.actor.ask(store, message, ASK_TIMEOUT_S)
+        if isinstance(answer, Rejected):
+            raise from_wire(answer.code, answer.message)
+        return answer
+
+    # -- fetch
+
+    async def _look_up(self, store: WorkerRef, hashes: list[bytes], found: list[BlockLease]) -> None:
+        try:
+            lookup = BlockLookup(holder=self.actor.ref, fingerprint=self.fingerprint, hashes=hashes)
+            answer = await self._ask(store, lookup)
+            if not isinstance(answer, BlockLease):
+                raise ProtocolError(f"{type(answer).__name__} in answer to a lookup")
+            if not answer.lease:
+                return
+            if not len(answer.blocks) == len(answer.generations) == len(answer.checksums) <= len(hashes):
+                self._release([answer])
+                raise ProtocolError("a lease that does not fit its lookup")
+            found.append(answer)
+        except PenstockError as error:
+            self._failed(store, error)
+
+    async def _copy_in(self, lease: BlockLease, hashes: list[bytes], into_blocks: Sequence[int]) -> int:
+        copied = 0
+        renewed_at = self.actor.clock()
+        try:
+            for start, end in self._chunks(len(lease.blocks)):
+                renewed_at = self._renew(lease.store, lease.lease, renewed_at)
+                good = await anyio.to_thread.run_sync(self._read_chunk, lease, start, end, list(into_blocks[start:end]))
+                copied += good
+                if good < end - start:
+                    damaged = hashes[start + good]
+                    self.actor.send(lease.store, ReleaseLease(leases=[lease.lease], damaged=[damaged]))
+                    self._failures.labels("checksum").inc()
+                    log.warning("kvstore_block_damaged", store=lease.store.id, hash=damaged.hex())
+                    break
+        except PenstockError as error:
+            self._failed(lease.store, error)
+        return copied
+
+    def _read_chunk(self, lease: BlockLease, start: int, end: int, into_blocks: list[int]) -> int:
+        """In a thread. Blocks [start, end) of the lease; returns how many leading ones have the right checksum."""
+        self._transport.read(
+            self.host,
+            lease.segment,
+            self.fingerprint,
+            lease.blocks[start:end],
+            lease.generations[start:end],
+            self.blocks,
+            into_blocks,
+        )
+        for i, block in enumerate(into_blocks):
+            if zlib.crc32(self.blocks[block]) != lease.checksums[start + i]:
+                return i
+        return end - start
+
+    def _release(self, found: list[BlockLease], keep: BlockLease | None = None) -> None:
+        for lease in [lease for lease in found if lease is not keep]:
+            self.actor.send(lease.store, ReleaseLease(leases=[lease.lease]))
+            found.remove(lease)
+
+    # -- offer
+
+    async def _offer_to(self, store: WorkerRef, hashes: list[bytes], blocks: Sequence[int]) -> None:
+        offer = BlockOffer(holder=self.actor.ref, fingerprint=self.fingerprint, block_bytes=self.blocks.shape[1], hashes=hashes)
+        grant = await self._ask(store, offer)
+        if not isinstance(grant, BlockGrant):
+            raise ProtocolError(f"{type(grant).__name__} in answer to an offer")
+        if not grant.lease:
+            return
+        committed = False
+        try:
+            if len(grant.indices) != len(grant.blocks) or not all(0 <= index < len(hashes) for index in grant.indices):
+                raise ProtocolError("a grant that does not fit its offer")
+            source_blocks = [blocks[index] for index in grant.indices]
+            checksums = await self._copy_out(store, grant, source_blocks)
+            self.actor.send(store, BlockCommit(lease=grant.lease, checksums=checksums))
+            committed = True
+            self._offered.inc(len(checksums))
+        finally:
+            if not committed:
+                self.actor.send(store, ReleaseLease(leases=[grant.lease]))
+
+    async def _copy_out(self, store: WorkerRef, grant: BlockGrant, source_blocks: list[int]) -> list[int]:
+        """Returns the checksums of what was copied. :raises StaleHandle: the grant may have ended meanwhile."""
+        checksums: list[int] = []
+        renewed_at = self.actor.clock()
+        for start, end in self._chunks(len(source_blocks)):
+            renewed_at = self._renew(store, grant.lease, renewed_at)
+            checksums += await anyio.to_thread.run_sync(
+                self._write_chunk, grant.segment, source_blocks[start:end], grant.blocks[start:end]
+            )
+            # this process was stopped, or the machine is that slow: the slots may be somebody else's by now
+            if self.actor.clock() - renewed_at > RENEW_EVERY_S + self.actor.config.dead_after_s:
+                raise StaleHandle("the store's grant has probably ended")
+        return checksums
+
+    def _write_chunk(self, segment: str, source_blocks: list[int], target_blocks: list[int]) -> list[int]:
+        """In a thread."""
+        target, generations = self._writable.views(segment, self.fingerprint)
+        if target.shape[1] != self.blocks.shape[1]:
+            raise StaleHandle(f"{segment} has blocks of {target.shape[1]} bytes, not {self.blocks.shape[1]}")
+        if min(target_blocks) < 0 or max(target_blocks) >= len(generations):
+            raise StaleHandle(f"{segment} has no such block")
+        checksums = [zlib.crc32(self.blocks[block]) for block in source_blocks]
+        copy_blocks(self.blocks, source_blocks, target, target_blocks)
+        return checksums
+
+    # -- both
+
+    def _chunks(self, num_blocks: int) -> Iterator[tuple[int, int]]:
+        size = max(1, CHUNK_BYTES // self.blocks.shape[1])
+        return ((start, min(start + size, num_blocks)) for start in range(0, num_blocks, size))
+
+    def _renew(self, store: WorkerRef, lease: str, renewed_at: float) -> float:
+        """Renew the lease if it is time; returns when it was renewed last."""
+        now = self.actor.clock()
+        if now - renewed_at < RENEW_EVERY_S:
+            return renewed_at
+        self.actor.send(store, RenewLeases(holder=self.actor.ref, leases=[lease]))
+        return now
+
+
+def _affinity(store: WorkerRef, block_hash: bytes) -> bytes:
+    """Rendezvous hashing: every worker of the host offers the same chain to the same store."""
+    return hashlib.blake2b(block_hash, key=store.id.encode()[:64], digest_size=8).digest()

@@ -1,0 +1,280 @@
+"""The kvstore worker: KV blocks by content hash in the host's shared memory, for every worker that can map it.
+
+The life of a block here:
+
+    BlockOffer ─► BlockGrant: slots, for a lease ─► the worker copies ─► BlockCommit: readable ─► least recently used: evicted
+                       └ lease ends, ReleaseLease, or the worker dies: slots are free again
+    BlockLookup ─► BlockLease: slots, generations, checksums ─► the worker copies ─► ReleaseLease, or the lease ends
+
+The store never touches the bytes. It owes nobody anything: a store that is full, slow or dead costs its workers a
+computation they would have done without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from common.protocol.errors import ConfigError, InvalidParameter, OutOfBlocks, PenstockError, ShuttingDown
+from common.protocol.handles import new_lease
+from common.protocol.messages import (
+    BlockCommit,
+    BlockGrant,
+    BlockLease,
+    BlockLookup,
+    BlockOffer,
+    KvUsage,
+    Message,
+    Presence,
+    Rejected,
+    ReleaseLease,
+    RenewLeases,
+)
+from common.runtime import logs
+from common.runtime.actor import Actor, WorkerState
+from common.runtime.bus import Bus
+from common.runtime.leases import LeaseTable
+from common.transfer.shm import check_room, host_id, sweep
+from services.kvstore.arena import Arena
+from services.kvstore.config import KvstoreConfig
+
+log = logs.get("kvstore")
+
+RETRY_ARENA_S = 10.0
+"""After a segment could not be made: until then, offers are refused without trying again."""
+
+
+class Hold(msgspec.Struct):
+    """What one lease covers: slots somebody reads, or (`writing`) was granted and has not committed."""
+
+    arena: Arena
+    slots: list[int]
+    writing: bool
+
+
+class KvstoreActor(Actor):
+    role = "kvstore"
+    config: KvstoreConfig
+
+    def __init__(self, *, bus: Bus, config: KvstoreConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        """:raises ConfigError: `shm_dir` can't be used."""
+        super().__init__(bus=bus, config=config, clock=clock)
+        self.host = host_id(config.shm_dir)
+        self.arenas: OrderedDict[str, Arena] = OrderedDict()  # by fingerprint, least recently used first
+        self.leases: LeaseTable[Hold] = LeaseTable(config.lease_s)
+        self._num_arenas_made = 0
+        self._no_arena_before = 0.0
+        self._no_arena_reason = ""
+        self._idle = anyio.Event()
+        self._num_lookups = self.metrics.counter("kvstore_lookups_total", "Lookups answered")
+        self._num_looked_up = self.metrics.counter("kvstore_lookup_blocks_total", "Blocks that lookups asked for")
+        self._num_hits = self.metrics.counter("kvstore_hit_blocks_total", "Blocks of them that were there")
+        self._num_stored = self.metrics.counter("kvstore_stored_blocks_total", "Blocks written and committed")
+        self._num_abandoned = self.metrics.counter("kvstore_abandoned_blocks_total", "Blocks granted, but never committed")
+        self._num_evicted = self.metrics.counter("kvstore_evicted_blocks_total", "Blocks given up for others")
+        self._num_damaged = self.metrics.counter("kvstore_damaged_blocks_total", "Blocks that failed a reader's checksum")
+        self.metrics.gauge("kvstore_bytes", "Bytes of readable blocks", read=lambda: float(self.stored_bytes))
+        self.metrics.gauge("kvstore_leases", "Leases held by readers and writers", read=lambda: float(len(self.leases)))
+
+    # -- life
+
+    async def start(self) -> None:
+        """:raises ConfigError: shared memory is too small for `capacity_mb`: better now than at the first offer."""
+        swept = await anyio.to_thread.run_sync(sweep, self.config.shm_dir)
+        if swept:
+            log.info("swept_segments", segments=swept)
+        check_room(Path(self.config.shm_dir), self.config.capacity_mb << 20)
+
+    async def drain(self) -> None:
+        """Readers and writers finish; new ones are refused."""
+        if len(self.leases):
+            await self._idle.wait()
+
+    def close(self) -> None:
+        while self.arenas:
+            self.arenas.popitem()[1].close()
+
+    def presence(self, state: WorkerState) -> Presence:
+        usage = self.usage()
+        return Presence(
+            worker=self.ref,
+            state=state,
+            model=self.config.model,
+            host=self.host,
+            running=len(self.leases),
+            credits=max(usage.free + usage.cached, 1) if state == "ready" else 0,
+            kv=usage,
+            http_port=self.http_port,
+        )
+
+    def tick(self, now: float) -> None:
+        for lease, hold in self.leases.expire(now):
+            log.warning("lease_expired", lease=lease, blocks=len(hold.slots), writing=hold.writing)
+            self._give_back(hold)
+
+    def peer_lost(self, peer: Presence) -> None:
+        for _, hold in self.leases.release_holder(peer.worker.id):
+            self._give_back(hold)
+
+    def fenced(self) -> None:
+        for _, hold in self.leases.clear():
+            self._give_back(hold)
+
+    def connection_changed(self, connected: bool) -> None:
+        (self.leases.resume if connected else self.leases.pause)(self.clock())
+
+    # -- what there is
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(arena.stored_bytes for arena in self.arenas.values())
+
+    def usage(self) -> KvUsage:
+        """Slots of all arenas together."""
+        parts = [arena.index.usage() for arena in self.arenas.values()]
+        return KvUsage(
+            total=sum(part.total for part in parts),
+            free=sum(part.free for part in parts),
+            owned=sum(part.owned for part in parts),
+            leased=sum(part.leased for part in parts),
+            cached=sum(part.cached for part in parts),
+        )
+
+    # -- messages
+
+    def handle(self, message: Message, reply: str) -> None:
+        match message:
+            case BlockLookup() | BlockOffer():
+                try:
+                    if self.state == "draining":
+                        raise ShuttingDown("this kvstore is draining")
+                    self.answer(reply, self._lookup(message) if isinstance(message, BlockLookup) else self._grant(message))
+                except PenstockError as error:
+                    self.answer(reply, Rejected(worker=self.ref, code=error.code, message=str(error)))
+            case BlockCommit():
+                self._commit(message)
+            case ReleaseLease():
+                self._release(message)
+            case RenewLeases():
+                self.leases.renew(message.holder, message.leases, self.clock())
+            case _:
+                log.warning("unexpected_message", message=type(message).__name__)
+
+    def _lookup(self, lookup: BlockLookup) -> BlockLease:
+        self._num_lookups.inc()
+        self._num_looked_up.inc(len(lookup.hashes))
+        arena = self.arenas.get(lookup.fingerprint)
+        slots = arena.index.lookup(lookup.hashes) if arena is not None else []
+        if arena is None or not slots:
+            return BlockLease(store=self.ref, lease="", blocks=[], generations=[])
+        self.arenas.move_to_end(lookup.fingerprint)
+        self._num_hits.inc(len(slots))
+        arena.index.lease(slots)
+        lease = new_lease()
+        self.leases.grant(lease, lookup.holder, Hold(arena, slots, writing=False), self.clock())
+        return BlockLease(
+            store=self.ref,
+            lease=lease,
+            blocks=slots,
+            generations=arena.generations_of(slots),
+            segment=arena.segment.name,
+            checksums=arena.index.checksums_of(slots),
+        )
+
+    def _grant(self, offer: BlockOffer) -> BlockGrant:
+        """:raises PenstockError: there is no memory for this fingerprint."""
+        arena = self._arena_for(offer)
+        evicted_before = arena.index.evicted
+        granted = arena.reserve(offer.hashes)
+        self._num_evicted.inc(arena.index.evicted - evicted_before)
+        if not granted:
+            return BlockGrant(store=self.ref, lease="", indices=[], blocks=[])
+        lease, slots = new_lease(), [slot for _, slot in granted]
+        self.leases.grant(lease, offer.holder, Hold(arena, slots, writing=True), self.clock())
+        return BlockGrant(
+            store=self.ref, lease=lease, indices=[index for index, _ in granted], blocks=slots, segment=arena.segment.name
+        )
+
+    def _commit(self, commit: BlockCommit) -> None:
+        hold = self.leases.get(commit.lease)
+        if hold is None or not hold.writing:
+            log.info("commit_too_late", lease=commit.lease)
+            return
+        self.leases.release(commit.lease)
+        if len(commit.checksums) != len(hold.slots):
+            log.warning("commit_refused", lease=commit.lease, granted=len(hold.slots), checksums=len(commit.checksums))
+            self._give_back(hold)
+            return
+        hold.arena.index.commit(hold.slots, commit.checksums)
+        self._num_stored.inc(len(hold.slots))
+        self._wake_drain()
+
+    def _release(self, release: ReleaseLease) -> None:
+        for lease in release.leases:
+            hold = self.leases.release(lease)
+            if hold is None:
+                continue
+            if release.damaged and not hold.writing:
+                damaged = hold.arena.index.forget(hold.slots, set(release.damaged))
+                self._num_damaged.inc(damaged)
+                log.warning("damaged_blocks", blocks=damaged, lease=lease)
+            self._give_back(hold)
+
+    def _give_back(self, hold: Hold) -> None:
+        if hold.writing:
+            hold.arena.index.abandon(hold.slots)
+            self._num_abandoned.inc(len(hold.slots))
+        else:
+            hold.arena.index.end_lease(hold.slots)
+        self._wake_drain()
+
+    def _wake_drain(self) -> None:
+        if self.state == "draining" and not len(self.leases):
+            self._idle.set()
+
+    # -- arenas
+
+    def _arena_for(self, offer: BlockOffer) -> Arena:
+        """The arena of the offer's fingerprint, made on its first offer, if need be in place of the one unused longest.
+
+        :raises InvalidParameter: a block size that can't be. :raises OutOfBlocks: every arena is in use, or there is no memory.
+        """
+        arena = self.arenas.get(offer.fingerprint)
+        if arena is not None:
+            if arena.block_bytes != offer.block_bytes:
+                raise InvalidParameter(f"{offer.fingerprint} has blocks of {arena.block_bytes} bytes, not {offer.block_bytes}")
+            self.arenas.move_to_end(offer.fingerprint)
+            return arena
+        if self.clock() < self._no_arena_before:
+            raise OutOfBlocks(self._no_arena_reason)
+        if len(self.arenas) >= self.config.max_fingerprints:
+            oldest = next(iter(self.arenas.values()))
+            if not oldest.is_idle:
+                raise OutOfBlocks("every arena is in use: raise max_fingerprints")
+            log.info("arena_dropped", fingerprint=oldest.fingerprint, blocks=oldest.index.num_readable)
+            del self.arenas[oldest.fingerprint]
+            self._num_evicted.inc(oldest.index.num_readable)
+            oldest.close()
+        self._num_arenas_made += 1
+        try:
+            arena = Arena(
+                self.config.shm_dir,
+                f"{self.ref.id[:96]}-{self.ref.epoch:x}-{self._num_arenas_made}",
+                fingerprint=offer.fingerprint,
+                block_bytes=offer.block_bytes,
+                capacity_bytes=(self.config.capacity_mb << 20) // self.config.max_fingerprints,
+            )
+        except ConfigError as error:
+            self._no_arena_before = self.clock() + RETRY_ARENA_S
+            self._no_arena_reason = str(error)
+            log.error("no_memory_for_blocks", reason=str(error))
+            raise OutOfBlocks(str(error)) from error
+        log.info("arena_made", segment=arena.segment.name, blocks=arena.index.num_slots, block_bytes=arena.block_bytes)
+        self.arenas[offer.fingerprint] = arena
+        return arena

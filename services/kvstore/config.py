@@ -1,0 +1,16 @@
+"""Settings of a kvstore worker."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from common.runtime.settings import ServiceConfig
+
+
+class KvstoreConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    capacity_mb: Annotated[int, Meta(ge=1, description="MiB of shared memory for KV blocks, at most")] = 1024
+    max_fingerprints: Annotated[
+        int, Meta(ge=1, le=64, description="models or layouts kept at once; the capacity is divided evenly among them")
+    ] = 1
