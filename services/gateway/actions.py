@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Literal
 
 import msgspec
 
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import DecodeTask, FetchFrames, PrefillTask, Redirect
+
+Path = Literal["auto", "prefill", "direct"]
+"""How a prompt is computed: as the router sees fit, by a prefill worker, or by the decode worker itself."""
 
 
 class State(IntEnum):

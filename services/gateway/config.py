@@ -22,7 +22,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
 
     default_deadline_s: Annotated[float, Meta(description="time a request may take when the client names none", gt=0)] = 600.0
     max_deadline_s: Annotated[float, Meta(description="the longest deadline a client may name", gt=0)] = 3600.0
-    slow_reader_timeout_s: Annotated[float, Meta(description="a stream whose client reads nothing for so long ends", gt=0)] = 30.0
+    slow_reader_timeout_s: Annotated[float, Meta(description="a stream nobody reads for so long ends", gt=0)] = 30.0
     sse_keepalive_s: Annotated[float, Meta(description="a comment is sent on an idle SSE stream this often", gt=0)] = 15.0
     no_workers_grace_s: Annotated[float, Meta(description="how long requests wait while no decode worker lives", ge=0)] = 10.0
 
@@ -30,10 +30,10 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
         int, Meta(description="uncached prompts up to this length skip the prefill pool; -1 never skips it", ge=-1)
     ] = 64
     affinity_blocks: Annotated[int, Meta(description="prompt blocks remembered for prefix affinity", ge=0)] = 65536
-    block_tokens: Annotated[int, Meta(description="tokens per KV block, as the workers have it", ge=1)] = 16
 
-    task_timeout_s: Annotated[float, Meta(description="how long a worker may take to accept or reject a task", gt=0)] = 2.0
+    task_timeout_s: Annotated[float, Meta(description="how long a worker may take to accept or reject a task", gt=0)] = 4.0
     stall_s: Annotated[float, Meta(description="silence of a living worker after which frames are fetched again", gt=0)] = 1.0
+    prefill_timeout_s: Annotated[float, Meta(description="time a prompt may take before another worker tries it", gt=0)] = 120.0
     max_fetches: Annotated[int, Meta(description="unanswered fetches before a request moves to another worker", ge=1)] = 3
     max_attempts: Annotated[int, Meta(description="attempts that may fail for reasons other than a lost worker", ge=1)] = 4
     canary: Annotated[bool, Meta(description="send a tiny request through every path before turning ready")] = True

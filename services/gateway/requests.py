@@ -33,15 +33,18 @@ from common.protocol.messages import (
     SamplingParams,
     TokenFrame,
 )
-from services.gateway.actions import NOTHING, Action, Actions, Ask, Ended, Free, Limits, Requeue, Reroute, State, Tell
-from services.gateway.transcript import Output, Transcript
+from services.gateway.actions import NOTHING, Action, Actions, Ask, Ended, Free, Limits, Path, Requeue, Reroute, State, Tell
+from services.gateway.failures import for_client, is_final, is_loss, is_refusal
+from services.gateway.transcript import Output as Output  # the edges take it from here
+from services.gateway.transcript import Transcript
 
 UNKNOWN_APART_S = 0.5
 """Two answers to one round of questions count once."""
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What an edge asks for. `deadline_s`: seconds from now. `salt` separates tenants' prefix caches."""
+    """What an edge asks for. `id` is unique among what runs here; `deadline_s` counts from now; `salt` separates tenants'
+    prefix caches."""
 
     id: str
     prompt: list[int]
@@ -50,33 +53,30 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     salt: bytes = b""
 
 
-_REJECTIONS_OF_LOAD = (errors.OutOfCredits, errors.OutOfBlocks, errors.ShuttingDown, errors.NoResponders, errors.BusClosed)
-"""Nothing was taken and nothing is wrong with the request: it waits for another place, as often as need be."""
-_LOSSES = (*_REJECTIONS_OF_LOAD, errors.WorkerLost, errors.StaleHandle, errors.TransportUnavailable, errors.Cancelled)
-"""A worker went away, or the KV did: the next attempt is not held against the request."""
-
-
 class Request:
-    """`wake` is called when `take` has something new. `path`: 'auto', or 'prefill' or 'direct' to force one (canaries)."""
+    """`wake` is called when `transcript` has something new. `wire_id` names it to workers, unlike any other ever; `client_id`
+    is the edge's. `path` forces a path (canaries)."""
 
     def __init__(
         self,
         request: GenerationRequest,
         *,
+        wire_id: str,
         gateway: WorkerRef,
         limits: Limits,
         now: float,
         wall_ms: int,
-        path: str = "auto",
+        path: Path = "auto",
     ) -> None:
-        self.id = request.id
+        self.id = wire_id
+        self.client_id = request.id
         self.prompt_tokens = len(request.prompt)
         self.packed_prompt = token_bytes.pack(request.prompt)
         self.sampling = request.sampling
         self.salt = request.salt
         self.gateway = gateway
         self.limits = limits
-        self.path = path
+        self.path: Path = path
         self.arrived_at = now
         self.deadline = now + request.deadline_s
         self.deadline_ms = wall_ms + int(request.deadline_s * 1000)
@@ -93,7 +93,6 @@ class Request:
         self.failures = 0
         self.unknowns = 0
         self.unknown_at = 0.0
-        self.uncached_tokens = 0
 
         self.transcript = Transcript(request.sampling)
         self.tokens = self.transcript.tokens
@@ -105,10 +104,6 @@ class Request:
         self.gap = False
         self.dropped_frames = 0
         self.sent_fetches = 0
-
-    def take(self) -> Output:
-        """Everything that is new for the reader."""
-        return self.transcript.take()
 
     # -- placing
 
@@ -155,7 +150,7 @@ class Request:
         if isinstance(error, errors.RequestError):
             return self._end(None, error)
         self.avoid.add(worker.id)
-        return self._next_attempt(error, now, counted=not bus_was_away and not isinstance(error, _REJECTIONS_OF_LOAD))
+        return self._next_attempt(error, now, counted=not bus_was_away and not is_refusal(error))
 
     # -- what workers say
 
@@ -295,7 +290,7 @@ class Request:
         self.heard_at = self.progressed_at = now
         self.since = max(self.since, now)
         self.fetches = self.unknowns = 0
-        return self.fetch(now) if self.state in _HELD else NOTHING
+        return self.fetch(now) if self.is_held else NOTHING
 
     def fetch(self, now: float) -> Actions:
         """Ask whoever may have them for the tokens we have not seen."""
@@ -316,6 +311,11 @@ class Request:
         if self.state in _BEFORE_DECODING:
             return self.prefill or self.decode
         return self.decode if self.state is State.DECODING else None
+
+    @property
+    def is_held(self) -> bool:
+        """Some worker said that it has taken the request."""
+        return self.state in _HELD
 
     @property
     def occupies(self) -> tuple[WorkerRef | None, WorkerRef | None]:
@@ -364,10 +364,10 @@ class Request:
         """The worker gave up this attempt, and has freed it."""
         self.holders.discard(worker)
         error = errors.from_wire(frame.error_code or frame.finish or "", frame.error_message)
-        if isinstance(error, (errors.RequestError, errors.DeadlineExceeded)):
+        if is_final(error):
             return self._end(None, error)
         self.avoid.add(worker.id)
-        return self._next_attempt(error, now, counted=not isinstance(error, _LOSSES))
+        return self._next_attempt(error, now, counted=not is_loss(error))
 
     def _next_attempt(self, error: PenstockError, now: float, *, counted: bool) -> Actions:
         finish = self.transcript.complete()
@@ -375,7 +375,7 @@ class Request:
             return self._end(finish, None)
         self.failures += counted
         if self.failures >= self.limits.max_attempts:
-            return self._end(None, _for_client(error))
+            return self._end(None, for_client(error))
         freed = self._free_all()
         self.prefill = self.decode = None
         self._enter(State.QUEUED, now)
@@ -397,10 +397,3 @@ class Request:
 
 _BEFORE_DECODING = (State.PLACING, State.PREFILLING, State.HANDING_OFF)
 _HELD = (State.PREFILLING, State.HANDING_OFF, State.DECODING)
-
-
-def _for_client(error: PenstockError) -> PenstockError:
-    """What a client is told when every attempt failed: never a worker's own words."""
-    if isinstance(error, (errors.RequestTimeout, errors.WorkerError)):
-        return errors.NoWorkers("no worker could finish the request; try again")
-    return errors.InternalError("every attempt to run the request failed; the workers' logs name the cause")

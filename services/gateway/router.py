@@ -14,16 +14,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
 
 import msgspec
 
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
+from services.gateway.actions import Path
 from services.gateway.pools import Pair, Pool, Worker
 from services.gateway.prefix_memory import PrefixMemory
-
-Path = Literal["auto", "prefill", "direct"]
 
 COMPARED = 6
 """Workers of a pool that are compared, when it has more."""
@@ -76,10 +74,9 @@ class Router:
 
     # -- who is there
 
-    def refresh(self, presences: Iterable[Presence]) -> list[WorkerRef]:
-        """What everyone alive says now; who is not among them is gone. Returns who joined or changed, and is ready."""
+    def refresh(self, presences: Iterable[Presence]) -> None:
+        """What everyone alive says now; who is not among them is gone."""
         seen: set[WorkerRef] = set()
-        news: list[WorkerRef] = []
         for presence in presences:
             ref = presence.worker
             if ref.role not in ("prefill", "decode") or (self.models and presence.model not in self.models):
@@ -88,8 +85,6 @@ class Router:
             worker = self._workers.get(ref)
             if worker is not None and worker.presence is presence:
                 continue
-            if presence.state == "ready":
-                news.append(ref)
             if worker is None:
                 self._add(Worker(presence, next(self._serials)))
             elif worker.pair != (presence.fingerprint, presence.host) or worker.presence.state != presence.state:
@@ -103,7 +98,6 @@ class Router:
             self.remove(ref)
         steps = [w.presence.step_ms for w in self.decode.members.values() if w.presence.step_ms > 0]
         self._step_s = sum(steps) / len(steps) / 1000 if steps else DEFAULT_STEP_S
-        return news
 
     def remove(self, ref: WorkerRef) -> None:
         """Harmless for one that is not there."""
@@ -131,7 +125,7 @@ class Router:
     @property
     def can_prefill(self) -> bool:
         """Does a usable prefill worker share a host with a usable decode worker?"""
-        return any(prefill.usable and decode.usable for prefill, decode in self._pairs.values())
+        return self.prefill.usable > 0 and any(prefill.usable and decode.usable for prefill, decode in self._pairs.values())
 
     # -- what we sent
 

@@ -1,0 +1,20 @@
+"""`python -m services.gateway`: wiring only."""
+
+from __future__ import annotations
+
+from common.models.source import resolve
+from common.runtime.bus import Bus
+from common.runtime.service import main
+from common.text.bundle import load_bundle
+from services.gateway.actor import GatewayActor
+from services.gateway.config import GatewayConfig
+
+
+def make_gateway(bus: Bus, config: GatewayConfig) -> GatewayActor:
+    """:raises UnknownModel, ConfigError: if the model's tokenizer and template can't be loaded."""
+    bundle = load_bundle(resolve(config.model), name=config.served_model_name)
+    return GatewayActor(bus=bus, config=config, bundle=bundle)
+
+
+if __name__ == "__main__":
+    main(GatewayConfig, make_gateway, section="gateway")
