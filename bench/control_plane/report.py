@@ -1,0 +1,114 @@
+"""What the benchmark measured, and how it is shown. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+
+class Percentiles(msgspec.Struct, frozen=True):
+    p50: float = 0.0
+    p90: float = 0.0
+    p99: float = 0.0
+
+    @classmethod
+    def of_seconds(cls, seconds: Sequence[float]) -> Percentiles:
+        """In milliseconds; zeros when there is nothing to rank."""
+        ranked = sorted(seconds)
+        if not ranked:
+            return cls()
+        return cls(*(round(1000 * ranked[min(len(ranked) - 1, int(len(ranked) * share))], 3) for share in (0.5, 0.9, 0.99)))
+
+
+class ProbeTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """First-token times of probes: the client's, the engine's (seen on the bus), and their difference, which is ours."""
+
+    count: int
+    unclean: int
+    added_ms: Percentiles
+    ttft_ms: Percentiles
+    engine_ms: Percentiles
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What the load generator saw. `window` is in seconds since 1970."""
+
+    streams: int
+    seconds: float
+    window: tuple[float, float]
+    tokens_per_s: float
+    requests_per_s: float
+    errors: dict[str, int]
+    ttft_ms: Percentiles
+    idle_probes: ProbeTimes
+    loaded_probes: ProbeTimes
+    frame_messages_per_s: float
+    frame_bytes_per_s: float
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """One process in the window. `rss_growth_mb_per_min` is the slope of a least-squares line."""
+
+    cpu_percent: float
+    rss_mb_first: float
+    rss_mb_last: float
+    rss_mb_max: float
+    rss_growth_mb_per_min: float
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """`messages_per_step`: token messages to the gateway per engine step, over all workers (0: steps unknown)."""
+
+    workers: dict[str, int]
+    engine_tokens_per_s: float
+    load: Load
+    steps_per_s: float
+    messages_per_step: float
+    processes: dict[str, Usage]
+
+
+def slope_per_min(samples: Sequence[tuple[float, float]]) -> float:
+    """samples: (seconds, value). Least squares; 0 for fewer than two."""
+    if len(samples) < 2:
+        return 0.0
+    mean_x = sum(x for x, _ in samples) / len(samples)
+    mean_y = sum(y for _, y in samples) / len(samples)
+    spread = sum((x - mean_x) ** 2 for x, _ in samples)
+    return 60.0 * sum((x - mean_x) * (y - mean_y) for x, y in samples) / spread if spread else 0.0
+
+
+def render(report: Report) -> str:
+    load = report.load
+    lines = [
+        f"workers              {', '.join(f'{count} {role}' for role, count in report.workers.items())}"
+        + (f", paced at {report.engine_tokens_per_s:,.0f} tokens/s" if report.engine_tokens_per_s else ", as fast as they go"),
+        f"streams              {load.streams} for {load.seconds:.0f} s",
+        f"tokens/s             {load.tokens_per_s:,.0f}",
+        f"requests/s           {load.requests_per_s:,.1f}, errors {sum(load.errors.values())}",
+        f"token messages/s     {load.frame_messages_per_s:,.0f},"
+        f" {_ratio(load.tokens_per_s, load.frame_messages_per_s):.0f} tokens"
+        f" and {_ratio(load.frame_bytes_per_s, load.frame_messages_per_s):,.0f} bytes each"
+        + (f", {report.messages_per_step:.2f} per engine step" if report.messages_per_step else ""),
+        _probes("first token, idle", load.idle_probes),
+        _probes("first token, loaded", load.loaded_probes),
+        f"all streams' TTFT    p50 {load.ttft_ms.p50:.1f} ms, p99 {load.ttft_ms.p99:.1f} ms",
+    ]
+    for name, usage in report.processes.items():
+        lines.append(
+            f"{name:<20} {usage.cpu_percent:.0f}% CPU, RSS {usage.rss_mb_first:.0f} → {usage.rss_mb_last:.0f} MB"
+            f" ({usage.rss_growth_mb_per_min:+.2f} MB/min)"
+        )
+    lines += [f"error × {count}: {error}" for error, count in load.errors.items()]
+    return "\n".join(lines)
+
+
+def _ratio(amount: float, per: float) -> float:
+    return amount / per if per else 0.0
+
+
+def _probes(title: str, times: ProbeTimes) -> str:
+    return (
+        f"{title:<20} added p50 {times.added_ms.p50:.2f} ms, p99 {times.added_ms.p99:.2f} ms"
+        f" (client {times.ttft_ms.p50:.2f}, engine {times.engine_ms.p50:.2f}; {times.count} probes, {times.unclean} unclean)"
+    )
