@@ -30,6 +30,8 @@ STABLE_S = 30.0
 """A child that lived so long starts again with the shortest back-off."""
 STARTUP_CRASHES = 3
 """So many crashes in a row, before the whole was ready once, end the supervisor: waiting would not help."""
+HOPELESS_STATUS = 2
+"""What a service ends with when its settings or its model are wrong: starting it again can't help."""
 TAIL_LINES = 12
 
 
@@ -157,8 +159,9 @@ class Supervisor:
         child.crashes += 1
         child.crashes_in_a_row = 1 if lived_s > STABLE_S else child.crashes_in_a_row + 1
         ended = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        if child.crashes_in_a_row >= STARTUP_CRASHES and not self.started_once:
-            raise ChildFailed(f"{name} {ended} {child.crashes_in_a_row} times. Its log ends with:\n{child.tail()}")
+        hopeless = status == HOPELESS_STATUS or child.crashes_in_a_row >= STARTUP_CRASHES
+        if hopeless and not self.started_once:
+            raise ChildFailed(f"{name} {ended}, attempt {child.crashes_in_a_row}. Its log ends with:\n{child.tail()}")
         backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (child.crashes_in_a_row - 1))
         self._report(f"{name} {ended} after {lived_s:.0f} s; starting it again in {backoff_s:.1f} s (log: {child.log})")
         if child.crashes_in_a_row >= STARTUP_CRASHES:

@@ -60,10 +60,20 @@ async def test_a_child_that_never_works_ends_the_whole_with_its_last_log_lines(t
             await anyio.sleep(30)
     error = first_error(raised.value)
     assert isinstance(error, ChildFailed)
-    assert "broken ended with status 1 3 times" in str(error)
+    assert "broken ended with status 1, attempt 3" in str(error)
     assert "error: no such model" in str(error)
     pid = supervisor.children[1].pid
     assert pid is not None and gone(pid)
+
+
+async def test_wrong_settings_are_not_tried_twice(tmp_path: Path) -> None:
+    wrong = Command(name="wrong", argv=python("import sys; print('unknown flag --modle'); sys.exit(2)"))
+    supervisor = Supervisor([wrong], log_dir=tmp_path, report=lambda line: None)
+    with pytest.raises(BaseExceptionGroup) as raised:
+        async with supervisor.running():
+            await anyio.sleep(30)
+    assert "attempt 1" in str(first_error(raised.value))
+    assert supervisor.children[0].crashes == 1
 
 
 async def test_a_child_that_crashes_after_all_was_ready_is_restarted_for_ever(tmp_path: Path) -> None:
