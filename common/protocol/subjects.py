@@ -21,6 +21,7 @@ INTERNAL = f"{ROOT}.int"
 GATEWAY_QUEUE = "penstock-gateway"
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_CLIENT_INBOX = re.compile(rf"{re.escape(INTERNAL)}\.reply\.[A-Za-z0-9_-]{{1,128}}-inbox\.[A-Za-z0-9_-]{{1,128}}")
 
 
 def token(value: str, *, what: str = "id") -> str:
@@ -82,3 +83,8 @@ def last_token(subject: str) -> str:
 def reply_prefix(connection: str) -> str:
     """Where answers to the requests of one connection arrive, one more token each. Tenants can't listen there."""
     return f"{INTERNAL}.reply.{token(connection, what='connection')}"
+
+
+def is_client_inbox(subject: str) -> bool:
+    """Whether `subject` is what `Bus.new_inbox` makes: the only kind of subject of ours that a client may name as its inbox."""
+    return _CLIENT_INBOX.fullmatch(subject) is not None

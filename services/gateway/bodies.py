@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from common.protocol.errors import InternalError, PenstockError
-from services.gateway.choices import ScoredToken
+from services.gateway.choices import Delta, ScoredToken
 
 Kind = Literal["chat", "completion"]
 
@@ -61,13 +61,18 @@ class ChunkWriter:
         created: int,
         model: str,
         num_choices: int,
+        names: TokenNames,
+        top_logprobs: int = -1,
         null_usage: bool = False,
         before: bytes = b"data: ",
         after: bytes = b"\n\n",
     ) -> None:
         object_name = "chat.completion.chunk" if kind == "chat" else "text_completion"
         head = before + _encode({"id": id, "object": object_name, "created": created, "model": model})[:-1]
+        self._kind: Kind = kind
         self._chat = kind == "chat"
+        self._names = names
+        self._top = top_logprobs
         self._bare = head + b',"choices":[],"usage":'
         self._choices = [head + b',"choices":[{"index":%d,' % index for index in range(num_choices)]
         self._usage_tail = b',"usage":null}' if null_usage else b"}"
@@ -83,33 +88,35 @@ class ChunkWriter:
         delta = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
         return [choice + delta + self._usage_tail + self._after for choice in self._choices]
 
-    def text(self, index: int, text: str, logprobs: bytes | None = None) -> bytes:
-        """One chunk of new text. `logprobs`: encoded, see `chat_logprobs` and `completion_logprobs`."""
-        if logprobs is None:
-            return b"".join((self._text_heads[index], _encode(text), self._text_tail))
-        return self._chunk(index, text, logprobs, b"null", self._usage_tail)
+    def delta(self, index: int, delta: Delta) -> list[bytes]:
+        """The chunks of a delta: its text, and its end if it has one. Nothing to tell, no chunk."""
+        chunks: list[bytes] = []
+        if delta.scored:
+            chunks.append(self._chunk(index, delta, None, self._usage_tail))
+        elif delta.text:
+            chunks.append(b"".join((self._text_heads[index], _encode(delta.text), self._text_tail)))
+        if delta.finish is not None:
+            chunks.append(self._chunk(index, Delta(""), delta.finish, self._usage_tail))
+        return chunks
 
-    def end(
-        self, index: int, finish_reason: str, *, text: str = "", logprobs: bytes | None = None, usage: Usage | None = None
-    ) -> bytes:
-        """The last chunk of a choice, with what text is left. `usage` puts the request's usage into the same chunk."""
-        tail = self._usage_tail if usage is None else b',"usage":' + _encode(usage.body()) + b"}"
-        return self._chunk(index, text, logprobs, _encode(finish_reason), tail)
+    def last(self, index: int, delta: Delta, usage: Usage) -> bytes:
+        """The last delta of a request as one chunk: text, finish reason and usage."""
+        return self._chunk(index, delta, delta.finish, b',"usage":' + _encode(usage.body()) + b"}")
 
     def usage(self, usage: Usage) -> bytes:
         """The chunk after the last, for `stream_options.include_usage`."""
         return b"".join((self._bare, _encode(usage.body()), b"}", self._after))
 
-    def _chunk(self, index: int, text: str, logprobs: bytes | None, finish: bytes, tail: bytes) -> bytes:
+    def _chunk(self, index: int, delta: Delta, finish: str | None, tail: bytes) -> bytes:
         if not self._chat:
-            content = b'"text":' + _encode(text)
-        elif text:
-            content = b'"delta":{"content":' + _encode(text) + b"}"
+            content = b'"text":' + _encode(delta.text)
+        elif delta.text:
+            content = b'"delta":{"content":' + _encode(delta.text) + b"}"
         else:
             content = b'"delta":{}'
-        scores = logprobs or b"null"
-        parts = (self._choices[index], content, b',"logprobs":', scores, b',"finish_reason":', finish, b"}]", tail, self._after)
-        return b"".join(parts)
+        scores = encode_logprobs(self._kind, delta.scored, self._names, self._top) if delta.scored else b"null"
+        ending = (b',"logprobs":', scores, b',"finish_reason":', _encode(finish), b"}]", tail, self._after)
+        return b"".join((self._choices[index], content, *ending))
 
 
 class WholeChoice(msgspec.Struct):
@@ -183,6 +190,11 @@ def error_body(message: str, *, status: int, code: str | None = None, param: str
     """OpenAI's error object. `type` follows from the status."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return _encode({"error": {"message": message, "type": kind, "param": param, "code": code or _CODES.get(status, kind)}})
+
+
+def model_body(name: str, created: int, max_context: int) -> dict[str, Any]:
+    """One entry of /v1/models; `max_model_len` as vLLM has it."""
+    return {"id": name, "object": "model", "created": created, "owned_by": "penstock", "max_model_len": max_context}
 
 
 def failure_body(error: PenstockError) -> bytes:

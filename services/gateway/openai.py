@@ -209,11 +209,17 @@ def decode_completion(body: bytes) -> CompletionRequest:
     return request
 
 
-def message_text(message: ChatMessage) -> str:
-    """The message's content as one string: text parts one after another."""
-    if message.content is None or isinstance(message.content, str):
-        return message.content or ""
-    return "".join(part.text or "" for part in message.content)
+def template_message(message: ChatMessage) -> dict[str, Any]:
+    """The message as chat templates expect it."""
+    content: Any = message.content
+    if isinstance(content, list):
+        content = [{"type": "text", "text": part.text} for part in content]
+    body: dict[str, Any] = {"role": message.role, "content": content or ""}
+    if message.name is not None:
+        body["name"] = message.name
+    if message.reasoning_content is not None:
+        body["reasoning_content"] = message.reasoning_content
+    return body
 
 
 _ROLES = ("system", "developer", "user", "assistant")

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.protocol.errors import InvalidParameter
-from services.gateway.openai import CompletionRequest, decode_chat, decode_completion, message_text
+from services.gateway.openai import CompletionRequest, decode_chat, decode_completion, template_message
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -201,9 +201,10 @@ def test_a_message_that_cannot_be_served_is_refused_by_place(message: dict[str, 
     assert refusal(chat(messages=[message])).param == param
 
 
-def test_text_parts_are_one_text() -> None:
+def test_text_parts_reach_the_template_and_other_fields_do_not() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert message_text(decode_chat(chat(messages=[{"role": "user", "content": parts}])).messages[0]) == "ab"
+    message = decode_chat(chat(messages=[{"role": "user", "content": parts, "name": "Ann", "refusal": None}])).messages[0]
+    assert template_message(message) == {"role": "user", "content": parts, "name": "Ann"}
 
 
 def test_an_assistant_message_of_the_openai_client_can_be_sent_back() -> None:

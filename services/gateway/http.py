@@ -1,0 +1,227 @@
+"""The OpenAI API over HTTP, as raw ASGI under starlette's routes.
+
+The life of a request: authorize → read the body (bounded in bytes and time) → `prepare` → `Answer.begin` → wait for the first
+output, so that whatever fails before it has a status of its own → stream or collect. Beside it one task watches the client:
+it ends the request when the client is gone or has read nothing for `slow_reader_timeout_s`, and keeps idle streams open.
+
+A stream's chunk is written straight to the server's `send`: no task, timer or middleware of its own. Whatever has arrived
+while a write was blocked goes into the next chunk.
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from common.protocol import headers
+from common.protocol.errors import Overloaded, PenstockError, UnknownModel
+from common.runtime import logs
+from common.text.bundle import TextBundle
+from services.gateway import bodies
+from services.gateway.answer import Answer, Core
+from services.gateway.bodies import SSE_DONE, ChunkWriter, Kind
+from services.gateway.config import GatewayConfig
+from services.gateway.http_io import Exchange, Unauthorized, error_headers, header, read_body, safe_request_id
+from services.gateway.metrics import EdgeMetrics
+from services.gateway.prepare import Preparer, new_id
+
+log = logs.get(__name__)
+
+DEADLINE_HEADER = headers.DEADLINE_MS.lower().encode()
+_SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+def create_app(
+    gateway: Core, bundle: TextBundle, config: GatewayConfig, *, clock: Callable[[], float] = time.monotonic
+) -> Starlette:
+    """`/v1/models`, `/v1/chat/completions`, `/v1/completions`, `/health`, `/ready` and `/metrics`."""
+    api = _Api(gateway, bundle, config, clock)
+    return Starlette(
+        routes=[
+            Route("/v1/models", api.models, methods=["GET"]),
+            Route("/v1/models/{model:path}", api.model, methods=["GET"]),
+            Route("/v1/chat/completions", _Generate(api, "chat"), methods=["POST"]),
+            Route("/v1/completions", _Generate(api, "completion"), methods=["POST"]),
+            Route("/health", api.health, methods=["GET"]),
+            Route("/ready", api.is_ready, methods=["GET"]),
+            Route("/metrics", api.metrics_page, methods=["GET"]),
+        ],
+        exception_handlers={HTTPException: _routing_error, PenstockError: _typed_error},
+    )
+
+
+class _Generate:
+    """One generation endpoint: an ASGI app, so that starlette hands it `receive` and `send` as they are."""
+
+    def __init__(self, api: _Api, kind: Kind) -> None:
+        self._api = api
+        self._kind: Kind = kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._api.generate(self._kind, scope, receive, send)
+
+
+class _Api:
+    def __init__(self, gateway: Core, bundle: TextBundle, config: GatewayConfig, clock: Callable[[], float]) -> None:
+        self._gateway = gateway
+        self._bundle = bundle
+        self._config = config
+        self._clock = clock
+        self._preparer = Preparer(bundle, config)
+        self._metrics = EdgeMetrics.of(gateway.metrics)
+        self._created = int(time.time())
+        self._key = config.api_key.encode()
+        self._active = 0
+
+    async def models(self, request: Request) -> Response:
+        self._authorize(request.scope)
+        return _json({"object": "list", "data": [self._model_body()]})
+
+    async def model(self, request: Request) -> Response:
+        self._authorize(request.scope)
+        name = request.path_params["model"]
+        if name != self._bundle.name:
+            raise UnknownModel(f"the model {name[:100]!r} is not served here; {self._bundle.name} is", param="model")
+        return _json(self._model_body())
+
+    async def health(self, request: Request) -> Response:
+        return Response()
+
+    async def is_ready(self, request: Request) -> Response:
+        return Response("ready\n") if self._gateway.ready else Response("not ready\n", status_code=503)
+
+    async def metrics_page(self, request: Request) -> Response:
+        return Response(self._gateway.metrics.render(), media_type="text/plain; version=0.0.4")
+
+    async def generate(self, kind: Kind, scope: Scope, receive: Receive, send: Send) -> None:
+        id = new_id(kind)
+        exchange = Exchange(receive, send, [(b"x-request-id", safe_request_id(scope, id))], self._clock)
+        self._active += 1
+        try:
+            await self._serve(kind, id, scope, exchange)
+        except Exception as error:
+            if not isinstance(error, PenstockError):
+                log.exception("request_failed", request=id)
+                error = bodies.internal_error(id)
+            self._metrics.refused("http", error.code)
+            await exchange.fail(error)
+        finally:
+            self._active -= 1
+
+    async def _serve(self, kind: Kind, id: str, scope: Scope, exchange: Exchange) -> None:
+        """:raises PenstockError: what the client is told; nothing is held for it any more then."""
+        self._authorize(scope)
+        if self._active > self._config.max_requests:
+            raise Overloaded("too many requests at once: try again in a moment")
+        body = await read_body(scope, exchange.receive, self._config.max_body_bytes)
+        deadline = header(scope, DEADLINE_HEADER)
+        job = await self._preparer.prepare(
+            kind, body, id=id, deadline_ms=None if deadline is None else deadline.decode("latin-1")
+        )
+        del body
+        answer = Answer(self._gateway, job, self._bundle.tokenizer, self._metrics)
+        answer.begin()
+        failure: PenstockError | None = None
+        outcome = "cancelled"
+        try:
+            async with anyio.create_task_group() as group:
+                answer.start(group)
+                group.start_soon(self._watch, exchange, answer, group.cancel_scope)
+                try:
+                    await (self._stream(answer, exchange) if job.stream else self._collect(answer, exchange))
+                    outcome = answer.outcome
+                except PenstockError as error:
+                    failure, outcome = error, error.code
+                group.cancel_scope.cancel()
+        finally:
+            answer.cancel()
+            answer.ended(outcome)
+        if failure is not None:
+            raise failure
+
+    async def _stream(self, answer: Answer, exchange: Exchange) -> None:
+        job = answer.job
+        writer = ChunkWriter(
+            job.kind,
+            id=job.shown_id,
+            created=job.created,
+            model=job.model,
+            num_choices=job.num_choices,
+            names=self._bundle.tokenizer,
+            top_logprobs=job.top_logprobs,
+            null_usage=job.include_usage,
+        )
+        parts = writer.opening()
+        deltas = await answer.next()
+        await exchange.start(200, _SSE_HEADERS)
+        while True:
+            for index, delta in deltas:
+                parts += writer.delta(index, delta)
+            if answer.finished:
+                break
+            if parts:
+                await exchange.write(b"".join(parts))
+                parts = []
+            deltas = await answer.next()
+        if job.include_usage:
+            parts.append(writer.usage(answer.usage()))
+        await exchange.write(b"".join((*parts, SSE_DONE)), more=False)
+
+    async def _collect(self, answer: Answer, exchange: Exchange) -> None:
+        await exchange.respond(200, await answer.collect())
+
+    async def _watch(self, exchange: Exchange, answer: Answer, scope: anyio.CancelScope) -> None:
+        """Ends the request when its client is gone or has stalled."""
+        stall_s, keepalive_s = self._config.slow_reader_timeout_s, self._config.sse_keepalive_s
+        reason = await exchange.watch(stall_s=stall_s, keepalive_s=keepalive_s)
+        if reason == "answered":
+            return
+        log.info("client_gone", request=answer.job.id, reason=reason)
+        answer.cancel()
+        scope.cancel()
+
+    def _model_body(self) -> dict[str, Any]:
+        return bodies.model_body(self._bundle.name, self._created, self._bundle.max_context)
+
+    def _authorize(self, scope: Scope) -> None:
+        if not self._key:
+            return
+        sent = header(scope, b"authorization") or b""
+        scheme, _, key = sent.partition(b" ")
+        if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key):
+            raise Unauthorized("wrong or missing API key: send it as `Authorization: Bearer <key>`")
+
+
+def _json(body: object) -> Response:
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+async def _routing_error(request: Request, error: Exception) -> Response:
+    """No such route, or not with this method, in OpenAI's form."""
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path}"[:200]
+    message = {404: f"no such endpoint: {where}", 405: f"{where}: method not allowed"}.get(error.status_code, error.detail)
+    body = bodies.error_body(message, status=error.status_code)
+    return Response(body, error.status_code, headers=error.headers, media_type="application/json")
+
+
+async def _typed_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, PenstockError)
+    response = Response(bodies.failure_body(error), error.http_status, media_type="application/json")
+    response.raw_headers += error_headers(error)
+    return response

@@ -1,0 +1,256 @@
+"""The OpenAI API on NATS: `penstock.v1.chat.<model-slug>` and `penstock.v1.completions.<model-slug>`.
+
+A request is OpenAI's JSON with a reply inbox; headers as in `common/protocol/headers.py`. `stream` is true unless the body
+says otherwise. The answer is one message per chunk, each with its sequence number; the last has the final marker, and holds a
+finish reason and the usage (not streamed: the one message with the whole body). An error is a final message with error
+headers and OpenAI's error object.
+
+The handler of a message only starts a task: requests never wait for each other. What can't be answered safely is dropped and
+counted: no reply subject, or one that would make us publish where clients may not (`$…`, `penstock.v1.…`).
+
+A client that is gone is noticed through its inbox: now and then a chunk carries a control subject of ours as its reply, and
+the server answers there when nobody listens any more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+import anyio
+from anyio.abc import ObjectReceiveStream, TaskGroup
+
+from common.protocol import headers, subjects
+from common.protocol.errors import (
+    BusError,
+    Cancelled,
+    DuplicateRequest,
+    Overloaded,
+    PayloadTooLarge,
+    PenstockError,
+    ShuttingDown,
+)
+from common.runtime import logs
+from common.runtime.bus import Bus, BusMessage, Subscription
+from common.runtime.routing import is_no_responders
+from common.text.bundle import TextBundle
+from services.gateway import bodies
+from services.gateway.answer import Answer, Core
+from services.gateway.bodies import ChunkWriter, Kind
+from services.gateway.config import GatewayConfig
+from services.gateway.metrics import EdgeMetrics
+from services.gateway.nats_reply import Reply, is_safe_reply
+from services.gateway.prepare import Preparer, new_id
+
+log = logs.get(__name__)
+
+_MAX_REFUSALS = 1024
+_LOG_PERIOD_S = 1.0
+_LAST_WORD_S = 0.5
+
+
+class NatsFront:
+    """Run `run` in a task group of the gateway's; `drain` before it ends."""
+
+    def __init__(self, gateway: Core, bundle: TextBundle, bus: Bus, config: GatewayConfig) -> None:
+        self._gateway = gateway
+        self._bundle = bundle
+        self._bus = bus
+        self._config = config
+        self._preparer = Preparer(bundle, config)
+        self._metrics = EdgeMetrics.of(gateway.metrics)
+        self._control = bus.new_inbox()
+        self._numbers = itertools.count()
+        self._live: dict[str, Reply] = {}
+        self._by_control: dict[str, Reply] = {}
+        self._public: list[Subscription] = []
+        self._group: TaskGroup | None = None
+        self._idle: anyio.Event | None = None  # set when draining and nothing is live
+        self._quiet_until = 0.0
+        self._refuse, self._refusals = anyio.create_memory_object_stream[tuple[Reply, PenstockError]](_MAX_REFUSALS)
+
+    @property
+    def num_live(self) -> int:
+        return len(self._live)
+
+    async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+        """Serves until cancelled; started once the server knows of every subscription."""
+        private: list[Subscription] = []
+        try:
+            async with anyio.create_task_group() as group, self._refuse, self._refusals:
+                self._group = group
+                group.start_soon(self._send_refusals, self._refusals)
+                private.append(await self._bus.subscribe(f"{self._control}.*", self._on_control))
+                private.append(await self._bus.subscribe(subjects.any_cancel(), self._on_cancel))
+                queue = subjects.GATEWAY_QUEUE
+                self._public.append(await self._bus.subscribe(subjects.any_chat(), self._on_chat, queue=queue))
+                self._public.append(await self._bus.subscribe(subjects.any_completions(), self._on_completion, queue=queue))
+                task_status.started()
+                await anyio.sleep_forever()
+        finally:
+            self._group = None
+            with anyio.CancelScope(shield=True):
+                for subscription in [*self._public, *private]:
+                    await subscription.unsubscribe()
+
+    async def drain(self) -> None:
+        """Takes no more requests, and returns when the last one has its answer."""
+        for subscription in self._public:
+            await subscription.unsubscribe()
+        self._idle = anyio.Event()
+        if self._live:
+            await self._idle.wait()
+
+    def _on_chat(self, message: BusMessage) -> None:
+        self._admit("chat", message)
+
+    def _on_completion(self, message: BusMessage) -> None:
+        self._admit("completion", message)
+
+    def _admit(self, kind: Kind, message: BusMessage) -> None:
+        """Starts a task for the request, or refuses it; nothing here waits."""
+        if not message.reply or not is_safe_reply(message.reply):
+            self._drop("unsafe_reply" if message.reply else "no_reply", message.subject)
+            return
+        if self._group is None:
+            return
+        number = format(next(self._numbers), "x")
+        asked = message.headers.get(headers.REQUEST_ID)
+        reply = Reply(
+            self._bus,
+            message.reply,
+            new_id(kind),
+            f"{self._control}.{number}",
+            message.headers.get(headers.TRACEPARENT, ""),
+        )
+        try:
+            if len(self._live) >= self._config.max_requests:
+                raise Overloaded("too many requests at once: try again in a moment")
+            if len(message.data) > self._config.max_body_bytes:
+                raise PayloadTooLarge(f"the body is larger than {self._config.max_body_bytes} bytes")
+            if asked is not None:
+                id = subjects.token(asked, what="request id")
+                if id in self._live:
+                    raise DuplicateRequest("a request with this id is running: use another id, or cancel that one")
+                reply.request = id
+        except PenstockError as error:
+            self._metrics.refused("nats", error.code)
+            try:
+                self._refuse.send_nowait((reply, error))
+            except anyio.WouldBlock:
+                self._drop("flood", message.subject)
+            return
+        self._live[reply.request] = self._by_control[number] = reply
+        self._group.start_soon(self._serve, kind, message, reply, number)
+
+    async def _serve(self, kind: Kind, message: BusMessage, reply: Reply, number: str) -> None:
+        failure: PenstockError | None = ShuttingDown("the gateway stopped: send the request again")
+        try:
+            with reply.scope:
+                await self._answer(kind, message, reply)
+            failure = Cancelled("the request was cancelled") if reply.scope.cancelled_caught else None
+        except Exception as error:
+            if not isinstance(error, PenstockError):
+                log.exception("request_failed", request=reply.request)
+                error = bodies.internal_error(reply.request)
+            failure = error
+        finally:
+            if failure is not None and not reply.gone:
+                self._metrics.refused("nats", failure.code)
+                # also when this front was cancelled: the client would wait for ever
+                with anyio.move_on_after(_LAST_WORD_S, shield=True):
+                    await self._send_failure(reply, failure)
+            del self._live[reply.request], self._by_control[number]
+            if self._idle is not None and not self._live:
+                self._idle.set()
+
+    async def _answer(self, kind: Kind, message: BusMessage, reply: Reply) -> None:
+        """:raises PenstockError: what the client is told; nothing is held for it any more then."""
+        self._preparer.check_slug(subjects.last_token(message.subject))
+        job = await self._preparer.prepare(
+            kind,
+            message.data,
+            id=reply.minted,
+            shown_id=reply.request,
+            deadline_ms=message.headers.get(headers.DEADLINE_MS),
+            stream_default=True,
+        )
+        answer = Answer(self._gateway, job, self._bundle.tokenizer, self._metrics)
+        answer.begin()
+        failure: PenstockError | None = None
+        outcome = "cancelled"
+        try:
+            async with anyio.create_task_group() as group:
+                answer.start(group)
+                try:
+                    if job.stream:
+                        await self._stream(answer, reply)
+                    else:
+                        await reply.last(await answer.collect())
+                    outcome = answer.outcome
+                except PenstockError as error:
+                    failure, outcome = error, error.code
+                group.cancel_scope.cancel()
+        finally:
+            answer.cancel()
+            answer.ended(outcome)
+        if failure is not None:
+            raise failure
+
+    async def _stream(self, answer: Answer, reply: Reply) -> None:
+        job = answer.job
+        writer = ChunkWriter(
+            job.kind,
+            id=job.shown_id,
+            created=job.created,
+            model=job.model,
+            num_choices=job.num_choices,
+            names=self._bundle.tokenizer,
+            top_logprobs=job.top_logprobs,
+            null_usage=job.include_usage,
+            before=b"",
+            after=b"",
+        )
+        opening = writer.opening()
+        while True:
+            deltas = await answer.next()
+            for chunk in opening:
+                await reply.chunk(chunk)
+            opening = []
+            for index, delta in deltas[:-1] if answer.finished else deltas:
+                for chunk in writer.delta(index, delta):
+                    await reply.chunk(chunk)
+            if answer.finished:
+                index, delta = deltas[-1]
+                await reply.last(writer.last(index, delta, answer.usage()))
+                return
+
+    async def _send_refusals(self, refusals: ObjectReceiveStream[tuple[Reply, PenstockError]]) -> None:
+        async for reply, error in refusals:
+            await self._send_failure(reply, error)
+
+    async def _send_failure(self, reply: Reply, error: PenstockError) -> None:
+        try:
+            await reply.fail(error)
+        except BusError:
+            log.warning("answer_lost", request=reply.request, code=error.code)
+
+    def _on_control(self, message: BusMessage) -> None:
+        """The server says that nobody listens on an inbox any more."""
+        reply = self._by_control.get(subjects.last_token(message.subject))
+        if reply is not None and is_no_responders(message):
+            log.info("client_gone", request=reply.request)
+            reply.gone = True
+            reply.scope.cancel()
+
+    def _on_cancel(self, message: BusMessage) -> None:
+        reply = self._live.get(subjects.last_token(message.subject))
+        if reply is not None:
+            reply.scope.cancel()
+
+    def _drop(self, reason: str, subject: str) -> None:
+        self._metrics.dropped(reason)
+        now = time.monotonic()
+        if now >= self._quiet_until:
+            self._quiet_until = now + _LOG_PERIOD_S
+            log.warning("request_dropped", reason=reason, subject=subject[:128])
