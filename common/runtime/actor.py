@@ -61,6 +61,8 @@ class Actor:
         self.metrics = Metrics(role=self.role)
         self.state: WorkerState = "starting"
         self.http_port = 0
+        self.num_handled = 0
+        self.num_failed = 0
         self.task_group: TaskGroup
         self._outbox = Outbox(bus, on_dropped=self.metrics.outbox_dropped.inc)
         self._decoded = {kind.__name__: self.metrics.messages_received.labels(kind.__name__) for kind in get_args(Message)}
@@ -115,6 +117,10 @@ class Actor:
         return None
 
     # -- what they use
+
+    @property
+    def running(self) -> bool:
+        return self._running
 
     @property
     def ready(self) -> bool:
@@ -303,6 +309,7 @@ class Actor:
             self.answer(message.reply, Rejected(worker=self.ref, code="out_of_credits", message="still starting"))
             return
         self._decoded[type(decoded).__name__].inc()
+        self.num_handled += 1
         try:
             self.handle(decoded, message.reply)
         except Exception:
@@ -311,6 +318,7 @@ class Actor:
     def _on_handler_error(self, message: Message, reply: str) -> None:
         """A mistake of ours: one message must not end the others, and whoever waits for an answer gets one."""
         error_id = os.urandom(4).hex()
+        self.num_failed += 1
         self.metrics.handler_errors.inc()
         log.exception("handler_failed", worker=self.ref.id, message=type(message).__name__, error_id=error_id)
         self.answer(reply, Rejected(worker=self.ref, code="internal_error", message=f"internal error {error_id}"))

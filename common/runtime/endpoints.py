@@ -1,0 +1,105 @@
+"""HTTP beside an actor: binding the port, running uvicorn as one more task, and the plain /metrics, /health and /ready."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+
+import anyio
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from common.protocol.errors import ConfigError
+from common.runtime.actor import Actor
+
+METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+FINISH_TIMEOUT_S = 5
+"""What responses get to finish after the actor has drained: all that is left to do is to write."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket; `port` 0 takes any free one.
+
+    :raises ConfigError: if the address can't be had, saying what to do.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"--http-host {host}: no such address ({error.strerror})", param="http_host") from error
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        reason = (error.strerror or "unknown").lower()
+        raise ConfigError(
+            f"can't serve HTTP on {host}:{port}: {reason}; choose another with --http-port (0 takes any free one)",
+            param="http_port",
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn as a task among others: signals stay with the service, and only `finish` ends it, so that it always ends its
+    own tasks, too."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="none",
+                http="httptools",
+                ws="none",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_graceful_shutdown=FINISH_TIMEOUT_S,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def run_until_finished(self, listener: socket.socket) -> None:
+        with anyio.CancelScope(shield=True):
+            await self.serve([listener])
+
+    def finish(self, *, at_once: bool) -> None:
+        """Accept nothing more, let running responses end (or break them off), then return from `run_until_finished`."""
+        if at_once:
+            self.config.timeout_graceful_shutdown = 0
+        self.should_exit = True
+
+
+def worker_app(actor: Actor) -> Starlette:
+    """What every worker serves: Prometheus text, whether the process works, whether it takes requests."""
+
+    async def metrics(_: Request) -> Response:
+        return Response(actor.metrics.render(), media_type=METRICS_CONTENT_TYPE)
+
+    async def health(_: Request) -> Response:
+        return status(actor.healthy)
+
+    async def ready(_: Request) -> Response:
+        return status(actor.healthy and actor.ready)
+
+    def status(good: bool) -> Response:
+        content = {
+            "status": "ok" if good else "unavailable",
+            "state": actor.state,
+            "worker": actor.ref.id,
+            "bus_connected": actor.bus.connected,
+        }
+        return JSONResponse(content, status_code=200 if good else 503)
+
+    return Starlette(routes=[Route("/metrics", metrics), Route("/health", health), Route("/ready", ready)])

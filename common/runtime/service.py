@@ -1,0 +1,166 @@
+"""`main` of every service: settings, logs, bus, HTTP, signals, and the one actor that does the work.
+
+    main(DecodeConfig, lambda bus, config: DecodeActor(bus=bus, config=config), section="decode")
+
+SIGTERM or SIGINT: drain for at most `drain_timeout_s`, then exit 0. A second one, or SIGHUP (the supervisor died): clean up
+and exit at once. A mistake in the settings, or a model that can't be loaded: one line on stderr and exit 2. Anything else
+that ends the actor: a traceback in the log and exit 1, for the supervisor to start it again. Nothing is written to stdout.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import anyio
+import msgspec
+from anyio.abc import TaskStatus
+
+from common.protocol.errors import BusError, PenstockError
+from common.runtime import config as configuration
+from common.runtime import endpoints, logs, nats_bus, parent_death
+from common.runtime.actor import Actor
+from common.runtime.bus import Bus, ServiceInfo
+from common.runtime.settings import ServiceConfig
+
+C = TypeVar("C", bound=ServiceConfig)
+MakeActor = Callable[[Bus, C], Actor]
+
+CONNECT_ATTEMPT_S = 2.0
+FORCED_EXIT_S = 5
+"""An exit at once may take so long to clean up before the kernel ends the process."""
+
+log = logs.get("service")
+
+
+def main(config_type: type[C], make_actor: MakeActor[C], *, section: str, argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the service until it is told to stop; ends the process."""
+    parent_death.guard()
+    try:
+        given = sys.argv[1:] if argv is None else argv
+        config = configuration.load(config_type, section=section, argv=given, environ=os.environ)
+        logs.configure(config.log_level, config.log_format)
+        serve = functools.partial(_serve, make_actor, config, section)
+        status = anyio.run(serve, backend_options={"use_uvloop": True})
+    except (Exception, BaseExceptionGroup) as error:
+        status = _report(error, section)
+    sys.exit(status)
+
+
+def _report(error: BaseException, section: str) -> int:
+    """Errors raised on purpose are one line each; the rest are ours to mend and show where they come from."""
+    causes = list(_leaves(error))
+    if all(isinstance(cause, PenstockError) for cause in causes):
+        for line in dict.fromkeys(str(cause) for cause in causes):
+            sys.stderr.write(f"penstock {section}: {line}\n")
+        return 2
+    log.error("service_failed", section=section, exc_info=error)
+    return 1
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _leaves(inner)
+    else:
+        yield error
+
+
+class _Signals:
+    """What the operator asked for so far."""
+
+    def __init__(self) -> None:
+        self.actor: Actor | None = None
+        self.status = 0
+        self._asked = False
+
+    async def watch(self, everything: anyio.CancelScope, *, task_status: TaskStatus[None]) -> None:
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as received:
+            task_status.started()
+            async for number in received:
+                if number == signal.SIGHUP or self._asked or self.actor is None or not self.actor.running:
+                    log.warning("exiting_at_once", signal=number.name)
+                    self.status = 128 + number if self._asked else 0
+                    signal.alarm(FORCED_EXIT_S)
+                    everything.cancel()
+                    return
+                self._asked = True
+                log.info("stopping", signal=number.name)
+                self.actor.begin_drain()
+
+
+async def _serve(make_actor: MakeActor[C], config: C, section: str) -> int:
+    """The exit status."""
+    signals = _Signals()
+    async with anyio.create_task_group() as group:
+        await group.start(signals.watch, group.cancel_scope)
+        log.info("starting", service=section, pid=os.getpid(), nats=nats_bus.redacted(config.nats_url))
+        bus = await _connect(config, section)
+        try:
+            actor = make_actor(bus, config)
+            signals.actor = actor
+            await _run(actor, config)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await bus.close()
+        log.info("stopped", worker=actor.ref.id)
+        group.cancel_scope.cancel()
+    return signals.status
+
+
+async def _connect(config: ServiceConfig, section: str) -> Bus:
+    """Waits for the server for ever: in a cluster, nobody says that it starts first."""
+    while True:
+        try:
+            return await nats_bus.connect(config.nats_url, name=f"penstock-{section}", connect_timeout_s=CONNECT_ATTEMPT_S)
+        except BusError as error:
+            log.warning("waiting_for_nats", reason=str(error))
+
+
+async def _run(actor: Actor, config: ServiceConfig) -> None:
+    listener = endpoints.bind(config.http_host, config.http_port) if config.http_port >= 0 else None
+    try:
+        actor.metrics.observe_process()
+        await actor.bus.register(_describe(actor))
+        async with anyio.create_task_group() as group:
+            if listener is None:
+                await actor.run()
+                return
+            actor.http_port = listener.getsockname()[1]
+            server = endpoints.HttpServer(actor.http_app() or endpoints.worker_app(actor))
+            group.start_soon(server.run_until_finished, listener)
+            log.info("serving_http", host=config.http_host, port=actor.http_port, worker=actor.ref.id)
+            drained = False
+            try:
+                await actor.run()
+                drained = True
+            finally:
+                server.finish(at_once=not drained)
+    finally:
+        if listener is not None:
+            listener.close()
+
+
+def _describe(actor: Actor) -> ServiceInfo:
+    return ServiceInfo(
+        name=f"penstock-{actor.role}",
+        version=importlib.metadata.version("penstock"),
+        description=f"Penstock {actor.role} worker",
+        metadata={
+            "model": actor.config.served_model_name or actor.config.model,
+            "role": actor.role,
+            "worker": actor.ref.id,
+            "epoch": str(actor.ref.epoch),
+        },
+        stats=lambda: _stats(actor),
+    )
+
+
+def _stats(actor: Actor) -> dict[str, Any]:
+    presence = msgspec.to_builtins(actor.presence(actor.state))
+    return {"num_requests": actor.num_handled, "num_errors": actor.num_failed, **presence}
