@@ -98,7 +98,8 @@ def test_a_racing_writer_never_makes_a_reader_believe_torn_bytes(tmp_path: Path)
     segment = Segment.create(tmp_path, "race", num_blocks=1, block_bytes=1 << 16, fingerprint="m")
     pool = BlockPool(1, 16, segment.generations)
     stop = threading.Event()
-    handles = [1]
+    handles: list[int] = []
+    handed_out = threading.Event()
 
     def write() -> None:
         while not stop.is_set():
@@ -106,11 +107,13 @@ def test_a_racing_writer_never_makes_a_reader_believe_torn_bytes(tmp_path: Path)
             (generation,) = pool.generations_of([block])
             segment.blocks[block] = generation % 251
             handles.append(generation)
+            handed_out.set()
             stop.wait(0.001)
             pool.release([block])
 
     writer = threading.Thread(target=write)
     writer.start()
+    assert handed_out.wait(10)
     transport = ShmTransport(tmp_path)
     into = np.zeros((1, 1 << 16), np.uint8)
     good = 0
