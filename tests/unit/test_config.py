@@ -1,0 +1,123 @@
+"""Settings: who wins, what is refused, and that the message says what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+import pytest
+from msgspec import Meta
+
+from common.protocol.errors import ConfigError
+from common.runtime import config
+from common.runtime.settings import ServiceConfig
+
+
+class Engine(msgspec.Struct, frozen=True, kw_only=True):
+    dtype: Annotated[Literal["auto", "float32"], Meta(description="precision of weights")] = "auto"
+    kv_cache_mb: int = 1024
+
+
+class DecodeConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    num_blocks: Annotated[int, Meta(ge=0, description="KV blocks; 0: from kv_cache_mb")] = 0
+    speculate: bool = True
+    names: list[str] = []
+    threshold: float | None = None
+    folder: Path = Path()
+    engine: Engine = Engine()
+
+
+class Needy(msgspec.Struct, frozen=True, kw_only=True):
+    target: str
+
+
+def load(*argv: str, environ: dict[str, str] | None = None, path: Path | None = None) -> DecodeConfig:
+    return config.load(DecodeConfig, section="decode", argv=argv, environ=environ or {}, path=path)
+
+
+def fails(*argv: str, environ: dict[str, str] | None = None, path: Path | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(*argv, environ=environ, path=path)
+    return str(caught.value)
+
+
+def test_defaults_need_nothing():
+    assert load() == DecodeConfig()
+
+
+def test_flags_win_over_environment_over_the_section_over_common_over_defaults(tmp_path: Path):
+    path = tmp_path / "penstock.toml"
+    path.write_text("[common]\nlease_s = 1\nheartbeat_s = 0.1\n[decode]\nlease_s = 2.0\nnum_blocks = 10\n[draft]\nany = 1\n")
+    assert load(path=path).heartbeat_s == 0.1
+    assert load(path=path).lease_s == 2.0
+    assert load(path=path, environ={"PENSTOCK_LEASE_S": "3"}).lease_s == 3.0
+    assert load("--lease-s", "4", path=path, environ={"PENSTOCK_LEASE_S": "3"}).lease_s == 4.0
+    assert load("--config", str(path)).num_blocks == 10
+    assert load(environ={"PENSTOCK_CONFIG": str(path)}).num_blocks == 10
+
+
+def test_every_way_to_write_a_flag():
+    given = load("--num-blocks=7", "--no-speculate", "--names", "a, b,c", "--threshold=0.5", "--folder", "/tmp")
+    assert given == DecodeConfig(num_blocks=7, speculate=False, names=["a", "b", "c"], threshold=0.5, folder=Path("/tmp"))
+    assert load("--speculate=false").speculate is False and load("--speculate").speculate is True
+    assert load("--num_blocks", "7").num_blocks == 7
+    assert load("--http-port=-1").http_port == -1 and load("--http-port", "-1").http_port == -1
+    assert load(environ={"PENSTOCK_SPECULATE": "0"}).speculate is False
+
+
+def test_fields_of_a_nested_struct_are_settings_like_others(tmp_path: Path):
+    path = tmp_path / "penstock.toml"
+    path.write_text("[decode]\nkv_cache_mb = 64\n")
+    assert load("--dtype", "float32", path=path).engine == Engine(dtype="float32", kv_cache_mb=64)
+
+
+def test_settings_can_be_passed_on_as_flags():
+    given = load("--num-blocks=7", "--no-speculate", "--names=a,b", "--dtype=float32", "--log-level=debug")
+    argv = config.to_argv(given)
+    assert load(*argv) == given and "--num-blocks=7" in argv and len(argv) == 5
+
+
+def test_what_is_unknown_names_the_nearest_known(tmp_path: Path):
+    path = tmp_path / "penstock.toml"
+    assert fails("--num-block", "1") == "unknown flag --num-block; did you mean --num-blocks?"
+    assert fails("--completely-different") == "unknown flag --completely-different"
+    path.write_text("[decode]\nnum_bloks = 1\n")
+    assert fails(path=path).endswith("num_bloks; did you mean num_blocks?")
+    path.write_text("[decod]\nnum_blocks = 1\n")
+    assert fails(path=path).endswith("decod; did you mean decode?")
+    path.write_text("num_blocks = 1\n")
+    assert "num_blocks belongs into a table, [common] or [decode]" in fails(path=path)
+
+
+def test_what_is_wrong_names_where_it_was_given(tmp_path: Path):
+    path = tmp_path / "penstock.toml"
+    path.write_text('[decode]\nnum_blocks = "many"\n')
+    assert fails("--num-blocks", "many").startswith("--num-blocks: Expected `int`")
+    assert fails("--num-blocks=-1").startswith("--num-blocks: Expected `int` >= 0")
+    assert fails(environ={"PENSTOCK_LEASE_S": "-3"}).startswith("PENSTOCK_LEASE_S: Expected `float` > 0")
+    assert fails(path=path).startswith(f"num_blocks in [decode] of {path}: Expected `int`")
+    assert fails("--dtype=int4").startswith("--dtype: Invalid enum value 'int4'")
+    assert fails("--worker-id=a.b").startswith("--worker-id: Expected `str` matching regex")
+    assert fails("--lease-s=nan").startswith("--lease-s")
+    assert fails("--num-blocks") == "--num-blocks needs a value"
+    assert fails("--no-speculate=1") == "--no-speculate takes no value"
+    assert fails("stray").startswith("unexpected argument 'stray'")
+    assert fails("--config", str(tmp_path / "missing.toml")).startswith("can't read ")
+    path.write_text("[decode\n")
+    assert "is not valid TOML" in fails(path=path)
+
+
+def test_a_required_setting_that_is_missing_is_named():
+    with pytest.raises(ConfigError, match="--target is required"):
+        config.load(Needy, section="up", argv=[], environ={})
+    assert config.load(Needy, section="up", argv=["--target=x"], environ={}) == Needy(target="x")
+
+
+def test_help_shows_every_field_with_its_default(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        load("--num-blocks=7", "--help")
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert "--num-blocks" in shown and "KV blocks; 0: from kv_cache_mb (default: 0)" in shown
+    assert "--dtype" in shown and "--config FILE" in shown and "default: true" in shown
