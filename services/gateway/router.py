@@ -76,12 +76,14 @@ class Router:
 
     def refresh(self, presences: Iterable[Presence]) -> None:
         """What everyone alive says now; who is not among them is gone."""
-        seen: set[WorkerRef] = set()
-        for presence in presences:
-            ref = presence.worker
-            if ref.role not in ("prefill", "decode") or (self.models and presence.model not in self.models):
-                continue
-            seen.add(ref)
+        alive = {
+            presence.worker: presence
+            for presence in presences
+            if presence.worker.role in ("prefill", "decode") and (not self.models or presence.model in self.models)
+        }
+        for ref in self._workers.keys() - alive.keys():
+            self.remove(ref)
+        for ref, presence in alive.items():
             worker = self._workers.get(ref)
             if worker is not None and worker.presence is presence:
                 continue
@@ -94,8 +96,6 @@ class Router:
             else:
                 worker.observe(presence)
                 self._update(worker)
-        for ref in self._workers.keys() - seen:
-            self.remove(ref)
         steps = [w.presence.step_ms for w in self.decode.members.values() if w.presence.step_ms > 0]
         self._step_s = sum(steps) / len(steps) / 1000 if steps else DEFAULT_STEP_S
 

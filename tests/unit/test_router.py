@@ -1,0 +1,283 @@
+"""Where requests go: balanced, near their prefix, never to who can't take them, and in microseconds."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from common.protocol import tokens as token_bytes
+from common.protocol.handles import Role, WorkerRef
+from common.protocol.messages import Presence
+from services.gateway.actions import Path
+from services.gateway.prefix_memory import BOUNDARIES, PrefixMemory, prefix_keys
+from services.gateway.router import Choice, Job, Router
+
+
+def worker(role: Role, number: int, *, epoch: int = 1, **said: Any) -> Presence:
+    said = {"state": "ready", "model": "m", "fingerprint": "f", "host": "h", "credits": 64, **said}
+    return Presence(worker=WorkerRef(role, f"{role}-{number}", epoch), **said)
+
+
+def router(*presences: Presence, direct_max_tokens: int = 64) -> Router:
+    made = Router(direct_max_tokens=direct_max_tokens, models=["m"])
+    made.refresh(presences)
+    return made
+
+
+def job(
+    prompt: list[int], *, path: Path = "auto", max_tokens: int = 64, avoid: Iterable[str] = (), patient: bool = True
+) -> Job:
+    keys = prefix_keys(token_bytes.pack(prompt))
+    return Job(keys, len(prompt), max_tokens, path, frozenset(avoid), patient)
+
+
+def prompt(num_tokens: int, *, first: int = 0) -> list[int]:
+    return [first + index % 1000 for index in range(num_tokens)]
+
+
+SHORT, LONG = job(prompt(8)), job(prompt(2000))
+
+
+def place(chooser: Router, work: Job) -> Choice:
+    """Choose, and count the request there, as the dispatcher does."""
+    choice = chooser.choose(work)
+    assert choice is not None
+    chooser.assign(choice.decode)
+    if choice.prefill is not None:
+        chooser.assign(choice.prefill, choice.uncached_tokens)
+    return choice
+
+
+# -- direct or not
+
+
+def test_short_prompts_go_straight_to_decode_and_long_ones_through_prefill() -> None:
+    both = router(worker("prefill", 1), worker("decode", 1))
+    assert place(both, SHORT).prefill is None
+    assert place(both, LONG).prefill is not None
+
+
+def test_without_a_prefill_worker_everything_goes_direct() -> None:
+    assert place(router(worker("decode", 1)), LONG).prefill is None
+    draining = router(worker("prefill", 1, state="draining"), worker("decode", 1))
+    assert place(draining, LONG).prefill is None
+
+
+def test_minus_one_never_goes_direct_and_a_large_limit_always() -> None:
+    pools = worker("prefill", 1), worker("decode", 1)
+    assert place(router(*pools, direct_max_tokens=-1), SHORT).prefill is not None
+    assert place(router(*pools, direct_max_tokens=10**9), LONG).prefill is None
+
+
+def test_a_long_prompt_whose_prefix_decode_remembers_goes_direct() -> None:
+    both = router(worker("prefill", 1), worker("decode", 1))
+    ref = WorkerRef("decode", "decode-1", 1)
+    both.remember(LONG.keys, ref)
+    choice = place(both, LONG)
+    assert choice.prefill is None
+    assert choice.uncached_tokens <= 64
+
+
+def test_somewhat_longer_prompts_go_where_measured_speeds_say() -> None:
+    slow: dict[str, Any] = {"prefill_tokens_per_s": 100.0}
+    fast: dict[str, Any] = {"prefill_tokens_per_s": 10_000.0}
+    medium = job(prompt(200))
+    assert place(router(worker("prefill", 1, **slow), worker("decode", 1, **fast)), medium).prefill is None
+    assert place(router(worker("prefill", 1, **fast), worker("decode", 1, **slow)), medium).prefill is not None
+
+
+def test_a_path_can_be_forced() -> None:
+    both = router(worker("prefill", 1), worker("decode", 1))
+    assert place(both, job(prompt(4), path="prefill")).prefill is not None
+    assert place(both, job(prompt(4000), path="direct")).prefill is None
+    assert router(worker("decode", 1)).choose(job(prompt(4), path="prefill")) is None
+
+
+# -- who may take it
+
+
+@pytest.mark.parametrize("state", ["starting", "draining"])
+def test_only_ready_workers_get_requests(state: str) -> None:
+    assert router(worker("decode", 1, state=state)).choose(SHORT) is None
+    assert place(router(worker("decode", 1, state=state), worker("decode", 2)), SHORT).decode.id == "decode-2"
+
+
+def test_workers_of_another_model_get_nothing() -> None:
+    assert router(worker("decode", 1, model="other")).choose(SHORT) is None
+
+
+@pytest.mark.parametrize("other", [{"fingerprint": "f2"}, {"host": "h2"}])
+def test_kv_is_only_handed_over_between_workers_that_can_share_it(other: dict[str, Any]) -> None:
+    assert place(router(worker("prefill", 1), worker("decode", 1, **other)), LONG).prefill is None
+    mixed = router(worker("prefill", 1), worker("decode", 1, **other), worker("decode", 2))
+    for _ in range(8):
+        assert place(mixed, LONG).decode.id == "decode-2"
+
+
+def test_nobody_with_credits_means_nobody() -> None:
+    assert router(worker("decode", 1, credits=0)).choose(SHORT) is None
+    both = router(worker("prefill", 1, credits=0), worker("decode", 1))
+    assert both.choose(LONG) is None
+    assert both.choose(job(prompt(2000), patient=False)) is not None  # it has waited long enough for prefill
+
+
+def test_own_requests_use_up_credits_and_give_them_back() -> None:
+    one = router(worker("decode", 1, credits=2))
+    first = place(one, SHORT)
+    place(one, SHORT)
+    assert one.choose(SHORT) is None
+    one.release(first.decode)
+    assert one.choose(SHORT) is not None
+
+
+def test_a_refusal_counts_until_something_ends_there_or_the_worker_says_otherwise() -> None:
+    one = router(worker("decode", 1, credits=9))
+    choice = place(one, SHORT)
+    one.refused(choice.decode)
+    assert one.choose(SHORT) is None
+    one.release(choice.decode)
+    assert one.choose(SHORT) is not None
+    one.refused(choice.decode)
+    one.refresh([worker("decode", 1, credits=1)])
+    assert one.choose(SHORT) is not None
+
+
+def test_a_worker_to_avoid_is_taken_only_when_there_is_no_other() -> None:
+    two = router(worker("decode", 1), worker("decode", 2))
+    shy = job(prompt(8), avoid=("decode-1",))
+    assert {place(two, shy).decode.id for _ in range(8)} == {"decode-2"}
+    assert place(router(worker("decode", 1)), shy).decode.id == "decode-1"
+
+
+def test_a_worker_that_is_gone_or_began_anew_is_forgotten() -> None:
+    one = router(worker("decode", 1, epoch=1), worker("prefill", 1))
+    one.refresh([worker("decode", 1, epoch=2)])
+    assert place(one, LONG).decode.epoch == 2
+    assert not one.knows(WorkerRef("decode", "decode-1", 1))
+    one.remove(WorkerRef("decode", "decode-1", 2))
+    assert one.choose(SHORT) is None
+    assert not one.hopeful
+
+
+# -- balance
+
+
+def test_a_burst_between_two_heartbeats_spreads() -> None:
+    four = router(*(worker("decode", number) for number in range(4)))
+    took = Counter(place(four, SHORT).decode.id for _ in range(64))
+    assert set(took.values()) == {16}
+
+
+def test_a_burst_of_prompts_spreads_over_prefill_too() -> None:
+    pools = router(*(worker("prefill", n) for n in range(4)), *(worker("decode", n) for n in range(2)))
+    took = Counter(str(place(pools, job(prompt(500, first=index))).prefill) for index in range(32))
+    assert set(took.values()) == {8}
+
+
+def test_a_worker_that_joins_takes_load_at_once() -> None:
+    loaded = worker("decode", 1, running=32, step_ms=20.0)
+    pool = router(loaded)
+    for _ in range(32):
+        place(pool, SHORT)
+    pool.refresh([loaded, worker("decode", 2)])
+    assert {place(pool, SHORT).decode.id for _ in range(8)} == {"decode-2"}
+
+
+def test_other_gateways_load_counts() -> None:
+    pool = router(worker("decode", 1, running=20), worker("decode", 2, running=2))
+    assert {place(pool, SHORT).decode.id for _ in range(10)} == {"decode-2"}
+
+
+def test_a_large_pool_is_used_evenly() -> None:
+    pool = router(*(worker("decode", number, credits=64) for number in range(200)))
+    took = Counter(place(pool, SHORT).decode.id for _ in range(2000))
+    assert len(took) == 200
+    assert max(took.values()) <= 20
+
+
+# -- prefixes
+
+
+def test_a_prompt_goes_where_its_prefix_is() -> None:
+    pool = router(*(worker("decode", number) for number in range(20)), direct_max_tokens=10**9)
+    shared = prompt(1000)
+    home = place(pool, job(shared)).decode
+    pool.remember(prefix_keys(token_bytes.pack(shared)), home)
+    pool.release(home)
+    choice = place(pool, job([*shared, *prompt(100, first=5000)]))
+    assert choice.decode == home
+    assert choice.uncached_tokens <= 116
+
+
+def test_a_popular_prefix_spreads_instead_of_making_a_hot_spot() -> None:
+    pool = router(*(worker("decode", number, step_ms=10.0) for number in range(4)), direct_max_tokens=10**9)
+    popular = job(prompt(200), max_tokens=256)
+    took: Counter[str] = Counter()
+    for _ in range(64):
+        choice = place(pool, popular)
+        pool.remember(popular.keys, choice.decode)
+        took[choice.decode.id] += 1
+    assert len(took) == 4
+    assert max(took.values()) <= 24
+
+
+def test_prefixes_of_different_tenants_are_told_apart() -> None:
+    packed = token_bytes.pack(prompt(64))
+    assert not set(prefix_keys(packed, b"a")) & set(prefix_keys(packed, b"b"))
+
+
+def test_keys_stand_for_growing_prefixes_and_stay_few() -> None:
+    packed = token_bytes.pack(prompt(100_000))
+    keys = prefix_keys(packed)
+    assert keys[:4] == prefix_keys(packed[: 4 * 64])
+    assert BOUNDARIES[len(keys) - 1] <= 100_000 < BOUNDARIES[len(keys)]
+    assert len(keys) < 400
+
+
+def test_the_memory_is_bounded_and_keeps_what_is_used() -> None:
+    memory = PrefixMemory(100)
+    memory.remember([1, 2, 3], 7)
+    for key in range(1000, 2000):
+        memory.remember([key], 8)
+        memory.remember([1, 2, 3], 7)
+    assert len(memory) <= 100
+    assert memory.match([1, 2, 3]) == {7: BOUNDARIES[2]}
+
+
+# -- a second home for computed KV
+
+
+def test_a_redirect_goes_to_an_untried_decode_worker_of_the_same_host() -> None:
+    pool = router(worker("prefill", 1), worker("decode", 1), worker("decode", 2), worker("decode", 3, host="h2"))
+    prefill = WorkerRef("prefill", "prefill-1", 1)
+    choice = pool.choose_decode(prefill, LONG, tried={"decode-1"})
+    assert choice is not None
+    assert choice.id == "decode-2"
+    assert pool.choose_decode(prefill, LONG, tried={"decode-1", "decode-2"}) is None
+    assert not pool.may_redirect(prefill, tried={"decode-1", "decode-2"})
+
+
+def test_a_redirect_may_be_worth_waiting_for() -> None:
+    pool = router(worker("prefill", 1), worker("decode", 1, credits=0))
+    prefill = WorkerRef("prefill", "prefill-1", 1)
+    assert pool.choose_decode(prefill, LONG, tried=()) is None
+    assert pool.may_redirect(prefill, tried=())
+
+
+# -- speed
+
+
+def test_a_decision_takes_microseconds_with_hundreds_of_workers() -> None:
+    pool = router(*(worker("prefill", n) for n in range(250)), *(worker("decode", n, credits=1000) for n in range(250)))
+    work = [job(prompt(1500, first=index)) for index in range(50)]
+    for each in work:
+        pool.remember(each.keys, place(pool, each).decode)
+    began = time.perf_counter()
+    for _ in range(10):
+        for each in work:
+            pool.choose(each)
+    assert (time.perf_counter() - began) / 500 < 500e-6  # 40 µs alone; this machine is shared
