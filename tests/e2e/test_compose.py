@@ -1,0 +1,183 @@
+"""compose.yaml keeps its promises: it scales, it serves, and a killed decode container loses nothing.
+
+Skipped where no container engine answers. Builds the image, so the first run takes minutes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import httpx
+import pytest
+
+from common.cli.net import free_port
+
+ROOT = Path(__file__).parents[2]
+READY_TIMEOUT_S = 180.0
+NUM_TOKENS = 160
+PROMPTS = [
+    "Tell me a long story about a miller and a river.",
+    "Explain step by step how a water wheel works.",
+    "List twenty things that can be made of wood.",
+    "Write a letter to a friend about the sea.",
+]
+
+
+def succeeds(*command: str) -> bool:
+    return shutil.which(command[0]) is not None and subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def compose_command() -> list[str] | None:
+    """docker-compose, or the plugin of the same; None where there is neither, no engine, or no way to the base images."""
+    if not succeeds("docker", "info"):
+        return None
+    for image in ("python:3.11-slim-bookworm", "nats:2.15"):
+        if not succeeds("docker", "image", "inspect", image) and not succeeds("docker", "pull", image):
+            return None
+    for command in (["docker-compose"], ["docker", "compose"]):
+        if succeeds(*command, "version"):
+            return command
+    return None
+
+
+COMPOSE = compose_command()
+pytestmark = [
+    pytest.mark.docker,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(COMPOSE is None, reason="no container engine with the base images answers here"),
+]
+
+
+class Project:
+    """One compose project with a name, an image and a port of its own."""
+
+    def __init__(self) -> None:
+        self.name = f"penstocktest{os.getpid()}"
+        self.port = free_port()
+        self.environment = os.environ | {"PENSTOCK_IMAGE": "penstock-test", "PENSTOCK_HTTP_PORT": str(self.port)}
+
+    def run(self, *arguments: str, check: bool = True) -> str:
+        assert COMPOSE is not None
+        command = [*COMPOSE, "-p", self.name, *arguments]
+        ended = subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, check=False)
+        assert not check or ended.returncode == 0, f"{' '.join(command)}\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"
+        return ended.stdout
+
+    def containers(self, service: str) -> list[str]:
+        return self.run("ps", "-q", service).split()
+
+    def workers(self) -> dict[str, dict[str, object]]:
+        """`penstock status --json` from inside, by worker id."""
+        gateway = self.containers("gateway")[0]
+        listed = docker("exec", gateway, "python", "-m", "common.cli", "status", "--json")
+        return {worker["worker"]["id"]: worker for worker in json.loads(listed)}
+
+    def busy_decode_container(self) -> str:
+        """A decode container whose worker has sequences running."""
+        ended = time.monotonic() + 20
+        while time.monotonic() < ended:
+            busy = [worker for worker, fields in self.workers().items() if worker.startswith("decode") and fields["running"]]
+            for container in self.containers("decode"):
+                if any(worker in docker("logs", container) for worker in busy):
+                    return container
+        raise AssertionError("no decode worker became busy")
+
+
+def docker(*arguments: str) -> str:
+    """Output of one docker command, both streams: logs come on stderr."""
+    ended = subprocess.run(["docker", *arguments], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout or ended.stderr
+
+
+@pytest.fixture(scope="module")
+def project() -> Iterator[Project]:
+    project = Project()
+    try:
+        project.run("build")
+        project.run("up", "-d", "--scale", "prefill=2", "--scale", "decode=2")
+        wait_ready(project)
+        yield project
+    finally:
+        project.run("down", "-v", "--timeout", "45", check=False)
+
+
+def wait_ready(project: Project) -> None:
+    """Ready, and all four compute workers have said so."""
+    ended = time.monotonic() + READY_TIMEOUT_S
+    with httpx.Client(base_url=f"http://127.0.0.1:{project.port}", timeout=5) as http:
+        while time.monotonic() < ended:
+            try:
+                if http.get("/ready").status_code == 200 and num_ready(project) == 4:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.5)
+    raise AssertionError(f"not ready after {READY_TIMEOUT_S:.0f} s:\n{project.run('logs', '--tail', '40', check=False)}")
+
+
+def num_ready(project: Project) -> int:
+    roles = ("prefill", "decode")
+    return sum(fields["state"] == "ready" and worker.startswith(roles) for worker, fields in project.workers().items())
+
+
+async def stream(http: httpx.AsyncClient, prompt: str, into: list[str]) -> None:
+    """Append the text of one streamed chat to `into`, chunk by chunk."""
+    body = {
+        "model": "smollm2-135m-instruct",
+        "messages": [{"role": "user", "content": prompt}],
+        "max_completion_tokens": NUM_TOKENS,
+        "ignore_eos": True,
+        "temperature": 0,
+        "stream": True,
+    }
+    async with http.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                chunk = json.loads(line.removeprefix("data: "))
+                assert "error" not in chunk, chunk
+                into.append("".join(choice["delta"].get("content") or "" for choice in chunk["choices"]))
+
+
+async def stream_all(project: Project, texts: list[list[str]]) -> None:
+    http = httpx.AsyncClient(base_url=f"http://127.0.0.1:{project.port}", timeout=120)
+    async with http, anyio.create_task_group() as clients:
+        for prompt, into in zip(PROMPTS, texts, strict=True):
+            clients.start_soon(stream, http, prompt, into)
+
+
+async def test_a_killed_decode_container_does_not_change_the_streams(project: Project) -> None:
+    undisturbed: list[list[str]] = [[] for _ in PROMPTS]
+    await stream_all(project, undisturbed)
+    assert all(len("".join(text)) > NUM_TOKENS for text in undisturbed)
+
+    disturbed: list[list[str]] = [[] for _ in PROMPTS]
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(stream_all, project, disturbed)
+        victim = await anyio.to_thread.run_sync(project.busy_decode_container)
+        seen_before = sum(map(len, disturbed))
+        await anyio.to_thread.run_sync(docker, "kill", "-s", "KILL", victim)
+        assert 0 < seen_before < sum(map(len, undisturbed)), "the kill was not in the middle of the streams"
+    assert ["".join(text) for text in disturbed] == ["".join(text) for text in undisturbed]
+
+
+def test_services_are_healthy_and_run_without_root(project: Project) -> None:
+    services = ("gateway", "prefill", "draft", "kvstore")
+    containers = [container for service in services for container in project.containers(service)]
+    assert len(containers) == 5
+    states: set[str] = set()
+    ended = time.monotonic() + 90
+    while states != {"healthy"} and time.monotonic() < ended:
+        time.sleep(1)
+        states = {docker("inspect", "-f", "{{.State.Health.Status}}", container).strip() for container in containers}
+    assert states == {"healthy"}
+    assert docker("exec", containers[0], "id", "-u").strip() != "0"
