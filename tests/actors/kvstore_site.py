@@ -1,0 +1,139 @@
+"""A host with a kvstore and workers that use it, on the memory bus, over real shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import anyio
+import anyio.from_thread
+import msgspec
+import numpy as np
+
+from common.cache.store_client import StoreClient
+from common.protocol import messages
+from common.protocol.handles import Role
+from common.protocol.messages import (
+    BlockGrant,
+    BlockLease,
+    BlockLookup,
+    BlockOffer,
+    KvUsage,
+)
+from common.runtime.actor import Actor
+from common.runtime.memory_bus import MemoryBroker
+from common.runtime.settings import ServiceConfig
+from common.transfer.shm import ShmTransport
+from services.kvstore.actor import KvstoreActor
+from services.kvstore.config import KvstoreConfig
+
+BLOCK_BYTES = 1 << 16
+CHAIN = [b"%016d" % i for i in range(10)]
+
+
+class Worker(Actor):
+    """A worker with a pool of ten blocks, reduced to its kvstore client."""
+
+    role: ClassVar[Role] = "prefill"
+
+    def __init__(self, broker: MemoryBroker, shm_dir: Path, *, fill: int = 0, fingerprint: str = "m") -> None:
+        self.connection = broker.connect("worker")
+        super().__init__(bus=self.connection, config=ServiceConfig(heartbeat_s=0.02, dead_after_s=0.3, shm_dir=str(shm_dir)))
+        self.blocks = np.zeros((10, BLOCK_BYTES), np.uint8)
+        if fill:
+            self.blocks[:] = np.random.default_rng(fill).integers(0, 256, self.blocks.shape, np.uint8)
+        self.transport = HookedTransport(shm_dir)
+        self.store = StoreClient(self, self.blocks, fingerprint, str(shm_dir), transport=self.transport)
+
+    async def ask_store(self, store: KvstoreActor, message: messages.Message) -> messages.Message:
+        return await self.ask(store.ref, message, 1.0)
+
+
+class HookedTransport:
+    """Shared memory, with something happening before each read."""
+
+    def __init__(self, shm_dir: Path) -> None:
+        self.shm = ShmTransport(shm_dir)
+        self.before: Callable[[], None] = lambda: None
+
+    def read(
+        self,
+        host: str,
+        segment: str,
+        fingerprint: str,
+        blocks: Sequence[int],
+        generations: Sequence[int],
+        into: np.ndarray,
+        into_blocks: Sequence[int],
+    ) -> int:
+        self.before()
+        return self.shm.read(host, segment, fingerprint, blocks, generations, into, into_blocks)
+
+
+class Site:
+    """One host: a bus, a directory of shared memory, a store."""
+
+    def __init__(self, shm_dir: Path) -> None:
+        self.broker = MemoryBroker()
+        self.shm_dir = shm_dir
+        self.config = KvstoreConfig(heartbeat_s=0.02, dead_after_s=0.3, lease_s=0.5, capacity_mb=1, shm_dir=str(shm_dir))
+
+    def make_store(self, **changes: object) -> KvstoreActor:
+        self.connection = self.broker.connect("kvstore")
+        return KvstoreActor(bus=self.connection, config=msgspec.structs.replace(self.config, **changes))
+
+    def make_worker(self, *, fill: int = 0, fingerprint: str = "m") -> Worker:
+        return Worker(self.broker, self.shm_dir, fill=fill, fingerprint=fingerprint)
+
+
+@contextlib.contextmanager
+def temporary_site() -> Iterator[Site]:
+    """A site that must leave no segment behind."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Site(Path(directory))
+        assert list(Path(directory).iterdir()) == [], "a segment was left behind"
+
+
+@contextlib.asynccontextmanager
+async def running(store: KvstoreActor, *workers: Worker) -> AsyncIterator[None]:
+    async with anyio.create_task_group() as group:
+        for actor in (*workers, store):
+            await group.start(actor.run)
+        await until(lambda: store.ready and all(worker.store.available for worker in workers))
+        yield
+        group.cancel_scope.cancel()
+    for worker in workers:
+        worker.store.close()
+        worker.transport.shm.close()
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    with anyio.fail_after(timeout_s):
+        while True:
+            if condition():
+                return
+            await anyio.sleep(0.005)
+
+
+async def settled(store: KvstoreActor, usage: KvUsage) -> None:
+    """The store comes to rest with this usage and no lease."""
+    await until(lambda: store.usage() == usage and not len(store.leases))
+    for arena in store.arenas.values():
+        arena.index.check()
+
+
+async def grant_of(worker: Worker, store: KvstoreActor, hashes: list[bytes]) -> BlockGrant:
+    answer = await worker.ask_store(
+        store, BlockOffer(holder=worker.ref, fingerprint="m", block_bytes=BLOCK_BYTES, hashes=hashes)
+    )
+    assert isinstance(answer, BlockGrant)
+    return answer
+
+
+async def lease_of(worker: Worker, store: KvstoreActor, hashes: list[bytes]) -> BlockLease:
+    answer = await worker.ask_store(store, BlockLookup(holder=worker.ref, fingerprint="m", hashes=hashes))
+    assert isinstance(answer, BlockLease)
+    return answer
