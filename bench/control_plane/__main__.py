@@ -1,7 +1,7 @@
 """How much one gateway process carries, and what it adds: `python -m bench.control_plane`.
 
-Real processes on a real nats-server; only the engines are simulated, paced by a roofline so that they offer
-`--engine-tokens-per-s` in all (0: as fast as they go). Everything shares this machine's cores, the load generator included.
+Real processes on a real nats-server; only the engines are simulated, paced by a roofline: `--engine-tokens-per-s` in
+all if nothing else took time (0: as fast as they go). Everything shares this machine's cores, the load generator included.
 
     nats-server · services.gateway · services.decode (and prefill, draft) · bench.control_plane.load
 
@@ -22,7 +22,7 @@ import anyio
 import msgspec
 
 from bench.control_plane.report import Load, Report, render
-from bench.control_plane.stack import Stack, free_ports, quiet_flags, running
+from bench.control_plane.stack import ROOT, Stack, free_ports, quiet_flags, running
 from common.engine import roofline
 from common.protocol.errors import PenstockError
 from common.runtime import logs, nats_server
@@ -40,7 +40,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=20.0, help="length of the measured window")
     parser.add_argument("--streams", type=int, default=256, help="concurrent streams")
-    parser.add_argument("--engine-tokens-per-s", type=float, default=24_000, help="what the engines offer in all; 0: no pacing")
+    parser.add_argument("--engine-tokens-per-s", type=float, default=32_000, help="engines' own speed in all; 0: no pacing")
     parser.add_argument("--decode", type=int, default=1, help="decode processes")
     parser.add_argument("--prefill", type=int, default=0, help="prefill processes")
     parser.add_argument("--draft", type=int, default=0, help="draft processes")
@@ -117,6 +117,7 @@ async def run(options: argparse.Namespace, folder: Path) -> Report:
         (port,) = free_ports(1)
         num_workers = options.workers + options.workers // 4 if options.workers else options.decode + options.prefill
         flags = [*quiet_flags(GATEWAY, server.url, options.model, port), *heartbeat_flags(options, num_workers)]
+        stack.watch("nats-server", server.pid)
         stack.start("gateway", "services.gateway", *flags, f"--served-model-name={MODEL_NAME}")
         ids = start_workers(stack, options, server.url)
         await stack.wait_ready(port)
@@ -128,26 +129,31 @@ async def run(options: argparse.Namespace, folder: Path) -> Report:
         load_flags += [f"--port={port}", f"--nats-url={server.url}", f"--gateway={GATEWAY}", f"--workers={tasked}"]
         load_flags += [f"--model={options.model}", f"--model-name={MODEL_NAME}"]
         async with stack.sampling():
-            load = await generate(load_flags)
-    usages = {child.name: child.usage(*load.window) for child in stack.children}
-    steps_per_s = sum(child.steps_per_s(*load.window) for child in stack.children)
+            load = await generate(stack, load_flags)
+    usages = {watched.name: watched.usage(*load.window) for watched in stack.watched}
+    steps_per_s = sum(watched.steps_per_s(*load.window) for watched in stack.watched)
+    gateway = usages["gateway"]
     return Report(
         workers={role: len(workers) for role, workers in ids.items() if workers},
         engine_tokens_per_s=options.engine_tokens_per_s,
         load=load,
         steps_per_s=steps_per_s,
         messages_per_step=load.frame_messages_per_s / steps_per_s if steps_per_s else 0.0,
+        gateway_us_per_token=1e4 * gateway.cpu_percent / load.tokens_per_s if gateway and load.tokens_per_s else 0.0,
         processes={name: usage for name, usage in usages.items() if usage is not None},
     )
 
 
-async def generate(flags: Sequence[str]) -> Load:
-    """Run the load generator. :raises ConfigError: if it fails, with what it wrote."""
+async def generate(stack: Stack, flags: Sequence[str]) -> Load:
+    """Run the load generator. :raises PenstockError: if it fails; its stderr is ours."""
     command = [sys.executable, "-m", "bench.control_plane.load", *flags]
-    finished = await anyio.run_process(command, cwd=Path(__file__).parents[2], check=False, stderr=None)
-    if finished.returncode:
-        raise PenstockError(f"the load generator ended with status {finished.returncode}")
-    return msgspec.json.decode(finished.stdout, type=Load)
+    async with await anyio.open_process(command, cwd=ROOT, stderr=None) as process:
+        stack.watch("load generator", process.pid)
+        assert process.stdout is not None
+        output = b"".join([piece async for piece in process.stdout])
+    if process.returncode:
+        raise PenstockError(f"the load generator ended with status {process.returncode}")
+    return msgspec.json.decode(output, type=Load)
 
 
 def main(argv: Sequence[str]) -> int:

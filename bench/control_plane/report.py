@@ -58,13 +58,17 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """`messages_per_step`: token messages to the gateway per engine step, over all workers (0: steps unknown)."""
+    """`messages_per_step`: token messages to the gateway per engine step, over all workers (0: steps unknown).
+
+    `gateway_us_per_token`: the gateway's CPU time, which says more than the rate on a machine that others use, too.
+    """
 
     workers: dict[str, int]
     engine_tokens_per_s: float
     load: Load
     steps_per_s: float
     messages_per_step: float
+    gateway_us_per_token: float
     processes: dict[str, Usage]
 
 
@@ -85,6 +89,7 @@ def render(report: Report) -> str:
         + (f", paced at {report.engine_tokens_per_s:,.0f} tokens/s" if report.engine_tokens_per_s else ", as fast as they go"),
         f"streams              {load.streams} for {load.seconds:.0f} s",
         f"tokens/s             {load.tokens_per_s:,.0f}",
+        f"gateway              {report.gateway_us_per_token:.1f} µs of CPU per token",
         f"requests/s           {load.requests_per_s:,.1f}, errors {sum(load.errors.values())}",
         f"token messages/s     {load.frame_messages_per_s:,.0f},"
         f" {_ratio(load.tokens_per_s, load.frame_messages_per_s):.0f} tokens"

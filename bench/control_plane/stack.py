@@ -39,18 +39,13 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Child:
+class Watched:
+    """A process and what it was seen to use."""
+
     name: str
-    process: subprocess.Popen[bytes]
-    log: Path
+    pid: int
     metrics_port: int = 0
     samples: list[Sample] = field(default_factory=list)
-
-    def check(self) -> None:
-        """:raises ConfigError: with its last words, if it has ended."""
-        if self.process.poll() is not None:
-            words = self.log.read_bytes()[-2000:].decode(errors="replace").strip()
-            raise ConfigError(f"{self.name} ended with status {self.process.returncode}:\n{words}")
 
     def usage(self, begin: float, end: float) -> Usage | None:
         """What it used between two times, in seconds since 1970; None if it was not sampled there."""
@@ -74,12 +69,28 @@ class Child:
         return (inside[-1].steps - inside[0].steps) / (inside[-1].at - inside[0].at)
 
 
+@dataclass(slots=True)
+class Child:
+    """A process of ours, and where it writes."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def check(self) -> None:
+        """:raises ConfigError: with its last words, if it has ended."""
+        if self.process.poll() is not None:
+            words = self.log.read_bytes()[-2000:].decode(errors="replace").strip()
+            raise ConfigError(f"{self.name} ended with status {self.process.returncode}:\n{words}")
+
+
 class Stack:
-    """Started children, in order."""
+    """Started children, in order, and all processes that are watched: these and others."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.children: list[Child] = []
+        self.watched: list[Watched] = []
 
     def start(self, name: str, module: str, *flags: str, metrics_port: int = 0) -> Child:
         """`python -m module flags…`; its output goes to a file named after it."""
@@ -89,28 +100,33 @@ class Stack:
             process = subprocess.Popen(
                 [sys.executable, "-m", module, *flags], cwd=ROOT, env=environment, stdout=output, stderr=output
             )
-        child = Child(name, process, log, metrics_port)
+        child = Child(name, process, log)
         self.children.append(child)
+        self.watch(name, process.pid, metrics_port=metrics_port)
         return child
+
+    def watch(self, name: str, pid: int, *, metrics_port: int = 0) -> None:
+        self.watched.append(Watched(name, pid, metrics_port))
 
     @asynccontextmanager
     async def sampling(self) -> AsyncIterator[None]:
-        """Watch the children meanwhile."""
+        """Sample what is watched meanwhile."""
         async with anyio.create_task_group() as group:
             group.start_soon(self._sample_for_ever)
             yield
             group.cancel_scope.cancel()
 
     async def _sample_for_ever(self) -> None:
-        watched = {child.name: psutil.Process(child.process.pid) for child in self.children}
         while True:
-            for child in self.children:
+            for watched in list(self.watched):
                 try:
-                    times, memory = watched[child.name].cpu_times(), watched[child.name].memory_info()
-                except (psutil.Error, KeyError):
+                    process = psutil.Process(watched.pid)
+                    times, memory = process.cpu_times(), process.memory_info()
+                except psutil.Error:
                     continue
-                steps = await anyio.to_thread.run_sync(_steps, child.metrics_port) if child.metrics_port else -1.0
-                child.samples.append(Sample(time.time(), times.user + times.system, memory.rss, steps))
+                port = watched.metrics_port
+                steps = await anyio.to_thread.run_sync(_steps, port) if port else -1.0
+                watched.samples.append(Sample(time.time(), times.user + times.system, memory.rss, steps))
             await anyio.sleep(SAMPLE_S)
 
     async def wait_ready(self, port: int, timeout_s: float = 120.0) -> None:
