@@ -20,10 +20,7 @@ MAX_HEAD = 65536
 
 @dataclass(slots=True)
 class Answer:
-    """One request as its client saw it. Times are `perf_counter` seconds; `error` is empty when all went well.
-
-    `marked` are the events that had arrived when `HttpStream.mark` was called, per call.
-    """
+    """One request as its client saw it. Times are `perf_counter` seconds; `error` is empty when all went well."""
 
     sent_at: float
     first_at: float = 0.0
