@@ -1,0 +1,99 @@
+"""The HTTP edge behind the real server and real sockets: what the ASGI-level tests take for granted about it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import anyio
+import httpx
+
+from common.runtime import endpoints
+from services.gateway.config import GatewayConfig
+from services.gateway.http import create_app
+from tests.actors.edge import BUNDLE, ScriptedCore, ids, until
+
+CHAT = "/v1/chat/completions"
+HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@asynccontextmanager
+async def serving(core: ScriptedCore, **settings: Any) -> AsyncIterator[int]:
+    """The port of a running server."""
+    listener = endpoints.bind("127.0.0.1", 0)
+    server = endpoints.HttpServer(create_app(core, BUNDLE, GatewayConfig(**settings)))
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(server.run_until_finished, listener)
+            await until(lambda: server.started)
+            try:
+                yield listener.getsockname()[1]
+            finally:
+                server.finish(at_once=True)
+    finally:
+        listener.close()
+
+
+@contextmanager
+def asking(port: int, body: dict[str, Any]) -> Iterator[socket.socket]:
+    """A connection with a request on it, which nobody reads."""
+    data = json.dumps(body).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", port))
+        connection.sendall(head.encode() + data)
+        yield connection
+
+
+async def test_one_connection_serves_one_request_after_another() -> None:
+    core = ScriptedCore(lambda stream: stream.say("hello", finish="stop"))
+    async with serving(core) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        for stream in (True, False, True):
+            response = await client.post(CHAT, json={**HI, "stream": stream})
+            assert response.status_code == 200
+            assert "hello" in response.text
+        assert (await client.post(CHAT, json={**HI, "n": 0})).status_code == 400
+    assert not core.live
+
+
+async def test_a_closed_connection_frees_its_request_within_a_second() -> None:
+    core = ScriptedCore()
+    async with serving(core) as port:
+        for stream in (True, False):
+            with asking(port, {**HI, "stream": stream}):
+                scripted = await core.nth(len(core.streams))
+                scripted.say("a")
+                await anyio.sleep(0.01)
+            await until(lambda: not core.live, within_s=1)
+
+
+async def test_a_connection_that_reads_nothing_is_cut_off_and_little_is_buffered_for_it() -> None:
+    core = ScriptedCore()
+    async with serving(core, slow_reader_timeout_s=0.3) as port:
+        with asking(port, {**HI, "stream": True}):
+            stream = await core.nth(0)
+            pushed, some = 0, ids("x" * 50_000)
+            with anyio.fail_after(20):
+                while core.live:
+                    stream.give(some)
+                    pushed += len(some)
+                    await anyio.sleep(0.005)
+            assert stream.taken < pushed
+
+
+async def test_an_endless_body_is_refused_while_it_comes() -> None:
+    core = ScriptedCore()
+    async with serving(core, max_body_bytes=100_000) as port:
+        async with await anyio.connect_tcp("127.0.0.1", port) as connection:
+            head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+            await connection.send(head.encode())
+            with anyio.fail_after(5):
+                for _ in range(11):
+                    await connection.send(b"2710\r\n" + b" " * 10_000 + b"\r\n")
+                answer = await connection.receive()
+        assert answer.startswith(b"HTTP/1.1 413")
+    assert not core.streams
