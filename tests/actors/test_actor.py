@@ -15,6 +15,7 @@ from common.protocol.errors import NoResponders, ProtocolError, RequestTimeout, 
 from common.protocol.handles import Role, WorkerRef
 from common.protocol.messages import Accepted, Cancel, HandoffFailed, Message, Presence, Rejected, ReleaseLease
 from common.runtime.actor import Actor
+from common.runtime.bus import BusMessage
 from common.runtime.memory_bus import MemoryBroker, MemoryBus
 from common.runtime.outbox import Outbox
 from common.runtime.settings import ServiceConfig
@@ -175,7 +176,11 @@ async def test_an_answer_that_cannot_be_decoded_is_a_protocol_error():
     other = broker.connect("other")
 
     async with running(gateway), anyio.create_task_group() as group:
-        await other.subscribe(subjects.inbox("decode", "odd"), lambda m: group.start_soon(other.publish, m.reply, b"?"))
+
+        def answer_nonsense(message: BusMessage) -> None:
+            group.start_soon(other.publish, message.reply, b"?")
+
+        await other.subscribe(subjects.inbox("decode", "odd"), answer_nonsense)
         with pytest.raises(ProtocolError):
             await gateway.ask(WorkerRef("decode", "odd", 1), ReleaseLease(leases=[]), 1.0)
 

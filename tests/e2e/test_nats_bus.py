@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -344,3 +347,36 @@ async def test_our_own_server_runs_on_a_free_port_and_ends_with_the_block(tmp_pa
     with pytest.raises(BusError):
         await nats_bus.connect(server.url, name="bus", connect_timeout_s=0.3)
     assert [path async for path in anyio.Path(tmp_path).glob("*.ports")] == []
+
+
+OWNER_OF_A_SERVER = """
+import sys, anyio
+from pathlib import Path
+from common.runtime import nats_server
+
+
+async def main():
+    async with nats_server.start(store_dir=Path(sys.argv[1])) as server:
+        sys.stdout.write(server.url + chr(10))
+        sys.stdout.flush()
+        await anyio.sleep_forever()
+
+
+anyio.run(main)
+"""
+
+
+def test_our_own_server_ends_even_when_its_owner_is_killed(tmp_path: Path):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER_OF_A_SERVER, str(tmp_path)], stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    port = int(owner.stdout.readline().decode().strip().rsplit(":", 1)[1])
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    ends_at = time.monotonic() + 5
+    while time.monotonic() < ends_at:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return
+        time.sleep(0.02)
+    pytest.fail("the server outlived its owner")
