@@ -134,13 +134,13 @@ def _stop(up: subprocess.Popen[bytes]) -> None:
 
 def leftovers(site: Site) -> list[str]:
     """What a stopped demo left behind, one line each."""
-    left = [f"process {pid}: {command_line}" for pid, command_line in _marked_processes(f"{MARK}={site.mark}")]
+    left = [f"process {pid}: {command_line}" for pid, command_line in marked_processes(f"{MARK}={site.mark}")]
     left += [f"shared memory {path}" for path in site.shm_dir.iterdir()]
     left += [f"port {port}" for port in (site.http_port, site.nats_port) if not is_free(port)]
     return left
 
 
-def _marked_processes(mark: str) -> list[tuple[int, str]]:
+def marked_processes(mark: str) -> list[tuple[int, str]]:
     """Processes that were started with `mark` in their environment."""
     found: list[tuple[int, str]] = []
     for folder in Path("/proc").glob("[0-9]*"):

@@ -63,6 +63,8 @@ def command(
 
 def table(findings: list[Finding]) -> Table:
     shown = Table(box=None, show_header=False, pad_edge=False)
+    for overflow in ("ellipsis", "ellipsis", "fold"):
+        shown.add_column(overflow=overflow)
     for finding in findings:
         mark = f"[{_STYLES[finding.level]}]{finding.level}[/]"
         shown.add_row(mark, finding.what, finding.found + (f"\n→ {finding.advice}" if finding.advice else ""))

@@ -1,0 +1,145 @@
+"""`penstock up` as a user meets it: it serves, the examples work against it, and nothing is left when it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from common.cli.demo import MARK, Site, leftovers, marked_processes
+from common.cli.net import free_port
+from common.models.source import ModelFiles
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 45.0
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+@contextmanager
+def penstock_up(folder: Path, *flags: str, **environment: str) -> Iterator[tuple[Site, subprocess.Popen[bytes]]]:
+    """A whole Penstock on ports of its own, ready; ended with the block if it still runs."""
+    shm_dir = folder / "shm"
+    shm_dir.mkdir()
+    site = Site(free_port(), free_port(), shm_dir, f"test-{os.getpid()}-{time.time_ns()}")
+    command = [sys.executable, "-m", "common.cli", "up", "--http-port", str(site.http_port), "--nats-port", str(site.nats_port)]
+    command += ["--shm-dir", str(shm_dir), "--log-dir", str(folder / "logs"), "--kv-cache-mb", "256", *flags]
+    with (folder / "up.log").open("wb") as log:
+        up = subprocess.Popen(
+            command, env=os.environ | {MARK: site.mark} | environment, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        wait_ready(site, up, folder / "up.log")
+        yield site, up
+    finally:
+        if up.poll() is None:
+            up.terminate()
+            up.wait(STOP_TIMEOUT_S)
+
+
+def wait_ready(site: Site, up: subprocess.Popen[bytes], log: Path) -> None:
+    ended = time.monotonic() + START_TIMEOUT_S
+    with httpx.Client(base_url=f"http://127.0.0.1:{site.http_port}", timeout=5) as http:
+        while up.poll() is None and time.monotonic() < ended:
+            try:
+                if http.get("/ready").status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.1)
+    raise AssertionError(f"not ready:\n{log.read_text()}")
+
+
+def run(command: list[str], **environment: str) -> str:
+    ended = subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=90, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def test_the_demo_streams_an_answer_and_leaves_nothing(smollm2: ModelFiles) -> None:
+    said = run([sys.executable, "-m", "common.cli", "demo", "What is the capital of France?", "--max-tokens", "24"])
+    assert "Paris" in said
+    assert "TTFT" in said and "tok/s" in said
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelFiles) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("up")
+    with penstock_up(folder) as (site, up):
+        yield site
+        up.send_signal(signal.SIGINT)
+        assert up.wait(STOP_TIMEOUT_S) == 0, (folder / "up.log").read_text()
+    assert leftovers(site) == []
+
+
+def test_generate_streams_over_nats(site: Site) -> None:
+    command = [sys.executable, "-m", "common.cli", "generate", "What is the capital of France?", "--max-tokens", "24"]
+    assert "Paris" in run([*command, "--nats-url", site.nats_url])
+
+
+def test_status_tells_of_every_worker(site: Site) -> None:
+    listed = json.loads(run([sys.executable, "-m", "common.cli", "status", "--json", "--nats-url", site.nats_url]))
+    assert [worker["worker"]["role"] for worker in listed] == ["gateway", "prefill", "decode", "draft", "kvstore"]
+    assert {worker["state"] for worker in listed} == {"ready"}
+    decode = next(worker for worker in listed if worker["worker"]["role"] == "decode")
+    assert decode["kv"]["total"] == sum(decode["kv"][state] for state in ("free", "owned", "leased", "cached"))
+
+
+@pytest.mark.parametrize("way", ["nats", "http"])
+def test_bench_counts_every_token(site: Site, way: str) -> None:
+    command = [sys.executable, "-m", "common.cli", "bench", "--requests", "4", "--concurrency", "2", "--max-tokens", "8"]
+    target = ["--url", f"http://127.0.0.1:{site.http_port}"] if way == "http" else ["--nats-url", site.nats_url]
+    said = run([*command, "--prompt-words", "20", *target])
+    assert "4 requests" in said and "0 failed" in said
+
+
+def test_the_openai_example_works(site: Site) -> None:
+    said = run([sys.executable, "examples/openai_client.py", "Hello"], PENSTOCK_URL=f"http://127.0.0.1:{site.http_port}")
+    assert "generated" in said
+
+
+def test_the_curl_example_works(site: Site) -> None:
+    said = run(["bash", "examples/curl.sh"], PENSTOCK_URL=f"http://127.0.0.1:{site.http_port}")
+    assert "chat.completion" in said and "[DONE]" in said
+
+
+def test_the_raw_nats_example_works(site: Site) -> None:
+    program = (ROOT / "examples" / "raw_nats.py").read_text().replace("nats://127.0.0.1:4222", site.nats_url)
+    said = run([sys.executable, "-c", program, "Say hello."])
+    assert '"usage"' in said
+
+
+def test_everything_ends_with_a_killed_supervisor(tmp_path: Path, smollm2: ModelFiles) -> None:
+    with penstock_up(tmp_path, PENSTOCK_ENGINE="simulated", PENSTOCK_TIME_SCALE="0") as (site, up):
+        up.kill()
+        up.wait()
+        ended = time.monotonic() + 15
+        while leftovers(site) and time.monotonic() < ended:
+            time.sleep(0.1)
+        assert leftovers(site) == []
+
+
+def test_a_killed_worker_is_started_again(tmp_path: Path, smollm2: ModelFiles) -> None:
+    with penstock_up(tmp_path, PENSTOCK_ENGINE="simulated", PENSTOCK_TIME_SCALE="0") as (site, _):
+        status = [sys.executable, "-m", "common.cli", "status", "--json", "--nats-url", site.nats_url]
+        before = {worker["worker"]["id"] for worker in json.loads(run(status))}
+        [pid] = [pid for pid, line in marked_processes(f"{MARK}={site.mark}") if "services.decode" in line]
+        os.kill(pid, signal.SIGKILL)
+        ended = time.monotonic() + 30
+        new: set[str] = set()
+        while not new and time.monotonic() < ended:
+            listed = json.loads(run(status))
+            new = {worker["worker"]["id"] for worker in listed if worker["state"] == "ready"} - before
+        assert len(new) == 1 and "decode" in new.pop()
