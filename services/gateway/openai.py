@@ -13,6 +13,7 @@ What needs the model (its vocabulary, its context, its template) is checked in `
 from __future__ import annotations
 
 import difflib
+import gc
 import re
 from typing import Annotated, Any, TypeVar
 
@@ -35,6 +36,11 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
 Scalar = bool | int | float | str | None
 
+Unread = msgspec.Raw
+"""The JSON of an argument that is not obeyed: checked for syntax, never turned into objects."""
+
+_NOT_GIVEN = msgspec.Raw()
+
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
@@ -46,9 +52,9 @@ class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     type: str
     text: str | None = None
-    image_url: Any = None
-    input_audio: Any = None
-    file: Any = None
+    image_url: Unread = _NOT_GIVEN
+    input_audio: Unread = _NOT_GIVEN
+    file: Unread = _NOT_GIVEN
     refusal: str | None = None
 
 
@@ -60,10 +66,10 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: Annotated[str, Meta(max_length=256)] | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
-    annotations: Any = None
-    audio: Any = None
-    function_call: Any = None
-    tool_calls: Any = None
+    annotations: Unread = _NOT_GIVEN
+    audio: Unread = _NOT_GIVEN
+    function_call: Unread = _NOT_GIVEN
+    tool_calls: Unread = _NOT_GIVEN
     tool_call_id: str | None = None
 
 
@@ -91,15 +97,15 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ignore_eos: bool | None = None
     timeout: Annotated[float, Meta(gt=0)] | None = None
 
-    user: Any = None
-    metadata: Any = None
+    user: Unread = _NOT_GIVEN
+    metadata: Unread = _NOT_GIVEN
     store: bool | None = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
+    service_tier: Unread = _NOT_GIVEN
+    safety_identifier: Unread = _NOT_GIVEN
+    prompt_cache_key: Unread = _NOT_GIVEN
+    prompt_cache_retention: Unread = _NOT_GIVEN
 
-    response_format: Any = None
+    response_format: Unread = _NOT_GIVEN
 
     @property
     def stops(self) -> list[str]:
@@ -120,16 +126,16 @@ class ChatRequest(Arguments, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     parallel_tool_calls: bool | None = None  # ignored: says nothing without tools
 
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
+    tools: Unread = _NOT_GIVEN
+    tool_choice: Unread = _NOT_GIVEN
+    functions: Unread = _NOT_GIVEN
+    function_call: Unread = _NOT_GIVEN
+    modalities: Unread = _NOT_GIVEN
+    audio: Unread = _NOT_GIVEN
+    prediction: Unread = _NOT_GIVEN
+    web_search_options: Unread = _NOT_GIVEN
+    reasoning_effort: Unread = _NOT_GIVEN
+    verbosity: Unread = _NOT_GIVEN
 
 
 class CompletionRequest(Arguments, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -139,8 +145,8 @@ class CompletionRequest(Arguments, frozen=True, kw_only=True, forbid_unknown_fie
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
 
-    suffix: Any = None
-    best_of: Any = None
+    suffix: Unread = _NOT_GIVEN
+    best_of: Unread = _NOT_GIVEN
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -162,21 +168,22 @@ class CompletionRequest(Arguments, frozen=True, kw_only=True, forbid_unknown_fie
         raise InvalidParameter("prompt mixes strings, token ids and lists of token ids: send one kind", param="prompt")
 
 
-_ASKS_FOR_NOTHING: dict[str, list[Any]] = {
-    "response_format": [{"type": "text"}],
-    "tools": [[]],
-    "tool_choice": ["none", "auto"],
-    "functions": [[]],
-    "function_call": ["none", "auto"],
-    "modalities": [["text"]],
-    "audio": [],
-    "prediction": [],
-    "web_search_options": [],
-    "reasoning_effort": [],
-    "verbosity": [],
-    "suffix": [""],
-    "best_of": [1],
+_ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "suffix": ("",),
+    "best_of": (1,),
 }
+_MAX_HARMLESS_BYTES = 64
 
 _chat_decoder = msgspec.json.Decoder(ChatRequest)
 _completion_decoder = msgspec.json.Decoder(CompletionRequest)
@@ -226,7 +233,8 @@ _ROLES = ("system", "developer", "user", "assistant")
 
 
 def _check_message(message: ChatMessage, where: str) -> None:
-    if message.role in ("tool", "function") or message.tool_calls or message.function_call or message.tool_call_id:
+    calls = _given(message.tool_calls, ([],)) or _given(message.function_call)
+    if message.role in ("tool", "function") or calls or message.tool_call_id:
         raise InvalidParameter("tools are not supported yet: send messages without tool calls", param=where)
     if message.role not in _ROLES:
         raise InvalidParameter(f"unknown role {message.role[:64]!r}: use one of {', '.join(_ROLES)}", param=f"{where}.role")
@@ -240,6 +248,8 @@ def _check_message(message: ChatMessage, where: str) -> None:
 
 
 def _decode(decoder: msgspec.json.Decoder[_RequestT], body: bytes, kind: type[_RequestT]) -> _RequestT:
+    collecting = gc.isenabled()
+    gc.disable()  # a body of millions of small values would set off a collection every few thousand of them
     try:
         request = decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -250,15 +260,25 @@ def _decode(decoder: msgspec.json.Decoder[_RequestT], body: bytes, kind: type[_R
         raise InvalidParameter("the body is nested too deeply") from error
     except msgspec.DecodeError as error:
         raise InvalidParameter(f"the body is not valid JSON: {error}") from error
+    finally:
+        if collecting:
+            gc.enable()
     for field, harmless in _ASKS_FOR_NOTHING.items():
-        value = getattr(request, field, None)
-        if value is not None and value not in harmless:
+        if _given(getattr(request, field, _NOT_GIVEN), harmless):
             raise InvalidParameter(f"{field} is not supported yet: leave it out", param=field)
     if request.stream_options is not None and not request.stream:
         raise InvalidParameter("stream_options needs stream: true", param="stream_options")
     if len(request.logit_bias or {}) > MAX_LOGIT_BIAS:
         raise InvalidParameter(f"logit_bias has more than {MAX_LOGIT_BIAS} entries", param="logit_bias")
     return request
+
+
+def _given(argument: msgspec.Raw, harmless: tuple[Any, ...] = ()) -> bool:
+    """Whether an unread argument is there, and asks for more than one of `harmless`."""
+    raw = memoryview(argument)
+    if not raw or raw == b"null":
+        return False
+    return len(raw) > _MAX_HARMLESS_BYTES or msgspec.json.decode(argument) not in harmless
 
 
 _UNKNOWN = re.compile(r"unknown field `(.*?)`", re.DOTALL)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -181,7 +183,18 @@ def test_what_clients_send_by_habit_is_ignored() -> None:
 
 def test_null_means_not_given() -> None:
     fields = [field for field in decode_chat(chat()).__struct_fields__ if field != "messages"]
-    assert decode_chat(chat(**dict.fromkeys(fields))) == decode_chat(chat())
+    given, absent = decode_chat(chat(**dict.fromkeys(fields))), decode_chat(chat())
+    obeyed = [field for field in fields if not isinstance(getattr(absent, field), msgspec.Raw)]
+    assert [getattr(given, field) for field in obeyed] == [getattr(absent, field) for field in obeyed]
+
+
+@pytest.mark.parametrize("argument", ["user", "metadata", "prompt_cache_key"])
+def test_what_is_ignored_is_not_even_built(argument: str) -> None:
+    million = b"{" + b",".join(b'"%d":[]' % index for index in range(1_000_000)) + b"}"
+    body = b'{"messages":[{"role":"user","content":"hi"}],"%s":%s}' % (argument.encode(), million)
+    started = time.perf_counter()
+    decode_chat(body)
+    assert time.perf_counter() - started < 0.5
 
 
 @pytest.mark.parametrize(
