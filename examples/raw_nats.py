@@ -10,7 +10,7 @@ import nats
 async def main(prompt: str, subject: str = "penstock.v1.chat.smollm2-135m-instruct") -> None:
     client = await nats.connect("nats://127.0.0.1:4222")
     replies = await client.subscribe(inbox := client.new_inbox())
-    body = {"messages": [{"role": "user", "content": prompt}], "stream": True}
+    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 200}
     await client.publish(subject, json.dumps(body).encode(), reply=inbox)
     while not {"Penstock-Final", "Status"} & set((reply := await replies.next_msg(60)).headers or ()):
         print(json.loads(reply.data)["choices"][0]["delta"].get("content", ""), end="", flush=True)

@@ -6,6 +6,7 @@ Answers go to stdout, everything else to stderr, so that `penstock generate … 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
@@ -15,8 +16,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-out = Console(highlight=False, soft_wrap=True)
+FILE_COLUMNS = 160
+"""Width of tables that go to a file or a pipe."""
+
+out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else FILE_COLUMNS)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+_CONTROLS = dict.fromkeys([*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0)])
+"""Everything that a terminal could obey but newline and tab."""
 
 DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
 
@@ -39,6 +46,12 @@ def first_error(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def write_answer(text: str) -> None:
+    """A piece of a model's answer to stdout at once: exact into a file, without control characters on a terminal."""
+    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from common.cli.client import ChatStream, Timing, connected, served_model
-from common.cli.console import DEFAULT_NATS_URL, ModelName, NatsUrl, err, out, run
+from common.cli.console import DEFAULT_NATS_URL, ModelName, NatsUrl, err, run, write_answer
 from common.runtime.bus import Bus
 
 Prompt = Annotated[str, typer.Argument(help="What to ask.")]
@@ -58,7 +58,6 @@ async def stream_answer(bus: Bus, model: str, body: dict[str, Any]) -> tuple[str
         async for chunk in stream:
             if chunk.text:
                 parts.append(chunk.text)
-                out.print(chunk.text, end="", markup=False)
-                out.file.flush()
-    out.print()
+                write_answer(chunk.text)
+    write_answer("\n")
     return "".join(parts), stream.timing
