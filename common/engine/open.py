@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from common.engine.load import EngineConfig, cache_layout, load_runner
-from common.engine.plan import Runner
 from common.engine.settings import EngineServiceConfig
+from common.engine.worker import Engine
 from common.models.config import load_config
 from common.models.source import resolve
 from common.transfer.shm import Segment, sweep
-
-
-@dataclass(slots=True)
-class Engine:
-    """A runner and the segment that holds its KV blocks."""
-
-    runner: Runner
-    segment: Segment
 
 
 def open_engine(
@@ -26,7 +17,8 @@ def open_engine(
 ) -> Engine:
     """Blocks until the weights are loaded: call it in a thread. `on_progress(done, total)` counts bytes.
 
-    :raises UnknownModel: the model is not on this machine. :raises ConfigError: settings that don't fit the model or the machine.
+    :raises UnknownModel: the model is not on this machine.
+    :raises ConfigError: settings that don't fit the model or the machine.
     """
     files = resolve(config.model)
     model = load_config(files)

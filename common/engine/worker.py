@@ -15,14 +15,15 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
 import anyio
 
 from common.cache.pool import BlockPool
 from common.cache.store_client import StoreClient
-from common.engine.open import Engine
-from common.engine.plan import StepPlan, StepResult
+from common.engine.metrics import EngineMetrics
+from common.engine.plan import Runner, StepPlan, StepResult
 from common.engine.sequence import Sequence, SequenceCache
 from common.engine.settings import EngineServiceConfig
 from common.protocol import messages
@@ -33,11 +34,19 @@ from common.runtime import logs
 from common.runtime.actor import Actor, WorkerState
 from common.runtime.bus import Bus
 from common.runtime.leases import LeaseTable
-from common.transfer.shm import host_id
+from common.transfer.shm import Segment, host_id
 
 log = logs.get("engine")
 
 TOMBSTONES = 4096
+
+
+@dataclass(slots=True)
+class Engine:
+    """A runner and the segment that holds its KV blocks."""
+
+    runner: Runner
+    segment: Segment
 
 
 OpenEngine = Callable[[str], Engine]
@@ -78,6 +87,7 @@ class EngineWorker(Actor):
         self.loaded = False
         self._cancelled: dict[str, int] = {}
         self._wake = anyio.Event()
+        self._idle = anyio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
 
     # -- life
@@ -89,6 +99,12 @@ class EngineWorker(Actor):
         self.cache = SequenceCache(self.pool, block_tokens=runner.block_tokens, fingerprint=runner.fingerprint)
         self.store = StoreClient(self, segment.blocks, runner.fingerprint, self.config.shm_dir)
         self.scheduler = self.make_scheduler()
+        self.counters = EngineMetrics(
+            self.metrics,
+            usage=self.pool.usage,
+            running=lambda: self.scheduler.num_running,
+            waiting=lambda: self.scheduler.num_waiting,
+        )
         self.loaded = True
 
     @abstractmethod
@@ -112,6 +128,7 @@ class EngineWorker(Actor):
                 result = await loop.run_in_executor(self._thread, self.engine.runner.execute, plan)
             except Exception:
                 log.exception("step_failed", step=plan.step, rows=len(plan.rows))
+                self.counters.step_failures.inc()
                 for sequence in self.scheduler.abandon():
                     self.fail(sequence, "internal_error", "the engine failed on this request; see the worker's log")
                 continue
@@ -124,8 +141,7 @@ class EngineWorker(Actor):
 
     async def drain(self) -> None:
         self.refusing = True
-        while self.num_obligations:
-            await anyio.sleep(0.02)
+        await self._idle.wait()
 
     @property
     def num_obligations(self) -> int:
@@ -133,9 +149,10 @@ class EngineWorker(Actor):
         return len(self.held)
 
     def close(self) -> None:
-        """Give the segment back; the runner's thread has ended."""
+        """Give the segment back, once the runner's thread has ended."""
         self._thread.shutdown(wait=True)
         if self.loaded:
+            self.store.close()
             self.engine.segment.close()
 
     # -- requests
@@ -162,6 +179,8 @@ class EngineWorker(Actor):
             self.answer(reply, Rejected(worker=self.ref, code=error.code, message=str(error)))
             return None
         self.held.grant(request, generation.gateway, sequence, self.clock())
+        self.counters.prefix_queries.inc(len(sequence.tokens))
+        self.counters.prefix_hits.inc(sequence.num_computed)
         self.answer(reply, Accepted(worker=self.ref))
         self.wake()
         return sequence
@@ -224,9 +243,10 @@ class EngineWorker(Actor):
         wall_ms = time.time() * 1000
         for sequence in [s for s in self.held.values() if s.generation.deadline_ms < wall_ms]:
             self.drop(sequence.request)
+        if self.refusing and not self.num_obligations:
+            self._idle.set()
 
     def connection_changed(self, connected: bool) -> None:
-        super().connection_changed(connected)
         (self.held.resume if connected else self.held.pause)(self.clock())
 
     def fenced(self) -> None:
@@ -235,9 +255,16 @@ class EngineWorker(Actor):
 
     # -- KV copies
 
-    async def copy_prefix(self, sequence: Sequence) -> None:
-        """Fill the blocks behind the local prefix from the kvstore, as far as it has them, then let the sequence run."""
-        self.scheduler.begin_copy(sequence)
+    def fetch_prefix(self, sequence: Sequence) -> None:
+        """Fill the blocks behind the local prefix from a kvstore, if that could save work; the sequence runs afterwards.
+
+        Call it in the turn that admitted the sequence: from then on a step may be planned with it.
+        """
+        if self.store.available and sequence.num_uncomputed > self.cache.block_tokens:
+            self.scheduler.begin_copy(sequence)
+            self.task_group.start_soon(self._fetch_prefix, sequence)
+
+    async def _fetch_prefix(self, sequence: Sequence) -> None:
         have = sequence.num_computed // self.cache.block_tokens
         copied = 0
         try:
@@ -254,10 +281,6 @@ class EngineWorker(Actor):
             await self.store.offer(hashes, blocks)
         finally:
             self.pool.release(blocks)
-
-    def worth_fetching(self, sequence: Sequence) -> bool:
-        """Is there a kvstore, and a full block that it could save us?"""
-        return self.store.available and sequence.num_uncomputed > self.cache.block_tokens
 
     def offer_soon(self, sequence: Sequence) -> None:
         """Offer the full blocks of a sequence in the background; call before its blocks are freed."""
@@ -292,6 +315,7 @@ class EngineWorker(Actor):
     def _measure(self, plan: StepPlan, elapsed_s: float) -> None:
         """Moving averages, so that the router can decide by measured cost."""
         elapsed_s = max(elapsed_s, 1e-6)
+        self.counters.step(plan, elapsed_s)
         sampled = sum(row.num_samples for row in plan.rows)
         self.step_ms += 0.1 * (elapsed_s * 1000 - self.step_ms)
         self.tokens_per_s += 0.1 * (sampled / elapsed_s - self.tokens_per_s)

@@ -76,6 +76,8 @@ class DecodeActor(EngineWorker):
         )
 
     def handle(self, message: Message, reply: str) -> None:
+        if not self.loaded:
+            return
         match message:
             case Proposals():
                 self.drafts.on_proposals(message)
@@ -100,8 +102,7 @@ class DecodeActor(EngineWorker):
         sequence = self.admit(task.generation, reply, self.scheduler.admit)
         if sequence is not None:
             self.speculate(sequence)
-            if self.worth_fetching(sequence):
-                self.task_group.start_soon(self.copy_prefix, sequence)
+            self.fetch_prefix(sequence)
 
     def on_kv_ready(self, ready: KvReady, reply: str) -> None:
         def take(sequence: Sequence) -> None:
@@ -161,6 +162,11 @@ class DecodeActor(EngineWorker):
         progress = self.scheduler.commit(plan, result, self.clock())
         send_frames(self, [(done.sequence, done.start) for done in progress])
         for done in progress:
+            self.counters.generation_tokens.inc(done.sequence.num_outputs - done.start)
+            if done.proposed:
+                self.counters.drafts.inc()
+                self.counters.draft_tokens.inc(done.proposed)
+                self.counters.accepted_tokens.inc(done.accepted)
             self.drafts.record(done.sequence.request, done.proposed, done.accepted)
             if done.sequence.finish is not None:
                 self.drafts.close(done.sequence.request)
@@ -178,6 +184,8 @@ class DecodeActor(EngineWorker):
 
     def tick(self, now: float) -> None:
         super().tick(now)
+        if not self.loaded:
+            return
         self.drafts.set_workers(self.registry.alive("draft", now))
         owners: dict[WorkerRef, list[str]] = {}
         for lease, owner in self.pulling.items():

@@ -89,7 +89,8 @@ class DecodeScheduler:
     def admit(self, sequence: Sequence) -> None:
         """Take a sequence and the blocks of its tokens.
 
-        :raises OutOfCredits, OutOfBlocks: nothing has been taken; another worker may. :raises ContextLengthExceeded: it never fits.
+        :raises OutOfCredits, OutOfBlocks: nothing has been taken; another worker may.
+        :raises ContextLengthExceeded: it never fits.
         """
         if len(sequence.tokens) >= self.max_context:
             raise ContextLengthExceeded(
@@ -107,6 +108,7 @@ class DecodeScheduler:
 
     def begin_copy(self, sequence: Sequence) -> None:
         """A copy into the sequence's blocks begins: not planned and not freed until `end_copy`."""
+        assert sequence not in self._in_flight, "begin the copy before a step can be planned with it"
         del self._running[sequence]
         self._copying[sequence] = None
 
@@ -127,13 +129,14 @@ class DecodeScheduler:
         rows, budget = [], self.token_budget
         decoding = [s for s in self._running if s.num_uncomputed == 1]
         self.begin_step(len(decoding))
+        budget -= len(decoding)  # each decodes one token, whatever others want to verify
         for sequence in decoding:
             if sequence not in self._running or not self._make_room(sequence):
                 continue
-            proposal = self._proposal(sequence, budget - 1)
+            proposal = self._proposal(sequence, budget)
             rows.append(sequence.row(1, proposal))
             self._in_flight.append(sequence)
-            budget -= 1 + len(proposal)
+            budget -= len(proposal)
         budget = max(budget, 1 if not rows else 0)
         for sequence in [s for s in self._running if s.num_uncomputed > 1]:
             if budget <= 0:

@@ -188,15 +188,15 @@ class Dispatcher:
     def refused(
         self, request_id: str, worker: WorkerRef, attempt: int, error: PenstockError, now: float, *, bus_was_away: bool
     ) -> None:
-        if isinstance(error, errors.NoResponders):
-            self.router.remove(worker)
-        else:
-            self.router.refused(worker)
         request = self.requests.get(request_id)
         if request is not None:
             self._apply(request, request.refused(worker, attempt, error, now, bus_was_away=bus_was_away), now)
         elif isinstance(error, errors.RequestTimeout):
             self._free(worker, request_id, attempt)
+        if isinstance(error, errors.NoResponders):
+            self.router.remove(worker)
+        else:  # after our own request has left it, or that would look like room
+            self.router.refused(worker)
         self._place_waiting(now)
 
     def handed_off(self, message: messages.HandedOff, now: float) -> None:
@@ -214,9 +214,10 @@ class Dispatcher:
         if request is None:
             self._free(message.worker, message.request, message.attempt)
             return
-        if request.decode is not None and message.attempt == request.attempt:
-            self.router.refused(request.decode)
+        refused = request.decode if message.attempt == request.attempt else None
         self._apply(request, request.handoff_failed(message.worker, message.attempt, message.code, now), now)
+        if refused is not None:  # after our own request has left it, or that would look like room
+            self.router.refused(refused)
         self._place_waiting(now)
 
     def unknown(self, message: messages.Unknown, now: float) -> None:

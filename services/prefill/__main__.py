@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from common.engine.open import open_engine
 from common.runtime.service import main
+
+from common.engine.open import open_engine
 from services.prefill.actor import PrefillActor
 from services.prefill.config import PrefillConfig
 

@@ -4,7 +4,7 @@ The life of a request here:
 
     PrefillTask ─► admitted ─► prefix copied from the kvstore ─► chunks ─► first token ─► TokenFrames to the gateway
         ─► KvReady to decode ─ Accepted ─► HandedOff; blocks leased until decode releases them or stops renewing
-                             └ refused ──► HandoffFailed; parked with its blocks until Redirect, Cancel or the gateway's lease ends
+                             └ refused ──► HandoffFailed; parked with its blocks until Redirect, Cancel or lease end
 """
 
 from __future__ import annotations
@@ -81,6 +81,8 @@ class PrefillActor(EngineWorker):
         return len(self.held) + len(self.leases)
 
     def handle(self, message: Message, reply: str) -> None:
+        if not self.loaded:
+            return
         match message:
             case PrefillTask():
                 self.on_task(message, reply)
@@ -104,12 +106,12 @@ class PrefillActor(EngineWorker):
         sequence = self.admit(task.generation, reply, lambda s: self.scheduler.admit(s, self.clock()))
         if sequence is not None:
             self.decode_for[sequence.request] = task.decode
-            if self.worth_fetching(sequence):
-                self.task_group.start_soon(self.copy_prefix, sequence)
+            self.fetch_prefix(sequence)
 
     def committed(self, plan: StepPlan, result: StepResult) -> None:
         done = self.scheduler.commit(plan, result, self.clock())
         send_frames(self, [(sequence, sequence.num_outputs - 1) for sequence in done])
+        self.counters.generation_tokens.inc(len(done))
         for sequence in done:
             self.offer_soon(sequence)
             if sequence.finish is not None:

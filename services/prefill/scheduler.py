@@ -71,6 +71,7 @@ class PrefillScheduler:
 
     def begin_copy(self, sequence: Sequence) -> None:
         """A copy into the sequence's blocks begins: not planned and not freed until `end_copy`."""
+        assert sequence not in self._in_flight, "begin the copy before a step can be planned with it"
         self._copying[sequence] = self._queued.pop(sequence)
 
     def end_copy(self, sequence: Sequence, num_computed: int) -> None:

@@ -1,0 +1,238 @@
+"""A whole Penstock in one event loop and virtual time: real actors, real shared memory, the memory bus, simulated engines.
+
+Everything that can go wrong can be made to: processes die or stop, the bus goes away, messages are lost. Tokens come from a
+hash of the KV that was really read, so any wrong block shows up as a wrong token.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+from anyio.abc import TaskGroup
+
+from common.engine.simulated import BYTES_PER_TOKEN, SimulatedRunner, TokenRule, expected_tokens
+from common.engine.worker import Engine, EngineWorker
+from common.protocol.errors import PenstockError
+from common.protocol.handles import Role
+from common.protocol.messages import SamplingParams
+from common.runtime.actor import Actor
+from common.runtime.memory_bus import MemoryBroker, MemoryBus
+from common.transfer.shm import Segment, ShmTransport
+from services.decode.actor import DecodeActor
+from services.decode.config import DecodeConfig
+from services.draft.actor import DraftActor
+from services.draft.config import DraftConfig
+from services.gateway.actor import GatewayActor
+from services.gateway.config import GatewayConfig
+from services.gateway.requests import GenerationRequest
+from services.kvstore.actor import KvstoreActor
+from services.kvstore.config import KvstoreConfig
+from services.prefill.actor import PrefillActor
+from services.prefill.config import PrefillConfig
+
+BLOCK_TOKENS = 4
+VOCAB = 997
+MAX_CONTEXT = 256
+RULE = TokenRule(VOCAB, repetition=0.5)
+
+
+@dataclass
+class Process:
+    """An actor that runs as if it were a process of its own."""
+
+    actor: Actor
+    bus: MemoryBus
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    ended: anyio.Event = field(default_factory=anyio.Event)
+
+
+@dataclass
+class Outcome:
+    """What a client saw of one request."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+    tokens: list[int] = field(default_factory=list)
+    finish: str | None = None
+    error: PenstockError | None = None
+    ended: bool = False
+
+    @property
+    def expected(self) -> list[int]:
+        return expected_tokens(self.prompt, self.sampling, self.sampling.max_tokens, rule=RULE)
+
+
+class World:
+    def __init__(self, task_group: TaskGroup, shm_dir: Path, *, seed: int = 0, num_blocks: int = 256) -> None:
+        self.task_group = task_group
+        self.shm_dir = shm_dir
+        self.num_blocks = num_blocks
+        self.dice = random.Random(seed)
+        self.broker = MemoryBroker()
+        self.processes: dict[str, Process] = {}
+        self.outcomes: list[Outcome] = []
+        self._born = 0
+
+    # -- processes
+
+    async def start(self, role: Role, *, name: str = "") -> str:
+        """Start a worker and return its id; it may still be loading."""
+        self._born += 1
+        name = name or f"{role}-{self._born}"
+        bus = self.broker.connect(name)
+        process = Process(self._actor(role, name, bus), bus)
+        self.processes[name] = process
+        await self.task_group.start(self._run, process)
+        return name
+
+    async def _run(self, process: Process, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        try:
+            with process.scope:
+                await process.actor.run(task_status=task_status)
+        finally:
+            process.ended.set()
+
+    def _actor(self, role: Role, name: str, bus: MemoryBus) -> Actor:
+        shared = {"worker_id": name, "shm_dir": str(self.shm_dir), "http_port": -1, "model": "simulated"}
+        clock = time.monotonic
+        match role:
+            case "gateway":
+                config = GatewayConfig(**shared, direct_max_tokens=8, canary=False)
+                return GatewayActor(bus=bus, config=config, clock=clock)
+            case "prefill":
+                config = PrefillConfig(**shared, token_budget=16, max_running=8)
+                return PrefillActor(bus=bus, config=config, open_engine=self._open_engine, clock=clock)
+            case "decode":
+                config = DecodeConfig(**shared, token_budget=16, max_running=8)
+                transport = ShmTransport(str(self.shm_dir))
+                return DecodeActor(bus=bus, config=config, open_engine=self._open_engine, transport=transport, clock=clock)
+            case "draft":
+                return DraftActor(bus=bus, config=DraftConfig(**shared), clock=clock)
+            case "kvstore":
+                return KvstoreActor(bus=bus, config=KvstoreConfig(**shared, capacity_mb=1), clock=clock)
+
+    def _open_engine(self, segment_name: str) -> Engine:
+        block_bytes = BLOCK_TOKENS * BYTES_PER_TOKEN
+        segment = Segment.create(
+            self.shm_dir, segment_name, num_blocks=self.num_blocks, block_bytes=block_bytes, fingerprint="simulated"
+        )
+        runner = SimulatedRunner(
+            "instant",
+            storage=segment.blocks,
+            block_tokens=BLOCK_TOKENS,
+            max_context=MAX_CONTEXT,
+            vocab_size=VOCAB,
+            fingerprint="simulated",
+            time_scale=0,
+            rule=RULE,
+        )
+        return Engine(runner, segment)
+
+    def alive(self, role: str) -> list[str]:
+        return [name for name, process in self.processes.items() if process.actor.role == role]
+
+    async def kill(self, name: str) -> None:
+        """kill -9: the process says nothing more, to anyone."""
+        process = self.processes.pop(name)
+        process.bus.kill()
+        process.scope.cancel()
+        await process.ended.wait()
+
+    async def terminate(self, name: str) -> None:
+        """SIGTERM: the process drains and ends."""
+        process = self.processes.pop(name)
+        process.actor.begin_drain()
+        await process.ended.wait()
+        await process.bus.close()
+
+    async def end(self) -> None:
+        for name in list(self.processes):
+            process = self.processes.pop(name)
+            await process.actor.stop()
+            await process.bus.close()
+
+    # -- requests
+
+    @property
+    def gateway(self) -> GatewayActor:
+        actor = self.processes[self.alive("gateway")[0]].actor
+        assert isinstance(actor, GatewayActor)
+        return actor
+
+    def submit(
+        self,
+        prompt: list[int],
+        *,
+        max_tokens: int = 16,
+        seed: int = 1,
+        deadline_s: float = 600,
+        cancel_after_s: float | None = None,
+    ) -> Outcome:
+        outcome = Outcome(prompt, SamplingParams(seed=seed, max_tokens=max_tokens))
+        self.outcomes.append(outcome)
+        request = GenerationRequest(
+            id=f"request-{len(self.outcomes)}", prompt=prompt, sampling=outcome.sampling, deadline_s=deadline_s
+        )
+        self.task_group.start_soon(self._read, self.gateway, request, outcome, cancel_after_s)
+        return outcome
+
+    async def _read(
+        self, gateway: GatewayActor, request: GenerationRequest, outcome: Outcome, cancel_after_s: float | None
+    ) -> None:
+        try:
+            stream = gateway.generate(request)
+        except PenstockError as error:
+            outcome.error, outcome.ended = error, True
+            return
+        with anyio.move_on_after(cancel_after_s):
+            while not outcome.ended:
+                output = await stream.next()
+                outcome.tokens += output.tokens
+                outcome.finish, outcome.error = output.finish, output.error
+                outcome.ended = output.finish is not None or output.error is not None
+        if not outcome.ended:
+            stream.cancel()
+            outcome.ended = True
+
+    # -- promises
+
+    def check_pools(self) -> None:
+        """Every pool's books balance, whatever is going on."""
+        for process in self.processes.values():
+            if isinstance(process.actor, EngineWorker) and process.actor.loaded:
+                process.actor.pool.check()
+
+    def held(self) -> list[str]:
+        """What is still held on workers; empty when everything was given back."""
+        held = []
+        for name, process in self.processes.items():
+            usage = process.actor.presence("ready").kv
+            if usage.owned or usage.leased:
+                held.append(f"{name}: {usage}")
+            if isinstance(process.actor, EngineWorker) and process.actor.loaded and process.actor.scheduler.num_held:
+                held.append(f"{name}: {process.actor.scheduler.num_held} sequences")
+        return held
+
+    async def all_ended(self, within_s: float = 700) -> None:
+        ends_at = time.monotonic() + within_s
+        while not all(outcome.ended for outcome in self.outcomes):
+            assert time.monotonic() < ends_at, [outcome for outcome in self.outcomes if not outcome.ended]
+            await anyio.sleep(0.05)
+
+    async def clean(self, within_s: float) -> None:
+        ends_at = time.monotonic() + within_s
+        while held := self.held():
+            assert time.monotonic() < ends_at, held
+            await anyio.sleep(0.05)
+        self.check_pools()
+
+    def check_outcomes(self) -> None:
+        """No client ever sees a wrong token, whatever happened; and who saw the end saw all of it."""
+        for outcome in self.outcomes:
+            assert outcome.tokens == outcome.expected[: len(outcome.tokens)]
+            if outcome.finish is not None:
+                assert (outcome.finish, len(outcome.tokens)) == ("length", outcome.sampling.max_tokens)
