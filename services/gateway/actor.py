@@ -52,6 +52,8 @@ RENEW_EVERY_S = 1.0
 RENEWALS_PER_MESSAGE = 4096
 FREE_AFTER_S = 0.01
 """Requests that end within this time are let go of with one message per worker."""
+SETTLED_AFTER_S = 0.5
+"""After the bus came back: workers return a little later than we do, and would miss what is sent before."""
 DRAIN_RESERVE_S = 2.0
 """Kept of the drain's time for telling clients that their stream ends here."""
 
@@ -101,6 +103,7 @@ class GatewayActor(Actor):
         )
         self._numbers = itertools.count(1)
         self._outages = 0
+        self._settled_at = clock()
         self._freeing = anyio.Event()
         self._idle = anyio.Event()
         self._front: NatsFront | None = None
@@ -169,7 +172,9 @@ class GatewayActor(Actor):
         self._carry_out()
 
     def connection_changed(self, connected: bool) -> None:
-        if not connected:
+        if connected:
+            self._settled_at = self.clock() + SETTLED_AFTER_S
+        else:
             self._outages += 1
         self.dispatcher.connection_changed(connected, self.clock())
         self._carry_out()
@@ -232,7 +237,7 @@ class GatewayActor(Actor):
             self.task_group.start_soon(self._ask, request.id, ask)
         for tell in self.dispatcher.take_tells():
             self.send(tell.worker, tell.message)
-        if self.dispatcher.has_frees:
+        if self.dispatcher.has_frees and self.bus.connected:
             self._freeing.set()
         if not self.dispatcher.requests:
             self._idle.set()
@@ -275,7 +280,8 @@ class GatewayActor(Actor):
             await self._freeing.wait()
             await anyio.sleep(FREE_AFTER_S)
             self._freeing = anyio.Event()
-            self._send_frees()
+            if self.bus.connected and self.clock() >= self._settled_at:
+                self._send_frees()
 
     def _send_frees(self) -> None:
         for worker, requests in self.dispatcher.take_frees().items():
