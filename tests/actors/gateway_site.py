@@ -39,17 +39,19 @@ from common.protocol.messages import (
 from common.runtime.actor import Actor, WorkerState
 from common.runtime.memory_bus import MemoryBroker, MemoryBus
 from common.runtime.settings import ServiceConfig
+from common.text.bundle import TextBundle
 from services.gateway.actor import GatewayActor
 from services.gateway.config import GatewayConfig
 from services.gateway.requests import GenerationRequest
 from services.gateway.stream import Stream
 
 MODEL = "smollm2-135m-instruct"
+VOCABULARY = 256
 TIMES: dict[str, Any] = {"heartbeat_s": 0.05, "dead_after_s": 0.6, "lease_s": 2.0, "drain_timeout_s": 3.0}
 
 
 def next_token(tokens: list[int]) -> int:
-    return zlib.crc32(token_bytes.pack(tokens)) % 50_000
+    return zlib.crc32(token_bytes.pack(tokens)) % VOCABULARY
 
 
 def expected(prompt: list[int], count: int) -> list[int]:
@@ -237,11 +239,11 @@ class PrefillDouble(Double):
 class Site:
     """Everything in one event loop. `prefill` and `decode` are the doubles, in the order in which they were added."""
 
-    def __init__(self, group: TaskGroup, config: GatewayConfig) -> None:
+    def __init__(self, group: TaskGroup, config: GatewayConfig, bundle: TextBundle | None) -> None:
         self.group = group
         self.broker = MemoryBroker()
         self.gateway_bus = self.broker.connect("gateway")
-        self.gateway = GatewayActor(bus=self.gateway_bus, config=config)
+        self.gateway = GatewayActor(bus=self.gateway_bus, config=config, bundle=bundle)
         self.prefill: list[PrefillDouble] = []
         self.decode: list[DecodeDouble] = []
         self._numbers = 0
@@ -303,11 +305,11 @@ async def read_some(stream: Stream, count: int) -> list[int]:
 
 
 @asynccontextmanager
-async def site(*, prefill: int = 1, decode: int = 1, **settings: Any) -> AsyncIterator[Site]:
+async def site(*, prefill: int = 1, decode: int = 1, bundle: TextBundle | None = None, **settings: Any) -> AsyncIterator[Site]:
     """A running site whose workers the gateway has heard of. No canary unless `canary=True`."""
     options: dict[str, Any] = {"canary": False, "task_timeout_s": 0.5, "stall_s": 0.2, "direct_max_tokens": 4, **TIMES}
     async with anyio.create_task_group() as group:
-        made = Site(group, GatewayConfig(**{**options, **settings}))
+        made = Site(group, GatewayConfig(**{**options, **settings}), bundle)
         for _ in range(prefill):
             await made.add("prefill")
         for _ in range(decode):
