@@ -255,7 +255,7 @@ class GatewayActor(Actor):
             if isinstance(error, NoResponders):
                 self._gone(ask.worker)
             away = self._outages != outages or not self.bus.connected
-            log.info("task_refused", request=request_id, to=ask.worker.id, code=error.code, reason=str(error))
+            log.debug("task_refused", request=request_id, to=ask.worker.id, code=error.code, reason=str(error))
             self.dispatcher.refused(request_id, ask.worker, ask.attempt, error, self.clock(), bus_was_away=away)
         else:
             self.dispatcher.accepted(request_id, ask.worker, ask.attempt, self.clock())

@@ -12,7 +12,7 @@ from common.runtime.settings import ServiceConfig
 class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One gateway process. Times in seconds, sizes in bytes."""
 
-    http_port: Annotated[int, Meta(description="port of the OpenAI API; 0 takes any free one, -1 turns HTTP off")] = 8000
+    http_port: Annotated[int, Meta(ge=-1, le=65535, description="port of the OpenAI API; 0: any free one; -1: no HTTP")] = 8000
     api_key: Annotated[str, Meta(description="clients must send it as a bearer token; empty lets everyone in")] = ""
 
     max_body_bytes: Annotated[int, Meta(description="largest request body over HTTP", ge=1)] = 8 * 1024 * 1024
