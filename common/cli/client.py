@@ -25,20 +25,23 @@ from common.protocol.messages import Presence
 from common.runtime.bus import Bus, BusMessage, Subscription
 
 CONNECT_TIMEOUT_S = 3.0
+HOW_TO_START = "start Penstock with `penstock up`, or name a bus with --nats-url"
 
 
 @asynccontextmanager
-async def connected(url: str, command: str) -> AsyncIterator[Bus]:
+async def connected(
+    url: str, command: str, *, timeout_s: float = CONNECT_TIMEOUT_S, advice: str = HOW_TO_START
+) -> AsyncIterator[Bus]:
     """A connection for one command, closed with the block.
 
-    :raises BusError: nothing answers on `url`; the message says what to do.
+    :raises BusError: nothing answers on `url` within `timeout_s`; the message ends with `advice`.
     """
     from common.runtime.nats_bus import connect  # nats-py takes a while to import
 
     try:
-        bus = await connect(url, name=f"penstock-{command}", connect_timeout_s=CONNECT_TIMEOUT_S)
+        bus = await connect(url, name=f"penstock-{command}", connect_timeout_s=timeout_s)
     except BusError as error:
-        raise BusError(f"no NATS server on {url}: start Penstock with `penstock up`, or name a bus with --nats-url") from error
+        raise BusError(f"no NATS server on {url}: {advice}") from error
     try:
         yield bus
     finally:

@@ -6,21 +6,38 @@ that are slow to import (numpy, nats) are imported by the command that needs the
 
 from __future__ import annotations
 
+import importlib.metadata
 import sys
+from typing import Annotated
 
 import typer
 
 from common.cli import bench, chat, demo, doctor, generate, pull, status, up
-from common.cli.console import err
+from common.cli.console import err, out
 from common.protocol.errors import PenstockError
 
 app = typer.Typer(
     name="penstock",
-    help="Serve open language models from pools of separate prefill, decode, draft and KV-store workers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        out.print(importlib.metadata.version("penstock"))
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Serve open language models from pools of separate prefill, decode, draft and KV-store workers."""
+
 
 app.command("pull")(pull.command)
 app.command("up")(up.command)

@@ -35,6 +35,7 @@ from common.runtime.nats_server import find_binary
 GATEWAY_STAGE, WORKER_STAGE, BUS_STAGE = range(3)
 POLL_S = 0.1
 REMIND_S = 30.0
+BUS_START_TIMEOUT_S = 30.0
 DRAIN_MARGIN_S = 5.0
 MAX_PAYLOAD_BYTES = 8 << 20
 """Prompts travel as token ids, four bytes each: two million of them."""
@@ -86,6 +87,9 @@ async def serve(config: UpConfig, *, starts_bus: bool, config_file: str = "") ->
     commands = [_command(spec) for spec in specs]
     if starts_bus:
         commands.insert(0, _bus_command(config, log_dir))
+    else:
+        async with connected(config.nats_url, "up", advice="start one there, or leave --nats-url out: then `up` starts one"):
+            pass  # better said now than by five processes that wait
     _sweep(config.shm_dir)
     supervisor = Supervisor(
         commands,
@@ -178,7 +182,7 @@ async def _wait_ready(config: UpConfig, specs: Sequence[ProcessSpec]) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("processes"))
     with Progress(*columns, console=err, transient=True) as bar:
         task = bar.add_task(f"loading {config.model}", total=len(specs))
-        async with connected(config.nats_url, "up") as bus:
+        async with connected(config.nats_url, "up", timeout_s=BUS_START_TIMEOUT_S) as bus:
             await bus.subscribe(subjects.any_presence(), heard)
             waited_s = 0.0
             while await http_status(config.http_port, "/ready", host=_reachable(config.http_host)) != 200:

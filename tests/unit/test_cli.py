@@ -79,6 +79,7 @@ async def test_nothing_listening_is_status_zero() -> None:
         (["up", "--model", "no-such-model"], "model_not_found"),
         (["up", "--prefill", "-1"], "config_error"),
         (["up", "--config", "missing.toml"], "missing.toml"),
+        (["up", "--http-port", "0", "--nats-url", "nats://127.0.0.1:9"], "leave --nats-url out"),
         (["generate", "hello", "--nats-url", "nats://127.0.0.1:9"], "penstock up"),
     ],
 )
