@@ -232,7 +232,7 @@ class EngineWorker(Actor):
         held = self.held.get(fetch.request)
         if held is None or held.attempt != fetch.attempt:
             self.send(fetch.gateway, Unknown(worker=self.ref, requests=[(fetch.request, fetch.attempt)]))
-        elif held.num_outputs > fetch.start or held.finish is not None:
+        else:  # an empty frame, when there is nothing new, is a sign of life
             self.send(fetch.gateway, messages.TokenFrames(worker=self.ref, frames=[held.frame(fetch.start)]))
 
     def tick(self, now: float) -> None:

@@ -199,7 +199,8 @@ class DecodeActor(EngineWorker):
 
     def fenced(self) -> None:
         super().fenced()
-        self.drafts.reset()
+        if self.loaded:
+            self.drafts.reset()
 
 
 def covered_blocks(handle: KvHandle, num_tokens: int, block_tokens: int) -> GroupBlocks:

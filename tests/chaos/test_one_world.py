@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from tests.chaos import virtual_time
 from tests.chaos.world import World
 
-Story = Callable[[World], Awaitable[None]]
+Story = Callable[[World], Coroutine[Any, Any, None]]
 ROLES = ("kvstore", "draft", "prefill", "decode", "gateway")
 
 

@@ -7,9 +7,10 @@ later, so that a history depends on nothing but its inputs.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import selectors
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -70,12 +71,9 @@ async def _inline(func: Callable[..., T], *args: Any, **_: Any) -> T:
     return func(*args)
 
 
-def run(main: Callable[[], Awaitable[T]]) -> T:
-    """Run `main()` to its end on a virtual loop."""
-
-    async def body() -> T:
-        return await main()
-
+@contextlib.contextmanager
+def runner() -> Iterator[asyncio.Runner]:
+    """A runner on a virtual loop; several coroutines may be run on it, one after another, and time goes on between them."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         loop = runner.get_loop()
         wall = 1_800_000_000.0
@@ -84,4 +82,10 @@ def run(main: Callable[[], Awaitable[T]]) -> T:
             mock.patch.object(time, "time", lambda: wall + loop.time()),
             mock.patch.object(anyio.to_thread, "run_sync", _inline),
         ):
-            return runner.run(body())
+            yield runner
+
+
+def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run `main()` to its end on a virtual loop."""
+    with runner() as virtual:
+        return virtual.run(main())

@@ -213,8 +213,8 @@ class World:
             usage = process.actor.presence("ready").kv
             if usage.owned or usage.leased:
                 held.append(f"{name}: {usage}")
-            if isinstance(process.actor, EngineWorker) and process.actor.loaded and process.actor.scheduler.num_held:
-                held.append(f"{name}: {process.actor.scheduler.num_held} sequences")
+            if isinstance(process.actor, EngineWorker) and (requests := process.actor.held.keys()):
+                held.append(f"{name}: {requests}")
         return held
 
     async def all_ended(self, within_s: float = 700) -> None:
@@ -235,4 +235,6 @@ class World:
         for outcome in self.outcomes:
             assert outcome.tokens == outcome.expected[: len(outcome.tokens)]
             if outcome.finish is not None:
-                assert (outcome.finish, len(outcome.tokens)) == ("length", outcome.sampling.max_tokens)
+                room = (self.num_blocks - 1) * BLOCK_TOKENS - len(outcome.prompt)
+                assert outcome.finish == "length"
+                assert len(outcome.tokens) == min(outcome.sampling.max_tokens, room)
