@@ -1,0 +1,139 @@
+"""From a model's files and a few settings to a runner. Torch is imported only by `load_runner` of the torch engine.
+
+The fingerprint names weights, precision and cache layout: KV may move only between workers that agree on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from common.cache.spec import CacheLayout, gqa_layout
+from common.engine.plan import Runner
+from common.models.config import ModelConfig, load_config
+from common.models.source import ModelFiles
+from common.protocol.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_MIB = 1 << 20
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one engine. `num_blocks` 0: what `kv_cache_mb` holds. `threads` 0: every core this process may use.
+
+    `profile` and `time_scale` are the simulated engine's.
+    """
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "auto"
+    engine: Literal["torch", "simulated"] = "torch"
+    kv_cache_mb: int = 1024
+    num_blocks: int = 0
+    block_tokens: int = 16
+    threads: int = 0
+    profile: str = "instant"
+    time_scale: float = 1.0
+
+
+def cache_layout(model: ModelConfig, engine: EngineConfig) -> CacheLayout:
+    """The KV layout of `model` under `engine`, sized and with its fingerprint.
+
+    :raises ConfigError: if the settings are impossible, or the cache too small for one block.
+    """
+    dtype = _dtype(engine)
+    if engine.engine == "simulated":
+        from common.engine.simulated import BYTES_PER_TOKEN
+
+        # the simulated engine keeps a hash per token, whatever the model
+        layout = gqa_layout(1, 1, 1, BYTES_PER_TOKEN // 2, engine.block_tokens)
+    else:
+        layout = gqa_layout(model.num_layers, model.num_kv_heads, model.head_dim, _ITEM_BYTES[dtype], engine.block_tokens)
+    num_blocks = engine.num_blocks or engine.kv_cache_mb * _MIB // layout.block_bytes
+    if num_blocks < 1:
+        raise ConfigError(f"kv_cache_mb={engine.kv_cache_mb} holds no block of {layout.block_bytes} bytes; give it more")
+    name = f"{model.identity}/{engine.engine}/{dtype}/{layout.digest()}"
+    return layout.sized(num_blocks, hashlib.blake2b(name.encode(), digest_size=16).hexdigest())
+
+
+def load_runner(
+    files: ModelFiles,
+    engine: EngineConfig,
+    segment_blocks: NDArray[np.uint8],
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Runner:
+    """Loads the weights; blocks for as long as that takes. `on_progress(done_bytes, total_bytes)` is called meanwhile.
+
+    segment_blocks: uint8 [num_blocks, block_bytes], writable; `cache_layout` gives the sizes. The runner keeps KV in it.
+
+    :raises ConfigError: if the settings or the memory don't fit the model, or its files are damaged (`WeightsError`).
+    """
+    model = load_config(files)
+    layout = cache_layout(model, engine)
+    if segment_blocks.dtype != np.uint8 or segment_blocks.ndim != 2 or segment_blocks.shape[1] != layout.block_bytes:
+        raise ConfigError(f"KV memory must be uint8 [num_blocks, {layout.block_bytes}], not {list(segment_blocks.shape)}")
+    if engine.engine == "simulated":
+        return _simulated_runner(model, engine, layout, segment_blocks)
+    return _torch_runner(files, model, engine, layout, segment_blocks, on_progress)
+
+
+def _simulated_runner(
+    model: ModelConfig, engine: EngineConfig, layout: CacheLayout, segment_blocks: NDArray[np.uint8]
+) -> Runner:
+    from common.engine.simulated import SimulatedRunner
+
+    return SimulatedRunner(
+        engine.profile,
+        storage=segment_blocks,
+        block_tokens=engine.block_tokens,
+        max_context=model.max_context,
+        vocab_size=model.vocab_size,
+        fingerprint=layout.fingerprint,
+        time_scale=engine.time_scale,
+    )
+
+
+def _torch_runner(
+    files: ModelFiles,
+    model: ModelConfig,
+    engine: EngineConfig,
+    layout: CacheLayout,
+    segment_blocks: NDArray[np.uint8],
+    on_progress: Callable[[int, int], None] | None,
+) -> Runner:
+    import torch
+
+    from common.engine.runner import TorchRunner
+    from common.models.registry import load_decoder
+
+    threads = engine.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    dtype = getattr(torch, _dtype(engine))
+    decoder = load_decoder(files, model, dtype=dtype, device=torch.device("cpu"), on_progress=on_progress)
+    pool = kv_pool(segment_blocks, model, engine.block_tokens, dtype)
+    return TorchRunner(decoder, pool, fingerprint=layout.fingerprint, threads=threads)
+
+
+def kv_pool(segment_blocks: NDArray[np.uint8], model: ModelConfig, block_tokens: int, dtype: torch.dtype) -> torch.Tensor:
+    """`segment_blocks` seen as [num_blocks, layers, 2, block_tokens, kv_heads, head_dim]; the memory is shared."""
+    import torch
+
+    memory: Any = torch.from_numpy(segment_blocks)
+    return memory.view(dtype).view(-1, model.num_layers, 2, block_tokens, model.num_kv_heads, model.head_dim)
+
+
+def _dtype(engine: EngineConfig) -> str:
+    if engine.device not in ("auto", "cpu"):
+        raise ConfigError(f"device {engine.device!r} is not supported yet; use cpu")
+    dtype = "float32" if engine.dtype == "auto" else engine.dtype
+    if dtype not in _ITEM_BYTES:
+        raise ConfigError(f"dtype {dtype} is not supported on a CPU; use float32 or bfloat16")
+    return dtype

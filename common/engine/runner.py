@@ -1,0 +1,129 @@
+"""Runs step plans on a decoder: flattens a ragged batch, computes it, samples.
+
+Tokens of a step are laid out with the one-token rows (decoding) first, longest context first, so that attention can take
+them as one slice; then every other row. The flat batch is padded to one of few sizes, because a matrix kernel is compiled for
+each size that it meets.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from common.engine.plan import StepPlan, StepResult, StepRow
+from common.engine.sampling import sample_rows
+from common.models.decoder import Decoder, Inputs
+from common.ops.paged_attention import AttentionRow, Scratch, plan_attention
+from common.ops.paged_kv import SlotMapping, clear_tails
+from common.protocol.errors import ConfigError, InvalidParameter
+
+
+class TorchRunner:
+    """`plan.Runner` over a decoder.
+
+    pool: [num_blocks, layers, 2, block_tokens, kv_heads, head_dim], contiguous, in the decoder's dtype.
+
+    :raises ConfigError: if the pool's shape or dtype is not the model's.
+    """
+
+    def __init__(self, decoder: Decoder, pool: torch.Tensor, *, fingerprint: str, threads: int) -> None:
+        config = decoder.config
+        if (
+            pool.ndim != 6
+            or pool.shape[1:3] != (config.num_layers, 2)
+            or pool.shape[4:] != (config.num_kv_heads, config.head_dim)
+        ):
+            raise ConfigError(f"a KV pool of shape {list(pool.shape)} does not fit this model")
+        if pool.dtype != decoder.dtype:
+            raise ConfigError(f"a {pool.dtype} KV pool does not fit a {decoder.dtype} model")
+        self.decoder = decoder
+        self.pool = pool
+        self.num_blocks, self.block_tokens = pool.shape[0], pool.shape[3]
+        self.max_context = config.max_context
+        self.vocab_size = config.vocab_size
+        self.fingerprint = fingerprint
+        self._threads = threads
+        self._scratch = Scratch()
+        self._prepared = threading.local()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """:raises InvalidParameter: if a row can't be run; nothing has been written then."""
+        begun = time.perf_counter()
+        self._prepare_thread()
+        if not plan.rows:
+            return StepResult(rows=[])
+        for row in plan.rows:
+            self._check(row)
+        logits = self.decoder.forward(self._inputs(plan.rows), self.pool)
+        with torch.inference_mode():
+            samples = sample_rows(logits.cpu(), plan.rows)
+        return StepResult(rows=samples, elapsed_s=time.perf_counter() - begun)
+
+    def _prepare_thread(self) -> None:
+        """The number of threads is a property of each calling thread in OpenMP, not of the process."""
+        if not getattr(self._prepared, "done", False):
+            torch.set_num_threads(self._threads)
+            self._prepared.done = True
+
+    def _check(self, row: StepRow) -> None:
+        end = row.start + len(row.tokens)
+        if not row.tokens or row.start < 0 or not 0 <= row.num_samples <= len(row.tokens):
+            raise InvalidParameter(f"a row of {len(row.tokens)} tokens can't give {row.num_samples} samples")
+        if len(row.blocks) * self.block_tokens < end:
+            raise InvalidParameter(f"{len(row.blocks)} blocks of {self.block_tokens} tokens don't hold {end} tokens")
+        if min(row.blocks) < 0 or max(row.blocks) >= self.num_blocks:
+            raise InvalidParameter(f"a row names a block outside the pool of {self.num_blocks}")
+        if min(row.tokens) < 0 or max(row.tokens) >= self.vocab_size:
+            raise InvalidParameter(f"a token id is outside the vocabulary of {self.vocab_size}")
+
+    def _inputs(self, rows: Sequence[StepRow]) -> Inputs:
+        order = sorted(range(len(rows)), key=lambda i: (len(rows[i].tokens) > 1, -rows[i].start))
+        counts = np.array([len(rows[i].tokens) for i in order])
+        starts = np.array([rows[i].start for i in order])
+        firsts = np.cumsum(counts) - counts
+        num_tokens = int(counts.sum())
+        positions = np.repeat(starts - firsts, counts) + np.arange(num_tokens)
+        tokens = np.fromiter((token for i in order for token in rows[i].tokens), np.int64, num_tokens)
+        blocks = np.concatenate([self._blocks_of(rows[i]) for i in order])
+        padding = padded_size(num_tokens) - num_tokens
+
+        first_of = dict(zip(order, firsts.tolist(), strict=True))
+        samples = [
+            first_of[i] + len(row.tokens) - row.num_samples + j for i, row in enumerate(rows) for j in range(row.num_samples)
+        ]
+        attention = [AttentionRow(first_of[i], len(rows[i].tokens), rows[i].start, rows[i].blocks) for i in order]
+        clear_tails(self.pool, [tail for row in rows if (tail := self._new_tail(row))])
+        device = self.pool.device
+        return Inputs(
+            tokens=torch.from_numpy(np.pad(tokens, (0, padding), mode="edge")).to(device),
+            positions=torch.from_numpy(np.pad(positions, (0, padding), mode="edge")).to(device),
+            highest=int(positions.max()),
+            slots=SlotMapping(self.pool, blocks, positions % self.block_tokens),
+            attention=plan_attention(self.pool, self.decoder.config.num_heads, attention, num_tokens + padding, self._scratch),
+            samples=torch.tensor(samples, dtype=torch.int64, device=device),
+        )
+
+    def _blocks_of(self, row: StepRow) -> np.ndarray:
+        """The block of each of the row's tokens, int64 [tokens]."""
+        if len(row.tokens) == 1:
+            return np.array([row.blocks[row.start // self.block_tokens]], np.int64)
+        indices = np.arange(row.start, row.start + len(row.tokens)) // self.block_tokens
+        return np.asarray(row.blocks, np.int64)[indices]
+
+    def _new_tail(self, row: StepRow) -> tuple[int, int] | None:
+        """(block, offset) of what this step leaves unwritten in a block that it enters."""
+        end = row.start + len(row.tokens)
+        offset = end % self.block_tokens
+        if offset == 0 or end - offset < row.start:
+            return None
+        return row.blocks[end // self.block_tokens], offset
+
+
+def padded_size(num_tokens: int) -> int:
+    """The next size with at most five significant bits: exact up to 32, at most 6 % more above."""
+    step = 1 << max(0, (num_tokens - 1).bit_length() - 5)
+    return -(-num_tokens // step) * step

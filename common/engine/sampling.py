@@ -1,0 +1,79 @@
+"""From logits and `SamplingParams` to tokens: what `ops.sample` draws, after penalties, biases and minimum lengths.
+
+The order is penalties, logit bias, `min_tokens`; then temperature, min-p, top-k, top-p (see `ops.sample`). Log-probabilities
+are those of the untouched logits. A token depends on its logits, its request's parameters and its position, and on nothing
+else: not on the batch, and not on whether it was guessed before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from common.engine.plan import RowSamples, StepRow
+from common.ops.logprobs import top_logprobs
+from common.ops.penalties import apply_penalties
+from common.ops.sample import Draw, sample_tokens
+from common.protocol.errors import InvalidParameter
+from common.protocol.messages import SamplingParams, TokenLogprobs
+
+
+def sample_rows(logits: torch.Tensor, rows: Sequence[StepRow]) -> list[RowSamples]:
+    """logits: float32 [samples, vocab] on the CPU, the samples of all rows one after the other; left as they are.
+
+    :raises InvalidParameter: if a row wants penalties and brings no history.
+    """
+    draws: list[Draw] = []
+    changed = logits
+    for row in rows:
+        params = row.sampling
+        for sample in range(row.num_samples):
+            end = row.start + len(row.tokens) - row.num_samples + sample + 1  # position of the token to be drawn
+            if _adjusts(params, end - row.prompt_tokens):
+                changed = logits.clone() if changed is logits else changed
+                _adjust(changed[len(draws)], row, end)
+            draws.append(Draw(params.temperature, params.top_k, params.top_p, params.min_p, params.seed, end))
+    tokens = sample_tokens(changed, draws)
+    results: list[RowSamples] = []
+    at = 0
+    for row in rows:
+        span = range(at, at + row.num_samples)
+        logprobs = None
+        if row.sampling.logprobs >= 0:
+            logprobs = [TokenLogprobs(*top_logprobs(logits[i], tokens[i], row.sampling.logprobs)) for i in span]
+        results.append(RowSamples(tokens=[tokens[i] for i in span], logprobs=logprobs))
+        at += row.num_samples
+    return results
+
+
+def _adjusts(params: SamplingParams, output_index: int) -> bool:
+    return bool(params.logit_bias) or penalised(params) or (output_index < params.min_tokens and bool(params.stop_token_ids))
+
+
+def penalised(params: SamplingParams) -> bool:
+    """Whether a row's `history` is needed."""
+    return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+
+
+def _adjust(logits: torch.Tensor, row: StepRow, end: int) -> None:
+    """Changes `logits` [vocab] for the token at position `end`; proposed tokens before it count as output."""
+    params = row.sampling
+    if penalised(params):
+        if len(row.history) < end:
+            raise InvalidParameter(f"penalties at position {end} need as many tokens of history, not {len(row.history)}")
+        apply_penalties(
+            logits,
+            row.history[: row.prompt_tokens],
+            row.history[row.prompt_tokens : end],
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+            repetition=params.repetition_penalty,
+        )
+    values = logits.numpy()
+    biases = {token: bias for token, bias in params.logit_bias.items() if 0 <= token < len(values)}
+    if biases:
+        values[list(biases)] += np.array(list(biases.values()), np.float32)
+    if end - row.prompt_tokens < params.min_tokens:
+        values[[token for token in params.stop_token_ids if 0 <= token < len(values)]] = -np.inf

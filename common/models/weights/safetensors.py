@@ -1,0 +1,72 @@
+"""Weights in a folder of *.safetensors files: one file, or shards named by `model.safetensors.index.json`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from common.models.weights.base import WeightsError
+
+_INDEX = "model.safetensors.index.json"
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+class SafetensorsWeights:
+    """A `WeightSource` over mapped files.
+
+    :raises WeightsError: if a file is missing, damaged, or the index names tensors that are in no shard.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, Any] = {}
+        self._bytes: dict[str, int] = {}
+        index = _read_index(folder)
+        names = sorted(set(index.values())) if index else sorted(path.name for path in folder.glob("*.safetensors"))
+        if not names:
+            raise WeightsError(f"{folder} holds no .safetensors file")
+        for name in names:
+            self._open(folder / name, index)
+        if missing := sorted(set(index) - set(self.shapes)):
+            raise WeightsError(f"{_INDEX} names {missing[0]} ({len(missing)} tensors) that no shard holds")
+
+    def _open(self, path: Path, index: dict[str, str]) -> None:
+        try:
+            file: Any = safe_open(path, framework="pt")
+            for name in file.keys():  # noqa: SIM118 — a safe_open handle is no mapping
+                if index and index.get(name) != path.name:
+                    continue
+                view = file.get_slice(name)
+                if view.get_dtype() not in _ITEM_BYTES:
+                    raise WeightsError(f"{name} in {path.name} is {view.get_dtype()}; floating-point weights are supported")
+                self.shapes[name] = tuple(view.get_shape())
+                self._bytes[name] = math.prod(self.shapes[name]) * _ITEM_BYTES[view.get_dtype()]
+                self._files[name] = file
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(f"{path} can't be read: {error}") from error
+
+    def size_bytes(self, name: str) -> int:
+        return self._bytes[name]
+
+    def read(self, name: str) -> torch.Tensor:
+        try:
+            return self._files[name].get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(f"{name} can't be read: {error}") from error
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """Tensor name → file name; empty when the weights are not sharded."""
+    path = folder / _INDEX
+    if not path.is_file():
+        return {}
+    try:
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+        return {str(name): Path(file).name for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{path} is damaged: {error!r}") from error
