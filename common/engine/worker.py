@@ -111,21 +111,30 @@ class EngineWorker(Actor):
     def make_scheduler(self) -> Scheduler: ...
 
     @abstractmethod
-    def committed(self, plan: StepPlan, result: StepResult) -> None:
-        """Commit a step to the scheduler and tell whom it concerns."""
+    def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
+        """Commit a step to the scheduler. What is returned tells everyone concerned; it is called once the next step runs."""
 
     async def work(self) -> None:
-        """Plan, execute, commit, for ever. Messages are handled while a step runs; the scheduler defers what it must."""
+        """Plan, execute, commit, for ever. While a step runs, messages are handled and the step before is reported.
+
+        What a message changes meanwhile, a cancel above all, the scheduler defers where the running step depends on it.
+        """
         loop = asyncio.get_running_loop()
+        report = _nothing
         while True:
             plan = self.scheduler.plan(self.clock())
             if plan is None:
                 self._wake = anyio.Event()
+                report()
+                report = _nothing
                 await self._wake.wait()
                 continue
             began = self.clock()
+            running = loop.run_in_executor(self._thread, self.engine.runner.execute, plan)
+            report()
+            report = _nothing
             try:
-                result = await loop.run_in_executor(self._thread, self.engine.runner.execute, plan)
+                result = await running
             except Exception:
                 log.exception("step_failed", step=plan.step, rows=len(plan.rows))
                 self.counters.step_failures.inc()
@@ -133,10 +142,10 @@ class EngineWorker(Actor):
                     self.fail(sequence, "internal_error", "the engine failed on this request; see the worker's log")
                 continue
             self._measure(plan, self.clock() - began)
-            self.committed(plan, result)
+            report = self.commit(plan, result)
 
     def wake(self) -> None:
-        """Something can be planned that could not be before."""
+        """Something can be planned that could not be before: a sequence came, a copy has ended, or blocks were given back."""
         self._wake.set()
 
     async def drain(self) -> None:
@@ -191,6 +200,7 @@ class EngineWorker(Actor):
         if sequence is not None:
             self.scheduler.cancel(sequence)
             self.dropped(sequence)
+            self.wake()  # somebody may have waited for its blocks
 
     def dropped(self, sequence: Sequence) -> None:
         """A held request was let go of: free what the subclass holds for it."""
@@ -240,6 +250,7 @@ class EngineWorker(Actor):
             log.warning("request_expired", request=request, reason="no gateway renewed it")
             self.scheduler.cancel(sequence)
             self.dropped(sequence)
+            self.wake()
         wall_ms = time.time() * 1000
         for sequence in [s for s in self.held.values() if s.generation.deadline_ms < wall_ms]:
             self.drop(sequence.request)
@@ -281,6 +292,7 @@ class EngineWorker(Actor):
             await self.store.offer(hashes, blocks)
         finally:
             self.pool.release(blocks)
+            self.wake()
 
     def offer_soon(self, sequence: Sequence) -> None:
         """Offer the full blocks of a sequence in the background; call before its blocks are freed."""
@@ -322,6 +334,10 @@ class EngineWorker(Actor):
         if plan.num_tokens >= 4 * len(plan.rows):
             weight = 0.1 if self.prefill_tokens_per_s else 1.0
             self.prefill_tokens_per_s += weight * (plan.num_tokens / elapsed_s - self.prefill_tokens_per_s)
+
+
+def _nothing() -> None:
+    """There is no step to report."""
 
 
 def send_frames(worker: Actor, news: Iterable[tuple[Sequence, int]]) -> None:

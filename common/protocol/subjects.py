@@ -71,6 +71,10 @@ def presence(role: str, worker: str) -> str:
     return f"{INTERNAL}.presence.{token(role, what='role')}.{token(worker, what='worker id')}"
 
 
+def presence_of(role: str) -> str:
+    return f"{INTERNAL}.presence.{token(role, what='role')}.*"
+
+
 def any_presence() -> str:
     return f"{INTERNAL}.presence.>"
 

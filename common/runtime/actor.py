@@ -19,7 +19,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, get_args, get_args
 
 import anyio
 from anyio.abc import TaskGroup, TaskStatus
@@ -51,6 +51,8 @@ class Actor:
     """Base of all services' actors. Everything runs in one event loop; no method may be called from another thread."""
 
     role: ClassVar[Role]
+    hears: ClassVar[tuple[Role, ...]] = get_args(Role)
+    """Whose heartbeats this role needs. Everyone hearing everyone would cost the square of their number."""
 
     def __init__(self, *, bus: Bus, config: ServiceConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self.bus = bus
@@ -213,7 +215,9 @@ class Actor:
     async def _subscribe(self) -> None:
         inbox = subjects.inbox(self.role, self.ref.id)
         self._subscriptions.append(await self.bus.subscribe(inbox, self._on_message))
-        self._subscriptions.append(await self.bus.subscribe(subjects.any_presence(), self._on_presence))
+        mine = subjects.presence(self.role, self.ref.id)  # another process under our name
+        for heard in (*map(subjects.presence_of, self.hears), *(() if self.role in self.hears else (mine,))):
+            self._subscriptions.append(await self.bus.subscribe(heard, self._on_presence))
 
     async def _leave(self) -> None:
         """Stop listening first, so that who asks now is told that nobody is here; then send what is left."""

@@ -38,7 +38,7 @@ from common.runtime import logs
 from common.runtime.bus import Bus
 from common.transfer.base import Transport
 from services.decode.config import DecodeConfig
-from services.decode.scheduler import DecodeScheduler
+from services.decode.scheduler import DecodeScheduler, Progress
 from services.decode.speculation import DraftBook, SpeculationPolicy
 
 log = logs.get("decode")
@@ -46,6 +46,7 @@ log = logs.get("decode")
 
 class DecodeActor(EngineWorker):
     role = "decode"
+    hears = ("prefill", "draft", "kvstore")
     config: DecodeConfig
     scheduler: DecodeScheduler
 
@@ -158,8 +159,14 @@ class DecodeActor(EngineWorker):
 
     # -- steps
 
-    def committed(self, plan: StepPlan, result: StepResult) -> None:
+    def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
         progress = self.scheduler.commit(plan, result, self.clock())
+        for done in progress:
+            self.drafts.record(done.sequence.request, done.proposed, done.accepted)
+        return lambda: self.report(progress)
+
+    def report(self, progress: list[Progress]) -> None:
+        """Tell the gateways and the draft workers what a step did."""
         send_frames(self, [(done.sequence, done.start) for done in progress])
         for done in progress:
             self.counters.generation_tokens.inc(done.sequence.num_outputs - done.start)
@@ -167,7 +174,6 @@ class DecodeActor(EngineWorker):
                 self.counters.drafts.inc()
                 self.counters.draft_tokens.inc(done.proposed)
                 self.counters.accepted_tokens.inc(done.accepted)
-            self.drafts.record(done.sequence.request, done.proposed, done.accepted)
             if done.sequence.finish is not None:
                 self.drafts.close(done.sequence.request)
         for worker, message in self.drafts.messages(self.ref):

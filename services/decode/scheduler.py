@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.engine.plan import StepPlan, StepResult
+from common.engine.plan import StepPlan, StepResult, StepRow
 from common.engine.sequence import Sequence, SequenceCache
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
 from services.decode.speculation import accept
@@ -126,10 +126,10 @@ class DecodeScheduler:
         """The next step, or None when there is nothing to run."""
         assert not self._in_flight, "one step at a time"
         self._resume()
-        rows, budget = [], self.token_budget
+        rows: list[StepRow] = []
         decoding = [s for s in self._running if s.num_uncomputed == 1]
         self.begin_step(len(decoding))
-        budget -= len(decoding)  # each decodes one token, whatever others want to verify
+        budget = self.token_budget - len(decoding)  # each decodes one token, whatever others want to verify
         for sequence in decoding:
             if sequence not in self._running or not self._make_room(sequence):
                 continue
@@ -137,7 +137,7 @@ class DecodeScheduler:
             rows.append(sequence.row(1, proposal))
             self._in_flight.append(sequence)
             budget -= len(proposal)
-        budget = max(budget, 1 if not rows else 0)
+        budget = max(budget, 0 if rows else 1)
         for sequence in [s for s in self._running if s.num_uncomputed > 1]:
             if budget <= 0:
                 break

@@ -37,6 +37,7 @@ MAX_QUEUED = 256
 
 class DraftActor(Actor):
     role = "draft"
+    hears = ("decode",)
     config: DraftConfig
 
     def __init__(

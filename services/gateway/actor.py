@@ -62,6 +62,7 @@ class GatewayActor(Actor):
     """`bundle`: tokenizer and template of the model; without it there are no edges, only `generate`."""
 
     role = "gateway"
+    hears = ("prefill", "decode", "draft", "kvstore")
     config: GatewayConfig
 
     def __init__(

@@ -60,6 +60,7 @@ class Hold(msgspec.Struct):
 
 class KvstoreActor(Actor):
     role = "kvstore"
+    hears = ("prefill", "decode")
     config: KvstoreConfig
 
     def __init__(self, *, bus: Bus, config: KvstoreConfig, clock: Callable[[], float] = time.monotonic) -> None:

@@ -56,6 +56,7 @@ class Leased:
 
 class PrefillActor(EngineWorker):
     role = "prefill"
+    hears = ("kvstore",)
     config: PrefillConfig
     scheduler: PrefillScheduler
 
@@ -108,8 +109,12 @@ class PrefillActor(EngineWorker):
             self.decode_for[sequence.request] = task.decode
             self.fetch_prefix(sequence)
 
-    def committed(self, plan: StepPlan, result: StepResult) -> None:
+    def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
         done = self.scheduler.commit(plan, result, self.clock())
+        return lambda: self.report(done)
+
+    def report(self, done: list[Sequence]) -> None:
+        """First tokens go to their gateways, and the KV behind them to the decode workers."""
         send_frames(self, [(sequence, sequence.num_outputs - 1) for sequence in done])
         self.counters.generation_tokens.inc(len(done))
         for sequence in done:
