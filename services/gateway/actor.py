@@ -40,6 +40,7 @@ from services.gateway.canary import Canary
 from services.gateway.config import GatewayConfig
 from services.gateway.dispatch import Dispatcher
 from services.gateway.http import create_app
+from services.gateway.inflow import Inflow
 from services.gateway.nats_front import NatsFront
 from services.gateway.requests import GenerationRequest, Request
 from services.gateway.router import Router
@@ -105,6 +106,7 @@ class GatewayActor(Actor):
         self._numbers = itertools.count(1)
         self._outages = 0
         self._settled_at = clock()
+        self._inflow = Inflow(self._take_frames)
         self._freeing = anyio.Event()
         self._idle = anyio.Event()
         self._front: NatsFront | None = None
@@ -128,6 +130,7 @@ class GatewayActor(Actor):
     # -- life
 
     async def work(self) -> None:
+        self.task_group.start_soon(self._inflow.run)
         self.task_group.start_soon(self._free_for_ever)
         self.task_group.start_soon(self._renew_for_ever)
         self.task_group.start_soon(self.canary.run)
@@ -169,6 +172,7 @@ class GatewayActor(Actor):
         self._carry_out()
 
     def peer_lost(self, peer: Presence) -> None:
+        self._inflow.flush()
         self.dispatcher.worker_lost(peer.worker, self.clock())
         self._carry_out()
 
@@ -189,10 +193,12 @@ class GatewayActor(Actor):
     # -- what workers say
 
     def handle(self, message: Message, reply: str) -> None:
+        if isinstance(message, TokenFrames):
+            self._inflow.put(message)
+            return
+        self._inflow.flush()
         now = self.clock()
         match message:
-            case TokenFrames():
-                self.dispatcher.frames(message, now)
             case HandedOff():
                 self.dispatcher.handed_off(message, now)
             case HandoffFailed():
@@ -201,6 +207,10 @@ class GatewayActor(Actor):
                 self.dispatcher.unknown(message, now)
             case _:
                 log.warning("unexpected_message", message=type(message).__name__)
+        self._carry_out()
+
+    def _take_frames(self, message: TokenFrames) -> None:
+        self.dispatcher.frames(message, self.clock())
         self._carry_out()
 
     # -- inside

@@ -1,0 +1,65 @@
+"""Token frames on their way into the gateway: one slice of a step's message per turn of the event loop.
+
+A step of a full decode worker brings hundreds of frames, and each wakes a stream that writes to a socket: milliseconds in
+which nobody else would be heard. So first tokens go first, and the rest goes in slices, between which new requests and
+other workers get their turn. Frames of one request stay in order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import anyio
+import anyio.lowlevel
+
+from common.protocol.handles import WorkerRef
+from common.protocol.messages import TokenFrame, TokenFrames
+
+SLICE_FRAMES = 24
+"""About half a millisecond of work, the streams' writes included."""
+
+
+class Inflow:
+    """`take(message)` is called with each slice."""
+
+    def __init__(self, take: Callable[[TokenFrames], None]) -> None:
+        self._take = take
+        self._waiting: deque[tuple[WorkerRef, deque[TokenFrame]]] = deque()
+        self._arrived = anyio.Event()
+
+    def put(self, message: TokenFrames) -> None:
+        """A small message is taken at once, unless others wait."""
+        if not self._waiting and len(message.frames) <= SLICE_FRAMES:
+            self._take(message)
+            return
+        first, rest = [], deque[TokenFrame]()
+        for frame in message.frames:
+            if frame.start == 0:  # nothing of its request can be waiting
+                first.append(frame)
+            else:
+                rest.append(frame)
+        if first:
+            self._take(TokenFrames(worker=message.worker, frames=first))
+        if rest:
+            self._waiting.append((message.worker, rest))
+            self._arrived.set()
+
+    def flush(self) -> None:
+        """Take everything now: something else is about to be decided on what frames say."""
+        while self._waiting:
+            worker, frames = self._waiting.popleft()
+            self._take(TokenFrames(worker=worker, frames=list(frames)))
+
+    async def run(self) -> None:
+        """Take what waits, a slice per turn, for ever."""
+        while True:
+            self._arrived = anyio.Event()
+            while self._waiting:
+                worker, frames = self._waiting[0]
+                part = [frames.popleft() for _ in range(min(SLICE_FRAMES, len(frames)))]
+                if not frames:
+                    self._waiting.popleft()
+                self._take(TokenFrames(worker=worker, frames=part))
+                await anyio.lowlevel.checkpoint()
+            await self._arrived.wait()
