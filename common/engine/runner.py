@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from common.engine.plan import StepPlan, StepResult, StepRow
-from common.engine.sampling import sample_rows
+from common.engine.sampling import penalised, sample_rows
 from common.models.decoder import Decoder, Inputs
 from common.ops.paged_attention import AttentionRow, Scratch, plan_attention
 from common.ops.paged_kv import SlotMapping, clear_tails
@@ -79,6 +79,8 @@ class TorchRunner:
             raise InvalidParameter(f"a row names a block outside the pool of {self.num_blocks}")
         if min(row.tokens) < 0 or max(row.tokens) >= self.vocab_size:
             raise InvalidParameter(f"a token id is outside the vocabulary of {self.vocab_size}")
+        if row.num_samples and penalised(row.sampling) and len(row.history) < end:
+            raise InvalidParameter(f"penalties need the row's {end} tokens as history, not {len(row.history)}")
 
     def _inputs(self, rows: Sequence[StepRow]) -> Inputs:
         order = sorted(range(len(rows)), key=lambda i: (len(rows[i].tokens) > 1, -rows[i].start))

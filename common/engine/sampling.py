@@ -16,14 +16,13 @@ from common.engine.plan import RowSamples, StepRow
 from common.ops.logprobs import top_logprobs
 from common.ops.penalties import apply_penalties
 from common.ops.sample import Draw, sample_tokens
-from common.protocol.errors import InvalidParameter
 from common.protocol.messages import SamplingParams, TokenLogprobs
 
 
 def sample_rows(logits: torch.Tensor, rows: Sequence[StepRow]) -> list[RowSamples]:
     """logits: float32 [samples, vocab] on the CPU, the samples of all rows one after the other; left as they are.
 
-    :raises InvalidParameter: if a row wants penalties and brings no history.
+    Rows that are `penalised` bring their history.
     """
     draws: list[Draw] = []
     changed = logits
@@ -61,8 +60,6 @@ def _adjust(logits: torch.Tensor, row: StepRow, end: int) -> None:
     """Changes `logits` [vocab] for the token at position `end`; proposed tokens before it count as output."""
     params = row.sampling
     if penalised(params):
-        if len(row.history) < end:
-            raise InvalidParameter(f"penalties at position {end} need as many tokens of history, not {len(row.history)}")
         apply_penalties(
             logits,
             row.history[: row.prompt_tokens],

@@ -53,7 +53,7 @@ class _Layer:
 
 
 class Decoder:
-    """Weights and the forward pass. The KV pool comes with each call: `[num_blocks, layers, 2, block_tokens, kv_heads, head_dim]`.
+    """Weights and the forward pass. The KV pool (see `ops.paged_kv`) comes with each call.
 
     :raises WeightsError: if the weights don't fit `config`.
     """

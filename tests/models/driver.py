@@ -1,0 +1,79 @@
+"""Drives a runner through whole sequences, as a scheduler would: blocks, chunks, decode steps, ragged starts and ends."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from common.engine.load import EngineConfig, cache_layout, load_runner
+from common.engine.plan import Runner, StepPlan, StepRow
+from common.models.config import load_config
+from common.models.source import ModelFiles
+from common.protocol.messages import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def open_runner(files: ModelFiles, *, num_blocks: int = 400, threads: int = 1, **settings: object) -> Runner:
+    engine = EngineConfig(num_blocks=num_blocks, threads=threads, **settings)  # type: ignore[arg-type]
+    layout = cache_layout(load_config(files), engine)
+    # stale bytes of an earlier owner, as NaN: nothing may read what was not written
+    memory = np.full((layout.num_blocks, layout.block_bytes), 0xFF, np.uint8)
+    return load_runner(files, engine, memory)
+
+
+@dataclass
+class Request:
+    """One request. `begins`: the step from which on it may run. `chunk`: prompt tokens per step."""
+
+    prompt: list[int]
+    num_tokens: int
+    sampling: SamplingParams = GREEDY
+    chunk: int = 1 << 30
+    begins: int = 0
+    output: list[int] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.output
+
+    @property
+    def done(self) -> bool:
+        return len(self.output) >= self.num_tokens
+
+
+def run(runner: Runner, sequences: Sequence[Request], *, seed: int = 0) -> list[list[int]]:
+    """All sequences to their ends, in shared steps; blocks are handed out in random order and reused."""
+    free = list(range(runner.num_blocks))
+    random.Random(seed).shuffle(free)
+    step = 0
+    while not all(one.done for one in sequences):
+        active = [one for one in sequences if not one.done and one.begins <= step]
+        plan = StepPlan(step=step, rows=[_row(one, runner.block_tokens, free) for one in active])
+        for one, row, samples in zip(active, plan.rows, runner.execute(plan).rows, strict=True):
+            one.computed += len(row.tokens)
+            one.output += samples.tokens
+            if one.done:
+                free += one.blocks
+        step += 1
+    return [one.output for one in sequences]
+
+
+def _row(one: Request, block_tokens: int, free: list[int]) -> StepRow:
+    end = min(one.computed + one.chunk, len(one.tokens))
+    while len(one.blocks) * block_tokens < end:
+        one.blocks.append(free.pop(0))
+    return StepRow(
+        tokens=one.tokens[one.computed : end],
+        start=one.computed,
+        blocks=one.blocks,
+        num_samples=int(end == len(one.tokens)),
+        sampling=one.sampling,
+        prompt_tokens=len(one.prompt),
+        history=one.tokens[:end],
+    )

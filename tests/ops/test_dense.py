@@ -1,0 +1,99 @@
+"""Linears, norms, rotation and gate equal their references, and a row's bits don't depend on the rows beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.ops.linear import linear, pack_linear
+from common.ops.linear_reference import linear_reference
+from common.ops.rms_norm import rms_norm
+from common.ops.rms_norm_reference import rms_norm_reference
+from common.ops.rope import apply_rope
+from common.ops.rope_reference import apply_rope_reference
+from common.ops.silu_mul import silu_mul
+from common.ops.silu_mul_reference import silu_mul_reference
+
+ROWS = [1, 2, 3, 5, 8, 17, 32, 33, 100, 257]
+SHAPES = [(960, 576), (576, 1536), (128, 64), (77, 100), (512, 4096)]
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear_equals_its_reference(dtype: torch.dtype, out_features: int, in_features: int, biased: bool) -> None:
+    weight = (torch.randn(out_features, in_features) * in_features**-0.5).to(dtype)
+    bias = torch.randn(out_features).to(dtype) if biased else None
+    packed = pack_linear(weight, bias)
+    for rows in ROWS:
+        x = torch.randn(rows, in_features).to(dtype)
+        expected = linear_reference(x.double(), weight.double(), None if bias is None else bias.double())
+        torch.testing.assert_close(linear(x, packed).double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
+def test_a_row_of_a_linear_has_the_same_bits_in_every_batch(
+    out_features: int, in_features: int, packing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not packing:
+        monkeypatch.setattr("common.ops.linear._can_pack", lambda dtype: False)
+    weight = pack_linear(torch.randn(out_features, in_features), torch.randn(out_features))
+    assert weight.packed == packing
+    x = torch.randn(600, in_features)
+    whole = linear(x, weight)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2) if packing else (1,):
+            torch.set_num_threads(count)
+            for rows in ROWS:
+                assert torch.equal(linear(x[-rows:], weight), whole[-rows:]), (rows, count)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [16, 100, 576, 4096])
+def test_rms_norm(dtype: torch.dtype, size: int) -> None:
+    x, weight = (torch.randn(300, size) * 3).to(dtype), torch.randn(size).to(dtype)
+    whole = rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(whole, rms_norm_reference(x, weight, 1e-5), atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    for rows in ROWS:
+        assert torch.equal(rms_norm(x[-rows:], weight, 1e-5), whole[-rows:])
+
+
+@pytest.mark.parametrize(("heads", "dim"), [(12, 64), (1, 2), (6, 40)])
+def test_rope(heads: int, dim: int) -> None:
+    angles = torch.randn(50, 1, dim // 2)
+    cos = torch.cat((angles.cos(), angles.cos()), -1)
+    sin = torch.cat((-angles.sin(), angles.sin()), -1)
+    x = torch.randn(50, heads + 1, dim)[:, 1:]  # a view, as the decoder passes
+    torch.testing.assert_close(apply_rope(x, cos, sin), apply_rope_reference(x, cos, sin))
+    assert torch.equal(apply_rope(x[7:8], cos[7:8], sin[7:8]), apply_rope(x, cos, sin)[7:8])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [32, 128, 1536])
+def test_silu_mul(dtype: torch.dtype, size: int) -> None:
+    gate_up = torch.randn(300, 2 * size).to(dtype)
+    whole = silu_mul(gate_up)
+    torch.testing.assert_close(whole, silu_mul_reference(gate_up), atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    for rows in ROWS:
+        assert torch.equal(silu_mul(gate_up[-rows:]), whole[-rows:])
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    weight = pack_linear(torch.randn(8, 4))
+    with pytest.raises(ValueError, match="linear takes"):
+        linear(torch.randn(2, 5), weight)
+    with pytest.raises(ValueError, match="linear weight"):
+        pack_linear(torch.randn(8, 4), torch.randn(4))
+    with pytest.raises(ValueError, match="float32 or bfloat16"):
+        pack_linear(torch.randn(8, 4).double())
+    with pytest.raises(ValueError, match="rms_norm"):
+        rms_norm(torch.randn(2, 5), torch.randn(4), 1e-5)
+    with pytest.raises(ValueError, match="rope"):
+        apply_rope(torch.randn(2, 3, 4), torch.randn(2, 4), torch.randn(2, 4))
+    with pytest.raises(ValueError, match="silu_mul"):
+        silu_mul(torch.randn(2, 5))
