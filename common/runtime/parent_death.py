@@ -33,6 +33,12 @@ def guard() -> None:
         die_with_parent(int(parent), signal.SIGHUP)
 
 
+def unguard() -> None:
+    """Get no more such signals. A parent with threads is a chain of parents: as it dies, each of them sends one."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0, 0, 0, 0)
+
+
 if __name__ == "__main__":
     die_with_parent(int(os.environ.pop(PARENT_VARIABLE)), signal.Signals[sys.argv[1]])
     os.execv(sys.argv[2], sys.argv[2:])

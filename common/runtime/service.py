@@ -86,6 +86,7 @@ class _Signals:
                 if number == signal.SIGHUP or self._asked or self.actor is None or not self.actor.running:
                     log.warning("exiting_at_once", signal=number.name)
                     self.status = 128 + number if self._asked else 0
+                    parent_death.unguard()  # while this still catches signals: the next SIGHUP would end the clean-up
                     signal.alarm(FORCED_EXIT_S)
                     everything.cancel()
                     return
