@@ -8,6 +8,8 @@ The life of a sequence here:
 
 Nothing is owed to anyone here: a draft worker may be slow, wrong or dead, and costs its decode workers speed alone. When
 updates come faster than they are served, all that have arrived are applied, and only then are guesses made, once each.
+A `DraftClose` may be lost like any message: a mirror that nothing was heard of for a lease is forgotten, and so are all when
+the bus was away. Who goes on with one has a gap then, and sends it whole.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from common.runtime.actor import Actor, WorkerState
 from common.runtime.bus import Bus
 from services.draft.config import DraftConfig
 from services.draft.ngram import NgramProposer
-from services.draft.proposer import Proposer
+from services.draft.proposer import MirrorKey, Proposer
 
 log = logs.get("draft")
 
@@ -58,6 +60,7 @@ class DraftActor(Actor):
         self._queue: deque[DraftUpdate | DraftClose] = deque(maxlen=MAX_QUEUED)
         self._wake = anyio.Event()
         self._heard_at: dict[WorkerRef, float] = {}
+        self._updated_at: dict[MirrorKey, float] = {}  # least recently updated first
         self._num_proposals = self.metrics.counter("draft_proposals_total", "Sequences a guess was sent for")
         self._num_tokens = self.metrics.counter("draft_proposed_tokens_total", "Tokens of these guesses")
         self._num_resyncs = self.metrics.counter("draft_resyncs_total", "Mirrors that had a gap and were asked for again")
@@ -91,7 +94,7 @@ class DraftActor(Actor):
             self._heard_at[message.decode] = self.clock()
             if isinstance(message, DraftClose):
                 for sequence in message.sequences:
-                    self.proposer.close((message.decode, sequence))
+                    self._close((message.decode, sequence))
                     fresh.get(message.decode, {}).pop(sequence, None)
                 continue
             for row in message.rows:
@@ -106,8 +109,11 @@ class DraftActor(Actor):
                 self.send(decode, DraftResync(draft=self.ref, sequences=list(sequences)))
 
     def _update(self, decode: WorkerRef, row: DraftRow) -> bool:
+        key = (decode, row.sequence)
+        self._updated_at.pop(key, None)
+        self._updated_at[key] = self.clock()
         try:
-            return self.proposer.update((decode, row.sequence), row.base, row.tokens)
+            return self.proposer.update(key, row.base, row.tokens)
         except ProtocolError as error:
             log.warning("update_refused", decode=decode.id, sequence=row.sequence, reason=str(error))
             return True  # sent again it would be refused again
@@ -137,20 +143,37 @@ class DraftActor(Actor):
         )
 
     def tick(self, now: float) -> None:
-        """Free the mirrors of decode workers that were never heard to live, or are silent since they were lost."""
+        """Free the mirrors of decode workers that were never heard to live, or are silent since they were lost; and those
+        that nothing was heard of for a lease."""
         for decode, heard_at in list(self._heard_at.items()):
             known = self.registry.get(decode.id)
             if (known is None or known.worker != decode) and now - heard_at > self.config.dead_after_s:
                 self._forget(decode)
+        for key, updated_at in list(self._updated_at.items()):
+            if now - updated_at <= self.config.lease_s:
+                break
+            self._close(key)
+
+    def connection_changed(self, connected: bool) -> None:
+        if connected:
+            self._forget_all()
 
     def peer_lost(self, peer: Presence) -> None:
         if peer.worker.role == "decode":
             self._forget(peer.worker)
 
     def fenced(self) -> None:
+        self._forget_all()
+
+    def _forget_all(self) -> None:
         self._queue.clear()
         self._heard_at.clear()
+        self._updated_at.clear()
         self.proposer.clear()
+
+    def _close(self, key: MirrorKey) -> None:
+        self._updated_at.pop(key, None)
+        self.proposer.close(key)
 
     def _forget(self, decode: WorkerRef) -> None:
         self._queue = deque((message for message in self._queue if message.decode != decode), MAX_QUEUED)

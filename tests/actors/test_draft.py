@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import ClassVar
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
 
@@ -150,6 +151,33 @@ async def test_mirrors_of_a_decode_worker_that_was_never_heard_are_freed() -> No
         draft.handle(DraftUpdate(decode=decoder.ref, rows=[DraftRow("a", 0, [1])]), "")
         await until(lambda: len(draft.proposer) == 1)
         await until(lambda: len(draft.proposer) == 0)
+
+
+async def test_a_mirror_whose_close_was_lost_is_forgotten_after_a_lease() -> None:
+    broker = MemoryBroker()
+    decoder, draft = Decoder(broker), make_draft(broker, msgspec.structs.replace(DRAFT, lease_s=0.3))
+    async with running(decoder, draft):
+        decoder.update(draft, DraftRow("a", 0, [1, 2]), DraftRow("b", 0, [1, 2]))
+        await until(lambda: len(draft.proposer) == 2)
+        for base in range(2, 12):
+            decoder.update(draft, DraftRow("b", base, [base]))
+            await anyio.sleep(0.05)
+        assert len(draft.proposer) == 1, "the one that goes on stays"
+        assert not decoder.resyncs
+
+
+async def test_an_outage_of_the_bus_loses_closes_so_no_mirror_outlives_it() -> None:
+    broker = MemoryBroker()
+    decoder, draft = Decoder(broker), make_draft(broker)
+    async with running(decoder, draft):
+        decoder.update(draft, DraftRow("a", 0, [1, 2]), DraftRow("b", 0, [1, 2]))
+        await until(lambda: len(draft.proposer) == 2)
+        broker.stop()
+        broker.start()
+        await until(lambda: draft.bus.connected and not len(draft.proposer))
+        decoder.update(draft, DraftRow("b", 2, [3]))
+        await until(lambda: bool(decoder.resyncs))
+        assert decoder.resyncs == [DraftResync(draft=draft.ref, sequences=["b"])]
 
 
 async def test_a_fenced_draft_worker_drops_its_mirrors() -> None:

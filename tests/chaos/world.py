@@ -215,6 +215,8 @@ class World:
                 held.append(f"{name}: {usage}")
             if isinstance(process.actor, EngineWorker) and (requests := process.actor.held.keys()):
                 held.append(f"{name}: {requests}")
+            if isinstance(process.actor, DraftActor) and (mirrors := len(process.actor.proposer)):
+                held.append(f"{name}: {mirrors} mirrors")
         return held
 
     async def all_ended(self, within_s: float = 700) -> None:
