@@ -112,7 +112,7 @@ async def closed_loop(ask: Ask, requests: int, concurrency: int) -> Report:
     report = Report(requests=requests, failed=0, elapsed_s=0.0, timings=[])
     numbers = iter(range(requests))
     started = time.monotonic()
-    with Progress(console=err, transient=True) as bar:
+    with Progress(console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("requests", total=requests)
 
         async def client() -> None:

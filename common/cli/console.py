@@ -64,7 +64,7 @@ def download_bar(label: str) -> Iterator[Callable[[int, int], None]]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=err, transient=True) as bar:
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task(label, total=None)
 
         def report(done_bytes: int, total_bytes: int) -> None:

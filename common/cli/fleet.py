@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from common.protocol.handles import Role
 from common.runtime.settings import ServiceConfig
+
+Dtype = Literal["", "auto", "float32", "bfloat16", "float16"]
 
 MAX_THREADS = 8
 """Decoding is bound by memory: more threads than this make a small model slower, not faster."""
@@ -27,7 +29,7 @@ class UpConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     decode: Annotated[int, Meta(ge=0, le=256, description="decode workers")] = 1
     draft: Annotated[int, Meta(ge=0, le=256, description="draft workers")] = 1
     kvstore: Annotated[int, Meta(ge=0, le=256, description="KV stores")] = 1
-    dtype: Annotated[str, Meta(description="auto, float32, bfloat16 or float16")] = ""
+    dtype: Annotated[Dtype, Meta(description="auto, float32, bfloat16 or float16")] = ""
     threads: Annotated[int, Meta(ge=0, description="CPU threads per prefill and decode worker; 0: share the cores out")] = 0
     kv_cache_mb: Annotated[int, Meta(ge=0, description="KV blocks of each prefill and decode worker, MiB")] = 0
     log_dir: Annotated[str, Meta(description="keep the processes' logs here")] = ""

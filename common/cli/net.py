@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 import anyio
@@ -11,33 +12,42 @@ from common.protocol.errors import ConfigError
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
     """Whether a server could listen there now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
+    try:
+        _listen(port, host)
+    except OSError:
+        return False
     return True
 
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A port that nobody listens on. Another process may take it first; then the server that wanted it says so."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    return _listen(0, host)
 
 
 def claim_port(port: int, flag: str, *, host: str = "127.0.0.1", hint: str = "") -> int:
     """`port` if it is free, any free one for 0.
 
-    :raises ConfigError: if it is in use; the message names the flag.
+    :raises ConfigError: if nothing can listen there; the message says what to change.
     """
-    if port == 0:
-        return free_port(host)
-    if not is_free(port, host):
-        raise ConfigError(f"port {port} is in use: stop what listens there or choose another with {flag}{hint}", param=flag)
-    return port
+    try:
+        return _listen(port, host)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            advice = f"stop what listens there or choose another with {flag}{hint}"
+            raise ConfigError(f"port {port} is in use: {advice}", param=flag) from error
+        if error.errno == errno.EACCES:
+            raise ConfigError(f"port {port} is for root alone: choose one from 1024 up with {flag}", param=flag) from error
+        reason = (error.strerror or "unknown").lower()
+        raise ConfigError(f"can't listen on {host}: {reason}; is it an address of this machine?", param=flag) from error
+
+
+def _listen(port: int, host: str) -> int:
+    """The port that a listener gets which is closed at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+        return int(probe.getsockname()[1])
 
 
 async def http_status(port: int, path: str, *, host: str = "127.0.0.1", timeout_s: float = 2.0) -> int:

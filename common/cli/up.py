@@ -68,6 +68,8 @@ def command(
     ensure(settings.model)
 
     starts_bus = not settings.nats_url
+    if starts_bus and not settings.decode:
+        raise ConfigError("--decode 0: nobody would write answers; start at least one, or join workers with --nats-url")
     http = claim_port(settings.http_port, "--http-port", host=settings.http_host)
     if starts_bus:
         hint = "; if a nats-server is there, join it with --nats-url"
@@ -83,14 +85,14 @@ async def serve(config: UpConfig, *, starts_bus: bool, config_file: str = "") ->
     :raises ChildFailed: (in a group) if a process keeps crashing before everything was ready once.
     """
     specs = processes(config, cores=usable_cores(), config_file=config_file)
+    if not starts_bus:
+        async with connected(config.nats_url, "up", advice="start one there, or leave --nats-url out: then `up` starts one"):
+            pass  # better said now than by five processes that wait
+    _sweep(config.shm_dir)
     log_dir = _log_dir(config)
     commands = [_command(spec) for spec in specs]
     if starts_bus:
         commands.insert(0, _bus_command(config, log_dir))
-    else:
-        async with connected(config.nats_url, "up", advice="start one there, or leave --nats-url out: then `up` starts one"):
-            pass  # better said now than by five processes that wait
-    _sweep(config.shm_dir)
     supervisor = Supervisor(
         commands,
         log_dir=log_dir,
@@ -180,7 +182,7 @@ async def _wait_ready(config: UpConfig, specs: Sequence[ProcessSpec]) -> None:
             (ready if presence.state == "ready" else unready).add(presence.worker.id)
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("processes"))
-    with Progress(*columns, console=err, transient=True) as bar:
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task(f"loading {config.model}", total=len(specs))
         async with connected(config.nats_url, "up", timeout_s=BUS_START_TIMEOUT_S) as bus:
             await bus.subscribe(subjects.any_presence(), heard)

@@ -267,7 +267,8 @@ def _pull_hub(repo: str, revision: str | None, report: Progress) -> ModelFiles:
         with _reporting(blobs, 0, report):
             snapshot_download(repo, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED)
     except Exception as error:  # the hub client raises its own, its HTTP client's and OS errors, depending on its version
-        raise PullFailed(f"could not fetch {repo} from Hugging Face: {error}", param="model") from error
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise PullFailed(f"could not fetch {repo} from Hugging Face: {reason}", param="model") from error
     found = _hub_cached(repo, revision)
     if found is None:
         raise PullFailed(f"{repo} has no config.json with .safetensors weights: it can't be served", param="model")

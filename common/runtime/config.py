@@ -222,11 +222,14 @@ def _convert(field: _Field, given: _Given) -> Any:
     try:
         return msgspec.convert(value, field.type, strict=not given.is_text, dec_hook=_decode_path)
     except (msgspec.ValidationError, ValueError) as error:
-        raise ConfigError(f"{given.source}: {_sentence(error)}, got {given.value!r}", param=field.name) from error
+        raise ConfigError(f"{given.source}: {_sentence(error, field)}, got {given.value!r}", param=field.name) from error
 
 
-def _sentence(error: Exception) -> str:
-    return str(error).split(" - at `$")[0]
+def _sentence(error: Exception, field: _Field) -> str:
+    bare = _bare(field.type)
+    if typing.get_origin(bare) is typing.Literal:
+        return f"expected one of {', '.join(str(choice) for choice in typing.get_args(bare) if choice != '')}"
+    return str(error).split(" - at `$")[0].replace("`", "").replace("Expected", "expected")
 
 
 def _decode_path(kind: type, value: Any) -> Any:

@@ -20,6 +20,8 @@ from common.runtime.actor import Actor
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_TIMEOUT_S = 5
 """What responses get to finish after the actor has drained: all that is left to do is to write."""
+BREAK_OFF_S = 1
+"""What they get when the process ends at once. Not 0: uvicorn would call that an error even when nothing was running."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -77,7 +79,7 @@ class HttpServer(uvicorn.Server):
     def finish(self, *, at_once: bool) -> None:
         """Accept nothing more, let running responses end (or break them off), then return from `run_until_finished`."""
         if at_once:
-            self.config.timeout_graceful_shutdown = 0
+            self.config.timeout_graceful_shutdown = BREAK_OFF_S
         self.should_exit = True
 
 

@@ -77,7 +77,10 @@ async def test_nothing_listening_is_status_zero() -> None:
     ("arguments", "message"),
     [
         (["up", "--model", "no-such-model"], "model_not_found"),
-        (["up", "--prefill", "-1"], "config_error"),
+        (["up", "--prefill", "-1"], "--prefill: expected int >= 0"),
+        (["up", "--decode", "0"], "--decode 0: nobody would write answers"),
+        (["up", "--dtype", "int3"], "--dtype: expected one of auto, float32"),
+        (["up", "--http-host", "192.0.2.1"], "can't listen on 192.0.2.1"),
         (["up", "--config", "missing.toml"], "missing.toml"),
         (["up", "--http-port", "0", "--nats-url", "nats://127.0.0.1:9"], "leave --nats-url out"),
         (["generate", "hello", "--nats-url", "nats://127.0.0.1:9"], "penstock up"),
@@ -88,7 +91,7 @@ def test_errors_are_one_line_without_a_traceback(arguments: list[str], message: 
         [sys.executable, "-m", "common.cli", *arguments], capture_output=True, text=True, timeout=60, check=False
     )
     assert ended.returncode == 1
-    assert message in ended.stderr
+    assert message in ended.stderr and ended.stderr.count("\n") == 1
     assert "Traceback" not in ended.stderr and not ended.stdout
 
 
