@@ -67,7 +67,13 @@ def download_bar(label: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task(label, total=None)
 
+        told = err.is_terminal
+
         def report(done_bytes: int, total_bytes: int) -> None:
+            nonlocal told
+            if not told:  # no bar into a file, but a line
+                told = True
+                err.print(label)
             bar.update(task, completed=done_bytes, total=total_bytes or None)
 
         yield report
