@@ -280,10 +280,12 @@ class EngineWorker(Actor):
         copied = 0
         try:
             hashes = self.cache.hash(sequence, len(sequence.tokens) - 1)
-            if len(hashes) > have:
-                copied = await self.store.fetch(hashes[have:], sequence.blocks[have : len(hashes)])
+            copied = await self.store.fetch(hashes[have:], sequence.blocks[have : len(hashes)])
         finally:
-            self.scheduler.end_copy(sequence, (have + copied) * self.cache.block_tokens)
+            num_computed = (have + copied) * self.cache.block_tokens
+            sequence.num_cached = min(num_computed, sequence.generation.prompt_tokens)
+            self.counters.prefix_hits.inc(copied * self.cache.block_tokens)
+            self.scheduler.end_copy(sequence, num_computed)
             self.wake()
 
     async def offer(self, blocks: list[int], hashes: list[bytes]) -> None:

@@ -80,7 +80,6 @@ class PrefillScheduler:
             self.cache.close(sequence)
             return
         sequence.num_computed = max(sequence.num_computed, num_computed)
-        sequence.num_cached = max(sequence.num_cached, min(sequence.num_computed, sequence.generation.prompt_tokens))
         self._queued[sequence] = since
 
     def plan(self, now: float) -> StepPlan | None:
