@@ -142,8 +142,11 @@ class Actor:
         if reply:
             self._outbox.put(reply, messages.encode(message))
 
-    async def ask(self, to: WorkerRef, message: Message, timeout_s: float) -> Message:
+    async def ask(self, to: WorkerRef, message: Message, timeout_s: float, *, repeat: bool = False) -> Message:
         """Send after everything sent before, and wait for the answer. A `Rejected` is returned, not raised.
+
+        `repeat`: asking twice is the same as asking once, so when the bus was away meanwhile the question is asked again
+        instead of raising RequestTimeout at once.
 
         :raises NoResponders: the process is gone. Not raised soon after the bus came back, when it may not have returned
             yet: then the question is asked again until `timeout_s` is over.
@@ -162,6 +165,9 @@ class Actor:
                 if self._is_settled(self.clock()):
                     raise
                 await anyio.sleep(min(RETRY_NO_RESPONDERS_S, left_s))
+            except RequestTimeout:
+                if not repeat:
+                    raise
         raise RequestTimeout(f"no answer from {to.id} within {timeout_s:g} s")
 
     def announce(self) -> None:

@@ -64,7 +64,8 @@ class Bus(Protocol):
     ) -> BusMessage:
         """Publish with a reply inbox and wait for one answer.
 
-        :raises NoResponders: nobody subscribes: the process is gone. :raises RequestTimeout: nobody answered in time.
+        :raises NoResponders: nobody subscribes: the process is gone. :raises RequestTimeout: nobody answered in time, or
+            the server came back from being away, and the question or its answer may be lost.
         :raises PayloadTooLarge: before anything is sent. :raises BusClosed: after close.
         """
         ...

@@ -306,6 +306,7 @@ class MemoryBus:
             while self._outgoing:
                 self._broker._carry(self, self._outgoing.popleft())
             self._outgoing_bytes = 0
+            self._replies.interrupt()
         else:
             self._broker._detach(self)
             for subscription, _ in self._arrived:

@@ -294,6 +294,8 @@ class NatsBus:
         if connected == self._connected or self._closed:
             return
         self._connected = connected
+        if connected:
+            self._replies.interrupt()
         for callback in self._callbacks:
             callback(connected)
 

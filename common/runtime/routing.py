@@ -86,6 +86,12 @@ class PendingReplies:
         if future is not None and not future.done():
             future.set_result(message)
 
+    def interrupt(self) -> None:
+        """The server was away: questions and answers under way may be lost, so nobody waits for them any longer."""
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(RequestTimeout("the bus was away, and may have lost the question or its answer"))
+
     async def wait(self, subject: str, future: asyncio.Future[BusMessage], timeout_s: float, *, target: str) -> BusMessage:
         """:raises NoResponders, RequestTimeout: as `Bus.request` says."""
         try:

@@ -257,7 +257,7 @@ class GatewayActor(Actor):
         """Give a worker a task, and tell the dispatcher what it answered."""
         outages = self._outages
         try:
-            answer = await self.ask(ask.worker, ask.message, self.config.task_timeout_s)
+            answer = await self.ask(ask.worker, ask.message, self.config.task_timeout_s, repeat=True)
             if isinstance(answer, Rejected):
                 raise from_wire(answer.code, answer.message)
             if not isinstance(answer, Accepted):

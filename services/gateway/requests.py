@@ -141,6 +141,8 @@ class Request:
         self, worker: WorkerRef, attempt: int, error: PenstockError, now: float, *, bus_was_away: bool = False
     ) -> Actions:
         """The task was rejected, or nobody answered it in time (then the worker may hold it all the same)."""
+        if attempt == self.attempt and self.state in _HELD and worker in self.holders:
+            return NOTHING  # its frames came, and only its answer was lost
         if attempt != self.attempt or self.state is not State.PLACING:
             return [Free(worker, attempt)] if isinstance(error, errors.RequestTimeout) else NOTHING
         if not isinstance(error, errors.RequestTimeout):

@@ -141,7 +141,7 @@ class PrefillActor(EngineWorker):
         self.leases.grant(lease, decode, leased, self.clock())
         self.lease_of[sequence.request] = (sequence.attempt, lease)
         try:
-            answer = await self.ask(decode, self.kv_ready(sequence, lease), self.config.handoff_timeout_s)
+            answer = await self.ask(decode, self.kv_ready(sequence, lease), self.config.handoff_timeout_s, repeat=True)
             if isinstance(answer, Rejected):
                 raise ProtocolError(answer.code)
             if not isinstance(answer, Accepted):

@@ -110,6 +110,34 @@ def pair() -> tuple[MemoryBroker, Gateway, Worker]:
     return broker, Gateway(broker.connect("gateway")), Worker(broker.connect("worker"))
 
 
+async def test_a_question_that_the_bus_lost_is_asked_again_when_it_is_back():
+    broker, gateway, worker = pair()
+    async with running(gateway, worker):
+        undo = broker.drop(lambda message: message.data == messages.encode(Accepted(worker=worker.ref)))
+        answers: list[Message] = []
+
+        async def ask() -> None:
+            answers.append(await gateway.ask(worker.ref, ReleaseLease(leases=["a"]), 10.0, repeat=True))
+
+        async def ask_once() -> None:
+            with pytest.raises(RequestTimeout):
+                await gateway.ask(worker.ref, ReleaseLease(leases=["b"]), 10.0)
+            answers.append(Cancel(requests=[]))
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask)
+            group.start_soon(ask_once)
+            await until(lambda: len(worker.got) == 2)
+            undo()
+            broker.stop()
+            broker.start()
+            await until(lambda: len(answers) == 2, 2.0)
+        assert Accepted(worker=worker.ref) in answers
+        assert sorted(str(message) for message in worker.got) == sorted(
+            str(ReleaseLease(leases=[lease])) for lease in ("a", "a", "b")
+        )
+
+
 async def test_an_asked_worker_answers_after_everything_sent_to_it_before():
     _, gateway, worker = pair()
     async with running(gateway, worker):

@@ -104,6 +104,14 @@ def test_a_request_goes_through_prefill_and_decode_to_its_end() -> None:
     assert (output.tokens, output.finish, output.cached_tokens) == ([100, 101, 102], "length", 2)
 
 
+def test_a_worker_whose_answer_was_lost_but_whose_tokens_came_keeps_the_request() -> None:
+    request = make()
+    request.place(None, D1, 0.0)
+    request.frame(D1, frame(request, 0, [100]), 0.1)
+    assert request.refused(D1, 1, errors.RequestTimeout("no answer"), 4.0) == ()
+    assert request.holder == D1
+
+
 def test_the_direct_path_needs_no_prefill_worker() -> None:
     request = make()
     assert isinstance(next_task(request, None, D1), DecodeTask)
