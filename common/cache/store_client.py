@@ -18,7 +18,7 @@ import anyio.to_thread
 import numpy as np
 
 from common.protocol.errors import PenstockError, ProtocolError, StaleHandle, from_wire
-from common.protocol.handles import WorkerRef
+from common.protocol.handles import WorkerRef, new_lease
 from common.protocol.messages import (
     BlockCommit,
     BlockGrant,
@@ -137,9 +137,13 @@ class StoreClient:
         self._failures.labels(error.code).inc()
         self._skip_until[store] = self.actor.clock() + SKIP_FAILED_S
 
-    async def _ask(self, store: WorkerRef, message: Message) -> Message:
+    async def _ask(self, store: WorkerRef, question: BlockLookup | BlockOffer) -> Message:
         """:raises PenstockError: no answer, or a refusal."""
-        answer = await self.actor.ask(store, message, ASK_TIMEOUT_S)
+        try:
+            answer = await self.actor.ask(store, question, ASK_TIMEOUT_S)
+        except BaseException:  # too late, or not waited for: the store may have granted it all the same
+            self.actor.send(store, ReleaseLease(leases=[question.lease]))
+            raise
         if isinstance(answer, Rejected):
             raise from_wire(answer.code, answer.message)
         return answer
@@ -148,7 +152,7 @@ class StoreClient:
 
     async def _look_up(self, store: WorkerRef, hashes: list[bytes], found: list[BlockLease]) -> None:
         try:
-            lookup = BlockLookup(holder=self.actor.ref, fingerprint=self.fingerprint, hashes=hashes)
+            lookup = BlockLookup(holder=self.actor.ref, fingerprint=self.fingerprint, hashes=hashes, lease=new_lease())
             answer = await self._ask(store, lookup)
             if not isinstance(answer, BlockLease):
                 raise ProtocolError(f"{type(answer).__name__} in answer to a lookup")
@@ -203,7 +207,13 @@ class StoreClient:
     # -- offer
 
     async def _offer_to(self, store: WorkerRef, hashes: list[bytes], blocks: Sequence[int]) -> None:
-        offer = BlockOffer(holder=self.actor.ref, fingerprint=self.fingerprint, block_bytes=self.blocks.shape[1], hashes=hashes)
+        offer = BlockOffer(
+            holder=self.actor.ref,
+            fingerprint=self.fingerprint,
+            block_bytes=self.blocks.shape[1],
+            hashes=hashes,
+            lease=new_lease(),
+        )
         grant = await self._ask(store, offer)
         if not isinstance(grant, BlockGrant):
             raise ProtocolError(f"{type(grant).__name__} in answer to an offer")

@@ -219,11 +219,15 @@ class ReleaseLease(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class BlockLookup(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """worker → kvstore: which leading part of this hash chain do you hold? Answered by BlockLease."""
+    """worker → kvstore: which leading part of this hash chain do you hold? Answered by BlockLease.
+
+    The holder names the lease, so that it can release one whose answer it never got. Empty: the store names it.
+    """
 
     holder: WorkerRef
     fingerprint: str
     hashes: list[bytes]
+    lease: str = ""
 
 
 class BlockLease(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -241,12 +245,13 @@ class BlockLease(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class BlockOffer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """worker → kvstore: I can give you these blocks. Answered by BlockGrant."""
+    """worker → kvstore: I can give you these blocks. Answered by BlockGrant. `lease` as in BlockLookup."""
 
     holder: WorkerRef
     fingerprint: str
     block_bytes: int
     hashes: list[bytes]
+    lease: str = ""
 
 
 class BlockGrant(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from typing import ClassVar, Literal, get_args, get_args
+from typing import ClassVar, Literal, get_args
 
 import anyio
 from anyio.abc import TaskGroup, TaskStatus

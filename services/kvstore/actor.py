@@ -167,6 +167,12 @@ class KvstoreActor(Actor):
             case _:
                 log.warning("unexpected_message", message=type(message).__name__)
 
+    def _name(self, question: BlockLookup | BlockOffer) -> str:
+        """:raises InvalidParameter: the holder's name for the lease is taken."""
+        if question.lease in self.leases:
+            raise InvalidParameter("there is a lease of this name", param="lease")
+        return question.lease or new_lease()
+
     def _lookup(self, lookup: BlockLookup) -> BlockLease:
         self._num_lookups.inc()
         self._num_looked_up.inc(len(lookup.hashes))
@@ -176,8 +182,8 @@ class KvstoreActor(Actor):
             return BlockLease(store=self.ref, lease="", blocks=[], generations=[])
         self.arenas.move_to_end(lookup.fingerprint)
         self._num_hits.inc(len(slots))
+        lease = self._name(lookup)
         arena.index.lease(slots)
-        lease = new_lease()
         self.leases.grant(lease, lookup.holder, Hold(arena, slots, writing=False), self.clock())
         return BlockLease(
             store=self.ref,
@@ -191,12 +197,13 @@ class KvstoreActor(Actor):
     def _grant(self, offer: BlockOffer) -> BlockGrant:
         """:raises PenstockError: there is no memory for this fingerprint."""
         arena = self._arena_for(offer)
+        lease = self._name(offer)
         evicted_before = arena.index.evicted
         granted = arena.reserve(offer.hashes)
         self._num_evicted.inc(arena.index.evicted - evicted_before)
         if not granted:
             return BlockGrant(store=self.ref, lease="", indices=[], blocks=[])
-        lease, slots = new_lease(), [slot for _, slot in granted]
+        slots = [slot for _, slot in granted]
         self.leases.grant(lease, offer.holder, Hold(arena, slots, writing=True), self.clock())
         return BlockGrant(
             store=self.ref, lease=lease, indices=[index for index, _ in granted], blocks=slots, segment=arena.segment.name

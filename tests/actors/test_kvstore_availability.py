@@ -16,6 +16,8 @@ from common.cache import store_client
 from common.protocol import messages
 from common.protocol.errors import ConfigError
 from common.protocol.messages import (
+    BlockGrant,
+    BlockLease,
     BlockLookup,
     BlockOffer,
     KvUsage,
@@ -71,6 +73,34 @@ async def test_a_store_that_does_not_answer_is_left_alone_for_a_while(site: Site
         await until(lambda: worker.store.available)
         await worker.store.offer(CHAIN, range(10))
         assert await worker.store.fetch(CHAIN, range(10)) == 10
+
+
+async def test_a_store_that_answers_too_late_gets_back_what_it_granted(site: Site, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(store_client, "SKIP_FAILED_S", 0.05)
+    store, worker = site.make_store(lease_s=60.0), site.make_worker(fill=1)
+    async with running(store, worker):
+        await worker.store.offer(CHAIN[:4], range(4))
+        await until(lambda: store.usage().cached == 4)
+        undo = site.broker.drop(
+            lambda message: bool(message.data) and isinstance(messages.decode(message.data), BlockLease | BlockGrant)
+        )
+        assert await worker.store.fetch(CHAIN, range(10)) == 0
+        await until(lambda: worker.store.available)
+        await worker.store.offer(CHAIN, range(10))
+        undo()
+        await settled(store, KvUsage(total=16, free=12, cached=4))
+
+
+async def test_a_lease_of_the_same_name_is_refused(site: Site):
+    store, worker = site.make_store(), site.make_worker(fill=1)
+    async with running(store, worker):
+        offer = BlockOffer(holder=worker.ref, fingerprint="m", block_bytes=BLOCK_BYTES, hashes=CHAIN[:2], lease="mine")
+        assert isinstance(await worker.ask_store(store, offer), BlockGrant)
+        again = msgspec.structs.replace(offer, hashes=CHAIN[2:])
+        assert isinstance(answer := await worker.ask_store(store, again), Rejected)
+        assert answer.code == "invalid_parameter"
+        worker.send(store.ref, ReleaseLease(leases=["mine"]))
+        await settled(store, KvUsage(total=16, free=16))
 
 
 async def test_nobody_asks_a_store_while_the_bus_is_away(site: Site):
