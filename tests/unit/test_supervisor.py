@@ -24,7 +24,7 @@ def python(program: str) -> list[str]:
 
 async def until(condition: Callable[[], object], seconds: float = 10) -> None:
     ended = time.monotonic() + seconds
-    while not condition() and time.monotonic() < ended:  # noqa: ASYNC110 (the condition is another process's doing)
+    while not condition() and time.monotonic() < ended:
         await anyio.sleep(0.02)
     assert condition()
 
