@@ -1,3 +1,3 @@
-"""Fixtures live beside what they start: `tests/fixtures/nats.py` (a real nats-server), `tests/fixtures/model.py` (real weights)."""
+"""Fixtures live in `tests/fixtures`: `nats.py` starts a real nats-server, `model.py` fetches real weights."""
 
 pytest_plugins = ["tests.fixtures.model", "tests.fixtures.nats"]

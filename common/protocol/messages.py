@@ -31,7 +31,7 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the token at a position is chosen. A pure function of logits, these and the position: see DESIGN.
+    """How the token at a position is chosen. A pure function of logits, these and the position: see docs/architecture.md.
 
     `seed` is always set (the gateway draws one when the client gave none). Filters off: `top_k=0`, `top_p=1`, `min_p=0`.
     `logprobs`: -1 none, 0 the chosen token only, n > 0 also the n likeliest. `stop_token_ids` holds the model's

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from common.runtime.service import main
-
 from common.engine.open import open_engine
+from common.runtime.service import main
 from common.transfer.shm import ShmTransport
 from services.decode.actor import DecodeActor
 from services.decode.config import DecodeConfig

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from common.runtime.service import main
-
 from services.draft.actor import DraftActor
 from services.draft.config import DraftConfig
 

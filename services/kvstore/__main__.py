@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from common.runtime.service import main
-
 from services.kvstore.actor import KvstoreActor
 from services.kvstore.config import KvstoreConfig
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from common.runtime.service import main
-
 from common.engine.open import open_engine
+from common.runtime.service import main
 from services.prefill.actor import PrefillActor
 from services.prefill.config import PrefillConfig
 
