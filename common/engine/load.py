@@ -109,6 +109,8 @@ def _torch_runner(
     segment_blocks: NDArray[np.uint8],
     on_progress: Callable[[int, int], None] | None,
 ) -> Runner:
+    # Threads that wait by spinning slow a machine with more workers than cores tenfold and more; it is read at import.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
     from common.engine.runner import TorchRunner

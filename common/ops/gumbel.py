@@ -30,10 +30,8 @@ def gumbel_noise(seed: int, position: int, tokens: NDArray[np.int64]) -> NDArray
 
     :raises ValueError: for a position out of range.
     """
-    if not 0 <= position <= MASK32:
-        raise ValueError(f"position {position} is not in [0, 2^32)")
-    words = _philox(tokens.astype(np.uint64), position, (seed & MASK32, seed >> 32 & MASK32))
-    uniform = words.astype(np.float64)
+    lanes = noise_words(seed, position, tokens >> 2)
+    uniform = np.choose(tokens & 3, lanes).astype(np.float64)
     uniform += 0.5
     uniform *= 2.0**-32
     np.log(uniform, out=uniform)
@@ -43,21 +41,28 @@ def gumbel_noise(seed: int, position: int, tokens: NDArray[np.int64]) -> NDArray
     return uniform.astype(np.float32)
 
 
-def _philox(tokens: NDArray[np.uint64], position: int, key: tuple[int, int]) -> NDArray[np.uint64]:
-    """The 32-bit word of each token; `philox_reference` with the lane picked at the end."""
-    c0 = tokens >> np.uint64(2)
+def noise_words(seed: int, position: int, quads: NDArray[np.int64]) -> tuple[NDArray[np.uint64], ...]:
+    """quads: int64 [n], token ids divided by four. Returns the 32-bit words of the four tokens of each quad, [n] each.
+
+    :raises ValueError: for a position out of range.
+    """
+    if not 0 <= position <= MASK32:
+        raise ValueError(f"position {position} is not in [0, 2^32)")
+    c0 = quads.astype(np.uint64)
     c1, c2, c3 = (np.full_like(c0, word) for word in (position, 0, 0))
-    k0, k1 = key
+    high = np.empty_like(c0)
+    k0, k1 = seed & MASK32, seed >> 32 & MASK32
     for _ in range(ROUNDS):
         c0 *= _FACTORS[0]
         c2 *= _FACTORS[1]
-        c1 ^= c2 >> _SHIFT
+        np.right_shift(c2, _SHIFT, out=high)
+        c1 ^= high
         c1 ^= np.uint64(k0)
-        c3 ^= c0 >> _SHIFT
+        np.right_shift(c0, _SHIFT, out=high)
+        c3 ^= high
         c3 ^= np.uint64(k1)
         c0 &= _LOW
         c2 &= _LOW
         c0, c1, c2, c3 = c1, c2, c3, c0
         k0, k1 = (k0 + WEYL[0]) & MASK32, (k1 + WEYL[1]) & MASK32
-    lanes = (tokens & np.uint64(3)).astype(np.intp)
-    return np.choose(lanes, (c0, c1, c2, c3))
+    return c0, c1, c2, c3

@@ -1,4 +1,4 @@
-"""Sampling: published Philox values, equality with the reference, the right distribution, ties, penalties, log-probabilities."""
+"""Sampling: published Philox words, equality with the reference, the right distribution, ties, penalties, logprobs."""
 
 from __future__ import annotations
 
