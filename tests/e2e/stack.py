@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +57,7 @@ class Stack:
         self.engine_flags = engine_flags
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.heard: dict[str, tuple[float, Presence]] = {}
+        self._started: Counter[str] = Counter()
         self.shm_dir = directory / "shm"
         self._bus: Bus
 
@@ -96,7 +98,8 @@ class Stack:
 
     async def start(self, role: Role, *flags: str, name: str = "") -> str:
         """Start a service as a process of its own and return its worker id; `ready` waits for it."""
-        name = name or f"{role}-{sum(p.startswith(role) for p in self.processes)}"
+        name = name or f"{role}-{self._started[role]}"
+        self._started[role] += 1
         command = [sys.executable, "-m", f"services.{role}", "--nats-url", self.nats_url, "--worker-id", name]
         command += ["--http-port", "0", "--shm-dir", str(self.shm_dir), *self.flags]
         if role in ("prefill", "decode"):
@@ -187,8 +190,11 @@ class Stack:
 
     # -- promises
 
-    async def clean(self, within_s: float = 1.0) -> None:
-        """Everything is given back on every worker within this time (and a heartbeat): nothing owned, leased or running."""
+    async def clean(self, within_s: float = 1.0) -> float:
+        """Everything is given back on every worker within this time (and a heartbeat): nothing owned, leased or running.
+
+        Returns how many seconds it took.
+        """
         began = time.monotonic()
         held = ["nothing heard yet"]
         while held and time.monotonic() - began < within_s + 0.6:
@@ -199,6 +205,8 @@ class Stack:
                 if name in self.processes and (presence.kv.owned or presence.kv.leased or presence.running or presence.waiting)
             ]
         assert not held, held
+        took_s = time.monotonic() - began
         for _, presence in self.heard.values():
             kv = presence.kv
             assert kv.free + kv.owned + kv.leased + kv.cached == kv.total, presence
+        return took_s
