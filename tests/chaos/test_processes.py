@@ -1,15 +1,68 @@
-"""Real processes die, stop and lose the bus while clients stream: no client sees it, but for a pause of seconds."""
+"""Real processes die, stop, lose the bus and leave while clients stream: streams go on after a pause of seconds with the tokens
+of an undisturbed run, and whoever leaves, at whatever moment, leaves nothing behind.
+"""
 
 from __future__ import annotations
 
+import random
 import signal
+import time
+from collections.abc import AsyncIterator
+from typing import Any
 
 import anyio
+import msgspec
 import pytest
+import pytest_asyncio
 
-from tests.chaos.site import GAP_LIMIT_S, Site
+from common.models.source import DEFAULT_MODEL
+from common.protocol import headers, subjects
+from common.protocol.errors import NoResponders, RequestTimeout
+from common.runtime.bus import Bus, BusMessage
+from common.runtime.nats_bus import connect
+from tests.chaos.site import GAP_LIMIT_S, Job, Site
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+COMPLETIONS = subjects.completions(subjects.slug(DEFAULT_MODEL))
+LEASE_S = 5.0
+TICKS_S = 1.0
+"""Leases are looked at once a heartbeat, and a slow machine beats late."""
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def bus(site: Site) -> AsyncIterator[Bus]:
+    """A client's connection."""
+    connection = await connect(site.server.url, name="client")
+    yield connection
+    await connection.close()
+
+
+class NatsClient:
+    """One streamed request of a client that speaks plain NATS."""
+
+    def __init__(self, bus: Bus, body: dict[str, Any], request: str) -> None:
+        self.bus = bus
+        self.body = body
+        self.request = request
+        self.messages: list[BusMessage] = []
+
+    async def start(self, **fields: str) -> None:
+        inbox = self.bus.new_inbox()
+        self.subscription = await self.bus.subscribe(inbox, self.messages.append)
+        body = msgspec.json.encode(self.body)
+        await self.bus.publish(COMPLETIONS, body, reply=inbox, headers={headers.REQUEST_ID: self.request, **fields})
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.messages) and headers.FINAL in self.messages[-1].headers
+
+    @property
+    def error_code(self) -> str:
+        return self.messages[-1].headers.get(headers.ERROR_CODE, "")
+
+
+# -- workers and the bus
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "draft", "kvstore"])
@@ -57,4 +110,98 @@ async def test_stopped_workers_lose_their_work_and_are_fenced_when_they_wake(sit
         await crowd.turnover()
     assert crowd.check() < GAP_LIMIT_S
     assert moved > site.clients, "work went on while they were stopped"
+    await site.clean()
+
+
+async def test_terminated_workers_finish_what_they_hold(site: Site) -> None:
+    async with site.crowd() as crowd:
+        await crowd.streaming()
+        leaving = [await site.busy("decode"), site.alive("prefill")[0]]
+        for name in leaving:
+            site.stack.send_signal(name, signal.SIGTERM)
+        assert [await site.stack.ended(name) for name in leaving] == [0, 0]
+        await crowd.turnover()
+    assert crowd.check() < GAP_LIMIT_S
+    await site.clean()
+
+
+# -- clients and the gateway
+
+
+async def test_a_killed_gateway_is_an_error_to_its_clients_and_workers_are_free_after_a_lease(site: Site, bus: Bus) -> None:
+    raw = NatsClient(bus, {**next(site.jobs).body, "max_tokens": 1500}, "raw")
+    async with site.crowd(max_tokens=1500) as crowd:
+        await crowd.streaming()
+        await raw.start()
+        await site.until(lambda: len(raw.messages) > 1, within_s=30)
+        crowd.stopped = True
+        cut_off = list(crowd.running.values())
+        site.stack.kill(site.gateway)
+        began = time.monotonic()
+    assert time.monotonic() - began < 1, "clients learn it at once"
+    assert all(seen.reply.error for seen in cut_off), cut_off
+    with pytest.raises((NoResponders, RequestTimeout)):
+        await bus.request(COMPLETIONS, b"{}", timeout_s=2)
+    assert not raw.ended, "a plain NATS client has its own timeout"
+    await site.clean(within_s=LEASE_S + TICKS_S)
+
+
+async def test_clients_that_leave_at_any_moment_leave_nothing_behind(site: Site, bus: Bus) -> None:
+    """More than the workers hold at once, so that some are still queued; gone after anything up to two seconds."""
+    dice = random.Random(0)
+    refused: list[str] = []
+
+    async def disconnect(job: Job, after_s: float) -> None:
+        with anyio.move_on_after(after_s):
+            await site.stack.complete(**{**job.body, "max_tokens": 500}, gateway=site.gateway)
+
+    async def cancel(job: Job, after_s: float) -> None:
+        client = NatsClient(bus, job.body, f"leaving-{dice.randrange(1 << 60)}")
+        await client.start()
+        await anyio.sleep(after_s)
+        if not client.ended:
+            await bus.publish(subjects.cancel(client.request), b"")
+            await site.until(lambda: client.ended, within_s=10)
+            refused.append(client.error_code)
+
+    async def run_out_of_time(job: Job, after_s: float) -> None:
+        body = {**job.body, "model": DEFAULT_MODEL, "stream": False, "max_tokens": 500}
+        fields = {headers.DEADLINE_MS: str(int(after_s * 1000) + 1)}
+        answer = await site.stack.client.post(f"{site.stack.url(site.gateway)}/v1/completions", json=body, headers=fields)
+        if answer.status_code != 200:
+            refused.append(answer.json()["error"]["code"])
+
+    async with anyio.create_task_group() as group:
+        for number in range(12 * site.clients):
+            leave = (disconnect, cancel, run_out_of_time)[number % 3]
+            group.start_soon(leave, next(site.jobs), dice.uniform(0, 2))
+    assert set(refused) == {"cancelled", "deadline_exceeded"}, refused
+    await site.clean()
+
+
+NOT_A_NUMBER = b'{"model": "smollm2-135m-instruct", "prompt": "Hi", "temperature": NaN}'
+BAD: dict[str, dict[str, Any] | bytes] = {
+    "no json": b"{",
+    "invalid utf-8": b'{"prompt": "\xff\xfe"}',
+    "not a number": NOT_A_NUMBER,
+    "no such model": {"model": "nobody"},
+    "empty prompt": {"prompt": ""},
+    "over the context": {"prompt": [5] * 9000},
+    "past the vocabulary": {"prompt": [1 << 30]},
+    "negative tokens": {"max_tokens": -1},
+    "n beyond reason": {"n": 10**9},
+    "thousands of stops": {"stop": ["x"] * 5000},
+    "negative temperature": {"temperature": -1},
+}
+
+
+async def test_bad_requests_take_nothing_and_disturb_nobody(site: Site) -> None:
+    async with site.crowd() as crowd:
+        await crowd.streaming()
+        for name, bad in BAD.items():
+            body = bad if isinstance(bad, bytes) else msgspec.json.encode({"model": DEFAULT_MODEL, "prompt": "Hi", **bad})
+            answer = await site.stack.client.post(f"{site.stack.url(site.gateway)}/v1/completions", content=body)
+            assert 400 <= answer.status_code < 500, (name, answer.text)
+            assert answer.json()["error"]["code"], name
+    crowd.check()
     await site.clean()

@@ -1,0 +1,61 @@
+"""Pools grow and shrink by hand under 64 concurrent streams, and no request fails or gets another token for it."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from common.models.source import ModelFiles
+from common.protocol.handles import Role
+from tests.chaos.site import GAP_LIMIT_S, SIMULATED_ENGINE, Site, simulated_jobs
+from tests.e2e.stack import Stack
+from tests.fixtures.nats import LocalNatsServer
+
+log = logging.getLogger("elastic")
+
+STREAMS = 64
+TAKES_LOAD_WITHIN_S = 2.0
+"""After a new worker has said that it is ready."""
+
+
+async def test_new_workers_take_load_and_leaving_ones_drain_under_64_streams(
+    tmp_path: Path, nats_server_factory: Callable[[], LocalNatsServer], smollm2: ModelFiles
+) -> None:
+    server = nats_server_factory()
+    async with Stack(server.url, tmp_path, engine_flags=SIMULATED_ENGINE) as stack:
+        site = Site(stack, server, simulated_jobs(smollm2), clients=STREAMS)
+        for role in ("gateway", "kvstore", "draft", "prefill", "decode"):
+            await stack.start(role)
+        await stack.ready()
+
+        async def join(role: Role) -> str:
+            name = await stack.start(role)
+            await site.until(lambda: stack.state(name) == "ready", within_s=60)
+
+            def loaded() -> bool:  # a prompt is computed in less than a heartbeat: its speed stays to be seen
+                presence = stack.presence(name)
+                return presence.running + presence.waiting > 0 or presence.prefill_tokens_per_s > 0
+
+            log.info("%s took load after %.2f s", name, await site.until(loaded, TAKES_LOAD_WITHIN_S))
+            return name
+
+        async with site.crowd() as crowd:
+            await crowd.streaming()
+            assert stack.presence("decode-0").running + stack.presence("decode-0").waiting > STREAMS / 2
+            decode = await join("decode")
+            prefill = await join("prefill")
+            share_s = await site.until(lambda: stack.presence(decode).running > STREAMS / 4, within_s=20)
+            log.info("%s runs a fair share after %.2f s", decode, share_s)
+            for leaving in ("decode-0", "prefill-0"):
+                began = time.monotonic()
+                stack.send_signal(leaving, signal.SIGTERM)
+                assert await stack.ended(leaving) == 0
+                log.info("%s drained in %.2f s", leaving, time.monotonic() - began)
+            await crowd.turnover()
+            assert stack.presence(decode).running > STREAMS / 2
+            assert stack.presence(prefill).prefill_tokens_per_s > 0
+        assert crowd.check() < GAP_LIMIT_S
+        await site.clean()
