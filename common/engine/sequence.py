@@ -18,6 +18,8 @@ from common.protocol import tokens as token_bytes
 from common.protocol.errors import ContextLengthExceeded, EmptyPrompt, ProtocolError
 from common.protocol.messages import FinishReason, Generation, SamplingParams, TokenFrame, TokenLogprobs
 
+MAX_SAMPLING_NUMBER = 1000.0
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -46,6 +48,7 @@ class Sequence:
             raise ContextLengthExceeded(f"{len(tokens)} tokens; this worker holds at most {max_context} a sequence")
         if generation.prompt_tokens > len(tokens) or max(tokens) >= vocab_size:
             raise ProtocolError(f"token ids must be below {vocab_size}, and no fewer than the prompt has")
+        _check_sampling(generation.sampling)
         return cls(generation=generation, tokens=tokens, held_from=len(tokens))
 
     @property
@@ -181,6 +184,17 @@ class SequenceCache:
         blocks, sequence.blocks = sequence.blocks, []
         self.pool.release(blocks)
         sequence.num_computed = sequence.num_published = 0
+
+
+def _check_sampling(params: SamplingParams) -> None:
+    """One row that can't be sampled would fail its whole step, and everyone else's rows with it.
+
+    :raises ProtocolError: if no gateway would have let this pass.
+    """
+    numbers = (params.temperature, params.top_p, params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
+    within = all(abs(number) <= MAX_SAMPLING_NUMBER for number in (*numbers, *params.logit_bias.values()))  # NaN is not
+    if not (within and 0 <= params.min_p <= 1 and params.repetition_penalty > 0 and params.max_tokens > 0):
+        raise ProtocolError("sampling parameters are out of range")
 
 
 def _needs_history(params: SamplingParams) -> bool:

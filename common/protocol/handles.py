@@ -10,18 +10,24 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+
+WorkerId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_-]{1,128}\Z")]
+"""One token of a subject: whoever is named in a message can be answered."""
 
 Role = Literal["gateway", "prefill", "decode", "draft", "kvstore"]
 
 
 class WorkerRef(msgspec.Struct, frozen=True, array_like=True):
-    """One life of one worker. A later epoch fences every message and handle of an earlier one."""
+    """One life of one worker. A later epoch fences every message and handle of an earlier one.
+
+    `id` is one token of a subject: 1 to 128 characters of A-Z a-z 0-9 _ -.
+    """
 
     role: Role
-    id: str
+    id: WorkerId
     epoch: int
 
 

@@ -338,8 +338,8 @@ class Actor:
             presence = messages.decode(message.data)
         except ProtocolError:
             presence = None
-        if not isinstance(presence, Presence):
-            self.metrics.messages_undecodable.inc()
+        if not isinstance(presence, Presence) or subjects.last_token(message.subject) != presence.worker.id:
+            self.metrics.messages_undecodable.inc()  # a worker speaks for itself alone
             return
         if presence.worker.id != self.ref.id:
             self.registry.observe(presence, self.clock())

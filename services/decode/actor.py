@@ -130,7 +130,7 @@ class DecodeActor(EngineWorker):
         except PenstockError as error:
             log.warning("pull_failed", request=sequence.request, owner=handle.owner.id, code=error.code, reason=str(error))
         finally:
-            del self.pulling[handle.lease]
+            self.pulling.pop(handle.lease, None)
             self.scheduler.end_copy(sequence, num_computed)
             self.send(handle.owner, ReleaseLease(leases=[handle.lease]))
             self.wake()

@@ -33,7 +33,8 @@ class BlockIndex:
         self.evicted = 0
         self._slots: dict[int, _Slot] = {}  # those in use
         self._by_hash: dict[bytes, int] = {}
-        self._free = list(range(num_slots - 1, -1, -1))
+        self._free: list[int] = []  # given back
+        self._num_touched = 0  # slots from here on were never used: an arena of tiny blocks may have a billion
         self._lru = LeafLru()
         self._num_writing = 0
         self._num_leased = 0
@@ -47,7 +48,7 @@ class BlockIndex:
         in_use = len(self._slots)
         return KvUsage(
             total=self.num_slots,
-            free=len(self._free),
+            free=self._num_free,
             owned=self._num_writing,
             leased=self._num_leased,
             cached=in_use - self._num_writing - self._num_leased,
@@ -101,7 +102,7 @@ class BlockIndex:
         for i, block_hash in enumerate(hashes):
             if block_hash in self._by_hash:
                 continue
-            slot = self._free.pop() if self._free else self._evict()
+            slot = self._free_one()
             if slot is None:
                 break
             self._slots[slot] = _Slot(block_hash)
@@ -149,13 +150,26 @@ class BlockIndex:
         """Count everything again. :raises AssertionError: where a counter or an index is not what the slots say."""
         entries = self._slots.values()
         assert len(self._free) == len(set(self._free)) and not set(self._free) & set(self._slots), "a slot is free twice"
-        assert len(self._free) + len(self._slots) == self.num_slots, "slots leaked"
+        assert self._num_free + len(self._slots) == self.num_slots, "slots leaked"
+        assert all(slot < self._num_touched for slot in (*self._free, *self._slots)), "a slot was used before its time"
         assert self._num_writing == sum(not entry.readable for entry in entries)
         assert self._num_leased == sum(entry.leases > 0 for entry in entries)
         assert all(entry.readable or not entry.leases for entry in entries), "a slot is read while it is written"
         mapped = {entry.block_hash: slot for slot, entry in self._slots.items() if not entry.forgotten}
         assert mapped == self._by_hash, "a hash names the wrong slot"
         assert len(self._lru) == len(mapped), "the eviction order has other blocks than the index"
+
+    @property
+    def _num_free(self) -> int:
+        return len(self._free) + self.num_slots - self._num_touched
+
+    def _free_one(self) -> int | None:
+        if self._free:
+            return self._free.pop()
+        if self._num_touched < self.num_slots:
+            self._num_touched += 1
+            return self._num_touched - 1
+        return self._evict()
 
     def _evict(self) -> int | None:
         block_hash = self._lru.pop()

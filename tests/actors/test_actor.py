@@ -160,6 +160,16 @@ async def test_workers_know_each_other_from_presence_and_state_follows_their_lif
         assert worker.healthy and gateway.registry.get(gateway.ref.id) is None
 
 
+@pytest.mark.parametrize("id", ["decode-9", "a.b", "", "x" * 200, "*"])
+async def test_a_heartbeat_under_anothers_name_is_ignored(id: str):
+    _, gateway, worker = pair()
+    async with running(gateway, worker):
+        forged = Presence(worker=WorkerRef("decode", id, 2**62), state="ready")
+        await worker.bus.publish(subjects.presence("decode", "decode-8"), messages.encode(forged))
+        await until(lambda: b"penstock_messages_undecodable_total 1.0" in gateway.metrics.render())
+        assert gateway.registry.get(id) is None
+
+
 async def test_a_worker_that_still_loads_refuses_work_at_once():
     _, gateway, worker = pair()
     worker.loading = anyio.Event()

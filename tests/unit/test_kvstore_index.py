@@ -28,6 +28,13 @@ def test_what_is_committed_is_found_with_its_checksums():
     assert index.usage() == KvUsage(total=4, free=1, cached=3)
 
 
+def test_a_billion_slots_cost_nothing_before_they_are_used():
+    index = BlockIndex(1 << 40)
+    assert store(index, CHAIN) == [0, 1, 2]
+    assert index.usage().free == (1 << 40) - 3
+    index.check()
+
+
 def test_what_is_being_written_is_neither_found_nor_granted_twice():
     index = BlockIndex(4)
     granted = index.reserve(CHAIN)
