@@ -39,7 +39,7 @@ from services.gateway.answer import Answer, Core
 from services.gateway.bodies import ChunkWriter, Kind
 from services.gateway.config import GatewayConfig
 from services.gateway.metrics import EdgeMetrics
-from services.gateway.nats_reply import Reply, is_safe_reply
+from services.gateway.nats_reply import Link, Reply, is_safe_reply
 from services.gateway.prepare import Preparer, new_id
 
 log = logs.get(__name__)
@@ -56,6 +56,7 @@ class NatsFront:
         self._gateway = gateway
         self._bundle = bundle
         self._bus = bus
+        self._link = Link(bus)
         self._config = config
         self._preparer = Preparer(bundle, config)
         self._metrics = EdgeMetrics.of(gateway.metrics)
@@ -117,7 +118,7 @@ class NatsFront:
         number = format(next(self._numbers), "x")
         asked = message.headers.get(headers.REQUEST_ID)
         reply = Reply(
-            self._bus,
+            self._link,
             message.reply,
             new_id(kind),
             f"{self._control}.{number}",
@@ -239,9 +240,9 @@ class NatsFront:
         """The server says that nobody listens on an inbox any more."""
         reply = self._by_control.get(subjects.last_token(message.subject))
         if reply is not None and is_no_responders(message):
-            log.info("client_gone", request=reply.request)
-            reply.gone = True
-            reply.scope.cancel()
+            reply.nobody_listens()
+            if reply.gone:
+                log.info("client_gone", request=reply.request)
 
     def _on_cancel(self, message: BusMessage) -> None:
         reply = self._live.get(subjects.last_token(message.subject))

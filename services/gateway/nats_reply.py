@@ -1,7 +1,13 @@
-"""Where one NATS request is answered, and how: numbered chunks, one final message, and now and then a look at the inbox."""
+"""Where one NATS request is answered, and how: numbered chunks, one final message, and now and then a look at the inbox.
+
+While the bus is away nothing is published: what comes then goes out as one larger chunk. When it is back, our clients may be
+on their way yet (nats-py and others try every two seconds): a message that finds nobody is sent again, until somebody is there
+or `RETURN_GRACE_S` is over.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Mapping
@@ -9,13 +15,19 @@ from collections.abc import Mapping
 import anyio
 
 from common.protocol import headers, subjects
-from common.protocol.errors import PenstockError
+from common.protocol.errors import PenstockError, RequestTimeout
 from common.runtime.bus import Bus
 from services.gateway import bodies
 
 CHECK_EVERY_S = 0.25
 """How often a stream asks the server whether its client still listens."""
 
+RETURN_GRACE_S = 5.0
+"""How long after the bus came back a client may still be on its way."""
+
+_TRY_AGAIN_S = 0.1
+_ANSWER_S = 0.02
+"""The server's word that nobody listens comes before the end of a flush, and is handled a little later."""
 _MAX_REPLY_CHARS = 256
 _MAX_REPLY_TOKENS = 16
 _UNSAFE_REPLY = re.compile(r"[\s*>]|[^\x21-\x7e]")
@@ -34,18 +46,44 @@ def is_safe_reply(subject: str) -> bool:
     return not subject.startswith("$")
 
 
+class Link:
+    """The bus, and when it came back last."""
+
+    def __init__(self, bus: Bus) -> None:
+        self.bus = bus
+        self.outages = 0
+        self.back_at = -math.inf
+        self._is_back = anyio.Event()
+        if bus.connected:
+            self._is_back.set()
+        bus.on_connection_change(self._on_change)
+
+    async def connected(self) -> None:
+        await self._is_back.wait()
+
+    def _on_change(self, connected: bool) -> None:
+        if connected:
+            self.back_at = time.monotonic()
+            self._is_back.set()
+        else:
+            self.outages += 1
+            self._is_back = anyio.Event()
+
+
 class Reply:
     """One request's inbox. `scope` is around the work for it; `gone`: nobody listens on the inbox any more.
 
     `control`: our subject where the server says so, see `CHECK_EVERY_S`.
     """
 
-    def __init__(self, bus: Bus, subject: str, minted: str, control: str, traceparent: str) -> None:
+    def __init__(self, link: Link, subject: str, minted: str, control: str, traceparent: str) -> None:
         self.minted = minted  # names the request inside
         self.request = minted  # and to the client, unless it chose a name itself
         self.scope = anyio.CancelScope()
         self.gone = False
-        self._bus = bus
+        self._link = link
+        self._outages = link.outages  # until then, the client was there
+        self._unheard = False
         self._subject = subject
         self._control = control
         self._traceparent = traceparent if _TRACEPARENT.fullmatch(traceparent) else ""
@@ -63,15 +101,45 @@ class Reply:
         fields = {headers.REQUEST_ID: self.request, headers.SEQUENCE: str(sequence)}
         if sequence == 0 and self._traceparent:
             fields[headers.TRACEPARENT] = self._traceparent
-        await self._bus.publish(self._subject, body, reply=control, headers=fields)
+        await self._publish(body, fields, control)
 
     async def last(self, body: bytes, more: Mapping[str, str] | None = None) -> None:
         fields = {headers.REQUEST_ID: self.request, headers.SEQUENCE: str(self._sequence), headers.FINAL: "1"}
         if self._traceparent:
             fields[headers.TRACEPARENT] = self._traceparent
-        await self._bus.publish(self._subject, body, headers=fields | dict(more or {}))
+        await self._publish(body, fields | dict(more or {}))
 
     async def fail(self, error: PenstockError) -> None:
         text = " ".join(str(error).split())  # a header is one line
         text = text.encode("ascii", "replace").decode()[:512]
         await self.last(bodies.failure_body(error), {headers.ERROR: text, headers.ERROR_CODE: error.code})
+
+    def nobody_listens(self) -> None:
+        """The server says so of the last message that asked."""
+        if self._outages == self._link.outages:
+            self.gone = True
+            self.scope.cancel()
+        else:
+            self._unheard = True
+
+    async def _publish(self, body: bytes, fields: Mapping[str, str], control: str = "") -> None:
+        link = self._link
+        await link.connected()
+        if self._outages == link.outages:
+            await link.bus.publish(self._subject, body, reply=control, headers=fields)
+            return
+        while True:
+            outages, self._unheard = link.outages, False
+            await link.bus.publish(self._subject, body, reply=self._control, headers=fields)
+            try:
+                await link.bus.flush()
+            except RequestTimeout:
+                continue
+            await anyio.sleep(_ANSWER_S)
+            if outages != link.outages:  # the server is away again, or was: nobody knows whether it got there
+                await link.connected()
+            elif not self._unheard or time.monotonic() - link.back_at > RETURN_GRACE_S:
+                self._outages = outages  # the next look at the inbox ends the request, if there is still nobody
+                return
+            else:
+                await anyio.sleep(_TRY_AGAIN_S)
