@@ -4,6 +4,7 @@ of an undisturbed run, and whoever leaves, at whatever moment, leaves nothing be
 
 from __future__ import annotations
 
+import logging
 import random
 import signal
 import time
@@ -12,54 +13,69 @@ from typing import Any
 
 import anyio
 import msgspec
+import nats
+import nats.errors
 import pytest
 import pytest_asyncio
+from nats.aio.client import Client
+from nats.aio.msg import Msg
 
 from common.models.source import DEFAULT_MODEL
 from common.protocol import headers, subjects
-from common.protocol.errors import NoResponders, RequestTimeout
-from common.runtime.bus import Bus, BusMessage
-from common.runtime.nats_bus import connect
 from tests.chaos.site import GAP_LIMIT_S, Job, Site
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+log = logging.getLogger("chaos")
+
 COMPLETIONS = subjects.completions(subjects.slug(DEFAULT_MODEL))
+LONG: dict[str, Any] = {"max_tokens": 1500}
 LEASE_S = 5.0
 TICKS_S = 1.0
 """Leases are looked at once a heartbeat, and a slow machine beats late."""
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def bus(site: Site) -> AsyncIterator[Bus]:
-    """A client's connection."""
-    connection = await connect(site.server.url, name="client")
+async def nats_py(site: Site) -> AsyncIterator[Client]:
+    """A client's own connection, with the library's defaults: it tries to come back every two seconds."""
+    connection = await nats.connect(site.server.url)
     yield connection
     await connection.close()
 
 
-class NatsClient:
+class NatsStream:
     """One streamed request of a client that speaks plain NATS."""
 
-    def __init__(self, bus: Bus, body: dict[str, Any], request: str) -> None:
-        self.bus = bus
+    def __init__(self, nats_py: Client, body: dict[str, Any], request: str) -> None:
+        self.nats_py = nats_py
         self.body = body
         self.request = request
-        self.messages: list[BusMessage] = []
+        self.messages: list[Msg] = []
 
-    async def start(self, **fields: str) -> None:
-        inbox = self.bus.new_inbox()
-        self.subscription = await self.bus.subscribe(inbox, self.messages.append)
+    async def start(self) -> None:
+        inbox = self.nats_py.new_inbox()
+        await self.nats_py.subscribe(inbox, cb=self._take)
         body = msgspec.json.encode(self.body)
-        await self.bus.publish(COMPLETIONS, body, reply=inbox, headers={headers.REQUEST_ID: self.request, **fields})
+        await self.nats_py.publish(COMPLETIONS, body, reply=inbox, headers={headers.REQUEST_ID: self.request})
+
+    async def _take(self, message: Msg) -> None:
+        self.messages.append(message)
 
     @property
     def ended(self) -> bool:
-        return bool(self.messages) and headers.FINAL in self.messages[-1].headers
+        return bool(self.messages) and headers.FINAL in (self.messages[-1].headers or {})
 
     @property
     def error_code(self) -> str:
-        return self.messages[-1].headers.get(headers.ERROR_CODE, "")
+        return (self.messages[-1].headers or {}).get(headers.ERROR_CODE, "")
+
+    @property
+    def numbers(self) -> list[int]:
+        return [int((message.headers or {})[headers.SEQUENCE]) for message in self.messages]
+
+    @property
+    def text(self) -> str:
+        return "".join(choice["text"] for message in self.messages for choice in msgspec.json.decode(message.data)["choices"])
 
 
 # -- workers and the bus
@@ -78,12 +94,23 @@ async def test_a_killed_worker_changes_no_stream(site: Site, role: str) -> None:
     await site.clean()
 
 
-async def test_a_restarted_bus_neither_loses_nor_repeats_anything(site: Site) -> None:
+async def test_a_restarted_bus_neither_loses_nor_repeats_anything(site: Site, nats_py: Client) -> None:
+    job = next(site.jobs)
+    stream = NatsStream(nats_py, job.body, "over-nats")
     async with site.crowd() as crowd:
         for away_s in (0.0, 1.0):
             await crowd.streaming()
+            if not stream.messages:
+                await stream.start()
+                await site.until(lambda: len(stream.messages) > 3, within_s=30)
             await anyio.to_thread.run_sync(site.server.restart, away_s)
             await crowd.turnover()
+        await site.until(lambda: stream.ended, within_s=30)
+    # what the server had from the gateway and not yet given to the client died with it: its number is missing then
+    missing = sorted(set(range(stream.numbers[-1])) - set(stream.numbers))
+    log.info("the stream over NATS misses messages %s", missing)
+    assert stream.numbers == sorted(set(stream.numbers)) and len(missing) <= 2
+    assert missing or stream.text == job.expected()
     assert crowd.check() < GAP_LIMIT_S
     await site.clean()
 
@@ -128,9 +155,11 @@ async def test_terminated_workers_finish_what_they_hold(site: Site) -> None:
 # -- clients and the gateway
 
 
-async def test_a_killed_gateway_is_an_error_to_its_clients_and_workers_are_free_after_a_lease(site: Site, bus: Bus) -> None:
-    raw = NatsClient(bus, {**next(site.jobs).body, "max_tokens": 1500}, "raw")
-    async with site.crowd(max_tokens=1500) as crowd:
+async def test_a_killed_gateway_is_an_error_to_its_clients_and_workers_are_free_after_a_lease(
+    site: Site, nats_py: Client
+) -> None:
+    raw = NatsStream(nats_py, next(site.jobs).body | LONG, "raw")
+    async with site.crowd(**LONG) as crowd:
         await crowd.streaming()
         await raw.start()
         await site.until(lambda: len(raw.messages) > 1, within_s=30)
@@ -140,32 +169,33 @@ async def test_a_killed_gateway_is_an_error_to_its_clients_and_workers_are_free_
         began = time.monotonic()
     assert time.monotonic() - began < 1, "clients learn it at once"
     assert all(seen.reply.error for seen in cut_off), cut_off
-    with pytest.raises((NoResponders, RequestTimeout)):
-        await bus.request(COMPLETIONS, b"{}", timeout_s=2)
+    with pytest.raises(nats.errors.NoRespondersError):
+        await nats_py.request(COMPLETIONS, b"{}", timeout=2)
     assert not raw.ended, "a plain NATS client has its own timeout"
     await site.clean(within_s=LEASE_S + TICKS_S)
 
 
-async def test_clients_that_leave_at_any_moment_leave_nothing_behind(site: Site, bus: Bus) -> None:
-    """More than the workers hold at once, so that some are still queued; gone after anything up to two seconds."""
+async def test_clients_that_leave_at_any_moment_leave_nothing_behind(site: Site, nats_py: Client) -> None:
+    """More than the workers hold at once, so that some are still queued; gone after anything up to two seconds, when none
+    has come to its end."""
     dice = random.Random(0)
     refused: list[str] = []
 
     async def disconnect(job: Job, after_s: float) -> None:
         with anyio.move_on_after(after_s):
-            await site.stack.complete(**{**job.body, "max_tokens": 500}, gateway=site.gateway)
+            await site.stack.complete(**(job.body | LONG), gateway=site.gateway)
 
     async def cancel(job: Job, after_s: float) -> None:
-        client = NatsClient(bus, job.body, f"leaving-{dice.randrange(1 << 60)}")
+        client = NatsStream(nats_py, job.body | LONG, f"leaving-{dice.randrange(1 << 60)}")
         await client.start()
         await anyio.sleep(after_s)
         if not client.ended:
-            await bus.publish(subjects.cancel(client.request), b"")
+            await nats_py.publish(subjects.cancel(client.request), b"")
             await site.until(lambda: client.ended, within_s=10)
             refused.append(client.error_code)
 
     async def run_out_of_time(job: Job, after_s: float) -> None:
-        body = {**job.body, "model": DEFAULT_MODEL, "stream": False, "max_tokens": 500}
+        body = {**job.body, **LONG, "model": DEFAULT_MODEL, "stream": False}
         fields = {headers.DEADLINE_MS: str(int(after_s * 1000) + 1)}
         answer = await site.stack.client.post(f"{site.stack.url(site.gateway)}/v1/completions", json=body, headers=fields)
         if answer.status_code != 200:
