@@ -14,6 +14,20 @@ from common.protocol.errors import ContextLengthExceeded, EmptyPrompt, PenstockE
 from common.protocol.messages import SamplingParams
 from tests.unit.scheduling import MAX_CONTEXT, VOCAB, generation
 
+OUT_OF_RANGE: list[dict[str, Any]] = [
+    {"temperature": math.nan},
+    {"temperature": math.inf},
+    {"top_p": math.nan},
+    {"min_p": 1.5},
+    {"min_p": -0.5},
+    {"min_p": math.nan},
+    {"repetition_penalty": 0.0},
+    {"repetition_penalty": math.inf},
+    {"frequency_penalty": 1e308},
+    {"logit_bias": {3: math.nan}},
+    {"max_tokens": 0},
+]
+
 
 @pytest.mark.parametrize(
     ("change", "error"),
@@ -24,22 +38,7 @@ from tests.unit.scheduling import MAX_CONTEXT, VOCAB, generation
         ({"tokens": b"\x01\x00\x00"}, ProtocolError),
         ({"tokens": token_bytes.pack([VOCAB])}, ProtocolError),
         ({"tokens": token_bytes.pack([1] * (MAX_CONTEXT + 1))}, ContextLengthExceeded),
-        *(
-            ({"sampling": SamplingParams(**params)}, ProtocolError)
-            for params in (
-                {"temperature": math.nan},
-                {"temperature": math.inf},
-                {"top_p": math.nan},
-                {"min_p": 1.5},
-                {"min_p": -0.5},
-                {"min_p": math.nan},
-                {"repetition_penalty": 0.0},
-                {"repetition_penalty": math.inf},
-                {"frequency_penalty": 1e308},
-                {"logit_bias": {3: math.nan}},
-                {"max_tokens": 0},
-            )
-        ),
+        *(({"sampling": SamplingParams(**params)}, ProtocolError) for params in OUT_OF_RANGE),
     ],
 )
 def test_what_could_not_be_run_is_refused(change: dict[str, Any], error: type[PenstockError]) -> None:
