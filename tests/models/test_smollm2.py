@@ -51,13 +51,14 @@ def test_greedy_text_is_that_of_transformers(reference: Any, runner: Runner, smo
     assert output == greedy_choices(reference, prompt, output)
 
 
+@pytest.mark.timeout(400)
 def test_a_batch_of_32_that_starts_and_ends_raggedly(reference: Any, runner: Runner, smollm2: ModelFiles) -> None:
     rng = random.Random(7)
     requests = [
         Request(
-            text_tokens(smollm2, rng.choice([1, 5, 17, 40, 90, 130, 260]), seed=i),
+            text_tokens(smollm2, rng.choice([1, 5, 17, 40, 70, 140]), seed=i),
             rng.randrange(3, 12),
-            chunk=rng.choice([1 << 30, 16, 50, 100]),
+            chunk=rng.choice([1 << 30, 16, 50]),
             begins=rng.randrange(8),
         )
         for i in range(32)
