@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from common.protocol.errors import ConfigError
 from common.runtime.actor import Actor
+from common.runtime.http_protocol import BoundedHttpProtocol
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_TIMEOUT_S = 5
@@ -57,7 +58,7 @@ class HttpServer(uvicorn.Server):
             uvicorn.Config(
                 app,
                 loop="none",
-                http="httptools",
+                http=BoundedHttpProtocol,
                 ws="none",
                 log_config=None,
                 log_level="warning",

@@ -10,8 +10,9 @@ from typing import Any
 
 import anyio
 import httpx
+import pytest
 
-from common.runtime import endpoints
+from common.runtime import endpoints, http_protocol
 from services.gateway.config import GatewayConfig
 from services.gateway.http import create_app
 from tests.actors.edge import BUNDLE, ScriptedCore, ids, until
@@ -97,3 +98,34 @@ async def test_an_endless_body_is_refused_while_it_comes() -> None:
                 answer = await connection.receive()
         assert answer.startswith(b"HTTP/1.1 413")
     assert not core.streams
+
+
+@pytest.mark.parametrize(
+    ("sent", "drip"),
+    [
+        ("", "\r\n"),
+        ("GET /health HTTP/1.1\r\nx-slow: ", "a"),
+        ("GET /health HTTP/1.1\r\nhost: x\r\n\r\n", "\r\n"),  # answered, and kept alive
+    ],
+)
+async def test_a_request_that_does_not_come_to_its_point_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, sent: str, drip: str
+) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.3)
+    async with serving(ScriptedCore()) as port, await anyio.connect_tcp("127.0.0.1", port) as connection:
+        await connection.send(sent.encode())
+        answer = b""
+        with anyio.fail_after(3):
+            while b"HTTP/1.1 408 " not in answer:
+                await connection.send(drip.encode())
+                with anyio.move_on_after(0.05):
+                    answer += await connection.receive()
+
+
+async def test_headers_without_end_are_refused_while_they_come() -> None:
+    async with serving(ScriptedCore()) as port, await anyio.connect_tcp("127.0.0.1", port) as connection:
+        await connection.send(b"GET /health HTTP/1.1\r\n")
+        with anyio.fail_after(5):
+            for _ in range(7):
+                await connection.send(b"x-long: " + b"y" * 10_000 + b"\r\n")
+            assert (await connection.receive()).startswith(b"HTTP/1.1 431")
