@@ -9,7 +9,7 @@ that heartbeats go on. Three ways in which a peer or this process can fail are d
 - A peer is silent: after about two heartbeats it is probed with an empty message. A living process answers at once; when
   nobody listens any more the process is gone, and is reported lost without waiting for `dead_after_s`.
 - The bus is away: nobody is lost meanwhile, and everyone gets `dead_after_s` to be heard again afterwards.
-- This process was stopped (SIGSTOP, a suspended machine) for longer than `dead_after_s`: the others have given it up, so it
+- This process was stopped (SIGSTOP, a suspended machine) for longer than `fence_after_s`: the others have given it up, so it
   drops what it holds, says nothing it wanted to say before, and goes on under a new epoch.
 """
 
@@ -127,6 +127,11 @@ class Actor:
     @property
     def ready(self) -> bool:
         return self.state == "ready"
+
+    @property
+    def fence_after_s(self) -> float:
+        """Silence of ours after which others have given up what they share with us."""
+        return self.config.dead_after_s
 
     @property
     def healthy(self) -> bool:
@@ -276,7 +281,8 @@ class Actor:
         self.registry.resume(now)
         if not self.bus.connected:
             self.registry.pause(now)
-        if self.state == "starting":  # nothing is held yet; loading a model may keep the interpreter busy
+        # while starting nothing is held yet, and loading a model may keep the interpreter busy
+        if self.state == "starting" or gap_s <= self.fence_after_s:
             log.warning("heartbeat_late", worker=self.ref.id, gap_s=round(gap_s, 2))
             return
         log.error("fenced", worker=self.ref.id, gap_s=round(gap_s, 2), epoch=self.ref.epoch)

@@ -127,6 +127,11 @@ class GatewayActor(Actor):
     def http_app(self) -> ASGIApp | None:
         return None if self.bundle is None else create_app(self, self.bundle, self.config)
 
+    @property
+    def fence_after_s(self) -> float:
+        """Nobody moves a gateway's work elsewhere: workers keep it for a lease, and the streams can go on until then."""
+        return self.config.lease_s
+
     # -- life
 
     async def work(self) -> None:

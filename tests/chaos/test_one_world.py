@@ -121,6 +121,35 @@ def test_a_killed_gateway_leaves_nothing_behind_after_a_lease(tmp_path: Path) ->
     play(tmp_path, story)
 
 
+def test_a_gateway_that_hung_for_less_than_a_lease_goes_on(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        for index in range(6):
+            world.submit(prompt(30, index), max_tokens=60)
+        await anyio.sleep(0.5)
+        epoch = world.gateway.ref.epoch
+        world.gateway._last_beat -= 3
+        await world.all_ended(within_s=20)
+        assert all(outcome.finish == "length" for outcome in world.outcomes)
+        assert world.gateway.ref.epoch == epoch
+
+    play(tmp_path, story)
+
+
+def test_a_gateway_that_was_stopped_for_longer_than_a_lease_says_so_to_its_clients(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        for index in range(6):
+            world.submit(prompt(30, index), max_tokens=60)
+        await anyio.sleep(0.5)
+        world.gateway._last_beat -= 6
+        await world.all_ended(within_s=2)
+        assert {outcome.error.code for outcome in world.outcomes if outcome.error} == {"internal_error"}
+        world.submit(prompt(30), max_tokens=10)
+        await world.all_ended(within_s=5)
+        assert world.outcomes[-1].finish == "length"
+
+    play(tmp_path, story)
+
+
 def test_cancels_and_deadlines_give_everything_back_within_a_second(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         for index in range(24):
