@@ -129,3 +129,26 @@ async def test_headers_without_end_are_refused_while_they_come() -> None:
             for _ in range(7):
                 await connection.send(b"x-long: " + b"y" * 10_000 + b"\r\n")
             assert (await connection.receive()).startswith(b"HTTP/1.1 431")
+
+
+async def test_a_client_that_sends_its_body_to_the_end_sees_why_it_was_refused() -> None:
+    """It is told before the body has come; what still comes is read and thrown away."""
+    core = ScriptedCore()
+    async with serving(core, max_body_bytes=1000) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        for _ in range(3):
+            answer = await client.post(CHAT, content=b" " * (20 << 20), headers={"content-type": "application/json"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (413, "payload_too_large")
+        assert (await client.post(CHAT, json={})).status_code == 400  # on the same connection
+    assert not core.streams
+
+
+async def test_the_rest_of_a_refused_body_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.3)
+    async with serving(ScriptedCore(), max_body_bytes=1000) as port, await anyio.connect_tcp("127.0.0.1", port) as connection:
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 100000\r\n\r\n"
+        await connection.send(head.encode())
+        with anyio.fail_after(3), pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+            while True:
+                await connection.send(b" ")
+                with anyio.move_on_after(0.05):
+                    assert b"HTTP/1.1 413" in await connection.receive()
