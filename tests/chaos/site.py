@@ -29,6 +29,7 @@ from common.models.source import ModelFiles
 from common.protocol.handles import Role
 from common.protocol.messages import SamplingParams
 from common.text.bundle import TextBundle, load_bundle
+from common.transfer.shm import sweep
 from tests.e2e.stack import ROOT, Reply, Stack
 from tests.fixtures.nats import LocalNatsServer
 
@@ -142,12 +143,13 @@ class Site:
         log.info("clean after %.2f s", await self.stack.clean(within_s))
 
     async def make_whole(self) -> None:
-        """All workers of `WHOLE` run, are ready and hold nothing."""
+        """All workers of `WHOLE` run, are ready and hold nothing; of those before them nothing is left."""
         for role, count in WHOLE.items():
             for _ in range(count - len(self.alive(role))):
                 await self.stack.start(role, *(self.gateway_flags if role == "gateway" else ()))
         await self.stack.ready(within_s=120)
         await self.stack.clean(within_s=10)
+        assert not sweep(str(self.stack.shm_dir)), "who starts removes what the killed left"
 
     def alive(self, role: str) -> list[str]:
         return [name for name, process in self.stack.processes.items() if name.startswith(role) and process.poll() is None]
