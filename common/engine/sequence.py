@@ -163,6 +163,30 @@ class SequenceCache:
         if sequence.num_cached < 0:
             sequence.num_cached = min(sequence.num_computed, sequence.generation.prompt_tokens)
 
+    def catch_up(self, sequence: Sequence, num_tokens: int, computing: set[bytes]) -> bool:
+        """Before a step computes the next `num_tokens` of a prompt: take over what others have computed of it since `open`.
+
+        `computing` holds the hashes of the blocks that the step computes already. False: the sequence's next block is one of
+        them, and waiting for the next step saves computing it twice.
+        """
+        first = sequence.num_computed // self.block_tokens
+        hashes = self.hash(sequence, len(sequence.tokens) - 1)[first:]
+        if not hashes or sequence.num_computed % self.block_tokens:
+            return True
+        found = self.pool.match(hashes)
+        if found:
+            self.pool.retain(found)
+            self.pool.release(sequence.blocks[first : first + len(found)])
+            sequence.blocks[first : first + len(found)] = found
+            sequence.num_computed += len(found) * self.block_tokens
+            sequence.num_published = max(sequence.num_published, first + len(found))
+            sequence.num_cached += len(found) * self.block_tokens
+            hashes = hashes[len(found) :]
+        if hashes and hashes[0] in computing:
+            return False
+        computing.update(hashes[: num_tokens // self.block_tokens])
+        return True
+
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
         """:raises OutOfBlocks: nothing has been taken then."""
         missing = self.blocks_for(num_tokens) - len(sequence.blocks)

@@ -138,9 +138,12 @@ class DecodeScheduler:
             self._in_flight.append(sequence)
             budget -= len(proposal)
         budget = max(budget, 0 if rows else 1)
+        computing = set[bytes]()
         for sequence in [s for s in self._running if s.num_uncomputed > 1]:
             if budget <= 0:
                 break
+            if not self.cache.catch_up(sequence, budget, computing):
+                continue
             count = min(budget, sequence.num_uncomputed)
             rows.append(sequence.row(count))
             self._in_flight.append(sequence)

@@ -85,11 +85,13 @@ class PrefillScheduler:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to run."""
         assert not self._in_flight, "one step at a time"
-        budget, rows = self.token_budget, []
+        budget, rows, computing = self.token_budget, [], set[bytes]()
         order = sorted(self._queued, key=lambda s: s.num_uncomputed - (now - self._queued[s]) * self.aging_tokens_per_s)
         for sequence in order:
             if budget <= 0:
                 break
+            if not self.cache.catch_up(sequence, budget, computing):
+                continue
             count = min(budget, sequence.num_uncomputed)
             rows.append(sequence.row(count))
             self._in_flight.append(sequence)

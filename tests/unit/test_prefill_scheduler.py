@@ -48,6 +48,26 @@ def test_a_second_equal_prompt_reuses_every_full_block_but_computes_its_last_tok
     assert second.tokens == first.tokens
 
 
+def test_equal_prompts_that_come_together_are_computed_once() -> None:
+    bench = Bench()
+    scheduler = scheduler_on(bench, token_budget=64)
+    prompt = list(range(3, 24))
+    together = [sequence(f"r{index}", prompt, seed=index) for index in range(4)]
+    for s in together:
+        scheduler.admit(s, 0.0)
+    computed, done = 0, []
+    while plan := scheduler.plan(0.0):
+        computed += plan.num_tokens
+        done += scheduler.commit(plan, bench.runner.execute(plan), 0.0)
+        bench.pool.check()
+    assert computed == 21 + 3 * 1
+    assert [s.num_cached for s in together] == [0, 20, 20, 20]
+    for s in done:
+        assert s.tokens[21:] == bench.expected(s)
+        bench.cache.close(s)
+    assert bench.all_given_back()
+
+
 def test_a_short_prompt_overtakes_a_long_one_and_the_long_one_ages_to_the_front() -> None:
     bench = Bench()
     scheduler = scheduler_on(bench)
