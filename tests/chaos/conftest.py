@@ -24,7 +24,7 @@ async def shared_site(
     server.start()
     try:
         if request.param == "smollm2":
-            jobs = itertools.cycle(await real_jobs(server, directory / "undisturbed", count=8, max_tokens=80))
+            jobs = itertools.cycle(await real_jobs(server, directory / "undisturbed", count=8, max_tokens=60))
             # every prompt takes the long way, however much of it is cached by now
             async with Stack(server.url, directory, engine_flags=REAL_ENGINE) as stack:
                 yield Site(stack, server, jobs, clients=4, gateway_flags=("--direct-max-tokens", "-1"))

@@ -158,6 +158,11 @@ class Site:
     def gateway(self) -> str:
         return self.alive("gateway")[0]
 
+    async def resumes(self) -> float:
+        """Streams that the gateway took to another worker so far."""
+        page = (await self.stack.client.get(f"{self.stack.url(self.gateway)}/metrics")).text
+        return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith("penstock_request_resumes_total"))
+
     async def until(self, condition: Callable[[], bool], within_s: float) -> float:
         """Seconds until it was true."""
         began = time.monotonic()
@@ -189,7 +194,7 @@ def simulated_jobs(files: ModelFiles, seed: int = 0) -> Iterator[Job]:
     while True:
         prompt = [dice.randrange(3, 40_000) for _ in range(dice.choice([1, 5, 40, 70, 200, 500, 900]))]
         sampling = SamplingParams(
-            temperature=dice.choice([0.0, 1.0]), seed=dice.randrange(1 << 30), max_tokens=dice.randrange(20, 110)
+            temperature=dice.choice([0.0, 1.0]), seed=dice.randrange(1 << 30), max_tokens=dice.randrange(30, 80)
         )
         body = {
             "prompt": prompt,

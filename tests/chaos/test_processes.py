@@ -83,6 +83,7 @@ class NatsStream:
 
 @pytest.mark.parametrize("role", ["prefill", "decode", "draft", "kvstore"])
 async def test_a_killed_worker_changes_no_stream(site: Site, role: str) -> None:
+    resumes = await site.resumes()
     async with site.crowd() as crowd:
         victim = await site.busy("prefill") if role == "prefill" else ""
         if not victim:
@@ -91,6 +92,7 @@ async def test_a_killed_worker_changes_no_stream(site: Site, role: str) -> None:
         site.stack.kill(victim)
         await crowd.turnover()
     assert crowd.check() < GAP_LIMIT_S
+    assert await site.resumes() > resumes or role != "decode", "it held streams"
     await site.clean()
 
 
@@ -116,6 +118,7 @@ async def test_a_restarted_bus_neither_loses_nor_repeats_anything(site: Site, na
 
 
 async def test_stopped_workers_lose_their_work_and_are_fenced_when_they_wake(site: Site) -> None:
+    resumes = await site.resumes()
     async with site.crowd() as crowd:
         await crowd.streaming()
         victims = [await site.busy("decode"), site.alive("prefill")[0]]
@@ -137,6 +140,7 @@ async def test_stopped_workers_lose_their_work_and_are_fenced_when_they_wake(sit
         await crowd.turnover()
     assert crowd.check() < GAP_LIMIT_S
     assert moved > site.clients, "work went on while they were stopped"
+    assert await site.resumes() > resumes
     await site.clean()
 
 
