@@ -91,10 +91,13 @@ class Crowd:
             seen.ended = time.monotonic()
 
     async def streaming(self, *, chunks: int = 3, within_s: float = 60) -> None:
-        """Every client is in the middle of a stream."""
+        """Every client has come into the middle of a stream."""
+        await anyio.sleep(0.02)  # until all have begun
+        waiting = set(self.running)
         with anyio.fail_after(within_s):
-            while not self.running or not all(len(seen.reply.times) >= chunks for seen in self.running.values()):
+            while waiting:
                 await anyio.sleep(0.02)
+                waiting = {number for number in waiting if len(self.running[number].reply.times) < chunks}
 
     async def turnover(self, within_s: float = 60) -> None:
         """Each client has ended the stream that it has now."""
