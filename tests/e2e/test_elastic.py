@@ -55,7 +55,7 @@ async def test_new_workers_take_load_and_leaving_ones_drain_under_64_streams(
                 assert await stack.ended(leaving) == 0
                 log.info("%s drained in %.2f s", leaving, time.monotonic() - began)
             await crowd.turnover()
-            assert stack.presence(decode).running > STREAMS / 2
+            await site.until(lambda: stack.presence(decode).running > STREAMS / 2, within_s=10)
             assert stack.presence(prefill).prefill_tokens_per_s > 0
         assert crowd.check() < GAP_LIMIT_S
         await site.clean()
