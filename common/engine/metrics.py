@@ -22,6 +22,7 @@ class EngineMetrics:
         self.drafts = metrics.counter("vllm:spec_decode_num_drafts_total", "Proposals verified")
         self.draft_tokens = metrics.counter("vllm:spec_decode_num_draft_tokens_total", "Proposed tokens verified")
         self.accepted_tokens = metrics.counter("vllm:spec_decode_num_accepted_tokens_total", "Proposed tokens accepted")
+        self.preemptions = metrics.counter("vllm:num_preemptions_total", "Sequences sent back to wait for blocks")
         self.step_seconds = metrics.histogram("engine_step_seconds", "Time of one engine step", STEP_BUCKETS_S)
         self.step_failures = metrics.counter("engine_step_failures_total", "Steps that raised")
         metrics.gauge("vllm:num_requests_running", "Sequences in the running batch", read=lambda: float(running()))

@@ -64,6 +64,7 @@ class DecodeActor(EngineWorker):
         self.pulling: dict[str, WorkerRef] = {}
 
     def make_scheduler(self) -> DecodeScheduler:
+        self.num_preemptions = 0
         policy = SpeculationPolicy(max_tokens=self.config.speculation_tokens, max_step_tokens=self.config.max_verify_tokens)
         self.drafts = DraftBook(policy, vocab_size=self.engine.runner.vocab_size)
         return DecodeScheduler(
@@ -161,6 +162,8 @@ class DecodeActor(EngineWorker):
 
     def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
         progress = self.scheduler.commit(plan, result, self.clock())
+        self.counters.preemptions.inc(self.scheduler.num_preemptions - self.num_preemptions)
+        self.num_preemptions = self.scheduler.num_preemptions
         for done in progress:
             self.drafts.record(done.sequence.request, done.proposed, done.accepted)
         return lambda: self.report(progress)

@@ -18,9 +18,8 @@ import anyio
 import anyio.to_thread
 import pytest
 import pytest_asyncio
-import torch
+from tokenizers import Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models
 
 from common.models.source import ModelFiles, resolve
 from common.text.tokenizer import Tokenizer, load_tokenizer
@@ -52,13 +51,8 @@ def tokenizer(smollm2: ModelFiles) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def oracle(smollm2: ModelFiles, tokenizer: Tokenizer) -> Oracle:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(smollm2.path.parent, gguf_file=smollm2.path.name, dtype=torch.float32)
-    return Oracle(model.eval(), tokenizer)
+def oracle(smollm2_in_transformers: Any, tokenizer: Tokenizer) -> Oracle:
+    return Oracle(smollm2_in_transformers, tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +201,7 @@ async def two_and_two(nats_url: str, smollm2: ModelFiles, tmp_path_factory: pyte
 
 
 class TestTwoPrefillTwoDecode:
-    """Prompts in small chunks, pools so small that sequences are sent back to wait, a drafter, and a store between workers."""
+    """Prompts in small chunks, pools that hold one long prompt or many, a drafter, and a store between workers."""
 
     async def test_a_ragged_batch_of_32_with_guesses(self, two_and_two: Stack, oracle: Oracle, batch: list[Case]) -> None:
         await check(oracle, batch, await run(two_and_two, batch, gateway="gateway-prefill"))
@@ -240,7 +234,7 @@ def sampled_cases(alone: list[Case]) -> list[Case]:
 
 @pytest_asyncio.fixture(scope="class", loop_scope="class")
 async def tiny_stack(nats_url: str, tiny: TinyModels, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    flags = ("--dtype", "float32", "--num-blocks", "900", "--token-budget", "50")
+    flags = ("--dtype", "float32", "--num-blocks", "60", "--token-budget", "50")
     async with Stack(nats_url, tmp_path_factory.mktemp("stack"), engine_flags=flags) as stack:
         for name, (folder, _) in tiny.items():
             model = ("--model", str(folder))
@@ -265,7 +259,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
 
 
 class TestTinyModels:
-    """Two models on one bus, each with its own weights, caches and gateways."""
+    """Two models on one bus, each with its own weights, gateways and drafter, and pools for two long prompts."""
 
     @pytest.mark.parametrize("name", TINY)
     async def test_alone_and_in_a_ragged_batch(self, tiny_stack: Stack, tiny: TinyModels, name: str) -> None:
@@ -281,6 +275,14 @@ class TestTinyModels:
         await check(oracle, sampled, await run(tiny_stack, sampled, gateway=gateway, model=name))
         await tiny_stack.clean()
 
+    async def test_sequences_sent_back_to_wait_give_the_same_text(self, tiny_stack: Stack, tiny: TinyModels) -> None:
+        rng = random.Random(3)
+        cases = [Case([rng.randrange(256) for _ in range(1 + i % 20)], 64) for i in range(32)]
+        replies = await run(tiny_stack, cases, gateway="gateway-llama", spread_s=0, model="llama")
+        await check(tiny["llama"][1], cases, replies)
+        assert await counted(tiny_stack, "decode", "vllm:num_preemptions_total") > 0
+        await tiny_stack.clean()
+
     async def test_a_wrong_guess_does_not_become_the_truth(self, tiny: TinyModels) -> None:
         model, tokens = tiny["llama"][1].model, oracle_prompt()
         fresh = Oracle(model, tiny["llama"][1].tokenizer)
@@ -291,7 +293,8 @@ def save_tokenizer(folder: Path) -> None:
     """A tokenizer of 256 tokens, two letters each, so that a text tells its tokens."""
     letters = "ABCDEFGHIJKLMNOP"
     vocabulary = {high + low: 16 * i + j for i, high in enumerate(letters) for j, low in enumerate(letters)}
-    backend = Backend(models.BPE(vocab=vocabulary, merges=[]))
+    backend = Backend(models.WordLevel(vocabulary, unk_token="AA"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(".."), "isolated")
     backend.decoder = decoders.ByteLevel()
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"clean_up_tokenization_spaces": False}))

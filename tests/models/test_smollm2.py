@@ -20,17 +20,6 @@ TEXT = (
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2: ModelFiles) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(
-        smollm2.path.parent, gguf_file=smollm2.path.name, dtype=torch.float32, attn_implementation="sdpa"
-    ).eval()
-
-
-@pytest.fixture(scope="module")
 def runner(smollm2: ModelFiles) -> Runner:
     return open_runner(smollm2, num_blocks=1200)
 
@@ -45,14 +34,16 @@ def text_tokens(smollm2: ModelFiles, length: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [1, 2, 16, 129, 512, 1500])
-def test_greedy_text_is_that_of_transformers(reference: Any, runner: Runner, smollm2: ModelFiles, length: int) -> None:
+def test_greedy_text_is_that_of_transformers(
+    smollm2_in_transformers: Any, runner: Runner, smollm2: ModelFiles, length: int
+) -> None:
     prompt = text_tokens(smollm2, length, seed=length)
     output = run(runner, [Request(prompt, 12)])[0]
-    assert output == greedy_choices(reference, prompt, output)
+    assert output == greedy_choices(smollm2_in_transformers, prompt, output)
 
 
 @pytest.mark.timeout(400)
-def test_a_batch_of_32_that_starts_and_ends_raggedly(reference: Any, runner: Runner, smollm2: ModelFiles) -> None:
+def test_a_batch_of_32_that_starts_and_ends_raggedly(smollm2_in_transformers: Any, runner: Runner, smollm2: ModelFiles) -> None:
     rng = random.Random(7)
     requests = [
         Request(
@@ -64,7 +55,7 @@ def test_a_batch_of_32_that_starts_and_ends_raggedly(reference: Any, runner: Run
         for i in range(32)
     ]
     for request, output in zip(requests, run(runner, requests, seed=1), strict=True):
-        assert output == greedy_choices(reference, request.prompt, output), len(request.prompt)
+        assert output == greedy_choices(smollm2_in_transformers, request.prompt, output), len(request.prompt)
 
 
 def test_logits_have_the_same_bits_alone_in_a_batch_in_chunks_and_on_two_threads(runner: Any, smollm2: ModelFiles) -> None:
