@@ -43,6 +43,8 @@ PROBE = b""
 
 SUSPECT_AFTER_HEARTBEATS = 2.2
 RETRY_NO_RESPONDERS_S = 0.1
+NO_TIME_S = 0.001
+"""Too little is left of a timeout to ask once more."""
 
 log = logs.get("actor")
 
@@ -162,7 +164,7 @@ class Actor:
         ends_at = anyio.current_time() + timeout_s
         with anyio.move_on_after(timeout_s):
             await self._outbox.passed()
-        while (left_s := ends_at - anyio.current_time()) > 0:
+        while (left_s := ends_at - anyio.current_time()) > NO_TIME_S:
             try:
                 reply = await self.bus.request(subject, data, timeout_s=left_s)
                 return messages.decode(reply.data)

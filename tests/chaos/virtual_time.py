@@ -21,6 +21,7 @@ T = TypeVar("T")
 
 IDLE_LIMIT = 200_000
 STEP_S = 0.02
+TICK_S = 1e-6
 THREAD_S = 0.003
 
 
@@ -37,7 +38,7 @@ class _JumpingSelector(selectors.DefaultSelector):
             if self.idle > IDLE_LIMIT:
                 raise RuntimeError("the loop waits for something that no timer will bring")
         elif not ready and timeout and timeout > 0:
-            self.now += timeout
+            self.now += max(timeout, TICK_S)  # less would be lost in rounding, and time would stand still
         return ready
 
 
