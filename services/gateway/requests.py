@@ -126,9 +126,8 @@ class Request:
             deadline_ms=self.deadline_ms,
             salt=self.salt,
         )
-        if prefill is None:
-            return [Ask(decode, DecodeTask(generation=generation), self.attempt)]
-        return [Ask(prefill, PrefillTask(generation=generation, decode=decode), self.attempt)]
+        task = DecodeTask(generation=generation) if prefill is None else PrefillTask(generation=generation, decode=decode)
+        return [Ask(prefill or decode, task, self.attempt)]
 
     def accepted(self, worker: WorkerRef, attempt: int, now: float) -> Actions:
         if attempt != self.attempt or worker not in self.holders:
