@@ -32,7 +32,7 @@ from common.protocol.messages import (
 )
 from common.runtime import logs
 from common.runtime.actor import Actor
-from common.transfer.base import Transport, copy_blocks
+from common.transfer.base import RemoteBlocks, Transport, copy_blocks
 from common.transfer.shm import SegmentCache, ShmTransport, host_id
 
 log = logs.get("store_client")
@@ -185,15 +185,8 @@ class StoreClient:
 
     def _read_chunk(self, lease: BlockLease, start: int, end: int, into_blocks: list[int]) -> int:
         """In a thread. Blocks [start, end) of the lease; returns how many leading ones have the right checksum."""
-        self._transport.read(
-            self.host,
-            lease.segment,
-            self.fingerprint,
-            lease.blocks[start:end],
-            lease.generations[start:end],
-            self.blocks,
-            into_blocks,
-        )
+        source = RemoteBlocks(self.host, lease.segment, self.fingerprint, lease.blocks[start:end], lease.generations[start:end])
+        self._transport.read(source, self.blocks, into_blocks)
         for i, block in enumerate(into_blocks):
             if zlib.crc32(self.blocks[block]) != lease.checksums[start + i]:
                 return i

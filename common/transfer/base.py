@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from common.protocol.errors import StaleHandle
 
 
+class RemoteBlocks(NamedTuple):
+    """`blocks` of the segment that the worker on `host` announced, as they were at `generations`."""
+
+    host: str
+    segment: str
+    fingerprint: str
+    blocks: Sequence[int]
+    generations: Sequence[int]
+
+
 class Transport(Protocol):
     """Reads other workers' blocks. Safe to call from several threads."""
 
-    def read(
-        self,
-        host: str,
-        segment: str,
-        fingerprint: str,
-        blocks: Sequence[int],
-        generations: Sequence[int],
-        into: np.ndarray,
-        into_blocks: Sequence[int],
-    ) -> int:
-        """Copy `blocks` of `segment` on `host` to `into[into_blocks]`; returns bytes. Blocks: call it in a thread.
+    def read(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> int:
+        """Copy `source` to `into[into_blocks]`; returns bytes. Blocks: call it in a thread.
 
         `into`: [num_blocks, block_bytes], uint8. Generations are compared after the copy; when this raises, the target
         blocks hold anything.

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from common.protocol.errors import StaleHandle, TransportUnavailable
-from common.transfer.base import check_generations, copy_blocks
+from common.transfer.base import RemoteBlocks, check_generations, copy_blocks
 
 
 class Faults(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,16 +62,7 @@ class MemoryTransport:
         self._sleep = sleep
         self._lock = threading.Lock()
 
-    def read(
-        self,
-        host: str,
-        segment: str,
-        fingerprint: str,
-        blocks: Sequence[int],
-        generations: Sequence[int],
-        into: np.ndarray,
-        into_blocks: Sequence[int],
-    ) -> int:
+    def read(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> int:
         """See `Transport.read`."""
         with self._lock:
             self.reads += 1
@@ -80,16 +71,16 @@ class MemoryTransport:
             self._sleep(self.faults.delay_s)
         if _hits(number, self.faults.fail_every):
             raise TransportUnavailable("injected: the link is down")
-        source, current = self.fabric.find(host, segment, fingerprint)
-        check_generations(current, blocks, generations)
+        theirs, current = self.fabric.find(source.host, source.segment, source.fingerprint)
+        check_generations(current, source.blocks, source.generations)
         if _hits(number, self.faults.truncate_every):
-            half = len(blocks) // 2
-            copy_blocks(source, blocks[:half], into, into_blocks[:half])
+            half = len(source.blocks) // 2
+            copy_blocks(theirs, source.blocks[:half], into, into_blocks[:half])
             raise TransportUnavailable("injected: the link broke in the middle")
-        copied = copy_blocks(source, blocks, into, into_blocks)
+        copied = copy_blocks(theirs, source.blocks, into, into_blocks)
         if _hits(number, self.faults.stale_every):
             raise StaleHandle("injected: a block was reused")
-        check_generations(current, blocks, generations)
+        check_generations(current, source.blocks, source.generations)
         return copied
 
 

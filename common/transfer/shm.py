@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from common.protocol.errors import ConfigError, StaleHandle, TransportUnavailable
-from common.transfer.base import check_generations, copy_blocks
+from common.transfer.base import RemoteBlocks, check_generations, copy_blocks
 
 PREFIX = "penstock-"
 _DRAFT_PREFIX = ".penstock-"  # a segment that is being made: not yet locked, so not to be swept
@@ -193,25 +193,16 @@ class ShmTransport:
         self.host = host_id(directory)
         self._segments = SegmentCache(directory)
 
-    def read(
-        self,
-        host: str,
-        segment: str,
-        fingerprint: str,
-        blocks: Sequence[int],
-        generations: Sequence[int],
-        into: np.ndarray,
-        into_blocks: Sequence[int],
-    ) -> int:
+    def read(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> int:
         """See `Transport.read`."""
-        if host != self.host:
-            raise TransportUnavailable(f"{segment} is in another host's shared memory")
-        source_blocks, current = self._segments.views(segment, fingerprint)
-        if source_blocks.shape[1] != into.shape[1]:
-            raise StaleHandle(f"{segment} has blocks of {source_blocks.shape[1]} bytes, not {into.shape[1]}")
-        check_generations(current, blocks, generations)
-        copied = copy_blocks(source_blocks, blocks, into, into_blocks)
-        check_generations(current, blocks, generations)
+        if source.host != self.host:
+            raise TransportUnavailable(f"{source.segment} is in another host's shared memory")
+        theirs, current = self._segments.views(source.segment, source.fingerprint)
+        if theirs.shape[1] != into.shape[1]:
+            raise StaleHandle(f"{source.segment} has blocks of {theirs.shape[1]} bytes, not {into.shape[1]}")
+        check_generations(current, source.blocks, source.generations)
+        copied = copy_blocks(theirs, source.blocks, into, into_blocks)
+        check_generations(current, source.blocks, source.generations)
         return copied
 
     def close(self) -> None:

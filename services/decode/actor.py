@@ -36,7 +36,7 @@ from common.protocol.messages import (
 )
 from common.runtime import logs
 from common.runtime.bus import Bus
-from common.transfer.base import Transport
+from common.transfer.base import RemoteBlocks, Transport
 from services.decode.config import DecodeConfig
 from services.decode.scheduler import DecodeScheduler, Progress
 from services.decode.speculation import DraftBook, SpeculationPolicy
@@ -146,17 +146,11 @@ class DecodeActor(EngineWorker):
         theirs = covered_blocks(handle, len(sequence.tokens), self.cache.block_tokens)
         have = sequence.num_computed // self.cache.block_tokens
         if have < len(theirs.blocks):
-            await anyio.to_thread.run_sync(
-                lambda: self.transport.read(
-                    owner.host,
-                    owner.segment,
-                    handle.fingerprint,
-                    theirs.blocks[have:],
-                    theirs.generations[have:],
-                    self.engine.segment.blocks,
-                    sequence.blocks[have : len(theirs.blocks)],
-                )
+            source = RemoteBlocks(
+                owner.host, owner.segment, handle.fingerprint, theirs.blocks[have:], theirs.generations[have:]
             )
+            mine = sequence.blocks[have : len(theirs.blocks)]
+            await anyio.to_thread.run_sync(self.transport.read, source, self.engine.segment.blocks, mine)
 
     # -- steps
 

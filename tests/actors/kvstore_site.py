@@ -26,6 +26,7 @@ from common.protocol.messages import (
 from common.runtime.actor import Actor
 from common.runtime.memory_bus import MemoryBroker
 from common.runtime.settings import ServiceConfig
+from common.transfer.base import RemoteBlocks
 from common.transfer.shm import ShmTransport
 from services.kvstore.actor import KvstoreActor
 from services.kvstore.config import KvstoreConfig
@@ -59,18 +60,9 @@ class HookedTransport:
         self.shm = ShmTransport(shm_dir)
         self.before: Callable[[], None] = lambda: None
 
-    def read(
-        self,
-        host: str,
-        segment: str,
-        fingerprint: str,
-        blocks: Sequence[int],
-        generations: Sequence[int],
-        into: np.ndarray,
-        into_blocks: Sequence[int],
-    ) -> int:
+    def read(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> int:
         self.before()
-        return self.shm.read(host, segment, fingerprint, blocks, generations, into, into_blocks)
+        return self.shm.read(source, into, into_blocks)
 
 
 class Site:

@@ -17,7 +17,7 @@ import pytest
 from common.cache.pool import BlockPool
 from common.protocol.errors import ConfigError, StaleHandle, TransportUnavailable
 from common.transfer import shm
-from common.transfer.base import copy_blocks, runs
+from common.transfer.base import RemoteBlocks, copy_blocks, runs
 from common.transfer.memory import Faults, MemoryFabric, MemoryTransport
 from common.transfer.shm import Segment, ShmTransport
 
@@ -52,7 +52,7 @@ def owner_process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 def read(transport: ShmTransport, name: str, blocks: list[int], generations: list[int], *, fingerprint: str = "m"):
     into = np.zeros((len(blocks), 100), np.uint8)
-    transport.read(transport.host, name, fingerprint, blocks, generations, into, range(len(blocks)))
+    transport.read(RemoteBlocks(transport.host, name, fingerprint, blocks, generations), into, range(len(blocks)))
     return into
 
 
@@ -121,7 +121,7 @@ def test_a_racing_writer_never_makes_a_reader_believe_torn_bytes(tmp_path: Path)
         for _ in range(500):
             generation = handles[-1]
             try:
-                transport.read(transport.host, "race", "m", [0], [generation], into, [0])
+                transport.read(RemoteBlocks(transport.host, "race", "m", [0], [generation]), into, [0])
             except StaleHandle:
                 continue
             good += 1
@@ -139,7 +139,7 @@ def test_another_process_can_be_read(tmp_path: Path, owner_process: subprocess.P
         read(ShmTransport(tmp_path), "other", [2], [7])
     transport = ShmTransport(tmp_path)
     into = np.zeros((3, 1000), np.uint8)
-    assert transport.read(transport.host, "other", "m", [2], [7], into, [1]) == 1000
+    assert transport.read(RemoteBlocks(transport.host, "other", "m", [2], [7]), into, [1]) == 1000
     assert into.sum(axis=1).tolist() == [0, 42_000, 0]
 
 
@@ -162,12 +162,12 @@ def test_a_name_that_a_live_worker_owns_is_refused(tmp_path: Path, segment: Segm
 def test_a_restarted_owner_takes_its_name_back_and_readers_notice(tmp_path: Path, owner_process: subprocess.Popen[str]):
     transport = ShmTransport(tmp_path)
     into = np.zeros((1, 1000), np.uint8)
-    transport.read(transport.host, "other", "m", [2], [7], into, [0])
+    transport.read(RemoteBlocks(transport.host, "other", "m", [2], [7]), into, [0])
     owner_process.kill()
     owner_process.wait()
     again = Segment.create(tmp_path, "other", num_blocks=4, block_bytes=1000, fingerprint="m")
     with pytest.raises(StaleHandle):
-        transport.read(transport.host, "other", "m", [2], [7], into, [0])
+        transport.read(RemoteBlocks(transport.host, "other", "m", [2], [7]), into, [0])
     again.close()
 
 
@@ -228,7 +228,7 @@ def test_a_name_from_the_wire_cannot_leave_the_directory(tmp_path: Path, name: s
 
 def test_another_host_is_out_of_reach(tmp_path: Path, segment: Segment):
     with pytest.raises(TransportUnavailable, match="host"):
-        ShmTransport(tmp_path).read("elsewhere", "one", "m", [], [], np.zeros((0, 100), np.uint8), [])
+        ShmTransport(tmp_path).read(RemoteBlocks("elsewhere", "one", "m", [], []), np.zeros((0, 100), np.uint8), [])
 
 
 @pytest.mark.parametrize(("blocks", "generations"), [([8], [0]), ([-1], [0]), ([0, 1], [0])])
@@ -290,10 +290,10 @@ def test_the_fake_transport_fails_when_it_is_told_to(faults: Faults, error: type
     transport = MemoryTransport(fabric, faults, sleep=slept.append)
     into = np.zeros((2, 10), np.uint8)
     for _ in range(2):
-        assert transport.read("h", "s", "m", [1, 2], [1, 1], into, [0, 1]) == 20
+        assert transport.read(RemoteBlocks("h", "s", "m", [1, 2], [1, 1]), into, [0, 1]) == 20
         with pytest.raises(error, match="injected"):
-            transport.read("h", "s", "m", [1, 2], [1, 1], into, [0, 1])
+            transport.read(RemoteBlocks("h", "s", "m", [1, 2], [1, 1]), into, [0, 1])
     fabric.remove("h", "s")
     with pytest.raises(TransportUnavailable, match="no segment"):
-        transport.read("h", "s", "m", [1], [1], into, [0])
+        transport.read(RemoteBlocks("h", "s", "m", [1], [1]), into, [0])
     assert slept == []
