@@ -52,7 +52,7 @@ async def test_new_workers_take_load_and_leaving_ones_drain_under_64_streams(
             for leaving in ("decode-0", "prefill-0"):
                 began = time.monotonic()
                 stack.send_signal(leaving, signal.SIGTERM)
-                assert await stack.ended(leaving) == 0
+                assert await stack.ended(leaving, within_s=60) == 0
                 log.info("%s drained in %.2f s", leaving, time.monotonic() - began)
             await crowd.turnover()
             await site.until(lambda: stack.presence(decode).running > STREAMS / 2, within_s=10)
