@@ -6,7 +6,7 @@ all if nothing else took time (0: as fast as they go). Everything shares this ma
     nats-server · services.gateway · services.decode (and prefill, draft) · bench.control_plane.load
 
 `--workers N` runs N decode workers, and one prefill worker for every four, as many actors per process: what a large fleet's
-heartbeats and choices cost. Every worker hears every heartbeat, which is N² messages: `--heartbeat-s` is raised with N.
+heartbeats and choices cost. Heartbeats go to whoever needs them, still pool by pool: `--heartbeat-s` is raised with N.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def engine_flags(options: argparse.Namespace, num_decode: int) -> list[str]:
 
 
 def heartbeat_flags(options: argparse.Namespace, num_workers: int) -> list[str]:
-    beat_s = options.heartbeat_s or max(0.25, num_workers**2 / 40_000)
+    beat_s = options.heartbeat_s or max(0.25, num_workers**2 / 100_000)
     return [f"--heartbeat-s={beat_s:g}", f"--dead-after-s={max(2.0, 8 * beat_s):g}"]
 
 
