@@ -19,7 +19,7 @@ from common.engine.plan import StepPlan, StepResult
 from common.engine.sequence import Sequence
 from common.engine.worker import EngineWorker, OpenEngine, send_frames
 from common.protocol import tokens as token_bytes
-from common.protocol.errors import BusError, PenstockError, ProtocolError
+from common.protocol.errors import PenstockError, ProtocolError, from_wire
 from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef, new_lease
 from common.protocol.messages import (
     Accepted,
@@ -143,15 +143,14 @@ class PrefillActor(EngineWorker):
         try:
             answer = await self.ask(decode, self.kv_ready(sequence, lease), self.config.handoff_timeout_s, repeat=True)
             if isinstance(answer, Rejected):
-                raise ProtocolError(answer.code)
+                raise from_wire(answer.code, answer.message)
             if not isinstance(answer, Accepted):
                 raise ProtocolError(f"{type(answer).__name__} is no answer to KvReady")
         except PenstockError as error:
             self.end_lease(lease)
             if self.parked.get(sequence.request) is sequence:
-                code = error.code if isinstance(error, BusError) else str(error)
-                log.warning("handoff_failed", request=sequence.request, decode=decode.id, code=code)
-                failed = HandoffFailed(worker=self.ref, request=sequence.request, attempt=sequence.attempt, code=code)
+                log.warning("handoff_failed", request=sequence.request, decode=decode.id, code=error.code, reason=str(error))
+                failed = HandoffFailed(worker=self.ref, request=sequence.request, attempt=sequence.attempt, code=error.code)
                 self.send(sequence.generation.gateway, failed)
             return
         if self.parked.get(sequence.request) is sequence:
