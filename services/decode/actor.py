@@ -144,6 +144,8 @@ class DecodeActor(EngineWorker):
         if owner is None or owner.worker != handle.owner:
             raise StaleHandle(f"{handle.owner.id} is not known in this epoch")
         theirs = covered_blocks(handle, len(sequence.tokens), self.cache.block_tokens)
+        if handle.chain != (self.cache.hash(sequence, handle.num_tokens) or [b""])[-1]:
+            raise StaleHandle("the handle is for other tokens")
         have = sequence.num_computed // self.cache.block_tokens
         if have < len(theirs.blocks):
             source = RemoteBlocks(
