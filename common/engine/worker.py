@@ -29,7 +29,17 @@ from common.engine.settings import EngineServiceConfig
 from common.protocol import messages
 from common.protocol.errors import Cancelled, PenstockError, ShuttingDown
 from common.protocol.handles import WorkerRef
-from common.protocol.messages import Accepted, Cancel, FetchFrames, Generation, Presence, Rejected, Renew, Unknown
+from common.protocol.messages import (
+    Accepted,
+    Cancel,
+    FetchFrames,
+    Generation,
+    Message,
+    Presence,
+    Rejected,
+    Renew,
+    Unknown,
+)
 from common.runtime import logs
 from common.runtime.actor import Actor, WorkerState
 from common.runtime.bus import Bus
@@ -165,6 +175,18 @@ class EngineWorker(Actor):
             self.engine.segment.close()
 
     # -- requests
+
+    def handle(self, message: Message, reply: str) -> None:
+        """What gateways say of requests that are held; tasks and the rest are the subclass's."""
+        match message:
+            case Cancel():
+                self.on_cancel(message)
+            case Renew():
+                self.on_renew(message)
+            case FetchFrames():
+                self.on_fetch(message)
+            case _:
+                log.warning("unexpected_message", message=type(message).__name__)
 
     def admit(self, generation: Generation, reply: str, take: Callable[[Sequence], None]) -> Sequence | None:
         """Answer a task: `take(sequence)` admits it to the scheduler or raises why not. None: refused or held already."""

@@ -22,16 +22,13 @@ from common.engine.worker import EngineWorker, OpenEngine, send_frames
 from common.protocol.errors import PenstockError, ProtocolError, StaleHandle, TransportUnavailable
 from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef
 from common.protocol.messages import (
-    Cancel,
     DecodeTask,
     DraftResync,
-    FetchFrames,
     KvReady,
     Message,
     Presence,
     Proposals,
     ReleaseLease,
-    Renew,
     RenewLeases,
 )
 from common.runtime import logs
@@ -89,14 +86,8 @@ class DecodeActor(EngineWorker):
                 self.on_kv_ready(message, reply)
             case DecodeTask():
                 self.on_task(message, reply)
-            case Cancel():
-                self.on_cancel(message)
-            case Renew():
-                self.on_renew(message)
-            case FetchFrames():
-                self.on_fetch(message)
             case _:
-                log.warning("unexpected_message", message=type(message).__name__)
+                super().handle(message, reply)
 
     # -- tasks
 

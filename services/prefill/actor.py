@@ -24,7 +24,6 @@ from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef, new_lease
 from common.protocol.messages import (
     Accepted,
     Cancel,
-    FetchFrames,
     HandedOff,
     HandoffFailed,
     KvReady,
@@ -33,7 +32,6 @@ from common.protocol.messages import (
     Redirect,
     Rejected,
     ReleaseLease,
-    Renew,
     RenewLeases,
 )
 from common.runtime import logs
@@ -94,14 +92,8 @@ class PrefillActor(EngineWorker):
                 self.leases.renew(message.holder, message.leases, self.clock())
             case Redirect():
                 self.on_redirect(message)
-            case Cancel():
-                self.on_cancel(message)
-            case Renew():
-                self.on_renew(message)
-            case FetchFrames():
-                self.on_fetch(message)
             case _:
-                log.warning("unexpected_message", message=type(message).__name__)
+                super().handle(message, reply)
 
     def on_task(self, task: PrefillTask, reply: str) -> None:
         sequence = self.admit(task.generation, reply, lambda s: self.scheduler.admit(s, self.clock()))
