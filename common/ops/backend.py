@@ -1,0 +1,56 @@
+"""Where an op runs: Triton kernels for CUDA tensors, plain torch for the rest.
+
+Tests run the kernels on CPU tensors too, in Triton's interpreter: inside `interpreted()`, in a process that was started with
+TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+
+BATCH_INVARIANT = False
+"""On: an op computes a row in the same way whatever rows come with it, at a cost. Set once, before the first call."""
+
+_interpreted = False
+
+
+def on_device(x: torch.Tensor) -> bool:
+    """Is `x` for the Triton kernels?"""
+    return x.is_cuda or _interpreted
+
+
+def pdl(x: torch.Tensor) -> bool:
+    """Can a kernel on `x` start while the one before it still runs (programmatic dependent launch, Hopper and later)?"""
+    return x.is_cuda and _capability(x.get_device()) >= (9, 0)
+
+
+@cache
+def num_sms(index: int) -> int:
+    """Multiprocessors of CUDA device `index`; -1, a CPU under the interpreter, has a few."""
+    return 4 if index < 0 else torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """CPU tensors go through the Triton kernels meanwhile.
+
+    :raises RuntimeError: without TRITON_INTERPRET=1 they could not.
+    """
+    global _interpreted
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("start the process with TRITON_INTERPRET=1 to run Triton kernels on a CPU")
+    before, _interpreted = _interpreted, True
+    try:
+        yield
+    finally:
+        _interpreted = before
