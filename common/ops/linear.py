@@ -48,7 +48,7 @@ def linear(x: Activation, weight: LinearWeight, *, split: bool = False) -> torch
     """x: [rows, in_features] in the model's dtype, or quantised for an fp8 weight.
 
     Returns [rows, out_features] in the model's dtype. With `split` it may return float32 partial sums [splits, rows,
-    out_features] instead (bias included), for the next op to add up, first to last. On a CPU each row depends on that row alone.
+    out_features] instead (bias included), for the next op to add up, first to last. On a CPU rows do not affect each other.
 
     :raises ValueError: if the shape of `x` does not fit.
     """
