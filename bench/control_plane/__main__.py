@@ -21,8 +21,8 @@ from pathlib import Path
 import anyio
 import msgspec
 
+from bench.common.stack import ROOT, Stack, free_ports, quiet_flags, running
 from bench.control_plane.report import Load, Report, render
-from bench.control_plane.stack import ROOT, Stack, free_ports, quiet_flags, running
 from common.engine import roofline
 from common.protocol.errors import PenstockError
 from common.runtime import logs, nats_server

@@ -19,8 +19,9 @@ import anyio
 import msgspec
 import uvloop
 
-from bench.control_plane.report import Load, Percentiles, ProbeTimes
-from bench.control_plane.sse import Answer, HttpStream
+from bench.common.sse import Answer, HttpStream
+from bench.common.stats import Percentiles
+from bench.control_plane.report import Load, ProbeTimes
 from bench.control_plane.tap import PROBE_SEED, Tap
 from common.models.source import resolve
 from common.runtime import logs, nats_bus

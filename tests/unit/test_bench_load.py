@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.control_plane.report import Percentiles, slope_per_min
-from bench.control_plane.sse import HttpStream
+from bench.common.sse import HttpStream
+from bench.common.stats import Percentiles, slope_per_min
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import anyio
 import psutil
 
-from bench.control_plane.report import Usage, slope_per_min
+from bench.common.stats import Usage, slope_per_min
 from common.protocol.errors import ConfigError
 from common.runtime import parent_death
 
