@@ -16,6 +16,7 @@ import torch
 
 from common.engine.plan import StepPlan, StepResult, StepRow
 from common.engine.sampling import penalised, sample_rows
+from common.models.attention import CpuAttention
 from common.models.decoder import Decoder, Inputs
 from common.ops.paged_attention import AttentionRow, Scratch, plan_attention
 from common.ops.paged_kv import SlotMapping, clear_tails
@@ -58,7 +59,7 @@ class TorchRunner:
             return StepResult(rows=[])
         for row in plan.rows:
             self._check(row)
-        logits = self.decoder.forward(self._inputs(plan.rows), self.pool)
+        logits = self.decoder.forward(self._inputs(plan.rows)).float()
         with torch.inference_mode():
             samples = sample_rows(logits.cpu(), plan.rows)
         return StepResult(rows=samples, elapsed_s=time.perf_counter() - begun)
@@ -99,14 +100,20 @@ class TorchRunner:
         ]
         attention = [AttentionRow(first_of[i], len(rows[i].tokens), rows[i].start, rows[i].blocks) for i in order]
         clear_tails(self.pool, [tail for row in rows if (tail := self._new_tail(row))])
-        device = self.pool.device
+        padded = torch.from_numpy(np.pad(positions, (0, padding), mode="edge"))
+        cos, sin = self.decoder.rope.rows(padded, int(positions.max()))
+        config = self.decoder.config
         return Inputs(
-            tokens=torch.from_numpy(np.pad(tokens, (0, padding), mode="edge")).to(device),
-            positions=torch.from_numpy(np.pad(positions, (0, padding), mode="edge")).to(device),
-            highest=int(positions.max()),
-            slots=SlotMapping(self.pool, blocks, positions % self.block_tokens),
-            attention=plan_attention(self.pool, self.decoder.config.num_heads, attention, num_tokens + padding, self._scratch),
-            samples=torch.tensor(samples, dtype=torch.int64, device=device),
+            tokens=torch.from_numpy(np.pad(tokens, (0, padding), mode="edge")),
+            samples=torch.tensor(samples, dtype=torch.int64),
+            attention=CpuAttention(
+                config,
+                self.pool,
+                plan_attention(self.pool, config.num_heads, attention, num_tokens + padding, self._scratch),
+                SlotMapping(self.pool, blocks, positions % self.block_tokens),
+                cos,
+                sin,
+            ),
         )
 
     def _blocks_of(self, row: StepRow) -> np.ndarray:

@@ -12,32 +12,25 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from common.models.attention import Attention
 from common.models.config import ModelConfig
 from common.models.rope import RopeTable, inverse_frequencies
 from common.models.weights.base import WeightLoader
-from common.ops.linear import LinearWeight, linear, pack_linear
-from common.ops.paged_attention import AttentionPlan, paged_attention
-from common.ops.paged_kv import SlotMapping, write_kv
-from common.ops.rms_norm import rms_norm
-from common.ops.rope import apply_rope
-from common.ops.silu_mul import silu_mul
+from common.ops.add_rms_norm import add_rms_norm
+from common.ops.gate_up import gate_up
+from common.ops.linear import LinearWeight, linear, pack_linear, takes_quantised
 
 ROPE_FACTORS = "rope_freqs.weight"
 
 
 @dataclass(slots=True)
 class Inputs:
-    """One step. tokens, positions: int64 [tokens], padding included; `highest` is the largest position.
-
-    samples: int64 [samples], the tokens whose logits are wanted.
-    """
+    """One step. tokens: int64 [tokens], padding included. samples: int64 [samples], the tokens whose logits are wanted; None:
+    all, in order. `attention` knows rows, positions and the KV pool."""
 
     tokens: torch.Tensor
-    positions: torch.Tensor
-    highest: int
-    slots: SlotMapping
-    attention: AttentionPlan
-    samples: torch.Tensor
+    samples: torch.Tensor | None
+    attention: Attention
 
 
 @dataclass(slots=True, frozen=True)
@@ -53,7 +46,7 @@ class _Layer:
 
 
 class Decoder:
-    """Weights and the forward pass. The KV pool (see `ops.paged_kv`) comes with each call.
+    """Weights and the forward pass. The KV pool (see `ops.paged_kv`) comes with each step's attention.
 
     :raises WeightsError: if the weights don't fit `config`.
     """
@@ -62,7 +55,6 @@ class Decoder:
         self.config = config
         self.device = device
         self.dtype = loader.dtype
-        self._scale = config.head_dim**-0.5
         self.embedding = loader.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size).to(device)
         self.layers = [self._load_layer(loader, f"model.layers.{layer}") for layer in range(config.num_layers)]
         self.norm = loader.take("model.norm.weight", config.hidden_size).to(device)
@@ -71,44 +63,30 @@ class Decoder:
             self.head = pack_linear(self.embedding)
         else:
             self.head = pack_linear(loader.take("lm_head.weight", config.vocab_size, config.hidden_size).to(device))
-        self._rope = self._load_rope(loader)
+        self.rope = self._load_rope(loader)
         loader.finish()
 
     @torch.inference_mode()
-    def forward(self, inputs: Inputs, pool: torch.Tensor) -> torch.Tensor:
-        """Writes the step's K and V into `pool`. Returns float32 logits [samples, vocab_size]."""
-        config = self.config
-        kv_heads, heads = config.num_kv_heads, config.num_heads
-        cos, sin = self._rope.rows(inputs.positions, inputs.highest)
-        x = F.embedding(inputs.tokens, self.embedding)
+    def forward(self, inputs: Inputs) -> torch.Tensor:
+        """Writes the step's K and V into the pool. Returns logits [samples, vocab_size] in the model's dtype."""
+        eps = self.config.rms_eps
+        hidden = F.embedding(inputs.tokens, self.embedding)
+        first, rows = self.layers[0], len(hidden)
+        x = add_rms_norm(hidden, None, first.input_norm, eps, quantise=takes_quantised(first.qkv, rows))
         for index, layer in enumerate(self.layers):
-            qkv = linear(rms_norm(x, layer.input_norm, config.rms_eps), layer.qkv).view(len(x), -1, config.head_dim)
-            query, key = self._positioned(qkv, layer, cos, sin)
-            write_kv(pool, index, key, qkv[:, heads + kv_heads :], inputs.slots)
-            last = index == len(self.layers) - 1
-            if last and not len(inputs.samples):
-                break  # the middle of a prompt: only its K and V were wanted
-            attended = paged_attention(query, pool, index, inputs.attention, self._scale).view(len(x), -1)
-            if last:
-                x, attended = x.index_select(0, inputs.samples), attended.index_select(0, inputs.samples)
-            x = linear(attended, layer.output).add_(x)
-            gate_up = linear(rms_norm(x, layer.mlp_norm, config.rms_eps), layer.gate_up)
-            x = linear(silu_mul(gate_up), layer.down).add_(x)
-        if not len(inputs.samples):
-            return torch.empty(0, config.vocab_size, device=self.device)
-        return linear(rms_norm(x, self.norm, config.rms_eps), self.head).float()
-
-    def _positioned(
-        self, qkv: torch.Tensor, layer: _Layer, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Q [tokens, heads, head_dim] and K [tokens, kv_heads, head_dim], normalised (Qwen3) and rotated."""
-        heads, end = self.config.num_heads, self.config.num_heads + self.config.num_kv_heads
-        if layer.q_norm is None or layer.k_norm is None:
-            rotated = apply_rope(qkv[:, :end], cos, sin)
-            return rotated[:, :heads], rotated[:, heads:]
-        query = rms_norm(qkv[:, :heads], layer.q_norm, self.config.rms_eps)
-        key = rms_norm(qkv[:, heads:end], layer.k_norm, self.config.rms_eps)
-        return apply_rope(query, cos, sin), apply_rope(key, cos, sin)
+            attended = inputs.attention(linear(x, layer.qkv, split=True), layer, index)
+            following = self.layers[index + 1] if index + 1 < len(self.layers) else None
+            if following is None and inputs.samples is not None:
+                if not len(inputs.samples):  # the middle of a prompt: only its K and V were wanted
+                    return torch.empty(0, self.config.vocab_size, device=self.device, dtype=self.dtype)
+                hidden, attended = hidden.index_select(0, inputs.samples), attended.index_select(0, inputs.samples)
+                rows = len(hidden)
+            delta = linear(attended, layer.output, split=True)
+            x = add_rms_norm(hidden, delta, layer.mlp_norm, eps, quantise=takes_quantised(layer.gate_up, rows))
+            delta = linear(gate_up(x, layer.gate_up), layer.down, split=True)
+            norm, reader = (self.norm, self.head) if following is None else (following.input_norm, following.qkv)
+            x = add_rms_norm(hidden, delta, norm, eps, quantise=takes_quantised(reader, rows))
+        return linear(x, self.head)
 
     # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

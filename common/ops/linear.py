@@ -60,3 +60,8 @@ def linear(x: Activation, weight: LinearWeight, *, split: bool = False) -> torch
     if weight.format == "onednn":
         return linear_onednn(x, weight.data, weight.bias)
     return linear_plain(x, weight.data, weight.bias)
+
+
+def takes_quantised(weight: LinearWeight, rows: int) -> bool:
+    """Does `linear` of this many rows want quantised activations?"""
+    return False

@@ -1,0 +1,61 @@
+"""Attention of one step, from a layer's Q, K and V to what its output projection takes.
+
+A runner makes one of these per step (on a GPU: per captured graph) and every layer calls it. What differs between a CPU and
+a GPU is here: on a CPU the pieces are torch calls, on a GPU everything before attention is one kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from common.models.config import ModelConfig
+from common.ops.paged_attention import AttentionPlan, paged_attention
+from common.ops.paged_kv import SlotMapping, write_kv
+from common.ops.rms_norm import rms_norm
+from common.ops.rope import apply_rope
+
+
+class HeadNorms(Protocol):
+    """Weights of the norms over Q's and K's heads (Qwen3): [head_dim] each, or None."""
+
+    @property
+    def q_norm(self) -> torch.Tensor | None: ...
+    @property
+    def k_norm(self) -> torch.Tensor | None: ...
+
+
+class Attention(Protocol):
+    def __call__(self, qkv: torch.Tensor, norms: HeadNorms, layer: int) -> torch.Tensor:
+        """qkv: [tokens, (heads + 2 · kv_heads) · head_dim], or float32 partial sums of it [splits, …].
+
+        Writes K and V into the pool. Returns [tokens, heads · head_dim].
+        """
+        ...
+
+
+@dataclass(slots=True)
+class CpuAttention:
+    """pool: see `ops.paged_kv`. cos, sin: [tokens, 1, head_dim], rows of a `RopeTable`."""
+
+    config: ModelConfig
+    pool: torch.Tensor
+    plan: AttentionPlan
+    slots: SlotMapping
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __call__(self, qkv: torch.Tensor, norms: HeadNorms, layer: int) -> torch.Tensor:
+        heads, eps = self.config.num_heads, self.config.rms_eps
+        end = heads + self.config.num_kv_heads
+        qkv = qkv.view(len(qkv), -1, self.config.head_dim)
+        if norms.q_norm is None or norms.k_norm is None:
+            rotated = apply_rope(qkv[:, :end], self.cos, self.sin)
+            query, key = rotated[:, :heads], rotated[:, heads:]
+        else:
+            query = apply_rope(rms_norm(qkv[:, :heads], norms.q_norm, eps), self.cos, self.sin)
+            key = apply_rope(rms_norm(qkv[:, heads:end], norms.k_norm, eps), self.cos, self.sin)
+        write_kv(self.pool, layer, key, qkv[:, end:], self.slots)
+        return paged_attention(query, self.pool, layer, self.plan, self.config.head_dim**-0.5).flatten(1)
