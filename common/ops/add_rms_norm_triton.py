@@ -1,0 +1,97 @@
+"""Residual addition, RMSNorm and fp8 quantisation of a row in one kernel: one program per row, the row in registers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from common.ops import backend
+from common.ops.tensors import Activation, Quantised
+
+ELEMENTS_PER_THREAD = 8
+"""What one 16-byte load of bf16 holds; candidates for a measurement: 8, 16, 32 (fewer, busier warps)."""
+
+
+@triton.jit
+def add_rms_norm_kernel(
+    residual,  # [rows, SIZE], read and written
+    delta,  # [SPLITS, rows, SIZE] in the residual's dtype or float32; None if SPLITS is 0
+    weight,  # [SIZE]
+    output,  # [rows, SIZE], the residual's dtype or float8_e4m3fn
+    scale,  # float32 [rows] if QUANTISE, else None
+    split_stride,
+    row_stride,  # of delta
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    QUANTISE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    gain = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    places = residual + row * SIZE + columns
+    x = tl.load(places, mask=mask, other=0.0).to(tl.float32)
+    if SPLITS > 0:
+        first = delta + row * row_stride + columns
+        total = tl.load(first, mask=mask, other=0.0).to(tl.float32)
+        for split in tl.static_range(1, SPLITS):
+            total += tl.load(first + tl.full((), split, tl.int64) * split_stride, mask=mask, other=0.0).to(tl.float32)
+        rounded = (x + total).to(residual.dtype.element_ty)
+        tl.store(places, rounded, mask=mask)
+        x = rounded.to(tl.float32)
+    y = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps) * gain
+    target = output + row * SIZE + columns
+    if QUANTISE:
+        highest = tl.maximum(tl.max(tl.abs(y), axis=0), 1e-20)
+        tl.store(scale + row, highest / 448.0)
+        y = tl.clamp(y * (448.0 / highest), -448.0, 448.0)
+    tl.store(target, y.to(output.dtype.element_ty), mask=mask)
+
+
+def add_rms_norm_triton(
+    residual: torch.Tensor,
+    delta: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    quantise: bool,
+    elements_per_thread: int = ELEMENTS_PER_THREAD,
+) -> Activation:
+    """As `add_rms_norm`, shapes checked by it."""
+    rows, size = residual.shape
+    output = torch.empty_like(residual, dtype=torch.float8_e4m3fn if quantise else residual.dtype)
+    scale = torch.empty(rows, dtype=torch.float32, device=residual.device) if quantise else None
+    if rows:
+        pdl = backend.pdl(residual)
+        block = triton.next_power_of_2(size)
+        splits = 0 if delta is None else 1 if delta.ndim == 2 else delta.shape[0]
+        add_rms_norm_kernel[(rows,)](
+            residual=residual,
+            delta=delta,
+            weight=weight,
+            output=output,
+            scale=scale,
+            split_stride=0 if delta is None else delta.stride(0),
+            row_stride=0 if delta is None else delta.stride(-2),
+            eps=eps,
+            SIZE=size,
+            BLOCK=block,
+            SPLITS=splits,
+            QUANTISE=quantise,
+            PDL=pdl,
+            num_warps=num_warps(block, elements_per_thread),
+            launch_pdl=pdl,
+        )
+    return output if scale is None else Quantised(output, scale)
+
+
+def num_warps(block: int, elements_per_thread: int = ELEMENTS_PER_THREAD) -> int:
+    """Warps for a row of `block` elements, whatever the number of rows: they decide the order of its sum."""
+    return min(16, max(1, block // (32 * elements_per_thread)))
