@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +17,14 @@ from numpy.typing import NDArray
 
 from common.cache.spec import CacheLayout, gqa_layout
 from common.engine.plan import Runner
+from common.engine.precision import (
+    DeviceKind,
+    DtypeSetting,
+    KvSetting,
+    Precision,
+    QuantizationSetting,
+    resolve_precision,
+)
 from common.models.config import ModelConfig, load_config
 from common.models.source import ModelFiles
 from common.protocol.errors import ConfigError
@@ -23,44 +32,96 @@ from common.protocol.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _MIB = 1 << 20
+_CPU_KV_MB = 1024
+_DEVICE = re.compile(r"auto|cuda(:(?P<index>\d{1,3}))?")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one engine. `num_blocks` 0: what `kv_cache_mb` holds. `threads` 0: every core this process may use.
+    """Settings of one engine; see `EngineServiceConfig`. `num_blocks` 0: what `kv_cache_mb` holds; that 0: 1 GiB on a CPU,
+    on a GPU what `gpu_memory_utilization` leaves. `threads` 0: every core this process may use.
 
-    `profile` and `time_scale` are the simulated engine's.
+    `profile` and `time_scale` are the simulated engine's. `max_running` and `token_budget` size a GPU's workspace.
     """
 
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: DtypeSetting = "auto"
+    quantization: QuantizationSetting = "auto"
+    kv_cache_dtype: KvSetting = "auto"
+    batch_invariant: bool = False
     device: str = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
     engine: Literal["torch", "simulated"] = "torch"
-    kv_cache_mb: int = 1024
+    kv_cache_mb: int = 0
+    gpu_memory_utilization: float = 0.9
     num_blocks: int = 0
     block_tokens: int = 16
     threads: int = 0
     profile: str = "instant"
     time_scale: float = 1.0
+    max_running: int = 64
+    token_budget: int = 256
+
+    @classmethod
+    def of(cls, config: msgspec.Struct) -> EngineConfig:
+        """The settings of a service's configuration (`EngineServiceConfig`) that are the engine's."""
+        return cls(**{name: getattr(config, name) for name in cls.__struct_fields__})
 
 
-def cache_layout(model: ModelConfig, engine: EngineConfig) -> CacheLayout:
+def resolve_device(engine: EngineConfig) -> str:
+    """`cpu` or `cuda:N`. Imports torch where `auto` has to be decided, or a GPU checked.
+
+    :raises ConfigError: for an unknown device, or a GPU that is not there.
+    """
+    if engine.engine == "simulated" or engine.device == "cpu":
+        return "cpu"
+    match = _DEVICE.fullmatch(engine.device)
+    if match is None:
+        raise ConfigError(f"device {engine.device!r} is not known; use auto, cpu, cuda or cuda:N", param="device")
+    import torch
+
+    index = int(match["index"] or 0)
+    if torch.cuda.is_available() and index < torch.cuda.device_count():
+        return f"cuda:{index}"
+    if engine.device == "auto":
+        return "cpu"
+    raise ConfigError(f"device {engine.device}: torch {torch.__version__} sees no such GPU; use cpu or auto", param="device")
+
+
+def resolve_engine_precision(model: ModelConfig, engine: EngineConfig, device: str) -> Precision:
+    """What `model` is computed with on `device` (as `resolve_device` names it).
+
+    :raises ConfigError: see `resolve_precision`.
+    """
+    kind: DeviceKind = "cuda" if device.startswith("cuda") else "cpu"
+    return resolve_precision(
+        engine.dtype,
+        engine.quantization,
+        engine.kv_cache_dtype,
+        kind,
+        checkpoint="none" if model.weight_format == "plain" else "fp8",
+    )
+
+
+def cache_layout(model: ModelConfig, engine: EngineConfig, device: str = "cpu", *, kv_bytes: int = 0) -> CacheLayout:
     """The KV layout of `model` under `engine`, sized and with its fingerprint.
+
+    `kv_bytes`: memory for KV where neither `num_blocks` nor `kv_cache_mb` says it; 0: a CPU's default.
 
     :raises ConfigError: if the settings are impossible, or the cache too small for one block.
     """
-    dtype = _dtype(engine)
+    precision = resolve_engine_precision(model, engine, device)
     if engine.engine == "simulated":
         from common.engine.simulated import BYTES_PER_TOKEN
 
         # the simulated engine keeps a hash per token, whatever the model
         layout = gqa_layout(1, 1, 1, BYTES_PER_TOKEN // 2, engine.block_tokens)
     else:
-        layout = gqa_layout(model.num_layers, model.num_kv_heads, model.head_dim, _ITEM_BYTES[dtype], engine.block_tokens)
-    num_blocks = engine.num_blocks or engine.kv_cache_mb * _MIB // layout.block_bytes
+        layout = gqa_layout(model.num_layers, model.num_kv_heads, model.head_dim, precision.kv_bytes, engine.block_tokens)
+    memory = engine.kv_cache_mb * _MIB or kv_bytes or _CPU_KV_MB * _MIB
+    num_blocks = engine.num_blocks or memory // layout.block_bytes
     if num_blocks < 1:
-        raise ConfigError(f"kv_cache_mb={engine.kv_cache_mb} holds no block of {layout.block_bytes} bytes; give it more")
-    name = f"{model.identity}/{engine.engine}/{dtype}/{layout.digest()}"
+        raise ConfigError(f"{memory >> 20} MiB for KV hold no block of {layout.block_bytes} bytes; raise kv_cache_mb")
+    name = f"{model.identity}/{engine.engine}/{precision.name}/{layout.digest()}"
     return layout.sized(num_blocks, hashlib.blake2b(name.encode(), digest_size=16).hexdigest())
 
 
@@ -118,7 +179,7 @@ def _torch_runner(
 
     threads = engine.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    dtype = getattr(torch, _dtype(engine))
+    dtype = getattr(torch, resolve_engine_precision(model, engine, "cpu").compute)
     decoder = load_decoder(files, model, dtype=dtype, device=torch.device("cpu"), on_progress=on_progress)
     pool = kv_pool(segment_blocks, model, engine.block_tokens, dtype)
     return TorchRunner(decoder, pool, fingerprint=layout.fingerprint, threads=threads)
@@ -130,12 +191,3 @@ def kv_pool(segment_blocks: NDArray[np.uint8], model: ModelConfig, block_tokens:
 
     memory: Any = torch.from_numpy(segment_blocks)
     return memory.view(dtype).view(-1, model.num_layers, 2, block_tokens, model.num_kv_heads, model.head_dim)
-
-
-def _dtype(engine: EngineConfig) -> str:
-    if engine.device not in ("auto", "cpu"):
-        raise ConfigError(f"device {engine.device!r} is not supported yet; use cpu")
-    dtype = "float32" if engine.dtype == "auto" else engine.dtype
-    if dtype not in _ITEM_BYTES:
-        raise ConfigError(f"dtype {dtype} is not supported on a CPU; use float32 or bfloat16")
-    return dtype

@@ -22,17 +22,7 @@ def open_engine(
     """
     files = resolve(config.model)
     model = load_config(files)
-    settings = EngineConfig(
-        dtype=config.dtype,
-        device=config.device,
-        engine=config.engine,
-        kv_cache_mb=config.kv_cache_mb,
-        num_blocks=config.num_blocks,
-        block_tokens=config.block_tokens,
-        threads=config.threads,
-        profile=config.profile,
-        time_scale=config.time_scale,
-    )
+    settings = EngineConfig.of(config)
     layout = cache_layout(model, settings)
     sweep(config.shm_dir)
     segment = Segment.create(

@@ -6,19 +6,35 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from common.engine.precision import DtypeSetting, KvSetting, QuantizationSetting
 from common.runtime.settings import ServiceConfig
 
 
 class EngineServiceConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Meta(description="compute and KV precision")] = "auto"
-    device: Annotated[str, Meta(description="auto, cpu, cuda or cuda:N")] = "auto"
+    dtype: Annotated[DtypeSetting, Meta(description="compute precision; auto: bfloat16 on a GPU, float32 on a CPU")] = "auto"
+    quantization: Annotated[
+        QuantizationSetting, Meta(description="of the linears' weights at load; int8: CPU, fp8: GPU, auto: as the files are")
+    ] = "auto"
+    kv_cache_dtype: Annotated[KvSetting, Meta(description="KV precision; auto: as computed; fp8: GPU only")] = "auto"
+    batch_invariant: Annotated[
+        bool, Meta(description="a GPU gives a request the same tokens whatever it is batched with, at a cost")
+    ] = False
+    device: Annotated[str, Meta(description="auto, cpu, cuda or cuda:N; auto: a GPU if there is one")] = "auto"
+    load_format: Annotated[Literal["auto", "dummy"], Meta(description="dummy: random weights, only config.json is read")] = (
+        "auto"
+    )
     engine: Annotated[Literal["torch", "simulated"], Meta(description="simulated: no weights, times from a roofline model")] = (
         "torch"
     )
     profile: Annotated[str, Meta(description="roofline profile of the simulated engine")] = "instant"
     time_scale: Annotated[float, Meta(ge=0, description="simulated engine: 1 real time, 0 no waiting")] = 1.0
-    kv_cache_mb: Annotated[int, Meta(ge=1, description="memory for KV blocks, MiB")] = 1024
-    num_blocks: Annotated[int, Meta(ge=0, description="KV blocks; 0: what kv-cache-mb holds")] = 0
+    kv_cache_mb: Annotated[
+        int, Meta(ge=0, description="memory for KV blocks, MiB; 0: 1024 on a CPU, gpu-memory-utilization on a GPU")
+    ] = 0
+    gpu_memory_utilization: Annotated[
+        float, Meta(gt=0, le=1, description="share of a GPU's memory for weights, workspace and KV together")
+    ] = 0.9
+    num_blocks: Annotated[int, Meta(ge=0, description="KV blocks; 0: what their memory holds")] = 0
     block_tokens: Annotated[int, Meta(ge=1, le=1024, description="tokens a KV block holds")] = 16
     threads: Annotated[int, Meta(ge=0, description="CPU threads of the engine; 0: all cores")] = 0
     max_running: Annotated[int, Meta(ge=1, description="sequences in work at once; more are refused")] = 64

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from common.models.source import ModelFiles
-from common.models.weights.fp8_scheme import Fp8Scheme, read_scheme
+from common.models.weights.fp8_scheme import WeightFormat, weight_format
 from common.models.weights.gguf_metadata import read_metadata
 from common.protocol.errors import ConfigError
 
@@ -52,7 +52,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder with grouped-query attention and a SwiGLU feed-forward.
 
     `identity` names the weights' content (a digest over sizes and file edges, not over whole files). `eos_ids` are all ids
-    that end a text. `max_context` is in tokens. `fp8_scheme`: how the files hold FP8 weights, if they do.
+    that end a text. `max_context` is in tokens. `weight_format`: how the files hold the linears.
     """
 
     architecture: Architecture
@@ -73,7 +73,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     mlp_bias: bool = False
     bos_id: int | None = None
     eos_ids: list[int] = []
-    fp8_scheme: Fp8Scheme | None = None
+    weight_format: WeightFormat = "plain"
     identity: str = ""
 
 
@@ -128,7 +128,7 @@ def config_from_json(data: Mapping[str, Any], generation: Mapping[str, Any] | No
             mlp_bias=bool(data.get("mlp_bias", False)),
             bos_id=data.get("bos_token_id"),
             eos_ids=_ids(eos),
-            fp8_scheme=read_scheme(data),
+            weight_format=weight_format(data),
         )
     )
 

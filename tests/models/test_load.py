@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.engine.load import EngineConfig, cache_layout, load_runner
+from common.engine.load import EngineConfig, cache_layout, load_runner, resolve_device
 from common.engine.plan import StepPlan, StepRow
 from common.models.config import ModelConfig, config_from_gguf, config_from_json, load_config
 from common.models.source import ModelFiles
@@ -144,9 +144,10 @@ def test_impossible_settings_are_errors(model: tuple[ModelFiles, ModelConfig]) -
     files, config = model
     with pytest.raises(ConfigError, match="float16"):
         cache_layout(config, EngineConfig(dtype="float16"))
-    with pytest.raises(ConfigError, match="cuda"):
-        cache_layout(config, EngineConfig(device="cuda"))
-    with pytest.raises(ConfigError, match="kv_cache_mb=1 "):
+    for device in ("tpu", "cuda:", "cuda:99", "cuda:x"):
+        with pytest.raises(ConfigError, match=device):
+            resolve_device(EngineConfig(device=device))
+    with pytest.raises(ConfigError, match="1 MiB for KV hold no block"):
         cache_layout(config, EngineConfig(kv_cache_mb=1, block_tokens=100_000))
     with pytest.raises(ConfigError, match="KV memory"):
         load_runner(files, EngineConfig(), np.zeros((4, 100), np.uint8))
