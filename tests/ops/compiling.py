@@ -33,6 +33,7 @@ from typing import Any
 
 ARCHITECTURES = (90, 100)
 SHARED_LIMIT_BYTES = 227 * 1024
+_ROOT = Path(__file__).parents[2]
 
 INSTRUCTIONS = {
     "wgmma": r"\bwgmma\.mma_async",
@@ -104,7 +105,7 @@ def compile_cases(cases: list[KernelCase], directory: Path | None = None) -> Bui
     command = [sys.executable, "-m", __name__ if __name__ != "__main__" else "tests.ops.compiling"]
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.run(
-            command, input=json.dumps(request), stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            command, input=json.dumps(request), stdout=subprocess.PIPE, stderr=errors, text=True, env=environment, cwd=_ROOT
         )
         errors.seek(0)
         if process.returncode != 0:
