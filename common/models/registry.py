@@ -7,24 +7,40 @@ import torch
 from common.models.config import ModelConfig
 from common.models.decoder import Decoder
 from common.models.source import ModelFiles
-from common.models.weights.base import Progress, WeightLoader, WeightSource
+from common.models.weights.base import LinearFormat, WeightLoader
+from common.models.weights.dummy import DummyWeights
 from common.models.weights.gguf import GgufWeights
 from common.models.weights.safetensors import SafetensorsWeights
+from common.models.weights.source import Progress, WeightSource
 
 _DECODERS = {"llama": Decoder, "qwen3": Decoder}
 
 
-def open_weights(files: ModelFiles, config: ModelConfig) -> WeightSource:
-    """:raises ConfigError: if the files are damaged."""
+def open_weights(files: ModelFiles, config: ModelConfig, *, dummy: bool = False) -> WeightSource:
+    """With `dummy`, or for files without weights, random ones.
+
+    :raises ConfigError: if the files are damaged.
+    """
+    if dummy or files.format == "dummy":
+        return DummyWeights(config)
     return GgufWeights(files.path, config) if files.format == "gguf" else SafetensorsWeights(files.path)
 
 
 def load_decoder(
-    files: ModelFiles, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, on_progress: Progress | None = None
+    files: ModelFiles,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_progress: Progress | None = None,
+    weights: LinearFormat = "none",
+    dummy: bool = False,
 ) -> Decoder:
     """Reads all weights. `on_progress(done_bytes, total_bytes)` is called after each tensor.
 
     :raises WeightsError: if the weights don't fit `config`.
     """
-    loader = WeightLoader(open_weights(files, config), dtype, on_progress)
-    return _DECODERS[config.architecture](config, loader, device)
+    source = open_weights(files, config, dummy=dummy)
+    threads = 0 if isinstance(source, DummyWeights) else -1
+    with WeightLoader(source, dtype, on_progress, device=device, weights=weights, threads=threads) as loader:
+        return _DECODERS[config.architecture](config, loader, device)

@@ -4,6 +4,7 @@
     ./folder                Hugging Face layout (config.json, *.safetensors, tokenizer.json), or a folder with one .gguf
     ./model.gguf            one file with weights, configuration and tokenizer
     owner/name[@revision]   a Hugging Face repository, in Hugging Face's own cache (HF_HOME)
+    dummy:llama-3.1-8b      a shape with random weights (see `shapes`), for benchmarks
 
 `resolve` looks at this machine only and is what every service calls; `pull` is what may use the network. Files of the first
 kind go to $PENSTOCK_HOME (default ~/.cache/penstock), under a lock, and appear by rename: no reader sees half a file.
@@ -27,6 +28,7 @@ from typing import Literal
 
 import msgspec
 
+from common.models.shapes import SHAPES, folder_name, write_model
 from common.protocol.errors import UnknownModel
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -40,14 +42,15 @@ class PullFailed(UnknownModel):
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """A model on this machine. `path` is the .gguf file, or the folder that holds config.json and *.safetensors.
+    """A model on this machine. `path` is the .gguf file, or the folder that holds config.json and *.safetensors ("dummy": no
+    weights).
 
     `revision` names the content: a package version, a commit, or a digest over a local model's sizes and edges, so that two
     machines with the same files agree and a changed file does not.
     """
 
     name: str
-    format: Literal["gguf", "safetensors"]
+    format: Literal["gguf", "safetensors", "dummy"]
     path: Path
     revision: str = ""
 
@@ -75,6 +78,7 @@ _PACKAGES = {
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]{1,96}/[\w.-]{1,96})(@(?P<revision>[\w./-]{1,128}))?")
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
 _HUB_IGNORED = ["*/*", "consolidated*"]  # other formats' copies of the same weights
+_DUMMY = "dummy:"
 _EDGE_BYTES = 1 << 20
 _POLL_S = 0.2
 
@@ -85,8 +89,8 @@ def default_cache_dir() -> Path:
     return Path(home).expanduser() if home else Path.home() / ".cache" / "penstock"
 
 
-def resolve(spec: str, *, cache_dir: Path | None = None) -> ModelFiles:
-    """The files of `spec` on this machine. Never uses the network.
+def resolve(spec: str, *, cache_dir: Path | None = None, weights: bool = True) -> ModelFiles:
+    """The files of `spec` on this machine. Never uses the network. Without `weights` a folder may lack them.
 
     :raises UnknownModel: if they are not here or not complete; the message says what to do.
     """
@@ -95,9 +99,11 @@ def resolve(spec: str, *, cache_dir: Path | None = None) -> ModelFiles:
         if path.is_file():
             return ModelFiles(name=spec, format="gguf", path=path, revision=package.version)
         raise UnknownModel(f"{spec} is not on this machine: run `penstock pull {spec}`", param="model")
+    if spec.startswith(_DUMMY):
+        return _dummy(spec.removeprefix(_DUMMY), cache_dir or default_cache_dir())
     path = Path(spec).expanduser()
     if spec and path.exists():
-        return _local(path)
+        return _local(path, weights)
     if (match := _HUB_ID.fullmatch(spec)) and not spec.startswith(".") and not spec.endswith(".gguf"):
         if found := _hub_cached(match["repo"], match["revision"]):
             return found
@@ -129,7 +135,7 @@ def pull(spec: str, *, progress: Progress | None = None, cache_dir: Path | None 
 # ── local files ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _local(path: Path) -> ModelFiles:
+def _local(path: Path, weights: bool) -> ModelFiles:
     path = path.resolve()
     if path.is_file():
         if path.suffix != ".gguf":
@@ -141,9 +147,11 @@ def _local(path: Path) -> ModelFiles:
             return ModelFiles(name=ggufs[0].stem, format="gguf", path=ggufs[0], revision=_digest(ggufs))
         if len(ggufs) > 1:
             problem = f"holds {len(ggufs)} .gguf files; name one of them"
+        elif not weights and (path / "config.json").is_file():
+            return ModelFiles(name=path.name, format="dummy", path=path, revision=_digest([path / "config.json"]))
         raise UnknownModel(f"{path} {problem}", param="model")
-    weights = sorted(path.glob("*.safetensors"))
-    return ModelFiles(name=path.name, format="safetensors", path=path, revision=_digest([path / "config.json", *weights]))
+    shards = sorted(path.glob("*.safetensors"))
+    return ModelFiles(name=path.name, format="safetensors", path=path, revision=_digest([path / "config.json", *shards]))
 
 
 def _folder_problem(folder: Path) -> str:
@@ -176,6 +184,26 @@ def _digest(paths: list[Path]) -> str:
             file.seek(max(0, size - _EDGE_BYTES))
             digest.update(file.read(_EDGE_BYTES))
     return f"local-{digest.hexdigest()}"
+
+
+def _dummy(name: str, cache_dir: Path) -> ModelFiles:
+    """The folder of a named shape, written when it is first asked for."""
+    if name not in SHAPES:
+        raise UnknownModel(f"no dummy model {name!r}: there are {', '.join(SHAPES)}", param="model")
+    folder = cache_dir / "models" / "dummy" / folder_name(name)
+    if not folder.is_dir():
+        draft = folder.with_name(f".{folder.name}.{os.urandom(4).hex()}")
+        try:
+            draft.mkdir(parents=True)
+            write_model(name, draft)
+            if not folder.is_dir():  # another process may have been as quick
+                draft.replace(folder)
+        except OSError as error:
+            if not folder.is_dir():
+                raise UnknownModel(f"can't write {folder}: {error.strerror}; set PENSTOCK_HOME", param="model") from error
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    return ModelFiles(name=f"{_DUMMY}{name}", format="dummy", path=folder, revision=folder.name)
 
 
 # ── PyPI packages ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -22,8 +22,11 @@ from common.models.source import ModelFiles
 from common.models.weights.base import WeightsError
 from common.models.weights.gguf import GgufWeights, dequantize
 from common.models.weights.gguf_metadata import InvalidGguf
+from common.models.weights.upload import Upload
 from tests.models.driver import Request, open_runner, run
 from tests.models.oracles import GREEDY, build, oracle_prompt, save
+
+CPU = Upload(torch.device("cpu"), torch.float32)
 
 LAYER_NAMES = {
     "input_layernorm": "attn_norm",
@@ -107,20 +110,20 @@ def test_a_quantised_gguf_file_loads(tmp_path: Path, kind: Type) -> None:
 @pytest.mark.parametrize("kind", [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0])
 def test_values_are_those_of_the_gguf_package(kind: Type) -> None:
     raw = quantize(np.random.default_rng(1).standard_normal((6, 256), np.float32), kind)
-    found = dequantize(raw.reshape(-1).view(np.uint8), kind, (6, 256)).float().numpy()
+    found = dequantize(raw.reshape(-1).view(np.uint8), kind, (6, 256), CPU).float().numpy()
     assert np.array_equal(found, gguf_dequantize(raw, kind).reshape(6, 256))
 
 
 @pytest.mark.parametrize(("kind", "block_bytes"), [(Type.Q4_K, 144), (Type.Q5_K, 176), (Type.Q6_K, 210), (Type.Q2_K, 84)])
 def test_k_quants_are_read(kind: Type, block_bytes: int) -> None:
     raw = np.random.default_rng(2).integers(0, 60, (3, 2 * block_bytes), np.uint8)
-    found = dequantize(raw.reshape(-1), kind, (3, 512)).numpy()
+    found = dequantize(raw.reshape(-1), kind, (3, 512), CPU).numpy()
     assert np.array_equal(found, gguf_dequantize(raw, kind).reshape(3, 512))
 
 
 def test_a_type_that_nobody_dequantises_is_an_error() -> None:
     with pytest.raises(WeightsError, match="I8"):
-        dequantize(np.zeros(64, np.uint8), Type.I8, (1, 64))
+        dequantize(np.zeros(64, np.uint8), Type.I8, (1, 64), CPU)
 
 
 def test_a_damaged_gguf_file_is_an_error(tmp_path: Path) -> None:

@@ -1,82 +1,145 @@
-"""Named tensors from a file, and the loader that hands each of them out once.
+"""Named tensors from a model's files, or made up, and the loader that hands each of them out once, on the device.
 
 Names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`), whatever the format. A tensor that is missing, has another
 shape, or that the model has no use for is an error: half-right weights would still generate text.
+
+FP8 checkpoints hold a `.weight` in float8 and beside it its scale (see `fp8`). Who takes such a weight as a tensor gets it
+dequantised; `take_linear` keeps it as it is where the engine computes in FP8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+import os
+from collections.abc import Mapping
+from typing import Literal
 
 import torch
 
-from common.protocol.errors import ConfigError
+from common.models.weights.fp8 import dequantise_fp8, find_scale, fused_fp8, is_companion, kv_scales
+from common.models.weights.prefetch import Prefetch
+from common.models.weights.source import Progress, WeightsError, WeightSource
+from common.models.weights.upload import Upload
+from common.ops.linear import LinearWeight, pack_linear
 
-Progress = Callable[[int, int], None]
-"""Called with (done_bytes, total_bytes) of the files after each tensor."""
+_MAX_THREADS = 8
 
-
-class WeightsError(ConfigError):
-    """The weights don't fit the model's configuration, or can't be read."""
-
-
-class WeightSource(Protocol):
-    """Tensors of a model on disk."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-
-    def size_bytes(self, name: str) -> int:
-        """Bytes that `name` takes in the file."""
-        ...
-
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor in a floating dtype, dequantised if need be; it may share the file's memory.
-
-        :raises WeightsError: if it can't be read.
-        """
-        ...
+LinearFormat = Literal["none", "int8", "fp8"]
 
 
 class WeightLoader:
-    """Takes tensors out of `source` one by one, in `dtype`, and at the end complains about what nobody took."""
+    """Takes tensors out of `source`, in `dtype` on `device`, and at the end complains about what nobody took.
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype, on_progress: Progress | None = None) -> None:
+    `weights`: what `take_linear` makes of the linears. On a GPU threads read ahead in the order in which a decoder takes;
+    close the loader (it is a context manager) to end them.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        dtype: torch.dtype,
+        on_progress: Progress | None = None,
+        *,
+        device: torch.device | None = None,
+        weights: LinearFormat = "none",
+        threads: int = -1,
+    ) -> None:
+        """`threads` that read ahead; -1: as many as suit `device`."""
         self.source = source
         self.dtype = dtype
+        self.device = device or torch.device("cpu")
+        self.weights: LinearFormat = weights
         self._on_progress = on_progress or (lambda done, total: None)
-        self._left = set(source.shapes)
+        self._left = {name for name in source.shapes if not is_companion(name)}
         self._total = sum(source.size_bytes(name) for name in source.shapes)
-        self._done = 0
+        self._done = self._total - sum(source.size_bytes(name) for name in self._left)
+        if threads < 0:
+            threads = min(_MAX_THREADS, len(os.sched_getaffinity(0))) if self.device.type == "cuda" else 0
+        self._prefetch = Prefetch(source, Upload(self.device, dtype), self._left, threads=threads)
+
+    def __enter__(self) -> WeightLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._prefetch.close()
 
     def has(self, name: str) -> bool:
         return name in self.source.shapes
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        """`name` as a tensor of `shape`.
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """`name` as a tensor of `shape`, in `dtype` (the loader's) on `device`.
 
         :raises WeightsError: if it is missing or has another shape.
         """
-        found = self.source.shapes.get(name)
-        if found is None:
-            raise WeightsError(f"the weights lack {name}")
-        if found != shape:
-            raise WeightsError(f"{name} has shape {list(found)}, the configuration asks for {list(shape)}")
-        tensor = self.source.read(name).to(self.dtype)
-        self.skip(name)
-        return tensor
+        tensor = self._take(name, shape)
+        return self._plain(name, tensor, dtype or self.dtype)
+
+    def take_linear(self, outputs: Mapping[str, int], inputs: int, bias: bool) -> LinearWeight:
+        """One weight of the modules in `outputs` (name without `.weight` → output features), below each other, packed.
+
+        :raises WeightsError: if a part is missing or has another shape.
+        """
+        parts = {name: self._take(f"{name}.weight", (size, inputs)) for name, size in outputs.items()}
+        biases = [self.take(f"{name}.bias", size) for name, size in outputs.items()] if bias else []
+        fused_bias = None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
+        if self.weights == "fp8" and all(part.dtype == torch.float8_e4m3fn for part in parts.values()):
+            scales = [self._scale(f"{name}.weight", part) for name, part in parts.items()]
+            if fused := fused_fp8(list(parts.values()), scales, fused_bias):
+                return fused
+        weight = self._joined(parts)
+        if self.weights == "none" or (self.weights == "fp8" and self.source.holds_fp8):
+            return pack_linear(weight, fused_bias)
+        return pack_linear(weight, fused_bias, format=self.weights)
+
+    def take_kv_scales(self, num_layers: int, num_kv_heads: int) -> torch.Tensor | None:
+        """Scales of an FP8 KV cache, float32 [num_layers, 2, num_kv_heads] (K, V), if the files have some: stored = value /
+        scale.
+
+        :raises WeightsError: if they are not one, or one per KV head.
+        """
+        return kv_scales(self.source, self._prefetch.upload, num_layers, num_kv_heads)
 
     def skip(self, name: str) -> None:
         """`name` is known and not needed."""
         if name in self._left:
             self._left.discard(name)
+            self._prefetch.discard(name)
             self._done += self.source.size_bytes(name)
             self._on_progress(self._done, self._total)
 
     def finish(self) -> None:
         """:raises WeightsError: if tensors are left over: this is another model than its configuration says."""
+        self._prefetch.close()
         if self._left:
             names = sorted(self._left)
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise WeightsError(f"the weights hold tensors that this model does not have: {', '.join(names[:3])}{more}")
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """On the device, in the dtype of the files."""
+        found = self.source.shapes.get(name)
+        if found is None:
+            raise WeightsError(f"the weights lack {name}")
+        if found != shape:
+            raise WeightsError(f"{name} has shape {list(found)}, the configuration asks for {list(shape)}")
+        tensor = self._prefetch.read(name)
+        self.skip(name)
+        return tensor
+
+    def _joined(self, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Weights below each other, in `dtype`; `parts` is emptied, so that no more than one is there twice."""
+        if len(parts) == 1:
+            name, part = parts.popitem()
+            return self._plain(f"{name}.weight", part, self.dtype)
+        sizes = [len(part) for part in parts.values()]
+        weight = torch.empty(sum(sizes), next(iter(parts.values())).shape[1], dtype=self.dtype, device=self.device)
+        for rows, name in zip(weight.split(sizes), list(parts), strict=True):
+            rows.copy_(self._plain(f"{name}.weight", parts.pop(name), self.dtype))
+        return weight
+
+    def _plain(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if tensor.dtype == torch.float8_e4m3fn:
+            return dequantise_fp8(tensor, self._scale(name, tensor), dtype)
+        return tensor.to(dtype)
+
+    def _scale(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        return find_scale(self.source, self._prefetch.upload, name, weight.shape)

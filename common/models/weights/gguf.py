@@ -4,8 +4,8 @@ Two things of llama.cpp's are undone here, so that the decoder sees Hugging Face
 architecture the order of rows in the Q and K projections (llama.cpp rotates neighbouring pairs, we rotate halves; see
 `LlamaModel.permute` in its convert_hf_to_gguf.py). A file without `output.weight` ties it to the embedding.
 
-Dequantised values equal those of the `gguf` package bit for bit; the formats that matter most are done in torch, several
-times as fast.
+On a GPU the file's bytes are copied and dequantised there; the types that matter most are done in torch (`gguf_blocks`), the
+rest by the `gguf` package on the CPU.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize as gguf_dequantize
 
 from common.models.config import ModelConfig
-from common.models.weights.base import WeightsError
+from common.models.weights.gguf_blocks import can_dequantise, dequantise_blocks
 from common.models.weights.gguf_metadata import InvalidGguf
+from common.models.weights.source import WeightsError
+from common.models.weights.upload import Upload
 
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -49,6 +51,11 @@ _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
+_FLOATS = {
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
 _DEFAULT_ALIGNMENT = 32
 
 
@@ -69,6 +76,7 @@ class GgufWeights:
 
     def __init__(self, path: Path, config: ModelConfig) -> None:
         self._config = config
+        self.holds_fp8 = False
         try:
             self._data: np.ndarray[Any, np.dtype[np.uint8]] = np.memmap(path, np.uint8, mode="r")
             tensors = _TensorTable(self._data).read()
@@ -82,10 +90,10 @@ class GgufWeights:
     def size_bytes(self, name: str) -> int:
         return self._tensors[name].num_bytes
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, upload: Upload) -> torch.Tensor:
         tensor = self._tensors[name]
         raw = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
-        values = dequantize(raw, tensor.kind, tensor.shape)
+        values = dequantize(raw, tensor.kind, tensor.shape, upload)
         if self._config.architecture == "llama" and ".q_proj." in name:
             return _unpermute(values, self._config.num_heads)
         if self._config.architecture == "llama" and ".k_proj." in name:
@@ -103,47 +111,26 @@ def hugging_face_name(name: str) -> str:
     return name
 
 
-def dequantize(raw: np.ndarray[Any, np.dtype[np.uint8]], kind: GGMLQuantizationType, shape: tuple[int, ...]) -> torch.Tensor:
-    """raw: uint8, the tensor's bytes. Returns float32 (F16 and BF16: as stored) of `shape`.
+def dequantize(
+    raw: np.ndarray[Any, np.dtype[np.uint8]], kind: GGMLQuantizationType, shape: tuple[int, ...], upload: Upload
+) -> torch.Tensor:
+    """raw: uint8, the tensor's bytes. Returns [*shape] on `upload.device`: in `upload.dtype`, or as stored if that is
+    F32, F16 or BF16.
 
     :raises WeightsError: for a type that the gguf package can't dequantise.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes to it
         data = torch.from_numpy(raw)
-    match kind:
-        case GGMLQuantizationType.F32:
-            return data.view(torch.float32).view(shape)
-        case GGMLQuantizationType.F16:
-            return data.view(torch.float16).view(shape)
-        case GGMLQuantizationType.BF16:
-            return data.view(torch.bfloat16).view(shape)
-        case GGMLQuantizationType.Q8_0:  # 32 weights: fp16 scale, 32 int8
-            blocks = data.view(-1, 34)
-            return (blocks[:, 2:].view(torch.int8).float() * _half(blocks, 0)).view(shape)
-        case GGMLQuantizationType.Q4_0:  # 32 weights: fp16 scale, 16 bytes of two nibbles
-            return (_nibbles(data.view(-1, 18)[:, 2:]) - 8).mul_(_half(data.view(-1, 18), 0)).view(shape)
-        case GGMLQuantizationType.Q4_1:  # the same, with an fp16 minimum after the scale
-            blocks = data.view(-1, 20)
-            return _nibbles(blocks[:, 4:]).mul_(_half(blocks, 0)).add_(_half(blocks, 2)).view(shape)
+    if dtype := _FLOATS.get(kind):
+        return upload(data.view(dtype)).view(shape)
+    if can_dequantise(kind):
+        return dequantise_blocks(upload(data), kind, upload.dtype).view(shape)
     try:
         rows = raw.reshape(math.prod(shape[:-1]), -1)
-        return torch.from_numpy(gguf_dequantize(rows, kind)).view(shape)
+        return upload(torch.from_numpy(gguf_dequantize(rows, kind)).to(upload.dtype)).view(shape)
     except NotImplementedError as error:
         raise WeightsError(f"GGUF tensors of type {kind.name} can't be dequantised") from error
-
-
-def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    """The fp16 at byte `at` of each block, as float32 [blocks, 1]."""
-    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
-
-
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [blocks, 16] → float32 [blocks, 32]: all low halves, then all high ones."""
-    values = torch.empty(packed.shape[0], 32)
-    values[:, :16] = packed & 15
-    values[:, 16:] = packed >> 4
-    return values
 
 
 def _unpermute(rows: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from common.models.weights.base import WeightsError
+from common.models.weights.source import WeightsError
+from common.models.weights.upload import Upload
 
 _INDEX = "model.safetensors.index.json"
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_FP8 = "F8_E4M3"
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, _FP8: 1}
 
 
 class SafetensorsWeights:
@@ -26,6 +28,7 @@ class SafetensorsWeights:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Any] = {}
         self._bytes: dict[str, int] = {}
+        self.holds_fp8 = False
         index = _read_index(folder)
         names = sorted(set(index.values())) if index else sorted(path.name for path in folder.glob("*.safetensors"))
         if not names:
@@ -42,10 +45,12 @@ class SafetensorsWeights:
                 if index and index.get(name) != path.name:
                     continue
                 view = file.get_slice(name)
-                if view.get_dtype() not in _ITEM_BYTES:
-                    raise WeightsError(f"{name} in {path.name} is {view.get_dtype()}; floating-point weights are supported")
+                dtype = view.get_dtype()
+                if dtype not in _ITEM_BYTES:
+                    raise WeightsError(f"{name} in {path.name} is {dtype}; floating-point weights are supported")
                 self.shapes[name] = tuple(view.get_shape())
-                self._bytes[name] = math.prod(self.shapes[name]) * _ITEM_BYTES[view.get_dtype()]
+                self._bytes[name] = math.prod(self.shapes[name]) * _ITEM_BYTES[dtype]
+                self.holds_fp8 |= dtype == _FP8
                 self._files[name] = file
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"{path} can't be read: {error}") from error
@@ -53,9 +58,9 @@ class SafetensorsWeights:
     def size_bytes(self, name: str) -> int:
         return self._bytes[name]
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, upload: Upload) -> torch.Tensor:
         try:
-            return self._files[name].get_tensor(name)
+            return upload(self._files[name].get_tensor(name))
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"{name} can't be read: {error}") from error
 

@@ -1,0 +1,88 @@
+"""Named shapes of models that need no download: `--model dummy:llama-3.1-8b`. For benchmarks and tests.
+
+`write_model` makes a model folder of one: config.json as published, and a tokenizer in which a byte of text is a token, and a
+token that the random weights choose is some text. No weights: those are made up while loading (see `weights.dummy`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_VERSION = 1
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 128_256,
+    "max_position_embeddings": 131_072,
+}
+_LLAMA |= {"num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500_000.0}
+_LLAMA_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_QWEN3: dict[str, Any] = {"model_type": "qwen3", "rms_norm_eps": 1e-6, "vocab_size": 151_936, "max_position_embeddings": 40_960}
+_QWEN3 |= {"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1_000_000.0, "tie_word_embeddings": False}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": _LLAMA
+    | {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "tie_word_embeddings": False}
+    | {"rope_scaling": _LLAMA_ROPE | {"factor": 8.0}},
+    "llama-3.2-1b": _LLAMA
+    | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64, "tie_word_embeddings": True}
+    | {"rope_scaling": _LLAMA_ROPE | {"factor": 32.0}},
+    "qwen3-8b": _QWEN3 | {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "qwen3-32b": _QWEN3
+    | {"hidden_size": 5120, "intermediate_size": 25_600, "num_hidden_layers": 64, "num_attention_heads": 64},
+    "smollm2-135m": _LLAMA
+    | {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+    | {"num_key_value_heads": 3, "vocab_size": 49_152, "max_position_embeddings": 8192, "rope_theta": 100_000.0}
+    | {"tie_word_embeddings": True},
+    "tiny": _LLAMA
+    | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"num_key_value_heads": 2, "vocab_size": 512, "max_position_embeddings": 4096, "rope_theta": 10_000.0}
+    | {"tie_word_embeddings": True},
+}
+
+_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+
+
+def folder_name(name: str) -> str:
+    """Where shape `name` lies among others; another one whenever the files would differ."""
+    return f"{name}-v{_VERSION}"
+
+
+def write_model(name: str, folder: Path) -> None:
+    """Fills `folder`. :raises KeyError: if there is no such shape. :raises OSError: if it can't be written."""
+    config = SHAPES[name]
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(config["vocab_size"])))
+    (folder / "chat_template.jinja").write_text(_TEMPLATE)
+
+
+def _tokenizer(vocab_size: int) -> dict[str, Any]:
+    """Byte-level BPE that never merges. Ids past the bytes are words, " 256" and so on, which no text becomes."""
+    vocab = {character: token for token, character in enumerate(_byte_characters())}
+    vocab |= {f"\u0120{token}": token for token in range(len(vocab), vocab_size)}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    model = {"type": "BPE", "dropout": None, "unk_token": None, "fuse_unk": False, "byte_fallback": False}
+    model |= {"continuing_subword_prefix": None, "end_of_word_suffix": None, "ignore_merges": False}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": model | {"vocab": vocab, "merges": []},
+    }
+
+
+def _byte_characters() -> list[str]:
+    """GPT-2's printable character for each byte: its own, or the next from U+0100 on."""
+    own = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    characters: list[str] = []
+    for byte in range(256):
+        shift = sum(1 for other in range(byte) if other not in own)
+        characters.append(chr(byte if byte in own else 0x100 + shift))
+    return characters

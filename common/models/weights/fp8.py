@@ -1,0 +1,83 @@
+"""FP8 weights of published checkpoints: which tensor is whose scale, and what becomes of both.
+
+X.weight             F8_E4M3 [out, in]
+X.weight_scale       one number, [1], [out] or [out, 1], any floating dtype
+X.weight_scale_inv   float32 [⌈out/128⌉, ⌈in/128⌉]; the name notwithstanding, it is multiplied with
+X.input_scale        static scale of activations: not read, they are scaled token by token
+….self_attn.k_scale  and v_scale: one number, or one per KV head
+"""
+
+from __future__ import annotations
+
+import torch
+
+from common.models.weights.fp8_scheme import BLOCK
+from common.models.weights.source import WeightsError, WeightSource
+from common.models.weights.upload import Upload
+from common.ops.linear import LinearWeight
+
+_COMPANIONS = ("weight_scale", "weight_scale_inv", "input_scale", "input_scale_ub", "activation_scale")
+_COMPANIONS += ("q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale")
+
+
+def is_companion(name: str) -> bool:
+    """Does `name` belong to another tensor, which asks for it or knows better?"""
+    return name.rpartition(".")[2] in _COMPANIONS
+
+
+def find_scale(source: WeightSource, upload: Upload, name: str, shape: torch.Size) -> torch.Tensor:
+    """The scale of the float8 weight `name` of `shape` [out, in]: float32 [out], or [⌈out/128⌉, ⌈in/128⌉].
+
+    :raises WeightsError: if there is none, or of another shape.
+    """
+    rows, columns = shape
+    for candidate in (f"{name}_scale_inv", f"{name}_scale"):
+        if candidate not in source.shapes:
+            continue
+        scale = source.read(candidate, upload).float()
+        if scale.numel() == 1:
+            return scale.reshape(1).expand(rows).contiguous()
+        if scale.numel() == rows and scale.shape[0] == rows:
+            return scale.reshape(rows)
+        if scale.shape == (-(-rows // BLOCK), -(-columns // BLOCK)):
+            return scale.contiguous()
+        raise WeightsError(f"{candidate} has shape {list(scale.shape)}, which fits no weight of shape {[rows, columns]}")
+    raise WeightsError(f"{name} is float8 and has no scale beside it")
+
+
+def dequantise_fp8(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """data: float8_e4m3fn [out, in]; scale: as `find_scale` gives it. Returns [out, in] in `dtype`."""
+    if scale.ndim == 1:
+        return (data.float() * scale[:, None]).to(dtype)
+    rows, columns = data.shape
+    whole = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    return (data.float() * whole).to(dtype)
+
+
+def fused_fp8(parts: list[torch.Tensor], scales: list[torch.Tensor], bias: torch.Tensor | None) -> LinearWeight | None:
+    """Weights below each other as one. None where their scales don't join: of two kinds, or blocks across a seam."""
+    kinds = {scale.ndim for scale in scales}
+    if len(kinds) > 1 or (2 in kinds and any(part.shape[0] % BLOCK for part in parts[:-1])):
+        return None
+    # torch joins float8 tensors as bytes only
+    data = parts[0] if len(parts) == 1 else torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
+    return LinearWeight(data.contiguous(), bias, data.shape[1], data.shape[0], "fp8", torch.cat(scales))
+
+
+def kv_scales(source: WeightSource, upload: Upload, num_layers: int, num_kv_heads: int) -> torch.Tensor | None:
+    """See `WeightLoader.take_kv_scales`."""
+    found = torch.ones(num_layers, 2, num_kv_heads)
+    any_found = False
+    for layer in range(num_layers):
+        for index, kind in enumerate("kv"):
+            for name in (f"self_attn.{kind}_scale", f"self_attn.{kind}_proj.{kind}_scale", "self_attn.kv_scale"):
+                name = f"model.layers.{layer}.{name}"
+                if name not in source.shapes:
+                    continue
+                scale = source.read(name, upload).float().cpu().reshape(-1)
+                if scale.numel() not in (1, num_kv_heads) or not bool((scale > 0).all()):
+                    raise WeightsError(f"{name} must be one positive number, or one for each of {num_kv_heads} KV heads")
+                found[layer, index] = scale
+                any_found = True
+                break
+    return found.to(upload.device) if any_found else None

@@ -1,0 +1,42 @@
+"""Where tensors come from: what each format of weights provides to the loader. Names are Hugging Face's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+
+from common.models.weights.upload import Upload
+from common.protocol.errors import ConfigError
+
+Progress = Callable[[int, int], None]
+"""Called with (done_bytes, total_bytes) of the files after each tensor."""
+
+
+class WeightsError(ConfigError):
+    """The weights don't fit the model's configuration, or can't be read."""
+
+
+class WeightSource(Protocol):
+    """Tensors of a model. `read` is called from several threads where the loader reads ahead."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    @property
+    def holds_fp8(self) -> bool:
+        """Are weights float8 in the files? What then isn't, is so on purpose."""
+        ...
+
+    def size_bytes(self, name: str) -> int:
+        """Bytes that `name` takes in the file."""
+        ...
+
+    def read(self, name: str, upload: Upload) -> torch.Tensor:
+        """The tensor on `upload.device` in a floating dtype, dequantised if need be (float8 is left to the loader). On a
+        CPU it may share the file's memory.
+
+        :raises WeightsError: if it can't be read.
+        """
+        ...
