@@ -1,0 +1,196 @@
+"""Drives a runner through whole requests in this process, token ids in and out: what a decode worker does, without a bus.
+
+    waiting ─► prefilling, in chunks of what decoding leaves of the token budget ─► decoding, one token a step ─► done
+
+The lengths of all outputs are given, so a step can be planned before the one before it is read: with a runner that has
+`submit`, step n + 1 is on its way while step n runs, and a row whose input is a sample of step n says so (`StepRow.feed`).
+Other runners execute step by step. Greedy; no stop ids; no prefix is shared. Blocks are handed out in random order, as
+those of a pool that has been in use are.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.engine.plan import Runner, StepPlan, StepResult, StepRow
+from common.protocol.errors import ConfigError
+from common.protocol.messages import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request. `planned`: input tokens whose step is planned; `sample`: its sample's index in the last planned step."""
+
+    prompt: list[int]
+    num_tokens: int
+    sampling: SamplingParams = GREEDY
+    output: list[int] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    planned: int = 0
+    sample: int = -1
+
+    @property
+    def num_inputs(self) -> int:
+        """The last output is no input."""
+        return len(self.prompt) + self.num_tokens - 1
+
+
+@dataclass(slots=True)
+class Step:
+    """A step's rows that decoded and tokens that it prefilled, and when its result was read (`perf_counter`)."""
+
+    decoded: int
+    prefilled: int
+    read_at: float
+
+
+@dataclass(slots=True)
+class Run:
+    """`begun_at`, `ended_at`: `perf_counter` seconds around everything, planning included."""
+
+    begun_at: float
+    ended_at: float = 0.0
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_at - self.begun_at
+
+    def decode_gaps_s(self) -> list[float]:
+        """Seconds between the results of steps that only decoded, without the first after another kind."""
+        pairs = zip(self.steps, self.steps[1:], strict=False)
+        return [b.read_at - a.read_at for a, b in pairs if not a.prefilled and not b.prefilled and a.decoded == b.decoded]
+
+
+class Driver:
+    """`max_rows`: requests in work at once. `token_budget`: tokens a step computes at most."""
+
+    def __init__(self, runner: Runner, *, token_budget: int, max_rows: int, seed: int = 0) -> None:
+        self.runner = runner
+        self.token_budget = token_budget
+        self.max_rows = max_rows
+        self.ahead = hasattr(runner, "submit")
+        self._free = list(range(runner.num_blocks))
+        random.Random(seed).shuffle(self._free)
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._step = 0
+
+    def generate(self, requests: Sequence[Request]) -> Run:
+        """Run them all to their ends; outputs are in the requests.
+
+        :raises ConfigError: if one of them can't be run by itself.
+        """
+        for request in requests:
+            if self._blocks_for(request) > self.runner.num_blocks or request.num_inputs >= self.runner.max_context:
+                raise ConfigError(
+                    f"{request.num_inputs} tokens of context don't fit: the runner holds"
+                    f" {self.runner.num_blocks * self.runner.block_tokens}, a sequence {self.runner.max_context}"
+                )
+        self._waiting.extend(requests)
+        run = Run(time.perf_counter())
+        if self.ahead:
+            self._run_ahead(run)
+        else:
+            while (planned := self._plan()) is not None:
+                self._commit(*planned, self.runner.execute(planned[0]), run)
+        run.ended_at = time.perf_counter()
+        return run
+
+    def _run_ahead(self, run: Run) -> None:
+        runner: Any = self.runner
+        before: tuple[StepPlan, list[Request], Any] | None = None
+        while True:
+            planned = self._plan()
+            pending = runner.submit(planned[0]) if planned else None
+            if before is not None:
+                self._commit(before[0], before[1], before[2].result(), run)
+            if planned is None:
+                return
+            before = (*planned, pending)
+
+    # -- one step
+
+    def _plan(self) -> tuple[StepPlan, list[Request]] | None:
+        rows: list[StepRow] = []
+        planned: list[Request] = []
+        samples = 0
+        decoding = [request for request in self._running if request.planned >= len(request.prompt)]
+        for request in decoding:
+            rows.append(self._decode_row(request))
+            planned.append(request)
+            request.sample = samples
+            samples += 1
+        budget = max(self.token_budget - len(decoding), 0 if rows else 1)
+        self._admit()
+        for request in self._running:
+            left = len(request.prompt) - request.planned
+            if budget <= 0 or left <= 0:
+                continue
+            count = min(budget, left)
+            rows.append(self._row(request, request.prompt[request.planned : request.planned + count], int(count == left)))
+            planned.append(request)
+            if count == left:
+                request.sample = samples
+                samples += 1
+            budget -= count
+        if not rows:
+            return None
+        for request in planned:
+            if request.planned >= request.num_inputs:  # steps run in order: who gets the blocks comes later
+                self._running.remove(request)
+                self._free += request.blocks
+        self._step += 1
+        return StepPlan(step=self._step, rows=rows), planned
+
+    def _decode_row(self, request: Request) -> StepRow:
+        index = request.planned - len(request.prompt)
+        if index < len(request.output):
+            return self._row(request, [request.output[index]], 1)
+        row = self._row(request, [0], 1)
+        row.feed = request.sample
+        return row
+
+    def _row(self, request: Request, tokens: list[int], num_samples: int) -> StepRow:
+        row = StepRow(
+            tokens=tokens,
+            start=request.planned,
+            blocks=request.blocks,
+            num_samples=num_samples,
+            sampling=request.sampling,
+            prompt_tokens=len(request.prompt),
+        )
+        request.planned += len(tokens)
+        return row
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._running) < self.max_rows:
+            needed = self._blocks_for(self._waiting[0])
+            if len(self._free) < needed:
+                return
+            request = self._waiting.popleft()
+            request.blocks = self._free[-needed:]
+            del self._free[-needed:]
+            self._running.append(request)
+
+    def _blocks_for(self, request: Request) -> int:
+        return -(-request.num_inputs // self.runner.block_tokens)
+
+    def _commit(self, plan: StepPlan, planned: list[Request], result: StepResult, run: Run) -> None:
+        read_at = time.perf_counter()
+        prefilled = 0
+        for request, row, samples in zip(planned, plan.rows, result.rows, strict=True):
+            if row.start < len(request.prompt):
+                prefilled += len(row.tokens)
+            request.output += samples.tokens
+            if samples.logprobs:
+                request.logprobs += samples.logprobs
+        run.steps.append(Step(plan.num_tokens - prefilled, prefilled, read_at))

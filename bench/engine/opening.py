@@ -1,0 +1,57 @@
+"""Opens an engine in this process, without a service around it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from common.engine.load import EngineConfig, cache_layout, load_runner, resolve_device, resolve_engine_precision
+from common.engine.plan import Runner
+from common.engine.precision import Precision
+from common.models.config import ModelConfig, load_config
+from common.models.source import resolve
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "fp32": {"dtype": "float32", "quantization": "none"},
+    "bf16": {"dtype": "bfloat16", "quantization": "none"},
+    "fp8": {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8"},
+    "fp8-weights": {"dtype": "bfloat16", "quantization": "fp8"},
+    "fp8-kv": {"dtype": "bfloat16", "quantization": "none", "kv_cache_dtype": "fp8"},
+    "int8": {"quantization": "int8"},
+}
+"""Short names of precisions; "fp8" is weights and KV, as the peer's figures are."""
+
+
+class Opening(msgspec.Struct, kw_only=True):
+    runner: Any
+    model: ModelConfig
+    precision: Precision
+    device: str
+    load_s: float
+
+
+def open_runner(spec: str, precision: str, **settings: Any) -> Opening:
+    """`spec`: as `--model`. `precision`: a name in `PRECISIONS`. `settings`: of `EngineConfig`.
+
+    :raises UnknownModel, ConfigError: see `load_runner`.
+    """
+    import numpy as np
+
+    engine = EngineConfig(**(PRECISIONS[precision] | settings))
+    files = resolve(spec)
+    model = load_config(files)
+    device = resolve_device(engine)
+    begun = time.perf_counter()
+    layout = cache_layout(model, engine, device)
+    memory = np.zeros((layout.num_blocks, layout.block_bytes), np.uint8)
+    runner: Runner = load_runner(files, engine, memory)
+    return Opening(
+        runner=runner,
+        model=model,
+        precision=resolve_engine_precision(model, engine, device),
+        device=device,
+        load_s=time.perf_counter() - begun,
+    )

@@ -1,0 +1,121 @@
+"""vLLM on dummy weights, token ids in and out: the cells of `bench.engine`, measured in the same way, a JSON line per result.
+
+Runs in a process of its own, with vLLM's folder first on PYTHONPATH (see README.md): `python -m bench.peer.vllm_cells
+--folder FOLDER --precision bf16 --cells decode,prefill`, where FOLDER holds a config.json. Started by `bench.engine --peer`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from bench.common.stats import Percentiles
+from bench.engine.cells import Cell, Failed, FirstToken, Measured, Opened, encode_line, parse_cells
+
+PRECISIONS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "bf16": {"dtype": "bfloat16"},
+    "fp8": {"dtype": "bfloat16", "quantization": "fp8", "kv_cache_dtype": "fp8"},
+    "fp8-weights": {"dtype": "bfloat16", "quantization": "fp8"},
+    "fp8-kv": {"dtype": "bfloat16", "kv_cache_dtype": "fp8"},
+}
+ENVIRONMENT = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",  # would be compiled at start, by a compiler that may not be there
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+MIN_CONTEXT = 16384
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.peer.vllm_cells", description=__doc__)
+    parser.add_argument("--folder", required=True, help="holds the model's config.json")
+    parser.add_argument("--precision", choices=list(PRECISIONS), default="bf16")
+    parser.add_argument("--cells", type=parse_cells, required=True)
+    parser.add_argument("--repeat", type=int, default=2)
+    parser.add_argument("--max-rows", type=int, default=512)
+    parser.add_argument("--token-budget", type=int, default=16384)
+    parser.add_argument("--first-token-prompt", type=int, default=128)
+    parser.add_argument("--first-token-count", type=int, default=15)
+    return parser.parse_args(argv)
+
+
+class Peer:
+    def __init__(self, options: argparse.Namespace) -> None:
+        import vllm  # pyright: ignore[reportMissingImports]
+
+        self._sampling: Any = vllm.SamplingParams
+        longest = max([max(cell.lengths()) + cell.out for cell in options.cells], default=0)
+        self.version: str = vllm.__version__
+        self._llm: Any = vllm.LLM(
+            model=options.folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=max(MIN_CONTEXT, longest + 16),
+            gpu_memory_utilization=0.9,
+            enable_prefix_caching=False,
+            max_num_seqs=options.max_rows,
+            max_num_batched_tokens=options.token_budget,
+            disable_log_stats=True,
+            **PRECISIONS[options.precision],
+        )
+        self._vocab = self._llm.llm_engine.model_config.get_vocab_size()
+        self._random = random.Random(0)
+
+    def seconds(self, lengths: Sequence[int], out: int) -> float:
+        prompts = [{"prompt_token_ids": [self._random.randrange(10, self._vocab) for _ in range(n)]} for n in lengths]
+        sampling = self._sampling(temperature=0.0, max_tokens=out, min_tokens=out, ignore_eos=True, detokenize=False)
+        begun = time.perf_counter()
+        answers = self._llm.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - begun
+        assert all(len(answer.outputs[0].token_ids) == out for answer in answers)
+        return seconds
+
+    def cell(self, cell: Cell, repeat: int) -> Measured:
+        lengths = cell.lengths()
+        first_s = min(self.seconds(lengths, 1) for _ in range(repeat + (cell.out == 1)))
+        if cell.out == 1:
+            return Measured(cell=str(cell), first_s=first_s, total_s=first_s, tok_s=sum(lengths) / first_s)
+        total_s = min(self.seconds(lengths, cell.out) for _ in range(repeat))
+        tokens, measured_s = cell.rows * (cell.out - 1), total_s - first_s
+        return Measured(cell=str(cell), first_s=first_s, total_s=total_s, tok_s=tokens / measured_s if measured_s > 0 else 0.0)
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse(argv)
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    results = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+
+    def say(line: Opened | Measured | FirstToken | Failed) -> None:
+        results.write(encode_line(line) + "\n")
+
+    begun = time.perf_counter()
+    peer = Peer(options)
+    loaded_s = time.perf_counter() - begun
+    peer.seconds([64], 2)
+    first_token_s = time.perf_counter() - begun
+    say(
+        Opened(name="vLLM", device="", version=f"vLLM {peer.version}", load_s=loaded_s, first_token_s=first_token_s, ahead=True)
+    )
+    peer.seconds([64] * 4, 8)
+    peer.seconds([64] * min(256, options.max_rows), 8)
+    times = [peer.seconds([options.first_token_prompt], 1) for _ in range(options.first_token_count)]
+    say(FirstToken(prompt=options.first_token_prompt, ms=Percentiles.of_seconds(times), count=len(times)))
+    for cell in options.cells:
+        try:
+            say(peer.cell(cell, options.repeat))
+        except ValueError as error:
+            say(Failed(cell=str(cell), error=str(error)[:300]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
