@@ -2,9 +2,9 @@
 
     waiting ─► prefilling, in chunks of what decoding leaves of the token budget ─► decoding, one token a step ─► done
 
-The lengths of all outputs are given, so a step can be planned before the one before it is read: with a runner that has
-`submit`, step n + 1 is on its way while step n runs, and a row whose input is a sample of step n says so (`StepRow.feed`).
-Other runners execute step by step. Greedy; no stop ids; no prefix is shared. Blocks are handed out in random order, as
+The lengths of all outputs are given, so a step can be planned before the one before it is read: with a runner that runs ahead,
+step n + 1 is on its way while step n runs, and a row whose input is a sample of step n says so (`StepRow.feed`). Others execute
+step by step. Greedy; no stop ids; no prefix is shared. Blocks are handed out in random order, as
 those of a pool that has been in use are.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.engine.plan import Runner, StepPlan, StepResult, StepRow
+from common.engine.plan import UNKNOWN, PendingStep, Runner, StepPlan, StepResult, StepRow
 from common.protocol.errors import ConfigError
 from common.protocol.messages import SamplingParams
 
@@ -77,7 +77,7 @@ class Driver:
         self.runner = runner
         self.token_budget = token_budget
         self.max_rows = max_rows
-        self.ahead = hasattr(runner, "submit")
+        self.ahead = runner.run_ahead > 1
         self._free = list(range(runner.num_blocks))
         random.Random(seed).shuffle(self._free)
         self._waiting: deque[Request] = deque()
@@ -106,16 +106,15 @@ class Driver:
         return run
 
     def _run_ahead(self, run: Run) -> None:
-        runner: Any = self.runner
-        before: tuple[StepPlan, list[Request], Any] | None = None
+        before: tuple[StepPlan, list[Request], PendingStep] | None = None
         while True:
             planned = self._plan()
-            pending = runner.submit(planned[0]) if planned else None
+            submitted = (*planned, self.runner.submit(planned[0])) if planned else None
             if before is not None:
                 self._commit(before[0], before[1], before[2].result(), run)
-            if planned is None:
+            if submitted is None:
                 return
-            before = (*planned, pending)
+            before = submitted
 
     # -- one step
 
@@ -155,7 +154,7 @@ class Driver:
         index = request.planned - len(request.prompt)
         if index < len(request.output):
             return self._row(request, [request.output[index]], 1)
-        row = self._row(request, [0], 1)
+        row = self._row(request, [UNKNOWN], 1)
         row.feed = request.sample
         return row
 
