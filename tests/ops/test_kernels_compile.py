@@ -37,6 +37,65 @@ def _add_rms_norm(size: int, splits: int, dtype: str = "bf16", quantise: bool = 
     )
 
 
+def _qkv_rope(
+    name: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    splits: int = 1,
+    dtype: str = "bf16",
+    pool: str = "bf16",
+    normed: bool = False,
+    biased: bool = False,
+    scaled: bool = False,
+    need_kv: bool = False,
+    num_warps: int = 1,
+) -> KernelCase:
+    half = max(16, 1 << (head_dim // 2 - 1).bit_length())
+    group = min(max(1, num_warps * 256 // half), 1 << (heads - 1).bit_length())
+    signature = {
+        "qkv": "*fp32" if splits > 1 else f"*{dtype}",
+        "positions": "*i32",
+        "rope": "*fp32",
+        "pool": f"*{pool}",
+        "slots": "*i64",
+        "query": f"*{dtype}",
+        "split_stride": "i32:16",
+        "row_stride": "i32:16",
+        "eps": "fp32",
+        "layer": "i32",
+    }
+    signature |= {"q_norm": f"*{dtype}", "k_norm": f"*{dtype}"} if normed else {}
+    signature |= {"bias": f"*{dtype}"} if biased else {}
+    signature |= {"kv_scale": "*fp32"} if scaled else {}
+    signature |= {"key": f"*{dtype}", "value": f"*{dtype}"} if need_kv else {}
+    optional = ("q_norm", "k_norm", "bias", "kv_scale", "key", "value")
+    return KernelCase(
+        name,
+        "common.ops.qkv_rope_triton",
+        "qkv_rope_kernel",
+        signature,
+        {
+            **{name: None for name in optional if name not in signature},
+            "HEADS": heads,
+            "KV_HEADS": kv_heads,
+            "HEAD_DIM": head_dim,
+            "LAYERS": 32,
+            "BLOCK_TOKENS": 16,
+            "GROUP": group,
+            "HALF_BLOCK": half,
+            "SPLITS": splits,
+            "DTYPE": {"bf16": "tl.bfloat16", "fp16": "tl.float16"}[dtype],
+            "NEED_KV": need_kv,
+            "PDL": True,
+        },
+        num_warps=num_warps,
+        expects=(*_PDL, *_WIDE) if head_dim > 32 else (*_PDL, "ld.global.v4"),
+        max_registers=128,
+    )
+
+
 CASES = [
     *(_add_rms_norm(size, 4) for size in (576, 2048, 4096, 5120, 8192)),
     _add_rms_norm(4096, 0),
@@ -45,6 +104,20 @@ CASES = [
     _add_rms_norm(4096, 4, "fp16"),
     _add_rms_norm(4096, 4, quantise=True),
     _add_rms_norm(5120, 1, quantise=True),
+    _qkv_rope("llama-8b", 32, 8, 128),
+    _qkv_rope("llama-8b-split", 32, 8, 128, splits=4),
+    _qkv_rope("llama-8b-split-fp8", 32, 8, 128, splits=4, pool="fp8e4nv", scaled=True),
+    _qkv_rope("llama-8b-prefill", 32, 8, 128, need_kv=True, num_warps=4),
+    _qkv_rope("llama-1b-split", 32, 8, 64, splits=4),
+    _qkv_rope("qwen3-8b-split", 32, 8, 128, splits=4, normed=True),
+    _qkv_rope("qwen3-32b", 64, 8, 128, normed=True),
+    _qkv_rope("qwen3-prefill-fp8", 32, 8, 128, pool="fp8e4nv", normed=True, need_kv=True, num_warps=4),
+    _qkv_rope("smollm2-split", 9, 3, 64, splits=2),
+    _qkv_rope("smollm2-fp16", 9, 3, 64, dtype="fp16", pool="fp16"),
+    _qkv_rope("biased", 28, 4, 128, biased=True),
+    _qkv_rope("80", 8, 8, 80, splits=2),
+    _qkv_rope("32", 8, 2, 32),
+    _qkv_rope("256", 8, 2, 256, normed=True),
 ]
 
 

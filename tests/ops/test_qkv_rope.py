@@ -1,0 +1,170 @@
+"""One pass from the QKV projection to Q and the pool: equal to its reference for every shape, dtype and kind of pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from common.ops import backend
+from common.ops.qkv_rope import QueryKeyValue, qkv_rope
+from common.ops.qkv_rope_reference import qkv_rope_reference
+from common.ops.qkv_rope_triton import qkv_rope_triton
+
+LAYERS, LAYER, BLOCK_TOKENS, BLOCKS, MAX_POSITIONS = 3, 1, 16, 5, 200
+EPS = 1e-6
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, BF16: 1.6e-2}
+
+
+@dataclass
+class Shape:
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def size(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+
+SHAPES = [Shape(9, 3, 64), Shape(4, 2, 128), Shape(3, 1, 80), Shape(5, 5, 32), Shape(2, 1, 96), Shape(2, 1, 256)]
+
+
+def make_call(shape: Shape, rows: int, **changes: Any) -> dict[str, Any]:
+    """Arguments of a call: fresh random inputs, the last row without a slot, a pool of NaN."""
+    angles = torch.randn(MAX_POSITIONS, shape.head_dim // 2) * 9
+    slots = torch.randperm(BLOCKS * BLOCK_TOKENS)[:rows]
+    slots[-1] = -1 if rows > 1 else slots[-1]
+    pool_dtype = changes.pop("pool_dtype", torch.float32)
+    pool = torch.full((BLOCKS, LAYERS, 2, BLOCK_TOKENS, shape.kv_heads, shape.head_dim), torch.nan).to(pool_dtype)
+    call = {
+        "qkv": torch.randn(rows, shape.size),
+        "num_heads": shape.heads,
+        "positions": torch.randint(0, MAX_POSITIONS, (rows,)),
+        "rope": torch.cat((angles.cos(), angles.sin()), -1),
+        "q_norm": None,
+        "k_norm": None,
+        "eps": EPS,
+        "bias": None,
+        "pool": pool,
+        "layer": LAYER,
+        "slots": slots,
+        "dtype": torch.float32,
+        "kv_scale": None,
+    }
+    assert changes.keys() <= call.keys()
+    return call | changes
+
+
+def compare(call: dict[str, Any], num_warps: int | None = None) -> None:
+    """Q, K, V and the whole pool, what nobody writes included."""
+    expected_pool = call["pool"].clone()
+    expected = qkv_rope_reference(**{**call, "pool": expected_pool})
+    with backend.interpreted():
+        if num_warps is None:
+            found = qkv_rope(**call, need_kv=True)
+            assert isinstance(found, QueryKeyValue)
+        else:
+            found = qkv_rope_triton(**call, need_kv=True, num_warps=num_warps)
+    tolerance = TOLERANCES[call["dtype"]]
+    for one, other in zip(found, expected, strict=True):
+        assert one is not None
+        assert one.dtype == call["dtype"]
+        torch.testing.assert_close(one, other, atol=tolerance, rtol=tolerance)
+    # where K is rounded to float8 from two roundings of one number, it may be the neighbour
+    stored = 0.13 if call["pool"].dtype == FP8 else tolerance
+    torch.testing.assert_close(call["pool"].float(), expected_pool.float(), atol=tolerance, rtol=stored, equal_nan=True)
+    if call["pool"].dtype == FP8:
+        same = call["pool"].view(torch.uint8) == expected_pool.view(torch.uint8)
+        assert same.float().mean() > 0.98
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("rows", "normed"), [(1, True), (3, False)])
+def test_equals_the_reference(shape: Shape, rows: int, normed: bool) -> None:
+    norms = {"q_norm": torch.randn(shape.head_dim), "k_norm": torch.randn(shape.head_dim)} if normed else {}
+    compare(make_call(shape, rows, **norms))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("splits", [0, 1, 3])
+def test_partial_sums_and_bias_are_added(dtype: torch.dtype, splits: int) -> None:
+    shape = Shape(9, 3, 64)
+    qkv = torch.randn(splits, 3, shape.size) if splits else torch.randn(3, shape.size).to(dtype)
+    bias = torch.randn(shape.size).to(dtype)
+    compare(make_call(shape, 3, qkv=qkv, bias=bias, dtype=dtype, pool_dtype=dtype))
+
+
+@pytest.mark.parametrize("splits", [0, 2])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_float8_pool_holds_scaled_and_saturated_values(splits: int, scaled: bool) -> None:
+    shape = Shape(4, 2, 128)
+    qkv = 200 * (torch.randn(splits, 3, shape.size) if splits else torch.randn(3, shape.size).to(BF16))
+    scale = torch.rand(LAYERS, 2, shape.kv_heads) + 0.5 if scaled else None
+    norms = {"q_norm": torch.randn(128).to(BF16), "k_norm": torch.randn(128).to(BF16)}
+    call = make_call(shape, 3, qkv=qkv, kv_scale=scale, dtype=BF16, pool_dtype=FP8, **norms)
+    compare(call)
+    values = call["pool"][:, LAYER, 1].float()
+    assert values[~values.isnan()].abs().max() == 448.0
+
+
+@pytest.mark.parametrize("num_warps", [1, 2, 4, 8])
+def test_every_candidate_gives_the_same_values(num_warps: int) -> None:
+    shape = Shape(9, 3, 64)
+    compare(make_call(shape, 3, q_norm=torch.randn(64), k_norm=torch.randn(64)), num_warps)
+
+
+def test_views_of_partials_and_narrow_positions() -> None:
+    shape = Shape(4, 2, 32)
+    qkv = torch.randn(3, 8, shape.size + 16)[:2, 2:5, : shape.size]
+    call = make_call(shape, 3, qkv=qkv, positions=torch.tensor([0, MAX_POSITIONS - 1, 7], dtype=torch.int32))
+    compare(call)
+    with backend.interpreted():
+        query = qkv_rope(**call)
+    assert query.shape == (3, 4, 32)
+
+
+def test_a_row_has_the_same_bits_in_every_batch() -> None:
+    shape = Shape(9, 3, 64)
+    call = make_call(shape, 5, q_norm=torch.randn(64), k_norm=torch.randn(64))
+    alone = call | {name: call[name][3:4] for name in ("qkv", "positions", "slots")} | {"pool": call["pool"].clone()}
+    with backend.interpreted():
+        query, query_alone = qkv_rope(**call), qkv_rope(**alone)
+    assert torch.equal(query[3:4], query_alone)
+
+
+def test_no_rows_are_no_work() -> None:
+    call = make_call(Shape(4, 2, 32), 1)
+    call |= {name: call[name][:0] for name in ("qkv", "positions", "slots")}
+    with backend.interpreted():
+        assert qkv_rope(**call).shape == (0, 4, 32)
+    assert bool(call["pool"].isnan().all())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"qkv": torch.randn(2, 100)}, "takes"),
+        ({"qkv": torch.randn(2, 2, 256).bfloat16()}, "partial sums"),
+        ({"slots": torch.zeros(2, dtype=torch.int32)}, "slot"),
+        ({"positions": torch.zeros(2)}, "positions"),
+        ({"rope": torch.zeros(9, 16)}, "sines"),
+        ({"q_norm": torch.zeros(32)}, "both or neither"),
+        ({"bias": torch.zeros(32)}, "bias"),
+        ({"layer": 3}, "layers below"),
+        ({"kv_scale": torch.ones(3, 2)}, "kv_scale"),
+        ({"pool": torch.zeros(5, 3, 2, 12, 2, 32)}, "no pool"),
+        ({"qkv": torch.randn(1, 2, 256), "pool": torch.zeros(5, 3, 2, 16, 2, 32).to(FP8), "dtype": None}, "named"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+    with backend.interpreted(), pytest.raises(ValueError, match=message):
+        qkv_rope(**make_call(Shape(4, 2, 32), 2, **changes))
+
+
+def test_cpu_tensors_are_refused() -> None:
+    with pytest.raises(ValueError, match="on a CPU"):
+        qkv_rope(**make_call(Shape(4, 2, 32), 2))
