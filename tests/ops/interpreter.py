@@ -24,6 +24,7 @@ _FLOATS: dict[Any, tuple[torch.dtype, type[np.generic]]] = {
 }
 _Builder: Any = interpreter.InterpreterBuilder
 _cast = _Builder.cast_impl
+_patch_tensor: Any = interpreter._patch_lang_tensor
 
 
 def _convert(source: Any, target: Any) -> Any:
@@ -42,7 +43,14 @@ def _cast_rounding(builder: Any, source: Any, target: Any) -> Any:
     return _cast(builder, source, target)
 
 
+def _patch_with_bounds(tensor: Any, scope: Any) -> None:
+    """Scalars are arrays of one element there, which numpy 2.4 refuses as bounds of a `range`."""
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
 def round_as_a_gpu() -> None:
     """From here on, in this process."""
+    interpreter._patch_lang_tensor = _patch_with_bounds
     _Builder.cast_impl = _cast_rounding
     _Builder.create_fp_to_fp = lambda builder, source, target, rounding: _convert(source, target.scalar)
