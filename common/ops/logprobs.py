@@ -18,6 +18,7 @@ def top_logprobs(logits: torch.Tensor, token: int, num_top: int) -> tuple[float,
     if num_top <= 0:
         return float(found[token]), [], []
     num_top = min(num_top, len(found))
-    likely = np.flatnonzero(found >= np.partition(found, -num_top)[-num_top])
-    likely = likely[np.argsort(-found[likely], kind="stable")][:num_top]
+    values = logits.numpy()  # rounded log-probabilities have ties that logits don't
+    likely = np.flatnonzero(values >= np.partition(values, -num_top)[-num_top])
+    likely = likely[np.argsort(-values[likely], kind="stable")][:num_top]
     return float(found[token]), likely.tolist(), found[likely].tolist()

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from common.ops.gumbel import GUMBEL_MAX, gumbel_noise, noise_words
 from common.ops.gumbel_reference import MASK32
+from common.ops.nucleus import masses, wanted_mass
 
 GREEDY_BELOW = 1e-5
 """Temperatures below are greedy, as in vLLM."""
@@ -26,7 +27,6 @@ GREEDY_BELOW = 1e-5
 _HEAD = 512
 _FIRST_TRIES = 64
 _FEW = 64
-_SLACK = 1e-3  # scores are rounded to float32
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -82,7 +82,8 @@ def _winner(scaled: Floats, tokens: Ids, draw: Draw) -> tuple[int, float]:
 def _contenders(scaled: Floats, lowest: np.float32, top: np.float32, draw: Draw) -> Ids:
     """The few tokens of those above `lowest` that could win, rising: the likeliest score something, the others must beat it."""
     likely = np.flatnonzero(scaled >= max(lowest, np.float32(top - np.float32(2.0))))[:_FIRST_TRIES]
-    seen = _winner(scaled, likely, draw)[1] - _SLACK
+    seen = _winner(scaled, likely, draw)[1]
+    seen -= 1e-3 + abs(seen) * 2.0**-20  # scores, and sums with bounds, are rounded to float32
     padded = scaled if len(scaled) % 4 == 0 else np.pad(scaled, (0, -len(scaled) % 4), constant_values=-np.inf)
     within_reach = padded >= max(lowest, np.float32(seen - GUMBEL_MAX))
     quads = np.flatnonzero(within_reach.view(np.uint32))  # four booleans at once
@@ -114,12 +115,12 @@ def _filtered(scaled: Floats, lowest: np.float32, draw: Draw) -> Ids:
 
 def _nucleus(scaled: Floats, allowed: Ids, top_p: float) -> Ids:
     """The likeliest of `allowed` whose probabilities reach `top_p`; at least one."""
-    values = scaled[allowed].astype(np.float64)
+    values = scaled[allowed]
     top = values.max()
-    wanted = top_p * np.exp(values - top).sum()
+    wanted = wanted_mass(int(masses(values, top).sum()), top_p)
     for size in (_HEAD, len(allowed)):
         ordered = _highest(scaled, allowed, size)
-        sums = np.exp(scaled[ordered].astype(np.float64) - top).cumsum()
+        sums = masses(scaled[ordered], top).cumsum()
         if sums[-1] >= wanted or size >= len(allowed):
             break
     return ordered[: int(np.searchsorted(sums, wanted)) + 1]
