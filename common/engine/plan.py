@@ -2,16 +2,21 @@
 
     plan = scheduler.plan(now)  →  result = runner.execute(plan)  →  scheduler.commit(plan, result, now)
 
-A scheduler knows requests, blocks and budgets; a runner knows tensors. Neither knows the other.
+A scheduler knows requests, blocks and budgets; a runner knows tensors. Neither knows the other. With a runner that runs ahead,
+the next step is planned and submitted before this one's result is known: a row then says which sample it is *fed*.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
 
 from common.protocol.messages import SamplingParams, TokenLogprobs
+
+UNKNOWN = -1
+"""In the place of a token that a step in flight will sample."""
 
 
 class StepRow(msgspec.Struct):
@@ -24,6 +29,9 @@ class StepRow(msgspec.Struct):
     `history` is the sequence's tokens [0, start + len(tokens)) whenever `sampling` needs them (penalties), else empty; the
     first `prompt_tokens` are the prompt. The sample at input position p is the token at position p + 1, output index
     p + 1 - prompt_tokens, and draws Gumbel(seed, p + 1, token).
+
+    `feed` >= 0: the row's only token is not known yet. It is that sample of the plan submitted before (counting the samples
+    of all its rows); `tokens` and the end of `history` hold `UNKNOWN` in its place.
     """
 
     tokens: list[int]
@@ -33,6 +41,7 @@ class StepRow(msgspec.Struct):
     sampling: SamplingParams
     prompt_tokens: int
     history: list[int] = []
+    feed: int = -1
 
 
 class StepPlan(msgspec.Struct):
@@ -58,11 +67,23 @@ class StepResult(msgspec.Struct):
     elapsed_s: float = 0.0
 
 
-class Runner(Protocol):
-    """Executes plans. `execute` blocks and is called from one worker thread at a time.
+class PendingStep(Protocol):
+    """A submitted step."""
 
-    `storage` holds the KV bytes that transports copy (`None`: nothing to copy, a simulated engine).
+    def result(self) -> StepResult:
+        """Blocks until the step has run. Call it once per step, in the order of submission."""
+        ...
+
+
+class Runner(Protocol):
+    """Executes plans, from one thread at a time. `submit` returns once the device has the step; `execute` when it has run.
+
+    Up to `run_ahead` steps may be submitted before the first one's result is taken: 1, or 2 where a device runs one while the
+    next is prepared.
     """
+
+    @property
+    def run_ahead(self) -> int: ...
 
     @property
     def block_tokens(self) -> int: ...
@@ -84,3 +105,28 @@ class Runner(Protocol):
         ...
 
     def execute(self, plan: StepPlan) -> StepResult: ...
+
+    def submit(self, plan: StepPlan) -> PendingStep: ...
+
+
+def resolve_feeds(plan: StepPlan, samples: Sequence[int]) -> None:
+    """Put the tokens in that fed rows wait for. samples: all samples of the step before, in order.
+
+    :raises IndexError: if a row is fed with a sample that the step before did not have.
+    """
+    for row in plan.rows:
+        if row.feed >= 0:
+            row.tokens[0] = samples[row.feed]
+            if row.history:
+                row.history[-1] = row.tokens[0]
+
+
+class LaterStep:
+    """A `PendingStep` of a runner that computes on this CPU: it runs when its result is asked for."""
+
+    def __init__(self, runner: Runner, plan: StepPlan) -> None:
+        self._runner = runner
+        self._plan = plan
+
+    def result(self) -> StepResult:
+        return self._runner.execute(self._plan)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from common.engine.plan import StepPlan, StepResult, StepRow
+from common.engine.plan import LaterStep, StepPlan, StepResult, StepRow, resolve_feeds
 from common.engine.sampling import penalised, sample_rows
 from common.models.attention import CpuAttention
 from common.models.decoder import Decoder, Inputs
@@ -30,6 +30,8 @@ class TorchRunner:
 
     :raises ConfigError: if the pool's shape or dtype is not the model's.
     """
+
+    run_ahead = 1
 
     def __init__(self, decoder: Decoder, pool: torch.Tensor, *, fingerprint: str, threads: int) -> None:
         config = decoder.config
@@ -50,6 +52,7 @@ class TorchRunner:
         self._threads = threads
         self._scratch = Scratch()
         self._prepared = threading.local()
+        self._sampled: list[int] = []
 
     def execute(self, plan: StepPlan) -> StepResult:
         """:raises InvalidParameter: if a row can't be run; nothing has been written then."""
@@ -57,12 +60,17 @@ class TorchRunner:
         self._prepare_thread()
         if not plan.rows:
             return StepResult(rows=[])
+        resolve_feeds(plan, self._sampled)
         for row in plan.rows:
             self._check(row)
         logits = self.decoder.forward(self._inputs(plan.rows)).float()
         with torch.inference_mode():
-            samples = sample_rows(logits.cpu(), plan.rows)
+            samples = sample_rows(logits, plan.rows)
+        self._sampled = [token for row in samples for token in row.tokens]
         return StepResult(rows=samples, elapsed_s=time.perf_counter() - begun)
+
+    def submit(self, plan: StepPlan) -> LaterStep:
+        return LaterStep(self, plan)
 
     def _prepare_thread(self) -> None:
         """The number of threads is a property of each calling thread in OpenMP, not of the process."""

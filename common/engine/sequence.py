@@ -3,7 +3,11 @@
 tokens   [0, prompt_tokens)            the client's prompt
          [prompt_tokens, len(tokens))  generated, by earlier attempts or here
 KV       [0, num_computed)             valid in `blocks`
-         [num_computed, len(tokens))   still to be run: one token when decoding, more while prefilling
+         [num_computed, num_planned)   being computed by steps in flight (`num_steps` of them)
+         [num_planned, length)         still to be planned: one token when decoding, more while prefilling
+
+`length` counts the tokens and those that steps in flight will sample (`num_awaited`; `last_sample` is the index of the newest
+among its step's samples).
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ from dataclasses import dataclass, field
 
 from common.cache.pool import BlockPool
 from common.cache.prefix import hash_chain
-from common.engine.plan import RowSamples, StepRow
+from common.engine.plan import UNKNOWN, RowSamples, StepRow
 from common.protocol import tokens as token_bytes
 from common.protocol.errors import ContextLengthExceeded, EmptyPrompt, ProtocolError
 from common.protocol.messages import FinishReason, Generation, SamplingParams, TokenFrame, TokenLogprobs
@@ -32,6 +36,10 @@ class Sequence:
     blocks: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     num_computed: int = 0
+    num_planned: int = 0
+    num_steps: int = 0
+    num_awaited: int = 0
+    last_sample: int = -1
     num_published: int = 0
     num_cached: int = -1
     finish: FinishReason | None = None
@@ -68,23 +76,54 @@ class Sequence:
         return len(self.tokens) - self.generation.prompt_tokens
 
     @property
-    def num_uncomputed(self) -> int:
-        return len(self.tokens) - self.num_computed
+    def length(self) -> int:
+        return len(self.tokens) + self.num_awaited
 
-    def row(self, num_tokens: int, proposal: Sized[int] = ()) -> StepRow:
-        """The next `num_tokens` uncomputed tokens, then `proposal`, as a step's row; sampled when it reaches the end."""
-        end = self.num_computed + num_tokens
-        inputs = [*self.tokens[self.num_computed : end], *proposal]
-        sampled = end == len(self.tokens)
+    @property
+    def num_unplanned(self) -> int:
+        return self.length - self.num_planned
+
+    def may_go_on(self, max_context: int) -> bool:
+        """Will there be a token to compute after those in flight, unless one of them ends the text?"""
+        return self.num_outputs + self.num_awaited < self.sampling.max_tokens and self.length < max_context
+
+    def computed(self, num_tokens: int) -> None:
+        """KV of the first `num_tokens` tokens is there; no step is in flight."""
+        assert not self.num_steps
+        self.num_computed = self.num_planned = num_tokens
+
+    def plan(self, num_tokens: int, proposal: Sized[int], num_samples: int) -> StepRow:
+        """The next `num_tokens` tokens, then `proposal`, as a step's row; sampled when it reaches the end.
+
+        num_samples: of the step's rows before this one.
+        """
+        start, end = self.num_planned, self.num_planned + num_tokens
+        sampled, feed = end == self.length, self.last_sample if self.num_awaited else -1
+        inputs = [*self.tokens[start:end], *proposal] if feed < 0 else [UNKNOWN]
+        history = []
+        if sampled and _needs_history(self.sampling):
+            history = [*self.tokens[:end], *proposal] if feed < 0 else [*self.tokens, UNKNOWN]
+        self.num_planned = end
+        self.num_steps += 1
+        if sampled:
+            self.num_awaited += 1
+            self.last_sample = num_samples
         return StepRow(
             tokens=inputs,
-            start=self.num_computed,
+            start=start,
             blocks=self.blocks,
             num_samples=1 + len(proposal) if sampled else 0,
             sampling=self.sampling,
             prompt_tokens=self.generation.prompt_tokens,
-            history=[*self.tokens[:end], *proposal] if sampled and _needs_history(self.sampling) else [],
+            history=history,
+            feed=feed,
         )
+
+    def ran(self, row: StepRow) -> None:
+        """The oldest step in flight has run this row. Its proposal counts as computed once it is accepted."""
+        self.num_steps -= 1
+        self.num_awaited -= row.num_samples > 0
+        self.num_computed = row.start + len(row.tokens) - max(0, row.num_samples - 1)
 
     def append(self, samples: RowSamples, count: int, *, max_context: int) -> int:
         """Take the first `count` sampled tokens, up to the one that ends the request. Returns how many were taken."""
@@ -158,7 +197,7 @@ class SequenceCache:
             self.pool.release(cached)
             raise
         sequence.blocks = cached + fresh
-        sequence.num_computed = len(cached) * self.block_tokens
+        sequence.computed(len(cached) * self.block_tokens)
         sequence.num_published = len(cached)
         if sequence.num_cached < 0:
             sequence.num_cached = min(sequence.num_computed, sequence.generation.prompt_tokens)
@@ -166,19 +205,19 @@ class SequenceCache:
     def catch_up(self, sequence: Sequence, num_tokens: int, computing: set[bytes]) -> bool:
         """Before a step computes the next `num_tokens` of a prompt: take over what others have computed of it since `open`.
 
-        `computing` holds the hashes of the blocks that the step computes already. False: the sequence's next block is one of
-        them, and waiting for the next step saves computing it twice.
+        `computing` holds the hashes of the blocks that the step, or one in flight, computes already. False: the sequence's next
+        block is one of them, and waiting for the next step saves computing it twice.
         """
-        first = sequence.num_computed // self.block_tokens
+        first = sequence.num_planned // self.block_tokens
         hashes = self.hash(sequence, len(sequence.tokens) - 1)[first:]
-        if not hashes or sequence.num_computed % self.block_tokens:
+        if not hashes or sequence.num_planned % self.block_tokens:
             return True
-        found = self.pool.match(hashes)
+        found = [] if sequence.num_steps else self.pool.match(hashes)
         if found:
             self.pool.retain(found)
             self.pool.release(sequence.blocks[first : first + len(found)])
             sequence.blocks[first : first + len(found)] = found
-            sequence.num_computed += len(found) * self.block_tokens
+            sequence.computed(sequence.num_computed + len(found) * self.block_tokens)
             sequence.num_published = max(sequence.num_published, first + len(found))
             sequence.num_cached += len(found) * self.block_tokens
             hashes = hashes[len(found) :]
@@ -207,7 +246,7 @@ class SequenceCache:
         """Let go of every block. Harmless twice."""
         blocks, sequence.blocks = sequence.blocks, []
         self.pool.release(blocks)
-        sequence.num_computed = sequence.num_published = 0
+        sequence.num_computed = sequence.num_planned = sequence.num_published = 0
 
 
 def _check_sampling(params: SamplingParams) -> None:

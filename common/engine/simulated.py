@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.engine import roofline
-from common.engine.plan import RowSamples, StepPlan, StepResult, StepRow
+from common.engine.plan import LaterStep, RowSamples, StepPlan, StepResult, StepRow, resolve_feeds
 from common.protocol.errors import ConfigError
 from common.protocol.messages import SamplingParams, TokenLogprobs
 
@@ -153,7 +153,8 @@ class SimulatedRunner:
     """`plan.Runner` without a model.
 
     storage: uint8 [num_blocks, block_tokens * 8], zeroed or not; shared memory as a rule.
-    `execute` sleeps until the profile's time for the step, times `time_scale`, has passed; 0 never sleeps.
+    `execute` sleeps until the profile's time for the step, times `time_scale`, has passed; 0 never sleeps. `run_ahead` as of
+    any runner.
 
     :raises ConfigError: for an unknown profile name, a storage of another shape, or a vocabulary with nothing to sample.
     """
@@ -169,6 +170,7 @@ class SimulatedRunner:
         fingerprint: str,
         time_scale: float = 1.0,
         rule: TokenRule | None = None,
+        run_ahead: int = 1,
     ) -> None:
         block_bytes = block_tokens * BYTES_PER_TOKEN
         if storage.dtype != np.uint8 or storage.ndim != 2 or storage.shape[1] != block_bytes:
@@ -183,6 +185,8 @@ class SimulatedRunner:
         self.fingerprint = fingerprint
         self.time_scale = time_scale
         self.rule = rule or TokenRule(vocab_size)
+        self.run_ahead = run_ahead
+        self._sampled: list[int] = []
         self._hashes: U64 = storage.view(np.uint64)
 
     def expected_tokens(self, prompt: Sequence[int], sampling: SamplingParams, num_tokens: int) -> list[int]:
@@ -191,12 +195,17 @@ class SimulatedRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """:raises IndexError: if a row's blocks don't cover its positions, or name blocks that don't exist."""
         begun = time.perf_counter()
+        resolve_feeds(plan, self._sampled)
         rows = plan.rows
         samples = self._run(rows) if rows else []
+        self._sampled = [token for row in samples for token in row.tokens]
         remaining = self.step_s(rows) * self.time_scale - (time.perf_counter() - begun)
         if remaining > 0:
             time.sleep(remaining)
         return StepResult(rows=samples, elapsed_s=time.perf_counter() - begun)
+
+    def submit(self, plan: StepPlan) -> LaterStep:
+        return LaterStep(self, plan)
 
     def step_s(self, rows: Sequence[StepRow]) -> float:
         """Seconds the profile's accelerator takes for these rows."""

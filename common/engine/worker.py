@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -99,6 +100,7 @@ class EngineWorker(Actor):
         self._wake = anyio.Event()
         self._idle = anyio.Event()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self._submitting = ThreadPoolExecutor(1, thread_name_prefix="submit")
 
     # -- life
 
@@ -125,34 +127,47 @@ class EngineWorker(Actor):
         """Commit a step to the scheduler. What is returned tells everyone concerned; it is called once the next step runs."""
 
     async def work(self) -> None:
-        """Plan, execute, commit, for ever. While a step runs, messages are handled and the step before is reported.
+        """Plan, execute, commit, for ever. While a step runs, messages are handled, the step before is reported and, with a
+        runner that runs ahead, the next one is planned and submitted.
 
-        What a message changes meanwhile, a cancel above all, the scheduler defers where the running step depends on it.
+        What a message changes meanwhile, a cancel above all, the scheduler defers where a running step depends on it.
         """
-        loop = asyncio.get_running_loop()
         report = _nothing
+        flights: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
+        ended = self.clock()
         while True:
-            plan = self.scheduler.plan(self.clock())
-            if plan is None:
-                self._wake = anyio.Event()
-                report()
-                report = _nothing
-                await self._wake.wait()
+            if len(flights) < self.engine.runner.run_ahead and (plan := self.scheduler.plan(self.clock())) is not None:
+                flights.append((plan, self._start(plan)))
                 continue
-            began = self.clock()
-            running = loop.run_in_executor(self._thread, self.engine.runner.execute, plan)
             report()
             report = _nothing
+            if not flights:
+                self._wake = anyio.Event()
+                await self._wake.wait()
+                ended = self.clock()
+                continue
+            plan, running = flights.popleft()
             try:
                 result = await running
             except Exception:
                 log.exception("step_failed", step=plan.step, rows=len(plan.rows))
                 self.counters.step_failures.inc()
+                await asyncio.gather(*(later for _, later in flights), return_exceptions=True)
+                flights.clear()
                 for sequence in self.scheduler.abandon():
                     self.fail(sequence, "internal_error", "the engine failed on this request; see the worker's log")
                 continue
-            self._measure(plan, self.clock() - began)
+            began, ended = ended, self.clock()
+            self._measure(plan, ended - began)
             report = self.commit(plan, result)
+
+    def _start(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+        """A step on its way, behind those that are."""
+        loop, runner = asyncio.get_running_loop(), self.engine.runner
+        if runner.run_ahead == 1:
+            return loop.run_in_executor(self._thread, runner.execute, plan)
+        submitted = self._submitting.submit(runner.submit, plan)
+        return loop.run_in_executor(self._thread, lambda: submitted.result().result())
 
     def wake(self) -> None:
         """Something can be planned that could not be before: a sequence came, a copy has ended, or blocks were given back."""
@@ -169,6 +184,7 @@ class EngineWorker(Actor):
 
     def close(self) -> None:
         """Give the segment back, once the runner's thread has ended."""
+        self._submitting.shutdown(wait=True)
         self._thread.shutdown(wait=True)
         if self.loaded:
             self.store.close()
@@ -293,7 +309,7 @@ class EngineWorker(Actor):
 
         Call it in the turn that admitted the sequence: from then on a step may be planned with it.
         """
-        if self.store.available and sequence.num_uncomputed > self.cache.block_tokens:
+        if self.store.available and len(sequence.tokens) - sequence.num_computed > self.cache.block_tokens:
             self.scheduler.begin_copy(sequence)
             self.task_group.start_soon(self._fetch_prefix, sequence)
 

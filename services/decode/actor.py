@@ -72,6 +72,7 @@ class DecodeActor(EngineWorker):
             propose=lambda sequence, limit: self.drafts.propose(sequence.request, limit),
             begin_step=self.drafts.begin_step,
             finishing=self.offer_soon,
+            speculating=self.drafts.speculating,
         )
 
     def handle(self, message: Message, reply: str) -> None:

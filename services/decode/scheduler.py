@@ -4,12 +4,16 @@
                                                                  │  ▲
                                        out of blocks: preempted ─┘  └─ resumed when there is room: recomputed, same tokens
 
-A running sequence with one uncomputed token decodes (with proposals to verify, if any); one with more prefills in chunks,
+A running sequence with one unplanned token decodes (with proposals to verify, if any); one with more prefills in chunks,
 in what the decoding rows leave of the token budget. Decoding never waits for prefilling.
+
+A step may be planned while the one before it runs (`run_ahead`): rows are then fed with samples that nobody has seen yet. What
+turns out to have ended meanwhile is computed once too often, and dropped; its blocks are freed when that step has run too.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,7 +40,8 @@ class DecodeScheduler:
     """Which sequences run, and what the next step computes for each.
 
     `token_budget`: tokens a step computes at most, decoding rows first. `watermark`: blocks kept free at admission.
-    `finishing(sequence)` is called when a sequence has ended, before its blocks are freed.
+    `finishing(sequence)` is called when a sequence has ended, before its blocks are freed. `speculating()`: are proposals
+    worth waiting for? A step is then planned only when the tokens it starts from are known.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class DecodeScheduler:
         propose: Propose = lambda sequence, limit: [],
         begin_step: Callable[[int], None] = lambda num_rows: None,
         finishing: Callable[[Sequence], None] = lambda sequence: None,
+        speculating: Callable[[], bool] = lambda: False,
         watermark: int = 1,
     ) -> None:
         self.cache = cache
@@ -58,12 +64,15 @@ class DecodeScheduler:
         self.propose = propose
         self.begin_step = begin_step
         self.finishing = finishing
+        self.speculating = speculating
         self.watermark = watermark
         self.num_preemptions = 0
         self._running: dict[Sequence, None] = {}
         self._copying: dict[Sequence, None] = {}
         self._preempted: list[Sequence] = []
-        self._in_flight: list[Sequence] = []
+        self._flights: deque[list[Sequence]] = deque()
+        self._verifying = False
+        self._computing = set[bytes]()
         self._step = 0
         self._arrivals = 0
 
@@ -108,7 +117,7 @@ class DecodeScheduler:
 
     def begin_copy(self, sequence: Sequence) -> None:
         """A copy into the sequence's blocks begins: not planned and not freed until `end_copy`."""
-        assert sequence not in self._in_flight, "begin the copy before a step can be planned with it"
+        assert not sequence.num_steps, "begin the copy before a step can be planned with it"
         del self._running[sequence]
         self._copying[sequence] = None
 
@@ -118,58 +127,70 @@ class DecodeScheduler:
         if sequence.cancelled:
             self.cache.close(sequence)
             return
-        sequence.num_computed = max(sequence.num_computed, num_computed)
+        sequence.computed(max(sequence.num_computed, num_computed))
         self.cache.publish(sequence)
         self._running[sequence] = None
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step, or None when there is nothing to run."""
-        assert not self._in_flight, "one step at a time"
+        """The next step, or None when there is nothing to run, or nothing that could be planned ahead of the step in flight."""
+        ahead = bool(self._flights)
+        if ahead and (self._verifying or self.speculating()):
+            return None
         self._resume()
+        decoding = [s for s in self._running if s.num_unplanned == 1 and (not ahead or s.may_go_on(self.max_context))]
+        if ahead and not all(self._has_room(sequence) for sequence in decoding):
+            return None
         rows: list[StepRow] = []
-        decoding = [s for s in self._running if s.num_uncomputed == 1]
+        planned: list[Sequence] = []
+        num_samples = 0
         self.begin_step(len(decoding))
         budget = self.token_budget - len(decoding)  # each decodes one token, whatever others want to verify
         for sequence in decoding:
-            if sequence not in self._running or not self._make_room(sequence):
+            if sequence not in self._running or not self._make_room(sequence, planned):
                 continue
-            proposal = self._proposal(sequence, budget)
-            rows.append(sequence.row(1, proposal))
-            self._in_flight.append(sequence)
+            proposal = [] if ahead else self._proposal(sequence, budget)
+            rows.append(sequence.plan(1, proposal, num_samples))
+            planned.append(sequence)
+            num_samples += rows[-1].num_samples
             budget -= len(proposal)
+        self._verifying = num_samples > len(rows)
         budget = max(budget, 0 if rows else 1)
-        computing = set[bytes]()
-        for sequence in [s for s in self._running if s.num_uncomputed > 1]:
+        computing = self._computing if ahead else set[bytes]()
+        before = frozenset(computing)
+        for sequence in [s for s in self._running if s.num_unplanned > 1]:
             if budget <= 0:
                 break
             if not self.cache.catch_up(sequence, budget, computing):
                 continue
-            count = min(budget, sequence.num_uncomputed)
-            rows.append(sequence.row(count))
-            self._in_flight.append(sequence)
-            budget -= count
+            rows.append(sequence.plan(min(budget, sequence.num_unplanned), [], num_samples))
+            planned.append(sequence)
+            num_samples += rows[-1].num_samples
+            budget -= len(rows[-1].tokens)
         if not rows:
             return None
+        self._computing = computing - before
+        self._flights.append(planned)
         self._step += 1
         return StepPlan(step=self._step, rows=rows)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Progress]:
-        """Take a step's result: keep what was accepted, free what finished or was cancelled meanwhile."""
+        """Take the oldest step's result: keep what was accepted, free what finished or was cancelled meanwhile."""
         progress = []
-        planned, self._in_flight = self._in_flight, []
-        for sequence, row, samples in zip(planned, plan.rows, result.rows, strict=True):
-            if sequence.cancelled:
+        for sequence, row, samples in zip(self._flights.popleft(), plan.rows, result.rows, strict=True):
+            ended = sequence.cancelled or sequence.finish is not None
+            sequence.ran(row)
+            if ended:
                 self._leave(sequence)
                 continue
-            proposal = row.tokens[len(row.tokens) - row.num_samples + 1 :] if row.num_samples > 1 else []
-            sequence.num_computed += len(row.tokens) - len(proposal)
             if not row.num_samples:
                 self.cache.publish(sequence)
                 continue
+            proposal = row.tokens[len(row.tokens) - row.num_samples + 1 :] if row.num_samples > 1 else []
             accepted = accept(proposal, samples.tokens)
             start = sequence.num_outputs
             taken = sequence.append(samples, accepted + 1, max_context=self.max_context)
-            sequence.num_computed += taken - 1
+            if proposal:
+                sequence.computed(sequence.num_computed + taken - 1)
             progress.append(Progress(sequence, start, len(proposal), accepted))
             self.cache.publish(sequence)
             if sequence.finish is not None:
@@ -178,24 +199,29 @@ class DecodeScheduler:
         return progress
 
     def abandon(self) -> list[Sequence]:
-        """The step in flight failed: its sequences leave, their blocks are freed."""
-        planned, self._in_flight = self._in_flight, []
+        """A step in flight failed, and with it those after it: their sequences leave, their blocks are freed."""
+        planned = {sequence: None for flight in self._flights for sequence in flight}
+        self._flights.clear()
         for sequence in planned:
+            sequence.num_steps = 0
             self._leave(sequence)
-        return planned
+        return list(planned)
 
     def cancel(self, sequence: Sequence) -> None:
-        """Free a sequence wherever it is; one that has left already is none of ours."""
-        if sequence in self._copying or sequence in self._in_flight:
+        """Free a sequence wherever it is, as soon as nothing touches its blocks; one that has left already is none of ours."""
+        if sequence in self._copying:
             sequence.cancelled = True
         elif sequence in self._running:
+            sequence.cancelled = True
             self._leave(sequence)
         elif sequence in self._preempted:
             self._preempted.remove(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
+        """Plan it no more; free its blocks once no step touches them."""
         self._running.pop(sequence, None)
-        self.cache.close(sequence)
+        if not sequence.num_steps:
+            self.cache.close(sequence)
 
     def _proposal(self, sequence: Sequence, budget: int) -> list[int]:
         remaining = sequence.sampling.max_tokens - sequence.num_outputs - 1
@@ -209,18 +235,21 @@ class DecodeScheduler:
             return []
         return proposal
 
-    def _make_room(self, sequence: Sequence) -> bool:
+    def _has_room(self, sequence: Sequence) -> bool:
+        try:
+            self.cache.grow(sequence, sequence.length)
+        except OutOfBlocks:
+            return False
+        return True
+
+    def _make_room(self, sequence: Sequence, planned: list[Sequence]) -> bool:
         """A block for the next token, if need be from the newest sequence that is not in this step yet."""
-        while True:
-            try:
-                self.cache.grow(sequence, len(sequence.tokens))
-            except OutOfBlocks:
-                victim = next(s for s in reversed(self._running) if s not in self._in_flight)
-                self._preempt(victim)
-                if victim is sequence:
-                    return False
-            else:
-                return True
+        while not self._has_room(sequence):
+            victim = next(s for s in reversed(self._running) if s not in planned)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
 
     def _preempt(self, sequence: Sequence) -> None:
         del self._running[sequence]

@@ -230,6 +230,12 @@ class DraftBook:
         self.policy.spend(len(usable))
         return usable
 
+    def speculating(self) -> bool:
+        """Is a proposal for the next step likely? Then its tokens must be known before it is planned."""
+        if len(self._mirrors) >= self.policy.max_step_tokens:
+            return False
+        return any(mirror.worker is not None and not mirror.pace.asleep for mirror in self._mirrors.values())
+
     def record(self, sequence: str, proposed: int, accepted: int) -> None:
         """A step ran for the sequence, with `proposed` tokens to verify (perhaps none)."""
         self.counters.record(proposed, accepted)

@@ -8,6 +8,8 @@ Order: least remaining work first, aged, so that a short prompt does not wait be
 
 from __future__ import annotations
 
+from collections import deque
+
 from common.engine.plan import StepPlan, StepResult
 from common.engine.sequence import Sequence, SequenceCache
 from common.protocol.errors import ContextLengthExceeded, OutOfCredits
@@ -30,7 +32,8 @@ class PrefillScheduler:
         self.aging_tokens_per_s = aging_tokens_per_s
         self._queued: dict[Sequence, float] = {}
         self._copying: dict[Sequence, float] = {}
-        self._in_flight: list[Sequence] = []
+        self._flights: deque[list[Sequence]] = deque()
+        self._computing = set[bytes]()
         self._step = 0
 
     @property
@@ -39,7 +42,7 @@ class PrefillScheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._in_flight)
+        return len({sequence for flight in self._flights for sequence in flight})
 
     @property
     def num_waiting(self) -> int:
@@ -51,7 +54,7 @@ class PrefillScheduler:
 
     @property
     def uncomputed_tokens(self) -> int:
-        return sum(sequence.num_uncomputed for sequence in (*self._queued, *self._copying))
+        return sum(len(sequence.tokens) - sequence.num_computed for sequence in (*self._queued, *self._copying))
 
     def admit(self, sequence: Sequence, now: float) -> None:
         """Take a prompt and all the blocks it needs.
@@ -71,7 +74,7 @@ class PrefillScheduler:
 
     def begin_copy(self, sequence: Sequence) -> None:
         """A copy into the sequence's blocks begins: not planned and not freed until `end_copy`."""
-        assert sequence not in self._in_flight, "begin the copy before a step can be planned with it"
+        assert not sequence.num_steps, "begin the copy before a step can be planned with it"
         self._copying[sequence] = self._queued.pop(sequence)
 
     def end_copy(self, sequence: Sequence, num_computed: int) -> None:
@@ -79,37 +82,39 @@ class PrefillScheduler:
         if sequence.cancelled:
             self.cache.close(sequence)
             return
-        sequence.num_computed = max(sequence.num_computed, num_computed)
+        sequence.computed(max(sequence.num_computed, num_computed))
         self._queued[sequence] = since
 
     def plan(self, now: float) -> StepPlan | None:
-        """The next step, or None when there is nothing to run."""
-        assert not self._in_flight, "one step at a time"
-        budget, rows, computing = self.token_budget, [], set[bytes]()
-        order = sorted(self._queued, key=lambda s: s.num_uncomputed - (now - self._queued[s]) * self.aging_tokens_per_s)
-        for sequence in order:
+        """The next step, or None when there is nothing to run. It may be planned while the one before it runs."""
+        computing = self._computing if self._flights else set[bytes]()
+        before = frozenset(computing)
+        budget, rows, planned = self.token_budget, [], []
+        num_samples = 0
+        queued = [sequence for sequence in self._queued if not sequence.num_awaited and not sequence.cancelled]
+        for sequence in sorted(queued, key=lambda s: s.num_unplanned - (now - self._queued[s]) * self.aging_tokens_per_s):
             if budget <= 0:
                 break
             if not self.cache.catch_up(sequence, budget, computing):
                 continue
-            count = min(budget, sequence.num_uncomputed)
-            rows.append(sequence.row(count))
-            self._in_flight.append(sequence)
-            budget -= count
+            rows.append(sequence.plan(min(budget, sequence.num_unplanned), [], num_samples))
+            planned.append(sequence)
+            num_samples += rows[-1].num_samples
+            budget -= len(rows[-1].tokens)
         if not rows:
             return None
+        self._computing = computing - before
+        self._flights.append(planned)
         self._step += 1
         return StepPlan(step=self._step, rows=rows)
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Sequence]:
-        """Take a step's result. Returns the sequences whose first token was sampled; their blocks are still owned."""
+        """Take the oldest step's result. Returns the sequences whose first token was sampled; their blocks are still owned."""
         done = []
-        planned, self._in_flight = self._in_flight, []
-        for sequence, row, samples in zip(planned, plan.rows, result.rows, strict=True):
-            sequence.num_computed += len(row.tokens)
+        for sequence, row, samples in zip(self._flights.popleft(), plan.rows, result.rows, strict=True):
+            sequence.ran(row)
             if sequence.cancelled:
-                self._queued.pop(sequence)
-                self.cache.close(sequence)
+                self._leave(sequence)
                 continue
             if row.num_samples:
                 sequence.append(samples, 1, max_context=self.max_context)
@@ -119,16 +124,24 @@ class PrefillScheduler:
         return done
 
     def abandon(self) -> list[Sequence]:
-        """The step in flight failed: its sequences leave, their blocks are freed."""
-        planned, self._in_flight = self._in_flight, []
+        """A step in flight failed, and with it those after it: their sequences leave, their blocks are freed."""
+        planned = {sequence: None for flight in self._flights for sequence in flight}
+        self._flights.clear()
         for sequence in planned:
-            self._queued.pop(sequence, None)
-            self.cache.close(sequence)
-        return planned
+            sequence.num_steps = 0
+            self._leave(sequence)
+        return list(planned)
 
     def cancel(self, sequence: Sequence) -> None:
-        """Free a sequence wherever it is; one that has left already is none of ours."""
-        if sequence in self._copying or sequence in self._in_flight:
+        """Free a sequence wherever it is, as soon as nothing touches its blocks; one that has left already is none of ours."""
+        if sequence in self._copying:
             sequence.cancelled = True
-        elif self._queued.pop(sequence, None) is not None:
+        elif sequence in self._queued:
+            sequence.cancelled = True
+            self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Plan it no more; free its blocks once no step touches them."""
+        self._queued.pop(sequence, None)
+        if not sequence.num_steps:
             self.cache.close(sequence)

@@ -41,19 +41,19 @@ class RandomWorld(RuleBasedStateMachine):
     def play(self, act: Coroutine[Any, Any, None]) -> None:
         self.runner.run(act)
 
-    @initialize(num_blocks=st.sampled_from([24, 48, 256]), seed=st.integers(0, 99))
-    def begin(self, num_blocks: int, seed: int) -> None:
+    @initialize(num_blocks=st.sampled_from([24, 48, 256]), seed=st.integers(0, 99), run_ahead=st.sampled_from([1, 2]))
+    def begin(self, num_blocks: int, seed: int, run_ahead: int) -> None:
         async def act() -> None:
             started: asyncio.Future[World] = asyncio.get_running_loop().create_future()
             self.stop = anyio.Event()
-            self.main = asyncio.ensure_future(self.live(started, num_blocks, seed))
+            self.main = asyncio.ensure_future(self.live(started, num_blocks, seed, run_ahead))
             self.world = await started
 
         self.play(act())
 
-    async def live(self, started: asyncio.Future[World], num_blocks: int, seed: int) -> None:
+    async def live(self, started: asyncio.Future[World], num_blocks: int, seed: int, run_ahead: int) -> None:
         async with anyio.create_task_group() as task_group:
-            world = World(task_group, self.shm_dir, num_blocks=num_blocks, seed=seed)
+            world = World(task_group, self.shm_dir, num_blocks=num_blocks, seed=seed, run_ahead=run_ahead)
             for role in ("gateway", "prefill", "decode", "draft", "kvstore"):
                 await world.start(role)
             await anyio.sleep(2.5)

@@ -45,13 +45,14 @@ class _JumpingSelector(selectors.DefaultSelector):
 class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self.jumping = _JumpingSelector()
+        self.busy_until: dict[int, float] = {}
         super().__init__(self.jumping)
 
     def time(self) -> float:
         return self.jumping.now
 
     def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-        """Run `func` after STEP_S: whoever frees too early what it works on is found out."""
+        """Run `func` STEP_S after what the executor, of one thread, has to do before: who frees too early is found out."""
         future: asyncio.Future[T] = self.create_future()
 
         def finish() -> None:
@@ -62,7 +63,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
             except Exception as error:
                 future.set_exception(error)
 
-        self.call_later(STEP_S, finish)
+        when = max(self.time(), self.busy_until.get(id(executor), 0.0)) + STEP_S
+        self.busy_until[id(executor)] = when
+        self.call_at(when, finish)
         return future
 
 

@@ -67,10 +67,13 @@ class Outcome:
 
 
 class World:
-    def __init__(self, task_group: TaskGroup, shm_dir: Path, *, seed: int = 0, num_blocks: int = 256) -> None:
+    def __init__(
+        self, task_group: TaskGroup, shm_dir: Path, *, seed: int = 0, num_blocks: int = 256, run_ahead: int = 1
+    ) -> None:
         self.task_group = task_group
         self.shm_dir = shm_dir
         self.num_blocks = num_blocks
+        self.run_ahead = run_ahead
         self.dice = random.Random(seed)
         self.broker = MemoryBroker()
         self.processes: dict[str, Process] = {}
@@ -129,6 +132,7 @@ class World:
             fingerprint="simulated",
             time_scale=0,
             rule=RULE,
+            run_ahead=self.run_ahead,
         )
         return Engine(runner, segment)
 

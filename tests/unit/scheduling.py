@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Any, Generic, Protocol, TypeVar
+
 import numpy as np
 
 from common.cache.pool import BlockPool
+from common.engine.plan import StepPlan, StepResult
 from common.engine.sequence import Sequence, SequenceCache
 from common.engine.simulated import BYTES_PER_TOKEN, SimulatedRunner
 from common.protocol import tokens as token_bytes
@@ -17,19 +21,19 @@ VOCAB = 1000
 MAX_CONTEXT = 256
 
 
-def generation(request: str, prompt: list[int], *, seed: int = 7, max_tokens: int = 8, attempt: int = 0) -> Generation:
+def generation(request: str, prompt: list[int], *, attempt: int = 0, **sampling: Any) -> Generation:
     return Generation(
         request=request,
         attempt=attempt,
         gateway=GATEWAY,
         tokens=token_bytes.pack(prompt),
         prompt_tokens=len(prompt),
-        sampling=SamplingParams(seed=seed, max_tokens=max_tokens),
+        sampling=SamplingParams(**dict[str, Any](seed=7, max_tokens=8) | sampling),
         deadline_ms=1 << 60,
     )
 
 
-def sequence(request: str, prompt: list[int], **options: int) -> Sequence:
+def sequence(request: str, prompt: list[int], **options: Any) -> Sequence:
     return Sequence.of(generation(request, prompt, **options), vocab_size=VOCAB, max_context=MAX_CONTEXT)
 
 
@@ -58,3 +62,44 @@ class Bench:
         self.pool.check()
         usage = self.pool.usage()
         return usage.owned == usage.leased == 0
+
+
+Done = TypeVar("Done")
+
+
+class Scheduler(Protocol[Done]):
+    def plan(self, now: float) -> StepPlan | None: ...
+    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Done]: ...
+
+
+class Pipeline(Generic[Done]):
+    """Steps a scheduler as a worker does whose runner runs ahead: plans are made before earlier ones have run."""
+
+    def __init__(self, bench: Bench, scheduler: Scheduler[Done], depth: int = 2) -> None:
+        self.bench = bench
+        self.scheduler = scheduler
+        self.depth = depth
+        self.flights: deque[StepPlan] = deque()
+
+    def fill(self) -> None:
+        while len(self.flights) < self.depth and (plan := self.scheduler.plan(0.0)) is not None:
+            self.flights.append(plan)
+
+    def step(self) -> list[Done] | None:
+        """Run and commit the oldest step; None when there was nothing to run."""
+        self.fill()
+        if not self.flights:
+            return None
+        plan = self.flights.popleft()
+        done = self.scheduler.commit(plan, self.bench.runner.execute(plan), 0.0)
+        self.bench.pool.check()
+        return done
+
+    def run(self) -> list[Done]:
+        every: list[Done] = []
+        for _ in range(10_000):
+            done = self.step()
+            if done is None:
+                return every
+            every += done
+        raise AssertionError("the scheduler never came to rest")

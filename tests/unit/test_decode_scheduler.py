@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from common.engine.sequence import Sequence
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
 from services.decode.scheduler import DecodeScheduler, Progress, Propose
-from tests.unit.scheduling import MAX_CONTEXT, Bench, sequence
+from tests.unit.scheduling import MAX_CONTEXT, Bench, Pipeline, sequence
 
 
 def scheduler_on(
@@ -42,6 +42,11 @@ def run(bench: Bench, scheduler: DecodeScheduler) -> None:
 
 def assert_right(bench: Bench, s: Sequence) -> None:
     assert s.tokens[s.generation.prompt_tokens :] == bench.expected(s)
+
+
+def stop_after(bench: Bench, prompt: list[int], num_tokens: int) -> list[int]:
+    """The stop ids that end this prompt's text after at most so many tokens."""
+    return bench.runner.expected_tokens(prompt, sequence("", prompt).sampling, num_tokens)[-1:]
 
 
 def test_sequences_join_and_leave_at_every_step() -> None:
@@ -219,5 +224,115 @@ def test_any_history_gives_the_right_tokens_and_everything_back(data: st.DataObj
     for s in kept:
         assert_right(bench, s)
         assert s.finish == "length"
+    assert scheduler.num_held == 0
+    assert bench.all_given_back()
+
+
+def test_a_step_is_planned_while_the_one_before_it_runs() -> None:
+    bench = Bench()
+    scheduler = scheduler_on(bench)
+    s = sequence("a", [3, 4, 5], max_tokens=3)
+    scheduler.admit(s)
+    first, second, third = scheduler.plan(0.0), scheduler.plan(0.0), scheduler.plan(0.0)
+    assert first is not None and second is not None and third is not None
+    assert scheduler.plan(0.0) is None, "three tokens are all it may have"
+    assert [(row.tokens, row.start, row.feed) for row in second.rows] == [([-1], 3, 0)]
+    for plan in (first, second, third):
+        scheduler.commit(plan, bench.runner.execute(plan), 0.0)
+    assert_right(bench, s)
+    assert s.finish == "length"
+    assert bench.all_given_back()
+
+
+def test_what_has_ended_keeps_its_blocks_until_the_step_ahead_has_run() -> None:
+    bench = Bench()
+    scheduler = scheduler_on(bench)
+    s = sequence("a", [3] * 7, stop_token_ids=stop_after(bench, [3] * 7, 1))
+    scheduler.admit(s)
+    pipeline = Pipeline(bench, scheduler)
+    progress = pipeline.step()
+    assert progress and progress[0].sequence.finish == "stop"
+    assert bench.pool.usage().owned == 2
+    assert pipeline.step() == []
+    assert s.num_outputs == 1
+    assert bench.all_given_back()
+
+
+def test_proposals_are_waited_for() -> None:
+    bench = Bench()
+    scheduler = scheduler_on(bench)
+    scheduler.speculating = lambda: True
+    scheduler.admit(sequence("a", [3, 4, 5]))
+    assert scheduler.plan(0.0) is not None
+    assert scheduler.plan(0.0) is None
+
+
+def test_a_verification_in_flight_is_waited_for() -> None:
+    bench = Bench()
+    s = sequence("a", [3, 4, 5])
+    scheduler = scheduler_on(bench, propose=lambda s, limit: [9])
+    scheduler.admit(s)
+    step(bench, scheduler)
+    pipeline = Pipeline(bench, scheduler)
+    pipeline.fill()
+    assert len(pipeline.flights) == 1
+    pipeline.run()
+    assert_right(bench, s)
+
+
+def test_a_failed_step_takes_those_planned_after_it_along() -> None:
+    bench = Bench()
+    scheduler = scheduler_on(bench)
+    s = sequence("a", [3, 4, 5])
+    scheduler.admit(s)
+    assert scheduler.plan(0.0) and scheduler.plan(0.0)
+    assert scheduler.abandon() == [s]
+    assert scheduler.plan(0.0) is None
+    assert bench.all_given_back()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_running_ahead_changes_no_token_and_gives_everything_back(data: st.DataObject) -> None:
+    bench = Bench(num_blocks=data.draw(st.integers(8, 40)))
+    dice = random.Random(data.draw(st.integers(0, 1000)))
+    scheduler = scheduler_on(
+        bench,
+        token_budget=data.draw(st.integers(8, 40)),
+        propose=lambda s, limit: [dice.randrange(3, 1000) for _ in range(min(limit, dice.choice([0, 0, 2])))],
+    )
+    pipeline = Pipeline(bench, scheduler, depth=data.draw(st.integers(2, 3)))
+    kept: list[Sequence] = []
+    for index in range(data.draw(st.integers(1, 12))):
+        length, start = data.draw(st.integers(1, 30)), data.draw(st.integers(0, 2))
+        prompt = list(range(3 + start, 3 + start + length))
+        s = sequence(
+            f"r{index}",
+            prompt,
+            max_tokens=data.draw(st.integers(1, 20)),
+            stop_token_ids=data.draw(st.sampled_from([[], stop_after(bench, prompt, 5)])),
+            presence_penalty=data.draw(st.sampled_from([0.0, 1.0])),
+        )
+        try:
+            scheduler.admit(s)
+        except (OutOfBlocks, OutOfCredits, ContextLengthExceeded):
+            bench.pool.check()
+            continue
+        fate = data.draw(st.sampled_from(["run", "copy", "cancel", "cancel in flight"]))
+        if fate == "copy":
+            scheduler.begin_copy(s)
+        pipeline.step()
+        if fate == "cancel in flight":
+            pipeline.fill()
+        if fate.startswith("cancel"):
+            scheduler.cancel(s)
+        else:
+            kept.append(s)
+        if fate == "copy":
+            scheduler.end_copy(s, 0)
+    pipeline.run()
+    for s in kept:
+        assert_right(bench, s)
+        assert s.finish in ("length", "stop")
     assert scheduler.num_held == 0
     assert bench.all_given_back()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from common.engine.sequence import Sequence
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
 from services.prefill.scheduler import PrefillScheduler
-from tests.unit.scheduling import MAX_CONTEXT, Bench, sequence
+from tests.unit.scheduling import MAX_CONTEXT, Bench, Pipeline, sequence
 
 
 def scheduler_on(bench: Bench, *, token_budget: int = 8, max_running: int = 8) -> PrefillScheduler:
@@ -167,4 +167,36 @@ def test_any_history_gives_the_right_tokens_and_everything_back(arrivals: list[t
     while one_step():
         pass
     assert scheduler.num_held == 0
+    assert bench.all_given_back()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 3), st.booleans()), min_size=1, max_size=16), st.integers(1, 40))
+def test_running_ahead_changes_no_token_and_gives_everything_back(arrivals: list[tuple[int, int, bool]], budget: int) -> None:
+    bench = Bench()
+    scheduler = scheduler_on(bench, token_budget=budget)
+    pipeline = Pipeline(bench, scheduler)
+    done: list[Sequence] = []
+    kept: list[Sequence] = []
+    for index, (length, start, cancelled) in enumerate(arrivals):
+        s = sequence(f"r{index}", list(range(3 + start, 3 + start + length)))
+        try:
+            scheduler.admit(s, 0.0)
+        except (OutOfBlocks, OutOfCredits):
+            bench.pool.check()
+            continue
+        pipeline.fill()
+        if cancelled:
+            scheduler.cancel(s)
+        else:
+            kept.append(s)
+        for finished in pipeline.step() or []:
+            done.append(finished)
+            bench.cache.close(finished)
+    for finished in pipeline.run():
+        done.append(finished)
+        bench.cache.close(finished)
+    assert {s.request for s in kept} <= {s.request for s in done}
+    for s in done:
+        assert s.tokens[s.generation.prompt_tokens :] == bench.expected(s)
     assert bench.all_given_back()
