@@ -96,6 +96,24 @@ def _qkv_rope(
     )
 
 
+def _copy_blocks(name: str, block_bytes: int, sides: tuple[str, ...], chunk: int = 4096, num_warps: int = 4) -> KernelCase:
+    words = block_bytes // 4
+    return KernelCase(
+        name,
+        "common.ops.block_copy_triton",
+        "copy_blocks_kernel",
+        {"source": "*i32", "target": "*i32", "num_chunks": "i32", **dict.fromkeys(sides, "*i64")},
+        {
+            **{side: None for side in ("source_ids", "target_ids") if side not in sides},
+            "WORDS": words,
+            "CHUNK": min(chunk, 1 << (words - 1).bit_length()),
+        },
+        num_warps=num_warps,
+        expects=_WIDE,
+        max_registers=128,
+    )
+
+
 CASES = [
     *(_add_rms_norm(size, 4) for size in (576, 2048, 4096, 5120, 8192)),
     _add_rms_norm(4096, 0),
@@ -118,6 +136,10 @@ CASES = [
     _qkv_rope("80", 8, 8, 80, splits=2),
     _qkv_rope("32", 8, 2, 32),
     _qkv_rope("256", 8, 2, 256, normed=True),
+    _copy_blocks("gather-2mb", 2 << 20, ("source_ids",)),
+    _copy_blocks("scatter-2mb", 2 << 20, ("target_ids",)),
+    _copy_blocks("pools-odd", 16400, ("source_ids", "target_ids")),
+    _copy_blocks("wide", 2 << 20, ("source_ids", "target_ids"), 8192),
 ]
 
 
