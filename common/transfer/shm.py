@@ -6,6 +6,9 @@ The owner creates it sparse (pages appear when first written), holds an flock on
 When a process dies the kernel drops its flock, so the next worker that starts can tell and sweep the file away. A reader
 maps it read-only and copies straight out of the owner's blocks; that the owner may reuse a block meanwhile is caught by
 its generation, which the owner raises before it writes. Containers that mount the same tmpfs share it (see `host_id`).
+
+Where the blocks are in a GPU's memory the file ends before them: it holds the generations, and in its header how to reach
+that memory (see `cuda_ipc`).
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ _DRAFT_PREFIX = ".penstock-"  # a segment that is being made: not yet locked, so
 _DRAFT_AGE_S = 60.0
 _MAGIC = b"PENSTOCK"
 _VERSION = 1
-_HEADER = struct.Struct("<8sIIQQQ16s")  # magic, version, reserved, num_blocks, block_bytes, blocks offset, fingerprint
+# magic, version, bytes of device_memory, num_blocks, block_bytes, blocks offset, fingerprint, device_memory
+_HEADER = struct.Struct("<8sIIQQQ16s72s")
+DEVICE_MEMORY_BYTES = 72
 _GENERATIONS_OFFSET = 128
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _MAX_OPEN_SEGMENTS = 64
@@ -41,39 +46,62 @@ _MAX_OPEN_SEGMENTS = 64
 class Segment:
     """A mapped segment: `blocks` [num_blocks, block_bytes] uint8 and `generations` [num_blocks] uint64.
 
+    `device_memory` is not empty where the blocks are in a GPU's memory; then `blocks` is [num_blocks, 0].
     Views of either, numpy's or torch's, may outlive `close`: the memory goes with the last of them.
     """
 
     blocks: np.ndarray
     generations: np.ndarray
 
-    def __init__(self, path: Path, fd: int, *, num_blocks: int, block_bytes: int, owner: bool, writable: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        fd: int,
+        *,
+        num_blocks: int,
+        block_bytes: int,
+        owner: bool,
+        writable: bool,
+        device_memory: bytes = b"",
+    ) -> None:
         self.path = path
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
+        self.device_memory = device_memory
         self._fd = fd
         self._owner = owner
-        offset = _blocks_offset(num_blocks)
-        size = offset + num_blocks * block_bytes
+        mapped_bytes = 0 if device_memory else block_bytes
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
-        self._map: mmap.mmap | None = mmap.mmap(fd, size, access=access)
+        self._map: mmap.mmap | None = mmap.mmap(fd, _size(num_blocks, mapped_bytes), access=access)
         self.generations = np.frombuffer(self._map, np.uint64, num_blocks, _GENERATIONS_OFFSET)
-        self.blocks = np.frombuffer(self._map, np.uint8, num_blocks * block_bytes, offset).reshape(num_blocks, block_bytes)
+        blocks = np.frombuffer(self._map, np.uint8)[_blocks_offset(num_blocks) :]
+        self.blocks = blocks.reshape(num_blocks, mapped_bytes)
 
     @property
     def name(self) -> str:
         return self.path.name.removeprefix(PREFIX)
 
     @classmethod
-    def create(cls, directory: str | Path, name: str, *, num_blocks: int, block_bytes: int, fingerprint: str) -> Segment:
+    def create(
+        cls,
+        directory: str | Path,
+        name: str,
+        *,
+        num_blocks: int,
+        block_bytes: int,
+        fingerprint: str,
+        device_memory: bytes = b"",
+    ) -> Segment:
         """A new segment that this process owns. Generations are 0, blocks read as 0.
+
+        device_memory: up to 72 bytes that tell readers how to reach blocks in a GPU's memory; empty: they are here.
 
         :raises ConfigError: `directory` is missing, not writable or too small, or a live process owns that name.
         """
-        assert num_blocks > 0 and block_bytes > 0
+        assert num_blocks > 0 and block_bytes > 0 and len(device_memory) <= DEVICE_MEMORY_BYTES
         directory = Path(directory)
         path = _path(directory, name)
-        size = _blocks_offset(num_blocks) + num_blocks * block_bytes
+        size = _size(num_blocks, 0 if device_memory else block_bytes)
         check_room(directory, size)
         draft = directory / f"{_DRAFT_PREFIX}{name}.{os.urandom(4).hex()}"
         try:
@@ -83,8 +111,9 @@ class Segment:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(fd, size)
-            header = (_MAGIC, _VERSION, 0, num_blocks, block_bytes, _blocks_offset(num_blocks), _digest(fingerprint))
-            os.pwrite(fd, _HEADER.pack(*header), 0)
+            sizes = (num_blocks, block_bytes, _blocks_offset(num_blocks))
+            header = _HEADER.pack(_MAGIC, _VERSION, len(device_memory), *sizes, _digest(fingerprint), device_memory)
+            os.pwrite(fd, header, 0)
             _remove_dead(path)
             os.link(draft, path)  # fails where the name exists; appears locked and complete, or not at all
         except FileExistsError as error:
@@ -97,7 +126,15 @@ class Segment:
             raise ConfigError(_not_writable(directory, error), param="shm_dir") from error
         finally:
             draft.unlink(missing_ok=True)
-        return cls(path, fd, num_blocks=num_blocks, block_bytes=block_bytes, owner=True, writable=True)
+        return cls(
+            path,
+            fd,
+            num_blocks=num_blocks,
+            block_bytes=block_bytes,
+            owner=True,
+            writable=True,
+            device_memory=device_memory,
+        )
 
     @classmethod
     def open(cls, directory: str | Path, name: str, *, fingerprint: str, writable: bool = False) -> Segment:
@@ -112,8 +149,16 @@ class Segment:
         except OSError as error:
             raise TransportUnavailable(f"{path} can't be opened: {error.strerror}") from error
         try:
-            num_blocks, block_bytes = _read_header(fd, path, fingerprint)
-            return cls(path, fd, num_blocks=num_blocks, block_bytes=block_bytes, owner=False, writable=writable)
+            num_blocks, block_bytes, device_memory = _read_header(fd, path, fingerprint)
+            return cls(
+                path,
+                fd,
+                num_blocks=num_blocks,
+                block_bytes=block_bytes,
+                owner=False,
+                writable=writable,
+                device_memory=device_memory,
+            )
         except OSError as error:
             os.close(fd)
             raise TransportUnavailable(f"{path} can't be mapped: {error.strerror}") from error
@@ -141,7 +186,7 @@ class Segment:
                 self.path.unlink(missing_ok=True)
             fcntl.flock(self._fd, fcntl.LOCK_UN)  # the map keeps a duplicate of the descriptor, and the lock with it
         mapped, self._map = self._map, None
-        self.blocks = np.empty((0, self.block_bytes), np.uint8)
+        self.blocks = np.empty((0, self.blocks.shape[1]), np.uint8)
         self.generations = np.empty(0, np.uint64)
         os.close(self._fd)
         try:
@@ -163,22 +208,39 @@ class SegmentCache:
     def views(self, name: str, fingerprint: str) -> tuple[np.ndarray, np.ndarray]:
         """Blocks and generations of a segment. They stay mapped while referenced, whatever happens to this cache.
 
-        :raises TransportUnavailable: see `Segment.open`. :raises StaleHandle: see there.
+        :raises TransportUnavailable: see `Segment.open`; or the blocks are in a GPU's memory. :raises StaleHandle: see there.
         """
-        key = (name, fingerprint)
         with self._lock:
-            segment = self._segments.get(key)
-            if segment is None or not segment.is_current():
-                self._drop([known for known, other in self._segments.items() if not other.is_current()])
-                self._drop(list(self._segments)[: -_MAX_OPEN_SEGMENTS + 1])
-                segment = Segment.open(self.directory, name, fingerprint=fingerprint, writable=self._writable)
-                self._segments[key] = segment
-            self._segments.move_to_end(key)
+            segment = self._current(name, fingerprint)
+            if segment.device_memory:
+                raise TransportUnavailable(f"the blocks of {name} are in a GPU's memory")
             return segment.blocks, segment.generations
+
+    def device_memory(self, name: str, fingerprint: str) -> tuple[bytes, int, np.ndarray]:
+        """How to reach a segment's blocks in a GPU's memory, bytes of a block, and the generations (see `views`).
+
+        :raises TransportUnavailable: see `Segment.open`; or the blocks are not on a GPU. :raises StaleHandle: see there.
+        """
+        with self._lock:
+            segment = self._current(name, fingerprint)
+            if not segment.device_memory:
+                raise TransportUnavailable(f"the blocks of {name} are not in a GPU's memory")
+            return segment.device_memory, segment.block_bytes, segment.generations
 
     def close(self) -> None:
         with self._lock:
             self._drop(list(self._segments))
+
+    def _current(self, name: str, fingerprint: str) -> Segment:
+        key = (name, fingerprint)
+        segment = self._segments.get(key)
+        if segment is None or not segment.is_current():
+            self._drop([known for known, other in self._segments.items() if not other.is_current()])
+            self._drop(list(self._segments)[: -_MAX_OPEN_SEGMENTS + 1])
+            segment = Segment.open(self.directory, name, fingerprint=fingerprint, writable=self._writable)
+            self._segments[key] = segment
+        self._segments.move_to_end(key)
+        return segment
 
     def _drop(self, keys: list[tuple[str, str]]) -> None:
         for key in keys:
@@ -251,22 +313,27 @@ def _blocks_offset(num_blocks: int) -> int:
     return -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
+def _size(num_blocks: int, mapped_bytes: int) -> int:
+    return _blocks_offset(num_blocks) + num_blocks * mapped_bytes
+
+
 def _digest(fingerprint: str) -> bytes:
     return hashlib.blake2b(fingerprint.encode(), digest_size=16).digest()
 
 
-def _read_header(fd: int, path: Path, fingerprint: str) -> tuple[int, int]:
+def _read_header(fd: int, path: Path, fingerprint: str) -> tuple[int, int, bytes]:
     raw = os.pread(fd, _HEADER.size, 0)
     if len(raw) < _HEADER.size or raw[: len(_MAGIC)] != _MAGIC:
         raise TransportUnavailable(f"{path} is not a Penstock segment")
-    _, version, _, num_blocks, block_bytes, offset, digest = _HEADER.unpack(raw)
+    _, version, device_bytes, num_blocks, block_bytes, offset, digest, device_memory = _HEADER.unpack(raw)
     if version != _VERSION:
         raise TransportUnavailable(f"{path} has format {version}; this version reads {_VERSION}")
     if digest != _digest(fingerprint):
         raise StaleHandle(f"{path} holds the KV of another model or layout")
-    if offset != _blocks_offset(num_blocks) or os.fstat(fd).st_size != offset + num_blocks * block_bytes:
+    size = _size(num_blocks, 0 if device_bytes else block_bytes)
+    if offset != _blocks_offset(num_blocks) or os.fstat(fd).st_size != size or device_bytes > DEVICE_MEMORY_BYTES:
         raise TransportUnavailable(f"{path} is damaged: its size is not what its header says")
-    return num_blocks, block_bytes
+    return num_blocks, block_bytes, device_memory[:device_bytes]
 
 
 def _remove_dead(path: Path, wait_s: float = 0.2) -> bool:

@@ -1,0 +1,231 @@
+"""KV blocks between processes of a host whose pools are in GPU memory: one copy on the reader's GPU, over NVLink or at home.
+
+The owner's segment (see `shm`) holds the generations, and in its header the CUDA IPC handle of the pool: 64 bytes, and the
+pool's offset in its allocation. The reader opens it once per owner, in the context of its own GPU: a kernel on that GPU may
+then read the memory wherever it is. What the owner has announced is complete, since its step has ended; that it may reuse a
+block meanwhile is caught by the generations, before and after the copy.
+
+The pool must be one plain cudaMalloc: memory of an allocator with expandable segments has no such handle. Two containers need
+a common IPC namespace (`ipc: host`). Where a handle can't be opened, the transport is unavailable and the KV is computed anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from common.protocol.errors import ConfigError, StaleHandle, TransportUnavailable
+from common.transfer.base import RemoteBlocks, check_generations
+from common.transfer.shm import SegmentCache, ShmTransport
+
+if TYPE_CHECKING:
+    import torch
+
+_HANDLE_BYTES = 64
+_MEMORY = struct.Struct(f"<{_HANDLE_BYTES}sQ")  # handle, offset of the pool in the allocation
+_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_AT_ONCE_BYTES = 64 << 20  # what a copy holds twice meanwhile
+
+
+class Driver(Protocol):
+    """The part of a GPU's driver that hands memory from process to process."""
+
+    def export(self, pointer: int) -> tuple[bytes, int]:
+        """The handle of the allocation that holds `pointer`, and the offset in it. :raises TransportUnavailable:"""
+        ...
+
+    def open(self, handle: bytes) -> tuple[int, int]:
+        """Address and bytes of another process's allocation. :raises TransportUnavailable:"""
+        ...
+
+    def close(self, pointer: int) -> None: ...
+
+
+def export_pool(pool: torch.Tensor, driver: Driver | None = None) -> bytes:
+    """What the pool's segment says in `device_memory`. The memory must live as long as the segment.
+
+    :raises ConfigError: if the memory can't be shared.
+    """
+    try:
+        handle, offset = (driver or CudaDriver(pool.device.index)).export(pool.data_ptr())
+    except TransportUnavailable as error:
+        raise ConfigError(f"the KV pool can't be shared between processes: {error}; is expandable_segments on?") from error
+    return _MEMORY.pack(handle, offset)
+
+
+class LocalTransport:
+    """Reads KV of other workers of this host: out of shared memory, or from GPU to GPU once a pool is attached."""
+
+    def __init__(self, directory: str) -> None:
+        """:raises ConfigError: if `directory` does not exist."""
+        self._shm = ShmTransport(directory)
+        self._segments = SegmentCache(directory)
+        self._device: _DeviceReader | None = None
+
+    @property
+    def host(self) -> str:
+        return self._shm.host
+
+    def attach(self, pool: torch.Tensor, driver: Driver | None = None) -> None:
+        """From now on blocks are copied into `pool` [num_blocks, …], contiguous, on a GPU; `into` of `read` is not used."""
+        self._device = _DeviceReader(pool, self._segments, driver or CudaDriver(pool.device.index))
+
+    def read(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> int:
+        """See `Transport.read`."""
+        if self._device is None:
+            return self._shm.read(source, into, into_blocks)
+        if source.host != self.host:
+            raise TransportUnavailable(f"{source.segment} is on another host")
+        return self._device.read(source, into_blocks)
+
+    def close(self) -> None:
+        if self._device is not None:
+            self._device.close()
+        self._segments.close()
+        self._shm.close()
+
+
+class _DeviceReader:
+    """Copies into `pool` what other processes keep on GPUs. One copy at a time: they share a link anyway."""
+
+    def __init__(self, pool: torch.Tensor, segments: SegmentCache, driver: Driver) -> None:
+        import torch
+
+        self._pool = _words(pool.view(torch.uint8).flatten(1))
+        self._segments = segments
+        self._driver = driver
+        # beside the steps: a copy waits for nothing that runs, and nothing that runs waits for it
+        self._stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None
+        self._opened: dict[tuple[str, str, bytes], int] = {}
+        self._lock = threading.Lock()
+
+    def read(self, source: RemoteBlocks, into_blocks: Sequence[int]) -> int:
+        memory, block_bytes, current = self._segments.device_memory(source.segment, source.fingerprint)
+        mine = self._pool.shape[1] * self._pool.element_size()
+        if block_bytes != mine:
+            raise StaleHandle(f"{source.segment} has blocks of {block_bytes} bytes, not {mine}")
+        check_generations(current, source.blocks, source.generations)
+        if len(into_blocks) != len(source.blocks):
+            raise StaleHandle(f"{len(source.blocks)} blocks don't fit into {len(into_blocks)}")
+        with self._lock:
+            theirs = self._theirs((source.segment, source.fingerprint, memory), len(current))
+            try:
+                self._copy(theirs, source.blocks, into_blocks)
+            except RuntimeError as error:
+                raise TransportUnavailable(f"copying from {source.segment} failed: {error}") from error
+        check_generations(current, source.blocks, source.generations)
+        return len(into_blocks) * block_bytes
+
+    def close(self) -> None:
+        with self._lock:
+            for pointer in self._opened.values():
+                self._driver.close(pointer)
+            self._opened.clear()
+
+    def _theirs(self, key: tuple[str, str, bytes], num_blocks: int) -> torch.Tensor:
+        """The owner's pool as a tensor of the reader's device, [num_blocks, words of a block]."""
+        import torch
+
+        handle, offset = _MEMORY.unpack(key[2])
+        pointer = self._opened.get(key)
+        size = num_blocks * self._pool.shape[1] * self._pool.element_size()
+        if pointer is None:
+            self._forget_the_dead()
+            pointer, allocated = self._driver.open(handle)
+            if offset + size > allocated:
+                self._driver.close(pointer)
+                raise TransportUnavailable(f"{key[0]} is damaged: its pool is larger than its allocation")
+            self._opened[key] = pointer
+        # made from the address alone: torch would ask the driver which GPU owns it and refuse to read that from here
+        storage: Any = torch._C._construct_storage_from_data_pointer(pointer + offset, self._pool.device, size)
+        whole: Any = torch.empty(0, dtype=self._pool.dtype, device=self._pool.device)
+        return whole.set_(storage, 0, (num_blocks, self._pool.shape[1]))
+
+    def _copy(self, theirs: torch.Tensor, source_blocks: Sequence[int], into_blocks: Sequence[int]) -> None:
+        import torch
+
+        at_once = max(1, _AT_ONCE_BYTES // (self._pool.shape[1] * self._pool.element_size()))
+        with torch.inference_mode(), torch.cuda.stream(self._stream):
+            ids = torch.tensor([list(source_blocks), list(into_blocks)], dtype=torch.int64).to(self._pool.device)
+            for start in range(0, len(into_blocks), at_once):
+                source, target = ids[:, start : start + at_once]
+                self._pool.index_copy_(0, target, theirs.index_select(0, source))
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _forget_the_dead(self) -> None:
+        for key in list(self._opened):
+            try:
+                alive = self._segments.device_memory(key[0], key[1])[0] == key[2]
+            except (TransportUnavailable, StaleHandle):
+                alive = False
+            if not alive:
+                self._driver.close(self._opened.pop(key))
+
+
+def _words(blocks: torch.Tensor) -> torch.Tensor:
+    """uint8 [blocks, bytes] as the widest integers that divide a block: a copy kernel moves one per thread."""
+    import torch
+
+    return blocks.view(torch.int64) if blocks.shape[1] % 8 == 0 else blocks
+
+
+class CudaDriver:
+    """libcuda, in the context that torch uses for GPU `index`. Each call may come from another thread."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._context = ctypes.c_void_p()
+        try:
+            self._cuda = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise TransportUnavailable(f"no CUDA driver: {error}") from error
+        self._cuda.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, _Handle, ctypes.c_uint]
+
+    def export(self, pointer: int) -> tuple[bytes, int]:
+        self._bind()
+        handle = _Handle()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(pointer))
+        return bytes(handle.reserved), pointer - self._range(pointer)[0]
+
+    def open(self, handle: bytes) -> tuple[int, int]:
+        self._bind()
+        pointer = ctypes.c_uint64()
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _Handle.from_buffer_copy(handle), _PEER_ACCESS)
+        return self._range(pointer.value)
+
+    def close(self, pointer: int) -> None:
+        self._bind()
+        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
+
+    def _range(self, pointer: int) -> tuple[int, int]:
+        """First address and size of the allocation around `pointer`."""
+        first, size = ctypes.c_uint64(), ctypes.c_size_t()
+        self._call("cuMemGetAddressRange_v2", ctypes.byref(first), ctypes.byref(size), ctypes.c_uint64(pointer))
+        return first.value, size.value
+
+    def _bind(self) -> None:
+        """A thread that has not used CUDA yet has no context; this is the one that torch's runtime uses too."""
+        if not self._context:
+            device = ctypes.c_int()
+            self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(self._index))
+            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+        self._call("cuCtxSetCurrent", self._context)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._cuda, name)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            self._cuda.cuGetErrorName(code, ctypes.byref(text))
+            raise TransportUnavailable(f"{name}: {(text.value or str(code).encode()).decode()}")
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle; passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * _HANDLE_BYTES),)

@@ -1,0 +1,235 @@
+"""KV from GPU to GPU: what holds on any machine, with host memory in a GPU's place; and, where there is one, the real thing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from common.protocol.errors import ConfigError, StaleHandle, TransportUnavailable
+from common.transfer.base import RemoteBlocks
+from common.transfer.cuda_ipc import CudaDriver, LocalTransport, export_pool
+from common.transfer.shm import Segment, ShmTransport
+
+BLOCK = (2, 2, 4, 1, 8)  # layers, K and V, tokens, heads, head_dim
+BLOCK_BYTES = 2 * 2 * 4 * 8 * 2
+NOTHING = np.zeros((4, 0), np.uint8)
+
+
+class HostDriver:
+    """Addresses of this process as handles. `allocated`: what it says of every allocation's size."""
+
+    def __init__(self, allocated: int = 1 << 30) -> None:
+        self.allocated = allocated
+        self.opened: list[int] = []
+        self.closed: list[int] = []
+        self.broken = False
+
+    def export(self, pointer: int) -> tuple[bytes, int]:
+        if self.broken:
+            raise TransportUnavailable("CUDA_ERROR_INVALID_VALUE")
+        return (pointer - 64).to_bytes(64, "little"), 64
+
+    def open(self, handle: bytes) -> tuple[int, int]:
+        if self.broken:
+            raise TransportUnavailable("CUDA_ERROR_PEER_ACCESS_UNSUPPORTED")
+        self.opened.append(int.from_bytes(handle, "little"))
+        return self.opened[-1], self.allocated
+
+    def close(self, pointer: int) -> None:
+        self.closed.append(pointer)
+
+
+@pytest.fixture
+def driver() -> HostDriver:
+    return HostDriver()
+
+
+def random_pool(num_blocks: int) -> torch.Tensor:
+    return torch.randn(num_blocks, *BLOCK).to(torch.bfloat16)
+
+
+def own(directory: Path, pool: torch.Tensor, driver: HostDriver, name: str = "theirs") -> Segment:
+    return Segment.create(
+        directory,
+        name,
+        num_blocks=len(pool),
+        block_bytes=pool[0].nbytes,
+        fingerprint="m",
+        device_memory=export_pool(pool, driver),
+    )
+
+
+@pytest.fixture
+def theirs() -> torch.Tensor:
+    return random_pool(6)
+
+
+@pytest.fixture
+def segment(tmp_path: Path, theirs: torch.Tensor, driver: HostDriver) -> Iterator[Segment]:
+    found = own(tmp_path, theirs, driver)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def mine() -> torch.Tensor:
+    return torch.full((5, *BLOCK), float("nan"), dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def transport(tmp_path: Path, mine: torch.Tensor, driver: HostDriver) -> Iterator[LocalTransport]:
+    found = LocalTransport(str(tmp_path))
+    found.attach(mine, driver)
+    yield found
+    found.close()
+
+
+def remote(transport: LocalTransport, blocks: list[int], generations: list[int], name: str = "theirs") -> RemoteBlocks:
+    return RemoteBlocks(transport.host, name, "m", blocks, generations)
+
+
+def test_blocks_arrive_where_they_were_asked_for_and_nowhere_else(
+    transport: LocalTransport, segment: Segment, theirs: torch.Tensor, mine: torch.Tensor
+) -> None:
+    assert transport.read(remote(transport, [5, 0, 1], [0, 0, 0]), NOTHING, [1, 4, 0]) == 3 * BLOCK_BYTES
+    assert torch.equal(mine[[1, 4, 0]], theirs[[5, 0, 1]])
+    assert mine[[2, 3]].isnan().all()
+    assert transport.read(remote(transport, [], []), NOTHING, []) == 0
+
+
+def test_a_segment_of_device_memory_takes_no_host_memory_for_blocks(tmp_path: Path, segment: Segment) -> None:
+    assert segment.path.stat().st_size <= 4096
+    assert (segment.blocks.shape, segment.block_bytes, len(segment.generations)) == ((6, 0), BLOCK_BYTES, 6)
+    with pytest.raises(TransportUnavailable, match="GPU's memory"):
+        into = np.zeros((4, BLOCK_BYTES), np.uint8)
+        shm = ShmTransport(tmp_path)
+        shm.read(RemoteBlocks(shm.host, "theirs", "m", [0], [0]), into, [0])
+
+
+def test_a_segment_of_host_memory_is_not_read_into_a_gpu(tmp_path: Path, transport: LocalTransport) -> None:
+    with pytest.raises(TransportUnavailable, match="not in a GPU's memory"):
+        host = Segment.create(tmp_path, "host", num_blocks=2, block_bytes=BLOCK_BYTES, fingerprint="m")
+        transport.read(remote(transport, [0], [0], name="host"), NOTHING, [0])
+    host.close()
+
+
+def test_without_a_pool_on_a_gpu_it_reads_shared_memory(tmp_path: Path) -> None:
+    host = Segment.create(tmp_path, "host", num_blocks=2, block_bytes=16, fingerprint="m")
+    host.blocks[1] = 7
+    into = np.zeros((1, 16), np.uint8)
+    transport = LocalTransport(str(tmp_path))
+    assert transport.read(remote(transport, [1], [0], name="host"), into, [0]) == 16
+    assert (into == 7).all()
+    transport.close()
+    host.close()
+
+
+def test_a_reused_block_is_stale_before_and_after_the_copy(
+    transport: LocalTransport, segment: Segment, driver: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(StaleHandle):
+        transport.read(remote(transport, [2], [1]), NOTHING, [0])
+    assert not driver.opened, "nothing was copied"
+    opened = driver.open
+
+    def reuse_meanwhile(handle: bytes) -> tuple[int, int]:
+        segment.generations[2] += 1
+        return opened(handle)
+
+    monkeypatch.setattr(driver, "open", reuse_meanwhile)
+    with pytest.raises(StaleHandle):
+        transport.read(remote(transport, [2], [0]), NOTHING, [0])
+
+
+def test_another_layout_or_model_is_stale(
+    tmp_path: Path, transport: LocalTransport, segment: Segment, driver: HostDriver
+) -> None:
+    with pytest.raises(StaleHandle):
+        transport.read(RemoteBlocks(transport.host, "theirs", "other", [0], [0]), NOTHING, [0])
+    with (
+        closing(own(tmp_path, torch.zeros(2, 9, dtype=torch.uint8), driver, "odd")) as odd,
+        pytest.raises(StaleHandle, match="9 bytes"),
+    ):
+        transport.read(remote(transport, [0], [0], name=odd.name), NOTHING, [0])
+
+
+def test_a_pool_is_opened_once_and_let_go_when_its_owner_is_gone(
+    tmp_path: Path, transport: LocalTransport, segment: Segment, driver: HostDriver
+) -> None:
+    for _ in range(3):
+        transport.read(remote(transport, [0], [0]), NOTHING, [0])
+    assert (len(driver.opened), driver.closed) == (1, [])
+    segment.close()
+    with pytest.raises(TransportUnavailable):
+        transport.read(remote(transport, [0], [0]), NOTHING, [0])
+    pool = random_pool(3)
+    with closing(own(tmp_path, pool, driver, "next")):
+        transport.read(remote(transport, [1], [0], name="next"), NOTHING, [2])
+        assert driver.closed == driver.opened[:1]
+
+
+def test_memory_that_cannot_be_opened_is_a_typed_error(
+    tmp_path: Path, transport: LocalTransport, segment: Segment, driver: HostDriver
+) -> None:
+    driver.allocated = 64 + 6 * BLOCK_BYTES - 1
+    with pytest.raises(TransportUnavailable, match="larger than its allocation"):
+        transport.read(remote(transport, [0], [0]), NOTHING, [0])
+    assert driver.closed == driver.opened
+    driver.broken = True
+    with pytest.raises(TransportUnavailable, match="PEER_ACCESS"):
+        transport.read(remote(transport, [0], [0]), NOTHING, [0])
+    with pytest.raises(TransportUnavailable, match="another host"):
+        transport.read(RemoteBlocks("elsewhere", "theirs", "m", [0], [0]), NOTHING, [0])
+    with pytest.raises(ConfigError, match="expandable_segments"):
+        export_pool(random_pool(1), driver)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
+def test_a_machine_without_a_gpu_says_so() -> None:
+    with pytest.raises(TransportUnavailable, match="no CUDA driver"):
+        CudaDriver(0)
+
+
+_OWNER = """
+import sys, torch
+from common.transfer.cuda_ipc import export_pool
+from common.transfer.shm import Segment
+torch.empty(3 << 20, device="cuda:0")  # not the first thing in memory
+pool = torch.arange(6 * 1024, dtype=torch.float32, device="cuda:0").view(6, 1024).mul_(0.5)
+segment = Segment.create(
+    sys.argv[1], "theirs", num_blocks=6, block_bytes=4096, fingerprint="m", device_memory=export_pool(pool)
+)
+torch.cuda.synchronize()
+print("ready", flush=True)
+sys.stdin.read()
+segment.close()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("device", range(2))
+def test_another_process_memory_is_read(tmp_path: Path, device: int) -> None:
+    if device >= torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    command = [sys.executable, "-c", _OWNER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdin is not None and owner.stdout is not None
+        assert owner.stdout.readline() == "ready\n"
+        mine = torch.zeros(4, 1024, device=f"cuda:{device}")
+        transport = LocalTransport(str(tmp_path))
+        transport.attach(mine)
+        assert transport.read(remote(transport, [5, 2, 3], [0, 0, 0]), NOTHING, [0, 3, 1]) == 3 * 4096
+        expected = torch.arange(6 * 1024).view(6, 1024).mul(0.5)
+        assert torch.equal(mine.cpu()[[0, 3, 1]], expected[[5, 2, 3]])
+        assert not mine[2].any()
+        transport.close()
+        owner.stdin.close()
+    assert owner.returncode == 0
