@@ -12,8 +12,9 @@ from typing import Protocol
 import torch
 
 from common.models.config import ModelConfig
-from common.ops.paged_attention import AttentionPlan, paged_attention
+from common.ops.paged_attention import AttentionPlan, DevicePlan, paged_attention
 from common.ops.paged_kv import SlotMapping, write_kv
+from common.ops.qkv_rope import QueryKeyValue, qkv_rope
 from common.ops.rms_norm import rms_norm
 from common.ops.rope import apply_rope
 
@@ -59,3 +60,43 @@ class CpuAttention:
             key = apply_rope(rms_norm(qkv[:, heads:end], norms.k_norm, eps), self.cos, self.sin)
         write_kv(self.pool, layer, key, qkv[:, end:], self.slots)
         return paged_attention(query, self.pool, layer, self.plan, self.config.head_dim**-0.5).flatten(1)
+
+
+@dataclass(slots=True)
+class DeviceAttention:
+    """positions: int64 [tokens]. slots: int64 [tokens], the pool's entry block · block_tokens + offset; -1 for padding.
+
+    rope: float32 [max_positions, head_dim], cosines then sines. kv_scale: float32 [layers, 2, kv_heads] of a float8 pool, or
+    None. dtype: the model's.
+    """
+
+    config: ModelConfig
+    pool: torch.Tensor
+    plan: DevicePlan
+    slots: torch.Tensor
+    positions: torch.Tensor
+    rope: torch.Tensor
+    kv_scale: torch.Tensor | None
+    dtype: torch.dtype
+
+    def __call__(self, qkv: torch.Tensor, norms: HeadNorms, layer: int) -> torch.Tensor:
+        made = qkv_rope(
+            qkv,
+            num_heads=self.config.num_heads,
+            positions=self.positions,
+            rope=self.rope,
+            q_norm=norms.q_norm,
+            k_norm=norms.k_norm,
+            eps=self.config.rms_eps,
+            bias=None,
+            pool=self.pool,
+            layer=layer,
+            slots=self.slots,
+            dtype=self.dtype,
+            kv_scale=self.kv_scale,
+            need_kv=bool(self.plan.fresh),
+        )
+        query, key, value = made if isinstance(made, QueryKeyValue) else (made, None, None)
+        scale = self.config.head_dim**-0.5
+        attended = paged_attention(query, self.pool, layer, self.plan, scale, key=key, value=value, kv_scale=self.kv_scale)
+        return attended.flatten(1)

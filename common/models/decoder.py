@@ -7,16 +7,17 @@ linears together; only attention knows where a row begins.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from common.models.attention import Attention
 from common.models.config import ModelConfig
 from common.models.rope import RopeTable, inverse_frequencies
 from common.models.weights.base import WeightLoader
 from common.ops.add_rms_norm import add_rms_norm
+from common.ops.embed import Feed, embed
 from common.ops.gate_up import gate_up
 from common.ops.linear import LinearWeight, linear, pack_linear, takes_quantised
 
@@ -26,11 +27,12 @@ ROPE_FACTORS = "rope_freqs.weight"
 @dataclass(slots=True)
 class Inputs:
     """One step. tokens: int64 [tokens], padding included. samples: int64 [samples], the tokens whose logits are wanted; None:
-    all, in order. `attention` knows rows, positions and the KV pool."""
+    all, in order. `attention` knows rows, positions and the KV pool. `feed`: see `ops.embed`."""
 
     tokens: torch.Tensor
     samples: torch.Tensor | None
     attention: Attention
+    feed: Feed | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,26 +53,34 @@ class Decoder:
     :raises WeightsError: if the weights don't fit `config`.
     """
 
-    def __init__(self, config: ModelConfig, loader: WeightLoader, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, loader: WeightLoader) -> None:
         self.config = config
-        self.device = device
+        self.device = loader.device
         self.dtype = loader.dtype
-        self.embedding = loader.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size).to(device)
+        self.embedding = loader.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
         self.layers = [self._load_layer(loader, f"model.layers.{layer}") for layer in range(config.num_layers)]
-        self.norm = loader.take("model.norm.weight", config.hidden_size).to(device)
+        self.norm = loader.take("model.norm.weight", config.hidden_size)
         if config.tie_embeddings:
             loader.skip("lm_head.weight")  # some files hold the tied copy too
             self.head = pack_linear(self.embedding)
         else:
-            self.head = pack_linear(loader.take("lm_head.weight", config.vocab_size, config.hidden_size).to(device))
+            self.head = pack_linear(loader.take("lm_head.weight", config.vocab_size, config.hidden_size))
+        self.kv_scale = loader.take_kv_scales(config.num_layers, config.num_kv_heads)
         self.rope = self._load_rope(loader)
         loader.finish()
+
+    @property
+    def linears(self) -> Iterator[tuple[str, LinearWeight]]:
+        """Every linear, with the name of its kind."""
+        for layer in self.layers:
+            yield from (("qkv", layer.qkv), ("output", layer.output), ("gate_up", layer.gate_up), ("down", layer.down))
+        yield "head", self.head
 
     @torch.inference_mode()
     def forward(self, inputs: Inputs) -> torch.Tensor:
         """Writes the step's K and V into the pool. Returns logits [samples, vocab_size] in the model's dtype."""
         eps = self.config.rms_eps
-        hidden = F.embedding(inputs.tokens, self.embedding)
+        hidden = embed(inputs.tokens, self.embedding, inputs.feed)
         first, rows = self.layers[0], len(hidden)
         x = add_rms_norm(hidden, None, first.input_norm, eps, quantise=takes_quantised(first.qkv, rows))
         for index, layer in enumerate(self.layers):
@@ -91,18 +101,15 @@ class Decoder:
     # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _load_layer(self, loader: WeightLoader, prefix: str) -> _Layer:
-        config, device = self.config, self.device
+        config = self.config
         hidden, middle = config.hidden_size, config.intermediate_size
         q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
 
         def norm(name: str, size: int) -> torch.Tensor:
-            return loader.take(f"{prefix}.{name}.weight", size).to(device)
+            return loader.take(f"{prefix}.{name}.weight", size)
 
         def fused(outputs: dict[str, int], inputs: int, bias: bool) -> LinearWeight:
-            weights = [loader.take(f"{prefix}.{name}.weight", size, inputs) for name, size in outputs.items()]
-            biases = [loader.take(f"{prefix}.{name}.bias", size) for name, size in outputs.items()] if bias else []
-            weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-            return pack_linear(weight.to(device), torch.cat(biases).to(device) if biases else None)
+            return loader.take_linear({f"{prefix}.{name}": size for name, size in outputs.items()}, inputs, bias)
 
         qkv = {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}
         return _Layer(
@@ -119,7 +126,7 @@ class Decoder:
     def _load_rope(self, loader: WeightLoader) -> RopeTable:
         frequencies, scale = inverse_frequencies(self.config.rope, self.config.head_dim)
         if loader.has(ROPE_FACTORS):  # how GGUF files say Llama 3's scaling
-            frequencies = frequencies / loader.take(ROPE_FACTORS, self.config.head_dim // 2).float()
+            frequencies = frequencies / loader.take(ROPE_FACTORS, self.config.head_dim // 2, dtype=torch.float32).cpu()
         for layer in range(self.config.num_layers):
             loader.skip(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq")  # old checkpoints hold what we compute
         return RopeTable(frequencies, scale, self.dtype, self.device)

@@ -43,4 +43,4 @@ def load_decoder(
     source = open_weights(files, config, dummy=dummy)
     threads = 0 if isinstance(source, DummyWeights) else -1
     with WeightLoader(source, dtype, on_progress, device=device, weights=weights, threads=threads) as loader:
-        return _DECODERS[config.architecture](config, loader, device)
+        return _DECODERS[config.architecture](config, loader)

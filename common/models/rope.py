@@ -93,3 +93,8 @@ class RopeTable:
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         self._cos = torch.cat((self._cos, torch.cat((cos, cos), -1)[:, None].to(self._cos)))
         self._sin = torch.cat((self._sin, torch.cat((-sin, sin), -1)[:, None].to(self._sin)))
+
+    def table(self, positions: int) -> torch.Tensor:
+        """float32 [positions, head_dim] on the device: cosines, then sines, of each position (see `ops.qkv_rope`)."""
+        angles = torch.outer(torch.arange(positions).float(), self._frequencies)
+        return torch.cat((angles.cos() * self._scale, angles.sin() * self._scale), -1).to(self._cos.device)
