@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _HANDLE_BYTES = 64
 _MEMORY = struct.Struct(f"<{_HANDLE_BYTES}sQ")  # handle, offset of the pool in the allocation
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-_AT_ONCE_BYTES = 64 << 20  # what a copy holds twice meanwhile
+_PROGRAMS = 64  # enough to keep NVLink full; the other multiprocessors belong to the step that runs meanwhile
 
 
 class Driver(Protocol):
@@ -96,7 +96,7 @@ class _DeviceReader:
     def __init__(self, pool: torch.Tensor, segments: SegmentCache, driver: Driver) -> None:
         import torch
 
-        self._pool = _words(pool.view(torch.uint8).flatten(1))
+        self._pool = pool.view(torch.uint8).flatten(1)
         self._segments = segments
         self._driver = driver
         # beside the steps: a copy waits for nothing that runs, and nothing that runs waits for it
@@ -106,7 +106,7 @@ class _DeviceReader:
 
     def read(self, source: RemoteBlocks, into_blocks: Sequence[int]) -> int:
         memory, block_bytes, current = self._segments.device_memory(source.segment, source.fingerprint)
-        mine = self._pool.shape[1] * self._pool.element_size()
+        mine = self._pool.shape[1]
         if block_bytes != mine:
             raise StaleHandle(f"{source.segment} has blocks of {block_bytes} bytes, not {mine}")
         check_generations(current, source.blocks, source.generations)
@@ -116,7 +116,7 @@ class _DeviceReader:
             theirs = self._theirs((source.segment, source.fingerprint, memory), len(current))
             try:
                 self._copy(theirs, source.blocks, into_blocks)
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:
                 raise TransportUnavailable(f"copying from {source.segment} failed: {error}") from error
         check_generations(current, source.blocks, source.generations)
         return len(into_blocks) * block_bytes
@@ -128,12 +128,12 @@ class _DeviceReader:
             self._opened.clear()
 
     def _theirs(self, key: tuple[str, str, bytes], num_blocks: int) -> torch.Tensor:
-        """The owner's pool as a tensor of the reader's device, [num_blocks, words of a block]."""
+        """The owner's pool as a tensor of the reader's device, uint8 [num_blocks, block_bytes]."""
         import torch
 
         handle, offset = _MEMORY.unpack(key[2])
         pointer = self._opened.get(key)
-        size = num_blocks * self._pool.shape[1] * self._pool.element_size()
+        size = num_blocks * self._pool.shape[1]
         if pointer is None:
             self._forget_the_dead()
             pointer, allocated = self._driver.open(handle)
@@ -143,18 +143,17 @@ class _DeviceReader:
             self._opened[key] = pointer
         # made from the address alone: torch would ask the driver which GPU owns it and refuse to read that from here
         storage: Any = torch._C._construct_storage_from_data_pointer(pointer + offset, self._pool.device, size)
-        whole: Any = torch.empty(0, dtype=self._pool.dtype, device=self._pool.device)
+        whole: Any = torch.empty(0, dtype=torch.uint8, device=self._pool.device)
         return whole.set_(storage, 0, (num_blocks, self._pool.shape[1]))
 
     def _copy(self, theirs: torch.Tensor, source_blocks: Sequence[int], into_blocks: Sequence[int]) -> None:
         import torch
 
-        at_once = max(1, _AT_ONCE_BYTES // (self._pool.shape[1] * self._pool.element_size()))
+        from common.ops.block_copy import copy_blocks
+
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             ids = torch.tensor([list(source_blocks), list(into_blocks)], dtype=torch.int64).to(self._pool.device)
-            for start in range(0, len(into_blocks), at_once):
-                source, target = ids[:, start : start + at_once]
-                self._pool.index_copy_(0, target, theirs.index_select(0, source))
+            copy_blocks(theirs, ids[0], self._pool, ids[1], max_programs=_PROGRAMS)
         if self._stream is not None:
             self._stream.synchronize()
 
@@ -166,13 +165,6 @@ class _DeviceReader:
                 alive = False
             if not alive:
                 self._driver.close(self._opened.pop(key))
-
-
-def _words(blocks: torch.Tensor) -> torch.Tensor:
-    """uint8 [blocks, bytes] as the widest integers that divide a block: a copy kernel moves one per thread."""
-    import torch
-
-    return blocks.view(torch.int64) if blocks.shape[1] % 8 == 0 else blocks
 
 
 class CudaDriver:
