@@ -81,7 +81,7 @@ class HttpStream(asyncio.Protocol):
         if not self._in_body and not (data := self._read_head(data)):
             return
         joined = self._before + data
-        answer.events += joined.count(EVENT) - self._before.count(EVENT)
+        self.saw(joined.count(EVENT) - self._before.count(EVENT), answer)
         if not answer.first_at:
             self._find_first(joined, answer)
         if DONE in joined:
@@ -96,6 +96,10 @@ class HttpStream(asyncio.Protocol):
             self.close()
         # usage and [DONE] may come in several pieces; 600 bytes hold both
         self._before = joined[-600:]
+
+    def saw(self, num_events: int, answer: Answer) -> None:
+        """`num_events` more have come; a subclass may note when."""
+        answer.events += num_events
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from bench.common.lengths import Lengths
 from bench.common.stats import Percentiles
 
 _CELL = re.compile(r"(?P<rows>\d+)x(?P<ragged>~?)(?P<prompt>\d+)(x(?P<out>\d+))?")
@@ -55,10 +56,8 @@ class Cell(msgspec.Struct, frozen=True):
 
     def lengths(self) -> list[int]:
         """Prompt lengths; the same for each call."""
-        if not self.ragged:
-            return [self.prompt] * self.rows
-        draw = random.Random(self.prompt)
-        return [draw.randint(max(1, self.prompt // 4), 7 * self.prompt // 4) for _ in range(self.rows)]
+        lengths, generator = Lengths.parse(f"{'~' * self.ragged}{self.prompt}"), random.Random(self.prompt)
+        return [lengths.draw(generator) for _ in range(self.rows)]
 
 
 def parse_cells(text: str) -> list[Cell]:
@@ -109,6 +108,19 @@ class FirstToken(msgspec.Struct, tag=True, kw_only=True):
     count: int
 
 
+class Steady(msgspec.Struct, tag=True, kw_only=True):
+    """A closed loop in the engine's process: `rows` requests always in work, others at once in the place of those that ended.
+
+    `tok_s`: tokens generated per second while all rows were taken, prefilling included.
+    """
+
+    rows: int
+    prompt: str
+    output: str
+    seconds: float
+    tok_s: float
+
+
 class Failed(msgspec.Struct, tag=True, kw_only=True):
     """A cell that could not be measured, or (no cell) all that came after."""
 
@@ -123,7 +135,7 @@ class CeilingsLine(msgspec.Struct, tag=True, kw_only=True):
     text: str
 
 
-Line = Opened | Measured | FirstToken | Failed | CeilingsLine
+Line = Opened | Measured | FirstToken | Steady | Failed | CeilingsLine
 _decoder = msgspec.json.Decoder(Line)
 
 

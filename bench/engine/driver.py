@@ -45,10 +45,13 @@ class Request:
 
 @dataclass(slots=True)
 class Step:
-    """A step's rows that decoded and tokens that it prefilled, and when its result was read (`perf_counter`)."""
+    """A step's rows that decoded, tokens that it prefilled and tokens that came out, and when its result was read
+    (`perf_counter`). `waiting`: requests that had no place then."""
 
     decoded: int
     prefilled: int
+    sampled: int
+    waiting: int
     read_at: float
 
 
@@ -68,6 +71,15 @@ class Run:
         """Seconds between the results of steps that only decoded, without the first after another kind."""
         pairs = zip(self.steps, self.steps[1:], strict=False)
         return [b.read_at - a.read_at for a, b in pairs if not a.prefilled and not b.prefilled and a.decoded == b.decoded]
+
+    def steady(self) -> tuple[float, float]:
+        """(tokens per second, seconds) from when the first request after the first ones got a place, until none waited."""
+        waiting = self.steps[0].waiting if self.steps else 0
+        inside = [step for step in self.steps if 0 < step.waiting < waiting]
+        if len(inside) < 2:
+            return 0.0, 0.0
+        seconds = inside[-1].read_at - inside[0].read_at
+        return sum(step.sampled for step in inside[1:]) / seconds, seconds
 
 
 class Driver:
@@ -185,11 +197,12 @@ class Driver:
 
     def _commit(self, plan: StepPlan, planned: list[Request], result: StepResult, run: Run) -> None:
         read_at = time.perf_counter()
-        prefilled = 0
+        prefilled = sampled = 0
         for request, row, samples in zip(planned, plan.rows, result.rows, strict=True):
             if row.start < len(request.prompt):
                 prefilled += len(row.tokens)
+            sampled += len(samples.tokens)
             request.output += samples.tokens
             if samples.logprobs:
                 request.logprobs += samples.logprobs
-        run.steps.append(Step(plan.num_tokens - prefilled, prefilled, read_at))
+        run.steps.append(Step(plan.num_tokens - prefilled, prefilled, sampled, len(self._waiting), read_at))

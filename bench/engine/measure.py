@@ -16,8 +16,20 @@ from typing import Any
 
 import msgspec
 
+from bench.common.lengths import Lengths
 from bench.common.stats import Percentiles
-from bench.engine.cells import CeilingsLine, Cell, Failed, FirstToken, Line, Measured, Opened, encode_line, parse_cells
+from bench.engine.cells import (
+    CeilingsLine,
+    Cell,
+    Failed,
+    FirstToken,
+    Line,
+    Measured,
+    Opened,
+    Steady,
+    encode_line,
+    parse_cells,
+)
 from bench.engine.driver import Driver, Request, Run
 from bench.engine.limits import Limits
 from bench.engine.opening import PRECISIONS, Opening, open_runner
@@ -25,6 +37,7 @@ from common.protocol.errors import PenstockError
 
 FIRST_TOKEN_PROMPT = 128
 FIRST_TOKEN_COUNT = 15
+STEADY_ROUNDS = 4
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -32,6 +45,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--model", required=True)
     parser.add_argument("--precision", choices=list(PRECISIONS), default="auto")
     parser.add_argument("--cells", type=parse_cells, default=[])
+    parser.add_argument("--steady", default="", metavar="ROWS:PROMPT:OUTPUT", help="a closed loop: 256:512:~256")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--token-budget", type=int, default=16384)
     parser.add_argument("--repeat", type=int, default=2, help="the least of so many times counts")
@@ -98,6 +112,17 @@ class Measurement:
         times = [self.generate([prompt], 1).seconds for _ in range(count)]
         return FirstToken(prompt=prompt, ms=Percentiles.of_seconds(times), count=count)
 
+    def steady(self, rows: int, prompt: Lengths, output: Lengths) -> Steady:
+        """:raises ConfigError: if it does not fit the engine."""
+        generator, high = self._random, self.opening.model.vocab_size - 1
+        requests = [
+            Request([generator.randint(min(10, high), high) for _ in range(prompt.draw(generator))], output.draw(generator))
+            for _ in range(STEADY_ROUNDS * rows)
+        ]
+        driver = Driver(self.opening.runner, token_budget=self.driver.token_budget, max_rows=rows)
+        tok_s, seconds = driver.generate(requests).steady()
+        return Steady(rows=rows, prompt=str(prompt), output=str(output), seconds=seconds, tok_s=tok_s)
+
 
 def run(options: argparse.Namespace, say: Any) -> None:
     """`say(line)`: called with each result."""
@@ -110,6 +135,9 @@ def run(options: argparse.Namespace, say: Any) -> None:
     if "num_blocks" not in settings and options.device == "cpu":
         size = settings.get("block_tokens", 16)
         wanted = [sum(-(-(n + cell.out) // size) for n in cell.lengths()) for cell in options.cells]
+        if options.steady:
+            rows, prompt, output = options.steady.split(":")
+            wanted.append(int(rows) * -(-(Lengths.parse(prompt).high + Lengths.parse(output).high) // size))
         settings["num_blocks"] = max([*wanted, 64])
     opening = open_runner(options.model, options.precision, **settings)
     measurement = Measurement(opening, token_budget=options.token_budget, max_rows=options.max_rows)
@@ -127,6 +155,9 @@ def run(options: argparse.Namespace, say: Any) -> None:
             ahead=measurement.driver.ahead,
         )
     )
+    if options.steady:
+        rows, prompt, output = options.steady.split(":")
+        say(measurement.steady(int(rows), Lengths.parse(prompt), Lengths.parse(output)))
     if not options.cells:
         return
     limits = None

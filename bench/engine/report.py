@@ -14,9 +14,9 @@ from bench.engine.cells import CeilingsLine, Cell, Failed, FirstToken, Line, Mea
 from bench.engine.goals import NOTHING, Figures
 
 METHOD = textwrap.fill(
-    "Method: token ids in and out in one process, no bus; greedy, random prompts, all requests at once; the least of a few times"
-    " counts. Cells are rows x prompt x output; ~: ragged. decode tok/s = rows · (output - 1) / (b - a), b the whole run, a the"
-    ' same with one token out ("first"); prefill tok/s = prompt tokens / a. p99: of single decode steps, ms. Limit: bytes or'
+    "Method: token ids in and out in one process, no bus; greedy, random prompts, all requests at once; the least of a few"
+    " times counts. Cells are rows x prompt x output; ~: ragged. decode tok/s = rows · (output - 1) / (b - a), b the whole run,"
+    ' a the same with one token out ("first"); prefill tok/s = prompt tokens / a. p99: of decode steps, ms. Limit: bytes or'
     " FLOPs of the cell (bench/engine/limits.py) at the ceilings measured in the same run. A * marks a figure of the peer that"
     " is recorded (bench/engine/goals.toml), not of this run; a dash, what was not measured, or was lost in noise.",
     width=120,

@@ -1,0 +1,153 @@
+"""The load generator, a process of its own: closed loops and Poisson arrivals over HTTP, token ids in, text out.
+
+    probes on the idle server ─► for each point: warm-up ─► window: requests sent in it are measured ─► all are waited for
+
+Prompts are random token ids (POST /v1/completions), so no prefix is shared and no tokenizer is timed. Prints one JSON object
+per point. Started by `bench.serve`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import time
+from collections.abc import Callable, Coroutine, Sequence
+
+import anyio
+import msgspec
+import uvloop
+
+from bench.common.lengths import Lengths
+from bench.serve.client import Objective, Outcome, Point, TimedStream, summarise
+
+PATH = "/v1/completions"
+RAMP_S = 1.0
+
+
+class Plan(msgspec.Struct, kw_only=True):
+    """What to do. `streams`: closed loops, a point each. `rates`: Poisson arrivals per second, a point each.
+
+    `fixed`: an answer has exactly its length; else the model may end it before. `vocab`: ids [10, vocab) are sent.
+    """
+
+    host: str
+    port: int
+    model: str
+    vocab: int
+    prompt: Lengths
+    output: Lengths
+    fixed: bool = True
+    temperature: float = 0.0
+    streams: list[int] = []
+    rates: list[float] = []
+    seconds: float = 20.0
+    warmup_s: float = 5.0
+    probes: int = 0
+    probe_prompt: int = 128
+    objective: Objective = Objective(1000.0, 50.0)
+    timeout_s: float = 300.0
+    seed: int = 0
+
+
+class LoadGenerator:
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._random = random.Random(plan.seed)
+        self._outcomes: list[Outcome] = []
+        self._idle: list[TimedStream] = []
+        self._stopping = False
+
+    async def probe(self) -> Point:
+        """One request after the other on an idle server, of a few tokens each."""
+        begin, wall = time.perf_counter(), time.time()
+        self._outcomes = []
+        for number in range(self.plan.probes + 3):
+            if number == 3:  # the first ones find connections and caches cold
+                self._outcomes.clear()
+                begin, wall = time.perf_counter(), time.time()
+            await self._request(self.plan.probe_prompt, 4)
+            await anyio.sleep(0.05)
+        return self._point(f"idle, prompts of {self.plan.probe_prompt}", begin, time.perf_counter(), wall)
+
+    async def closed(self, streams: int) -> Point:
+        """`streams` clients, each of which sends its next request when its last one has ended."""
+
+        async def client() -> None:
+            await anyio.sleep(self._random.random() * RAMP_S)
+            while not self._stopping:
+                if (await self._request()).error:
+                    await anyio.sleep(0.2)
+
+        return await self._measured(f"{streams} streams", [client] * streams)
+
+    async def poisson(self, rate: float) -> Point:
+        """Requests at random times, `rate` per second on average, however many are still running."""
+
+        async def arrivals() -> None:
+            async with anyio.create_task_group() as group:
+                due = time.perf_counter()
+                while not self._stopping:
+                    due += self._random.expovariate(rate)
+                    await anyio.sleep(max(0.0, due - time.perf_counter()))
+                    group.start_soon(self._request)
+
+        return await self._measured(f"{rate:g} requests/s", [arrivals])
+
+    async def _measured(self, name: str, tasks: Sequence[Callable[[], Coroutine[None, None, None]]]) -> Point:
+        self._outcomes, self._stopping = [], False
+        begin = end = wall = 0.0
+        async with anyio.create_task_group() as group:
+            for task in tasks:
+                group.start_soon(task)
+            await anyio.sleep(RAMP_S + self.plan.warmup_s)
+            begin, wall = time.perf_counter(), time.time()
+            await anyio.sleep(self.plan.seconds)
+            end = time.perf_counter()
+            self._stopping = True
+        return self._point(name, begin, end, wall)
+
+    def _point(self, name: str, begin: float, end: float, wall: float) -> Point:
+        return summarise(name, self._outcomes, begin=begin, end=end, wall=wall, objective=self.plan.objective)
+
+    async def _request(self, prompt_tokens: int = 0, output_tokens: int = 0) -> Outcome:
+        plan = self.plan
+        prompt_tokens = prompt_tokens or plan.prompt.draw(self._random)
+        output_tokens = output_tokens or plan.output.draw(self._random)
+        body = {
+            "model": plan.model,
+            "prompt": [self._random.randrange(10, plan.vocab) for _ in range(prompt_tokens)],
+            "max_tokens": output_tokens,
+            "ignore_eos": plan.fixed,
+            "temperature": plan.temperature,
+            "seed": self._random.randrange(1 << 40),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        stream = self._idle.pop() if self._idle else TimedStream(plan.host, plan.port)
+        stream.times = []
+        answer = await stream.post(PATH, msgspec.json.encode(body), timeout_s=plan.timeout_s)
+        outcome = Outcome.of(answer, stream.times, prompt_tokens)
+        self._idle.append(stream)
+        self._outcomes.append(outcome)
+        return outcome
+
+
+async def main(plan: Plan) -> None:
+    generator = LoadGenerator(plan)
+
+    def say(point: Point) -> None:
+        sys.stdout.buffer.write(msgspec.json.encode(point) + b"\n")
+        sys.stdout.buffer.flush()
+
+    if plan.probes:
+        say(await generator.probe())
+    for streams in plan.streams:
+        say(await generator.closed(streams))
+    for rate in plan.rates:
+        say(await generator.poisson(rate))
+
+
+if __name__ == "__main__":
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main(msgspec.json.decode(sys.argv[1], type=Plan)))
