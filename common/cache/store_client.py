@@ -51,7 +51,8 @@ MAX_STORES = 4
 class StoreClient:
     """Talks to the kvstores of this host on behalf of `actor`.
 
-    `blocks`: the worker's own pool, [num_blocks, block_bytes], uint8. The caller keeps the blocks it passes retained until
+    `blocks`: the worker's own pool, [num_blocks, block_bytes], uint8; [num_blocks, 0] where it is in a GPU's memory, which no
+    kvstore reads or writes: then there is never one worth asking. The caller keeps the blocks it passes retained until
     the coroutine returns.
     """
 
@@ -121,7 +122,7 @@ class StoreClient:
     # -- stores
 
     def _stores(self) -> list[WorkerRef]:
-        if not self.actor.bus.connected:
+        if not self.actor.bus.connected or not self.blocks.shape[1]:
             return []
         now = self.actor.clock()
         if self._skip_until:

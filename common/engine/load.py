@@ -32,6 +32,8 @@ from common.protocol.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from common.models.decoder import Decoder
+
 _MIB = 1 << 20
 _CPU_KV_MB = 1024
 _DEVICE = re.compile(r"auto|cuda(:(?P<index>\d{1,3}))?")
@@ -121,29 +123,36 @@ def cache_layout(model: ModelConfig, engine: EngineConfig, device: str = "cpu", 
     num_blocks = engine.num_blocks or memory // layout.block_bytes
     if num_blocks < 1:
         raise ConfigError(f"{memory >> 20} MiB for KV hold no block of {layout.block_bytes} bytes; raise kv_cache_mb")
-    name = f"{model.identity}/{engine.engine}/{precision.name}/{layout.digest()}"
+    weights = f"dummy/{model.identity}" if engine.load_format == "dummy" else model.identity
+    name = f"{weights}/{engine.engine}/{precision.name}/{layout.digest()}"
     return layout.sized(num_blocks, hashlib.blake2b(name.encode(), digest_size=16).hexdigest())
 
 
 def load_runner(
     files: ModelFiles,
     engine: EngineConfig,
-    segment_blocks: NDArray[np.uint8],
+    segment_blocks: NDArray[np.uint8] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Runner:
     """Loads the weights; blocks for as long as that takes. `on_progress(done_bytes, total_bytes)` is called meanwhile.
 
-    segment_blocks: uint8 [num_blocks, block_bytes], writable; `cache_layout` gives the sizes. The runner keeps KV in it.
+    segment_blocks: uint8 [num_blocks, block_bytes], writable; `cache_layout` gives the sizes. A runner on the CPU keeps KV in
+    it, or in memory of its own without it. On a GPU it is not used: the pool is what the weights leave of the GPU's memory.
 
     :raises ConfigError: if the settings or the memory don't fit the model, or its files are damaged (`WeightsError`).
     """
     model = load_config(files)
-    layout = cache_layout(model, engine)
+    device = resolve_device(engine)
+    if device != "cpu":
+        return _device_runner(files, model, engine, device, on_progress)
+    layout = cache_layout(model, engine, device)
+    if segment_blocks is None:
+        segment_blocks = np.zeros((layout.num_blocks, layout.block_bytes), np.uint8)
     if segment_blocks.dtype != np.uint8 or segment_blocks.ndim != 2 or segment_blocks.shape[1] != layout.block_bytes:
         raise ConfigError(f"KV memory must be uint8 [num_blocks, {layout.block_bytes}], not {list(segment_blocks.shape)}")
     if engine.engine == "simulated":
         return _simulated_runner(model, engine, layout, segment_blocks)
-    return _torch_runner(files, model, engine, layout, segment_blocks, on_progress)
+    return _cpu_runner(files, model, engine, layout, segment_blocks, on_progress)
 
 
 def _simulated_runner(
@@ -162,7 +171,7 @@ def _simulated_runner(
     )
 
 
-def _torch_runner(
+def _cpu_runner(
     files: ModelFiles,
     model: ModelConfig,
     engine: EngineConfig,
@@ -175,14 +184,65 @@ def _torch_runner(
     import torch
 
     from common.engine.runner import TorchRunner
-    from common.models.registry import load_decoder
 
     threads = engine.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    dtype = getattr(torch, resolve_engine_precision(model, engine, "cpu").compute)
-    decoder = load_decoder(files, model, dtype=dtype, device=torch.device("cpu"), on_progress=on_progress)
-    pool = kv_pool(segment_blocks, model, engine.block_tokens, dtype)
+    decoder, precision = _decoder(files, model, engine, "cpu", on_progress)
+    pool = kv_pool(segment_blocks, model, engine.block_tokens, getattr(torch, precision.kv))
     return TorchRunner(decoder, pool, fingerprint=layout.fingerprint, threads=threads)
+
+
+def _device_runner(
+    files: ModelFiles,
+    model: ModelConfig,
+    engine: EngineConfig,
+    device: str,
+    on_progress: Callable[[int, int], None] | None,
+) -> Runner:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    import torch
+
+    from common.engine.device_runner import DeviceRunner
+    from common.engine.gpu_memory import measured_kv_room, new_pool, workspace_bytes
+    from common.ops import backend
+
+    gpu = torch.device(device)
+    torch.cuda.set_device(gpu)
+    backend.BATCH_INVARIANT = engine.batch_invariant
+    decoder, precision = _decoder(files, model, engine, device, on_progress)
+    room = 0
+    if not engine.num_blocks and not engine.kv_cache_mb:
+        workspace = workspace_bytes(model, engine.max_running, engine.token_budget)
+        room = measured_kv_room(gpu, engine.gpu_memory_utilization, workspace)
+    layout = cache_layout(model, engine, device, kv_bytes=room)
+    pool = new_pool(model, layout, precision.kv, gpu)
+    return DeviceRunner(
+        decoder, pool, fingerprint=layout.fingerprint, max_rows=engine.max_running, token_budget=engine.token_budget
+    )
+
+
+def _decoder(
+    files: ModelFiles,
+    model: ModelConfig,
+    engine: EngineConfig,
+    device: str,
+    on_progress: Callable[[int, int], None] | None,
+) -> tuple[Decoder, Precision]:
+    import torch
+
+    from common.models.registry import load_decoder
+
+    precision = resolve_engine_precision(model, engine, device)
+    decoder = load_decoder(
+        files,
+        model,
+        dtype=getattr(torch, precision.compute),
+        device=torch.device(device),
+        on_progress=on_progress,
+        weights=precision.weights,
+        dummy=engine.load_format == "dummy",
+    )
+    return decoder, precision
 
 
 def kv_pool(segment_blocks: NDArray[np.uint8], model: ModelConfig, block_tokens: int, dtype: torch.dtype) -> torch.Tensor:

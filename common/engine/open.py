@@ -1,32 +1,62 @@
-"""From settings to a running engine: find the model, lay out its cache, map a segment for it, load the weights."""
+"""From settings to a running engine: find the model, lay out its cache, map a segment for it, load the weights.
+
+On a CPU the segment is the KV memory, and comes first: a machine without room for it should say so at once. On a GPU the KV
+gets what the weights leave, so the segment comes last; it holds generations, and says how to reach the pool.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from common.engine.load import EngineConfig, cache_layout, load_runner
+from common.engine.load import EngineConfig, cache_layout, load_runner, resolve_device
 from common.engine.settings import EngineServiceConfig
 from common.engine.worker import Engine
 from common.models.config import load_config
-from common.models.source import resolve
+from common.models.source import ModelFiles, resolve
+from common.transfer.cuda_ipc import LocalTransport, export_pool
 from common.transfer.shm import Segment, sweep
+
+Progress = Callable[[int, int], None]
 
 
 def open_engine(
-    config: EngineServiceConfig, segment_name: str, *, on_progress: Callable[[int, int], None] = lambda done, total: None
+    config: EngineServiceConfig,
+    segment_name: str,
+    *,
+    transport: LocalTransport | None = None,
+    on_progress: Progress = lambda done, total: None,
 ) -> Engine:
     """Blocks until the weights are loaded: call it in a thread. `on_progress(done, total)` counts bytes.
+
+    `transport` is what will fetch other workers' KV: it is told where this engine keeps its own.
 
     :raises UnknownModel: the model is not on this machine.
     :raises ConfigError: settings that don't fit the model or the machine.
     """
-    files = resolve(config.model)
-    model = load_config(files)
     settings = EngineConfig.of(config)
-    layout = cache_layout(model, settings)
+    files = resolve(config.model, weights=settings.load_format != "dummy")
     sweep(config.shm_dir)
+    if resolve_device(settings) == "cpu":
+        return _open_on_cpu(files, settings, config.shm_dir, segment_name, on_progress)
+    runner = load_runner(files, settings, on_progress=on_progress)
+    pool = runner.pool  # pyright: ignore[reportAttributeAccessIssue]
     segment = Segment.create(
         config.shm_dir,
+        segment_name,
+        num_blocks=len(pool),
+        block_bytes=pool[0].nbytes,
+        fingerprint=runner.fingerprint,
+        device_memory=export_pool(pool),
+    )
+    if transport is not None:
+        transport.attach(pool)
+    return Engine(runner, segment)
+
+
+def _open_on_cpu(files: ModelFiles, settings: EngineConfig, shm_dir: str, segment_name: str, on_progress: Progress) -> Engine:
+    layout = cache_layout(load_config(files), settings)
+    segment = Segment.create(
+        shm_dir,
         segment_name,
         num_blocks=layout.num_blocks,
         block_bytes=layout.block_bytes,

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from common.engine.open import open_engine
+from common.runtime.bus import Bus
 from common.runtime.service import main
-from common.transfer.shm import ShmTransport
+from common.transfer.cuda_ipc import LocalTransport
 from services.decode.actor import DecodeActor
 from services.decode.config import DecodeConfig
 
-if __name__ == "__main__":
-    main(
-        DecodeConfig,
-        lambda bus, config: DecodeActor(
-            bus=bus,
-            config=config,
-            open_engine=lambda name: open_engine(config, name),
-            transport=ShmTransport(config.shm_dir),
-        ),
-        section="decode",
+
+def make_decode(bus: Bus, config: DecodeConfig) -> DecodeActor:
+    transport = LocalTransport(config.shm_dir)
+    return DecodeActor(
+        bus=bus,
+        config=config,
+        open_engine=lambda name: open_engine(config, name, transport=transport),
+        transport=transport,
     )
+
+
+if __name__ == "__main__":
+    main(DecodeConfig, make_decode, section="decode")

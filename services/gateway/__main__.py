@@ -12,7 +12,7 @@ from services.gateway.config import GatewayConfig
 
 def make_gateway(bus: Bus, config: GatewayConfig) -> GatewayActor:
     """:raises UnknownModel, ConfigError: if the model's tokenizer and template can't be loaded."""
-    bundle = load_bundle(resolve(config.model), name=config.served_model_name)
+    bundle = load_bundle(resolve(config.model, weights=False), name=config.served_model_name)
     return GatewayActor(bus=bus, config=config, bundle=bundle)
 
 

@@ -83,7 +83,7 @@ class WeightLoader:
         fused_bias = None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
         if self.weights == "fp8" and all(part.dtype == torch.float8_e4m3fn for part in parts.values()):
             scales = [self._scale(f"{name}.weight", part) for name, part in parts.items()]
-            if fused := fused_fp8(list(parts.values()), scales, fused_bias):
+            if fused := fused_fp8(list(parts.values()), scales, fused_bias, self.dtype):
                 return fused
         weight = self._joined(parts)
         if self.weights == "none" or (self.weights == "fp8" and self.source.holds_fp8):

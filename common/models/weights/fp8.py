@@ -14,7 +14,7 @@ import torch
 from common.models.weights.fp8_scheme import BLOCK
 from common.models.weights.source import WeightsError, WeightSource
 from common.models.weights.upload import Upload
-from common.ops.linear import LinearWeight
+from common.ops.linear import LinearWeight, linear_from_fp8
 
 _COMPANIONS = ("weight_scale", "weight_scale_inv", "input_scale", "input_scale_ub", "activation_scale")
 _COMPANIONS += ("q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale")
@@ -54,14 +54,16 @@ def dequantise_fp8(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) 
     return (data.float() * whole).to(dtype)
 
 
-def fused_fp8(parts: list[torch.Tensor], scales: list[torch.Tensor], bias: torch.Tensor | None) -> LinearWeight | None:
+def fused_fp8(
+    parts: list[torch.Tensor], scales: list[torch.Tensor], bias: torch.Tensor | None, dtype: torch.dtype
+) -> LinearWeight | None:
     """Weights below each other as one. None where their scales don't join: of two kinds, or blocks across a seam."""
     kinds = {scale.ndim for scale in scales}
     if len(kinds) > 1 or (2 in kinds and any(part.shape[0] % BLOCK for part in parts[:-1])):
         return None
     # torch joins float8 tensors as bytes only
     data = parts[0] if len(parts) == 1 else torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
-    return LinearWeight(data.contiguous(), bias, data.shape[1], data.shape[0], "fp8", torch.cat(scales))
+    return linear_from_fp8(data, torch.cat(scales), bias, dtype=dtype)
 
 
 def kv_scales(source: WeightSource, upload: Upload, num_layers: int, num_kv_heads: int) -> torch.Tensor | None:

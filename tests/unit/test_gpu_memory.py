@@ -1,0 +1,49 @@
+"""What is left of a GPU for KV."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from common.engine.gpu_memory import kv_room, new_pool, workspace_bytes
+from common.engine.load import EngineConfig, cache_layout
+from common.models.config import config_from_json
+from common.models.shapes import SHAPES
+from common.protocol.errors import ConfigError
+
+GIB = 1 << 30
+
+
+def test_kv_gets_what_weights_workspace_and_reserve_leave() -> None:
+    assert kv_room(free=124 * GIB, total=140 * GIB, utilization=0.9, workspace=2 * GIB) == pytest.approx(108 * GIB)
+
+
+def test_a_full_gpu_is_named() -> None:
+    with pytest.raises(ConfigError, match="another process"):
+        kv_room(free=15 * GIB, total=140 * GIB, utilization=0.9, workspace=2 * GIB)
+
+
+def test_the_workspace_of_the_usual_settings_is_a_few_gib() -> None:
+    model = config_from_json(SHAPES["llama-3.1-8b"])
+    assert GIB < workspace_bytes(model, max_running=256, token_budget=8192) < 4 * GIB
+
+
+def test_a_pool_is_as_large_as_its_layout_says() -> None:
+    model = config_from_json(SHAPES["tiny"])
+    for dtype in ("auto", "fp8"):
+        engine = EngineConfig(dtype="bfloat16", kv_cache_dtype=dtype, num_blocks=3)
+        layout = cache_layout(model, engine, "cuda:0")
+        pool = new_pool(model, layout, "bfloat16" if dtype == "auto" else "fp8", torch.device("cpu"))
+        assert (len(pool), pool[0].nbytes) == (layout.num_blocks, layout.block_bytes)
+        assert not pool.view(torch.uint8).any()
+
+
+def test_measured_room_sizes_the_layout_unless_settings_do() -> None:
+    model = config_from_json(SHAPES["tiny"])
+    block_bytes = cache_layout(model, EngineConfig(), "cuda:0").block_bytes
+    assert cache_layout(model, EngineConfig(), "cuda:0", kv_bytes=7 * block_bytes + 1).num_blocks == 7
+    assert (
+        cache_layout(model, EngineConfig(kv_cache_mb=1), "cuda:0", kv_bytes=7 * block_bytes).num_blocks
+        == GIB // 1024 // block_bytes
+    )
+    assert cache_layout(model, EngineConfig(num_blocks=2), "cuda:0", kv_bytes=7 * block_bytes).num_blocks == 2
