@@ -12,7 +12,8 @@ from common.ops import backend
 from common.ops.tensors import Activation, Quantised
 
 ELEMENTS_PER_THREAD = 8
-"""What one 16-byte load of bf16 holds. Candidates for a measurement: 4, 8, 16 (32, 16, 8 warps for 4096 elements)."""
+"""What one 16-byte load of bfloat16 holds; it gives the number of warps. 4096 elements: 16 warps."""
+CANDIDATES = (4, 8, 16)
 
 
 @triton.jit
@@ -61,9 +62,9 @@ def add_rms_norm_kernel(
     if QUANTISE:
         squares, highest = tl.reduce((x * x, tl.abs(x * gain)), axis=0, combine_fn=_sum_and_highest)
         inverse = tl.rsqrt(squares / SIZE + eps)
-        highest = tl.maximum(highest * inverse, 1e-20)
+        highest = tl.maximum(highest * inverse, 1e-20, propagate_nan=tl.PropagateNan.ALL)
         tl.store(scale + row, highest / 448.0)
-        y = tl.clamp(x * gain * (inverse * (448.0 / highest)), -448.0, 448.0)
+        y = x * gain * (inverse * (448.0 / highest))  # the conversion saturates, and NaN stays NaN
     else:
         y = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps) * gain
     tl.store(target, y.to(output.dtype.element_ty), mask=mask)

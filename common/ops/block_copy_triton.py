@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-CHUNK = 4096
-"""Words of 4 bytes that a program copies at a time. Candidates: 2048, 4096, 8192, with 4 or 8 warps."""
-NUM_WARPS = 4
+CHUNK, NUM_WARPS = 4096, 4
+"""Words of 4 bytes that a program copies at a time, and its warps."""
+CANDIDATES = ((2048, 4), (4096, 4), (4096, 8), (8192, 8))
 
 
 @triton.jit

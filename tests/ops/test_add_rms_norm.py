@@ -84,6 +84,16 @@ def test_a_row_of_zeros_has_a_scale() -> None:
     assert not normed.data.float().any()
 
 
+def test_a_row_with_nan_stays_nan() -> None:
+    residual = torch.randn(2, 64)
+    residual[1, 3] = torch.nan
+    with backend.interpreted():
+        normed = add_rms_norm(residual, None, torch.ones(64), EPS, quantise=True)
+    assert isinstance(normed, Quantised)
+    assert bool(normed.data[1].float().isnan().all())
+    assert not normed.data[0].float().isnan().any()
+
+
 @pytest.mark.usefixtures("device")
 def test_a_row_has_the_same_bits_in_every_batch() -> None:
     residual, weight, delta = torch.randn(6, 576), torch.randn(576), torch.randn(3, 6, 576)

@@ -10,7 +10,7 @@ _PDL = ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
 _WIDE = ("ld.global.v4", "st.global.v4")
 
 
-def _add_rms_norm(size: int, splits: int, dtype: str = "bf16", quantise: bool = False) -> KernelCase:
+def _add_rms_norm(size: int, splits: int, dtype: str = "bf16", quantise: bool = False, elements: int = 8) -> KernelCase:
     block = 1 << (size - 1).bit_length()
     partial = dtype if splits <= 1 else "fp32"
     signature = {
@@ -26,13 +26,13 @@ def _add_rms_norm(size: int, splits: int, dtype: str = "bf16", quantise: bool = 
     absent = {name: None for name in ("delta", "scale") if name not in signature}
     absent |= {} if splits else {"split_stride": 0, "row_stride": 0}
     return KernelCase(
-        f"{size}-{splits}-{dtype}{'-fp8' if quantise else ''}",
+        f"{size}-{splits}-{dtype}{'-fp8' if quantise else ''}-{elements}",
         "common.ops.add_rms_norm_triton",
         "add_rms_norm_kernel",
         signature,
         {**absent, "SIZE": size, "BLOCK": block, "SPLITS": splits, "QUANTISE": quantise, "PDL": True},
-        num_warps=min(16, max(1, block // 256)),
-        expects=(*_PDL, "ld.global.v4") if quantise else (*_PDL, *_WIDE),
+        num_warps=min(32, max(1, block // (32 * elements))),
+        expects=(*_PDL, "ld.global.v4") if quantise or elements < 8 else (*_PDL, *_WIDE),
         max_registers=128,
     )
 
@@ -114,8 +114,11 @@ def _copy_blocks(name: str, block_bytes: int, sides: tuple[str, ...], chunk: int
     )
 
 
+_CHUNKS = ((2048, 4), (4096, 8), (8192, 8))  # with (4096, 4) the candidates
+
 CASES = [
     *(_add_rms_norm(size, 4) for size in (576, 2048, 4096, 5120, 8192)),
+    *(_add_rms_norm(4096, 4, elements=elements) for elements in (4, 16)),
     _add_rms_norm(4096, 0),
     _add_rms_norm(4096, 1),
     _add_rms_norm(4096, 16),
@@ -139,7 +142,7 @@ CASES = [
     _copy_blocks("gather-2mb", 2 << 20, ("source_ids",)),
     _copy_blocks("scatter-2mb", 2 << 20, ("target_ids",)),
     _copy_blocks("pools-odd", 16400, ("source_ids", "target_ids")),
-    _copy_blocks("wide", 2 << 20, ("source_ids", "target_ids"), 8192),
+    *(_copy_blocks(f"{chunk}x{warps}", 2 << 20, ("source_ids", "target_ids"), chunk, warps) for chunk, warps in _CHUNKS),
 ]
 
 
