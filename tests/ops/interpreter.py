@@ -49,8 +49,18 @@ def _patch_with_bounds(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
+_dot = _Builder.create_dot
+
+
+def _dot_of_halves(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
+    """The interpreter keeps bfloat16 as bits and multiplies those."""
+    a, b = (_convert(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+    return _dot(builder, a, b, *rest)
+
+
 def round_as_a_gpu() -> None:
     """From here on, in this process."""
     interpreter._patch_lang_tensor = _patch_with_bounds
     _Builder.cast_impl = _cast_rounding
+    _Builder.create_dot = _dot_of_halves
     _Builder.create_fp_to_fp = lambda builder, source, target, rounding: _convert(source, target.scalar)

@@ -1,0 +1,89 @@
+"""How the attention kernels are cut for a shape: a table of what was chosen, and the candidates a measurement goes through."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+Kind = Literal["decode", "prefill"]
+PrefillBackend = Literal["cudnn", "flash", "kernel"]
+
+SHARED_BYTES = 227 * 1024
+SHORT_QUERIES = 16
+"""Rows of decode and verification have at most so many queries: one work list. A step with longer rows has two, short and long."""
+
+PREFILL_BACKEND: PrefillBackend = "cudnn"
+"""For prompts with no cached prefix. Causal, 8k, 32/8 heads × 128 on an H200: cuDNN 590 TFLOP/s, FlashAttention-2 289."""
+FRESH_QUERIES = 64
+"""Shorter prompts stay with the kernel: they share its launch with the other rows."""
+
+
+@dataclass(slots=True, frozen=True)
+class AttentionConfig:
+    """What one program does.
+
+    block_m: queries × query heads of one matrix product; tile: keys of one; programs: wanted per multiprocessor when keys are
+    split; fewest_keys: of a split; segment_keys: 0, or splits begin at its multiples, whatever the batch (batch-invariant);
+    swap: keys, not queries, are the rows of the products (wgmma for decode; not for 8-bit KV).
+    """
+
+    block_m: int
+    tile: int
+    warps: int
+    stages: int
+    programs: int
+    fewest_keys: int = 128
+    segment_keys: int = 0
+    swap: bool = False
+
+
+CHOSEN: dict[tuple[int, int, torch.dtype, Kind], AttentionConfig] = {}
+"""Measured on a device, by (head_dim, bytes-rounded group, pool dtype, kind); what is not here follows `default_config`."""
+
+
+def choose_config(head_dim: int, group: int, dtype: torch.dtype, max_queries: int, *, invariant: bool) -> AttentionConfig:
+    """head_dim, group: of the model; dtype: of the pool; max_queries: the most that a row of the list has."""
+    kind: Kind = "decode" if max_queries <= SHORT_QUERIES else "prefill"
+    if invariant:
+        # one for all rows, so that a query meets the same instructions in a prompt, in a step and in a verification
+        config = default_config(head_dim, group, dtype, "decode")
+        return replace(config, block_m=max(32, config.block_m), warps=4, segment_keys=512, swap=False)
+    config = CHOSEN.get((head_dim, group, dtype, kind)) or default_config(head_dim, group, dtype, kind)
+    if kind == "decode":
+        config = replace(config, block_m=max(16, _power_of_2(group), min(64, _power_of_2(group * max_queries))))
+    return config
+
+
+def default_config(head_dim: int, group: int, dtype: torch.dtype, kind: Kind) -> AttentionConfig:
+    """By rule: two tiles of K and V in flight per program and three programs per multiprocessor, 64 KB each."""
+    row_bytes = _power_of_2(head_dim) * dtype.itemsize
+    if dtype == torch.float32:
+        return AttentionConfig(max(16, _power_of_2(group)), 32 if head_dim <= 128 else 16, 4, 2, 2)
+    tile = min(128, max(32, 64 * 256 // row_bytes))
+    if kind == "decode":
+        return AttentionConfig(max(16, _power_of_2(group)), tile, 4, 3, 3)
+    block_m = 128 if head_dim <= 128 and dtype.itemsize == 2 else 64
+    return AttentionConfig(max(block_m, _power_of_2(group)), min(tile, 64), block_m // 16, 3, 1)
+
+
+def attention_candidates(head_dim: int, group: int, dtype: torch.dtype, kind: Kind) -> Iterator[AttentionConfig]:
+    """What a measurement should try; pass one to `plan_device_attention`, and put the best into `CHOSEN`."""
+    row_bytes = _power_of_2(head_dim) * dtype.itemsize
+    base = default_config(head_dim, group, dtype, kind)
+    swaps = (False, True) if kind == "decode" and dtype.itemsize == 2 else (False,)
+    for tile, warps, stages, swap in itertools.product((32, 64, 128), (1, 2, 4, 8), (2, 3, 4), swaps):
+        shared = 2 * (stages - 1) * tile * row_bytes + base.block_m * row_bytes
+        few = warps < 4 and (kind == "prefill" or swap or tile * row_bytes > warps * 8192)
+        if shared > SHARED_BYTES or few or (warps == 8 and kind == "decode" and tile < 128) or (swap and tile < 64):
+            continue
+        resident = max(1, min(8, SHARED_BYTES // (shared + 4096)))
+        for programs in (resident, 2 * resident) if kind == "decode" else (1,):
+            yield replace(base, tile=tile, warps=warps, stages=stages, programs=programs, swap=swap)
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,41 @@
+"""Attention of prompts with no cached prefix, through torch's SDPA: nothing is paged there, and cuDNN is hard to beat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from common.ops.attention_configs import PrefillBackend
+from common.ops.attention_work import FreshRun
+
+_REST = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # for dtypes and head sizes that the fast ones refuse
+_BACKENDS: dict[str, list[SDPBackend]] = {
+    "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, *_REST],
+    "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, *_REST],
+}
+
+
+def attend_fresh(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    runs: Sequence[FreshRun],
+    prefill_backend: PrefillBackend,
+    scale: float,
+    output: torch.Tensor,
+) -> None:
+    """query, output: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim]. Writes the runs' rows of `output`.
+
+    Prompts of equal length that lie side by side are one call.
+    """
+    with sdpa_kernel(_BACKENDS[prefill_backend], set_priority=True):
+        for run in runs:
+            rows = slice(run.first, run.first + run.count * run.length)
+            q, k, v = (x[rows].unflatten(0, (run.count, run.length)).transpose(1, 2) for x in (query, key, value))
+            attended = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+            )
+            output[rows].unflatten(0, (run.count, run.length)).copy_(attended.transpose(1, 2))

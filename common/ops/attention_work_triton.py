@@ -1,0 +1,145 @@
+"""The work list of a step's attention, made on the device: lengths change every step, the launches of a CUDA graph don't."""
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_ITEMS = 32  # per program
+
+
+@triton.jit
+def work_kernel(
+    query_starts,  # int32 [num_rows + 1]
+    context_lens,  # int32 [num_rows]
+    block_starts,  # int32 [num_rows + 1]
+    items,  # int32 [max_items, 8], written up to counts[0]
+    merges,  # int32 [max_merges, 4], written up to counts[1]
+    counts,  # int32 [2]
+    num_rows,
+    max_items,
+    max_merges,
+    wanted,  # items, if the keys were shared out evenly
+    fewest,  # tiles of a split
+    least,  # rows of fewer queries are not for this list,
+    most,  # nor are rows of more,
+    fresh,  # nor rows of at least so many queries and no earlier key
+    ROWS: tl.constexpr,
+    ITEMS: tl.constexpr,
+    QUERY_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+):
+    rows = tl.arange(0, ROWS)
+    real = rows < num_rows
+    queries = tl.load(query_starts + rows + 1, mask=real, other=0) - tl.load(query_starts + rows, mask=real, other=0)
+    context = tl.load(context_lens + rows, mask=real, other=0)
+    listed = (queries >= least) & (queries <= most) & (context >= queries) & ((context > queries) | (queries < fresh))
+    query_tiles = tl.where(listed, tl.cdiv(queries, QUERY_TILE), 0)
+    key_tiles = tl.where(listed, tl.cdiv(context, TILE), 0)
+    if SEGMENT > 0:
+        share = SEGMENT
+        splits = tl.where(query_tiles == 1, tl.cdiv(key_tiles, SEGMENT), tl.minimum(key_tiles, 1))
+    else:
+        share = tl.maximum(tl.cdiv(tl.sum(query_tiles * key_tiles, 0), wanted), fewest)
+        splits = tl.cdiv(key_tiles, share)
+        splits = tl.cdiv(key_tiles, tl.maximum(tl.cdiv(key_tiles, tl.maximum(splits, 1)), 1))
+    work = query_tiles * splits
+    # split rows come first: their items are the long ones, and an item's index is then also its place among the partials
+    split_ends = tl.cumsum(tl.where(splits > 1, work, 0), 0)
+    num_split = tl.sum(tl.where(splits > 1, work, 0), 0)
+    whole_ends = num_split + tl.cumsum(tl.where(splits > 1, 0, work), 0)
+    num_items = tl.sum(work, 0)
+    merge_tiles = tl.where(splits > 1, query_tiles, 0)
+
+    index = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
+    is_split = index < num_split
+    ends = tl.where(is_split[:, None], split_ends[None, :], whole_ends[None, :])
+    before = ends <= index[:, None]
+    row = tl.sum(before.to(tl.int32), 1)
+    begin = tl.max(tl.where(before, ends, tl.where(is_split, 0, num_split)[:, None]), 1)
+    merge = tl.sum(tl.where(rows[None, :] < row[:, None], merge_tiles[None, :], 0), 1)
+    mine = (index < num_items) & (index < max_items)
+    row = tl.where(mine, row, 0)
+
+    token = tl.load(query_starts + row)
+    queries = tl.load(query_starts + row + 1) - token
+    context = tl.load(context_lens + row)
+    query_tiles = tl.cdiv(queries, QUERY_TILE)
+    key_tiles = tl.cdiv(context, TILE)
+    if SEGMENT > 0:
+        each = tl.where(query_tiles == 1, SEGMENT, tl.maximum(key_tiles, 1))
+    else:
+        each = tl.maximum(tl.cdiv(key_tiles, tl.maximum(tl.cdiv(key_tiles, share), 1)), 1)
+    splits = tl.maximum(tl.cdiv(key_tiles, each), 1)
+    nth = query_tiles - 1 - (index - begin) // splits  # the last queries see the most keys: first
+    split = (index - begin) % splits
+    skipped = nth * QUERY_TILE
+    queries = tl.minimum(queries - skipped, QUERY_TILE)
+    start = context - tl.load(query_starts + row + 1) + token + skipped
+    seen = tl.cdiv(start + queries, TILE)
+    first = split * each
+    item = items + index * 8
+    tl.store(item, token + skipped, mask=mine)
+    tl.store(item + 1, queries, mask=mine)
+    tl.store(item + 2, start, mask=mine)
+    tl.store(item + 3, tl.load(block_starts + row), mask=mine)
+    tl.store(item + 4, first, mask=mine)
+    tl.store(item + 5, tl.maximum(tl.minimum(first + each, seen) - first, 0), mask=mine)
+    tl.store(item + 6, tl.where(is_split, index, -1), mask=mine)
+    heads = mine & is_split & (split == 0)
+    merge += (index - begin) // splits
+    heads &= merge < max_merges
+    target = merges + merge * 4
+    tl.store(target, token + skipped, mask=heads)
+    tl.store(target + 1, queries, mask=heads)
+    tl.store(target + 2, index, mask=heads)
+    tl.store(target + 3, tl.cdiv(seen, each), mask=heads)
+    if tl.program_id(0) == 0:
+        tl.store(counts, tl.minimum(num_items, max_items))
+        tl.store(counts + 1, tl.minimum(tl.sum(merge_tiles, 0), max_merges))
+
+
+def list_work(
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_starts: torch.Tensor,
+    items: torch.Tensor,
+    merges: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    query_tile: int,
+    tile: int,
+    segment: int,
+    wanted: int,
+    fewest: int,
+    least: int,
+    most: int,
+    fresh: int,
+) -> None:
+    """Fills items, merges and counts; see `attention_work.WorkList`. No allocation, no synchronisation."""
+    num_rows = len(context_lens)
+    work_kernel[(triton.cdiv(len(items), _ITEMS),)](
+        query_starts=query_starts,
+        context_lens=context_lens,
+        block_starts=block_starts,
+        items=items,
+        merges=merges,
+        counts=counts,
+        num_rows=num_rows,
+        max_items=len(items),
+        max_merges=len(merges),
+        wanted=wanted,
+        fewest=fewest,
+        least=least,
+        most=most,
+        fresh=fresh,
+        ROWS=triton.next_power_of_2(num_rows),
+        ITEMS=_ITEMS,
+        QUERY_TILE=query_tile,
+        TILE=tile,
+        SEGMENT=segment,
+        num_warps=8,
+    )

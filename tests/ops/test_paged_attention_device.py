@@ -1,0 +1,341 @@
+"""Attention by the device's work list equals the reference, whatever rows come together and however keys are split."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton.language as tl
+from triton.runtime import interpreter
+
+from common.ops import attention_configs, backend
+from common.ops.attention_configs import AttentionConfig, attention_candidates, choose_config, default_config
+from common.ops.attention_work import AttentionWorkspace, DeviceBatch, DevicePlan, plan_device_attention
+from common.ops.paged_attention import AttentionRow, paged_attention
+from common.ops.paged_attention_reference import paged_attention_reference
+
+LAYERS, LAYER = 2, 1
+CPU = torch.device("cpu")
+FP8 = torch.float8_e4m3fn
+Spans = list[tuple[int, int]]  # (start, count) by row
+
+
+@pytest.fixture(autouse=True)
+def _on_the_interpreter() -> Iterator[None]:
+    with backend.interpreted():
+        yield
+
+
+def make_pool(num_blocks: int, kv_heads: int, head_dim: int, block_tokens: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(num_blocks, LAYERS, 2, block_tokens, kv_heads, head_dim).to(dtype)
+
+
+def make_rows(pool: torch.Tensor, spans: Spans) -> list[AttentionRow]:
+    free = torch.randperm(pool.shape[0]).tolist()
+    rows: list[AttentionRow] = []
+    first = 0
+    for start, count in spans:
+        rows.append(AttentionRow(first, count, start, [free.pop() for _ in range(-(-(start + count) // pool.shape[3]))]))
+        first += count
+    return rows
+
+
+def poison_unused(pool: torch.Tensor, rows: list[AttentionRow]) -> None:
+    """NaN wherever no row has a key."""
+    used = torch.zeros(pool.shape[0], pool.shape[3], dtype=torch.bool)
+    for row in rows:
+        for position in range(row.start + row.length):
+            used[row.blocks[position // pool.shape[3]], position % pool.shape[3]] = True
+    if pool.dtype == FP8:
+        bytes_ = pool.view(torch.uint8)
+        bytes_.masked_fill_(~used[:, None, None, :, None, None], 0x7F)
+    else:
+        pool.masked_fill_(~used[:, None, None, :, None, None], torch.nan)
+
+
+def make_batch(
+    rows: list[AttentionRow], num_tokens: int, *, capacity: int = 0, max_queries: int = 0, known: bool = False
+) -> DeviceBatch:
+    """With `capacity`, more rows than are used."""
+    num_rows = max(capacity, len(rows))
+    empty = num_rows - len(rows)
+    end = rows[-1].first + rows[-1].length if rows else 0
+    blocks = [list(row.blocks) for row in rows]
+    starts = torch.tensor([0, *(len(ids) for ids in blocks)] + [0] * empty).cumsum(0)
+    spare = torch.full((13,), 1 << 30)  # must not be followed
+    return DeviceBatch(
+        query_starts=torch.tensor([row.first for row in rows] + [end] * (empty + 1), dtype=torch.int32),
+        context_lens=torch.tensor([row.start + row.length for row in rows] + [0] * empty, dtype=torch.int32),
+        block_ids=torch.cat([torch.tensor([block for ids in blocks for block in ids], dtype=torch.int64), spare]).int(),
+        block_starts=starts.int(),
+        max_queries=max_queries or max((row.length for row in rows), default=1),
+        num_tokens=num_tokens,
+        rows=rows if known else None,
+    )
+
+
+def make_plan(
+    batch: DeviceBatch,
+    pool: torch.Tensor,
+    heads: int,
+    config: AttentionConfig | None = None,
+    workspace: AttentionWorkspace | None = None,
+) -> DevicePlan:
+    workspace = workspace or AttentionWorkspace(CPU)
+    plan = plan_device_attention(batch, pool, heads, workspace, config=config)
+    for work in plan.lists:
+        work.partials.fill_(torch.nan)
+        work.sums.fill_(torch.nan)
+    return plan
+
+
+def close(out: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = 2e-5 if out.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
+
+
+def run(
+    spans: Spans,
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    block_tokens: int = 16,
+    dtype: torch.dtype = torch.float32,
+    config: AttentionConfig | None = None,
+    capacity: int = 0,
+    max_queries: int = 0,
+) -> DevicePlan:
+    """Attention over a pool that is NaN outside the rows; compared with the reference."""
+    pool = make_pool(
+        4 + sum(-(-(start + count) // block_tokens) for start, count in spans), kv_heads, head_dim, block_tokens, dtype
+    )
+    rows = make_rows(pool, spans)
+    num_tokens = sum(count for _, count in spans) + 2
+    compute = torch.bfloat16 if dtype == FP8 else dtype
+    query = torch.randn(num_tokens, heads, head_dim).to(compute)
+    kv_scale = torch.rand(LAYERS, 2, kv_heads) + 0.5 if dtype == FP8 else None
+    plain = pool.float()
+    if kv_scale is not None:
+        plain *= kv_scale[None, :, :, None, :, None]
+    expected = paged_attention_reference(query.float(), plain, LAYER, rows, head_dim**-0.5).to(compute)
+    poison_unused(pool, rows)
+    batch = make_batch(rows, num_tokens, capacity=capacity, max_queries=max_queries)
+    plan = make_plan(batch, pool, heads, config)
+    out = paged_attention(query, pool, LAYER, plan, head_dim**-0.5, kv_scale=kv_scale)
+    close(out, expected)
+    assert not out[-2:].any()
+    return plan
+
+
+def splits_of(plan: DevicePlan) -> int:
+    return int(plan.lists[0].counts[1])
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_tokens"),
+    [(9, 3, 64, 16), (4, 2, 32, 8), (5, 1, 80, 16), (6, 1, 96, 32), (8, 1, 128, 16), (2, 2, 256, 8), (14, 2, 64, 64)],
+)
+def test_decode_equals_the_reference(heads: int, kv_heads: int, head_dim: int, block_tokens: int) -> None:
+    torch.manual_seed(1)
+    run(
+        [(299, 1), (0, 1), (127, 1), (15, 1), (64, 1)],
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_tokens=block_tokens,
+    )
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, FP8], ids=str)
+@pytest.mark.parametrize("spans", [[(280, 1), (7, 1), (130, 1)], [(140, 5), (0, 3), (31, 1)], [(30, 40), (0, 33), (200, 1)]])
+def test_half_precision_and_8_bit_kv_are_close(head_dim: int, dtype: torch.dtype, spans: Spans) -> None:
+    torch.manual_seed(2)
+    run(spans, heads=6, kv_heads=2, head_dim=head_dim, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(0, 5), (250, 2), (17, 3), (0, 1)],  # verification
+        [(0, 60)],  # a prompt
+        [(90, 70)],  # its second chunk
+        [(200, 1), (0, 37), (40, 50), (3, 1), (129, 5)],  # all of them
+    ],
+)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (6, 2)])
+def test_rows_of_any_length_share_a_step(spans: Spans, heads: int, kv_heads: int) -> None:
+    torch.manual_seed(3)
+    run(spans, heads=heads, kv_heads=kv_heads, capacity=9)
+
+
+def test_a_long_row_is_split_and_merged() -> None:
+    torch.manual_seed(4)
+    config = AttentionConfig(16, 32, 4, 2, programs=4, fewest_keys=32)
+    plan = run([(700, 1), (3, 1), (40, 1)], kv_heads=1, heads=4, config=config)
+    assert splits_of(plan) == 1
+    assert plan.lists[0].merges[0, 3] > 10
+    plan = run([(600, 6), (500, 2), (3, 1)], kv_heads=1, heads=4, config=config)
+    assert splits_of(plan) == 3  # six queries of four heads are two tiles of 16
+
+
+def test_no_item_has_more_than_its_share() -> None:
+    torch.manual_seed(5)
+    contexts = torch.randint(1, 5000, (37,))
+    contexts[5] = 60_000
+    rows = [AttentionRow(i, 1, int(n) - 1, [0] * -(-int(n) // 16)) for i, n in enumerate(contexts)]
+    pool = make_pool(1, 2, 32, 16, torch.float32)
+    config = AttentionConfig(16, 64, 4, 2, programs=64)
+    plan = make_plan(make_batch(rows, len(rows), capacity=64), pool, 4, config)
+    work = plan.lists[0]
+    count, merges = work.counts.tolist()
+    wanted = 64 * 4 // 2
+    share = -(-sum(-(-int(n) // 64) for n in contexts) // wanted)
+    items = work.items[:count].tolist()
+    assert max(item[5] for item in items) <= share
+    seen: dict[int, list[tuple[int, int]]] = {}
+    for token, queries, start, _, first, tiles, _, _ in items:
+        assert (queries, start) == (1, int(contexts[token]) - 1)
+        seen.setdefault(token, []).append((first, first + tiles))
+    for token, spans in seen.items():
+        ends = [0, *(end for _, end in sorted(spans))]
+        assert [begin for begin, _ in sorted(spans)] == ends[:-1]
+        assert ends[-1] == -(-int(contexts[token]) // 64)
+    assert len(seen) == 37
+    for token, _, slot, slots in work.merges[:merges].tolist():
+        assert [items[slot + i][0] for i in range(slots)] == [token] * slots
+        assert [items[slot + i][6] for i in range(slots)] == list(range(slot, slot + slots))
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
+def test_every_way_to_cut_gives_the_same(kind: attention_configs.Kind, dtype: torch.dtype) -> None:
+    torch.manual_seed(6)
+    spans = [(150, 1), (60, 1)] if kind == "decode" else [(70, 20)]
+    seen: set[tuple[int, bool]] = set()
+    for config in attention_candidates(64, 2, dtype, kind):
+        if (config.tile, config.swap) not in seen:  # the rest is the compiler's
+            seen.add((config.tile, config.swap))
+            run(spans, heads=4, head_dim=64, dtype=dtype, config=replace(config, fewest_keys=64))
+    assert len(seen) >= 2
+
+
+def test_a_plan_follows_its_batch() -> None:
+    """As a CUDA graph does: the same tensors, other contents."""
+    torch.manual_seed(7)
+    pool = make_pool(60, 2, 32, 16, torch.float32)
+    workspace = AttentionWorkspace(CPU)
+    kept: DeviceBatch | None = None
+    for spans in ([(300, 1), (20, 1), (5, 1)], [(4, 1)], [], [(100, 1), (400, 1)]):
+        rows = make_rows(pool, spans)
+        query = torch.randn(4, 4, 32)
+        batch = make_batch(rows, 4, capacity=4, max_queries=1)
+        batch.block_ids = torch.cat([batch.block_ids, torch.zeros(80, dtype=torch.int32)])[:80]
+        if kept is None:
+            kept = batch
+        for name in ("query_starts", "context_lens", "block_ids", "block_starts"):
+            getattr(kept, name).copy_(getattr(batch, name))
+        plan = make_plan(kept, pool, 4, workspace=workspace)
+        out = paged_attention(query, pool, LAYER, plan, 0.2)
+        close(out, paged_attention_reference(query, pool, LAYER, rows, 0.2))
+
+
+def test_prompts_without_a_prefix_may_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(8)
+    monkeypatch.setattr(attention_configs, "FRESH_QUERIES", 20)
+    for spans in ([(0, 24), (0, 24), (0, 30)], [(100, 1), (0, 24), (0, 24), (16, 40), (0, 5)]):
+        pool = make_pool(40, 2, 32, 16, torch.float32)
+        rows = make_rows(pool, spans)
+        num_tokens = sum(count for _, count in spans) + 3
+        query = torch.randn(num_tokens, 6, 32)
+        key, value = torch.full((2, num_tokens, 2, 32), torch.nan)
+        for row in rows:
+            for which, tensor in enumerate((key, value)):
+                held = pool[list(row.blocks), LAYER, which].reshape(-1, 2, 32)
+                tensor[row.first : row.first + row.length] = held[row.start : row.start + row.length]
+        plan = make_plan(make_batch(rows, num_tokens, known=True), pool, 6)
+        assert [run.count for run in plan.fresh] == ([2, 1] if len(spans) == 3 else [2])
+        out = paged_attention(query, pool, LAYER, plan, 0.2, key=key, value=value)
+        close(out, paged_attention_reference(query, pool, LAYER, rows, 0.2))
+        with pytest.raises(ValueError, match="key and value"):
+            paged_attention(query, pool, LAYER, plan, 0.2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
+def test_a_query_gets_the_same_bits_in_every_batch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, in a chunk of its prompt, in a verification, beside others: when `BATCH_INVARIANT` is on.
+
+    The interpreter's matrix products are numpy's, whose rounding depends on a row's place, as a GPU's does not: float64 hides it.
+    """
+    torch.manual_seed(9)
+    products = interpreter.InterpreterBuilder.create_dot
+
+    def exact(builder: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any) -> Any:
+        a, b, d = (builder.cast_impl(x, tl.float64) for x in (a, b, d))
+        return builder.cast_impl(products(builder, a, b, d, precision, imprecise), tl.float32)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", exact)
+    monkeypatch.setattr(backend, "BATCH_INVARIANT", True)
+    chosen = choose_config
+    monkeypatch.setattr(
+        "common.ops.attention_work.choose_config",
+        lambda *given, **named: replace(chosen(*given, **named), segment_keys=64, tile=32),
+    )
+    length, compute = 150, torch.bfloat16 if dtype == FP8 else dtype
+    pool = make_pool(30, 1, 32, 16, dtype)
+    blocks = torch.randperm(30).tolist()
+    query = torch.randn(length, 3, 32).to(compute)
+    kv_scale = torch.rand(LAYERS, 2, 1) + 0.5
+
+    def attend(spans: Spans, strangers: int = 0) -> torch.Tensor:
+        rows = [AttentionRow(i, 1, 70 * i, blocks[15:]) for i in range(strangers)]
+        for start, count in spans:
+            rows.append(AttentionRow(rows[-1].first + rows[-1].length if rows else 0, count, start, blocks[:15]))
+        parts = [query[start : start + count] for start, count in spans]
+        flat = torch.cat([torch.randn(strangers, 3, 32).to(compute), *parts])
+        plan = make_plan(make_batch(rows, len(flat)), pool, 3)
+        return paged_attention(flat, pool, LAYER, plan, 0.1, kv_scale=kv_scale)[strangers:]
+
+    whole = attend([(0, length)])
+    plain = pool.float() * kv_scale[None, :, :, None, :, None]
+    reference = paged_attention_reference(query.float(), plain, LAYER, [AttentionRow(0, length, 0, blocks[:15])], 0.1)
+    close(whole, reference.to(compute))
+    for spans in ([(149, 1)], [(63, 1), (64, 1)], [(125, 5), (3, 2)], [(50, 90), (17, 1)]):
+        together = torch.cat([whole[start : start + count] for start, count in spans])
+        assert torch.equal(attend(spans, strangers=len(spans) - 1), together), spans
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    pool = make_pool(4, 2, 32, 16, torch.float32)
+    batch = make_batch(make_rows(pool, [(4, 1)]), 3)
+    with pytest.raises(ValueError, match="can't share"):
+        make_plan(batch, pool, 3)
+    with pytest.raises(ValueError, match="int32"):
+        make_plan(replace(batch, context_lens=batch.context_lens.long()), pool, 4)
+    with pytest.raises(ValueError, match="starts of queries"):
+        make_plan(replace(batch, query_starts=batch.query_starts[1:]), pool, 4)
+    with pytest.raises(ValueError, match="power of two"):
+        make_plan(batch, make_pool(4, 2, 32, 12, torch.float32), 4)
+    plan = make_plan(batch, pool, 4)
+    with pytest.raises(ValueError, match="the plan is for"):
+        paged_attention(torch.randn(2, 4, 32), pool, LAYER, plan, 0.1)
+    with pytest.raises(ValueError, match="does not go with"):
+        paged_attention(torch.randn(3, 4, 32).half(), pool, LAYER, plan, 0.1)
+    with pytest.raises(ValueError, match="kv_scale"):
+        paged_attention(torch.randn(3, 4, 32), pool, LAYER, plan, 0.1, kv_scale=torch.ones(2, 2))
+
+
+def test_defaults_fit_a_multiprocessor() -> None:
+    for head_dim in (32, 64, 80, 96, 128, 256):
+        for dtype in (torch.bfloat16, FP8, torch.float32):
+            for kind in ("decode", "prefill"):
+                config = default_config(head_dim, 4, dtype, kind)
+                row_bytes = (1 << (head_dim - 1).bit_length()) * dtype.itemsize
+                assert 2 * (config.stages - 1) * config.tile * row_bytes < attention_configs.SHARED_BYTES
