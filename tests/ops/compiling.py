@@ -69,6 +69,7 @@ class KernelCase:
     num_warps: int = 4
     num_stages: int = 3
     maxnreg: int | None = None
+    enable_fp_fusion: bool = True
     expects: tuple[str, ...] = ()  # names in INSTRUCTIONS, on every architecture
     expects_90: tuple[str, ...] = ()
     expects_100: tuple[str, ...] = ()
@@ -156,6 +157,7 @@ def _compile(case: dict[str, Any], arch: int, directory: Path | None) -> Build:
         if (divisor or ("16" if kind.startswith("*") else "1")) == "16":
             attributes[(index,)] = [["tt.divisibility", 16]]
     options = {"num_warps": case["num_warps"], "num_stages": case["num_stages"], "launch_pdl": bool(constants.get("PDL"))}
+    options["enable_fp_fusion"] = case["enable_fp_fusion"]
     if case["maxnreg"] is not None:
         options["maxnreg"] = case["maxnreg"]
     source = ASTSource(

@@ -1,0 +1,244 @@
+"""Drawing in two launches: the best of every chunk of the vocabulary, then the best of a row's chunks.
+
+The first launch scores with rough noise, and keeps each chunk's two best. As a rule one token leads by more than the
+roughness, and is the answer; else the second launch scores the chunks in question exactly (about one draw in a thousand).
+
+A chunk does not know the row's highest logit, so it applies min-p with its own, which cuts no more than it should: if its best
+token turns out to be cut after all, the chunk is one in question.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from common.ops import backend
+from common.ops.gumbel_triton import exact_noise, noise_words, rough_noise, slack
+
+CHUNKS: tuple[tuple[int, int, int], ...] = ((8, 1024, 4), (64, 2048, 4), (1 << 30, 4096, 8))
+"""Up to so many rows: tokens of a chunk, warps. Any choice draws the same tokens. Candidates: 8 or 16 tokens a thread, in
+chunks of 1024 to 8192."""
+
+EXACT_TOKENS = 512
+"""Tokens scored exactly at once."""
+
+_FLOOR = tl.constexpr(-2139095040)
+"""The order key of the lowest finite float32."""
+_ALL = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def order_keys(x):
+    """int32, ordered as the float32 values are; the zeros are equal."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(bits == -2147483648, 0, bits)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def floor_key(lowest):
+    """The key of `lowest`, or that of the lowest finite value if it is -inf."""
+    return tl.maximum(order_keys(lowest), _FLOOR)
+
+
+@triton.jit
+def tempered(row, first, vocab, temperature, TOKENS: tl.constexpr):
+    """Token ids [first, first + TOKENS) and their logits / temperature, -inf beyond the vocabulary."""
+    tokens = first + tl.arange(0, TOKENS)
+    x = tl.load(row + tokens, mask=tokens < vocab, other=-float("inf")).to(tl.float32)
+    return tokens, tl.math.div_rn(x, temperature)
+
+
+@triton.jit
+def is_ahead(x, tokens, key, last):
+    """Which tokens come before others in the order (highest first, equal ones by id) up to the token `last` of that key."""
+    keys = order_keys(x)
+    return (keys > key) | ((keys == key) & (tokens <= last))
+
+
+@triton.jit
+def exact_best(row, first, end, vocab, temperature, seed, position, key, last, reach, best, winner, TOKENS: tl.constexpr):
+    """`best` and `winner`, or the exact score and the id of a token in [first, end) that beats them.
+
+    It is ahead of (key, last), see `is_ahead`. Tokens whose rough score is below `reach` can't win.
+    """
+    for start in range(first, end, TOKENS):
+        tokens, x = tempered(row, start, vocab, temperature, TOKENS)
+        words = noise_words(seed, position, start, TOKENS)
+        contends = is_ahead(x, tokens, key, last) & (x + rough_noise(words) >= reach)
+        if tl.max(contends.to(tl.int32), 0) > 0:
+            scores = tl.where(contends, x + exact_noise(words), -float("inf"))
+            high, place = tl.max(scores, 0, return_indices=True)
+            if high > best:
+                best = high
+                winner = start + place
+    return best, winner
+
+
+@triton.jit
+def chunks_kernel(
+    logits,  # [rows, vocab]
+    temperature,
+    log_min_p,
+    seed,
+    position,
+    peaks,  # float32 [4, rows, chunks]: highest logit; best rough score, the next, and the logit of the best
+    ids,  # int32 [2, rows, chunks]: of the highest logit, of the best score
+    row_stride,
+    vocab,
+    chunks,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    row = tl.program_id(1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    plane = tl.num_programs(1) * chunks
+    slot = row * chunks + chunk
+    first = chunk * BLOCK
+    heat = tl.load(temperature + row)
+    tokens = first + tl.arange(0, BLOCK)
+    row_logits = logits + row.to(tl.int64) * row_stride
+    x = tl.load(row_logits + tokens, mask=tokens < vocab, other=-float("inf")).to(tl.float32)
+    if heat != 0:
+        x = tl.math.div_rn(x, heat)
+    peak, place = tl.max(x, 0, return_indices=True)
+    tl.store(peaks + slot, peak)
+    tl.store(ids + slot, first + place)
+    if heat != 0:
+        words = noise_words(tl.load(seed + row), tl.load(position + row), first, BLOCK)
+        scores = tl.where(x >= peak + tl.load(log_min_p + row), x + rough_noise(words), -float("inf"))
+        best, place = tl.max(scores, 0, return_indices=True)
+        others = tokens != first + place
+        tl.store(peaks + plane + slot, best)
+        tl.store(peaks + 2 * plane + slot, tl.max(tl.where(others, scores, -float("inf")), 0))
+        tl.store(peaks + 3 * plane + slot, tl.max(tl.where(others, -float("inf"), x), 0))
+        tl.store(ids + plane + slot, first + place)
+
+
+@triton.jit
+def rows_kernel(
+    logits,
+    temperature,
+    log_min_p,
+    seed,
+    position,
+    peaks,
+    ids,
+    out,  # [rows]
+    row_stride,
+    vocab,
+    chunks,
+    BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr,  # power of two, at least `chunks`
+    TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    heat = tl.load(temperature + row)
+    plane = tl.num_programs(0) * chunks
+    numbers = tl.arange(0, CHUNKS)
+    slots = row * chunks + numbers
+    there = numbers < chunks
+    peak = tl.load(peaks + slots, mask=there, other=-float("inf"))
+    top, place = tl.max(peak, 0, return_indices=True)
+    token = tl.load(ids + row * chunks + place)
+    if (heat != 0) & (tl.abs(top) < float("inf")):
+        lowest = top + tl.load(log_min_p + row)
+        best = tl.load(peaks + plane + slots, mask=there, other=-float("inf"))
+        second = tl.load(peaks + 2 * plane + slots, mask=there, other=-float("inf"))
+        value = tl.load(peaks + 3 * plane + slots, mask=there, other=-float("inf"))
+        certain = there & (value >= lowest)
+        lead = tl.max(tl.where(certain, best, -float("inf")), 0)
+        reach = lead - slack(lead)
+        contends = there & (peak >= lowest) & (best >= reach)
+        unclear = contends & ((second >= reach) | ~certain)
+        left = tl.sum(contends.to(tl.int32), 0)
+        place = tl.min(tl.where(contends, numbers, CHUNKS), 0)
+        token = tl.load(ids + plane + row * chunks + place)
+        if (left > 1) | (tl.max(unclear.to(tl.int32), 0) > 0):
+            score = tl.full((), -float("inf"), tl.float32)
+            while left > 0:
+                score, token = exact_best(
+                    logits + row.to(tl.int64) * row_stride,
+                    place * BLOCK,
+                    tl.minimum(place * BLOCK + BLOCK, vocab),
+                    vocab,
+                    heat,
+                    tl.load(seed + row),
+                    tl.load(position + row),
+                    floor_key(lowest),
+                    _ALL,
+                    reach,
+                    score,
+                    token,
+                    TOKENS,
+                )
+                contends = contends & (numbers != place)
+                place = tl.min(tl.where(contends, numbers, CHUNKS), 0)
+                left -= 1
+    tl.store(out + row, token.to(out.dtype.element_ty))
+
+
+def sample_plain_triton(
+    logits: torch.Tensor,
+    *,
+    temperature: torch.Tensor,
+    log_min_p: torch.Tensor,
+    seed: torch.Tensor,
+    position: torch.Tensor,
+    out: torch.Tensor,
+    block: int | None = None,
+) -> None:
+    """As `sample_plain`, shapes checked by it; block: tokens of a chunk."""
+    rows, vocab = logits.shape
+    warps = 4
+    if block is None:
+        block, warps = next((block, warps) for most, block, warps in CHUNKS if rows <= most)
+    chunks = triton.cdiv(vocab, block)
+    pdl = backend.pdl(logits)
+    peaks = torch.empty(4, rows, chunks, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(2, rows, chunks, dtype=torch.int32, device=logits.device)
+    chunks_kernel[(chunks, rows)](
+        logits=logits,
+        temperature=temperature,
+        log_min_p=log_min_p,
+        seed=seed,
+        position=position,
+        peaks=peaks,
+        ids=ids,
+        row_stride=logits.stride(0),
+        vocab=vocab,
+        chunks=chunks,
+        BLOCK=block,
+        PDL=pdl,
+        num_warps=warps,
+        launch_pdl=pdl,
+    )
+    rows_kernel[(rows,)](
+        logits=logits,
+        temperature=temperature,
+        log_min_p=log_min_p,
+        seed=seed,
+        position=position,
+        peaks=peaks,
+        ids=ids,
+        out=out,
+        row_stride=logits.stride(0),
+        vocab=vocab,
+        chunks=chunks,
+        BLOCK=block,
+        CHUNKS=triton.next_power_of_2(chunks),
+        TOKENS=min(block, EXACT_TOKENS),
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )

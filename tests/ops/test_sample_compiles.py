@@ -1,0 +1,106 @@
+"""The kernels of sampling compile for Hopper and Blackwell: no spills, 16-byte loads of logits."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.ops.compiling import ARCHITECTURES, Builds, KernelCase, check, compile_cases
+
+_PDL = ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
+_DRAW = {"temperature": "*fp32", "log_min_p": "*fp32", "seed": "*i64", "position": "*i64"}
+_PARTS = {"peaks": "*fp32", "ids": "*i32", "chunks": "i32"}
+
+
+def _chunks(block: int, dtype: str) -> KernelCase:
+    return KernelCase(
+        f"{block}-{dtype}",
+        "common.ops.sample_triton",
+        "chunks_kernel",
+        {"logits": f"*{dtype}", **_DRAW, **_PARTS, "row_stride": "i32:16", "vocab": "i32:16"},
+        {"BLOCK": block, "PDL": True},
+        num_warps=8 if block > 2048 else 4,
+        expects=(*_PDL, "ld.global.v4"),
+        max_registers=80,
+    )
+
+
+def _rows(block: int, chunks: int, dtype: str) -> KernelCase:
+    return KernelCase(
+        f"{block}-{chunks}-{dtype}",
+        "common.ops.sample_triton",
+        "rows_kernel",
+        {"logits": f"*{dtype}", **_DRAW, **_PARTS, "out": "*i32", "row_stride": "i32:16", "vocab": "i32:16"},
+        {"BLOCK": block, "CHUNKS": chunks, "TOKENS": 512, "PDL": True},
+        expects=_PDL,
+        max_registers=128,
+    )
+
+
+def _filtered(tile: int, warps: int, dtype: str, stride: str = "i32:16") -> KernelCase:
+    return KernelCase(
+        f"{tile}-{warps}-{dtype}-{stride}",
+        "common.ops.filters_triton",
+        "sample_rows_kernel",
+        {
+            "logits": f"*{dtype}",
+            "rows": "*i32",
+            **_DRAW,
+            "top_k": "*i32",
+            "top_p": "*fp64",
+            "out": "*i64",
+            "row_stride": stride,
+            "vocab": stride,
+        },
+        {"COMPACT": False, "TILE": tile, "TOKENS": 512},
+        num_warps=warps,
+        enable_fp_fusion=False,
+        expects=("ld.global.v4",) if stride == "i32:16" else (),
+        max_registers=128,
+    )
+
+
+_ADJUST = "common.ops.penalties_triton"
+
+
+def _penalise(dtype: str, counted: bool) -> KernelCase:
+    pointers = {"logits": f"*{dtype}", "rows": "*i32", "presence": "*fp32", "frequency": "*fp32", "repetition": "*fp32"}
+    signature = {**pointers, "out": "*fp32", "row_stride": "i32:16", "vocab": "i32:16"}
+    return KernelCase(
+        f"{dtype}-{counted}",
+        _ADJUST,
+        "penalise_kernel",
+        signature | ({"counts": "*i32"} if counted else {}),
+        {"COUNTED": counted, "BLOCK": 1024, **({} if counted else {"counts": None})},
+        enable_fp_fusion=False,
+        expects=("ld.global.v4", "st.global.v4"),
+        max_registers=64,
+    )
+
+
+_COUNT = {"counts": "*i32", "ids": "*i32", "starts": "*i32", "outputs": "*i32", "feeds": "*i32", "previous": "*i64"}
+_EDIT = {"out": "*fp32", "edit_rows": "*i32", "edit_tokens": "*i32", "count": "i32", "vocab": "i32:16"}
+
+CASES = [
+    *(_penalise(dtype, counted) for dtype in ("bf16", "fp32") for counted in (True, False)),
+    KernelCase("", _ADJUST, "count_kernel", {**_COUNT, "vocab": "i32:16"}, {"BLOCK": 1024}, expects=("atom",)),
+    KernelCase("add", _ADJUST, "edit_kernel", {**_EDIT, "edit_values": "*fp32"}, {"BLOCK": 256}, num_warps=2),
+    KernelCase("set", _ADJUST, "edit_kernel", _EDIT, {"edit_values": None, "BLOCK": 256}, num_warps=2),
+    *(_chunks(block, dtype) for block in (1024, 2048, 4096) for dtype in ("bf16", "fp32")),
+    _rows(1024, 128, "bf16"),
+    _rows(4096, 32, "bf16"),
+    _filtered(4096, 16, "bf16"),
+    _filtered(4096, 16, "fp32"),
+    _filtered(2048, 8, "bf16"),
+    _filtered(4096, 16, "bf16", "i32"),
+]
+
+
+@pytest.fixture(scope="module")
+def builds() -> Builds:
+    return compile_cases(CASES)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_compiles(case: KernelCase, arch: int, builds: Builds) -> None:
+    check(case, arch, builds)
