@@ -5,7 +5,7 @@ its stream.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
-# pyright: reportOperatorIssue=false, reportAssignmentType=false
+# pyright: reportAssignmentType=false
 from __future__ import annotations
 
 from contextlib import nullcontext
@@ -30,8 +30,9 @@ def copy_blocks_kernel(
     CHUNK: tl.constexpr,
 ):
     CHUNKS: tl.constexpr = (WORDS + CHUNK - 1) // CHUNK
-    for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
-        index = tl.full((), chunk // CHUNKS, tl.int64)
+    chunk = tl.program_id(0)
+    while chunk < num_chunks:
+        index = (chunk // CHUNKS).to(tl.int64)
         words = chunk % CHUNKS * CHUNK + tl.arange(0, CHUNK)
         begin, into = index, index
         if source_ids is not None:
@@ -40,6 +41,7 @@ def copy_blocks_kernel(
             into = tl.load(target_ids + index).to(tl.int64)
         data = tl.load(source + begin * WORDS + words, mask=words < WORDS)
         tl.store(target + into * WORDS + words, data, mask=words < WORDS)
+        chunk += tl.num_programs(0)
 
 
 def copy_blocks_triton(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from tests.ops.compiling import ARCHITECTURES, Builds, KernelCase, check, compile_cases
@@ -96,7 +98,15 @@ def _qkv_rope(
     )
 
 
-def _copy_blocks(name: str, block_bytes: int, sides: tuple[str, ...], chunk: int = 4096, num_warps: int = 4) -> KernelCase:
+def _copy_blocks(
+    name: str,
+    block_bytes: int,
+    sides: tuple[str, ...],
+    chunk: int = 4096,
+    num_warps: int = 4,
+    num_chunks: int | None = None,
+) -> KernelCase:
+    """num_chunks: 1 is a constant to Triton."""
     words = block_bytes // 4
     return KernelCase(
         name,
@@ -142,16 +152,28 @@ CASES = [
     _copy_blocks("gather-2mb", 2 << 20, ("source_ids",)),
     _copy_blocks("scatter-2mb", 2 << 20, ("target_ids",)),
     _copy_blocks("pools-odd", 16400, ("source_ids", "target_ids")),
+    _copy_blocks("one", 16384, ("source_ids",), num_chunks=1),
     *(_copy_blocks(f"{chunk}x{warps}", 2 << 20, ("source_ids", "target_ids"), chunk, warps) for chunk, warps in _CHUNKS),
 ]
 
 
+_SPILLING = dataclasses.replace(_add_rms_norm(8192, 4), name="spilling", num_warps=2, maxnreg=64)
+_BROKEN = dataclasses.replace(_add_rms_norm(64, 0), name="broken", constants={"SIZE": 64})
+
+
 @pytest.fixture(scope="module")
 def builds() -> Builds:
-    return compile_cases(CASES)
+    return compile_cases([*CASES, _SPILLING, _BROKEN])
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_compiles(case: KernelCase, arch: int, builds: Builds) -> None:
     check(case, arch, builds)
+
+
+def test_the_check_sees_spills_and_errors(builds: Builds) -> None:
+    with pytest.raises(AssertionError, match="spills"):
+        check(_SPILLING, 90, builds)
+    with pytest.raises(AssertionError, match="Error"):
+        check(_BROKEN, 90, builds)
