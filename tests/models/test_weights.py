@@ -114,11 +114,17 @@ def test_values_are_those_of_the_gguf_package(kind: Type) -> None:
     assert np.array_equal(found, gguf_dequantize(raw, kind).reshape(6, 256))
 
 
-@pytest.mark.parametrize(("kind", "block_bytes"), [(Type.Q4_K, 144), (Type.Q5_K, 176), (Type.Q6_K, 210), (Type.Q2_K, 84)])
-def test_k_quants_are_read(kind: Type, block_bytes: int) -> None:
-    raw = np.random.default_rng(2).integers(0, 60, (3, 2 * block_bytes), np.uint8)
-    found = dequantize(raw.reshape(-1), kind, (3, 512), CPU).numpy()
-    assert np.array_equal(found, gguf_dequantize(raw, kind).reshape(3, 512))
+@pytest.mark.parametrize(
+    ("kind", "block_bytes", "halves"),
+    [(Type.Q4_K, 144, (0, 2)), (Type.Q5_K, 176, (0, 2)), (Type.Q6_K, 210, (208,)), (Type.Q2_K, 84, (80, 82))],
+)
+def test_k_quants_are_those_of_the_gguf_package(kind: Type, block_bytes: int, halves: tuple[int, ...]) -> None:
+    random = np.random.default_rng(2)
+    blocks = random.integers(0, 256, (10, block_bytes), np.uint8)
+    for at in halves:  # any byte but these may be anything; a scale is a number
+        blocks[:, at : at + 2] = random.standard_normal((10, 1)).astype(np.float16).view(np.uint8)
+    found = dequantize(blocks.reshape(-1), kind, (5, 512), CPU).numpy()
+    assert np.array_equal(found, gguf_dequantize(blocks.reshape(5, -1), kind).reshape(5, 512))
 
 
 def test_a_type_that_nobody_dequantises_is_an_error() -> None:

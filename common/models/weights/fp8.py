@@ -35,12 +35,13 @@ def find_scale(source: WeightSource, upload: Upload, name: str, shape: torch.Siz
         if candidate not in source.shapes:
             continue
         scale = source.read(candidate, upload).float()
+        blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
+        if scale.shape == blocks and (scale.numel() > 1 or candidate.endswith("_inv")):
+            return scale.contiguous()
         if scale.numel() == 1:
             return scale.reshape(1).expand(rows).contiguous()
         if scale.numel() == rows and scale.shape[0] == rows:
             return scale.reshape(rows)
-        if scale.shape == (-(-rows // BLOCK), -(-columns // BLOCK)):
-            return scale.contiguous()
         raise WeightsError(f"{candidate} has shape {list(scale.shape)}, which fits no weight of shape {[rows, columns]}")
     raise WeightsError(f"{name} is float8 and has no scale beside it")
 
