@@ -114,8 +114,8 @@ def test_a_segment_of_device_memory_takes_no_host_memory_for_blocks(tmp_path: Pa
 
 
 def test_a_segment_of_host_memory_is_not_read_into_a_gpu(tmp_path: Path, transport: LocalTransport) -> None:
+    host = Segment.create(tmp_path, "host", num_blocks=2, block_bytes=BLOCK_BYTES, fingerprint="m")
     with pytest.raises(TransportUnavailable, match="not in a GPU's memory"):
-        host = Segment.create(tmp_path, "host", num_blocks=2, block_bytes=BLOCK_BYTES, fingerprint="m")
         transport.read(remote(transport, [0], [0], name="host"), NOTHING, [0])
     host.close()
 
