@@ -216,6 +216,7 @@ def _device_runner(
         room = measured_kv_room(gpu, engine.gpu_memory_utilization, workspace)
     layout = cache_layout(model, engine, device, kv_bytes=room)
     pool = new_pool(model, layout, precision.kv, gpu)
+    torch.cuda.synchronize(gpu)  # the runner works on a stream of its own
     return DeviceRunner(
         decoder, pool, fingerprint=layout.fingerprint, max_rows=engine.max_running, token_budget=engine.token_budget
     )

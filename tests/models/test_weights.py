@@ -110,7 +110,7 @@ def test_a_quantised_gguf_file_loads(tmp_path: Path, kind: Type) -> None:
 @pytest.mark.parametrize("kind", [Type.F32, Type.F16, Type.BF16, Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0])
 def test_values_are_those_of_the_gguf_package(kind: Type) -> None:
     raw = quantize(np.random.default_rng(1).standard_normal((6, 256), np.float32), kind)
-    found = dequantize(raw.reshape(-1).view(np.uint8), kind, (6, 256), CPU).float().numpy()
+    found = dequantize(torch.from_numpy(raw.reshape(-1).view(np.uint8)), kind, (6, 256), CPU).float().numpy()
     assert np.array_equal(found, gguf_dequantize(raw, kind).reshape(6, 256))
 
 
@@ -123,13 +123,13 @@ def test_k_quants_are_those_of_the_gguf_package(kind: Type, block_bytes: int, ha
     blocks = random.integers(0, 256, (10, block_bytes), np.uint8)
     for at in halves:  # any byte but these may be anything; a scale is a number
         blocks[:, at : at + 2] = random.standard_normal((10, 1)).astype(np.float16).view(np.uint8)
-    found = dequantize(blocks.reshape(-1), kind, (5, 512), CPU).numpy()
+    found = dequantize(torch.from_numpy(blocks.reshape(-1)), kind, (5, 512), CPU).numpy()
     assert np.array_equal(found, gguf_dequantize(blocks.reshape(5, -1), kind).reshape(5, 512))
 
 
 def test_a_type_that_nobody_dequantises_is_an_error() -> None:
     with pytest.raises(WeightsError, match="I8"):
-        dequantize(np.zeros(64, np.uint8), Type.I8, (1, 64), CPU)
+        dequantize(torch.zeros(64, dtype=torch.uint8), Type.I8, (1, 64), CPU)
 
 
 def test_a_damaged_gguf_file_is_an_error(tmp_path: Path) -> None:

@@ -78,10 +78,13 @@ class GgufWeights:
         self._config = config
         self.holds_fp8 = False
         try:
-            self._data: np.ndarray[Any, np.dtype[np.uint8]] = np.memmap(path, np.uint8, mode="r")
-            tensors = _TensorTable(self._data).read()
+            data = np.memmap(path, np.uint8, mode="r")
+            tensors = _TensorTable(data).read()
         except (OSError, ValueError, struct.error, UnicodeDecodeError) as error:
             raise InvalidGguf(f"{path} can't be read as a GGUF file: {error}") from error
+        with warnings.catch_warnings():  # here, not in `read`: it is for the whole process and all its threads
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes to it
+            self._data = torch.from_numpy(data)
         self._tensors = {hugging_face_name(name): tensor for name, tensor in tensors.items()}
         if embedding := self._tensors.get("model.embed_tokens.weight"):
             self._tensors.setdefault("lm_head.weight", embedding)
@@ -111,23 +114,18 @@ def hugging_face_name(name: str) -> str:
     return name
 
 
-def dequantize(
-    raw: np.ndarray[Any, np.dtype[np.uint8]], kind: GGMLQuantizationType, shape: tuple[int, ...], upload: Upload
-) -> torch.Tensor:
-    """raw: uint8, the tensor's bytes. Returns [*shape] on `upload.device`: in `upload.dtype`, or as stored if that is
+def dequantize(data: torch.Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...], upload: Upload) -> torch.Tensor:
+    """data: uint8, the tensor's bytes. Returns [*shape] on `upload.device`: in `upload.dtype`, or as stored if that is
     F32, F16 or BF16.
 
     :raises WeightsError: for a type that the gguf package can't dequantise.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes to it
-        data = torch.from_numpy(raw)
     if dtype := _FLOATS.get(kind):
         return upload(data.view(dtype)).view(shape)
     if can_dequantise(kind):
         return dequantise_blocks(upload(data), kind, upload.dtype).view(shape)
     try:
-        rows = raw.reshape(math.prod(shape[:-1]), -1)
+        rows = data.view(math.prod(shape[:-1]), -1).numpy()
         return upload(torch.from_numpy(gguf_dequantize(rows, kind)).to(upload.dtype)).view(shape)
     except NotImplementedError as error:
         raise WeightsError(f"GGUF tensors of type {kind.name} can't be dequantised") from error
