@@ -67,11 +67,18 @@ class StepResult(msgspec.Struct):
     elapsed_s: float = 0.0
 
 
+class RunnerLost(Exception):
+    """The device failed in a way that it does not recover from: no later step can run. The process should end."""
+
+
 class PendingStep(Protocol):
     """A submitted step."""
 
     def result(self) -> StepResult:
-        """Blocks until the step has run. Call it once per step, in the order of submission."""
+        """Blocks until the step has run. Call it once per step, in the order of submission.
+
+        :raises RunnerLost: see there.
+        """
         ...
 
 

@@ -24,7 +24,7 @@ import anyio
 from common.cache.pool import BlockPool
 from common.cache.store_client import StoreClient
 from common.engine.metrics import EngineMetrics
-from common.engine.plan import Runner, StepPlan, StepResult
+from common.engine.plan import Runner, RunnerLost, StepPlan, StepResult
 from common.engine.sequence import Sequence, SequenceCache
 from common.engine.settings import EngineServiceConfig
 from common.protocol import messages
@@ -149,6 +149,9 @@ class EngineWorker(Actor):
             plan, running = flights.popleft()
             try:
                 result = await running
+            except RunnerLost:
+                log.critical("engine_lost", step=plan.step, rows=len(plan.rows))
+                raise  # nobody is told that a request failed: gateways go on elsewhere, with the tokens so far
             except Exception:
                 log.exception("step_failed", step=plan.step, rows=len(plan.rows))
                 self.counters.step_failures.inc()

@@ -9,6 +9,8 @@ from typing import Any
 import anyio
 import pytest
 
+from common.engine.plan import RunnerLost, StepPlan, StepResult
+from common.engine.worker import EngineWorker
 from tests.chaos import virtual_time
 from tests.chaos.world import World
 
@@ -73,6 +75,31 @@ def test_a_killed_worker_does_not_change_the_stream(tmp_path: Path, role: str, a
         await world.kill(world.alive(role)[0])
         await world.all_ended(within_s=20)
         assert all(outcome.finish == "length" for outcome in world.outcomes)
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_worker_whose_device_is_lost_ends_and_its_streams_go_on(tmp_path: Path, role: str) -> None:
+    async def story(world: World) -> None:
+        await world.start(role)  # pyright: ignore[reportArgumentType]
+        await anyio.sleep(3)
+        for index in range(6):
+            world.submit(prompt(30, index), max_tokens=60)
+        await anyio.sleep(0.3)
+        lost = world.alive(role)[0]
+        actor = world.processes[lost].actor
+        assert isinstance(actor, EngineWorker)
+
+        def fail(plan: StepPlan) -> StepResult:
+            raise RunnerLost("the device has gone")
+
+        actor.engine.runner.execute = fail
+        await world.all_ended(within_s=20)
+        assert all(outcome.finish == "length" for outcome in world.outcomes)
+        world.submit(prompt(30), max_tokens=5)
+        await world.all_ended(within_s=20)
+        assert lost not in world.alive(role)
 
     play(tmp_path, story)
 

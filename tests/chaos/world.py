@@ -14,6 +14,7 @@ from pathlib import Path
 import anyio
 from anyio.abc import TaskGroup
 
+from common.engine.plan import RunnerLost
 from common.engine.simulated import BYTES_PER_TOKEN, SimulatedRunner, TokenRule, expected_tokens
 from common.engine.worker import Engine, EngineWorker
 from common.protocol.errors import PenstockError
@@ -96,6 +97,8 @@ class World:
         try:
             with process.scope:
                 await process.actor.run(task_status=task_status)
+        except* RunnerLost:
+            self.processes = {name: other for name, other in self.processes.items() if other is not process}
         finally:
             process.ended.set()
 

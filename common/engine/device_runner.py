@@ -1,0 +1,260 @@
+"""Runs step plans on a GPU, one step ahead of it.
+
+    submit: pack rows ─► copy to the device ─► graph (embed … logits, draw) ─► filters, penalties ─► copy tokens back, event
+    result: wait for the event
+
+The host never waits in `submit`: a row that is fed takes its token from `sampled`, where the step before left it. All work is
+on one stream, so steps run in the order of submission and share every buffer on the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from common.engine.device_sampling import DeviceSampler, Logprobs
+from common.engine.graphs import ShapeTable, StepGraph, exact_shape
+from common.engine.plan import RowSamples, RunnerLost, StepPlan, StepResult, StepRow
+from common.engine.sampling import penalised
+from common.engine.step_buffers import Fields, PackedStep, StepPacker, StepShape, buffer_bytes, layout
+from common.models.attention import DeviceAttention
+from common.models.decoder import Decoder, Inputs
+from common.ops.attention_work import AttentionWorkspace, DeviceBatch, plan_device_attention
+from common.ops.embed import Feed
+from common.ops.paged_attention import AttentionRow
+from common.protocol.errors import ConfigError, InvalidParameter
+from common.protocol.messages import TokenLogprobs
+
+_DEPTH = 3
+"""Sets of pinned buffers: of the step being packed, the one submitted before it, and the one whose result is being taken."""
+
+_SPARE_BLOCK_IDS = 4096
+
+
+class DeviceRunner:
+    """`plan.Runner` over a decoder whose weights are on a GPU.
+
+    pool: [num_blocks, layers, 2, block_tokens, kv_heads, head_dim], contiguous, in the decoder's dtype or float8_e4m3fn.
+    `max_rows`: sequences a step samples at most; `token_budget`: tokens it computes at most. With `graphs`, shapes that
+    `ShapeTable` lists are compiled and captured here, which takes seconds.
+
+    :raises ConfigError: if the pool's shape or dtype is not the model's.
+    """
+
+    run_ahead = 2
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: torch.Tensor,
+        *,
+        fingerprint: str,
+        max_rows: int,
+        token_budget: int,
+        graphs: bool = True,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        config = decoder.config
+        expected = (config.num_layers, 2, pool.shape[3], config.num_kv_heads, config.head_dim)
+        if pool.ndim != 6 or pool.shape[1:] != expected or not pool.is_contiguous():
+            raise ConfigError(f"a KV pool of shape {list(pool.shape)} does not fit this model")
+        if pool.dtype not in (decoder.dtype, torch.float8_e4m3fn):
+            raise ConfigError(f"a {pool.dtype} KV pool does not fit a {decoder.dtype} model")
+        self.decoder = decoder
+        self.pool = pool
+        self.num_blocks, self.block_tokens = pool.shape[0], pool.shape[3]
+        self.max_context = config.max_context
+        self.vocab_size = config.vocab_size
+        self.fingerprint = fingerprint
+        self._device = pool.device
+        self._on_gpu = pool.is_cuda
+        self._stream = torch.cuda.Stream(self._device) if self._on_gpu else None
+        max_tokens = max(token_budget, max_rows) + 64
+        num_ids = self.num_blocks + max_rows + _SPARE_BLOCK_IDS
+        size = buffer_bytes(max_tokens, max_tokens, num_ids)
+        self._buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        self._staging = [torch.zeros(size, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(_DEPTH)]
+        self._tokens = [torch.zeros(max_tokens, dtype=torch.int64, pin_memory=self._on_gpu) for _ in range(_DEPTH)]
+        self._turn = 0
+        self._packer = StepPacker(block_tokens=self.block_tokens, num_blocks=self.num_blocks, vocab_size=config.vocab_size)
+        self._sampler = DeviceSampler(max_tokens, self._device, _DEPTH)
+        self._workspace = AttentionWorkspace(self._device)
+        self._rope = decoder.rope.table(config.max_context)
+        self._shapes = ShapeTable(max_rows)
+        self._graphs: dict[StepShape, StepGraph] = {}
+        if graphs and self._on_gpu:
+            self._capture(on_progress)
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """:raises InvalidParameter: if a row can't be run; nothing has been written then."""
+        return self.submit(plan).result()
+
+    def submit(self, plan: StepPlan) -> DeviceStep:
+        """:raises InvalidParameter: if a row can't be run; nothing has been launched then."""
+        begun = time.perf_counter()
+        rows = plan.rows
+        if not rows:
+            return DeviceStep([], begun)
+        for row in rows:
+            if row.num_samples and penalised(row.sampling) and len(row.history) < row.start + len(row.tokens):
+                raise InvalidParameter(f"penalties need a row's history, not {len(row.history)} tokens of it")
+        shape = self._shapes.choose(rows)
+        graph = self._graphs.get(shape) if shape is not None else None
+        if shape is None or graph is None:
+            shape = exact_shape(rows)
+        staging = self._staging[(self._turn + 1) % _DEPTH]
+        if shape.tokens * 40 > len(staging):
+            raise InvalidParameter(f"a step of {shape.tokens} tokens is more than this engine's token budget")
+        packed = self._packer.pack(rows, layout(staging, shape), shape)
+        self._turn = (self._turn + 1) % _DEPTH
+        with self._running(), lost_if_broken():
+            self._buffer[: packed.used_bytes].copy_(staging[: packed.used_bytes], non_blocking=True)
+            extras = self._sampler.load(rows)
+            logits = self._forward(shape, _attention_rows(rows, packed)) if graph is None else graph.replay()
+            logprobs = self._sampler.finish(logits, extras)
+            num_samples = sum(row.num_samples for row in rows)
+            tokens = self._tokens[self._turn][:num_samples]
+            tokens.copy_(self._sampler.sampled[:num_samples], non_blocking=True)
+            event = torch.cuda.Event(blocking=True) if self._on_gpu else None
+            if event is not None:
+                event.record()
+        return DeviceStep(rows, begun, tokens, logprobs, event)
+
+    def _forward(self, shape: StepShape, rows: Sequence[AttentionRow] | None = None) -> torch.Tensor:
+        """Launches a step over the device buffer as it is laid out for `shape`. `rows`: for steps that are not captured."""
+        fields = layout(self._buffer, shape)
+        config = self.decoder.config
+        plan = plan_device_attention(_batch(fields, shape, rows), self.pool, config.num_heads, self._workspace)
+        attention = DeviceAttention(
+            config,
+            self.pool,
+            plan,
+            fields.slots,
+            fields.positions,
+            self._rope,
+            self.decoder.kv_scale if self.pool.dtype == torch.float8_e4m3fn else None,
+            self.decoder.dtype,
+        )
+        every = shape.samples == shape.tokens
+        samples = None if every else fields.samples
+        feed = Feed(fields.feeds, self._sampler.sampled)
+        logits = self.decoder.forward(Inputs(fields.tokens, samples, attention, feed))
+        if len(logits):
+            self._sampler.draw(logits)
+        return logits
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        with torch.inference_mode():
+            if self._stream is None:
+                yield
+                return
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                yield
+
+    # ── graphs ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _capture(self, on_progress: Callable[[int, int], None]) -> None:
+        """Largest first, so that the others fit into its memory. A captured step of unused rows touches nothing."""
+        assert self._stream is not None
+        shapes = sorted(self._shapes, key=lambda shape: -shape.tokens)
+        with self._running():
+            memory = torch.cuda.graph_pool_handle()
+            for done, shape in enumerate(shapes):
+                self._blank(shape)
+                self._forward(shape)
+                self._stream.synchronize()
+                self._graphs[shape] = StepGraph(lambda shape=shape: self._forward(shape), memory, self._stream)
+                on_progress(done + 1, len(shapes))
+            self._stream.synchronize()
+
+    def _blank(self, shape: StepShape) -> None:
+        """A step of nothing but padding."""
+        self._buffer.zero_()
+        fields = layout(self._buffer, shape)
+        fields.slots.fill_(-1)
+        fields.feeds.fill_(-1)
+
+
+class DeviceStep:
+    """A submitted step; see `plan.PendingStep`."""
+
+    def __init__(
+        self,
+        rows: Sequence[StepRow],
+        begun: float,
+        tokens: torch.Tensor | None = None,
+        logprobs: Logprobs | None = None,
+        event: torch.cuda.Event | None = None,
+    ) -> None:
+        self._rows = rows
+        self._begun = begun
+        self._tokens = tokens
+        self._logprobs = logprobs
+        self._event = event
+
+    def result(self) -> StepResult:
+        if self._event is not None:
+            with lost_if_broken():
+                self._event.synchronize()
+        tokens = [] if self._tokens is None else self._tokens.tolist()
+        logprobs = _logprobs_of(self._logprobs)
+        rows: list[RowSamples] = []
+        at = 0
+        for row in self._rows:
+            span = range(at, at + row.num_samples)
+            wanted = row.sampling.logprobs
+            found = None if wanted < 0 else [_cut(logprobs[index], wanted) for index in span]
+            rows.append(RowSamples(tokens=tokens[at : at + row.num_samples], logprobs=found))
+            at += row.num_samples
+        return StepResult(rows=rows, elapsed_s=time.perf_counter() - self._begun)
+
+
+@contextlib.contextmanager
+def lost_if_broken() -> Iterator[None]:
+    """:raises RunnerLost: for an error after which CUDA gives every call the same error."""
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        raise RunnerLost(str(error)) from error
+
+
+def _batch(fields: Fields, shape: StepShape, rows: Sequence[AttentionRow] | None) -> DeviceBatch:
+    return DeviceBatch(
+        query_starts=fields.query_starts,
+        context_lens=fields.context_lens,
+        block_ids=fields.block_ids,
+        block_starts=fields.block_starts,
+        max_queries=shape.max_queries,
+        num_tokens=shape.tokens,
+        rows=rows,
+    )
+
+
+def _attention_rows(rows: Sequence[StepRow], packed: PackedStep) -> list[AttentionRow]:
+    return [
+        AttentionRow(first, length, start, row.blocks)
+        for first, length, start, row in zip(
+            packed.firsts.tolist(), packed.lengths.tolist(), packed.starts.tolist(), rows, strict=True
+        )
+    ]
+
+
+def _logprobs_of(logprobs: Logprobs | None) -> dict[int, TokenLogprobs]:
+    if logprobs is None:
+        return {}
+    columns = (logprobs.asking, logprobs.chosen, logprobs.ids, logprobs.values)
+    return {
+        index: TokenLogprobs(logprob=chosen, top_tokens=ids, top_logprobs=values)
+        for index, chosen, ids, values in zip(*(np.asarray(column).tolist() for column in columns), strict=True)
+    }
+
+
+def _cut(found: TokenLogprobs, num_top: int) -> TokenLogprobs:
+    return TokenLogprobs(found.logprob, found.top_tokens[:num_top], found.top_logprobs[:num_top])

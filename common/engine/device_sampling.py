@@ -1,0 +1,161 @@
+"""Sampling on a GPU, around a step's graph: draws go in before it, and what few rows ask for runs after it.
+
+Every row is drawn in the graph, as if it had no filters. Rows with top-k or top-p, penalties, biases or minimum lengths are
+drawn again behind it, and log-probabilities are taken last; see `engine.sampling` for the order, which is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from common.engine.plan import StepRow
+from common.engine.sampling import penalised
+from common.ops.adjust_device import Adjustment, Adjustments, HostAdjustments, apply_adjustments, pack_adjustments
+from common.ops.logprobs import token_logprobs
+from common.ops.sample import Draw
+from common.ops.sample_device import DrawBatch, HostDraws, pack_draws, sample_filtered, sample_plain
+from common.protocol.messages import SamplingParams
+
+
+class Extras(NamedTuple):
+    """What a step needs behind its graph. filtered, asking: indices of samples; num_top: of those that ask, the most."""
+
+    filtered: NDArray[np.int32]
+    adjustments: HostAdjustments | None
+    asking: NDArray[np.int32]
+    num_top: int
+
+
+class Logprobs(NamedTuple):
+    """Of the samples `asking`: see `ops.logprobs.token_logprobs`; in pinned memory once the step has run."""
+
+    asking: NDArray[np.int32]
+    chosen: torch.Tensor
+    ids: torch.Tensor
+    values: torch.Tensor
+
+
+class DeviceSampler:
+    """`sampled`: int64 [max_samples], the tokens of the last step, on the device.
+
+    `depth` steps may be under way at once: so many sets of pinned draws are used in turn.
+    """
+
+    def __init__(self, max_samples: int, device: torch.device, depth: int) -> None:
+        self.draws = DrawBatch.create(max_samples, device)
+        self.sampled = torch.zeros(max_samples, dtype=torch.int64, device=device)
+        self._previous = torch.zeros_like(self.sampled)
+        self._hosts = [HostDraws(max_samples) for _ in range(depth)]
+        self._turn = 0
+        self._packed: list[SamplingParams] = []
+
+    def load(self, rows: Sequence[StepRow]) -> Extras:
+        """Before the graph: how each sample is drawn, on its way to the device."""
+        before, host = self._hosts[self._turn], self._hosts[(self._turn + 1) % len(self._hosts)]
+        self._turn = (self._turn + 1) % len(self._hosts)
+        params = [row.sampling for row in rows for _ in range(row.num_samples)]
+        positions = [
+            position
+            for row in rows
+            for position in range(row.start + len(row.tokens) - row.num_samples + 1, row.start + len(row.tokens) + 1)
+        ]  # of the tokens drawn
+        if len(params) == len(self._packed) and all(map(_same, params, self._packed)):
+            host.copy_from(before)
+            host.position[: len(positions)] = positions
+        else:
+            drawn = zip(params, positions, strict=True)
+            pack_draws([Draw(p.temperature, p.top_k, p.top_p, p.min_p, p.seed, at) for p, at in drawn], host)
+            self._packed = params
+        self.draws.load(host)
+        extras = _extras(rows, host, len(params)) if any(map(_is_special, params)) else NO_EXTRAS
+        if extras.adjustments is not None:
+            self._previous.copy_(self.sampled)
+        return extras
+
+    def draw(self, logits: torch.Tensor) -> None:
+        """In the graph. logits: [samples, vocab_size]; `sampled` gets a token for each."""
+        sample_plain(logits, self.draws, self.sampled)
+
+    def finish(self, logits: torch.Tensor, extras: Extras) -> Logprobs | None:
+        """Behind the graph: the rows that asked for more than it does."""
+        device = self.sampled.device
+        if len(extras.filtered):
+            sample_filtered(logits, _moved(extras.filtered, device), self.draws, self.sampled)
+        if extras.adjustments is not None:
+            adjustments = Adjustments.on(device, extras.adjustments)
+            adjusted = apply_adjustments(logits, adjustments, self._previous)
+            sample_filtered(adjusted, adjustments.rows, self.draws, self.sampled, compact=True)
+        if not len(extras.asking):
+            return None
+        found = token_logprobs(logits, self.sampled, _moved(extras.asking, device), extras.num_top)
+        return Logprobs(extras.asking, *(part.to("cpu", non_blocking=True) for part in found))
+
+
+NO_EXTRAS = Extras(np.empty(0, np.int32), None, np.empty(0, np.int32), 0)
+
+
+def _same(one: SamplingParams, other: SamplingParams) -> bool:
+    return one is other
+
+
+def _is_special(params: SamplingParams) -> bool:
+    return (
+        params.top_k > 0
+        or params.top_p < 1
+        or params.logprobs >= 0
+        or bool(params.logit_bias)
+        or params.min_tokens > 0
+        or penalised(params)
+    )
+
+
+def _extras(rows: Sequence[StepRow], host: HostDraws, num_samples: int) -> Extras:
+    adjustments: list[Adjustment] = []
+    asking: list[int] = []
+    num_top = 0
+    index = 0
+    for row in rows:
+        params = row.sampling
+        for sample in range(row.num_samples):
+            end = row.start + len(row.tokens) - row.num_samples + sample + 1
+            forbidden = params.stop_token_ids if end - row.prompt_tokens < params.min_tokens else []
+            if penalised(params) or params.logit_bias or forbidden:
+                adjustments.append(_adjustment(row, index, end, forbidden))
+            if params.logprobs >= 0:
+                asking.append(index)
+                num_top = max(num_top, params.logprobs)
+            index += 1
+    adjusted = np.array([one.row for one in adjustments], np.int32)
+    return Extras(
+        filtered=np.setdiff1d(host.filtered_rows(num_samples), adjusted).astype(np.int32),
+        adjustments=pack_adjustments(adjustments) if adjustments else None,
+        asking=np.array(asking, np.int32),
+        num_top=num_top,
+    )
+
+
+def _adjustment(row: StepRow, index: int, end: int, forbidden: Sequence[int]) -> Adjustment:
+    params = row.sampling
+    history = row.history if penalised(params) else []
+    return Adjustment(
+        row=index,
+        prompt=history[: row.prompt_tokens],
+        output=history[row.prompt_tokens : end],
+        presence=params.presence_penalty,
+        frequency=params.frequency_penalty,
+        repetition=params.repetition_penalty,
+        biases=params.logit_bias,
+        forbidden=forbidden,
+        feed=max(row.feed, 0),
+    )
+
+
+def _moved(indices: NDArray[np.int32], device: torch.device) -> torch.Tensor:
+    """A small array to the device, without waiting for it."""
+    tensor = torch.from_numpy(indices)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

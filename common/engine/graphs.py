@@ -1,0 +1,87 @@
+"""Which steps run as CUDA graphs, and the graphs themselves.
+
+A graph is captured once per shape at start; a step takes the smallest shape that it fits, padded. Steps that fit none
+(long prompts, large mixtures) are launched kernel by kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from common.engine.plan import StepRow
+from common.engine.step_buffers import StepShape
+
+_MIXED_ROWS = 16
+_MIXED_TOKENS = (32, 64, 128, 256, 512)
+_VERIFY_QUERIES = 8
+_VERIFY_TOKENS = 64
+_PADDING = 16
+
+
+class ShapeTable:
+    """The shapes that have graphs: decoding rows, verified rows, and short prompts with a few decoding rows."""
+
+    def __init__(self, max_rows: int, *, verify: bool = True) -> None:
+        sizes = decode_sizes(max_rows)
+        self.decode = [StepShape(size, size, 1, size) for size in sizes]
+        verified = [size for size in sizes if size <= _VERIFY_TOKENS] if verify else []
+        self.verify = [StepShape(size, size, _VERIFY_QUERIES, size) for size in verified if size > 1]
+        self.mixed = [StepShape(size, _MIXED_ROWS, size, _MIXED_ROWS) for size in _MIXED_TOKENS]
+
+    def __iter__(self) -> Iterator[StepShape]:
+        yield from (*self.decode, *self.verify, *self.mixed)
+
+    def choose(self, rows: Sequence[StepRow]) -> StepShape | None:
+        """None: no graph fits."""
+        longest = max(len(row.tokens) for row in rows)
+        num_tokens = sum(len(row.tokens) for row in rows)
+        num_samples = sum(row.num_samples for row in rows)
+        if num_samples == num_tokens:
+            if longest == 1:
+                return next((shape for shape in self.decode if shape.tokens >= num_tokens), None)
+            if longest <= _VERIFY_QUERIES:
+                found = next((shape for shape in self.verify if shape.tokens >= num_tokens), None)
+                if found is not None:
+                    return found
+        if len(rows) > _MIXED_ROWS or num_samples > _MIXED_ROWS:
+            return None
+        return next((shape for shape in self.mixed if shape.tokens >= num_tokens), None)
+
+
+def decode_sizes(max_rows: int) -> list[int]:
+    """Rows that decode steps are padded to: at most an eighth too many from 8 on."""
+    sizes = [1, 2, 4, 8]
+    step = 4
+    while sizes[-1] < max_rows:
+        if sizes[-1] >= 16 * step:
+            step *= 2
+        sizes.append(sizes[-1] + step)
+    return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+def exact_shape(rows: Sequence[StepRow]) -> StepShape:
+    """For a step without a graph: its own size, tokens rounded up to what matrix kernels like."""
+    num_tokens = -(-sum(len(row.tokens) for row in rows) // _PADDING) * _PADDING
+    return StepShape(
+        tokens=num_tokens,
+        rows=len(rows),
+        max_queries=max(len(row.tokens) for row in rows),
+        samples=sum(row.num_samples for row in rows),
+    )
+
+
+class StepGraph:
+    """A captured step; `logits` is where it leaves them, until the next one runs."""
+
+    def __init__(self, forward: Callable[[], torch.Tensor], memory: tuple[int, int], stream: torch.cuda.Stream) -> None:
+        """`forward` has run before: kernels are compiled. memory: `torch.cuda.graph_pool_handle()`, shared by graphs that run
+        one at a time."""
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=memory, stream=stream):  # pyright: ignore[reportArgumentType]
+            self.logits = forward()
+
+    def replay(self) -> torch.Tensor:
+        self._graph.replay()
+        return self.logits
