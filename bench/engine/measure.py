@@ -127,6 +127,7 @@ class Measurement:
 def run(options: argparse.Namespace, say: Any) -> None:
     """`say(line)`: called with each result."""
     begun_at = options.begun_at or time.time()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the services do (common/engine/load.py), before torch is there
     import torch
 
     settings: dict[str, Any] = {"device": options.device, "max_running": options.max_rows, "token_budget": options.token_budget}

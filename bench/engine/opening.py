@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from common.engine.load import EngineConfig, cache_layout, load_runner, resolve_device, resolve_engine_precision
-from common.engine.plan import Runner
+from common.engine.load import EngineConfig, load_runner, resolve_device, resolve_engine_precision
 from common.engine.precision import Precision
 from common.models.config import ModelConfig, load_config
 from common.models.source import resolve
@@ -38,18 +37,13 @@ def open_runner(spec: str, precision: str, **settings: Any) -> Opening:
 
     :raises UnknownModel, ConfigError: see `load_runner`.
     """
-    import numpy as np
-
     engine = EngineConfig(**(PRECISIONS[precision] | settings))
     files = resolve(spec)
     model = load_config(files)
     device = resolve_device(engine)
     begun = time.perf_counter()
-    layout = cache_layout(model, engine, device)
-    memory = np.zeros((layout.num_blocks, layout.block_bytes), np.uint8)
-    runner: Runner = load_runner(files, engine, memory)
     return Opening(
-        runner=runner,
+        runner=load_runner(files, engine),
         model=model,
         precision=resolve_engine_precision(model, engine, device),
         device=device,
