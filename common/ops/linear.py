@@ -9,9 +9,16 @@ import torch
 
 from common.ops.backend import on_device
 from common.ops.linear_cpu import can_pack, linear_onednn, linear_plain, pack
+from common.ops.linear_reference import linear_fp8_reference
+from common.ops.quantise import quantise_weight
 from common.ops.tensors import Activation, Quantised
 
 Format = Literal["plain", "onednn", "int8", "fp8"]
+PackFormat = Literal["plain", "int8", "fp8"]
+
+FP8_BLOCK = 128
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(slots=True, frozen=True)
@@ -19,6 +26,7 @@ class LinearWeight:
     """`data` by `format`: "plain" [out_features, in_features]; "onednn" its packing; "fp8" float8_e4m3fn [out, in].
 
     bias: [out_features]. scale of "fp8": float32 [out], or [⌈out/128⌉, ⌈in/128⌉] for weights quantised in blocks of 128.
+    dtype: the model's, which "fp8" gives results in.
     """
 
     data: torch.Tensor
@@ -27,41 +35,93 @@ class LinearWeight:
     out_features: int
     format: Format
     scale: torch.Tensor | None = None
+    dtype: torch.dtype = torch.bfloat16
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> LinearWeight:
+def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, format: PackFormat = "plain") -> LinearWeight:
     """weight: [out_features, in_features], floating; bias: [out_features] or None.
 
-    :raises ValueError: for other shapes or dtypes.
+    format: "fp8" quantises per output channel, for a GPU.
+
+    :raises ValueError: for other shapes or dtypes, or a format that the device has no kernel for.
     """
     if weight.ndim != 2 or (bias is not None and bias.shape != weight.shape[:1]):
         raise ValueError(f"a linear weight is [out, in] with bias [out], not {list(weight.shape)}")
-    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if weight.dtype not in _FLOATS:
         raise ValueError(f"linear weights are float32, bfloat16 or float16, not {weight.dtype}")
     out_features, in_features = weight.shape
+    if format == "int8":
+        raise ValueError("int8 linears are not there yet")
+    if format == "fp8":
+        data, scale = quantise_weight(weight)
+        return LinearWeight(data, bias, in_features, out_features, "fp8", scale, weight.dtype)
     if not on_device(weight) and can_pack(weight.dtype):
-        return LinearWeight(pack(weight), bias, in_features, out_features, "onednn")
-    return LinearWeight(weight.contiguous(), bias, in_features, out_features, "plain")
+        return LinearWeight(pack(weight), bias, in_features, out_features, "onednn", dtype=weight.dtype)
+    return LinearWeight(weight.contiguous(), bias, in_features, out_features, "plain", dtype=weight.dtype)
+
+
+def linear_from_fp8(
+    data: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16
+) -> LinearWeight:
+    """A published FP8 weight. data: float8_e4m3fn [out, in]; weight = data · scale.
+
+    scale: one number (weight_scale per tensor), [out] or [out, 1] (per channel), or [⌈out/128⌉, ⌈in/128⌉]
+    (weight_scale_inv); any floating dtype. dtype: the model's.
+
+    :raises ValueError: for other shapes or dtypes.
+    """
+    if data.ndim != 2 or data.dtype != torch.float8_e4m3fn or (bias is not None and bias.shape != data.shape[:1]):
+        raise ValueError(f"an FP8 weight is float8_e4m3fn [out, in] with bias [out], not {data.dtype} {list(data.shape)}")
+    out_features, in_features = data.shape
+    scale = scale.float()
+    blocks = (-(-out_features // FP8_BLOCK), -(-in_features // FP8_BLOCK))
+    if scale.numel() == 1:
+        scale = scale.reshape(1).expand(out_features).contiguous()
+    elif scale.numel() == out_features and scale.shape[0] == out_features:
+        scale = scale.reshape(out_features).contiguous()
+    elif scale.shape == blocks:
+        scale = scale.contiguous()
+    else:
+        raise ValueError(f"scales of {list(scale.shape)} do not fit an FP8 weight of {list(data.shape)}")
+    return LinearWeight(data.contiguous(), bias, in_features, out_features, "fp8", scale, dtype)
 
 
 def linear(x: Activation, weight: LinearWeight, *, split: bool = False) -> torch.Tensor:
     """x: [rows, in_features] in the model's dtype, or quantised for an fp8 weight.
 
     Returns [rows, out_features] in the model's dtype. With `split` it may return float32 partial sums [splits, rows,
-    out_features] instead (bias included), for the next op to add up, first to last. On a CPU rows do not affect each other.
+    out_features] instead (bias included), for the next op to add up, first to last. Rows do not affect each other on a CPU,
+    and on a GPU if batch_invariant.
 
-    :raises ValueError: if the shape of `x` does not fit.
+    :raises ValueError: if the shape of `x` does not fit, or it is quantised and the weight is not fp8.
     """
+    check_activation(x, weight)
     data = x.data if isinstance(x, Quantised) else x
-    if data.ndim != 2 or data.shape[1] != weight.in_features:
-        raise ValueError(f"linear takes [rows, {weight.in_features}], not {list(data.shape)}")
-    if isinstance(x, Quantised):
-        raise ValueError(f"a {weight.format} weight takes no quantised activations")
+    if on_device(data):
+        from common.ops.linear_device import linear_device
+
+        return linear_device(x, weight, split=split)
+    if weight.format == "fp8":
+        return linear_fp8_reference(x, weight.data, weight.scale, weight.bias, weight.dtype)
+    assert not isinstance(x, Quantised)
     if weight.format == "onednn":
         return linear_onednn(x, weight.data, weight.bias)
     return linear_plain(x, weight.data, weight.bias)
 
 
 def takes_quantised(weight: LinearWeight, rows: int) -> bool:
-    """Does `linear` of this many rows want quantised activations?"""
-    return False
+    """Does `linear`, or `gate_up`, of this many rows want quantised activations? Either kind is computed with what it gets."""
+    if weight.format != "fp8" or not on_device(weight.data):
+        return False
+    from common.ops.linear_device import wants_quantised
+
+    return wants_quantised(weight, rows)
+
+
+def check_activation(x: Activation, weight: LinearWeight) -> None:
+    """:raises ValueError: if `x` does not fit `weight`."""
+    data = x.data if isinstance(x, Quantised) else x
+    if data.ndim != 2 or data.shape[1] != weight.in_features:
+        raise ValueError(f"linear takes [rows, {weight.in_features}], not {list(data.shape)}")
+    if isinstance(x, Quantised) and weight.format != "fp8":
+        raise ValueError(f"a {weight.format} weight takes no quantised activations")

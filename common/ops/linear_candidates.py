@@ -1,0 +1,216 @@
+"""Ways to compute a linear on a GPU, and which of them are worth a measurement for a shape. Torch-free arithmetic.
+
+What the lists aim at, for few rows (memory-bound; see `linear_triton.py`): tiles of 128 or 256 bytes per weight row, so that
+every cp.async is 16 bytes and every row's run is whole sectors; as many stages as let two or three programs live on a
+multiprocessor (227 KB of shared memory), which keeps 70–200 KB in flight there; splits of K so that all multiprocessors have
+work, but no more, since each split writes rows × N float32 and the next op reads them. 1–4 rows: also the kernel without
+tensor cores. 64–512 rows: larger tiles, the persistent kernel, the library. More: the library and the persistent kernel.
+
+The first candidate of a list is the default, where nothing was measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+SCALE_BLOCK = 128
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+SHARED_BYTES = 227 * 1024
+INVARIANT_ROWS = 64
+"""batch_invariant: the activation rows of every tile, whatever the number of rows."""
+
+Kind = Literal["gemv", "dot", "persistent", "library"]
+Op = Literal["linear", "split", "gated"]
+Scaling = Literal["none", "channel", "blocks"]
+
+
+@dataclass(slots=True, frozen=True)
+class Candidate:
+    """One implementation. quantised: activations are e4m3. ahead: what asks L2 for weights before the kernel's turn comes.
+
+    "library": tensor_scale has scales applied by a kernel of ours instead of row-wise in the library.
+    """
+
+    kind: Kind
+    quantised: bool = False
+    block_n: int = 0
+    block_m: int = 0
+    block_k: int = 0
+    splits: int = 1
+    warps: int = 4
+    stages: int = 3
+    ahead: Literal["none", "bulk", "lines"] = "bulk"
+    tensor_scale: bool = False
+
+
+class Shape(NamedTuple):
+    """A weight [n, k] of `item_bytes` an element; op: "split" may give partial sums, "gated" is gate and up in one."""
+
+    op: Op
+    n: int
+    k: int
+    item_bytes: int
+    scaling: Scaling
+
+
+def bucket(rows: int) -> int:
+    """The number of rows that stands for `rows`."""
+    return next((size for size in ROW_BUCKETS if rows <= size), ROW_BUCKETS[-1])
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def candidates(shape: Shape, rows: int, quantised: bool, num_sms: int) -> list[Candidate]:
+    """For `rows`, a bucket. quantised: activations are e4m3 (the weight is then); else they are in the model's dtype."""
+    if shape.item_bytes == 4:
+        return _exact(shape, rows, num_sms)
+    if not blocks_fit(shape):
+        return [Candidate("library", quantised)]
+    found: list[Candidate] = []
+    if rows <= 128:
+        found += _few_rows(shape, rows, quantised, num_sms)
+    if rows <= 4 and not quantised and shape.scaling != "blocks":
+        found += _gemv(shape, rows)
+    if rows <= 4 and found:  # asked once, of the default: whether and how asking ahead pays
+        found += [_with_ahead(found[0], "none"), _with_ahead(found[0], "lines")]
+    if rows > 64:
+        found = [*_library(shape, quantised), *found, *_many_rows(shape, rows, quantised, num_sms)]
+    elif not (shape.item_bytes == 1 and not quantised):
+        found += _library(shape, quantised)
+    return found or [Candidate("library", quantised)]  # which widens what it cannot multiply
+
+
+def invariant_candidate(shape: Shape, num_sms: int) -> Candidate:
+    """The one implementation for every number of rows (batch_invariant): fp8 weights take quantised activations."""
+    if shape.item_bytes == 4:
+        return Candidate("dot", block_n=64, block_m=16, block_k=32, splits=_splits(shape, 64, 32, num_sms)[0])
+    block_k = 128 // shape.item_bytes
+    return Candidate(
+        "dot",
+        quantised=shape.item_bytes == 1,
+        block_n=128,
+        block_m=INVARIANT_ROWS,
+        block_k=block_k,
+        splits=_splits(shape, 128, block_k, num_sms)[0],
+        warps=4 * (3 - shape.item_bytes),
+        stages=4,
+    )
+
+
+def default_quantised(shape: Shape, rows: int) -> bool:
+    """Before measurement: fp8 weights meet bf16 activations up to 16 rows, which costs nothing there and is closer."""
+    return shape.item_bytes == 1 and rows > 16
+
+
+def blocks_fit(shape: Shape) -> bool:
+    """Do 128-block scales, if there are any, begin anew where the up's rows begin?"""
+    return shape.scaling != "blocks" or shape.op != "gated" or shape.n % (2 * 64) == 0
+
+
+def library_scales(shape: Shape) -> bool:
+    """Can the library multiply 8-bit floats of this shape, scaled by row and column?"""
+    return shape.scaling == "channel" and shape.n % 16 == 0 and shape.k % 16 == 0
+
+
+# ── few rows ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _few_rows(shape: Shape, rows: int, quantised: bool, num_sms: int) -> list[Candidate]:
+    converts = shape.item_bytes == 1 and not quantised
+    block_m = max(16, rows)
+    row_bytes = 256 if block_m <= 32 else 128
+    block_k = row_bytes // shape.item_bytes
+    if converts:
+        block_k = min(block_k, 128)  # converted weights live in registers
+    if shape.scaling == "blocks":
+        block_k = min(block_k, SCALE_BLOCK)
+    x_bytes = 1 if quantised else max(shape.item_bytes, 2)
+    found: list[Candidate] = []
+    for block_n, residents in ((64, 2), (64, 3), (128, 2)):
+        if block_m > 64 and block_n == 64:
+            continue
+        stage_bytes = (block_n * shape.item_bytes + block_m * x_bytes) * block_k
+        stages = min(8, SHARED_BYTES // residents // stage_bytes)
+        if stages < 2:
+            continue
+        warps = 8 if block_n * block_m >= 128 * 128 else 4
+        for splits in _splits(shape, block_n, block_k, num_sms * residents):
+            found.append(Candidate("dot", quantised, block_n, block_m, block_k, splits, warps, stages))
+    if rows <= 8 and not quantised and not converts:  # eight rows are enough for mma.sync: less shared memory
+        found += [
+            Candidate("dot", False, 64, 8, block_k, splits, 4, 6) for splits in _splits(shape, 64, block_k, num_sms * 2)[:1]
+        ]
+    return found
+
+
+def _gemv(shape: Shape, rows: int) -> list[Candidate]:
+    found: list[Candidate] = []
+    for block_n, block_k in ((2, 4096), (4, 4096), (4, 2048), (8, 2048)):
+        splits = cdiv(shape.k, block_k)
+        if shape.op == "gated" and splits > 1:
+            block_k, splits = 1 << (shape.k - 1).bit_length(), 1
+        if block_k > 8192 or (rows > 1 and block_n > 4):
+            continue
+        block_k = max(256, min(block_k, 1 << (shape.k - 1).bit_length()))
+        tile_bytes = block_n * block_k * shape.item_bytes
+        stages = max(2, min(5, SHARED_BYTES // 2 // tile_bytes))
+        found.append(Candidate("gemv", False, block_n, rows, block_k, splits, 8, stages))
+    return list(dict.fromkeys(found))
+
+
+def _splits(shape: Shape, block_n: int, block_k: int, slots: int) -> list[int]:
+    """One or two numbers of splits: the first that gives half the slots work, and twice that."""
+    if shape.op == "gated":
+        return [1]
+    tiles, depth = cdiv(shape.n, block_n), cdiv(shape.k, block_k)
+    splits = 1
+    while tiles * splits * 2 < slots and splits < 16 and depth // (splits * 2) >= 4:
+        splits *= 2
+    doubled = splits * 2
+    return [splits, doubled] if tiles * doubled <= slots * 2 and depth // doubled >= 4 and doubled <= 16 else [splits]
+
+
+def _with_ahead(candidate: Candidate, ahead: Literal["none", "bulk", "lines"]) -> Candidate:
+    return replace(candidate, ahead=ahead)
+
+
+# ── many rows ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _library(shape: Shape, quantised: bool) -> list[Candidate]:
+    if not quantised:  # an fp8 weight is widened first, which many rows pay for
+        return [Candidate("library")]
+    if not library_scales(shape):
+        return []
+    return [Candidate("library", True), Candidate("library", True, tensor_scale=True)]
+
+
+def _many_rows(shape: Shape, rows: int, quantised: bool, num_sms: int) -> list[Candidate]:
+    if shape.item_bytes == 1 and not quantised:
+        return []
+    block_k = 128 // shape.item_bytes
+    found: list[Candidate] = []
+    if rows <= 512:
+        for block_m in (128, 256):
+            splits = _splits(shape, 128, block_k, num_sms // cdiv(rows, block_m))[:1]
+            if block_m <= rows and not (block_m == 256 and shape.scaling == "blocks"):
+                found += [Candidate("dot", quantised, 128, block_m, block_k, count, 8, 4) for count in splits]
+    if shape.k * shape.item_bytes % 16:  # what TMA can read
+        return found
+    if shape.scaling == "blocks":
+        found += [Candidate("persistent", quantised, 128, 128, block_k, 1, 8, 4)]
+    else:
+        found += [
+            Candidate("persistent", quantised, 128, 128, block_k, 1, 8, 4),
+            Candidate("persistent", quantised, 256, 128, block_k, 1, 8, 3),
+        ]
+    return found
+
+
+def _exact(shape: Shape, rows: int, num_sms: int) -> list[Candidate]:
+    """float32: for comparisons, so the library unless rows are few."""
+    found = _gemv(shape, rows)[:1] if rows <= 4 else []
+    return [*found, Candidate("library")]

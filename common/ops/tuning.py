@@ -1,0 +1,213 @@
+"""Which of several implementations is fastest for a shape: measured once, kept on disk, looked up ever after.
+
+A `Table` maps keys (strings that name an op, a shape and a bucket of rows) to candidates (small frozen dataclasses). `choose`
+looks in memory, where the file was read to, and else takes the first candidate, the default: it never measures, so a step never
+waits for one. `tune` measures what the table does not know yet, when a model is loaded, and writes the file.
+
+The file is named after the GPU, Triton's version and a hash of the sources that define candidates and kernels: an edit or an
+update measures again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+
+CACHE_VARIABLE = "PENSTOCK_KERNEL_CACHE"
+
+C = TypeVar("C")
+
+
+@dataclass(slots=True)
+class Case(Generic[C]):
+    """What to decide. run(candidate, i) launches it once, on the i-th set of inputs; launches: of one measurement.
+
+    extra_s(candidate): time that it costs elsewhere, such as in the op that reads its partial sums.
+    """
+
+    key: str
+    candidates: list[C]
+    run: Callable[[C, int], object]
+    launches: int = 20
+    extra_s: Callable[[C], float] = lambda _: 0.0
+
+
+@dataclass(slots=True)
+class Tuned:
+    """seconds: by key and candidate, for reports. failed: what did not compile or run, and why."""
+
+    seconds: dict[str, dict[Any, float]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+class Table(Generic[C]):
+    """name: of the file, with what `suffix` says. make: from a candidate's fields to the candidate."""
+
+    def __init__(self, name: str, make: Callable[..., C], sources: Iterable[Path]) -> None:
+        self._name = name
+        self._make = make
+        self._sources = tuple(sources)
+        self._known: dict[str, C] = {}
+        self._path: Path | None = None
+
+    def open(self, device: torch.device) -> None:
+        """Reads the file of this GPU, if there is one; an unreadable one counts as none."""
+        self._path = cache_directory() / f"{self._name}-{_device_name(device)}-{_digest(self._sources)}.json"
+        self._known = {}
+        try:
+            found: dict[str, dict[str, Any]] = json.loads(self._path.read_text())
+            self._known = {key: self._make(**fields) for key, fields in found.items()}
+        except (OSError, ValueError, TypeError, AttributeError):
+            return
+
+    @property
+    def is_open(self) -> bool:
+        return self._path is not None
+
+    def get(self, key: str) -> C | None:
+        return self._known.get(key)
+
+    def put(self, key: str, candidate: C) -> None:
+        self._known[key] = candidate
+
+    def choose(self, key: str, candidates: Sequence[C]) -> C:
+        """The fastest known of `candidates`, or the first."""
+        known = self._known.get(key)
+        return known if known is not None and known in candidates else candidates[0]
+
+    def save(self) -> None:
+        """Writes the file, atomically: what another process wrote meanwhile is kept, ours goes first."""
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        merged: dict[str, Any] = {}
+        try:
+            merged = json.loads(self._path.read_text())
+        except (OSError, ValueError):
+            merged = {}
+        merged |= {key: dataclasses.asdict(candidate) for key, candidate in self._known.items()}  # pyright: ignore[reportArgumentType]
+        with tempfile.NamedTemporaryFile("w", dir=self._path.parent, suffix=".tmp", delete=False) as file:
+            json.dump(merged, file, indent=1, sort_keys=True)
+        Path(file.name).replace(self._path)
+
+
+def tune(
+    table: Table[C],
+    cases: Sequence[Case[C]],
+    *,
+    measure: Callable[[Callable[[int], object], int], float] | None = None,
+    threads: int | None = None,
+) -> Tuned:
+    """Measures the cases that `table` does not know, and puts the fastest candidates there; the caller saves.
+
+    Kernels are compiled first, by `threads` threads (the number of cores): a compiler spends most of its time outside the
+    interpreter's lock. measure(run, launches): seconds of a launch; default `device_seconds`.
+    """
+    measure = measure or device_seconds
+    unknown = [case for case in cases if table.get(case.key) not in case.candidates]
+    tuned = Tuned()
+    _compile(unknown, threads or os.cpu_count() or 1, tuned)
+    for case in unknown:
+        times: dict[Any, float] = {}
+        for candidate in case.candidates:
+            name = f"{case.key} {candidate}"
+            if name in tuned.failed:
+                continue
+            try:
+                times[candidate] = measure(partial(case.run, candidate), case.launches) + case.extra_s(candidate)
+            except Exception as error:  # a candidate too large for this GPU is not an option there
+                tuned.failed[name] = f"{type(error).__name__}: {error}"
+        if times:
+            table.put(case.key, min(times, key=lambda candidate: times[candidate]))
+            tuned.seconds[case.key] = times
+    return tuned
+
+
+def device_seconds(run: Callable[[int], object], launches: int, replays: int = 3) -> float:
+    """Median seconds of a launch in a CUDA graph of `launches`; run(i) takes the i-th of several sets of inputs, so that L2
+    does not hold them."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(0)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(launches):
+            run(i)
+    graph.replay()
+    times: list[float] = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / launches)
+    return statistics.median(times)
+
+
+def cache_directory() -> Path:
+    """$PENSTOCK_KERNEL_CACHE, or ~/.cache/penstock/kernels."""
+    given = os.environ.get(CACHE_VARIABLE)
+    return Path(given) if given else Path.home() / ".cache" / "penstock" / "kernels"
+
+
+def _compile(cases: Sequence[Case[C]], threads: int, tuned: Tuned) -> None:
+    """Runs every candidate once."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def once(case: Case[C], candidate: C) -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        try:
+            case.run(candidate, 0)
+        except Exception as error:
+            tuned.failed[f"{case.key} {candidate}"] = f"{type(error).__name__}: {error}"
+
+    pairs = [(case, candidate) for case in cases for candidate in case.candidates]
+    if pairs:
+        with ThreadPoolExecutor(min(threads, len(pairs))) as pool:
+            list(pool.map(lambda pair: once(*pair), pairs))
+        if device is not None:
+            torch.cuda.synchronize()
+
+
+def _device_name(device: torch.device) -> str:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return re.sub(r"[^A-Za-z0-9.]+", "-", name)
+
+
+def _digest(sources: Iterable[Path]) -> str:
+    digest = hashlib.sha256(f"torch {torch.__version__}, triton {_triton_version()}".encode())
+    for path in sources:
+        digest.update(path.read_bytes())
+    return f"triton{_triton_version()}-{digest.hexdigest()[:12]}"
+
+
+def _triton_version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "none"
+
+
+def launches_for(seconds: float, *, total_s: float = 1.5e-3, most: int = 100) -> int:
+    """How many launches of about `seconds` make a measurement of about `total_s`."""
+    return max(2, min(most, math.ceil(total_s / max(seconds, 1e-7))))
