@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from common.cache.store_client import StoreClient
+from common.engine import open as opening
+from common.engine.settings import EngineServiceConfig
 from common.protocol.errors import ConfigError, StaleHandle, TransportUnavailable
+from common.transfer import cuda_ipc
 from common.transfer.base import RemoteBlocks
 from common.transfer.cuda_ipc import CudaDriver, LocalTransport, export_pool
 from common.transfer.shm import Segment, ShmTransport
@@ -189,6 +196,40 @@ def test_memory_that_cannot_be_opened_is_a_typed_error(
         transport.read(RemoteBlocks("elsewhere", "theirs", "m", [0], [0]), NOTHING, [0])
     with pytest.raises(ConfigError, match="expandable_segments"):
         export_pool(random_pool(1), driver)
+
+
+def test_an_engine_on_a_gpu_shares_its_pool_and_reads_into_it(
+    tmp_path: Path, driver: HostDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pools = {"prefill": random_pool(6), "decode": random_pool(5)}
+    runners = iter(SimpleNamespace(pool=pool, fingerprint="m") for pool in pools.values())
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
+    monkeypatch.setattr(opening, "resolve_device", lambda settings: "cuda:0")
+    monkeypatch.setattr(opening, "load_runner", lambda files, settings, on_progress: next(runners))
+    monkeypatch.setattr(cuda_ipc, "CudaDriver", lambda index: driver)
+    config = EngineServiceConfig(model="dummy:tiny", shm_dir=str(tmp_path))
+    transport = LocalTransport(str(tmp_path))
+    prefill = opening.open_engine(config, "prefill-1")
+    decode = opening.open_engine(config, "decode-1", transport=transport)
+    assert (prefill.segment.num_blocks, prefill.segment.block_bytes) == (6, BLOCK_BYTES)
+    transport.read(remote(transport, [4, 2], [0, 0], name="prefill-1"), decode.segment.blocks, [3, 0])
+    assert torch.equal(pools["decode"][[3, 0]], pools["prefill"][[4, 2]])
+    for engine in (prefill, decode):
+        engine.segment.close()
+    transport.close()
+
+
+def test_no_kvstore_is_asked_for_a_pool_that_it_cannot_reach(tmp_path: Path) -> None:
+    def alive(role: str, now: float) -> list[object]:
+        pytest.fail("nobody need ask who is there")
+
+    actor: Any = SimpleNamespace(
+        bus=SimpleNamespace(connected=True),
+        clock=time.monotonic,
+        metrics=SimpleNamespace(counter=lambda *_: None),
+        registry=SimpleNamespace(alive=alive),
+    )
+    assert not StoreClient(actor, NOTHING, "m", str(tmp_path)).available
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")
