@@ -15,7 +15,7 @@ def quantise_rows_reference(x: torch.Tensor) -> Quantised:
     """x: [rows, size]."""
     wide = x.float()
     highest = wide.abs().amax(dim=1).clamp(min=SMALLEST)
-    data = (wide * (E4M3_MAX / highest)[:, None]).clamp(-E4M3_MAX, E4M3_MAX)
+    data = (wide * (torch.full_like(highest, E4M3_MAX) / highest)[:, None]).clamp(-E4M3_MAX, E4M3_MAX)
     return Quantised(data.to(torch.float8_e4m3fn), highest / E4M3_MAX)
 
 
@@ -25,7 +25,7 @@ def quantise_blocks_reference(weight: torch.Tensor, block: int) -> tuple[torch.T
     padded = F.pad(weight.float(), (0, -size_in % block, 0, -size_out % block))
     tiles = padded.view(padded.shape[0] // block, block, -1, block)
     highest = tiles.abs().amax(dim=(1, 3)).clamp(min=SMALLEST)
-    data = (tiles * (E4M3_MAX / highest)[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX)
+    data = (tiles * (torch.full_like(highest, E4M3_MAX) / highest)[:, None, :, None]).clamp(-E4M3_MAX, E4M3_MAX)
     return data.reshape(padded.shape)[:size_out, :size_in].to(torch.float8_e4m3fn).contiguous(), highest / E4M3_MAX
 
 

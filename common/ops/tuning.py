@@ -36,7 +36,8 @@ C = TypeVar("C")
 class Case(Generic[C]):
     """What to decide. run(candidate, i) launches it once, on the i-th set of inputs; launches: of one measurement.
 
-    extra_s(candidate): time that it costs elsewhere, such as in the op that reads its partial sums.
+    extra_s(candidate): time that it costs elsewhere, such as in the op that reads its partial sums. kernel(candidate): equal
+    for candidates, of all cases that are tuned together, that need the same compiled code.
     """
 
     key: str
@@ -44,6 +45,7 @@ class Case(Generic[C]):
     run: Callable[[C, int], object]
     launches: int = 20
     extra_s: Callable[[C], float] = lambda _: 0.0
+    kernel: Callable[[C], object] = lambda candidate: candidate
 
 
 @dataclass(slots=True)
@@ -94,11 +96,11 @@ class Table(Generic[C]):
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        merged: dict[str, Any] = {}
         try:
-            merged = json.loads(self._path.read_text())
+            found = json.loads(self._path.read_text())
         except (OSError, ValueError):
-            merged = {}
+            found = {}
+        merged: dict[str, Any] = found if isinstance(found, dict) else {}
         merged |= {key: dataclasses.asdict(candidate) for key, candidate in self._known.items()}  # pyright: ignore[reportArgumentType]
         with tempfile.NamedTemporaryFile("w", dir=self._path.parent, suffix=".tmp", delete=False) as file:
             json.dump(merged, file, indent=1, sort_keys=True)
@@ -168,21 +170,26 @@ def cache_directory() -> Path:
 
 
 def _compile(cases: Sequence[Case[C]], threads: int, tuned: Tuned) -> None:
-    """Runs every candidate once."""
+    """Runs each kernel once. One that fails, fails for every case."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    users: dict[object, list[tuple[Case[C], C]]] = {}
+    for case in cases:
+        for candidate in case.candidates:
+            users.setdefault(case.kernel(candidate), []).append((case, candidate))
 
-    def once(case: Case[C], candidate: C) -> None:
+    def once(sharing: list[tuple[Case[C], C]]) -> None:
         if device is not None:
             torch.cuda.set_device(device)
+        case, candidate = sharing[0]
         try:
             case.run(candidate, 0)
         except Exception as error:
-            tuned.failed[f"{case.key} {candidate}"] = f"{type(error).__name__}: {error}"
+            for case, candidate in sharing:
+                tuned.failed[f"{case.key} {candidate}"] = f"{type(error).__name__}: {error}"
 
-    pairs = [(case, candidate) for case in cases for candidate in case.candidates]
-    if pairs:
-        with ThreadPoolExecutor(min(threads, len(pairs))) as pool:
-            list(pool.map(lambda pair: once(*pair), pairs))
+    if users:
+        with ThreadPoolExecutor(min(threads, len(users))) as pool:
+            list(pool.map(once, users.values()))
         if device is not None:
             torch.cuda.synchronize()
 

@@ -1,0 +1,157 @@
+"""What was measured once is used ever after; what was not, is the default; a broken file or candidate stops nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.ops import linear_device
+from common.ops.backend import interpreted
+from common.ops.linear import pack_linear, takes_quantised
+from common.ops.linear_tuning import tune_linears
+from common.ops.tuning import Case, Table, launches_for, tune
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Speed:
+    seconds: float
+    works: bool = True
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("PENSTOCK_KERNEL_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def _table() -> Table[Speed]:
+    table = Table("test", Speed, [Path(__file__)])
+    table.open(CPU)
+    return table
+
+
+def _tune(table: Table[Speed], candidates: list[Speed], **options) -> tuple[list[Speed], dict[str, str]]:
+    """What was measured, and what failed."""
+    running: list[Speed] = []
+    measured: list[Speed] = []
+
+    def run(candidate: Speed, index: int) -> None:
+        if not candidate.works:
+            raise RuntimeError("too large")
+        running.append(candidate)
+
+    def measure(launch: Callable[[int], object], launches: int) -> float:
+        launch(0)
+        measured.append(running[-1])
+        return running[-1].seconds
+
+    tuned = tune(table, [Case("op 4x4 1", candidates, run, **options)], measure=measure, threads=2)
+    return measured, tuned.failed
+
+
+def test_the_fastest_is_chosen_and_survives_a_restart() -> None:
+    slow, fast = Speed(2.0), Speed(1.0)
+    table = _table()
+    assert table.choose("op 4x4 1", [slow, fast]) == slow
+    assert _tune(table, [slow, fast]) == ([slow, fast], {})
+    table.save()
+    again = _table()
+    assert again.choose("op 4x4 1", [slow, fast]) == fast
+    assert _tune(again, [slow, fast]) == ([], {})
+
+
+def test_a_choice_that_is_no_candidate_any_more_is_measured_again() -> None:
+    table = _table()
+    table.put("op 4x4 1", Speed(9.0))
+    slow, fast = Speed(2.0), Speed(1.0)
+    assert table.choose("op 4x4 1", [slow, fast]) == slow
+    assert _tune(table, [slow, fast])[0] == [slow, fast]
+
+
+def test_candidates_that_fail_are_left_out() -> None:
+    table = _table()
+    measured, failed = _tune(table, [Speed(0.5, works=False), Speed(2.0)])
+    assert measured == [Speed(2.0)]
+    assert list(failed.values()) == ["RuntimeError: too large"]
+    assert table.choose("op 4x4 1", [Speed(3.0), Speed(2.0)]) == Speed(2.0)
+
+
+def test_costs_elsewhere_count() -> None:
+    table = _table()
+    _tune(table, [Speed(1.0), Speed(2.0)], extra_s=lambda candidate: 5.0 if candidate.seconds == 1.0 else 0.0)
+    assert table.get("op 4x4 1") == Speed(2.0)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"op 4x4 1": {"seconds": 1, "other": 2}}'])
+def test_a_broken_file_counts_as_none(content: str, _cache: Path) -> None:
+    table = _table()
+    table.put("op 4x4 1", Speed(1.0))
+    table.save()
+    (path,) = _cache.iterdir()
+    path.write_text(content)
+    again = _table()
+    assert again.get("op 4x4 1") is None
+    again.put("op 4x4 1", Speed(1.0))
+    again.save()
+    assert _table().get("op 4x4 1") == Speed(1.0)
+
+
+def test_two_processes_add_to_one_file() -> None:
+    one, other = _table(), _table()
+    one.put("a", Speed(1.0))
+    other.put("b", Speed(2.0))
+    one.save()
+    other.save()
+    assert (_table().get("a"), _table().get("b")) == (Speed(1.0), Speed(2.0))
+
+
+def test_measurements_take_about_as_long() -> None:
+    assert launches_for(1e-5) == 100
+    assert launches_for(1e-3) == 2
+    assert launches_for(1.0) == 2
+
+
+@pytest.fixture
+def _on_device() -> Iterator[None]:
+    linear_device.forget_choices()
+    with interpreted():
+        yield
+    linear_device.TABLE.__init__("linear", linear_device.Candidate, [])
+    linear_device.forget_choices()
+
+
+@pytest.mark.usefixtures("_on_device")
+def test_linears_are_tuned_by_shape_and_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.ops.linear_tuning._ROTATED_BYTES", 1 << 14)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # the interpreter knows one thread
+    ran: list[str] = []
+    run = linear_device.run
+
+    def noting(op, x, weight, chosen) -> torch.Tensor:
+        ran.append(chosen.kind)
+        return run(op, x, weight, chosen) if chosen.kind == "library" and not chosen.quantised else torch.zeros(1)
+
+    monkeypatch.setattr(linear_device, "run", noting)
+
+    def measure(launch: Callable[[int], object], launches: int) -> float:
+        launch(0)
+        return {"library": 3.0, "dot": 2.0, "gemv": 1.0, "persistent": 4.0}[ran[-1]]
+
+    shapes = [("plain", 128, 256, "qkv"), ("fp8", 128, 256, "down")]
+    tuned = tune_linears(shapes, dtype=torch.bfloat16, device=CPU, buckets=(1, 16), measure=measure)  # type: ignore[arg-type]
+    assert not tuned.failed
+    plain = pack_linear(torch.randn(128, 256).bfloat16())
+    fp8 = pack_linear(torch.randn(128, 256).bfloat16(), format="fp8")
+    assert linear_device.choose("split", plain, 1, quantised=False).kind == "gemv"
+    assert linear_device.choose("split", plain, 9, quantised=False).kind == "dot"
+    assert linear_device.choose("linear", plain, 9, quantised=False).kind == "dot"
+    assert not takes_quantised(fp8, 1)  # one row is fastest without tensor cores, which takes bf16
+    ran.clear()
+    assert not tune_linears(shapes, dtype=torch.bfloat16, device=CPU, buckets=(1, 16), measure=measure).seconds  # type: ignore[arg-type]
+    assert not ran
