@@ -14,7 +14,7 @@ PrefillBackend = Literal["cudnn", "flash", "kernel"]
 
 SHARED_BYTES = 227 * 1024
 SHORT_QUERIES = 16
-"""Rows of decode and verification have at most so many queries: one work list. A step with longer rows has two, short and long."""
+"""Rows of decode and verification have at most so many queries: one work list. With longer rows there are two."""
 
 PREFILL_BACKEND: PrefillBackend = "cudnn"
 """For prompts with no cached prefix. Causal, 8k, 32/8 heads × 128 on an H200: cuDNN 590 TFLOP/s, FlashAttention-2 289."""
@@ -28,7 +28,8 @@ class AttentionConfig:
 
     block_m: queries × query heads of one matrix product; tile: keys of one; programs: wanted per multiprocessor when keys are
     split; fewest_keys: of a split; segment_keys: 0, or splits begin at its multiples, whatever the batch (batch-invariant);
-    swap: keys, not queries, are the rows of the products (wgmma for decode; not for 8-bit KV).
+    swap: keys, not queries, are the rows of the products (wgmma for decode; not for 8-bit KV); fused: the last program of a
+    split row merges it, instead of a second kernel (not batch-invariant).
     """
 
     block_m: int
@@ -39,6 +40,7 @@ class AttentionConfig:
     fewest_keys: int = 128
     segment_keys: int = 0
     swap: bool = False
+    fused: bool = False
 
 
 CHOSEN: dict[tuple[int, int, torch.dtype, Kind], AttentionConfig] = {}
@@ -50,24 +52,28 @@ def choose_config(head_dim: int, group: int, dtype: torch.dtype, max_queries: in
     kind: Kind = "decode" if max_queries <= SHORT_QUERIES else "prefill"
     if invariant:
         # one for all rows, so that a query meets the same instructions in a prompt, in a step and in a verification
-        config = default_config(head_dim, group, dtype, "decode")
-        return replace(config, block_m=max(32, config.block_m), warps=4, segment_keys=512, swap=False)
+        config = _widened(default_config(head_dim, group, dtype, "decode"), 32)
+        return replace(config, warps=8, segment_keys=512, swap=False, fused=False)
     config = CHOSEN.get((head_dim, group, dtype, kind)) or default_config(head_dim, group, dtype, kind)
-    if kind == "decode":
-        config = replace(config, block_m=max(16, _power_of_2(group), min(64, _power_of_2(group * max_queries))))
-    return config
+    return _widened(config, min(64, _power_of_2(group * max_queries))) if kind == "decode" else config
 
 
 def default_config(head_dim: int, group: int, dtype: torch.dtype, kind: Kind) -> AttentionConfig:
-    """By rule: two tiles of K and V in flight per program and three programs per multiprocessor, 64 KB each."""
+    """By rule: for decode, two tiles of K and V in flight per program, 64 KB, and three programs per multiprocessor."""
     row_bytes = _power_of_2(head_dim) * dtype.itemsize
-    if dtype == torch.float32:
-        return AttentionConfig(max(16, _power_of_2(group)), 32 if head_dim <= 128 else 16, 4, 2, 2)
-    tile = min(128, max(32, 64 * 256 // row_bytes))
+    if dtype == torch.float32:  # no tensor cores
+        return AttentionConfig(max(16, _power_of_2(group)), 32 if head_dim <= 128 else 16, 8, 2, 2)
     if kind == "decode":
-        return AttentionConfig(max(16, _power_of_2(group)), tile, 4, 3, 3)
-    block_m = 128 if head_dim <= 128 and dtype.itemsize == 2 else 64
-    return AttentionConfig(max(block_m, _power_of_2(group)), min(tile, 64), block_m // 16, 3, 1)
+        return AttentionConfig(max(16, _power_of_2(group)), min(128, max(32, 64 * 256 // row_bytes)), 4, 3, 3)
+    large = head_dim > 128
+    return AttentionConfig(max(64 if large else 128, _power_of_2(group)), 32 if large else 64, 8, 3, 1)
+
+
+def _widened(config: AttentionConfig, block_m: int) -> AttentionConfig:
+    """For more queries: the same registers, so shorter tiles."""
+    if block_m <= config.block_m:
+        return config
+    return replace(config, block_m=block_m, tile=min(config.tile, 64), swap=False)
 
 
 def attention_candidates(head_dim: int, group: int, dtype: torch.dtype, kind: Kind) -> Iterator[AttentionConfig]:

@@ -54,7 +54,7 @@ class AttentionWorkspace:
         self._outgrown: list[torch.Tensor] = []
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised; the same memory for the same name, until more is asked for."""
+        """Zero at first; the same memory for the same name, until more is asked for."""
         needed = 1
         for size in shape:
             needed *= size
@@ -62,7 +62,7 @@ class AttentionWorkspace:
         if buffer is None or buffer.numel() < needed:
             if buffer is not None:
                 self._outgrown.append(buffer)
-            buffer = self._buffers[name] = torch.empty(max(needed, 1), dtype=dtype, device=self._device)
+            buffer = self._buffers[name] = torch.zeros(max(needed, 1), dtype=dtype, device=self._device)
         return buffer[:needed].view(shape)
 
 
@@ -71,10 +71,12 @@ class WorkList:
     """Rows of [least, most] queries.
 
     items: int32 [max_items, 8]: first token, queries, position of the first, where the row's block ids begin, first key tile,
-        key tiles, slot of the partial result (-1: the only one, written to the output), unused.
+        key tiles, first slot of the partial results (-1: there is one result, written to the output), which of the parts this
+        is + how many there are · 65536. Without key tiles it is not a part.
     merges: int32 [max_merges, 4]: first token, queries, first slot, slots.
     counts: int32 [2], how many of both there are.
     partials: float32 [slots, kv_heads, slot_rows, head_dim]; sums: float32 [slots, kv_heads, slot_rows], log2-sum-exps.
+    arrivals: int32 [slots, kv_heads], zero between kernels; parts of a row written, at its first slot (fused merges).
     """
 
     config: AttentionConfig
@@ -85,6 +87,7 @@ class WorkList:
     counts: torch.Tensor
     partials: torch.Tensor
     sums: torch.Tensor
+    arrivals: torch.Tensor
 
 
 @dataclass(slots=True, frozen=True)
@@ -199,6 +202,7 @@ def _make_list(
         counts=take("counts", 2),
         partials=take("partials", slots, kv_heads, slot_rows, head_dim, dtype=torch.float32),
         sums=take("sums", slots, kv_heads, slot_rows, dtype=torch.float32),
+        arrivals=take("arrivals", slots, kv_heads),
     )
     list_work(
         batch.query_starts,

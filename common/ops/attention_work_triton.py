@@ -88,7 +88,9 @@ def work_kernel(
     tl.store(item + 3, tl.load(block_starts + row), mask=mine)
     tl.store(item + 4, first, mask=mine)
     tl.store(item + 5, tl.maximum(tl.minimum(first + each, seen) - first, 0), mask=mine)
-    tl.store(item + 6, tl.where(is_split, index, -1), mask=mine)
+    parts = tl.cdiv(seen, each)
+    tl.store(item + 6, tl.where(is_split, index - split, -1), mask=mine)
+    tl.store(item + 7, split + (parts << 16), mask=mine)
     heads = mine & is_split & (split == 0)
     merge += (index - begin) // splits
     heads &= merge < max_merges
@@ -96,7 +98,7 @@ def work_kernel(
     tl.store(target, token + skipped, mask=heads)
     tl.store(target + 1, queries, mask=heads)
     tl.store(target + 2, index, mask=heads)
-    tl.store(target + 3, tl.cdiv(seen, each), mask=heads)
+    tl.store(target + 3, parts, mask=heads)
     if tl.program_id(0) == 0:
         tl.store(counts, tl.minimum(num_items, max_items))
         tl.store(counts + 1, tl.minimum(tl.sum(merge_tiles, 0), max_merges))

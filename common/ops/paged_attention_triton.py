@@ -1,9 +1,8 @@
 """Attention over paged KV by a work list: decode, verification and prefill chunks in one kernel, and the merge of splits.
 
 One program takes one item of `attention_work` for one KV head: up to BLOCK_M // GROUP queries of a row (all query heads that
-share the KV head, flattened into the rows of the matrix products) over a range of key tiles. Scores live in base 2. KV of
-8 bits is read as pairs of numbers in 16-bit words, which keeps transposed loads of V possible; the halves become two dots of
-half the width. See FlashAttention-2 (arXiv 2307.08691) and FlashDecoding (pytorch.org/blog/flash-decoding).
+share the KV head, flattened into the rows of the matrix products) over a range of key tiles. Scores live in base 2.
+See FlashAttention-2 (arXiv 2307.08691) and FlashDecoding (pytorch.org/blog/flash-decoding).
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false, reportOperatorIssue=false
@@ -15,125 +14,17 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from common.ops import backend
-from common.ops.attention_work import DevicePlan, WorkList
-
-_UNPACK = tl.constexpr(
-    """{
-    .reg .b32 apart;
-    .reg .b16 even, odd;
-    prmt.b32 apart, $2, 0, 0x3120;
-    mov.b32 {even, odd}, apart;
-    cvt.rn.f16x2.e4m3x2 $0, even;
-    cvt.rn.f16x2.e4m3x2 $1, odd;
-    }"""
-)
+from common.ops.attention_merge_triton import fold, merge_rows, merge_splits
+from common.ops.attention_tiles_triton import attend_tiles
+from common.ops.attention_work import DevicePlan
 
 
 @triton.jit
-def _unpack(pairs, ASSEMBLY: tl.constexpr):
-    """int16 of two float8_e4m3fn each → the lower and the upper ones as float16."""
-    if ASSEMBLY:
-        even, odd = tl.inline_asm_elementwise(_UNPACK, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
-    else:
-        even = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-        odd = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-    return even, odd
-
-
-@triton.jit
-def _attend(
-    q,
-    q_odd,
-    acc,
-    acc_odd,
-    top,
-    total,
-    bases,
-    ids,
-    first,
-    last,
-    end,
-    position,
-    factor,
-    TOKEN_STRIDE: tl.constexpr,
-    BLOCK_STRIDE: tl.constexpr,
-    BLOCK_SHIFT: tl.constexpr,
-    TILE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    KV8: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-    SWAP: tl.constexpr,
-    LAZY: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Key tiles [first, last). q: [BLOCK_M, BLOCK_D]; acc alike, float32; top: [BLOCK_M]; total alike, or with LAZY one for
-    each key of a tile, to be added up once at the end. SWAP: acc and a lazy total are transposed."""
-    tokens = tl.arange(0, TILE)
-    d = tl.arange(0, BLOCK_D)
-    # keys past the end are read as the last key, finite, and hidden by the scores: no load needs a mask
-    keys = tl.minimum(first * TILE + tokens, end - 1)
-    block = tl.load(ids + (keys >> BLOCK_SHIFT))
-    for tile in range(first, last):
-        places = bases + (block.to(tl.int64) * BLOCK_STRIDE + (keys & ((1 << BLOCK_SHIFT) - 1)) * TOKEN_STRIDE)[:, None]
-        places += d[None, :]
-        # the blocks of the next tile: K and V are then one load deep, which the pipeliner needs to fetch them stages ahead
-        keys = tl.minimum(tile * TILE + TILE + tokens, end - 1)
-        block = tl.load(ids + (keys >> BLOCK_SHIFT))
-        if WIDTH < BLOCK_D:
-            shown = tl.broadcast_to((d < WIDTH)[None, :], TILE, BLOCK_D)
-            k = tl.load(places, mask=shown, other=0)
-            v = tl.load(places + (TOKEN_STRIDE << BLOCK_SHIFT), mask=shown, other=0)
-        else:
-            k = tl.load(places)
-            v = tl.load(places + (TOKEN_STRIDE << BLOCK_SHIFT))
-        key = tile * TILE + tokens
-        if SWAP:
-            scores = tl.dot(k, tl.trans(q), input_precision="ieee")
-            if MASKED:
-                scores = tl.where(key[:, None] <= position[None, :], scores, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, 0) * factor)
-            safe = tl.where(higher == float("-inf"), 0.0, higher)
-            weights = tl.exp2(scores * factor - safe[None, :])
-            fade = tl.exp2(top - safe)
-            total = total * fade[None, :] + weights if LAZY else total * fade + tl.sum(weights, 0)
-            acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * fade[None, :], input_precision="ieee")
-        else:
-            if KV8:
-                k_even, k_odd = _unpack(tl.trans(k), ASSEMBLY)
-                scores = tl.dot(q, k_even)
-                scores = tl.dot(q_odd, k_odd, scores)
-            else:
-                scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-            if MASKED:
-                scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, 1) * factor)
-            safe = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
-            weights = tl.exp2(scores * factor - safe[:, None])
-            fade = tl.exp2(top - safe)
-            total = total * fade[:, None] + weights if LAZY else total * fade + tl.sum(weights, 1)
-            if KV8:
-                v_even, v_odd = _unpack(v, ASSEMBLY)
-                weights = weights.to(tl.float16)
-                acc = tl.dot(weights, v_even, acc * fade[:, None])
-                acc_odd = tl.dot(weights, v_odd, acc_odd * fade[:, None])
-            else:
-                acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-        top = higher
-    return acc, acc_odd, top, total
-
-
-@triton.jit
-def _fold(best, mass, part_sum):
-    """One more split. Returns the new maximum and mass, and the factors of what is merged and of what is added.
-
-    Explicit fma here and where it is used: the same bits in every kernel, whatever the compiler contracts.
-    """
-    higher = tl.maximum(best, part_sum)
-    safe = tl.where(higher == float("-inf"), 0.0, higher)
-    kept = tl.exp2(best - safe)
-    added = tl.exp2(part_sum - safe)
-    return higher, tl.fma(mass, kept, added), kept, added
+def _load_item(item):
+    return (
+        tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3),
+        tl.load(item + 4), tl.load(item + 5), tl.load(item + 6), tl.load(item + 7),
+    )  # fmt: skip
 
 
 @triton.jit
@@ -143,19 +34,14 @@ def _attend_item(
     output,
     partials,
     sums,
+    arrivals,
     block_ids,
     kv_scale,
     layer,
     scale,
     query_stride,
     head,
-    token,
-    queries,
-    start,
-    blocks,
-    first,
-    tiles,
-    slot,
+    item,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -170,7 +56,9 @@ def _attend_item(
     SCALED: tl.constexpr,
     SWAP: tl.constexpr,
     OPEN_LOOP: tl.constexpr,
+    FUSED: tl.constexpr,
 ):
+    token, queries, start, blocks, first, tiles, first_slot, part = item
     WIDTH: tl.constexpr = HEAD_DIM // 2 if KV8 else HEAD_DIM
     BLOCK_D: tl.constexpr = triton.next_power_of_2(WIDTH)
     FULL_D: tl.constexpr = 2 * BLOCK_D if KV8 else BLOCK_D
@@ -211,7 +99,7 @@ def _attend_item(
             total = tl.zeros((BLOCK_M, TILE) if LAZY else (BLOCK_M,), tl.float32)
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             acc_odd = acc if KV8 else 0
-            acc, acc_odd, top, total = _attend(
+            acc, acc_odd, top, total = attend_tiles(
                 q, q_odd, acc, acc_odd, top, total, bases, ids, begin, tl.minimum(begin + SEGMENT, last),
                 end, position, factor, TOKEN_STRIDE, BLOCK_STRIDE, BLOCK_SHIFT, TILE, WIDTH, BLOCK_D, KV8, ASSEMBLY,
                 False, LAZY, True,
@@ -219,7 +107,7 @@ def _attend_item(
             total = tl.sum(total, 1) if LAZY else total
             divisor = tl.where(total == 0.0, 1.0, total)  # a query that sees nothing: top is -inf, and so is its sum
             part_sum = top + tl.log2(divisor)
-            best, mass, kept, added = _fold(best, mass, part_sum)
+            best, mass, kept, added = fold(best, mass, part_sum)
             added = tl.broadcast_to(added[:, None], BLOCK_M, BLOCK_D)
             merged = tl.fma(acc / divisor[:, None] * value_scale, added, merged * kept[:, None])
             if KV8:
@@ -232,12 +120,12 @@ def _attend_item(
         acc_odd = acc if KV8 else 0
         if OPEN_LOOP:
             open_end = tl.maximum(tl.minimum((start + 1) // TILE, last), first)  # every query sees the tiles before it whole
-            acc, acc_odd, top, total = _attend(
+            acc, acc_odd, top, total = attend_tiles(
                 q, q_odd, acc, acc_odd, top, total, bases, ids, first, open_end, end, position, factor,
                 TOKEN_STRIDE, BLOCK_STRIDE, BLOCK_SHIFT, TILE, WIDTH, BLOCK_D, KV8, ASSEMBLY, SWAP, LAZY, False,
             )  # fmt: skip
             first = open_end
-        acc, acc_odd, top, total = _attend(
+        acc, acc_odd, top, total = attend_tiles(
             q, q_odd, acc, acc_odd, top, total, bases, ids, first, last, end, position, factor,
             TOKEN_STRIDE, BLOCK_STRIDE, BLOCK_SHIFT, TILE, WIDTH, BLOCK_D, KV8, ASSEMBLY, SWAP, LAZY, True,
         )  # fmt: skip
@@ -250,12 +138,24 @@ def _attend_item(
     if KV8:
         acc = tl.interleave(acc, acc_odd)
     acc = acc / divisor[:, None] if SEGMENT > 0 else acc * (value_scale / divisor)[:, None]
-    if slot < 0:
+    if first_slot < 0:
         tl.store(output + (rows * (KV_HEADS * GROUP * HEAD_DIM) + columns)[:, None] + d[None, :], acc, mask=shown)
     else:
-        places = (slot.to(tl.int64) * KV_HEADS + head) * SLOT_ROWS + m
+        places = ((first_slot + part % 65536).to(tl.int64) * KV_HEADS + head) * SLOT_ROWS + m
         tl.store(partials + (places * HEAD_DIM)[:, None] + d[None, :], acc, mask=shown)
         tl.store(sums + places, top + tl.log2(divisor), mask=mine)
+        if FUSED:
+            # whoever comes last merges: all parts are written, and the order of adding up is theirs, not that of coming
+            tl.debug_barrier()
+            counter = arrivals + first_slot * KV_HEADS + head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == part // 65536 - 1:
+                tl.store(counter, 0)
+                ROWS: tl.constexpr = min(4, triton.next_power_of_2(SLOT_ROWS))
+                for begin in range(0, queries * GROUP, ROWS):
+                    merge_rows(
+                        output, partials, sums, head, token, queries, first_slot, part // 65536, KV_HEADS, GROUP, HEAD_DIM,
+                        SLOT_ROWS, ROWS, max(1, 4096 // (ROWS * FULL_D)), begin,
+                    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -265,13 +165,17 @@ def attention_kernel(
     output,  # [tokens, KV_HEADS * GROUP, HEAD_DIM]
     partials,  # float32 [slots, KV_HEADS, SLOT_ROWS, HEAD_DIM]
     sums,  # float32 [slots, KV_HEADS, SLOT_ROWS], base 2
+    arrivals,  # int32 [slots, KV_HEADS] if FUSED
     items,  # int32 [items, 8], see attention_work
     counts,  # int32 [2]
     block_ids,
+    query_starts,  # of the step: tokens past query_starts[num_rows] are padding
     kv_scale,  # float32 [layers, 2, KV_HEADS] if SCALED
     layer,
     scale,
     query_stride,
+    num_rows,
+    num_tokens,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -286,104 +190,41 @@ def attention_kernel(
     SCALED: tl.constexpr,
     SWAP: tl.constexpr,
     OPEN_LOOP: tl.constexpr,
+    FUSED: tl.constexpr,
     LOOP: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    program = tl.program_id(0)
-    work = tl.load(counts) * KV_HEADS
-    if LOOP:
-        if PDL:
-            gdc_wait()
-            gdc_launch_dependents()
-        for index in range(program, work, tl.num_programs(0)):
-            item = items + index // KV_HEADS * 8
-            _attend_item(
-                query, pool, output, partials, sums, block_ids, kv_scale, layer, scale, query_stride, index % KV_HEADS,
-                tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3), tl.load(item + 4), tl.load(item + 5),
-                tl.load(item + 6), KV_HEADS, GROUP, HEAD_DIM, BLOCK_SHIFT, BLOCK_STRIDE, BLOCK_M, TILE, SLOT_ROWS, SEGMENT,
-                KV8, ASSEMBLY, SCALED, SWAP, OPEN_LOOP,
-            )  # fmt: skip
-    else:
-        # the work list is older than the kernel before this one: read it while that one still runs
-        item = items + program // KV_HEADS * 8
-        token, queries, start, blocks = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
-        first, tiles, slot = tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
-        if PDL:
-            gdc_wait()
-            gdc_launch_dependents()
-        if program < work:
-            _attend_item(
-                query, pool, output, partials, sums, block_ids, kv_scale, layer, scale, query_stride, program % KV_HEADS,
-                token, queries, start, blocks, first, tiles, slot, KV_HEADS, GROUP, HEAD_DIM, BLOCK_SHIFT, BLOCK_STRIDE,
-                BLOCK_M, TILE, SLOT_ROWS, SEGMENT, KV8, ASSEMBLY, SCALED, SWAP, OPEN_LOOP,
-            )  # fmt: skip
-
-
-@triton.jit
-def merge_kernel(
-    output,
-    partials,
-    sums,
-    merges,  # int32 [merges, 4], see attention_work
-    counts,
-    query_starts,  # of the step: tokens past query_starts[num_rows] are padding
-    num_rows,
-    num_tokens,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    SLOT_ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    IN_ORDER: tl.constexpr,
     CLEAR: tl.constexpr,
     PDL: tl.constexpr,
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
-    work = tl.load(counts + 1) * (KV_HEADS * SLOT_ROWS)
-    end = tl.load(query_starts + num_rows)
-    d = tl.arange(0, BLOCK_D)
-    shown = d < HEAD_DIM
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    for index in range(program, work, programs):
-        merge = merges + index // (KV_HEADS * SLOT_ROWS) * 4
-        m, head = index % SLOT_ROWS, index // SLOT_ROWS % KV_HEADS
-        token, queries, slot, splits = tl.load(merge), tl.load(merge + 1), tl.load(merge + 2), tl.load(merge + 3)
-        if m // GROUP < queries:
-            origin = (slot.to(tl.int64) * KV_HEADS + head) * SLOT_ROWS + m
-            STEP: tl.constexpr = KV_HEADS * SLOT_ROWS
-            best = float("-inf")
-            mass = 0.0
-            merged = tl.zeros((BLOCK_D,), tl.float32)
-            if IN_ORDER:
-                for split in range(splits):
-                    places = origin + split * STEP
-                    part = tl.load(partials + places * HEAD_DIM + d, mask=shown, other=0.0)
-                    best, mass, kept, added = _fold(best, mass, tl.load(sums + places))
-                    merged = tl.fma(part, tl.full((BLOCK_D,), 0.0, tl.float32) + added, merged * kept)
-            else:
-                for begin in range(0, splits, SPLITS):
-                    split = begin + tl.arange(0, SPLITS)
-                    places = origin + split * STEP
-                    there = split < splits
-                    part_sums = tl.load(sums + places, mask=there, other=float("-inf"))
-                    parts = tl.load(
-                        partials + (places * HEAD_DIM)[:, None] + d[None, :], mask=there[:, None] & shown[None, :], other=0.0
-                    )
-                    higher = tl.maximum(best, tl.max(part_sums, 0))
-                    safe = tl.where(higher == float("-inf"), 0.0, higher)
-                    weights = tl.exp2(part_sums - safe)
-                    kept = tl.exp2(best - safe)
-                    mass = mass * kept + tl.sum(weights, 0)
-                    merged = merged * kept + tl.sum(parts * weights[:, None], 0)
-                    best = higher
-            place = (token + m // GROUP).to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + m % GROUP
-            tl.store(output + place * HEAD_DIM + d, merged / mass, mask=shown)
+    work = tl.load(counts) * KV_HEADS
+    used = tl.load(query_starts + num_rows)
+    if LOOP:
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        for index in range(program, work, programs):
+            _attend_item(
+                query, pool, output, partials, sums, arrivals, block_ids, kv_scale, layer, scale, query_stride,
+                index % KV_HEADS, _load_item(items + index // KV_HEADS * 8), KV_HEADS, GROUP, HEAD_DIM, BLOCK_SHIFT,
+                BLOCK_STRIDE, BLOCK_M, TILE, SLOT_ROWS, SEGMENT, KV8, ASSEMBLY, SCALED, SWAP, OPEN_LOOP, FUSED,
+            )  # fmt: skip
+    else:
+        # the work list is older than the kernel before this one: read it while that one still runs
+        item = _load_item(items + program // KV_HEADS * 8)
+        if PDL:
+            gdc_wait()
+            gdc_launch_dependents()
+        if program < work and item[5] > 0:
+            _attend_item(
+                query, pool, output, partials, sums, arrivals, block_ids, kv_scale, layer, scale, query_stride,
+                program % KV_HEADS, item, KV_HEADS, GROUP, HEAD_DIM, BLOCK_SHIFT, BLOCK_STRIDE, BLOCK_M, TILE, SLOT_ROWS,
+                SEGMENT, KV8, ASSEMBLY, SCALED, SWAP, OPEN_LOOP, FUSED,
+            )  # fmt: skip
     if CLEAR:
-        for index in range(end * KV_HEADS * GROUP + program, num_tokens * KV_HEADS * GROUP, programs):
-            tl.store(output + tl.cast(index, tl.int64) * HEAD_DIM + d, tl.zeros((BLOCK_D,), tl.float32), mask=shown)
+        d = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+        for index in range(used * KV_HEADS * GROUP + program, num_tokens * KV_HEADS * GROUP, programs):
+            place = output + tl.cast(index, tl.int64) * HEAD_DIM + d
+            tl.store(place, tl.zeros((d.shape[0],), tl.float32), mask=d < HEAD_DIM)
 
 
 def attend_paged(
@@ -413,13 +254,17 @@ def attend_paged(
             output=output,
             partials=work.partials,
             sums=work.sums,
+            arrivals=work.arrivals if config.fused else None,
             items=work.items,
             counts=work.counts,
             block_ids=plan.batch.block_ids,
+            query_starts=plan.batch.query_starts,
             kv_scale=kv_scale,
             layer=layer,
             scale=scale,
             query_stride=query.stride(0),
+            num_rows=plan.batch.num_rows,
+            num_tokens=plan.batch.num_tokens,
             KV_HEADS=kv_heads,
             GROUP=group,
             HEAD_DIM=head_dim,
@@ -434,35 +279,13 @@ def attend_paged(
             SCALED=kv_scale is not None,
             SWAP=config.swap,
             OPEN_LOOP=config.block_m >= 64 and not segment,
+            FUSED=config.fused,
             LOOP=loop,
+            CLEAR=work is plan.lists[-1],
             PDL=pdl,
             num_warps=config.warps,
             num_stages=config.stages,
             launch_pdl=pdl,
         )
-        _merge(work, plan, output, sms, pdl, in_order=segment > 0, clear=work is plan.lists[-1])
-
-
-def _merge(work: WorkList, plan: DevicePlan, output: torch.Tensor, sms: int, pdl: bool, *, in_order: bool, clear: bool) -> None:
-    slot_rows = work.partials.shape[2]
-    merge_kernel[(min(len(work.merges) * plan.kv_heads * slot_rows, 8 * sms),)](
-        output=output,
-        partials=work.partials,
-        sums=work.sums,
-        merges=work.merges,
-        counts=work.counts,
-        query_starts=plan.batch.query_starts,
-        num_rows=plan.batch.num_rows,
-        num_tokens=plan.batch.num_tokens,
-        KV_HEADS=plan.kv_heads,
-        GROUP=plan.num_heads // plan.kv_heads,
-        HEAD_DIM=plan.head_dim,
-        BLOCK_D=triton.next_power_of_2(plan.head_dim),
-        SLOT_ROWS=slot_rows,
-        SPLITS=16,
-        IN_ORDER=in_order,
-        CLEAR=clear,
-        PDL=pdl,
-        num_warps=4,
-        launch_pdl=pdl,
-    )
+        if not config.fused:
+            merge_splits(work, plan, output, sms, pdl=pdl, in_order=segment > 0)

@@ -176,14 +176,16 @@ def test_rows_of_any_length_share_a_step(spans: Spans, heads: int, kv_heads: int
     run(spans, heads=heads, kv_heads=kv_heads, capacity=9)
 
 
-def test_a_long_row_is_split_and_merged() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_long_row_is_split_and_merged(fused: bool) -> None:
     torch.manual_seed(4)
-    config = AttentionConfig(16, 32, 4, 2, programs=4, fewest_keys=32)
+    config = AttentionConfig(16, 32, 4, 2, programs=4, fewest_keys=32, fused=fused)
     plan = run([(700, 1), (3, 1), (40, 1)], kv_heads=1, heads=4, config=config)
     assert splits_of(plan) == 1
     assert plan.lists[0].merges[0, 3] > 10
     plan = run([(600, 6), (500, 2), (3, 1)], kv_heads=1, heads=4, config=config)
     assert splits_of(plan) == 3  # six queries of four heads are two tiles of 16
+    assert not plan.lists[0].arrivals.any()
 
 
 def test_no_item_has_more_than_its_share() -> None:
@@ -211,7 +213,7 @@ def test_no_item_has_more_than_its_share() -> None:
     assert len(seen) == 37
     for token, _, slot, slots in work.merges[:merges].tolist():
         assert [items[slot + i][0] for i in range(slots)] == [token] * slots
-        assert [items[slot + i][6] for i in range(slots)] == list(range(slot, slot + slots))
+        assert [items[slot + i][6:] for i in range(slots)] == [[slot, i + slots * 65536] for i in range(slots)]
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
@@ -272,7 +274,7 @@ def test_prompts_without_a_prefix_may_go_another_way(monkeypatch: pytest.MonkeyP
 def test_a_query_gets_the_same_bits_in_every_batch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, in a chunk of its prompt, in a verification, beside others: when `BATCH_INVARIANT` is on.
 
-    The interpreter's matrix products are numpy's, whose rounding depends on a row's place, as a GPU's does not: float64 hides it.
+    The interpreter's matrix products are numpy's, whose rounding depends on a row's place; a GPU's does not. float64 hides it.
     """
     torch.manual_seed(9)
     products = interpreter.InterpreterBuilder.create_dot
