@@ -7,10 +7,14 @@ block meanwhile is caught by the generations, before and after the copy.
 
 The pool must be one plain cudaMalloc: memory of an allocator with expandable segments has no such handle. Two containers need
 a common IPC namespace (`ipc: host`). Where a handle can't be opened, the transport is unavailable and the KV is computed anew.
+
+What a reader has opened stays allocated, even if its owner dies. So a thread looks every second whose segment is gone: the
+dead one's successor needs that memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import struct
 import threading
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 
 _HANDLE_BYTES = 64
 _MEMORY = struct.Struct(f"<{_HANDLE_BYTES}sQ")  # handle, offset of the pool in the allocation
+_LOOK_EVERY_S = 1.0
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _PROGRAMS = 64  # enough to keep NVLink full; the other multiprocessors belong to the step that runs meanwhile
 
@@ -103,6 +108,9 @@ class _DeviceReader:
         self._stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None
         self._opened: dict[tuple[str, str, bytes], int] = {}
         self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="cuda-ipc", daemon=True)
+        self._watcher.start()
 
     def read(self, source: RemoteBlocks, into_blocks: Sequence[int]) -> int:
         memory, block_bytes, current = self._segments.device_memory(source.segment, source.fingerprint)
@@ -122,6 +130,8 @@ class _DeviceReader:
         return len(into_blocks) * block_bytes
 
     def close(self) -> None:
+        self._closed.set()
+        self._watcher.join()
         with self._lock:
             for pointer in self._opened.values():
                 self._driver.close(pointer)
@@ -156,6 +166,11 @@ class _DeviceReader:
             copy_blocks(theirs, ids[0], self._pool, ids[1], max_programs=_PROGRAMS)
         if self._stream is not None:
             self._stream.synchronize()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(_LOOK_EVERY_S):
+            with self._lock, contextlib.suppress(TransportUnavailable):
+                self._forget_the_dead()
 
     def _forget_the_dead(self) -> None:
         for key in list(self._opened):

@@ -21,7 +21,8 @@ from common.models.weights.source import Progress, WeightsError, WeightSource
 from common.models.weights.upload import Upload
 from common.ops.linear import LinearWeight, pack_linear
 
-_MAX_THREADS = 8
+MAX_THREADS = 8
+"""That read ahead. Candidates, and how they compare: `python -m bench.load`."""
 
 LinearFormat = Literal["none", "int8", "fp8"]
 
@@ -53,7 +54,7 @@ class WeightLoader:
         self._total = sum(source.size_bytes(name) for name in source.shapes)
         self._done = self._total - sum(source.size_bytes(name) for name in self._left)
         if threads < 0:
-            threads = min(_MAX_THREADS, len(os.sched_getaffinity(0))) if self.device.type == "cuda" else 0
+            threads = min(MAX_THREADS, len(os.sched_getaffinity(0))) if self.device.type == "cuda" else 0
         self._prefetch = Prefetch(source, Upload(self.device, dtype), self._left, threads=threads)
 
     def __enter__(self) -> WeightLoader:

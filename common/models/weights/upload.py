@@ -11,7 +11,8 @@ import threading
 import numpy as np
 import torch
 
-_STAGING_BYTES = 16 << 20
+STAGING_BYTES = 16 << 20
+"""Of one buffer. Candidates, and how they compare: `python -m bench.load`. 0: no staging, pageable copies."""
 
 
 class Upload:
@@ -31,6 +32,8 @@ class Upload:
         """tensor: on the CPU, any dtype. When this returns, the copy is complete for every stream."""
         if self.consumer is None:
             return tensor
+        if not STAGING_BYTES:
+            return tensor.to(self.device)
         staging: _Staging | None = getattr(self._local, "staging", None)
         if staging is None:
             staging = self._local.staging = _Staging(self.device, self.consumer)
@@ -44,7 +47,7 @@ class _Staging:
         self._device = device
         self._consumer = consumer
         self._stream = torch.cuda.Stream(device)
-        self._buffers = [torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._buffers = [torch.empty(STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self._copied = [torch.cuda.Event() for _ in self._buffers]
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -56,9 +59,9 @@ class _Staging:
         # the allocator may give memory that kernels on the consumer's stream still read
         self._stream.wait_stream(self._consumer)
         with torch.cuda.stream(self._stream):
-            for turn, start in enumerate(range(0, len(source), _STAGING_BYTES)):
+            for turn, start in enumerate(range(0, len(source), STAGING_BYTES)):
                 buffer, copied = self._buffers[turn % 2], self._copied[turn % 2]
-                piece = source[start : start + _STAGING_BYTES]
+                piece = source[start : start + STAGING_BYTES]
                 copied.synchronize()
                 # numpy copies without the interpreter's lock and without torch's thread pool
                 np.copyto(buffer[: len(piece)].numpy(), piece.numpy())
