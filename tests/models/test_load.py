@@ -113,7 +113,7 @@ def test_smollm2_is_read_from_its_gguf_metadata(smollm2: ModelFiles) -> None:
     )
     assert (config.vocab_size, config.max_context, config.rope.theta) == (49_152, 8192, 100_000.0)
     assert (config.bos_id, config.eos_ids) == (1, [2])
-    layout = cache_layout(config, EngineConfig(kv_cache_mb=90))
+    layout = cache_layout(config, EngineConfig(dtype="float32", kv_cache_mb=90))
     assert (layout.block_bytes, layout.num_blocks) == (16 * 30 * 2 * 3 * 64 * 4, 128)
 
 
@@ -125,19 +125,25 @@ def model(tmp_path: Path) -> tuple[ModelFiles, ModelConfig]:
 
 def test_a_fingerprint_names_weights_precision_and_layout(model: tuple[ModelFiles, ModelConfig]) -> None:
     files, config = model
-    plain = cache_layout(config, EngineConfig())
-    assert plain.fingerprint == cache_layout(load_config(files), EngineConfig(num_blocks=7, threads=3)).fingerprint
+    plain = cache_layout(config, EngineConfig(dtype="float32"))
+    same = EngineConfig(dtype="float32", num_blocks=7, threads=3)
+    assert plain.fingerprint == cache_layout(load_config(files), same).fingerprint
     others = [
         cache_layout(config, EngineConfig(dtype="bfloat16")),
-        cache_layout(config, EngineConfig(block_tokens=32)),
-        cache_layout(config, EngineConfig(engine="simulated")),
+        cache_layout(config, EngineConfig(dtype="float32", block_tokens=32)),
+        cache_layout(config, EngineConfig(dtype="float32", engine="simulated")),
+        cache_layout(config, EngineConfig(dtype="float32", load_format="dummy")),
+        cache_layout(config, EngineConfig(dtype="bfloat16"), "cuda:0"),
+        cache_layout(config, EngineConfig(dtype="bfloat16", kv_cache_dtype="fp8"), "cuda:0"),
+        cache_layout(config, EngineConfig(dtype="bfloat16", quantization="fp8"), "cuda:0"),
     ]
     path = files.path / "model.safetensors"
     damaged = bytearray(path.read_bytes())
     damaged[-1] ^= 1
     path.write_bytes(damaged)
-    others.append(cache_layout(load_config(files), EngineConfig()))
-    assert len({plain.fingerprint, *(other.fingerprint for other in others)}) == 5
+    others.append(cache_layout(load_config(files), EngineConfig(dtype="float32")))
+    # bfloat16 on a CPU and on a GPU is one precision
+    assert len({plain.fingerprint, *(other.fingerprint for other in others)}) == len(others)
 
 
 def test_impossible_settings_are_errors(model: tuple[ModelFiles, ModelConfig]) -> None:
