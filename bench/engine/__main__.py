@@ -35,7 +35,7 @@ from common.models.source import DEFAULT_MODEL, resolve
 from common.protocol.errors import PenstockError
 
 INSTALLED = "installed"
-CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH")
+CACHES = ("TRITON_CACHE_DIR", "PENSTOCK_KERNEL_CACHE", "CUDA_CACHE_PATH")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from bench.common.machine import ROOT
 
@@ -14,12 +15,21 @@ _GRACE_S = 10.0
 
 
 def run_child(
-    command: Sequence[str], take: Callable[[bytes], None], *, environment: Mapping[str, str] | None = None, limit_s: float = 0.0
+    command: Sequence[str],
+    take: Callable[[bytes], None],
+    *,
+    environment: Mapping[str, str] | None = None,
+    limit_s: float = 0.0,
+    stderr: int | None = None,
 ) -> str:
-    """Calls `take` with each line of stdout; stderr is ours. `limit_s` 0: no limit. Returns what went wrong, if anything."""
+    """Calls `take` with each line of stdout; stderr is ours, or as for `subprocess`. `limit_s` 0: no limit.
+
+    Returns what went wrong, if anything.
+    """
     late = threading.Event()
     # a session of its own: engines start processes that have to end with it
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, start_new_session=True) as process:
+    settings: dict[str, Any] = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": stderr}
+    with subprocess.Popen(command, start_new_session=True, **settings) as process:
 
         def end() -> None:
             late.set()
