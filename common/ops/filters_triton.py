@@ -1,10 +1,16 @@
-"""Drawing under top-k and top-p without a sort: one program per row, which reads it (from L2, as a rule) a few times.
+"""Drawing under top-k and top-p without a sort: maxima of groups, masses, then one program per row.
 
 Every filter keeps a prefix of the order "highest first, equal ones by id", so a filter is a place in it: a key and the last
-token of that key (`is_ahead`). Top-k finds its place by radix, eight bits at a time. Top-p does not look for one: it draws from
-the prefix so far; a token with less than the wanted mass ahead of it is inside the nucleus, and being the best of more it is
-the answer; any other, and all behind it, are outside, and the draw is repeated among those ahead. One to two rounds as a rule,
-log(1 / p) on average for flat logits (a rejection as in FlashInfer, but with noise that is fixed, so the token is the one that
+token of that key (`is_ahead`). A row's program lists the groups of 256 tokens that reach the place known so far, and looks at
+those alone:
+
+    min-p    its place is known from the highest logit
+    top-k    the k-th highest of the groups' maxima is a bound; in what reaches it, the place is found by radix, 8 bits at once
+    top-p    masses are summed, in all and of two bands below the top: a band that has enough is a bound
+    draw     the noisiest token up to the place. With top-p, if less than the wanted mass is ahead of it, it is in the nucleus,
+             and the best of more than the nucleus: the answer. Else it and all behind it are outside: once more, from there
+
+A few draws at most, as a rule one (a rejection, as FlashInfer's, but with noise that is fixed: the token is the one that
 filtering first would give).
 
 All counts and masses are integers (`common.ops.nucleus`): the kernel must be launched without fusing products and sums.
@@ -17,159 +23,79 @@ import torch
 import triton
 import triton.language as tl
 
-from common.ops import nucleus
-from common.ops.gumbel_triton import noise_words, rough_noise, slack
-from common.ops.sample_triton import exact_best, floor_key, is_ahead, order_keys, tempered
+from common.ops.groups_triton import (
+    GROUP,
+    group_maxima_kernel,
+    kth_highest,
+    list_groups,
+    listed,
+    tile_of,
+    top_k_place,
+    words_of,
+)
+from common.ops.gumbel_triton import exact_noise, rough_noise, slack
+from common.ops.nucleus_triton import (
+    filters_mass,
+    listed_mass,
+    mass_ahead,
+    mass_parts_kernel,
+    nucleus_bound,
+    parts_mass,
+)
+from common.ops.sample_triton import floor_key, is_ahead, order_keys
 
 TILE = 4096
 NUM_WARPS = 16
-"""Tokens at once, and warps. Candidates: (2048, 8), (4096, 16), (8192, 32)."""
+"""Tokens at once in a row's program, and its warps. Candidates: (1024, 4), (2048, 8), (4096, 16): others spill."""
 
-EXACT_TOKENS = 512
+CHUNK = 2048
+CHUNK_WARPS = 4
+"""Tokens of a program of the two launches before it, and warps. Candidates: (2048, 4), (2048, 8), (4096, 4): others spill."""
 
+_GROUP = tl.constexpr(GROUP)
 _ALL = tl.constexpr(2**31 - 1)
-_LOWEST = tl.constexpr(nucleus.LOWEST)
-_LOG2E = tl.constexpr(nucleus.LOG2E)
-_LN2_HIGH, _LN2_LOW = tl.constexpr(nucleus.LN2_HIGH), tl.constexpr(nucleus.LN2_LOW)
-_P0, _P1, _P2, _P3, _P4, _P5 = (tl.constexpr(coefficient) for coefficient in nucleus.COEFFICIENTS)
-_MASS = tl.constexpr(2.0**nucleus.MASS_BITS)
-_NEAR = tl.constexpr(3.0)
-_FAR = tl.constexpr(8.0)
-"""Distances from the top at which the nucleus may be bounded before noise is looked at. Candidates: (2, 6), (3, 8), (4, 10)."""
 
 
 @triton.jit
-def masses(x, top):
-    """As `nucleus.masses`, in the same steps: int64."""
-    distance = tl.maximum(x - top, _LOWEST)
-    exponent = tl.floor(distance * _LOG2E + 0.5)
-    distance = distance - exponent * _LN2_HIGH
-    distance = distance - exponent * _LN2_LOW
-    power = ((((distance * _P0 + _P1) * distance + _P2) * distance + _P3) * distance + _P4) * distance + _P5
-    power = power * (distance * distance) + distance + 1.0
-    bits = power.to(tl.int32, bitcast=True) + (exponent.to(tl.int32) << 23)
-    return (bits.to(tl.float32, bitcast=True) * _MASS).to(tl.int64)
-
-
-@triton.jit
-def highest(row, vocab, temperature, TILE: tl.constexpr):
-    """The highest tempered logit, and its lowest id."""
-    best = tl.full([TILE], -float("inf"), tl.float32)
-    ids = tl.arange(0, TILE)
-    for start in range(0, vocab, TILE):
-        tokens, x = tempered(row, start, vocab, temperature, TILE)
-        ids = tl.where(x > best, tokens, ids)
-        best = tl.maximum(best, x)
-    top = tl.max(best, 0)
-    return top, tl.min(tl.where(best == top, ids, _ALL), 0)
-
-
-@triton.jit
-def top_k_place(row, vocab, temperature, key, count, TILE: tl.constexpr):
-    """Key and last token of the first `count` tokens of those whose key is at least `key`."""
-    bins = tl.arange(0, 256)
-    last = tl.full((), _ALL, tl.int32)
-    found = tl.full((), 0, tl.int32)  # the digits so far, of the key with its sign bit turned
-    known = tl.full((), 0, tl.int32)  # a mask of them
-    equal = tl.full((), 0, tl.int32)
-    shift = 24
-    while shift >= 0:
-        counts = tl.zeros([256], tl.int32)
-        for start in range(0, vocab, TILE):
-            _, x = tempered(row, start, vocab, temperature, TILE)
-            keys = order_keys(x)
-            turned = keys ^ -2147483648
-            mask = (keys >= key) & ((turned & known) == found)
-            counts += tl.histogram((turned >> shift) & 255, 256, mask=mask)
-        total = tl.sum(counts, 0)
-        if total <= count:
-            shift = -1  # all of them
-        else:
-            upwards = total - tl.cumsum(counts, 0) + counts
-            digit = tl.max(tl.where(upwards >= count, bins, -1), 0)
-            count -= tl.sum(tl.where(bins > digit, counts, 0), 0)
-            equal = tl.sum(tl.where(bins == digit, counts, 0), 0)
-            found = found | (digit << shift)
-            known = known | (255 << shift)
-            shift -= 8
-    key = tl.maximum(key, found ^ -2147483648)
-    if equal > count:
-        seen = tl.full((), 0, tl.int32)
-        for start in range(0, vocab, TILE):
-            tokens, x = tempered(row, start, vocab, temperature, TILE)
-            ties = (order_keys(x) == key).to(tl.int32)
-            here = tl.sum(ties, 0)
-            if (seen < count) & (seen + here >= count):
-                ranks = seen + tl.cumsum(ties, 0)
-                last = tl.min(tl.where((ties > 0) & (ranks == count), tokens, _ALL), 0)
-            seen += here
-    return key, last
-
-
-@triton.jit
-def nucleus_mass(row, vocab, temperature, top, key, last, top_p, TILE: tl.constexpr):
-    """What the nucleus' sum of masses must reach, and a place behind the nucleus that is no later than (key, last)."""
-    total = tl.zeros([TILE], tl.int64)
-    near = tl.zeros([TILE], tl.int64)
-    far = tl.zeros([TILE], tl.int64)
-    for start in range(0, vocab, TILE):
-        tokens, x = tempered(row, start, vocab, temperature, TILE)
-        mass = tl.where(is_ahead(x, tokens, key, last), masses(x, top), 0)
-        total += mass
-        far += tl.where(x >= top - _FAR, mass, 0)
-        near += tl.where(x >= top - _NEAR, mass, 0)
-    wanted = tl.maximum(tl.ceil(top_p * tl.sum(total, 0).to(tl.float64)).to(tl.int64), 1)
-    if tl.sum(near, 0) >= wanted:
-        bound = order_keys(top - _NEAR)
-    elif tl.sum(far, 0) >= wanted:
-        bound = order_keys(top - _FAR)
-    else:
-        bound = key
-    if bound > key:
-        key = bound
-        last = tl.full((), _ALL, tl.int32)
-    return wanted, key, last
-
-
-@triton.jit
-def mass_ahead(row, vocab, temperature, top, key, last, TILE: tl.constexpr):
-    total = tl.zeros([TILE], tl.int64)
-    for start in range(0, vocab, TILE):
-        tokens, x = tempered(row, start, vocab, temperature, TILE)
-        ahead = is_ahead(x, tokens, key, last)
-        if tl.max(ahead.to(tl.int32), 0) > 0:
-            total += tl.where(ahead, masses(x, top), 0)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def noisiest(row, vocab, temperature, seed, position, key, last, TILE: tl.constexpr, TOKENS: tl.constexpr):
-    """The token up to (key, last) with the highest exact score, and its key."""
-    best = tl.full([TILE], -float("inf"), tl.float32)
-    second = tl.full([TILE], -float("inf"), tl.float32)
-    ids = tl.zeros([TILE], tl.int32)
-    for start in range(0, vocab, TILE):
-        tokens, x = tempered(row, start, vocab, temperature, TILE)
-        ahead = is_ahead(x, tokens, key, last)
-        if tl.max(ahead.to(tl.int32), 0) > 0:
-            scores = tl.where(ahead, x + rough_noise(noise_words(seed, position, start, TILE)), -float("inf"))
-            ids = tl.where(scores > best, tokens, ids)
-            second = tl.maximum(second, tl.minimum(scores, best))
-            best = tl.maximum(best, scores)
-    lead, place = tl.max(best, 0, return_indices=True)
-    lanes = tl.arange(0, TILE)
-    token = tl.max(tl.where(lanes == place, ids, 0), 0)
+def noisiest(row, vocab, heat, shortlist, count, seed, position, key, last, TILE: tl.constexpr):
+    """The token up to (key, last) with the highest exact score."""
+    best = tl.full([TILE // _GROUP, _GROUP], -float("inf"), tl.float32)
+    second = best
+    ids = tl.full([TILE // _GROUP, _GROUP], _ALL, tl.int32)
+    for at in range(0, count, TILE // _GROUP):
+        groups = listed(shortlist, count, at, TILE)
+        tokens, x = tile_of(row, vocab, heat, groups, TILE)
+        rough = x + rough_noise(words_of(seed, position, groups, TILE))
+        scores = tl.where(is_ahead(x, tokens, key, last), rough, -float("inf"))
+        ids = tl.where(scores > best, tokens, ids)
+        second = tl.maximum(second, tl.minimum(scores, best))
+        best = tl.maximum(best, scores)
+    lead = tl.max(best)
+    token = tl.min(tl.where(best == lead, ids, _ALL))
     reach = lead - slack(lead)
-    if tl.max(tl.where(lanes == place, second, tl.maximum(second, best)), 0) >= reach:
-        none = tl.full((), -float("inf"), tl.float32)
-        _, token = exact_best(row, 0, vocab, vocab, temperature, seed, position, key, last, reach, none, token, TOKENS)
-    return token, order_keys(tl.math.div_rn(tl.load(row + token).to(tl.float32), temperature))
+    if tl.max(tl.where(ids == token, second, best)) >= reach:
+        lead = tl.full((), -float("inf"), tl.float32)
+        for at in range(0, count, TILE // _GROUP):
+            groups = listed(shortlist, count, at, TILE)
+            tokens, x = tile_of(row, vocab, heat, groups, TILE)
+            words = words_of(seed, position, groups, TILE)
+            contends = is_ahead(x, tokens, key, last) & (x + rough_noise(words) >= reach)
+            if tl.max(contends.to(tl.int32)) > 0:
+                scores = tl.where(contends, x + exact_noise(words), -float("inf"))
+                high = tl.max(scores)
+                if high > lead:
+                    lead = high
+                    token = tl.min(tl.where(scores == high, tokens, _ALL))
+    return token
 
 
 @triton.jit
 def sample_rows_kernel(
     logits,
     rows,  # int32 [n]
+    maxima,
+    lists,  # int32 [n, groups]: scratch
+    parts,  # int64 [n, 3, tiles]: see `mass_parts_kernel`
     temperature,
     top_k,
     top_p,
@@ -179,37 +105,61 @@ def sample_rows_kernel(
     out,
     row_stride,
     vocab,
+    groups,
+    tiles,
     COMPACT: tl.constexpr,  # logits hold the n rows alone
+    GROUPS: tl.constexpr,  # powers of two, at least `groups`
+    TILES: tl.constexpr,  # and `tiles`
     TILE: tl.constexpr,
-    TOKENS: tl.constexpr,
 ):
     index = tl.program_id(0)
     place = tl.load(rows + index)
     row = logits + (index if COMPACT else place).to(tl.int64) * row_stride
+    shortlist = lists + index * groups
     heat = tl.load(temperature + place)
     greedy = heat == 0
     heat = tl.where(greedy, 1.0, heat)
-    top, token = highest(row, vocab, heat, TILE)
-    if (tl.abs(top) < float("inf")) & ~greedy:
-        key = floor_key(top + tl.load(log_min_p + place))
-        last = tl.full((), _ALL, tl.int32)
+    numbers = tl.arange(0, GROUPS)
+    highest = tl.load(maxima + index * groups + numbers, mask=numbers < groups, other=-float("inf"))
+    top = tl.max(highest, 0)
+    if greedy | (tl.abs(top) == float("inf")):
+        first = tl.min(tl.where(highest == top, numbers, GROUPS), 0)
+        tokens = first * _GROUP + tl.arange(0, _GROUP)
+        x = tl.load(row + tokens, mask=tokens < vocab, other=-float("inf")).to(tl.float32)
+        token = tl.min(tl.where(tl.math.div_rn(x, heat) == top, tokens, _ALL), 0)
+    else:
         draw_seed = tl.load(seed + place)
         draw_position = tl.load(position + place)
-        count = tl.load(top_k + place)
+        k = tl.load(top_k + place)
         share = tl.load(top_p + place)
-        if (count > 0) & (count < vocab):
-            key, last = top_k_place(row, vocab, heat, key, count, TILE)
+        key = floor_key(top + tl.load(log_min_p + place))
+        last = tl.full((), _ALL, tl.int32)
+        keys = order_keys(highest)
+        if (k > 0) & (k < vocab):
+            key = kth_highest(keys, k, key, order_keys(top))
+            count = list_groups(shortlist, keys, key)
+            key, last = top_k_place(row, vocab, heat, shortlist, count, key, k, TILE)
+        count = list_groups(shortlist, keys, key)
         wanted = tl.full((), 0, tl.int64)
         if share < 1:
-            wanted, key, last = nucleus_mass(row, vocab, heat, top, key, last, share, TILE)
+            if filters_mass(k, share, vocab):
+                total, near, far = parts_mass(parts + index * 3 * tiles, tiles, TILES)
+            else:
+                total, near, far = listed_mass(row, vocab, heat, shortlist, count, top, key, last, TILE)
+            wanted, key, last = nucleus_bound(total, near, far, top, key, last, share)
+            count = list_groups(shortlist, keys, key)
+        token = tl.full((), 0, tl.int32)
         searching = 1
         while searching > 0:
-            token, token_key = noisiest(row, vocab, heat, draw_seed, draw_position, key, last, TILE, TOKENS)
+            token = noisiest(row, vocab, heat, shortlist, count, draw_seed, draw_position, key, last, TILE)
             searching = 0
-            if share < 1 and mass_ahead(row, vocab, heat, top, token_key, token - 1, TILE) >= wanted:
-                key = token_key
-                last = token - 1
-                searching = 1
+            if share < 1:
+                token_key = order_keys(tl.math.div_rn(tl.load(row + token).to(tl.float32), heat))
+                if mass_ahead(row, vocab, heat, shortlist, count, top, token_key, token - 1, TILE) >= wanted:
+                    key = token_key
+                    last = token - 1
+                    count = list_groups(shortlist, keys, key)
+                    searching = 1
     tl.store(out + place, token.to(out.dtype.element_ty))
 
 
@@ -226,25 +176,47 @@ def sample_rows_triton(
     out: torch.Tensor,
     compact: bool,
     tile: int | None = None,
-    num_warps: int = NUM_WARPS,
+    num_warps: int | None = None,
 ) -> None:
-    """As `sample_filtered`, shapes checked by it; tile: tokens at once."""
+    """As `sample_filtered`, shapes checked by it; tile: tokens at once, a multiple of `GROUP`."""
     tile = tile or TILE
-    sample_rows_kernel[(rows.shape[0],)](
+    count, vocab = len(rows), logits.shape[1]
+    groups, tiles = triton.cdiv(vocab, GROUP), triton.cdiv(vocab, CHUNK)
+    maxima = torch.empty(count, groups, dtype=torch.float32, device=logits.device)
+    lists = torch.empty(count, groups, dtype=torch.int32, device=logits.device)
+    parts = torch.empty(count, 3, tiles, dtype=torch.int64, device=logits.device)
+    shape = {"row_stride": logits.stride(0), "vocab": vocab, "groups": groups, "COMPACT": compact}
+    filters = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "log_min_p": log_min_p}
+    group_maxima_kernel[(tiles, count)](
+        logits=logits, rows=rows, temperature=temperature, maxima=maxima, TILE=CHUNK, num_warps=CHUNK_WARPS, **shape
+    )
+    mass_parts_kernel[(tiles, count)](
         logits=logits,
         rows=rows,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        log_min_p=log_min_p,
+        maxima=maxima,
+        parts=parts,
+        GROUPS=triton.next_power_of_2(groups),
+        TILE=CHUNK,
+        num_warps=CHUNK_WARPS,
+        enable_fp_fusion=False,
+        **filters,
+        **shape,
+    )
+    sample_rows_kernel[(count,)](
+        logits=logits,
+        rows=rows,
+        maxima=maxima,
+        lists=lists,
+        parts=parts,
         seed=seed,
         position=position,
         out=out,
-        row_stride=logits.stride(0),
-        vocab=logits.shape[1],
-        COMPACT=compact,
+        tiles=tiles,
+        GROUPS=triton.next_power_of_2(groups),
+        TILES=triton.next_power_of_2(tiles),
         TILE=tile,
-        TOKENS=min(tile, EXACT_TOKENS),
-        num_warps=num_warps,
+        num_warps=num_warps or NUM_WARPS,
         enable_fp_fusion=False,
+        **filters,
+        **shape,
     )

@@ -30,9 +30,9 @@ def _rough_log(x):
 
 
 @triton.jit
-def noise_words(seed, position, first, TOKENS: tl.constexpr):
-    """The 32-bit words of tokens [first, first + TOKENS), uint32; `first` is a multiple of four, seed and position int64."""
-    c0 = (first // 4 + tl.arange(0, TOKENS // 4)).to(tl.uint32)
+def noise_words(seed, position, quads):
+    """The 32-bit words of tokens 4 · quads + (0, 1, 2, 3), as uint32 [*quads, 2, 2], to be reshaped. seed, position: int64."""
+    c0 = quads.to(tl.uint32)
     c2 = c0 * 0
     c1 = c2 + position.to(tl.uint32)
     c3 = c2
@@ -48,7 +48,7 @@ def noise_words(seed, position, first, TOKENS: tl.constexpr):
         c3 = product0.to(tl.uint32)
         k0 = tl.add(k0, _WEYL0, sanitize_overflow=False)
         k1 = tl.add(k1, _WEYL1, sanitize_overflow=False)
-    return tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), [TOKENS])
+    return tl.join(tl.join(c0, c2), tl.join(c1, c3))
 
 
 @triton.jit

@@ -53,6 +53,12 @@ def tempered(row, first, vocab, temperature, TOKENS: tl.constexpr):
 
 
 @triton.jit
+def chunk_words(seed, position, first, TOKENS: tl.constexpr):
+    """Words of the noise of tokens [first, first + TOKENS); `first` is a multiple of four."""
+    return tl.reshape(noise_words(seed, position, first // 4 + tl.arange(0, TOKENS // 4)), [TOKENS])
+
+
+@triton.jit
 def is_ahead(x, tokens, key, last):
     """Which tokens come before others in the order (highest first, equal ones by id) up to the token `last` of that key."""
     keys = order_keys(x)
@@ -67,7 +73,7 @@ def exact_best(row, first, end, vocab, temperature, seed, position, key, last, r
     """
     for start in range(first, end, TOKENS):
         tokens, x = tempered(row, start, vocab, temperature, TOKENS)
-        words = noise_words(seed, position, start, TOKENS)
+        words = chunk_words(seed, position, start, TOKENS)
         contends = is_ahead(x, tokens, key, last) & (x + rough_noise(words) >= reach)
         if tl.max(contends.to(tl.int32), 0) > 0:
             scores = tl.where(contends, x + exact_noise(words), -float("inf"))
@@ -111,7 +117,7 @@ def chunks_kernel(
     tl.store(peaks + slot, peak)
     tl.store(ids + slot, first + place)
     if heat != 0:
-        words = noise_words(tl.load(seed + row), tl.load(position + row), first, BLOCK)
+        words = chunk_words(tl.load(seed + row), tl.load(position + row), first, BLOCK)
         scores = tl.where(x >= peak + tl.load(log_min_p + row), x + rough_noise(words), -float("inf"))
         best, place = tl.max(scores, 0, return_indices=True)
         others = tokens != first + place

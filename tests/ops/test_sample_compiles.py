@@ -44,6 +44,11 @@ def _filtered(tile: int, warps: int, dtype: str, stride: str = "i32:16") -> Kern
         {
             "logits": f"*{dtype}",
             "rows": "*i32",
+            "maxima": "*fp32",
+            "lists": "*i32",
+            "parts": "*i64",
+            "groups": "i32",
+            "tiles": "i32",
             **_DRAW,
             "top_k": "*i32",
             "top_p": "*fp64",
@@ -51,10 +56,38 @@ def _filtered(tile: int, warps: int, dtype: str, stride: str = "i32:16") -> Kern
             "row_stride": stride,
             "vocab": stride,
         },
-        {"COMPACT": False, "TILE": tile, "TOKENS": 512},
+        {"COMPACT": False, "GROUPS": 512, "TILES": 64, "TILE": tile},
         num_warps=warps,
         enable_fp_fusion=False,
         expects=("ld.global.v4",) if stride == "i32:16" else (),
+        max_registers=128,
+    )
+
+
+def _maxima(dtype: str) -> KernelCase:
+    pointers = {"logits": f"*{dtype}", "rows": "*i32", "temperature": "*fp32", "maxima": "*fp32"}
+    return KernelCase(
+        dtype,
+        "common.ops.groups_triton",
+        "group_maxima_kernel",
+        {**pointers, "row_stride": "i32:16", "vocab": "i32:16", "groups": "i32"},
+        {"COMPACT": True, "TILE": 2048},
+        expects=("ld.global.v4",),
+        max_registers=64,
+    )
+
+
+def _masses(dtype: str) -> KernelCase:
+    pointers = {"logits": f"*{dtype}", "rows": "*i32", "maxima": "*fp32", "parts": "*i64", "temperature": "*fp32"}
+    filters = {"top_k": "*i32", "top_p": "*fp64", "log_min_p": "*fp32"}
+    return KernelCase(
+        dtype,
+        "common.ops.nucleus_triton",
+        "mass_parts_kernel",
+        {**pointers, **filters, "row_stride": "i32:16", "vocab": "i32:16", "groups": "i32"},
+        {"COMPACT": False, "GROUPS": 512, "TILE": 2048},
+        enable_fp_fusion=False,
+        expects=("ld.global.v4",),
         max_registers=128,
     )
 
@@ -88,6 +121,10 @@ CASES = [
     *(_chunks(block, dtype) for block in (1024, 2048, 4096) for dtype in ("bf16", "fp32")),
     _rows(1024, 128, "bf16"),
     _rows(4096, 32, "bf16"),
+    _maxima("bf16"),
+    _maxima("fp32"),
+    _masses("bf16"),
+    _masses("fp32"),
     _filtered(4096, 16, "bf16"),
     _filtered(4096, 16, "fp32"),
     _filtered(2048, 8, "bf16"),

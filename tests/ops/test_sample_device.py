@@ -36,6 +36,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Chunks and tiles are small, so that small vocabularies have several."""
     monkeypatch.setattr(sample_triton, "CHUNKS", ((1 << 30, 512, 4),))
     monkeypatch.setattr(filters_triton, "TILE", 1024)
+    monkeypatch.setattr(filters_triton, "CHUNK", 1024)
     with backend.interpreted():
         yield
 
