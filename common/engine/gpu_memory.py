@@ -8,8 +8,8 @@ from common.cache.spec import CacheLayout
 from common.models.config import ModelConfig
 from common.protocol.errors import ConfigError
 
-_FIXED_BYTES = 1 << 30
-"""CUDA graphs, cuBLAS, compiled kernels, what the allocator can't hand out again."""
+_FIXED_BYTES = 3 << 29
+"""The CUDA context, graphs, cuBLAS, compiled kernels, what the allocator can't hand out again."""
 
 _STORAGE = {"fp8": torch.float8_e4m3fn}
 
@@ -22,28 +22,30 @@ def workspace_bytes(model: ModelConfig, max_running: int, token_budget: int) -> 
     return _FIXED_BYTES + token_budget * per_token + max_running * per_sample
 
 
-def kv_room(free: int, total: int, utilization: float, workspace: int) -> int:
-    """Bytes for KV: of `total`, `utilization` may be used, and `free` are free with the weights loaded.
+def kv_room(*, free: int, total: int, used: int, utilization: float, workspace: int) -> int:
+    """Bytes for KV. This worker may have `utilization` of `total`, of which its weights have `used`; `free` is what all
+    workers on the GPU have left.
 
     :raises ConfigError: if nothing is left.
     """
-    room = int(free - (1 - utilization) * total) - workspace
+    room = min(int(utilization * total) - used, free) - workspace
     if room <= 0:
         raise ConfigError(
-            f"no GPU memory is left for KV: {free >> 20} of {total >> 20} MiB are free with the weights loaded, "
-            f"gpu_memory_utilization {utilization} keeps {int((1 - utilization) * total) >> 20} MiB of them back and a step "
-            f"needs {workspace >> 20} MiB: is another process on this GPU? Otherwise lower token_budget or max_running",
+            f"no GPU memory is left for KV: this worker may use {int(utilization * total) >> 20} MiB (gpu_memory_utilization "
+            f"{utilization}), {free >> 20} of {total >> 20} MiB are free, the weights have {used >> 20} MiB and a step needs "
+            f"{workspace >> 20} MiB: is another process on this GPU? Otherwise raise the share, or lower token_budget",
             param="gpu_memory_utilization",
         )
     return room
 
 
 def measured_kv_room(device: torch.device, utilization: float, workspace: int) -> int:
-    """`kv_room` of `device` as it is now. :raises ConfigError: see there."""
+    """`kv_room` of `device` as it is now, with the weights loaded. :raises ConfigError: see there."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return kv_room(free, total, utilization, workspace)
+    used = torch.cuda.memory_reserved(device)
+    return kv_room(free=free, total=total, used=used, utilization=utilization, workspace=workspace)
 
 
 def new_pool(model: ModelConfig, layout: CacheLayout, kv: str, device: torch.device) -> torch.Tensor:

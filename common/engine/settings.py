@@ -32,7 +32,7 @@ class EngineServiceConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unkno
         int, Meta(ge=0, description="memory for KV blocks, MiB; 0: 1024 on a CPU, gpu-memory-utilization on a GPU")
     ] = 0
     gpu_memory_utilization: Annotated[
-        float, Meta(gt=0, le=1, description="share of a GPU's memory for weights, workspace and KV together")
+        float, Meta(gt=0, le=1, description="share of a GPU's memory for this worker: weights, workspace, KV")
     ] = 0.9
     num_blocks: Annotated[int, Meta(ge=0, description="KV blocks; 0: what their memory holds")] = 0
     block_tokens: Annotated[int, Meta(ge=1, le=1024, description="tokens a KV block holds")] = 16

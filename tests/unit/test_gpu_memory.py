@@ -14,13 +14,27 @@ from common.protocol.errors import ConfigError
 GIB = 1 << 30
 
 
-def test_kv_gets_what_weights_workspace_and_reserve_leave() -> None:
-    assert kv_room(free=124 * GIB, total=140 * GIB, utilization=0.9, workspace=2 * GIB) == pytest.approx(108 * GIB)
+def room(free: int, used: int, utilization: float) -> float:
+    workspace = 2 * GIB
+    return kv_room(free=free * GIB, total=140 * GIB, used=used * GIB, utilization=utilization, workspace=workspace) / GIB
 
 
-def test_a_full_gpu_is_named() -> None:
+def test_kv_gets_what_weights_and_workspace_leave_of_a_workers_share() -> None:
+    assert room(free=124, used=16, utilization=0.9) == pytest.approx(108)
+
+
+def test_two_workers_of_half_a_gpu_each_fit() -> None:
+    first = room(free=124, used=16, utilization=0.45)
+    assert first == pytest.approx(45)
+    assert room(free=int(140 - 16 - first - 16), used=16, utilization=0.45) == pytest.approx(first)
+
+
+def test_others_on_the_gpu_leave_less() -> None:
+    assert room(free=30, used=16, utilization=0.9) == pytest.approx(28)
     with pytest.raises(ConfigError, match="another process"):
-        kv_room(free=15 * GIB, total=140 * GIB, utilization=0.9, workspace=2 * GIB)
+        room(free=2, used=16, utilization=0.9)
+    with pytest.raises(ConfigError, match="raise the share"):
+        room(free=124, used=16, utilization=0.1)
 
 
 def test_the_workspace_of_the_usual_settings_is_a_few_gib() -> None:
