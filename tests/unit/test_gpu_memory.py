@@ -39,7 +39,7 @@ def test_others_on_the_gpu_leave_less() -> None:
 
 def test_the_workspace_of_the_usual_settings_is_a_few_gib() -> None:
     model = config_from_json(SHAPES["llama-3.1-8b"])
-    assert GIB < workspace_bytes(model, max_running=256, token_budget=8192) < 4 * GIB
+    assert GIB < workspace_bytes(model, max_running=256, token_budget=8192) < 5 * GIB
 
 
 def test_a_pool_is_as_large_as_its_layout_says() -> None:
