@@ -29,7 +29,8 @@ class AttentionConfig:
     block_m: queries × query heads of one matrix product; tile: keys of one; programs: wanted per multiprocessor when keys are
     split; fewest_keys: of a split; segment_keys: 0, or splits begin at its multiples, whatever the batch (batch-invariant);
     swap: keys, not queries, are the rows of the products (wgmma for decode; not for 8-bit KV); fused: the last program of a
-    split row merges it, instead of a second kernel (not batch-invariant).
+    split row merges it, instead of a second kernel (not batch-invariant); prefetch: how many first tiles a program asks the L2
+    cache for while the kernel before attention still runs.
     """
 
     block_m: int
@@ -41,6 +42,7 @@ class AttentionConfig:
     segment_keys: int = 0
     swap: bool = False
     fused: bool = False
+    prefetch: int = 0
 
 
 CHOSEN: dict[tuple[int, int, torch.dtype, Kind], AttentionConfig] = {}
@@ -77,14 +79,18 @@ def _widened(config: AttentionConfig, block_m: int) -> AttentionConfig:
 
 
 def attention_candidates(head_dim: int, group: int, dtype: torch.dtype, kind: Kind) -> Iterator[AttentionConfig]:
-    """What a measurement should try; pass one to `plan_device_attention`, and put the best into `CHOSEN`."""
-    row_bytes = _power_of_2(head_dim) * dtype.itemsize
+    """What a measurement should try, the default first; the best belongs into `CHOSEN`."""
     base = default_config(head_dim, group, dtype, kind)
+    yield base
+    if kind == "decode":
+        for fused, prefetch, fewest in itertools.product((False, True), (0, 2), (128, 256)):
+            yield replace(base, fused=fused, prefetch=prefetch, fewest_keys=fewest)
+    row_bytes = _power_of_2(head_dim) * dtype.itemsize
     swaps = (False, True) if kind == "decode" and dtype.itemsize == 2 else (False,)
     for tile, warps, stages, swap in itertools.product((32, 64, 128), (1, 2, 4, 8), (2, 3, 4), swaps):
         shared = 2 * (stages - 1) * tile * row_bytes + base.block_m * row_bytes
-        few = warps < 4 and (kind == "prefill" or swap or tile * row_bytes > warps * 8192)
-        if shared > SHARED_BYTES or few or (warps == 8 and kind == "decode" and tile < 128) or (swap and tile < 64):
+        crowded = tile * row_bytes > warps * 8192 if kind == "decode" else warps < base.block_m // 32
+        if shared > SHARED_BYTES or crowded or (swap and (tile < 64 or warps < 4)) or (warps == 8 and tile * row_bytes < 16384):
             continue
         resident = max(1, min(8, SHARED_BYTES // (shared + 4096)))
         for programs in (resident, 2 * resident) if kind == "decode" else (1,):

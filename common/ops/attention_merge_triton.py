@@ -154,4 +154,5 @@ def merge_splits(work: WorkList, plan: DevicePlan, output: torch.Tensor, sms: in
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,
+        enable_fp_fusion=not in_order,
     )

@@ -114,3 +114,40 @@ def attend_tiles(
                 acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
         top = higher
     return acc, acc_odd, top, total
+
+
+@triton.jit
+def prefetch_tiles(
+    pool,
+    block_ids,
+    item,
+    head,
+    layer,
+    KV_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SHIFT: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """Asks the L2 cache for the first TILES tiles of an item. What was prefetched is coherent: no need to wait for writers."""
+    LINE: tl.constexpr = 1024 // pool.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(WIDTH, LINE))
+    TOKEN_STRIDE: tl.constexpr = KV_HEADS * WIDTH
+    bases = pool + (layer.to(tl.int64) * (TOKEN_STRIDE << (BLOCK_SHIFT + 1)) + head * WIDTH)
+    elements = tl.minimum(tl.arange(0, LINES) * LINE, WIDTH - 1)
+    end = item[2] + item[1]
+    for tile in range(item[4], item[4] + tl.minimum(item[5], TILES)):
+        keys = tl.minimum(tile * TILE + tl.arange(0, TILE), end - 1)
+        block = tl.load(block_ids + item[3] + (keys >> BLOCK_SHIFT)).to(tl.int64)
+        rows = bases + block * BLOCK_STRIDE + (keys & ((1 << BLOCK_SHIFT) - 1)) * TOKEN_STRIDE
+        places = rows[:, None] + elements[None, :]
+        _prefetch(places)
+        _prefetch(places + (TOKEN_STRIDE << BLOCK_SHIFT))
+
+
+@triton.jit
+def _prefetch(places):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [places], dtype=tl.int32, is_pure=False, pack=1
+    )

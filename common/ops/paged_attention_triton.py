@@ -14,8 +14,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from common.ops import backend
+from common.ops.attention_configs import SHORT_QUERIES
 from common.ops.attention_merge_triton import fold, merge_rows, merge_splits
-from common.ops.attention_tiles_triton import attend_tiles
+from common.ops.attention_tiles_triton import attend_tiles, prefetch_tiles
 from common.ops.attention_work import DevicePlan
 
 
@@ -191,6 +192,7 @@ def attention_kernel(
     SWAP: tl.constexpr,
     OPEN_LOOP: tl.constexpr,
     FUSED: tl.constexpr,
+    PREFETCH: tl.constexpr,
     LOOP: tl.constexpr,
     CLEAR: tl.constexpr,
     PDL: tl.constexpr,
@@ -211,6 +213,11 @@ def attention_kernel(
     else:
         # the work list is older than the kernel before this one: read it while that one still runs
         item = _load_item(items + program // KV_HEADS * 8)
+        if PREFETCH > 0 and program < work:
+            prefetch_tiles(
+                pool, block_ids, item, program % KV_HEADS, layer, KV_HEADS, HEAD_DIM // 2 if KV8 else HEAD_DIM, BLOCK_SHIFT,
+                BLOCK_STRIDE, TILE, PREFETCH,
+            )  # fmt: skip
         if PDL:
             gdc_wait()
             gdc_launch_dependents()
@@ -278,14 +285,16 @@ def attend_paged(
             ASSEMBLY=query.is_cuda,
             SCALED=kv_scale is not None,
             SWAP=config.swap,
-            OPEN_LOOP=config.block_m >= 64 and not segment,
+            OPEN_LOOP=work.most > SHORT_QUERIES and not segment,
             FUSED=config.fused,
+            PREFETCH=config.prefetch if query.is_cuda and not loop else 0,
             LOOP=loop,
             CLEAR=work is plan.lists[-1],
             PDL=pdl,
             num_warps=config.warps,
             num_stages=config.stages,
             launch_pdl=pdl,
+            enable_fp_fusion=not segment,  # fused or not, by what a compiler likes, is not invariant
         )
         if not config.fused:
             merge_splits(work, plan, output, sms, pdl=pdl, in_order=segment > 0)

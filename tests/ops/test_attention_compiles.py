@@ -1,0 +1,154 @@
+"""Attention compiles for Hopper and Blackwell as it is launched: 16-byte asynchronous copies, tensor cores, no spills."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from common.ops.attention_configs import SHORT_QUERIES, AttentionConfig, choose_config, default_config
+from tests.ops.compiling import ARCHITECTURES, Builds, KernelCase, check, compile_cases
+
+_PDL = ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
+_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8"}
+_LAYERS, _BLOCK_TOKENS, _KV_HEADS = 32, 16, 8
+
+
+def _attention(
+    name: str,
+    head_dim: int,
+    group: int,
+    dtype: torch.dtype,
+    max_queries: int,
+    config: AttentionConfig,
+    max_registers: int = 255,
+) -> KernelCase:
+    kv8 = dtype == torch.float8_e4m3fn
+    compute = "bf16" if kv8 else _NAMES[dtype]
+    segment = config.segment_keys // config.tile
+    signature = {
+        "query": f"*{compute}",
+        "pool": "*i16" if kv8 else f"*{compute}",
+        "output": f"*{compute}",
+        "partials": "*fp32",
+        "sums": "*fp32",
+        "items": "*i32",
+        "counts": "*i32",
+        "block_ids": "*i32",
+        "query_starts": "*i32",
+        "layer": "i32",
+        "scale": "fp32",
+        "query_stride": "i32:16",
+        "num_rows": "i32",
+        "num_tokens": "i32",
+    }
+    absent: dict[str, int | float | bool | str | None] = {}
+    for parameter, kind, there in (("kv_scale", "*fp32", kv8), ("arrivals", "*i32", config.fused)):
+        if there:
+            signature[parameter] = kind
+        else:
+            absent[parameter] = None
+    tensor_cores = ("wgmma",) if config.block_m >= 64 or config.swap else ("mma.sync",)
+    return KernelCase(
+        f"{name}-{head_dim}-{_NAMES[dtype]}",
+        "common.ops.paged_attention_triton",
+        "attention_kernel",
+        signature,
+        absent
+        | {
+            "KV_HEADS": _KV_HEADS,
+            "GROUP": group,
+            "HEAD_DIM": head_dim,
+            "BLOCK_SHIFT": _BLOCK_TOKENS.bit_length() - 1,
+            "BLOCK_STRIDE": _LAYERS * 2 * _BLOCK_TOKENS * _KV_HEADS * head_dim // (2 if kv8 else 1),
+            "BLOCK_M": config.block_m,
+            "TILE": config.tile,
+            "SLOT_ROWS": min(config.block_m // group, max_queries) * group,
+            "SEGMENT": segment,
+            "KV8": kv8,
+            "ASSEMBLY": True,
+            "SCALED": kv8,
+            "SWAP": config.swap,
+            "OPEN_LOOP": max_queries > SHORT_QUERIES and not segment,
+            "FUSED": config.fused,
+            "PREFETCH": config.prefetch,
+            "LOOP": segment > 0,
+            "CLEAR": True,
+            "PDL": True,
+        },
+        num_warps=config.warps,
+        num_stages=config.stages,
+        enable_fp_fusion=not segment,
+        expects=(*_PDL, "cp.async"),
+        expects_90=tensor_cores if dtype != torch.float32 else (),
+        max_registers=max_registers,
+    )
+
+
+def _chosen(kind: str, head_dim: int, dtype: torch.dtype, group: int = 4, max_registers: int = 255) -> KernelCase:
+    queries = {"decode": 1, "verify": 5, "prefill": 8192, "invariant": 8192}[kind]
+    config = choose_config(head_dim, group, dtype, queries, invariant=kind == "invariant")
+    return _attention(kind, head_dim, group, dtype, queries, config, max_registers)
+
+
+_DECODE = default_config(128, 4, torch.bfloat16, "decode")
+
+CASES = [
+    _chosen("decode", 128, torch.bfloat16, max_registers=168),  # three programs of 128 threads share a multiprocessor
+    _chosen("decode", 64, torch.bfloat16, group=3, max_registers=168),
+    _chosen("decode", 80, torch.bfloat16, group=1),
+    _chosen("decode", 256, torch.bfloat16),
+    _chosen("decode", 128, torch.float8_e4m3fn, max_registers=168),
+    _chosen("verify", 128, torch.bfloat16),
+    _chosen("verify", 128, torch.float8_e4m3fn),
+    _chosen("prefill", 128, torch.bfloat16),
+    _chosen("prefill", 256, torch.bfloat16),
+    _chosen("prefill", 128, torch.float8_e4m3fn),
+    _chosen("invariant", 128, torch.bfloat16),
+    _chosen("decode", 64, torch.float32, group=3),
+    _attention("fused", 128, 4, torch.bfloat16, 1, replace(_DECODE, fused=True, prefetch=2), 168),
+    _attention("swapped", 128, 4, torch.bfloat16, 1, replace(_DECODE, swap=True), 168),
+    *(
+        KernelCase(
+            name,
+            "common.ops.attention_merge_triton",
+            "merge_kernel",
+            {"output": "*bf16", "partials": "*fp32", "sums": "*fp32", "merges": "*i32", "counts": "*i32"},
+            {
+                "KV_HEADS": 8,
+                "GROUP": 4,
+                "HEAD_DIM": 128,
+                "SLOT_ROWS": 4,
+                "PARTS": 16,
+                "IN_ORDER": name == "in_order",
+                "PDL": True,
+            },
+            expects=_PDL,
+            max_registers=128,
+        )
+        for name in ("at_once", "in_order")
+    ),
+    KernelCase(
+        "512_rows",
+        "common.ops.attention_work_triton",
+        "work_kernel",
+        {
+            **dict.fromkeys(("query_starts", "context_lens", "block_starts", "items", "merges", "counts"), "*i32"),
+            **dict.fromkeys(("num_rows", "max_items", "max_merges", "wanted", "fewest", "least", "most", "fresh"), "i32"),
+        },
+        {"ROWS": 512, "ITEMS": 32, "QUERY_TILE": 4, "TILE": 64, "SEGMENT": 0},
+        num_warps=8,
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def builds() -> Builds:
+    return compile_cases(CASES)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_compiles(case: KernelCase, arch: int, builds: Builds) -> None:
+    check(case, arch, builds)
