@@ -136,7 +136,7 @@ def _few_rows(shape: Shape, rows: int, quantised: bool, num_sms: int) -> list[Ca
         stages = min(8, SHARED_BYTES // residents // stage_bytes)
         if stages < 2:
             continue
-        warps = 8 if block_n * block_m >= 128 * 128 else 4
+        warps = 8 if block_n * block_m >= 128 * (64 if converts else 128) else 4
         for splits in _splits(shape, block_n, block_k, num_sms * residents):
             found.append(Candidate("dot", quantised, block_n, block_m, block_k, splits, warps, stages))
     if rows <= 8 and not quantised and not converts:  # eight rows are enough for mma.sync: less shared memory

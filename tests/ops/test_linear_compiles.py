@@ -1,0 +1,152 @@
+"""The linears' kernels compile for Hopper and Blackwell as they are chosen: wgmma or tcgen05, 16-byte copies, no spills."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.ops.linear_candidates import Candidate, Op, Scaling, Shape, candidates, invariant_candidate
+from tests.ops.compiling import ARCHITECTURES, Builds, KernelCase, check, compile_cases
+
+_PDL = ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
+_NUM_SMS = 132
+_INTEGERS = ("rows", "N", "K", "scale_columns", "tiles_per_split", "splits", "n_tiles")
+_SCALES: dict[Scaling, int] = {"none": 0, "channel": 1, "blocks": 2}
+
+
+def kernel_case(shape: Shape, chosen: Candidate, *, whole: bool = False) -> KernelCase:
+    """The kernel that `chosen` launches for a weight of this shape, with bf16 activations or quantised ones."""
+    item = {4: "fp32", 2: "bf16", 1: "fp8e4nv"}[shape.item_bytes]
+    model = "fp32" if item == "fp32" else "bf16"
+    gated = shape.op == "gated"
+    data = "fp8e4nv" if chosen.quantised else model
+    out = "fp32" if chosen.splits > 1 and not whole else model
+    aligned = shape.k * shape.item_bytes % 16 == 0
+    signature = {name: "i32" for name in _INTEGERS} | {"out": f"*{out}"}
+    signature |= {"N": "i32:16" if shape.n % 16 == 0 else "i32", "K": "i32:16" if shape.k % 16 == 0 else "i32"}
+    constants: dict[str, int | float | bool | str | None] = {
+        "bias": None,
+        "BLOCK_N": chosen.block_n,
+        "BLOCK_M": chosen.block_m,
+        "BLOCK_K": chosen.block_k,
+        "GATED": gated,
+        "W_SCALE": _SCALES[shape.scaling],
+        "PDL": True,
+    }
+    scales = {"w_scale": shape.scaling != "none", "x_scale": chosen.quantised}
+    signature |= {name: "*fp32" for name, used in scales.items() if used}
+    constants |= {name: None for name, used in scales.items() if not used}
+    ahead = {"EVEN_K": shape.k % chosen.block_k == 0, "LINES": chosen.ahead == "lines"}
+    prefetched = aligned and chosen.ahead != "none"
+    expects: tuple[str, ...] = ("cp.async",) if aligned else ()
+    stages, dots = chosen.stages, chosen.kind != "gemv" and item != "fp32" and chosen.block_m >= 16
+    if chosen.kind == "dot":
+        module, kernel, unused = "linear_triton", "dot_kernel", ("n_tiles",)
+        signature |= {"x": f"*{data}", "weight": f"*{item}"}
+        constants |= ahead | {"PREFETCH": stages - 1 if prefetched else 0, "WHOLE": whole}
+        constants |= {"EXACT": chosen.quantised and chosen.block_m <= 64}
+    elif chosen.kind == "gemv":
+        module, kernel, unused = "linear_gemv_triton", "gemv_kernel", ("scale_columns", "tiles_per_split", "splits")
+        signature |= {"x": f"*{data}", "weight": f"*{item}"}
+        constants |= ahead | {"PREFETCH": 2 if prefetched else 0, "STAGES": stages}
+        constants.pop("x_scale")
+        stages = 3
+    else:
+        module, kernel, unused = "linear_gemm_triton", "gemm_kernel", ("n_tiles", "tiles_per_split", "splits")
+        width = chosen.block_n // (2 if gated else 1)
+        signature |= {"x_box": f"tensordesc<{data}[{chosen.block_m},{chosen.block_k}]>"}
+        signature |= {"w_box": f"tensordesc<{item}[{width},{chosen.block_k}]>"}
+        constants |= {"GROUP": 8}
+        expects = ("cp.async.bulk",)
+    for name in unused:
+        signature.pop(name)
+    said = (
+        shape.op,
+        shape.n,
+        shape.k,
+        item,
+        shape.scaling,
+        data,
+        chosen.block_n,
+        chosen.block_m,
+        chosen.block_k,
+        chosen.stages,
+    )
+    flags = [
+        name for name, used in (("whole", whole), ("partial", out != model), (chosen.ahead, chosen.ahead != "bulk")) if used
+    ]
+    return KernelCase(
+        "-".join(map(str, (*said, f"w{chosen.warps}", *flags))),
+        f"common.ops.{module}",
+        kernel,
+        signature,
+        constants,
+        num_warps=chosen.warps,
+        num_stages=stages,
+        expects=(*_PDL, *expects),
+        expects_90=("wgmma",) if dots else (),
+        expects_100=("tcgen05",) if dots else (),
+    )
+
+
+def all_cases(shapes: list[tuple[Op, int, int]], rows: tuple[int, ...]) -> list[KernelCase]:
+    """Every distinct kernel that may be chosen for these weights."""
+    found: dict[tuple[object, ...], KernelCase] = {}
+    for op, n, k in shapes:
+        for item_bytes, scaling in ((2, "none"), (1, "channel"), (1, "blocks")):
+            shape = Shape(op, n, k, item_bytes, scaling)
+            for size in rows:
+                for quantised in (False, True) if item_bytes == 1 else (False,):
+                    for candidate in candidates(shape, size, quantised, _NUM_SMS):
+                        if candidate.kind != "library":
+                            case = kernel_case(shape, candidate)
+                            code = (
+                                case.kernel,
+                                *case.signature.items(),
+                                *case.constants.items(),
+                                case.num_warps,
+                                case.num_stages,
+                            )
+                            found.setdefault(code, case)
+    return list(found.values())
+
+
+def _first(op: Op, n: int, k: int, item_bytes: int, scaling: Scaling, rows: int, kind: str, quantised: bool) -> KernelCase:
+    shape = Shape(op, n, k, item_bytes, scaling)
+    found = [candidate for candidate in candidates(shape, rows, quantised, _NUM_SMS) if candidate.kind == kind]
+    return kernel_case(shape, found[0])
+
+
+CASES = [
+    _first("split", 4096, 4096, 2, "none", 1, "dot", False),
+    _first("split", 6144, 4096, 2, "none", 1, "gemv", False),
+    _first("gated", 28672, 4096, 2, "none", 16, "dot", False),
+    _first("gated", 3072, 576, 2, "none", 16, "dot", False),
+    _first("split", 4096, 14336, 2, "none", 64, "dot", False),
+    _first("gated", 28672, 4096, 2, "none", 256, "dot", False),
+    _first("gated", 28672, 4096, 2, "none", 256, "persistent", False),
+    _first("split", 4096, 14336, 1, "channel", 1, "gemv", False),
+    _first("split", 4096, 14336, 1, "channel", 16, "dot", False),
+    _first("gated", 28672, 4096, 1, "channel", 16, "dot", True),
+    _first("gated", 28672, 4096, 1, "blocks", 64, "dot", True),
+    _first("linear", 6144, 4096, 1, "blocks", 256, "persistent", True),
+    _first("linear", 6144, 4096, 1, "channel", 1024, "persistent", True),
+    *(
+        kernel_case(shape, invariant_candidate(shape, _NUM_SMS), whole=True)
+        for shape in (
+            Shape("split", 4096, 14336, 2, "none"),
+            Shape("split", 4096, 14336, 1, "channel"),
+            Shape("split", 4096, 4096, 4, "none"),
+        )
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def builds() -> Builds:
+    return compile_cases(CASES)
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_compiles(case: KernelCase, arch: int, builds: Builds) -> None:
+    check(case, arch, builds)
