@@ -6,21 +6,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import msgspec
+import torch
 
 from bench.common.table import markdown, number, percent
 from bench.engine.kernel_cases import Bench, Load
 from bench.engine.timing import seconds_per_call
 from common.ops import linear_device
-from common.ops.attention_configs import SHORT_QUERIES, Kind, attention_candidates, choose_config
+from common.ops.attention_configs import SHORT_QUERIES, AttentionConfig, Kind, attention_candidates, choose_config
 from common.ops.linear import LinearWeight
 from common.ops.linear_candidates import Op, bucket
 from common.ops.quantise import quantise_rows
 
 SHOWN = 6
 MIN_S = 0.003
+C = TypeVar("C")
 
 
 class Swept(msgspec.Struct, kw_only=True):
@@ -57,9 +64,16 @@ def attention_sweep(bench: Bench, loads: Sequence[Load]) -> Iterator[Swept]:
         kind: Kind = "decode" if load.queries <= SHORT_QUERIES else "prefill"
         seconds: dict[str, float] = {}
         failed: dict[str, str] = {}
-        candidates = {str(one): one for one in attention_candidates(model.head_dim, group, bench.kv_dtype, kind)}
+        candidates = {short(one): one for one in attention_candidates(model.head_dim, group, bench.kv_dtype, kind)}
         now = choose_config(model.head_dim, group, bench.kv_dtype, load.queries, invariant=False)
-        candidates.setdefault(str(now), now)
+        candidates.setdefault(short(now), now)
+
+        def run_once(config: AttentionConfig, load: Load = load) -> None:
+            batch = bench.batch(load, config=config)
+            batch.plan.fresh.clear()
+            bench.attend_calls(load, [batch])[0]()
+
+        compile_all(bench, list(candidates.values()), run_once)
         for name, config in candidates.items():
             try:
                 batch = bench.batch(load, config=config)
@@ -76,7 +90,7 @@ def attention_sweep(bench: Bench, loads: Sequence[Load]) -> Iterator[Swept]:
         yield Swept(
             what=f"attention, head_dim {model.head_dim}, group {group}, pool {str(bench.kv_dtype)[6:]}",
             case=str(load),
-            now=str(now),
+            now=short(now),
             seconds=_ranked(seconds),
             least_s=least,
             failed=failed,
@@ -104,23 +118,51 @@ def _linear(bench: Bench, name: str, op: Op, weights: list[LinearWeight], rows: 
     given = quantise_rows(x) if quantised else x
     seconds: dict[str, float] = {}
     failed: dict[str, str] = {}
-    for candidate in linear_device.options(op, weight, rows, quantised):
+    options = linear_device.options(op, weight, rows, quantised)
+    compile_all(bench, options, lambda candidate: linear_device.run(op, given, weight, candidate))
+    for candidate in options:
         try:
             calls = [lambda one=one, chosen=candidate: linear_device.run(op, given, one, chosen) for one in weights]
-            seconds[str(candidate)] = seconds_per_call(calls, bench.device, min_s=MIN_S)
+            seconds[short(candidate)] = seconds_per_call(calls, bench.device, min_s=MIN_S)
         except Exception as error:  # as above
-            failed[str(candidate)] = f"{type(error).__name__}: {error}"
+            failed[short(candidate)] = f"{type(error).__name__}: {error}"
     peak = bench.ceilings.matmul.get("fp8" if quantised else str(bench.dtype)[6:], 0.0)
     size = weight.data.nbytes + rows * (weight.in_features + weight.out_features) * bench.dtype.itemsize
     flops = 2.0 * rows * weight.in_features * weight.out_features
     return Swept(
         what=f"{name}, {weight.out_features} x {weight.in_features} {weight.format}",
         case=f"{rows} rows{', fp8 activations' if quantised else ''}",
-        now=str(linear_device.choose(op, weight, rows, quantised)),
+        now=short(linear_device.choose(op, weight, rows, quantised)),
         seconds=_ranked(seconds),
         least_s=max(size / bench.ceilings.bandwidth, flops / peak if peak else 0.0),
         failed=failed,
     )
+
+
+def short(candidate: Any) -> str:
+    """A dataclass by what is not its default: "gemv n2 m2 k256 warps 8"."""
+    fields = dataclasses.fields(candidate)
+    values = {field.name: getattr(candidate, field.name) for field in fields}
+    shown = [
+        str(value) if isinstance(value, str) else name if value is True else f"{name} {value}"
+        for (name, value), field in zip(values.items(), fields, strict=True)
+        if value != field.default and value is not False
+    ]
+    return ", ".join(shown)
+
+
+def compile_all(bench: Bench, candidates: Sequence[C], run_once: Callable[[C], object]) -> None:
+    """On a GPU, runs each once, many at a time: a compiler spends most of its time outside the interpreter's lock."""
+    if bench.device.type != "cuda":
+        return
+
+    def attempt(candidate: C) -> None:
+        with suppress(Exception), torch.cuda.device(bench.device), torch.inference_mode():  # said when it is timed
+            run_once(candidate)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(attempt, candidates))
+    torch.cuda.synchronize()
 
 
 def _ranked(seconds: dict[str, float]) -> dict[str, float]:

@@ -310,14 +310,19 @@ def test_loads(text: str, load: tuple[int, int, int]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_kernels_are_timed_in_the_interpreter_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from tests.ops.interpreter import round_as_a_gpu
 
     round_as_a_gpu()
-    monkeypatch.setattr(timing, "_REPLAYS", 1)
-    assert kernels.main(["--device=cpu", "--loads=2x20,1x8+16", f"--out={tmp_path}"]) == 0
+
+    def once(calls: list[timing.Call], *_: object, **__: object) -> float:
+        calls[0]()
+        return 1e-6
+
+    monkeypatch.setattr(kernels, "seconds_per_call", once)
+    monkeypatch.setattr(kernels, "measure_ceilings", lambda *_, **__: H200)
+    assert kernels.main(["--device=cpu", "--loads=2x20", f"--out={tmp_path}"]) == 0
     text = (tmp_path / "kernels.md").read_text()
     for op in ("embed", "qkv_rope", "attention", "gate_up", "down", "head", "sample", "in sequence"):
         assert op in text
