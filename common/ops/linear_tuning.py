@@ -33,6 +33,8 @@ _ROTATED_BYTES = 256 << 20
 """Several times what L2 holds (50–60 MB on H200, 126 MB on B200)."""
 _PARTIALS_BYTES_PER_S = 5e12
 """Partial sums were just written and are read from L2."""
+_HEAD_ROWS = 512
+_ALIGNED_ELEMENTS = 256
 _BYTES_PER_S, _FLOPS = 3.5e12, 6e14
 
 
@@ -44,51 +46,85 @@ def tune_linears(
     buckets: Sequence[int] = ROW_BUCKETS,
     measure: Callable[[Callable[[int], object], int], float] | None = None,
 ) -> Tuned:
-    """Measures what the table of this GPU does not know, and saves it. Head: only buckets up to 512 rows, which it is used for.
+    """Measures what the table of this GPU does not know, and saves it. The head up to 512 rows.
 
     Needs a few hundred MB, or two copies of the largest weight, meanwhile. measure: as in `tuning.tune`.
     """
     linear_device.TABLE.open(device)
-    wanted = list(dict.fromkeys(shapes))
-    scratch = _Scratch(device, dtype)
-    total = Tuned()
-    for shape in wanted:
-        weights = scratch.weights(shape)
-        for found in _tune_shape(shape, weights, dtype, buckets, measure):
-            total.seconds |= found.seconds
-            total.failed |= found.failed
-    if total.seconds:
+    unknown = [shape for shape in dict.fromkeys(shapes) if not _is_known(shape, dtype, device, buckets)]
+    tuned = _tune_shapes(unknown, dtype, device, buckets, measure)
+    if tuned.seconds:
         linear_device.TABLE.save()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the KV pool is sized by what is free
     linear_device.forget_choices()
+    return tuned
+
+
+def _is_known(shape: LinearShape, dtype: torch.dtype, device: torch.device, buckets: Sequence[int]) -> bool:
+    op, weight = _OPS[shape[3]], _described(shape, dtype, device)
+    return all(
+        linear_device.TABLE.get(linear_device.choice_key(op, weight, rows, quantised))
+        in linear_device.options(op, weight, rows, quantised)
+        for rows in _sizes(shape, buckets)
+        for quantised in _precisions(weight)
+    )
+
+
+def _sizes(shape: LinearShape, buckets: Sequence[int]) -> list[int]:
+    return [rows for rows in buckets if shape[3] != "head" or rows <= _HEAD_ROWS]
+
+
+def _precisions(weight: LinearWeight) -> tuple[bool, ...]:
+    """Of activations: quantised?"""
+    return (False,) if weight.format == "plain" else (False, True)
+
+
+def _described(shape: LinearShape, dtype: torch.dtype, device: torch.device) -> LinearWeight:
+    """A weight of this shape without its numbers."""
+    kind, out_features, in_features, _ = shape
+    if kind == "plain":
+        data = torch.empty(0, dtype=dtype, device=device)
+        return LinearWeight(data, None, in_features, out_features, "plain", dtype=dtype)
+    blocks = (-(-out_features // FP8_BLOCK), -(-in_features // FP8_BLOCK))
+    scale = torch.full((out_features,) if kind == "fp8" else blocks, 0.01, device=device)
+    data = torch.empty(0, dtype=torch.float8_e4m3fn, device=device)
+    return LinearWeight(data, None, in_features, out_features, "fp8", scale, dtype)
+
+
+def _tune_shapes(
+    shapes: Sequence[LinearShape],
+    dtype: torch.dtype,
+    device: torch.device,
+    buckets: Sequence[int],
+    measure: Callable[[Callable[[int], object], int], float] | None,
+) -> Tuned:
+    buffers: dict[torch.dtype, torch.Tensor] = {}
+    total = Tuned()
+    for shape in shapes:
+        op, weights = _OPS[shape[3]], _weights(_described(shape, dtype, device), buffers)
+        weight, sizes = weights[0], _sizes(shape, buckets)
+        activations = torch.randn(max(sizes), weight.in_features, dtype=dtype, device=device)
+        cases = [
+            _case(op, shape[3], weights, activations[:rows], quantised) for rows in sizes for quantised in _precisions(weight)
+        ]
+        tuned = tune(linear_device.TABLE, cases, measure=measure)
+        total.seconds |= tuned.seconds
+        total.failed |= tuned.failed
+        if weight.format == "fp8":
+            _choose_activations(op, weight, sizes, tuned)
     return total
 
 
-def _tune_shape(
-    shape: LinearShape,
-    weights: list[LinearWeight],
-    dtype: torch.dtype,
-    buckets: Sequence[int],
-    measure: Callable[[Callable[[int], object], int], float] | None,
-) -> Iterable[Tuned]:
-    op, weight = _OPS[shape[3]], weights[0]
-    precisions = (False,) if weight.format == "plain" else (False, True)
-    sizes = [rows for rows in buckets if shape[3] != "head" or rows <= 512]
-    activations = torch.randn(max(sizes), weight.in_features, dtype=dtype, device=weight.data.device)
-    cases = [
-        _case(op, shape[3], weights, activations[:rows].contiguous(), quantised) for rows in sizes for quantised in precisions
-    ]
-    table = linear_device.TABLE
-    tuned = tune(table, cases, measure=measure)
-    if len(precisions) > 1:
-        for rows in sizes:
-            keys = [linear_device.choice_key(op, weight, rows, quantised) for quantised in precisions]
-            known = [key for key in keys if key in tuned.seconds]
-            if known:
-                best = min(known, key=lambda key: min(tuned.seconds[key].values()))
-                chosen = table.get(best)
-                assert chosen is not None
-                table.put(linear_device.activations_key(weight, rows), chosen)
-    yield tuned
+def _choose_activations(op: Op, weight: LinearWeight, sizes: Sequence[int], tuned: Tuned) -> None:
+    """Quantised where the best that takes them is faster than the best that does not."""
+    for rows in sizes:
+        keys = [linear_device.choice_key(op, weight, rows, quantised) for quantised in _precisions(weight)]
+        known = [key for key in keys if key in tuned.seconds]
+        if known:
+            chosen = linear_device.TABLE.get(min(known, key=lambda key: min(tuned.seconds[key].values())))
+            assert chosen is not None
+            linear_device.TABLE.put(linear_device.activations_key(weight, rows), chosen)
 
 
 def _case(op: Op, role: Role, weights: list[LinearWeight], x: torch.Tensor, quantised: bool) -> Case[Candidate]:
@@ -113,43 +149,22 @@ def _case(op: Op, role: Role, weights: list[LinearWeight], x: torch.Tensor, quan
         run=run,
         launches=launches_for(estimate),
         extra_s=extra_s,
-        kernel=lambda candidate: replace(candidate, splits=min(candidate.splits, 2)),  # float32 out, or not
+        # float32 out, or not
+        kernel=lambda candidate: None if candidate.kind == "library" else replace(candidate, splits=min(candidate.splits, 2)),
     )
 
 
-class _Scratch:
-    """Random weights that stand for the model's: distinct ones in one buffer, which shapes share."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._device = device
-        self._dtype = dtype
-        self._flat: dict[torch.dtype, torch.Tensor] = {}
-
-    def weights(self, shape: LinearShape) -> list[LinearWeight]:
-        """As many as keep L2 from holding them, at least two."""
-        kind, out_features, in_features, _ = shape
-        item = self._dtype if kind == "plain" else torch.float8_e4m3fn
-        size = out_features * in_features
-        copies = max(2, math.ceil(_ROTATED_BYTES / (size * item.itemsize)))
-        flat = self._buffer(item, copies * size)
-        weight = LinearWeight(
-            flat[:0], None, in_features, out_features, "plain" if kind == "plain" else "fp8", dtype=self._dtype
-        )
-        if kind == "fp8":
-            weight = replace(weight, scale=torch.rand(out_features, device=self._device))
-        elif kind == "fp8_blocks":
-            blocks = (-(-out_features // FP8_BLOCK), -(-in_features // FP8_BLOCK))
-            weight = replace(weight, scale=torch.rand(blocks, device=self._device))
-        return [replace(weight, data=flat[i * size : (i + 1) * size].view(out_features, in_features)) for i in range(copies)]
-
-    def _buffer(self, item: torch.dtype, size: int) -> torch.Tensor:
-        flat = self._flat.get(item)
-        if flat is None or len(flat) < size:
-            self._flat.pop(item, None)
-            flat = torch.empty(size, dtype=item, device=self._device)
-            step = 1 << 26
-            for start in range(0, size, step):  # 8-bit floats are made from wider ones
-                part = flat[start : start + step]
-                part.copy_(torch.randn(len(part), dtype=self._dtype, device=self._device))
-            self._flat[item] = flat
-        return flat
+def _weights(described: LinearWeight, buffers: dict[torch.dtype, torch.Tensor]) -> list[LinearWeight]:
+    """With random numbers, as many as keep L2 from holding them, at least two. Shapes share a buffer."""
+    item, device = described.data.dtype, described.data.device
+    size = described.out_features * described.in_features
+    stride = -(-size // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
+    copies = max(2, math.ceil(_ROTATED_BYTES / (size * item.itemsize)))
+    flat = buffers.get(item)
+    if flat is None or len(flat) < copies * stride:
+        buffers.pop(item, None)
+        flat = buffers[item] = torch.empty(copies * stride, dtype=item, device=device)
+        for part in flat.split(1 << 26):  # 8-bit floats are made from wider ones
+            part.copy_(torch.randn(len(part), dtype=described.dtype, device=device))
+    shape = (described.out_features, described.in_features)
+    return [replace(described, data=flat[i * stride : i * stride + size].view(shape)) for i in range(copies)]

@@ -37,7 +37,7 @@ class Case(Generic[C]):
     """What to decide. run(candidate, i) launches it once, on the i-th set of inputs; launches: of one measurement.
 
     extra_s(candidate): time that it costs elsewhere, such as in the op that reads its partial sums. kernel(candidate): equal
-    for candidates, of all cases that are tuned together, that need the same compiled code.
+    for candidates, of all cases that are tuned together, that need the same compiled code; None where nothing is compiled.
     """
 
     key: str
@@ -117,11 +117,13 @@ def tune(
     """Measures the cases that `table` does not know, and puts the fastest candidates there; the caller saves.
 
     Kernels are compiled first, by `threads` threads (the number of cores): a compiler spends most of its time outside the
-    interpreter's lock. measure(run, launches): seconds of a launch; default `device_seconds`.
+    interpreter's lock. measure(run, launches): seconds of a launch; default a `DeviceTimer`.
     """
-    measure = measure or device_seconds
     unknown = [case for case in cases if table.get(case.key) not in case.candidates]
     tuned = Tuned()
+    if not unknown:
+        return tuned
+    measure = measure or DeviceTimer()
     _compile(unknown, threads or os.cpu_count() or 1, tuned)
     for case in unknown:
         times: dict[Any, float] = {}
@@ -139,28 +141,45 @@ def tune(
     return tuned
 
 
-def device_seconds(run: Callable[[int], object], launches: int, replays: int = 3) -> float:
-    """Median seconds of a launch in a CUDA graph of `launches`; run(i) takes the i-th of several sets of inputs, so that L2
-    does not hold them."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run(0)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for i in range(launches):
-            run(i)
-    graph.replay()
-    times: list[float] = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / launches)
-    return statistics.median(times)
+class DeviceTimer:
+    """Times launches on the current CUDA device, in CUDA graphs that share one pool of memory.
+
+    Captures without `torch.cuda.graph`, which collects garbage each time: 0.1 s, for a measurement of milliseconds.
+    """
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._anchor = torch.cuda.CUDAGraph()  # keeps the pool while other graphs come and go
+        self._capture(self._anchor, None, lambda _: torch.zeros(1, device="cuda"), 1)
+
+    def __call__(self, run: Callable[[int], object], launches: int, replays: int = 3) -> float:
+        """Median seconds of a launch in a graph of `launches`; run(i) takes the i-th of several sets of inputs, so that L2
+        does not hold them."""
+        graph = torch.cuda.CUDAGraph()
+        self._capture(graph, self._anchor.pool(), run, launches)
+        times: list[float] = []
+        with torch.cuda.stream(self._stream):
+            graph.replay()
+            for _ in range(replays):
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                times.append(start.elapsed_time(end) / 1e3 / launches)
+        return statistics.median(times)
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, pool: Any, run: Callable[[int], object], launches: int) -> None:
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            run(0)
+            self._stream.synchronize()
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                for i in range(launches):
+                    run(i)
+            finally:
+                graph.capture_end()
 
 
 def cache_directory() -> Path:
@@ -175,7 +194,8 @@ def _compile(cases: Sequence[Case[C]], threads: int, tuned: Tuned) -> None:
     users: dict[object, list[tuple[Case[C], C]]] = {}
     for case in cases:
         for candidate in case.candidates:
-            users.setdefault(case.kernel(candidate), []).append((case, candidate))
+            if (kernel := case.kernel(candidate)) is not None:
+                users.setdefault(kernel, []).append((case, candidate))
 
     def once(sharing: list[tuple[Case[C], C]]) -> None:
         if device is not None:

@@ -10,6 +10,7 @@ from tests.ops.compiling import ARCHITECTURES, Builds, KernelCase, check, compil
 _PDL = ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
 _NUM_SMS = 132
 _INTEGERS = ("rows", "N", "K", "scale_columns", "tiles_per_split", "splits", "n_tiles")
+_FORMATS: tuple[tuple[int, Scaling], ...] = ((2, "none"), (1, "channel"), (1, "blocks"))
 _SCALES: dict[Scaling, int] = {"none": 0, "channel": 1, "blocks": 2}
 
 
@@ -21,7 +22,7 @@ def kernel_case(shape: Shape, chosen: Candidate, *, whole: bool = False) -> Kern
     data = "fp8e4nv" if chosen.quantised else model
     out = "fp32" if chosen.splits > 1 and not whole else model
     aligned = shape.k * shape.item_bytes % 16 == 0
-    signature = {name: "i32" for name in _INTEGERS} | {"out": f"*{out}"}
+    signature = dict.fromkeys(_INTEGERS, "i32") | {"out": f"*{out}"}
     signature |= {"N": "i32:16" if shape.n % 16 == 0 else "i32", "K": "i32:16" if shape.k % 16 == 0 else "i32"}
     constants: dict[str, int | float | bool | str | None] = {
         "bias": None,
@@ -92,7 +93,7 @@ def all_cases(shapes: list[tuple[Op, int, int]], rows: tuple[int, ...]) -> list[
     """Every distinct kernel that may be chosen for these weights."""
     found: dict[tuple[object, ...], KernelCase] = {}
     for op, n, k in shapes:
-        for item_bytes, scaling in ((2, "none"), (1, "channel"), (1, "blocks")):
+        for item_bytes, scaling in _FORMATS:
             shape = Shape(op, n, k, item_bytes, scaling)
             for size in rows:
                 for quantised in (False, True) if item_bytes == 1 else (False,):
