@@ -54,10 +54,11 @@ def choose_config(head_dim: int, group: int, dtype: torch.dtype, max_queries: in
     kind: Kind = "decode" if max_queries <= SHORT_QUERIES else "prefill"
     if invariant:
         # one for all rows, so that a query meets the same instructions in a prompt, in a step and in a verification
-        config = _widened(default_config(head_dim, group, dtype, "decode"), 32)
+        config = default_config(head_dim, group, dtype, "decode")
+        config = replace(config, block_m=max(32, config.block_m), tile=min(64, config.tile))
         return replace(config, warps=8, segment_keys=512, swap=False, fused=False)
     config = CHOSEN.get((head_dim, group, dtype, kind)) or default_config(head_dim, group, dtype, kind)
-    return _widened(config, min(64, _power_of_2(group * max_queries))) if kind == "decode" else config
+    return widened(config, group, max_queries)
 
 
 def default_config(head_dim: int, group: int, dtype: torch.dtype, kind: Kind) -> AttentionConfig:
@@ -71,9 +72,10 @@ def default_config(head_dim: int, group: int, dtype: torch.dtype, kind: Kind) ->
     return AttentionConfig(max(64 if large else 128, _power_of_2(group)), 32 if large else 64, 8, 3, 1)
 
 
-def _widened(config: AttentionConfig, block_m: int) -> AttentionConfig:
-    """For more queries: the same registers, so shorter tiles."""
-    if block_m <= config.block_m:
+def widened(config: AttentionConfig, group: int, max_queries: int) -> AttentionConfig:
+    """For verification: all queries of a row in one product, up to 64 rows of it; the same registers, so shorter tiles."""
+    block_m = min(64, _power_of_2(group * max_queries))
+    if max_queries > SHORT_QUERIES or block_m <= config.block_m:
         return config
     return replace(config, block_m=block_m, tile=min(config.tile, 64), swap=False)
 

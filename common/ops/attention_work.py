@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from common.ops import attention_configs, backend
-from common.ops.attention_configs import AttentionConfig, PrefillBackend, choose_config
+from common.ops.attention_configs import AttentionConfig, PrefillBackend, choose_config, widened
 from common.ops.paged_attention_cpu import AttentionRow
 
 _MOST = 1 << 30
@@ -147,13 +147,11 @@ def plan_device_attention(
     for least, most in _ranges(batch, num_heads // kv_heads):
         if rows is not None and not any(least <= row.length <= most for row in rows):
             continue
-        chosen = config or choose_config(
-            head_dim,
-            num_heads // kv_heads,
-            pool.dtype,
-            min(most, batch.max_queries),
-            invariant=backend.BATCH_INVARIANT,
-        )
+        group, queries = num_heads // kv_heads, min(most, batch.max_queries)
+        if config is None:
+            chosen = choose_config(head_dim, group, pool.dtype, queries, invariant=backend.BATCH_INVARIANT)
+        else:
+            chosen = widened(config, group, queries)
         plan.lists.append(_make_list(batch, pool, num_heads, workspace, chosen, least, most, fresh, len(plan.lists)))
     return plan
 

@@ -47,22 +47,26 @@ def work_kernel(
         splits = tl.cdiv(key_tiles, share)
         splits = tl.cdiv(key_tiles, tl.maximum(tl.cdiv(key_tiles, tl.maximum(splits, 1)), 1))
     work = query_tiles * splits
-    # split rows come first: their items are the long ones, and an item's index is then also its place among the partials
-    split_ends = tl.cumsum(tl.where(splits > 1, work, 0), 0)
-    num_split = tl.sum(tl.where(splits > 1, work, 0), 0)
-    whole_ends = num_split + tl.cumsum(tl.where(splits > 1, 0, work), 0)
+    # long items come first, so that none is left alone at the end; those of split rows before all, so that an item's index is
+    # also its place among the partials
+    divided = splits > 1
+    num_split = tl.sum(tl.where(divided, work, 0), 0)
     num_items = tl.sum(work, 0)
-    merge_tiles = tl.where(splits > 1, query_tiles, 0)
+    long = (splits == 1) & (2 * key_tiles > share)
+    long_work = tl.where(long, work, 0)
+    short_work = tl.where(divided | long, 0, work)
+    begins = tl.where(long, num_split + tl.cumsum(long_work, 0), num_split + tl.sum(long_work, 0) + tl.cumsum(short_work, 0))
+    begins = tl.where(divided, tl.cumsum(tl.where(divided, work, 0), 0), begins) - work
+    merge_tiles = tl.where(divided, query_tiles, 0)
+    merge_begins = tl.cumsum(merge_tiles, 0) - merge_tiles
 
     index = tl.program_id(0) * ITEMS + tl.arange(0, ITEMS)
     is_split = index < num_split
-    ends = tl.where(is_split[:, None], split_ends[None, :], whole_ends[None, :])
-    before = ends <= index[:, None]
-    row = tl.sum(before.to(tl.int32), 1)
-    begin = tl.max(tl.where(before, ends, tl.where(is_split, 0, num_split)[:, None]), 1)
-    merge = tl.sum(tl.where(rows[None, :] < row[:, None], merge_tiles[None, :], 0), 1)
     mine = (index < num_items) & (index < max_items)
-    row = tl.where(mine, row, 0)
+    found = (begins[None, :] <= index[:, None]) & (index[:, None] < (begins + work)[None, :])
+    row = tl.sum(tl.where(found, rows[None, :], 0), 1)
+    begin = tl.sum(tl.where(found, begins[None, :], 0), 1)
+    merge = tl.sum(tl.where(found, merge_begins[None, :], 0), 1)
 
     token = tl.load(query_starts + row)
     queries = tl.load(query_starts + row + 1) - token

@@ -183,8 +183,8 @@ def test_a_long_row_is_split_and_merged(fused: bool) -> None:
     plan = run([(700, 1), (3, 1), (40, 1)], kv_heads=1, heads=4, config=config)
     assert splits_of(plan) == 1
     assert plan.lists[0].merges[0, 3] > 10
-    plan = run([(600, 6), (500, 2), (3, 1)], kv_heads=1, heads=4, config=config)
-    assert splits_of(plan) == 3  # six queries of four heads are two tiles of 16
+    plan = run([(600, 16), (500, 2), (3, 1)], kv_heads=1, heads=8, config=config)
+    assert splits_of(plan) == 3  # sixteen queries of eight heads are two products of 64 rows
     assert not plan.lists[0].arrivals.any()
 
 
@@ -202,6 +202,8 @@ def test_no_item_has_more_than_its_share() -> None:
     share = -(-sum(-(-int(n) // 64) for n in contexts) // wanted)
     items = work.items[:count].tolist()
     assert max(item[5] for item in items) <= share
+    whole = [item[5] for item in items if item[6] < 0]
+    assert whole == sorted(whole, key=lambda tiles: 2 * tiles <= share)  # the long ones first
     seen: dict[int, list[tuple[int, int]]] = {}
     for token, queries, start, _, first, tiles, _, _ in items:
         assert (queries, start) == (1, int(contexts[token]) - 1)
