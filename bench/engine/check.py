@@ -1,0 +1,351 @@
+"""Every kernel of a step beside its reference, on the card itself: `python -m bench.engine.check`.
+
+Shapes of real models and odd ones, a few numbers of rows, all formats of weights and KV, the implementations that would be
+chosen now; `--every` also runs all the candidates of the linears. Results are compared with plain torch in float32 (attention:
+float64), on memory that is NaN before (`torch.empty` fills it). With batch_invariant, a row alone and among others: equal bits.
+`--sanitizer` runs the small ones under compute-sanitizer. Ends with 1 if anything is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from bench.common.machine import describe
+from bench.common.table import markdown
+from bench.engine.sweeps import short
+from common.ops import backend, linear_device
+from common.ops.add_rms_norm import add_rms_norm
+from common.ops.add_rms_norm_reference import add_rms_norm_reference
+from common.ops.embed import Feed, embed
+from common.ops.gate_up_reference import gate_up_reference
+from common.ops.linear import LinearWeight, linear_from_fp8, pack_linear
+from common.ops.linear_candidates import Op
+from common.ops.paged_attention import AttentionRow, AttentionWorkspace, DeviceBatch, paged_attention, plan_device_attention
+from common.ops.paged_attention_reference import paged_attention_reference
+from common.ops.qkv_rope import qkv_rope
+from common.ops.qkv_rope_reference import qkv_rope_reference
+from common.ops.quantise import quantise_rows, quantise_weight
+from common.ops.quantise_reference import dequantise_weight_reference
+from common.ops.tensors import Quantised
+
+FP8 = torch.float8_e4m3fn
+LINEARS = {"8B": (6144, 4096), "8B down": (4096, 14336), "135M": (960, 576), "1B gate_up": (16384, 2048), "odd": (704, 328)}
+HEADS = {"8B": (32, 8, 128), "1B": (32, 8, 64), "135M": (9, 3, 64), "odd": (6, 2, 80)}
+ROWS = (1, 2, 3, 8, 17, 64, 100, 256, 700)
+SPANS: dict[str, list[tuple[int, int]]] = {
+    "decode": [(0, 1), (5, 1), (4095, 1), (16, 1), (1000, 1)],
+    "one long row": [(20_000, 1)],
+    "verification": [(40, 5), (700, 5), (3, 5)],
+    "prompts": [(0, 130), (64, 70), (0, 1), (333, 20)],
+    "prompts without a prefix": [(0, 130), (0, 130), (0, 77)],
+}
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+
+
+class Checks:
+    """Collects what was compared; `worst` are errors as a share of what is allowed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.count: dict[str, int] = {}
+        self.worst: dict[str, tuple[float, str]] = {}
+        self.wrong: list[str] = []
+
+    def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, device=self.device).to(dtype)
+
+    def close(self, op: str, case: str, found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
+        """Allowed: `tolerance` of the largest number that is wanted."""
+        found, wanted = found.double(), wanted.double().to(found.device)
+        allowed = tolerance * max(wanted.abs().max().item(), 1e-6)
+        error = (found - wanted).abs().max().item() / allowed
+        self._note(op, case, error, finite=bool(found.isfinite().all()))
+
+    def same(self, op: str, case: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
+        equal = found.shape == wanted.shape and bool((found.view(torch.uint8) == wanted.view(torch.uint8)).all())
+        self._note(op, case, 0.0 if equal else 2.0, finite=True)
+
+    def attempt(self, op: str, case: str, check: Callable[[], None]) -> None:
+        try:
+            check()
+        except Exception as error:  # what does not run is as wrong as what is off
+            self.count[op] = self.count.get(op, 0) + 1
+            self.wrong.append(f"{op}, {case}: {type(error).__name__}: {str(error)[:300]}")
+
+    def _note(self, op: str, case: str, error: float, *, finite: bool) -> None:
+        self.count[op] = self.count.get(op, 0) + 1
+        if error > self.worst.get(op, (-1.0, ""))[0]:
+            self.worst[op] = (error, case)
+        if not finite or not error <= 1.0:
+            self.wrong.append(f"{op}, {case}: {'NaN or infinite' if not finite else f'{error:.2f} of what is allowed'}")
+
+    def table(self) -> str:
+        rows = [
+            (op, str(count), f"{self.worst.get(op, (0.0, ''))[0]:.3f}", self.worst.get(op, (0.0, ""))[1])
+            for op, count in self.count.items()
+        ]
+        return markdown(("op", "checks", "worst, of allowed", "where"), rows)
+
+
+def linears(checks: Checks, shapes: dict[str, tuple[int, int]], rows: Sequence[int], *, every: bool) -> None:
+    for (name, (out, size)), kind in itertools.product(shapes.items(), ("bf16", "fp32", "fp8", "fp8 blocks")):
+        dtype = torch.float32 if kind == "fp32" else torch.bfloat16
+        plain = checks.random(out, size, dtype=dtype) / size**0.5
+        weight = _weight(plain, kind)
+        scale = weight.scale
+        wide = plain.float() if scale is None else dequantise_weight_reference(weight.data, scale)
+        for count, op in itertools.product(rows, ("linear", "split", "gated")):
+            for quantised in (False, True) if scale is not None else (False,):
+                given = checks.random(count, size, dtype=dtype)
+                x = quantise_rows(given) if quantised else given
+                seen = x.data.float() * x.scale[:, None] if isinstance(x, Quantised) else given.float()
+                wanted = gate_up_reference(seen, wide, None) if op == "gated" else seen @ wide.t()
+                options = linear_device.options(op, weight, count, quantised) if every else []
+                for chosen in options or [linear_device.choose(op, weight, count, quantised)]:
+                    case = f"{name} {out}x{size} {kind}, {count} rows, {short(chosen)}"
+
+                    def check(
+                        op: Op = op, x: torch.Tensor | Quantised = x, chosen: object = chosen, wanted: torch.Tensor = wanted,
+                        weight: LinearWeight = weight, case: str = case, dtype: torch.dtype = dtype,
+                    ) -> None:  # fmt: skip
+                        found = linear_device.run(op, x, weight, chosen)  # pyright: ignore[reportArgumentType]
+                        found = found.float().sum(0) if found.ndim == 3 else found
+                        checks.close(f"linear, {op}", case, found, wanted, TOLERANCE[dtype])
+
+                    checks.attempt(f"linear, {op}", case, check)
+
+
+def _weight(plain: torch.Tensor, kind: str) -> LinearWeight:
+    if kind == "fp8 blocks":
+        return linear_from_fp8(*quantise_weight(plain, 128))
+    return pack_linear(plain, format="fp8" if kind == "fp8" else "plain")
+
+
+def attention(checks: Checks, heads: dict[str, tuple[int, int, int]], spans: dict[str, list[tuple[int, int]]]) -> None:
+    for (name, (q, kv, dim)), (what, rows), pool_kind in itertools.product(
+        heads.items(), spans.items(), (torch.bfloat16, torch.float32, FP8)
+    ):
+        case = f"{name} {q}/{kv} x {dim}, {what}, pool {str(pool_kind)[6:]}"
+
+        def check(
+            q: int = q, kv: int = kv, dim: int = dim, rows: list[tuple[int, int]] = rows, pool_kind: torch.dtype = pool_kind,
+            case: str = case,
+        ) -> None:  # fmt: skip
+            pool, listed, batch = _batch(checks, rows, kv, dim, pool_kind)
+            dtype = torch.bfloat16 if pool_kind == FP8 else pool_kind
+            query = checks.random(batch.num_tokens, q, dim, dtype=dtype)
+            kv_scale = torch.rand(2, 2, kv, device=checks.device) + 0.5 if pool_kind == FP8 else None
+            plain = pool.float() if kv_scale is None else pool.float() * kv_scale[None, :, :, None, :, None]
+            fresh: dict[str, Any] = {}
+            if all(start == 0 for start, _ in rows) and checks.device.type == "cuda":
+                batch.rows = listed  # SDPA takes them, with K and V as tensors
+                own = [plain[list(row.blocks), 1].transpose(0, 1).flatten(1, 2)[:, : row.length] for row in listed]
+                keys, values = torch.cat(own, dim=1).to(dtype)
+                fresh = {"key": keys.contiguous(), "value": values.contiguous()}
+            plan = plan_device_attention(batch, pool, q, AttentionWorkspace(checks.device))
+            found = paged_attention(query, pool, 1, plan, dim**-0.5, kv_scale=kv_scale, **fresh)
+            wanted = paged_attention_reference(query.float(), plain, 1, listed, dim**-0.5)
+            checks.close("attention", case, found, wanted, TOLERANCE[dtype])
+
+        checks.attempt("attention", case, check)
+
+
+def _batch(
+    checks: Checks, spans: list[tuple[int, int]], kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, list[AttentionRow], DeviceBatch]:
+    """A pool of two layers, rows with blocks in random order, and the same on the device."""
+    counts = [-(-(start + length) // 16) for start, length in spans]
+    free = torch.randperm(sum(counts) + 4).tolist()
+    pool = checks.random(len(free), 2, 2, 16, kv_heads, head_dim).to(dtype)
+    rows, first = [], 0
+    for (start, length), count in zip(spans, counts, strict=True):
+        rows.append(AttentionRow(first, length, start, [free.pop() for _ in range(count)]))
+        first += length
+
+    def ints(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=checks.device)
+
+    batch = DeviceBatch(
+        query_starts=ints([*(row.first for row in rows), first]),
+        context_lens=ints([row.start + row.length for row in rows]),
+        block_ids=ints([block for row in rows for block in row.blocks]),
+        block_starts=ints([0, *itertools.accumulate(counts)]),
+        max_queries=max(length for _, length in spans),
+        num_tokens=first,
+    )
+    return pool, rows, batch
+
+
+def small_ops(checks: Checks, heads: dict[str, tuple[int, int, int]], rows: Sequence[int]) -> None:
+    for count, size, splits in itertools.product(rows, (4096, 576), (0, 1, 5)):
+        case = f"{count} x {size}, {splits} partials"
+        residual, weight = checks.random(count, size, dtype=torch.bfloat16), checks.random(size, dtype=torch.bfloat16)
+        delta = checks.random(splits, count, size) if splits else checks.random(count, size, dtype=torch.bfloat16)
+        new, normed = add_rms_norm_reference(residual.cpu(), delta.cpu(), weight.cpu(), 1e-5)
+        mine = residual.clone()
+        found = add_rms_norm(mine, delta, weight, 1e-5)
+        assert isinstance(found, torch.Tensor)
+        checks.close("add_rms_norm", case, found, normed, 1e-2)
+        checks.close("add_rms_norm", f"{case}, residual", mine, new, 1e-2)
+        quantised = add_rms_norm(residual.clone(), delta, weight, 1e-5, quantise=True)
+        assert isinstance(quantised, Quantised)
+        checks.close("add_rms_norm to fp8", case, quantised.data.float() * quantised.scale[:, None], normed, 0.07)
+    table = checks.random(1000, 576, dtype=torch.bfloat16)
+    tokens = torch.tensor([5, -1, 7, 999], device=checks.device)
+    feed = Feed(torch.tensor([-1, 2, -1, 0], device=checks.device), torch.tensor([3, 0, 11], device=checks.device))
+    checks.same("embed", "with fed tokens", embed(tokens, table, feed), table[[5, 11, 7, 3]])
+    for (name, (q, kv, dim)), count, norms in itertools.product(heads.items(), rows, (False, True)):
+        for pool_dtype in (torch.bfloat16, FP8):
+            case = f"{name} {q}/{kv} x {dim}, {count} rows, pool {str(pool_dtype)[6:]}"
+            _projection(checks, case, q, kv, dim, count, pool_dtype, norms)
+                checks,
+                f"{name} {q}/{kv} x {dim}, {count} rows, pool {str(pool_dtype)[6:]}",
+                q,
+                kv,
+                dim,
+                count,
+                pool_dtype,
+                norms,
+            )
+
+
+def _projection(checks: Checks, case: str, q: int, kv: int, dim: int, count: int, pool_dtype: torch.dtype, norms: bool) -> None:
+    qkv = checks.random(3, count, (q + 2 * kv) * dim)
+    blocks = -(-count // 16) + 2
+    arguments: dict[str, Any] = {
+        "num_heads": q,
+        "positions": torch.randint(0, 500, (count,), device=checks.device),
+        "rope": checks.random(500, dim),
+        "q_norm": checks.random(dim, dtype=torch.bfloat16) if norms else None,
+        "k_norm": checks.random(dim, dtype=torch.bfloat16) if norms else None,
+        "eps": 1e-6,
+        "bias": None,
+        "layer": 1,
+        "slots": torch.randperm(blocks * 16, device=checks.device)[:count],
+        "dtype": torch.bfloat16,
+    }
+    pool = torch.zeros(blocks, 2, 2, 16, kv, dim, device=checks.device).to(pool_dtype)
+    host = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+    expected = pool.cpu().clone()
+
+    def check() -> None:
+        made = qkv_rope(qkv, pool=pool, need_kv=True, **arguments)
+        wanted = qkv_rope_reference(qkv.cpu(), pool=expected, **host)
+        for which, one, other in zip("qkv", made, wanted, strict=True):
+            checks.close("qkv_rope", f"{case}, {which}", one, other, 1e-2)
+        checks.close("qkv_rope", f"{case}, pool", pool.float(), expected.float(), 0.07 if pool_dtype == FP8 else 1e-2)
+
+    checks.attempt("qkv_rope", case, check)
+
+
+def invariance(checks: Checks, shapes: dict[str, tuple[int, int]], heads: dict[str, tuple[int, int, int]]) -> None:
+    """Rows alone and among others, under batch_invariant: equal bits."""
+    backend.BATCH_INVARIANT = True
+    linear_device.forget_choices()
+    try:
+        for (name, (out, size)), kind in itertools.product(shapes.items(), ("bf16", "fp8")):
+            weight = _weight(checks.random(out, size, dtype=torch.bfloat16), kind)
+            x = checks.random(200, size, dtype=torch.bfloat16)
+
+            def products(count: int, weight: LinearWeight = weight, x: torch.Tensor = x) -> torch.Tensor:
+                found = linear_device.linear_device(x[:count].contiguous(), weight, split=True)
+                return found[..., :1, :].contiguous()
+
+            for count in (2, 17, 200):
+                case = f"linear {name} {kind}, 1 of {count}"
+                checks.attempt("invariance", case, lambda n=count, c=case, p=products: checks.same("invariance", c, p(n), p(1)))
+        for name, (q, kv, dim) in heads.items():
+            pool, rows, _ = _batch(checks, [(3000, 1), (5, 1), (400, 1), (8000, 1)], kv, dim, torch.bfloat16)
+            query = checks.random(4, q, dim, dtype=torch.bfloat16)
+
+            def attended(
+                picked: list[int], q: int = q, dim: int = dim, pool: torch.Tensor = pool, query: torch.Tensor = query,
+                rows: list[AttentionRow] = rows,
+            ) -> torch.Tensor:  # fmt: skip
+                some = [rows[index] for index in picked]
+
+                def ints(values: Sequence[int]) -> torch.Tensor:
+                    return torch.tensor(values, dtype=torch.int32, device=checks.device)
+
+                batch = DeviceBatch(
+                    query_starts=ints(range(len(some) + 1)),
+                    context_lens=ints([row.start + 1 for row in some]),
+                    block_ids=ints([block for row in some for block in row.blocks]),
+                    block_starts=ints([0, *itertools.accumulate(len(row.blocks) for row in some)]),
+                    max_queries=1,
+                    num_tokens=len(some),
+                )
+                plan = plan_device_attention(batch, pool, q, AttentionWorkspace(checks.device))
+                return paged_attention(query[picked].contiguous(), pool, 1, plan, dim**-0.5)[:1].contiguous()
+
+            case = f"attention {name}, 1 of 4"
+            checks.attempt("invariance", case, lambda c=case, a=attended: checks.same("invariance", c, a([0, 1, 2, 3]), a([0])))
+    finally:
+        backend.BATCH_INVARIANT = False
+        linear_device.forget_choices()
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """`torch.empty` gives NaN meanwhile."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.engine.check", description=__doc__)
+    parser.add_argument("--device", default="cuda", help="cpu: in Triton's interpreter, for tests")
+    parser.add_argument("--small", action="store_true", help="the odd shapes alone")
+    parser.add_argument("--every", action="store_true", help="every candidate of the linears, not only what is chosen")
+    parser.add_argument("--only", default="", help="linears, attention, small_ops, invariance; between commas")
+    parser.add_argument("--sanitizer", action="store_true", help="run --small under compute-sanitizer")
+    options = parser.parse_args(argv)
+    if options.sanitizer:
+        return sanitized()
+    device, begun = torch.device(options.device), time.perf_counter()
+    checks = Checks(device)
+    small, on_cpu = options.small or device.type == "cpu", device.type == "cpu"
+    shapes = {"odd": (96, 72)} if on_cpu else {"odd": LINEARS["odd"]} if small else LINEARS
+    heads = {"odd": (4, 2, 32)} if on_cpu else {"odd": HEADS["odd"]} if small else HEADS
+    rows = (1, 3) if on_cpu else (1, 3, 17, 100) if small else ROWS
+    spans = {"all": [(20, 1), (7, 3), (0, 1)]} if on_cpu else SPANS
+    parts: dict[str, Callable[[], None]] = {
+        "small_ops": lambda: small_ops(checks, heads, rows),
+        "linears": lambda: linears(checks, shapes, rows, every=options.every),
+        "attention": lambda: attention(checks, heads, spans),
+        "invariance": lambda: invariance(checks, shapes, heads),
+    }
+    with backend.interpreted() if on_cpu else nullcontext(), torch.inference_mode(), poisoned():
+        for name in options.only.split(",") if options.only else parts:
+            parts[name]()
+            print(f"{name}: {time.perf_counter() - begun:.0f} s, {len(checks.wrong)} wrong", flush=True)
+    print(f"\n{checks.table()}\n\n{describe()}")
+    print("\n".join(f"WRONG: {what}" for what in checks.wrong[:40]) or "all well")
+    return 1 if checks.wrong else 0
+
+
+def sanitized() -> int:
+    tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if tool is None:
+        print("no compute-sanitizer here: it comes with the CUDA toolkit")
+        return 1
+    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "bench.engine.check", "--small"]
+    return subprocess.run(command, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
