@@ -73,7 +73,7 @@ class DeviceRunner:
         self._device = pool.device
         self._on_gpu = pool.is_cuda
         self._stream = torch.cuda.Stream(self._device) if self._on_gpu else None
-        max_tokens = max(token_budget, max_rows) + 64
+        self._max_tokens = max_tokens = max(token_budget, max_rows) + 64
         num_ids = self.num_blocks + max_rows + _SPARE_BLOCK_IDS
         size = buffer_bytes(max_tokens, max_tokens, num_ids)
         self._buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
@@ -109,7 +109,7 @@ class DeviceRunner:
         if shape is None or graph is None:
             shape = exact_shape(rows)
         staging = self._staging[(self._turn + 1) % _DEPTH]
-        if shape.tokens * 40 > len(staging):
+        if shape.tokens > self._max_tokens:
             raise InvalidParameter(f"a step of {shape.tokens} tokens is more than this engine's token budget")
         packed = self._packer.pack(rows, layout(staging, shape), shape)
         self._turn = (self._turn + 1) % _DEPTH

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from common.engine.load import EngineConfig, cache_layout, load_runner, resolve_device
 from common.engine.settings import EngineServiceConfig
 from common.engine.worker import Engine
@@ -36,7 +38,9 @@ def open_engine(
     settings = EngineConfig.of(config)
     files = resolve(config.model, weights=settings.load_format != "dummy")
     sweep(config.shm_dir)
-    if resolve_device(settings) == "cpu":
+    on_gpu = resolve_device(settings) != "cpu"
+    settings = msgspec.structs.replace(settings, **config.limits(on_gpu=on_gpu)._asdict())
+    if not on_gpu:
         return _open_on_cpu(files, settings, config.shm_dir, segment_name, on_progress)
     runner = load_runner(files, settings, on_progress=on_progress)
     pool = runner.pool  # pyright: ignore[reportAttributeAccessIssue]
@@ -50,7 +54,7 @@ def open_engine(
     )
     if transport is not None:
         transport.attach(pool)
-    return Engine(runner, segment)
+    return Engine(runner, segment, on_gpu=True)
 
 
 def _open_on_cpu(files: ModelFiles, settings: EngineConfig, shm_dir: str, segment_name: str, on_progress: Progress) -> Engine:

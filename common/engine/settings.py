@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from msgspec import Meta
 
 from common.engine.precision import DtypeSetting, KvSetting, QuantizationSetting
 from common.runtime.settings import ServiceConfig
+
+
+class Limits(NamedTuple):
+    """max_running: sequences in work at once. token_budget: tokens a step computes at most."""
+
+    max_running: int
+    token_budget: int
 
 
 class EngineServiceConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,5 +44,12 @@ class EngineServiceConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unkno
     num_blocks: Annotated[int, Meta(ge=0, description="KV blocks; 0: what their memory holds")] = 0
     block_tokens: Annotated[int, Meta(ge=1, le=1024, description="tokens a KV block holds")] = 16
     threads: Annotated[int, Meta(ge=0, description="CPU threads of the engine; 0: all cores")] = 0
-    max_running: Annotated[int, Meta(ge=1, description="sequences in work at once; more are refused")] = 64
-    token_budget: Annotated[int, Meta(ge=1, description="tokens a step computes at most")] = 256
+    max_running: Annotated[int, Meta(ge=0, description="sequences in work at once; more are refused; 0: what suits")] = 0
+    token_budget: Annotated[int, Meta(ge=0, description="tokens a step computes at most; 0: what suits the device")] = 0
+
+    cpu_limits: ClassVar[Limits] = Limits(64, 256)
+    gpu_limits: ClassVar[Limits] = Limits(256, 2048)
+
+    def limits(self, *, on_gpu: bool) -> Limits:
+        suits = self.gpu_limits if on_gpu else self.cpu_limits
+        return Limits(self.max_running or suits.max_running, self.token_budget or suits.token_budget)

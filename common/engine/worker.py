@@ -58,6 +58,7 @@ class Engine:
 
     runner: Runner
     segment: Segment
+    on_gpu: bool = False
 
 
 OpenEngine = Callable[[str], Engine]

@@ -61,13 +61,14 @@ class DecodeActor(EngineWorker):
         self.pulling: dict[str, WorkerRef] = {}
 
     def make_scheduler(self) -> DecodeScheduler:
+        limits = self.config.limits(on_gpu=self.engine.on_gpu)
         self.num_preemptions = 0
         policy = SpeculationPolicy(max_tokens=self.config.speculation_tokens, max_step_tokens=self.config.max_verify_tokens)
         self.drafts = DraftBook(policy, vocab_size=self.engine.runner.vocab_size)
         return DecodeScheduler(
             self.cache,
-            token_budget=self.config.token_budget,
-            max_running=self.config.max_running,
+            token_budget=limits.token_budget,
+            max_running=limits.max_running,
             max_context=self.engine.runner.max_context,
             propose=lambda sequence, limit: self.drafts.propose(sequence.request, limit),
             begin_step=self.drafts.begin_step,

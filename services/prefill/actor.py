@@ -68,10 +68,11 @@ class PrefillActor(EngineWorker):
         self.lease_of: dict[str, tuple[int, str]] = {}
 
     def make_scheduler(self) -> PrefillScheduler:
+        limits = self.config.limits(on_gpu=self.engine.on_gpu)
         return PrefillScheduler(
             self.cache,
-            token_budget=self.config.token_budget,
-            max_running=self.config.max_running,
+            token_budget=limits.token_budget,
+            max_running=limits.max_running,
             max_context=self.engine.runner.max_context,
         )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,36 +15,46 @@ from common.engine.plan import StepPlan, StepRow
 from common.models.config import load_config
 from common.models.registry import load_decoder
 from common.models.source import ModelFiles
+from common.models.weights.base import LinearFormat
 from common.ops.backend import interpreted
+from common.ops.linear_candidates import Candidate
 from common.protocol.errors import InvalidParameter
 from common.protocol.messages import SamplingParams
 from tests.models.driver import GREEDY, Request, open_runner, run
-from tests.models.oracles import ORACLES, build, greedy_choices, oracle_prompt, save
+from tests.models.oracles import build, greedy_choices, oracle_prompt, save
 from tests.ops.interpreter import round_as_a_gpu
 
 
 @pytest.fixture(autouse=True)
-def kernels() -> Iterator[None]:
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Linears are the library's: their kernels have tests of their own, and are slow to interpret."""
+    monkeypatch.setattr("common.ops.linear_device._choose", lambda *_: Candidate("library"))
     round_as_a_gpu()
     with interpreted():
         yield
 
 
-def device_runner(files: ModelFiles, *, dtype: torch.dtype = torch.float32, kv: torch.dtype | None = None) -> DeviceRunner:
+def device_runner(
+    files: ModelFiles,
+    *,
+    dtype: torch.dtype = torch.float32,
+    kv: torch.dtype | None = None,
+    weights: LinearFormat = "none",
+) -> DeviceRunner:
     model = load_config(files)
-    decoder = load_decoder(files, model, dtype=dtype, device=torch.device("cpu"))
+    decoder = load_decoder(files, model, dtype=dtype, device=torch.device("cpu"), weights=weights)
     shape = (64, model.num_layers, 2, 16, model.num_kv_heads, model.head_dim)
     pool = torch.full(shape, torch.nan, dtype=torch.float32).to(kv or dtype)
     return DeviceRunner(decoder, pool, fingerprint="test", max_rows=16, token_budget=512)
 
 
-@pytest.mark.parametrize("name", list(ORACLES))
+@pytest.mark.parametrize("name", ["llama-untied-biases", "llama-wide-heads", "qwen3-tied-groups-of-three"])
 def test_a_ragged_batch_in_chunks_gives_the_text_of_transformers(name: str, tmp_path: Path) -> None:
     model = build(name)
     runner = device_runner(save(model, tmp_path))
     requests = [
-        Request(oracle_prompt(seed=i, length=length), 3 + i % 3, chunk=(1 << 30, 7, 12)[i % 3], begins=i % 3)
-        for i, length in enumerate([1, 15, 17, 40])
+        Request(oracle_prompt(seed=i, length=length), 2 + i % 2, chunk=(1 << 30, 12)[i % 2], begins=i % 2)
+        for i, length in enumerate([1, 17, 15])
     ]
     for request, output in zip(requests, run(runner, requests), strict=True):
         assert output == greedy_choices(model, request.prompt, output), len(request.prompt)
@@ -57,7 +66,7 @@ SAMPLED = [
     SamplingParams(temperature=1.2, seed=4, top_k=7),
     SamplingParams(temperature=0.8, seed=5, top_p=0.7, min_p=0.01),
     SamplingParams(temperature=0.7, seed=6, presence_penalty=0.5, frequency_penalty=0.2, repetition_penalty=1.3),
-    SamplingParams(temperature=0.0, logit_bias={3: 8.0}, min_tokens=4, stop_token_ids=[3, 118]),
+    SamplingParams(temperature=0.0, logit_bias={3: 8.0}, min_tokens=3, stop_token_ids=[3, 118]),
 ]
 
 
@@ -69,7 +78,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ModelFiles]:
 
 def test_every_way_of_sampling_draws_what_the_cpu_draws(llama: tuple[Any, ModelFiles]) -> None:
     def requests() -> list[Request]:
-        return [Request(oracle_prompt(seed=i, length=9 + i), 6, params) for i, params in enumerate(SAMPLED)]
+        return [Request(oracle_prompt(seed=i, length=9 + i), 4, params) for i, params in enumerate(SAMPLED)]
 
     expected = run(open_runner(llama[1]), requests())
     assert run(device_runner(llama[1]), requests()) == expected
@@ -94,15 +103,15 @@ def test_logprobs_are_those_of_the_cpu(llama: tuple[Any, ModelFiles]) -> None:
 
 
 def test_rows_are_fed_on_the_device_while_nobody_has_seen_their_tokens(llama: tuple[Any, ModelFiles]) -> None:
-    """Six steps of three rows, each submitted before the result of the one before it is taken."""
+    """Four steps of three rows, each submitted before the result of the one before it is taken."""
     prompts = [oracle_prompt(seed=i, length=5 + 7 * i) for i in range(3)]
     params = [SAMPLED[0], SAMPLED[2], SAMPLED[4]]
-    expected = run(open_runner(llama[1]), [Request(p, 6, s) for p, s in zip(prompts, params, strict=True)])
+    expected = run(open_runner(llama[1]), [Request(p, 4, s) for p, s in zip(prompts, params, strict=True)])
     runner = device_runner(llama[1])
     blocks = [[4 * i, 4 * i + 1, 4 * i + 2] for i in range(3)]
     outputs: list[list[int]] = [[] for _ in prompts]
     pending: deque[Any] = deque()
-    for step in range(6):
+    for step in range(4):
         rows = []
         for index, prompt in enumerate(prompts):
             known = prompt + outputs[index]
@@ -114,8 +123,8 @@ def test_rows_are_fed_on_the_device_while_nobody_has_seen_their_tokens(llama: tu
                 StepRow(tokens, start, blocks[index], 1, params[index], len(prompt), history, feed=index if step else -1)
             )
         pending.append(runner.submit(StepPlan(step, rows)))
-        if len(pending) == 2 or step == 5:
-            while len(pending) > (step < 5):
+        if len(pending) == 2 or step == 3:
+            while len(pending) > (step < 3):
                 for output, row in zip(outputs, pending.popleft().result().rows, strict=True):
                     output += row.tokens
     assert outputs == expected
@@ -123,19 +132,20 @@ def test_rows_are_fed_on_the_device_while_nobody_has_seen_their_tokens(llama: tu
 
 def test_verified_proposals_give_the_same_text(llama: tuple[Any, ModelFiles]) -> None:
     prompt = oracle_prompt(length=20)
-    expected = run(open_runner(llama[1]), [Request(prompt, 5)])[0]
+    expected = run(open_runner(llama[1]), [Request(prompt, 3)])[0]
     runner = device_runner(llama[1])
     runner.execute(StepPlan(0, [StepRow(prompt[:-1], 0, [5, 3], 0, GREEDY, 20)]))
     row = StepRow([prompt[-1], *expected[:2], 0, 1], 19, [5, 3], 5, GREEDY, 20)
     assert runner.execute(StepPlan(1, [row])).rows[0].tokens[:3] == expected[:3]
 
 
-@pytest.mark.parametrize(("dtype", "kv"), [(torch.bfloat16, None), (torch.bfloat16, torch.float8_e4m3fn)])
-def test_reduced_precision_stays_close(llama: tuple[Any, ModelFiles], dtype: torch.dtype, kv: torch.dtype | None) -> None:
+@pytest.mark.parametrize(("kv", "weights"), [(None, "none"), (torch.float8_e4m3fn, "none"), (torch.float8_e4m3fn, "fp8")])
+def test_reduced_precision_stays_close(llama: tuple[Any, ModelFiles], kv: torch.dtype | None, weights: LinearFormat) -> None:
     prompt = oracle_prompt()
-    output = run(device_runner(llama[1], dtype=dtype, kv=kv), [Request(prompt, 8), Request(prompt[:20], 3, chunk=6)])[0]
-    agreed = sum(a == b for a, b in zip(output, greedy_choices(llama[0], prompt, output), strict=True))
-    assert agreed >= 5
+    runner = device_runner(llama[1], dtype=torch.bfloat16, kv=kv, weights=weights)
+    output = run(runner, [Request(prompt[:40], 6), Request(prompt[:20], 2, chunk=12)])[0]
+    agreed = sum(a == b for a, b in zip(output, greedy_choices(llama[0], prompt[:40], output), strict=True))
+    assert agreed >= 4
 
 
 def test_a_row_that_cannot_be_run_is_refused_and_harms_nobody(llama: tuple[Any, ModelFiles]) -> None:
@@ -162,10 +172,11 @@ def test_a_row_that_cannot_be_run_is_refused_and_harms_nobody(llama: tuple[Any, 
 
 def test_block_lists_that_grow_or_are_replaced_are_noticed(llama: tuple[Any, ModelFiles]) -> None:
     """The packer remembers the ids of decoding rows."""
-    dice = random.Random(1)
-    expected = run(open_runner(llama[1]), [Request(oracle_prompt(length=14), 30)])[0]
-    request = Request(oracle_prompt(length=14), 30)
+
+    def request() -> Request:
+        return Request(oracle_prompt(length=14), 4)
+
+    expected = run(open_runner(llama[1]), [request()])[0]
     runner = device_runner(llama[1])
-    assert run(runner, [request, Request(oracle_prompt(length=3), 20)], seed=dice.randrange(99))[0] == expected
-    again = Request(oracle_prompt(length=14), 30)
-    assert run(runner, [again], seed=dice.randrange(99))[0] == expected
+    for seed in range(2):
+        assert run(runner, [request()], seed=seed)[0] == expected
