@@ -44,9 +44,10 @@ from common.ops.nucleus_triton import (
 )
 from common.ops.sample_triton import floor_key, is_ahead, order_keys
 
-TILE = 4096
-NUM_WARPS = 16
-"""Tokens at once in a row's program, and its warps. Candidates: (1024, 4), (2048, 8), (4096, 16): others spill."""
+TILE = 2048
+NUM_WARPS = 8
+"""Tokens at once in a row's program, and its warps. Candidates: (1024, 4), (2048, 8), (4096, 16); more spill, and the last has
+8 bytes a thread to spill with float32 logits on sm_100."""
 
 CHUNK = 2048
 CHUNK_WARPS = 4
@@ -86,7 +87,7 @@ def noisiest(row, vocab, heat, shortlist, count, seed, position, key, last, TILE
                 if high > lead:
                     lead = high
                     token = tl.min(tl.where(scores == high, tokens, _ALL))
-    return token
+    return tl.minimum(token, vocab - 1)  # of NaN comes nonsense, but a token
 
 
 @triton.jit
@@ -126,7 +127,7 @@ def sample_rows_kernel(
         first = tl.min(tl.where(highest == top, numbers, GROUPS), 0)
         tokens = first * _GROUP + tl.arange(0, _GROUP)
         x = tl.load(row + tokens, mask=tokens < vocab, other=-float("inf")).to(tl.float32)
-        token = tl.min(tl.where(tl.math.div_rn(x, heat) == top, tokens, _ALL), 0)
+        token = tl.min(tl.where(tl.math.div_rn(x, heat) == top, tokens, vocab - 1), 0)
     else:
         draw_seed = tl.load(seed + place)
         draw_position = tl.load(position + place)
@@ -155,7 +156,9 @@ def sample_rows_kernel(
             searching = 0
             if share < 1:
                 token_key = order_keys(tl.math.div_rn(tl.load(row + token).to(tl.float32), heat))
-                if mass_ahead(row, vocab, heat, shortlist, count, top, token_key, token - 1, TILE) >= wanted:
+                outside = mass_ahead(row, vocab, heat, shortlist, count, top, token_key, token - 1, TILE) >= wanted
+                # each round gets somewhere, so that there is a last one whatever the logits
+                if outside & ((token_key > key) | ((token_key == key) & (token <= last))):
                     key = token_key
                     last = token - 1
                     count = list_groups(shortlist, keys, key)

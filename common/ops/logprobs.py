@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -17,11 +19,13 @@ def top_logprobs(logits: torch.Tensor, token: int, num_top: int) -> tuple[float,
     """
     if logits.ndim != 1 or not 0 <= token < len(logits):
         raise ValueError(f"token {token} has no logit in {list(logits.shape)}")
-    found = torch.log_softmax(logits, dim=-1).numpy()
+    values = logits.numpy()
+    found = values - values.max()
+    found -= np.float32(math.log(np.exp(found).sum(dtype=np.float64)))  # in float32, 128k terms cost four digits
     if num_top <= 0:
         return float(found[token]), [], []
     num_top = min(num_top, len(found))
-    values = logits.numpy()  # rounded log-probabilities have ties that logits don't
+    # of logits, since rounded log-probabilities have ties that these don't
     likely = np.flatnonzero(values >= np.partition(values, -num_top)[-num_top])
     likely = likely[np.argsort(-values[likely], kind="stable")][:num_top]
     return float(found[token]), likely.tolist(), found[likely].tolist()

@@ -156,7 +156,7 @@ def rows_kernel(
     there = numbers < chunks
     peak = tl.load(peaks + slots, mask=there, other=-float("inf"))
     top, place = tl.max(peak, 0, return_indices=True)
-    token = tl.load(ids + row * chunks + place)
+    token = tl.load(ids + row * chunks + tl.minimum(place, chunks - 1))
     if (heat != 0) & (tl.abs(top) < float("inf")):
         lowest = top + tl.load(log_min_p + row)
         best = tl.load(peaks + plane + slots, mask=there, other=-float("inf"))
@@ -169,7 +169,7 @@ def rows_kernel(
         unclear = contends & ((second >= reach) | ~certain)
         left = tl.sum(contends.to(tl.int32), 0)
         place = tl.min(tl.where(contends, numbers, CHUNKS), 0)
-        token = tl.load(ids + plane + row * chunks + place)
+        token = tl.load(ids + plane + row * chunks + tl.minimum(place, chunks - 1))
         if (left > 1) | (tl.max(unclear.to(tl.int32), 0) > 0):
             score = tl.full((), -float("inf"), tl.float32)
             while left > 0:
@@ -191,6 +191,7 @@ def rows_kernel(
                 contends = contends & (numbers != place)
                 place = tl.min(tl.where(contends, numbers, CHUNKS), 0)
                 left -= 1
+    token = tl.minimum(token, vocab - 1)  # of NaN comes nonsense, but a token
     tl.store(out + row, token.to(out.dtype.element_ty))
 
 

@@ -125,10 +125,11 @@ CASES = [
     _maxima("fp32"),
     _masses("bf16"),
     _masses("fp32"),
-    _filtered(4096, 16, "bf16"),
-    _filtered(4096, 16, "fp32"),
     _filtered(2048, 8, "bf16"),
-    _filtered(4096, 16, "bf16", "i32"),
+    _filtered(2048, 8, "fp32"),
+    _filtered(2048, 8, "bf16", "i32"),
+    _filtered(1024, 4, "bf16"),
+    _filtered(4096, 16, "bf16"),
 ]
 
 

@@ -121,6 +121,21 @@ def test_the_device_draws_the_tokens_of_the_cpu(make: Callable[[int, int], torch
     assert drawn(logits, draws) == sample_tokens(logits, draws)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("nans", [1, 600, 1003])
+def test_broken_logits_give_some_token_and_no_endless_loop(nans: int) -> None:
+    rng = random.Random(nans)
+    logits = torch.randn(4, 1003)
+    logits[:, torch.randperm(1003)[:nans]] = math.nan
+    for _ in range(2):
+        draws = [random_draw(rng) for _ in range(4)]
+        batch, out = batch_of(draws), torch.full((7,), POISON)
+        sample_plain(logits, batch, out)
+        assert all(0 <= token < 1003 for token in out[:4].tolist())
+        sample_filtered(logits, torch.arange(4, dtype=torch.int32), batch, out.fill_(POISON))
+        assert all(0 <= token < 1003 for token in out[:4].tolist())
+
+
 def test_bfloat16_logits_count_as_what_they_are() -> None:
     rng = random.Random(5)
     logits = (torch.randn(4, 1003) * 4).bfloat16()
