@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import shutil
 import subprocess
 import sys
@@ -208,15 +209,6 @@ def small_ops(checks: Checks, heads: dict[str, tuple[int, int, int]], rows: Sequ
         for pool_dtype in (torch.bfloat16, FP8):
             case = f"{name} {q}/{kv} x {dim}, {count} rows, pool {str(pool_dtype)[6:]}"
             _projection(checks, case, q, kv, dim, count, pool_dtype, norms)
-                checks,
-                f"{name} {q}/{kv} x {dim}, {count} rows, pool {str(pool_dtype)[6:]}",
-                q,
-                kv,
-                dim,
-                count,
-                pool_dtype,
-                norms,
-            )
 
 
 def _projection(checks: Checks, case: str, q: int, kv: int, dim: int, count: int, pool_dtype: torch.dtype, norms: bool) -> None:
@@ -235,7 +227,9 @@ def _projection(checks: Checks, case: str, q: int, kv: int, dim: int, count: int
         "dtype": torch.bfloat16,
     }
     pool = torch.zeros(blocks, 2, 2, 16, kv, dim, device=checks.device).to(pool_dtype)
-    host = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+    host: dict[str, Any] = {
+        name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()
+    }
     expected = pool.cpu().clone()
 
     def check() -> None:
@@ -316,6 +310,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.sanitizer:
         return sanitized()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or it warns, while memory is poisoned
     device, begun = torch.device(options.device), time.perf_counter()
     checks = Checks(device)
     small, on_cpu = options.small or device.type == "cpu", device.type == "cpu"
