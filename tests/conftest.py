@@ -2,6 +2,7 @@
 
 import os
 
-os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined: tests run kernels on the CPU
+# Read when a kernel is defined: tests run kernels on the CPU, unless told otherwise for those marked `gpu`.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 pytest_plugins = ["tests.fixtures.model", "tests.fixtures.nats"]

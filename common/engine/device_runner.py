@@ -86,8 +86,10 @@ class DeviceRunner:
         self._rope = decoder.rope.table(config.max_context)
         self._shapes = ShapeTable(max_rows)
         self._graphs: dict[StepShape, StepGraph] = {}
-        if graphs and self._on_gpu:
-            self._capture(on_progress)
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)  # what was made above was made on another stream
+            if graphs:
+                self._capture(on_progress)
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,11 +29,14 @@ from common.engine.precision import (
 from common.models.config import ModelConfig, load_config
 from common.models.source import ModelFiles
 from common.protocol.errors import ConfigError
+from common.runtime import logs
 
 if TYPE_CHECKING:
     import torch
 
     from common.models.decoder import Decoder
+
+log = logs.get("engine")
 
 _MIB = 1 << 20
 _CPU_KV_MB = 1024
@@ -205,11 +209,16 @@ def _device_runner(
     from common.engine.device_runner import DeviceRunner
     from common.engine.gpu_memory import measured_kv_room, new_pool, workspace_bytes
     from common.ops import backend
+    from common.ops.linear_tuning import tune_linears
 
     gpu = torch.device(device)
     torch.cuda.set_device(gpu)
     backend.BATCH_INVARIANT = engine.batch_invariant
     decoder, precision = _decoder(files, model, engine, device, on_progress)
+    if not engine.batch_invariant:
+        begun = time.perf_counter()
+        tuned = tune_linears(tuned_shapes(decoder), dtype=decoder.dtype, device=gpu)
+        log.info("linears_tuned", measured=len(tuned.seconds), failed=len(tuned.failed), seconds=_since(begun))
     room = 0
     if not engine.num_blocks and not engine.kv_cache_mb:
         workspace = workspace_bytes(model, engine.max_running, engine.token_budget)
@@ -217,9 +226,26 @@ def _device_runner(
     layout = cache_layout(model, engine, device, kv_bytes=room)
     pool = new_pool(model, layout, precision.kv, gpu)
     torch.cuda.synchronize(gpu)  # the runner works on a stream of its own
-    return DeviceRunner(
+    begun = time.perf_counter()
+    runner = DeviceRunner(
         decoder, pool, fingerprint=layout.fingerprint, max_rows=engine.max_running, token_budget=engine.token_budget
     )
+    log.info("graphs_captured", kv_blocks=layout.num_blocks, seconds=_since(begun))
+    return runner
+
+
+def tuned_shapes(decoder: Decoder) -> list[LinearShape]:
+    """The linears of a decoder, as `tune_linears` wants them: each once."""
+    shapes: dict[LinearShape, None] = {}
+    for role, weight in decoder.linears:
+        blocks = weight.scale is not None and weight.scale.ndim == 2
+        kind = "plain" if weight.format != "fp8" else "fp8_blocks" if blocks else "fp8"
+        shapes[kind, weight.out_features, weight.in_features, role] = None
+    return list(shapes)
+
+
+def _since(begun: float) -> float:
+    return round(time.perf_counter() - begun, 2)
 
 
 def _decoder(

@@ -19,7 +19,7 @@ from common.models.weights.base import WeightLoader
 from common.ops.add_rms_norm import add_rms_norm
 from common.ops.embed import Feed, embed
 from common.ops.gate_up import gate_up
-from common.ops.linear import LinearWeight, linear, pack_linear, takes_quantised
+from common.ops.linear import LinearWeight, Role, linear, pack_linear, takes_quantised
 
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -70,10 +70,13 @@ class Decoder:
         loader.finish()
 
     @property
-    def linears(self) -> Iterator[tuple[str, LinearWeight]]:
-        """Every linear, with the name of its kind."""
+    def linears(self) -> Iterator[tuple[Role, LinearWeight]]:
+        """Every linear, with what it is for."""
         for layer in self.layers:
-            yield from (("qkv", layer.qkv), ("output", layer.output), ("gate_up", layer.gate_up), ("down", layer.down))
+            yield "qkv", layer.qkv
+            yield "output", layer.output
+            yield "gate_up", layer.gate_up
+            yield "down", layer.down
         yield "head", self.head
 
     @torch.inference_mode()

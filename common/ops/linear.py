@@ -15,6 +15,8 @@ from common.ops.tensors import Activation, Quantised
 
 Format = Literal["plain", "onednn", "int8", "fp8"]
 PackFormat = Literal["plain", "int8", "fp8"]
+Role = Literal["qkv", "output", "gate_up", "down", "head"]
+"""What a linear is in a decoder."""
 
 FP8_BLOCK = 128
 
@@ -97,7 +99,7 @@ def linear(x: Activation, weight: LinearWeight, *, split: bool = False) -> torch
     """
     check_activation(x, weight)
     data = x.data if isinstance(x, Quantised) else x
-    if on_device(data):
+    if on_device(data) and weight.format in ("plain", "fp8"):
         from common.ops.linear_device import linear_device
 
         return linear_device(x, weight, split=split)

@@ -15,15 +15,13 @@ from typing import Literal
 import torch
 
 from common.ops import linear_device
-from common.ops.linear import FP8_BLOCK, LinearWeight
+from common.ops.linear import FP8_BLOCK, LinearWeight, Role
 from common.ops.linear_candidates import ROW_BUCKETS, Candidate, Op
 from common.ops.quantise import quantise_rows
 from common.ops.tensors import Activation
 from common.ops.tuning import Case, Tuned, launches_for, tune
 
 TunedFormat = Literal["plain", "fp8", "fp8_blocks"]
-Role = Literal["qkv", "output", "gate_up", "down", "head"]
-"""What a linear is in the decoder. Norms before qkv, gate_up and head can quantise; before the others nothing does."""
 
 LinearShape = tuple[TunedFormat, int, int, Role]
 """(format, out_features, in_features, role)"""
