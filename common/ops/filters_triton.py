@@ -46,8 +46,7 @@ from common.ops.sample_triton import floor_key, is_ahead, order_keys
 
 TILE = 2048
 NUM_WARPS = 8
-"""Tokens at once in a row's program, and its warps. Candidates: (1024, 4), (2048, 8), (4096, 16); more spill, and the last has
-8 bytes a thread to spill with float32 logits on sm_100."""
+"""Tokens at once in a row's program, and its warps. Candidates: (1024, 4), (2048, 8), (4096, 16); more tokens spill."""
 
 CHUNK = 2048
 CHUNK_WARPS = 4

@@ -91,16 +91,16 @@ def parts_mass(parts, tiles, TILES: tl.constexpr):
 @triton.jit
 def listed_mass(row, vocab, heat, shortlist, count, top, key, last, TILE: tl.constexpr):
     """The same, of the tokens up to (key, last), which are in the list."""
-    total = tl.zeros([TILE // _GROUP, _GROUP], tl.int64)
-    near = tl.zeros([TILE // _GROUP, _GROUP], tl.int64)
-    far = tl.zeros([TILE // _GROUP, _GROUP], tl.int64)
+    total = tl.full((), 0, tl.int64)
+    near = tl.full((), 0, tl.int64)
+    far = tl.full((), 0, tl.int64)
     for at in range(0, count, TILE // _GROUP):
         tokens, x = tile_of(row, vocab, heat, listed(shortlist, count, at, TILE), TILE)
         mass = tl.where(is_ahead(x, tokens, key, last), masses(x, top), 0)
-        total += mass
-        near += tl.where(x >= top - _NEAR, mass, 0)
-        far += tl.where(x >= top - _FAR, mass, 0)
-    return tl.sum(total), tl.sum(near), tl.sum(far)
+        total += tl.sum(mass)
+        near += tl.sum(tl.where(x >= top - _NEAR, mass, 0))
+        far += tl.sum(tl.where(x >= top - _FAR, mass, 0))
+    return total, near, far
 
 
 @triton.jit
