@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import torch
 
     from common.models.decoder import Decoder
+    from common.ops.linear_tuning import LinearShape
 
 log = logs.get("engine")
 
