@@ -119,8 +119,8 @@ def merge_kernel(
 ):
     work = tl.load(counts + 1) * (KV_HEADS * SLOT_ROWS)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     for index in range(tl.program_id(0), work, tl.num_programs(0)):
         merge = merges + index // (KV_HEADS * SLOT_ROWS) * 4
         m, head = index % SLOT_ROWS, index // SLOT_ROWS % KV_HEADS

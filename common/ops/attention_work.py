@@ -123,8 +123,8 @@ def plan_device_attention(
 ) -> DevicePlan:
     """Launches the kernel (two for steps of short and long rows) that makes the work list.
 
-    Between it and the first attention there must be a launch without programmatic dependence: attention reads the list before
-    it waits for the kernel before it.
+    Between it and the first attention there must be a launch without programmatic dependence (the embedding is one): attention
+    reads the list, and may read `block_ids`, before it waits for the kernel before it.
 
     prefill_backend: None for the measured choice; other than "kernel" it needs `batch.rows`, and K and V as tensors in every
     `paged_attention`. config: instead of the table's, for measurements.
@@ -186,7 +186,7 @@ def _make_list(
         wanted = max(1, backend.num_sms(pool.get_device()) * config.programs // kv_heads)
     max_items = query_tiles + wanted
     slots = min(max_items, 2 * wanted)
-    slot_rows = min(query_tile, most) * (num_heads // kv_heads)
+    slot_rows = min(query_tile, 1 << (most - 1).bit_length()) * (num_heads // kv_heads)  # of few sizes: a kernel for each
 
     def take(name: str, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return workspace.take(f"{name}-{index}", shape, dtype)

@@ -8,9 +8,10 @@ import triton
 import triton.language as tl
 
 _ITEMS = 32  # per program
+_NUMBERS = ["num_rows", "max_items", "max_merges", "wanted", "fewest", "least", "most", "fresh"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_NUMBERS)
 def work_kernel(
     query_starts,  # int32 [num_rows + 1]
     context_lens,  # int32 [num_rows]

@@ -159,7 +159,7 @@ def _attend_item(
                     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["layer", "num_rows", "num_tokens"])
 def attention_kernel(
     query,  # [tokens, KV_HEADS * GROUP, HEAD_DIM], rows query_stride apart
     pool,  # see paged_kv; as int16 [..., HEAD_DIM // 2] if KV8
@@ -202,8 +202,8 @@ def attention_kernel(
     used = tl.load(query_starts + num_rows)
     if LOOP:
         if PDL:
-            gdc_wait()
             gdc_launch_dependents()
+            gdc_wait()
         for index in range(program, work, programs):
             _attend_item(
                 query, pool, output, partials, sums, arrivals, block_ids, kv_scale, layer, scale, query_stride,
@@ -219,8 +219,8 @@ def attention_kernel(
                 BLOCK_STRIDE, TILE, PREFETCH,
             )  # fmt: skip
         if PDL:
-            gdc_wait()
             gdc_launch_dependents()
+            gdc_wait()
         if program < work and item[5] > 0:
             _attend_item(
                 query, pool, output, partials, sums, arrivals, block_ids, kv_scale, layer, scale, query_stride,
