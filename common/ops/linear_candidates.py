@@ -29,7 +29,8 @@ Scaling = Literal["none", "channel", "blocks"]
 class Candidate:
     """One implementation. quantised: activations are e4m3. ahead: what asks L2 for weights before the kernel's turn comes.
 
-    "library": tensor_scale has scales applied by a kernel of ours instead of row-wise in the library.
+    "library": tensor_scale has scales applied by a kernel of ours instead of row-wise in the library. "persistent": flat
+    overlaps a tile's end with the next one's beginning.
     """
 
     kind: Kind
@@ -42,6 +43,7 @@ class Candidate:
     stages: int = 3
     ahead: Literal["none", "bulk", "lines"] = "bulk"
     tensor_scale: bool = False
+    flat: bool = False
 
 
 class Shape(NamedTuple):
@@ -200,13 +202,9 @@ def _many_rows(shape: Shape, rows: int, quantised: bool, num_sms: int) -> list[C
                 found += [Candidate("dot", quantised, 128, block_m, block_k, count, 8, 4) for count in splits]
     if shape.k * shape.item_bytes % 16:  # what TMA can read
         return found
-    if shape.scaling == "blocks":
-        found += [Candidate("persistent", quantised, 128, 128, block_k, 1, 8, 4)]
-    else:
-        found += [
-            Candidate("persistent", quantised, 128, 128, block_k, 1, 8, 4),
-            Candidate("persistent", quantised, 256, 128, block_k, 1, 8, 3),
-        ]
+    if shape.scaling != "blocks":  # a tile may not reach into two blocks
+        found += [Candidate("persistent", quantised, 256, 128, block_k, 1, 8, 3, flat=flat) for flat in (True, False)]
+    found.append(Candidate("persistent", quantised, 128, 128, block_k, 1, 8, 4, flat=True))
     return found
 
 

@@ -1,7 +1,8 @@
 """`linear` for many rows on a GPU, persistent: one program per multiprocessor takes tile after tile, through TMA.
 
-Both operands come as boxes of 128 bytes by BLOCK rows; the epilogue of a tile overlaps with the loads of the next. Tiles go in
-groups of GROUP_M row tiles, so that what runs at a time shares weights and activations in L2. Descriptors are made on the host.
+Both operands come as boxes of 128 bytes by BLOCK rows. FLAT makes one loop of tiles and steps, so that the loads of the next
+tile are on their way during the epilogue of this one. Tiles go in groups of GROUP_M row tiles, so that what runs at a time
+shares weights and activations in L2. Descriptors are made on the host.
 Innermost box and row lengths must be multiples of 16 bytes: TMA corrupts silently otherwise.
 
 GATED: as in `linear_triton.py`; the gate's tile and the up's tile are two boxes and two accumulators.
@@ -50,7 +51,7 @@ def rescaled(total, m, n, x_scale, w_scale, bias, rows, N, W_SCALE: tl.constexpr
     return total
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "scale_columns"])
 def gemm_kernel(
     x_box,  # descriptor of [rows, K], boxes [BLOCK_M, BLOCK_K]
     w_box,  # descriptor of [N, K], boxes [BLOCK_N, BLOCK_K], or [BLOCK_N / 2, BLOCK_K] if GATED
@@ -68,6 +69,7 @@ def gemm_kernel(
     GROUP: tl.constexpr,
     GATED: tl.constexpr,
     W_SCALE: tl.constexpr,
+    FLAT: tl.constexpr,  # tiles and steps are one loop
     PDL: tl.constexpr,
 ):
     WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
@@ -77,7 +79,7 @@ def gemm_kernel(
         tl.extra.cuda.gdc_wait()
     m_tiles = tl.cdiv(rows, BLOCK_M)
     n_tiles = tl.cdiv(width, WIDTH)
-    for tile in tl.range(tl.program_id(0), m_tiles * n_tiles, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), m_tiles * n_tiles, tl.num_programs(0), flatten=FLAT):
         m_tile, n_tile = tile_place(tile, m_tiles, n_tiles, GROUP)
         m = m_tile * BLOCK_M + tl.arange(0, BLOCK_M)
         n = n_tile * WIDTH + tl.arange(0, WIDTH)
@@ -134,6 +136,7 @@ def linear_persistent(x: Activation, weight: LinearWeight, chosen: Candidate, *,
         GROUP=GROUP_M,
         GATED=gated,
         W_SCALE=0 if weight.scale is None else weight.scale.ndim,
+        FLAT=chosen.flat,
         PDL=pdl,
         num_warps=chosen.warps,
         num_stages=chosen.stages,

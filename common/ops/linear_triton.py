@@ -92,7 +92,7 @@ def accumulate(
     return total
 
 
-@triton.jit(do_not_specialize=["rows", "tiles_per_split", "splits"])
+@triton.jit(do_not_specialize=["rows", "scale_columns", "tiles_per_split", "splits"])
 def dot_kernel(
     x,  # [rows, K], the model's dtype or float8_e4m3fn
     x_scale,  # float32 [rows] or None

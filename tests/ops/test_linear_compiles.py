@@ -56,7 +56,7 @@ def kernel_case(shape: Shape, chosen: Candidate, *, whole: bool = False) -> Kern
         width = chosen.block_n // (2 if gated else 1)
         signature |= {"x_box": f"tensordesc<{data}[{chosen.block_m},{chosen.block_k}]>"}
         signature |= {"w_box": f"tensordesc<{item}[{width},{chosen.block_k}]>"}
-        constants |= {"GROUP": 8}
+        constants |= {"GROUP": 8, "FLAT": chosen.flat}
         expects = ("cp.async.bulk",)
     for name in unused:
         signature.pop(name)
@@ -73,7 +73,14 @@ def kernel_case(shape: Shape, chosen: Candidate, *, whole: bool = False) -> Kern
         chosen.stages,
     )
     flags = [
-        name for name, used in (("whole", whole), ("partial", out != model), (chosen.ahead, chosen.ahead != "bulk")) if used
+        name
+        for name, used in (
+            ("whole", whole),
+            ("partial", out != model),
+            ("flat", chosen.flat),
+            (chosen.ahead, chosen.ahead != "bulk"),
+        )
+        if used
     ]
     return KernelCase(
         "-".join(map(str, (*said, f"w{chosen.warps}", *flags))),

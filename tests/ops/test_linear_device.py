@@ -1,8 +1,9 @@
-"""Every way to compute a linear on a GPU equals the reference, in the interpreter: odd sizes, few and many rows, all formats."""
+"""Every way to compute a linear on a GPU equals the reference, interpreted: odd sizes, few and many rows, all formats."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -96,7 +97,8 @@ def test_one_to_four_rows_without_tensor_cores(kind: str, rows: int, block_m: in
 def test_many_rows_by_persistent_programs(kind: str) -> None:
     weight = _weight(392, 272, kind, biased=True)
     x = torch.randn(150, 272).bfloat16()
-    _check("linear", quantise_rows(x) if kind != "plain" else x, weight, TMA)
+    for chosen in (TMA, replace(TMA, flat=True)):
+        _check("linear", quantise_rows(x) if kind != "plain" else x, weight, chosen)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
