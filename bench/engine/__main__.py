@@ -33,6 +33,7 @@ from bench.peer.model_config import hugging_face_config
 from common.models.config import load_config
 from common.models.source import DEFAULT_MODEL, resolve
 from common.protocol.errors import PenstockError
+from common.runtime import parent_death
 
 INSTALLED = "installed"
 CACHES = ("TRITON_CACHE_DIR", "PENSTOCK_KERNEL_CACHE", "CUDA_CACHE_PATH")
@@ -149,4 +150,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    parent_death.guard()
     sys.exit(main(sys.argv[1:]))

@@ -26,6 +26,7 @@ from bench.engine.cells import Failed, Measured, decode_line
 from bench.engine.child import run_child
 from bench.engine.observe import Observed, Wanted
 from common.models.source import DEFAULT_MODEL
+from common.runtime import parent_death
 
 MAX_PERPLEXITY_RATIO = 1.01
 
@@ -290,4 +291,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    parent_death.guard()
     sys.exit(main(sys.argv[1:]))

@@ -38,6 +38,7 @@ from common.ops.qkv_rope_reference import qkv_rope_reference
 from common.ops.quantise import quantise_rows, quantise_weight
 from common.ops.quantise_reference import dequantise_weight_reference
 from common.ops.tensors import Quantised
+from common.runtime import parent_death
 
 FP8 = torch.float8_e4m3fn
 LINEARS = {"8B": (6144, 4096), "8B down": (4096, 14336), "135M": (960, 576), "1B gate_up": (16384, 2048), "odd": (704, 328)}
@@ -343,4 +344,5 @@ def sanitized() -> int:
 
 
 if __name__ == "__main__":
+    parent_death.guard()
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,8 @@
-"""Runs a process that prints a result per line, for at most so long, and ends all that it started."""
+"""Runs a process that prints a result per line, for at most so long, and ends all that it started.
+
+Such processes start processes of their own: each has a session, and a guard that ends it with its parent (`guard` of
+`common.runtime.parent_death`, called by our modules), so that nothing keeps a GPU that nobody waits for.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bench.common.machine import ROOT
+from common.runtime import parent_death
 
 _GRACE_S = 10.0
 
@@ -28,6 +33,7 @@ def run_child(
     """
     late = threading.Event()
     # a session of its own: engines start processes that have to end with it
+    environment = {**(os.environ if environment is None else environment), parent_death.PARENT_VARIABLE: str(os.getpid())}
     settings: dict[str, Any] = {"cwd": ROOT, "env": environment, "stdout": subprocess.PIPE, "stderr": stderr}
     with subprocess.Popen(command, start_new_session=True, **settings) as process:
 

@@ -12,13 +12,14 @@ they wrote, and a table of the parts. `--pack`: OUT/session.tar.gz holds it all.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import subprocess
 import sys
 import tarfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.common.machine import describe
@@ -32,11 +33,12 @@ TAIL_LINES = 60
 
 @dataclass(slots=True, frozen=True)
 class Part:
-    """`command`: after the interpreter. `limit_s`: it is ended then."""
+    """`command`: after the interpreter. `limit_s`: it is ended then. `environment`: besides what is there."""
 
     about: str
     command: list[str]
     limit_s: float
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -58,7 +60,7 @@ def parts(out: str, peer: str = "") -> dict[str, Part]:
     beside = [f"--peer={peer}"] if peer else []
     return {
         "check": Part("every kernel beside its reference on the card", module(".check"), 240),
-        "tests": Part("tests marked gpu", ["-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests"], 300),
+        "tests": Part("tests marked gpu", ["-m", "pytest", "-q", "-m", "gpu", "tests"], 300, {"TRITON_INTERPRET": "0"}),
         "sanitizer": Part("the kernels under compute-sanitizer, in small", module(".check", "--sanitizer"), 540),
         "tune": Part("choose the linears of the 8B shape", module(".kernels", "--tune", "--loads=1x512", into("tune")), 240),
         "tune-fp8": Part(
@@ -144,7 +146,9 @@ def run_part(name: str, part: Part, out: Path, limit_s: float) -> Done:
             log.flush()
 
         log.write(f"$ python {shlex.join(part.command)}\n".encode())
-        error = run_child([sys.executable, *part.command], take, limit_s=limit_s, stderr=subprocess.STDOUT)
+        environment = os.environ | part.environment
+        command = [sys.executable, *part.command]
+        error = run_child(command, take, environment=environment, limit_s=limit_s, stderr=subprocess.STDOUT)
     return Done(name, error or "well", time.monotonic() - begun)
 
 

@@ -20,7 +20,6 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, get_args
 
 import msgspec
 import torch
@@ -30,15 +29,16 @@ from bench.common.table import markdown, number, percent, write_json
 from bench.engine.kernel_cases import Bench, Load, Op, layers_needed
 from bench.engine.limits import Ceilings
 from bench.engine.opening import PRECISIONS
-from bench.engine.sweeps import Swept, attention_sweep, linear_sweep
+from bench.engine.sweeps import Swept, attention_sweep, linear_sweep, short
 from bench.engine.timing import measure_ceilings, seconds_per_call
-from common.engine.load import EngineConfig, resolve_device, resolve_engine_precision
+from common.engine.load import EngineConfig, resolve_device, resolve_engine_precision, tuned_shapes
 from common.models.config import load_config
 from common.models.decoder import Decoder
 from common.models.registry import load_decoder
 from common.models.source import resolve
 from common.ops import backend
-from common.ops.linear_tuning import Role, tune_linears
+from common.ops.linear_tuning import tune_linears
+from common.runtime import parent_death
 
 LOADS = "1x512,8x512,32x512,128x512,256x512,1x32768,1x2048+0,1x8192+0,1x2048+8192"
 SMALL_LOADS = "2x20,1x24+0,1x8+16"
@@ -137,15 +137,9 @@ def table(bench: Bench, load: Load) -> Table:
 def tune(decoder: Decoder) -> None:
     """Says what was chosen, and what did not run."""
     begun = time.perf_counter()
-    names = get_args(Role)
-    shapes: list[Any] = []
-    for name, weight in decoder.linears:
-        fp8 = "fp8_blocks" if weight.scale is not None and weight.scale.ndim == 2 else "fp8"
-        shapes.append(("plain" if weight.format == "plain" else fp8, weight.out_features, weight.in_features, name))
-    assert all(shape[3] in names for shape in shapes)
-    tuned = tune_linears(shapes, dtype=decoder.dtype, device=decoder.device)
+    tuned = tune_linears(tuned_shapes(decoder), dtype=decoder.dtype, device=decoder.device)
     rows = [
-        (key, str(min(times, key=lambda one: times[one])), number(min(times.values()) * 1e6, 2), str(len(times)))
+        (key, short(min(times, key=lambda one: times[one])), number(min(times.values()) * 1e6, 2), str(len(times)))
         for key, times in tuned.seconds.items()
     ]
     if rows:
@@ -226,4 +220,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    parent_death.guard()
     sys.exit(main(sys.argv[1:]))

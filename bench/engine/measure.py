@@ -34,6 +34,7 @@ from bench.engine.driver import Driver, Request, Run
 from bench.engine.limits import Limits
 from bench.engine.opening import PRECISIONS, Opening, open_runner
 from common.protocol.errors import PenstockError
+from common.runtime import parent_death
 
 FIRST_TOKEN_PROMPT = 128
 FIRST_TOKEN_COUNT = 15
@@ -195,4 +196,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    parent_death.guard()
     sys.exit(main(sys.argv[1:]))

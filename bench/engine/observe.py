@@ -24,6 +24,7 @@ from bench.engine.opening import open_runner
 from common.engine.plan import Runner, StepPlan, StepRow
 from common.models.source import resolve
 from common.protocol.messages import SamplingParams
+from common.runtime import parent_death
 from common.text.tokenizer import load_tokenizer
 
 FORCE = 500.0
@@ -182,6 +183,7 @@ def observe(wanted: Wanted) -> Observed:
 
 
 if __name__ == "__main__":
+    parent_death.guard()
     results = os.fdopen(os.dup(1), "wb")  # the result alone goes to stdout, whatever libraries print
     os.dup2(2, 1)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the services do, before torch is imported

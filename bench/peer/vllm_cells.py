@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 from bench.common.stats import Percentiles
 from bench.engine.cells import Cell, Failed, FirstToken, Measured, Opened, encode_line, parse_cells
+from common.runtime import parent_death
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "auto": {},
@@ -117,5 +119,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def end_all(*_: object) -> None:
+    """vLLM's engine is a process of its own, which would keep the card."""
+    os.killpg(0, signal.SIGKILL)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGHUP, end_all)
+    parent_death.guard()
     sys.exit(main(sys.argv[1:]))

@@ -37,7 +37,7 @@ from bench.serve.report import EngineRate, Report, draw, render
 from common.models.config import load_config
 from common.models.source import DEFAULT_MODEL, resolve
 from common.protocol.errors import ConfigError, PenstockError
-from common.runtime import logs, nats_server
+from common.runtime import logs, nats_server, parent_death
 
 MEASURE = "measure"
 HEADROOM = 8  # sequences beyond the streams: canaries, and requests that overlap with the end of others
@@ -235,4 +235,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    parent_death.guard()
     sys.exit(main(sys.argv[1:]))

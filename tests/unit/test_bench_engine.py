@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import random
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -266,6 +268,18 @@ def test_a_child_that_takes_too_long_ends_and_what_it_said_counts() -> None:
     program = "import time, subprocess, sys; print('one', flush=True); subprocess.run(['sleep', '60'])"
     error = run_child([sys.executable, "-c", program], said.append, limit_s=1.5)
     assert said == [b"one\n"] and error == "ended after its 2 s"
+
+
+def test_what_a_child_started_ends_with_it() -> None:
+    inner = (
+        "from common.runtime import parent_death; parent_death.guard(); import time; print('up', flush=True); time.sleep(60)"
+    )
+    program = f"import sys; from bench.engine.child import run_child; run_child([sys.executable, '-c', {inner!r}], print)"
+    said: list[bytes] = []
+    begun = time.monotonic()
+    assert run_child([sys.executable, "-u", "-c", program], said.append, limit_s=3, stderr=subprocess.STDOUT)
+    assert time.monotonic() - begun < 20  # the innermost has our pipe: its end is what we waited for
+    assert b"up" in b"".join(said)
 
 
 def test_a_child_that_fails_says_so() -> None:
