@@ -69,7 +69,7 @@ def default_config(head_dim: int, group: int, dtype: torch.dtype, kind: Kind) ->
     if kind == "decode":
         return AttentionConfig(max(16, _power_of_2(group)), min(128, max(32, 64 * 256 // row_bytes)), 4, 3, 3)
     large = head_dim > 128
-    return AttentionConfig(max(64 if large else 128, _power_of_2(group)), 32 if large else 64, 8, 3, 1)
+    return AttentionConfig(max(64 if large else 128, _power_of_2(group)), 32 if large else 64, 8, 3, 2, fewest_keys=1024)
 
 
 def widened(config: AttentionConfig, group: int, max_queries: int) -> AttentionConfig:
@@ -95,7 +95,7 @@ def attention_candidates(head_dim: int, group: int, dtype: torch.dtype, kind: Ki
         if shared > SHARED_BYTES or crowded or (swap and (tile < 64 or warps < 4)) or (warps == 8 and tile * row_bytes < 16384):
             continue
         resident = max(1, min(8, SHARED_BYTES // (shared + 4096)))
-        for programs in (resident, 2 * resident) if kind == "decode" else (1,):
+        for programs in (resident, 2 * resident) if kind == "decode" else (1, 2, 4):
             yield replace(base, tile=tile, warps=warps, stages=stages, programs=programs, swap=swap)
 
 

@@ -34,6 +34,14 @@ def _unpack(pairs, ASSEMBLY: tl.constexpr):
 
 
 @triton.jit
+def load_blocks(ids, tile, end, real, BLOCK_SHIFT: tl.constexpr, TILE: tl.constexpr):
+    """Which block each key of a tile is in. Keys past the end are read as the last key, which is finite, and hidden by the
+    scores: no load of K or V needs a mask. Nothing is read if not `real`."""
+    keys = tl.minimum(tile * TILE + tl.arange(0, TILE), end - 1)
+    return tl.load(ids + (keys >> BLOCK_SHIFT), mask=tl.broadcast_to(real, TILE), other=0)
+
+
+@triton.jit
 def attend_tiles(
     q,
     q_odd,
@@ -43,6 +51,7 @@ def attend_tiles(
     total,
     bases,
     ids,
+    block,
     first,
     last,
     end,
@@ -61,16 +70,15 @@ def attend_tiles(
     MASKED: tl.constexpr,
 ):
     """Key tiles [first, last). q: [BLOCK_M, BLOCK_D]; acc alike, float32; top: [BLOCK_M]; total alike, or with LAZY one for
-    each key of a tile, to be added up once at the end. SWAP: acc and a lazy total are transposed."""
+    each key of a tile, to be added up once at the end. SWAP: acc and a lazy total are transposed.
+    block: `load_blocks` of the first tile; returned for the last."""
     tokens = tl.arange(0, TILE)
     d = tl.arange(0, BLOCK_D)
-    # keys past the end are read as the last key, finite, and hidden by the scores: no load needs a mask
-    keys = tl.minimum(first * TILE + tokens, end - 1)
-    block = tl.load(ids + (keys >> BLOCK_SHIFT))
     for tile in range(first, last):
+        keys = tl.minimum(tile * TILE + tokens, end - 1)
         places = bases + (block.to(tl.int64) * BLOCK_STRIDE + (keys & ((1 << BLOCK_SHIFT) - 1)) * TOKEN_STRIDE)[:, None]
         places += d[None, :]
-        # the blocks of the next tile: K and V are then one load deep, which the pipeliner needs to fetch them stages ahead
+        # those of the next tile: K and V are then one load deep, which the pipeliner needs to fetch them stages ahead
         keys = tl.minimum(tile * TILE + TILE + tokens, end - 1)
         block = tl.load(ids + (keys >> BLOCK_SHIFT))
         if WIDTH < BLOCK_D:
@@ -113,7 +121,7 @@ def attend_tiles(
             else:
                 acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
         top = higher
-    return acc, acc_odd, top, total
+    return acc, acc_odd, top, total, block
 
 
 @triton.jit

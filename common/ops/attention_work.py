@@ -124,7 +124,7 @@ def plan_device_attention(
     """Launches the kernel (two for steps of short and long rows) that makes the work list.
 
     Between it and the first attention there must be a launch without programmatic dependence (the embedding is one): attention
-    reads the list, and may read `block_ids`, before it waits for the kernel before it.
+    reads the list and `block_ids` before it waits for the kernel before it.
 
     prefill_backend: None for the measured choice; other than "kernel" it needs `batch.rows`, and K and V as tensors in every
     `paged_attention`. config: instead of the table's, for measurements.

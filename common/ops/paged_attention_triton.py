@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from common.ops import backend
 from common.ops.attention_configs import SHORT_QUERIES
 from common.ops.attention_merge_triton import fold, merge_rows, merge_splits
-from common.ops.attention_tiles_triton import attend_tiles, prefetch_tiles
+from common.ops.attention_tiles_triton import attend_tiles, load_blocks, prefetch_tiles
 from common.ops.attention_work import DevicePlan
 
 
@@ -26,6 +26,11 @@ def _load_item(item):
         tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3),
         tl.load(item + 4), tl.load(item + 5), tl.load(item + 6), tl.load(item + 7),
     )  # fmt: skip
+
+
+@triton.jit
+def _first_blocks(block_ids, item, real, BLOCK_SHIFT: tl.constexpr, TILE: tl.constexpr):
+    return load_blocks(block_ids + item[3], item[4], item[2] + item[1], real, BLOCK_SHIFT, TILE)
 
 
 @triton.jit
@@ -43,6 +48,7 @@ def _attend_item(
     query_stride,
     head,
     item,
+    block,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -100,8 +106,8 @@ def _attend_item(
             total = tl.zeros((BLOCK_M, TILE) if LAZY else (BLOCK_M,), tl.float32)
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             acc_odd = acc if KV8 else 0
-            acc, acc_odd, top, total = attend_tiles(
-                q, q_odd, acc, acc_odd, top, total, bases, ids, begin, tl.minimum(begin + SEGMENT, last),
+            acc, acc_odd, top, total, block = attend_tiles(
+                q, q_odd, acc, acc_odd, top, total, bases, ids, block, begin, tl.minimum(begin + SEGMENT, last),
                 end, position, factor, TOKEN_STRIDE, BLOCK_STRIDE, BLOCK_SHIFT, TILE, WIDTH, BLOCK_D, KV8, ASSEMBLY,
                 False, LAZY, True,
             )  # fmt: skip
@@ -121,13 +127,13 @@ def _attend_item(
         acc_odd = acc if KV8 else 0
         if OPEN_LOOP:
             open_end = tl.maximum(tl.minimum((start + 1) // TILE, last), first)  # every query sees the tiles before it whole
-            acc, acc_odd, top, total = attend_tiles(
-                q, q_odd, acc, acc_odd, top, total, bases, ids, first, open_end, end, position, factor,
+            acc, acc_odd, top, total, block = attend_tiles(
+                q, q_odd, acc, acc_odd, top, total, bases, ids, block, first, open_end, end, position, factor,
                 TOKEN_STRIDE, BLOCK_STRIDE, BLOCK_SHIFT, TILE, WIDTH, BLOCK_D, KV8, ASSEMBLY, SWAP, LAZY, False,
             )  # fmt: skip
             first = open_end
-        acc, acc_odd, top, total = attend_tiles(
-            q, q_odd, acc, acc_odd, top, total, bases, ids, first, last, end, position, factor,
+        acc, acc_odd, top, total, block = attend_tiles(
+            q, q_odd, acc, acc_odd, top, total, bases, ids, block, first, last, end, position, factor,
             TOKEN_STRIDE, BLOCK_STRIDE, BLOCK_SHIFT, TILE, WIDTH, BLOCK_D, KV8, ASSEMBLY, SWAP, LAZY, True,
         )  # fmt: skip
         if LAZY:
@@ -205,14 +211,17 @@ def attention_kernel(
             gdc_launch_dependents()
             gdc_wait()
         for index in range(program, work, programs):
+            item = _load_item(items + index // KV_HEADS * 8)
+            block = _first_blocks(block_ids, item, program < work, BLOCK_SHIFT, TILE)
             _attend_item(
                 query, pool, output, partials, sums, arrivals, block_ids, kv_scale, layer, scale, query_stride,
-                index % KV_HEADS, _load_item(items + index // KV_HEADS * 8), KV_HEADS, GROUP, HEAD_DIM, BLOCK_SHIFT,
+                index % KV_HEADS, item, block, KV_HEADS, GROUP, HEAD_DIM, BLOCK_SHIFT,
                 BLOCK_STRIDE, BLOCK_M, TILE, SLOT_ROWS, SEGMENT, KV8, ASSEMBLY, SCALED, SWAP, OPEN_LOOP, FUSED,
             )  # fmt: skip
     else:
-        # the work list is older than the kernel before this one: read it while that one still runs
+        # work list and block ids are older than the kernel before this one: read them while that one still runs
         item = _load_item(items + program // KV_HEADS * 8)
+        block = _first_blocks(block_ids, item, program < work, BLOCK_SHIFT, TILE)
         if PREFETCH > 0 and program < work:
             prefetch_tiles(
                 pool, block_ids, item, program % KV_HEADS, layer, KV_HEADS, HEAD_DIM // 2 if KV8 else HEAD_DIM, BLOCK_SHIFT,
@@ -224,7 +233,7 @@ def attention_kernel(
         if program < work and item[5] > 0:
             _attend_item(
                 query, pool, output, partials, sums, arrivals, block_ids, kv_scale, layer, scale, query_stride,
-                program % KV_HEADS, item, KV_HEADS, GROUP, HEAD_DIM, BLOCK_SHIFT, BLOCK_STRIDE, BLOCK_M, TILE, SLOT_ROWS,
+                program % KV_HEADS, item, block, KV_HEADS, GROUP, HEAD_DIM, BLOCK_SHIFT, BLOCK_STRIDE, BLOCK_M, TILE, SLOT_ROWS,
                 SEGMENT, KV8, ASSEMBLY, SCALED, SWAP, OPEN_LOOP, FUSED,
             )  # fmt: skip
     if CLEAR:
