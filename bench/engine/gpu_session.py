@@ -26,7 +26,7 @@ from bench.common.machine import describe
 from bench.common.table import markdown
 from bench.engine.child import run_child
 
-SHAPES = "dummy:qwen3-8b,dummy:llama-3.2-1b,dummy:qwen3-32b"
+SHAPES = ("qwen3-8b", "llama-3.2-1b", "qwen3-32b")
 LEAST_S = 15.0
 TAIL_LINES = 60
 
@@ -58,6 +58,11 @@ def parts(out: str, peer: str = "") -> dict[str, Part]:
         return f"--out={out}/{name}"
 
     beside = [f"--peer={peer}"] if peer else []
+
+    def engine(name: str, about: str, *flags: str) -> Part:
+        """Ours and the peer's each get half of the time, so that there are tables in any case."""
+        return Part(about, module("", *flags, "--limit-s=280", into(name), *beside), 570)
+
     return {
         "check": Part("every kernel beside its reference on the card", module(".check"), 240),
         "tests": Part("tests marked gpu", ["-m", "pytest", "-q", "-m", "gpu", "tests"], 300, {"TRITON_INTERPRET": "0"}),
@@ -81,20 +86,22 @@ def parts(out: str, peer: str = "") -> dict[str, Part]:
         "small": Part("candidates of the small kernels", module(".small_kernels"), 180),
         "starts": Part(
             "starts without and with compiled kernels",
-            module("", "--precision=bf16", "--cells=1x128x64", "--starts=cold,warm", "--repeat=1", into("starts")),
-            240,
+            module(
+                "", "--precision=bf16", "--cells=1x128x64", "--starts=cold,warm", "--repeat=1", "--limit-s=90", into("starts")
+            ),
+            280,
         ),
-        "quick": Part("a few cells of the engine", module("", "--cells=quick", "--repeat=1", into("quick")), 240),
-        "engine": Part(
-            "the engine over batch sizes, bf16", module("", "--precision=bf16", "--limit-s=280", into("engine"), *beside), 570
+        "quick": Part(
+            "a few cells of the engine", module("", "--cells=quick", "--repeat=1", "--limit-s=140", into("quick")), 290
         ),
-        "engine-fp8": Part("the same in FP8", module("", "--precision=fp8", "--limit-s=280", into("engine-fp8"), *beside), 570),
-        "long": Part(
-            "long contexts and ragged batches", module("", "--cells=long,ragged", "--repeat=1", into("long"), *beside), 570
-        ),
-        "shapes": Part(
-            "other shapes", module("", f"--model={SHAPES}", "--cells=quick", "--repeat=1", into("shapes"), *beside), 570
-        ),
+        "engine": engine("engine", "the engine over batch sizes, bf16", "--precision=bf16"),
+        "engine-fp8": engine("engine-fp8", "the same in FP8", "--precision=fp8"),
+        "long": engine("long", "long contexts, bf16", "--precision=bf16", "--cells=long", "--repeat=1"),
+        "ragged": engine("ragged", "ragged batches, bf16", "--precision=bf16", "--cells=ragged", "--repeat=1"),
+        **{
+            shape: engine(shape, f"{shape}, bf16", f"--model=dummy:{shape}", "--precision=bf16", "--cells=quick", "--repeat=1")
+            for shape in SHAPES
+        },
         "accuracy": Part("greedy answers, text, invariance and its cost", module(".accuracy", into("accuracy")), 420),
         "serve": Part(
             "the whole stack beside the engine alone, 256 streams; first token on an idle card",

@@ -39,9 +39,9 @@ def rotations(size: int, device: torch.device) -> int:
 
 
 def measure_ceilings(device: torch.device, *, fp8: bool = False) -> Ceilings:
-    """Copy and read of 4 GB (a CPU: 256 MB), products of square matrices of 8192 (a CPU: 1024), of random numbers."""
+    """Copy and read of 1 GB (a CPU: 256 MB), products of square matrices of 8192 (a CPU: 1024), of random numbers."""
     cuda = device.type == "cuda"
-    copy, read = _memory(1 << 32 if cuda else 1 << 28, device)
+    copy, read = _memory(1 << 30 if cuda else 1 << 28, device)
     side = 8192 if cuda else 1024
     matmul = {name: _matmul(side, getattr(torch, name), device) for name in ("bfloat16", "float32")}
     if fp8:
