@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.13; do \
 	$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && echo $$python && break; done)
 
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint format docs clean
@@ -28,17 +28,17 @@ $(BIN)/python:
 # torch first and pinned: a CPU wheel of exactly this version is taken where pip finds one.
 $(VENV)/.torch: constraints.txt | $(BIN)/python
 	@echo "setting up $(VENV): torch (the largest part, once)"
-	@$(PIP) torch
+	@$(PIP) -c constraints.txt torch
 	@touch $@
 
 $(VENV)/.run: $(VENV)/.torch pyproject.toml
 	@echo "setting up $(VENV): penstock"
-	@$(PIP) -e .
+	@$(PIP) -c constraints.txt -e .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.run
+$(VENV)/.dev: $(VENV)/.run constraints-dev.txt
 	@echo "setting up $(VENV): the tests' tools"
-	@$(PIP) -e '.[dev]'
+	@$(PIP) -c constraints-dev.txt -e '.[dev]'
 	@touch $@
 
 setup: $(VENV)/.dev

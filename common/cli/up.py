@@ -22,7 +22,8 @@ from rich.table import Table
 
 from common.cli.client import connected, decode_presence
 from common.cli.console import err, out, run, usable_cores
-from common.cli.fleet import ProcessSpec, UpConfig, processes
+from common.cli.fleet import ProcessSpec, UpConfig, processes, settled
+from common.cli.gpus import visible_gpus
 from common.cli.net import claim_port, http_status
 from common.cli.pull import ensure
 from common.cli.supervisor import Command, Supervisor, python_module
@@ -44,11 +45,14 @@ MAX_PENDING_BYTES = 256 << 20
 
 def command(
     model: Annotated[str | None, typer.Option(help="The default model's name, a folder, a .gguf file or a hub id.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto: GPUs if there are any; cpu, cuda or cuda:N. [auto]")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
-    prefill: Annotated[int | None, typer.Option(help="Prefill workers. [1]")] = None,
+    quantization: Annotated[str | None, typer.Option(help="auto, none, int8 (CPU) or fp8 (GPU).")] = None,
+    kv_cache_dtype: Annotated[str | None, typer.Option(help="auto, or fp8 on a GPU.")] = None,
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers. [1; 0 on a machine of one GPU]")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers. [1]")] = None,
     draft: Annotated[int | None, typer.Option(help="Draft workers; 0 turns speculation off. [1]")] = None,
-    kvstore: Annotated[int | None, typer.Option(help="KV stores; 0 turns the host cache off. [1]")] = None,
+    kvstore: Annotated[int | None, typer.Option(help="KV stores; 0 turns the host cache off. [1; 0 with GPUs]")] = None,
     http_host: Annotated[str | None, typer.Option(help="Address of the OpenAI API. [127.0.0.1]")] = None,
     http_port: Annotated[int | None, typer.Option(help="Port of the OpenAI API; 0: any free one. [8000]")] = None,
     nats_url: Annotated[str | None, typer.Option(help="Join this bus instead of starting a nats-server.")] = None,
@@ -65,6 +69,8 @@ def command(
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     config_file = str(Path(config).resolve()) if config else ""
     settings = load(UpConfig, section="up", argv=flags, environ=os.environ, path=Path(config_file) if config_file else None)
+    gpus = visible_gpus(settings.device)
+    settings = settled(settings, len(gpus))
     ensure(settings.model)
 
     starts_bus = not settings.nats_url
@@ -76,15 +82,15 @@ def command(
         port = claim_port(settings.nats_port, "--nats-port", hint=hint)
         settings = msgspec.structs.replace(settings, nats_url=f"nats://127.0.0.1:{port}")
     settings = msgspec.structs.replace(settings, http_port=http)
-    run(lambda: serve(settings, starts_bus=starts_bus, config_file=config_file))
+    run(lambda: serve(settings, starts_bus=starts_bus, gpus=gpus, config_file=config_file))
 
 
-async def serve(config: UpConfig, *, starts_bus: bool, config_file: str = "") -> None:
-    """Run the whole until SIGINT or SIGTERM.
+async def serve(config: UpConfig, *, starts_bus: bool, gpus: Sequence[int] = (), config_file: str = "") -> None:
+    """Run the whole, with engines on `gpus`, until SIGINT or SIGTERM. `config` is `settled`.
 
     :raises ChildFailed: (in a group) if a process keeps crashing before everything was ready once.
     """
-    specs = processes(config, cores=usable_cores(), config_file=config_file)
+    specs = processes(config, cores=usable_cores(), gpus=gpus, config_file=config_file)
     if not starts_bus:
         async with connected(config.nats_url, "up", advice="start one there, or leave --nats-url out: then `up` starts one"):
             pass  # better said now than by five processes that wait

@@ -13,7 +13,8 @@ import pytest
 
 from common.cli import bench, doctor, status
 from common.cli.client import ChatStream, served_model, watch_presence
-from common.cli.fleet import UpConfig, processes, threads_per_worker
+from common.cli.fleet import UpConfig, processes, settled, threads_per_worker
+from common.cli.gpus import visible_gpus
 from common.cli.net import claim_port, free_port, http_status
 from common.protocol import headers, messages, subjects
 from common.protocol.errors import ConfigError, ContextLengthExceeded, NoWorkers, ProtocolError, RequestTimeout
@@ -38,7 +39,7 @@ def test_cores_are_shared_out_among_the_compute_workers(cores: int, engines: int
 
 def test_up_starts_as_many_processes_as_were_asked_for() -> None:
     config = UpConfig(nats_url="nats://127.0.0.1:1", http_port=81, prefill=2, decode=3, draft=0, dtype="float32")
-    specs = processes(config, cores=2, config_file="penstock.toml")
+    specs = processes(settled(config, 0), cores=2, config_file="penstock.toml")
     assert [spec.name for spec in specs] == [
         "gateway",
         "prefill-0",
@@ -54,6 +55,41 @@ def test_up_starts_as_many_processes_as_were_asked_for() -> None:
         assert flag(spec.arguments, "--config") == "penstock.toml"
         assert flag(spec.arguments, "--http-port") == ("81" if spec.role == "gateway" else "0")
         assert ("--dtype" in spec.arguments) == (spec.role in ("prefill", "decode"))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "asked", "expected"),
+    [
+        ([], {}, {"prefill-0": "", "decode-0": "", "kvstore-0": ""}),
+        ([0], {}, {"decode-0": "cuda:0 0.9"}),
+        ([0, 1], {"decode": 2}, {"prefill-0": "cuda:0 0.45", "decode-0": "cuda:1 0.9", "decode-1": "cuda:0 0.45"}),
+        ([3], {"prefill": 1, "kvstore": 1}, {"prefill-0": "cuda:3 0.45", "decode-0": "cuda:3 0.45", "kvstore-0": ""}),
+    ],
+)
+def test_engines_are_shared_out_among_the_gpus(gpus: list[int], asked: dict[str, int], expected: dict[str, str]) -> None:
+    config = UpConfig(nats_url="nats://127.0.0.1:1", http_port=81, draft=0, **asked)  # pyright: ignore[reportArgumentType]
+    found = {}
+    for spec in processes(settled(config, len(gpus)), cores=2, gpus=gpus)[1:]:
+        names = [name for name in ("--device", "--gpu-memory-utilization") if name in spec.arguments]
+        found[spec.name] = " ".join(flag(spec.arguments, name) for name in names)
+    assert found == expected
+
+
+def test_gpus_are_those_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
+    assert visible_gpus("cuda", devices=tmp_path) == [0, 1]
+    assert visible_gpus("cuda:1", devices=tmp_path) == [1]
+    assert visible_gpus("cpu", devices=tmp_path) == []
+    monkeypatch.setattr("common.cli.gpus.torch_is_for_cpus", lambda: False)
+    assert visible_gpus("auto", devices=tmp_path) == [0, 1]
+    assert visible_gpus("auto", devices=tmp_path / "none") == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    assert visible_gpus("cuda", devices=tmp_path) == [0]
+    for wrong in ("cuda:1", "gpu", "cpu:0", "cuda:x"):
+        with pytest.raises(ConfigError):
+            visible_gpus(wrong, devices=tmp_path)
 
 
 def flag(arguments: list[str], name: str) -> str:
@@ -281,3 +317,11 @@ def test_every_finding_that_is_not_ok_says_what_to_do(tmp_path: Path) -> None:
 def test_a_healthy_machine_has_nothing_to_complain_about(tmp_path: Path) -> None:
     findings = [doctor.check_python(), doctor.check_torch(), doctor.check_cores(2), doctor.check_stale(tmp_path)]
     assert {finding.level for finding in findings} == {"ok"}
+
+
+@pytest.mark.parametrize("command", ["", "up", "pull", "generate", "chat", "status", "bench", "doctor", "demo"])
+def test_every_command_can_be_asked_for_help(command: str) -> None:
+    asked = [sys.executable, "-m", "common.cli", *command.split(), "--help"]
+    ended = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True)
+    assert "Usage: penstock" in ended.stdout
+    assert "[/dev/shm]" in ended.stdout or command != "up", "defaults are not taken for markup"
