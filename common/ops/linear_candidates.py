@@ -121,31 +121,43 @@ def library_scales(shape: Shape) -> bool:
 
 
 def _few_rows(shape: Shape, rows: int, quantised: bool, num_sms: int) -> list[Candidate]:
-    converts = shape.item_bytes == 1 and not quantised
+    if shape.item_bytes == 1 and not quantised:
+        return _converting(shape, rows, num_sms)
     block_m = max(16, rows)
-    row_bytes = 256 if block_m <= 32 else 128
-    block_k = row_bytes // shape.item_bytes
-    if converts:
-        block_k = min(block_k, 128)  # converted weights live in registers
+    block_k = (256 if block_m <= 32 else 128) // shape.item_bytes
     if shape.scaling == "blocks":
         block_k = min(block_k, SCALE_BLOCK)
-    x_bytes = 1 if quantised else max(shape.item_bytes, 2)
     found: list[Candidate] = []
     for block_n, residents in ((64, 2), (64, 3), (128, 2)):
-        if block_m > 64 and block_n == 64:
-            continue
-        stage_bytes = (block_n * shape.item_bytes + block_m * x_bytes) * block_k
+        stage_bytes = (block_n + block_m) * block_k * shape.item_bytes
         stages = min(8, SHARED_BYTES // residents // stage_bytes)
-        if stages < 2:
+        if stages < 2 or (block_m > 64 and block_n == 64):
             continue
-        warps = 8 if block_n * block_m >= 128 * (64 if converts else 128) else 4
+        warps = 8 if block_n * block_m >= 128 * 128 else 4
         for splits in _splits(shape, block_n, block_k, num_sms * residents):
             found.append(Candidate("dot", quantised, block_n, block_m, block_k, splits, warps, stages))
-    if rows <= 8 and not quantised and not converts:  # eight rows are enough for mma.sync: less shared memory
-        found += [
-            Candidate("dot", False, 64, 8, block_k, splits, 4, 6) for splits in _splits(shape, 64, block_k, num_sms * 2)[:1]
-        ]
+    if rows <= 8 and not quantised:  # eight rows are enough for mma.sync: less shared memory
+        splits = _splits(shape, 64, block_k, num_sms * 2)[0]
+        found.append(Candidate("dot", False, 64, 8, block_k, splits, 4, 6))
     return found
+
+
+def _converting(shape: Shape, rows: int, num_sms: int) -> list[Candidate]:
+    """fp8 weights for bf16 activations. Two warps, or 32 weight rows, are too few for wgmma and make it mma.sync on purpose:
+    there the compiler orders K so that a thread's fp8 lie side by side, 8 bytes a read and 16 a copy. For wgmma it is 2 and 8.
+    Above 32 rows the conversion costs more than it is worth."""
+    if rows > 32:
+        return []
+    block_m = 8 if rows <= 8 else 16 if rows <= 16 else 32
+    found: list[Candidate] = []
+    for block_n, block_k, warps, residents in ((64, 128, 2, 3), (64, 256, 2, 3), (32, 128, 4, 4), (128, 128, 2, 3)):
+        if block_n * block_m > 64 * 32:
+            continue
+        depth = min(block_k, SCALE_BLOCK) if shape.scaling == "blocks" else block_k
+        stages = min(8, SHARED_BYTES // residents // ((block_n + 2 * block_m) * depth))
+        for splits in _splits(shape, block_n, depth, num_sms * residents):
+            found.append(Candidate("dot", False, block_n, block_m, depth, splits, warps, stages))
+    return list(dict.fromkeys(found))
 
 
 def _gemv(shape: Shape, rows: int) -> list[Candidate]:

@@ -39,7 +39,10 @@ def kernel_case(shape: Shape, chosen: Candidate, *, whole: bool = False) -> Kern
     ahead = {"EVEN_K": shape.k % chosen.block_k == 0, "LINES": chosen.ahead == "lines"}
     prefetched = aligned and chosen.ahead != "none"
     expects: tuple[str, ...] = ("cp.async",) if aligned else ()
-    stages, dots = chosen.stages, chosen.kind != "gemv" and item != "fp32" and chosen.block_m >= 16
+    converts = item == "fp8e4nv" and not chosen.quantised
+    stages, dots = chosen.stages, chosen.kind != "gemv" and item != "fp32" and chosen.block_m >= 16 and not converts
+    if chosen.kind == "dot" and converts:
+        expects = (*expects, "mma.sync")
     if chosen.kind == "dot":
         module, kernel, unused = "linear_triton", "dot_kernel", ("n_tiles",)
         signature |= {"x": f"*{data}", "weight": f"*{item}"}

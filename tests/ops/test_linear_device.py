@@ -196,5 +196,17 @@ def test_candidates_are_few_and_fit(op: Op, n: int, k: int, item_bytes: int, sca
         assert invariant_candidate(shape, 132) == invariant_candidate(shape, 132)
 
 
+def test_bits_of_e4m3_shifted_into_bf16_are_its_numbers_times_a_power_of_two() -> None:
+    """What `linear_triton.widened` does in registers, which the interpreter does not run."""
+    codes = torch.arange(256)
+    halves = codes << 8
+    bits = ((halves >> 4) & 0x07F0) | (halves & 0x8000)
+    shifted = bits.to(torch.int32).where(bits < 1 << 15, bits - (1 << 16)).to(torch.int16).view(torch.bfloat16)
+    expected = codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    found = shifted.double() * 2.0**120
+    assert torch.equal(found[~expected.isnan()].float(), expected[~expected.isnan()])
+    assert found[expected.isnan()].abs().tolist() == [480.0, 480.0]
+
+
 def test_rows_share_buckets() -> None:
     assert [bucket(rows) for rows in (1, 3, 9, 64, 65, 5000)] == [1, 4, 16, 64, 128, 4096]
