@@ -53,6 +53,7 @@ class DeviceSampler:
         self._hosts = [HostDraws(max_samples) for _ in range(depth)]
         self._turn = 0
         self._packed: list[SamplingParams] = []
+        self._warm = False
 
     def load(self, rows: Sequence[StepRow]) -> Extras:
         """Before the graph: how each sample is drawn, on its way to the device."""
@@ -71,7 +72,10 @@ class DeviceSampler:
             drawn = zip(params, positions, strict=True)
             pack_draws([Draw(p.temperature, p.top_k, p.top_p, p.min_p, p.seed, at) for p, at in drawn], host)
             self._packed = params
-        self.draws.load(host)
+        warm = bool(host.temperature[: len(params)].any())
+        if warm or self._warm:  # greedy rows are drawn alike wherever they are
+            self.draws.load(host)
+        self._warm = warm
         extras = _extras(rows, host, len(params)) if any(map(_is_special, params)) else NO_EXTRAS
         if extras.adjustments is not None:
             self._previous.copy_(self.sampled)
