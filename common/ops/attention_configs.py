@@ -46,7 +46,7 @@ class AttentionConfig:
 
 
 CHOSEN: dict[tuple[int, int, torch.dtype, Kind], AttentionConfig] = {}
-"""Measured on a device, by (head_dim, bytes-rounded group, pool dtype, kind); what is not here follows `default_config`."""
+"""Measured on a device, by (head_dim, query heads per KV head, pool dtype, kind); without an entry, `default_config`."""
 
 
 def choose_config(head_dim: int, group: int, dtype: torch.dtype, max_queries: int, *, invariant: bool) -> AttentionConfig:
@@ -58,7 +58,7 @@ def choose_config(head_dim: int, group: int, dtype: torch.dtype, max_queries: in
         config = replace(config, block_m=max(32, config.block_m), tile=min(64, config.tile))
         return replace(config, warps=8, segment_keys=512, swap=False, fused=False)
     config = CHOSEN.get((head_dim, group, dtype, kind)) or default_config(head_dim, group, dtype, kind)
-    return widened(config, group, max_queries)
+    return widened(config, head_dim, group, dtype, max_queries)
 
 
 def default_config(head_dim: int, group: int, dtype: torch.dtype, kind: Kind) -> AttentionConfig:
@@ -72,12 +72,13 @@ def default_config(head_dim: int, group: int, dtype: torch.dtype, kind: Kind) ->
     return AttentionConfig(max(64 if large else 128, _power_of_2(group)), 32 if large else 64, 8, 3, 2, fewest_keys=1024)
 
 
-def widened(config: AttentionConfig, group: int, max_queries: int) -> AttentionConfig:
-    """For verification: all queries of a row in one product, up to 64 rows of it; the same registers, so shorter tiles."""
-    block_m = min(64, _power_of_2(group * max_queries))
+def widened(config: AttentionConfig, head_dim: int, group: int, dtype: torch.dtype, max_queries: int) -> AttentionConfig:
+    """For verification: all queries of a row in one product of up to 64 rows; shorter tiles, for the registers."""
+    block_m = min(32 if dtype == torch.float32 else 64, _power_of_2(group * max_queries))
     if max_queries > SHORT_QUERIES or block_m <= config.block_m:
         return config
-    return replace(config, block_m=block_m, tile=min(config.tile, 64), swap=False)
+    tile = min(config.tile, 64 if head_dim <= 128 else 32)
+    return replace(config, block_m=block_m, tile=tile, warps=8 if block_m == 64 else config.warps, swap=False)
 
 
 def attention_candidates(head_dim: int, group: int, dtype: torch.dtype, kind: Kind) -> Iterator[AttentionConfig]:

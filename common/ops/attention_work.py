@@ -151,7 +151,7 @@ def plan_device_attention(
         if config is None:
             chosen = choose_config(head_dim, group, pool.dtype, queries, invariant=backend.BATCH_INVARIANT)
         else:
-            chosen = widened(config, group, queries)
+            chosen = widened(config, head_dim, group, pool.dtype, queries)
         plan.lists.append(_make_list(batch, pool, num_heads, workspace, chosen, least, most, fresh, len(plan.lists)))
     return plan
 

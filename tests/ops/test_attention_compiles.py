@@ -102,6 +102,7 @@ CASES = [
     _chosen("decode", 128, torch.float8_e4m3fn, max_registers=168),
     _chosen("verify", 128, torch.bfloat16),
     _chosen("verify", 128, torch.float8_e4m3fn),
+    _chosen("verify", 256, torch.float8_e4m3fn, group=8),
     _chosen("prefill", 128, torch.bfloat16),
     _chosen("prefill", 256, torch.bfloat16),
     _chosen("prefill", 128, torch.float8_e4m3fn),

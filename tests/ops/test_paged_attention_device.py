@@ -176,6 +176,12 @@ def test_rows_of_any_length_share_a_step(spans: Spans, heads: int, kv_heads: int
     run(spans, heads=heads, kv_heads=kv_heads, capacity=9)
 
 
+def test_rows_may_be_shorter_than_their_bucket() -> None:
+    torch.manual_seed(10)
+    run([(30, 2), (100, 1), (7, 5)], capacity=6, max_queries=8)
+    run([(30, 2), (100, 1), (7, 5)], capacity=6, max_queries=100)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_long_row_is_split_and_merged(fused: bool) -> None:
     torch.manual_seed(4)
@@ -184,7 +190,7 @@ def test_a_long_row_is_split_and_merged(fused: bool) -> None:
     assert splits_of(plan) == 1
     assert plan.lists[0].merges[0, 3] > 10
     plan = run([(600, 16), (500, 2), (3, 1)], kv_heads=1, heads=8, config=config)
-    assert splits_of(plan) == 3  # sixteen queries of eight heads are two products of 64 rows
+    assert splits_of(plan) == 5  # sixteen queries of eight heads are four products of 32 rows
     assert not plan.lists[0].arrivals.any()
 
 
