@@ -8,7 +8,8 @@ weights are cut along K: float32 partial sums [splits, rows, N], each written on
 
 With programmatic dependent launch a program asks L2 for its first weight tiles before it waits for the kernel that makes its
 activations. fp8 weights are converted in registers for bf16 activations (W8A16, by mma.sync: see `linear_candidates.py`), or
-multiplied as they are with quantised ones (W8A8); scales of 128 × 128 blocks multiply each step's product, scales of rows and channels the sum.
+multiplied as they are with quantised ones (W8A8); scales of 128 × 128 blocks multiply each step's product, scales of rows and
+channels the sum.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false

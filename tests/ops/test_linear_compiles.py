@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from common.ops.linear_candidates import Candidate, Op, Scaling, Shape, candidates, invariant_candidate
@@ -148,6 +150,56 @@ CASES = [
             Shape("split", 4096, 14336, 1, "channel"),
             Shape("split", 4096, 4096, 4, "none"),
         )
+    ),
+]
+
+
+def _small(
+    kernel: str, module: str, signature: dict[str, str], constants: dict[str, int | float | bool | str | None]
+) -> KernelCase:
+    name = "-".join(f"{value}" for value in (*signature.values(), *constants.values()) if value is not None)
+    return KernelCase(
+        re.sub(r"[*:]", "", name),
+        f"common.ops.{module}",
+        kernel,
+        signature,
+        {**constants, "PDL": True},
+        num_warps=8,
+        expects=(*_PDL, "ld.global.v4"),
+        max_registers=128,
+    )
+
+
+_GATE = {"gate_up": "*bf16", "size": "i32:16"}
+_SCALED = {"x_scale": "*fp32", "w_scale": "*fp32", "bias": "*bf16"}
+CASES += [
+    _small(
+        "quantise_rows_kernel",
+        "quantise_triton",
+        {"x": "*bf16", "data": "*fp8e4nv", "scale": "*fp32", "size": "i32:16"},
+        constants,
+    )
+    for constants in ({"BLOCK": 4096, "WHOLE": True}, {"BLOCK": 8192, "WHOLE": False})
+]
+CASES += [
+    _small(
+        "silu_mul_kernel",
+        "gate_up_triton",
+        {**_GATE, **_SCALED, "out": "*fp8e4nv", "out_scale": "*fp32"},
+        {"BLOCK": 2048, "QUANTISE": True},
+    ),
+    _small(
+        "silu_mul_kernel",
+        "gate_up_triton",
+        {**_GATE, "out": "*bf16"},
+        {**dict.fromkeys((*_SCALED, "out_scale")), "BLOCK": 2048, "QUANTISE": False},
+    ),
+    _small("rescale_kernel", "gate_up_triton", {"y": "*bf16", **_SCALED, "out": "*bf16", "N": "i32:16"}, {"BLOCK": 2048}),
+    _small(
+        "sum_kernel",
+        "linear_parts_triton",
+        {"partials": "*fp32", "out": "*bf16", "rows": "i32", "N": "i32:16", "splits": "i32"},
+        {"BLOCK": 1024},
     ),
 ]
 
