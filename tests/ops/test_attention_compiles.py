@@ -51,7 +51,7 @@ def _attention(
             absent[parameter] = None
     tensor_cores = ("wgmma",) if config.block_m >= 64 or config.swap else ("mma.sync",)
     return KernelCase(
-        f"{name}-{head_dim}-{_NAMES[dtype]}",
+        f"{name}-{head_dim}-group{group}-{_NAMES[dtype]}",
         "common.ops.paged_attention_triton",
         "attention_kernel",
         signature,
@@ -102,7 +102,7 @@ CASES = [
     _chosen("decode", 128, torch.float8_e4m3fn, max_registers=168),
     _chosen("verify", 128, torch.bfloat16),
     _chosen("verify", 128, torch.float8_e4m3fn),
-    _chosen("verify", 256, torch.float8_e4m3fn, group=8),
+    _chosen("verify", 128, torch.float8_e4m3fn, group=8),
     _chosen("prefill", 128, torch.bfloat16),
     _chosen("prefill", 256, torch.bfloat16),
     _chosen("prefill", 128, torch.float8_e4m3fn),
