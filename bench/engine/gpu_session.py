@@ -83,6 +83,7 @@ def parts(out: str, peer: str = "") -> dict[str, Part]:
             module(".kernels", "--sweep=attention", "--precision=fp8-kv", "--loads=1x512,32x512,256x512", into("sweep-fp8")),
             300,
         ),
+        "sampling": Part("draws beside the CPU's, and their times", ["-m", "bench.sampling", "--quick"], 240),
         "small": Part("candidates of the small kernels", module(".small_kernels"), 180),
         "starts": Part(
             "starts without and with compiled kernels",

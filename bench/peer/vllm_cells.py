@@ -7,12 +7,14 @@ Runs in a process of its own, with vLLM's folder first on PYTHONPATH (see README
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from bench.common.stats import Percentiles
@@ -48,18 +50,26 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def context_of(cell: Cell) -> int:
+    """Tokens of the longest sequence, with some to spare."""
+    return max(cell.lengths()) + cell.out + 16
+
+
 class Peer:
     def __init__(self, options: argparse.Namespace) -> None:
         import vllm  # pyright: ignore[reportMissingImports]
 
         self._sampling: Any = vllm.SamplingParams
-        longest = max([max(cell.lengths()) + cell.out for cell in options.cells], default=0)
+        config: dict[str, Any] = json.loads((Path(options.folder) / "config.json").read_text())
+        self.max_context: int = config["max_position_embeddings"]
+        self._vocab: int = config["vocab_size"]
+        longest = max([needed for cell in options.cells if (needed := context_of(cell)) <= self.max_context], default=0)
         self.version: str = vllm.__version__
         self._llm: Any = vllm.LLM(
             model=options.folder,
             load_format="dummy",
             skip_tokenizer_init=True,
-            max_model_len=max(MIN_CONTEXT, longest + 16),
+            max_model_len=min(self.max_context, max(MIN_CONTEXT, longest)),
             gpu_memory_utilization=0.9,
             enable_prefix_caching=False,
             max_num_seqs=options.max_rows,
@@ -67,7 +77,6 @@ class Peer:
             disable_log_stats=True,
             **PRECISIONS[options.precision],
         )
-        self._vocab = self._llm.llm_engine.model_config.get_vocab_size()
         self._random = random.Random(0)
 
     def seconds(self, lengths: Sequence[int], out: int) -> float:
@@ -80,6 +89,9 @@ class Peer:
         return seconds
 
     def cell(self, cell: Cell, repeat: int) -> Measured:
+        """:raises ValueError: if the model's context is too short for it."""
+        if context_of(cell) > self.max_context:
+            raise ValueError(f"the model holds {self.max_context} tokens")
         lengths = cell.lengths()
         first_s = min(self.seconds(lengths, 1) for _ in range(repeat + (cell.out == 1)))
         if cell.out == 1:
@@ -114,8 +126,8 @@ def main(argv: Sequence[str]) -> int:
     for cell in options.cells:
         try:
             say(peer.cell(cell, options.repeat))
-        except ValueError as error:
-            say(Failed(cell=str(cell), error=str(error)[:300]))
+        except Exception as error:  # whatever it raises is what there is to say of this cell
+            say(Failed(cell=str(cell), error=f"{type(error).__name__}: {str(error)[:300]}"))
     return 0
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -24,7 +25,7 @@ from bench.common.stats import Percentiles
 from bench.common.table import markdown
 from bench.engine import __main__ as command
 from bench.engine import accuracy, gpu_session, kernels, timing
-from bench.engine.cells import PRESETS, Cell, Measured, Opened, decode_line, encode_line, parse_cells
+from bench.engine.cells import PRESETS, Cell, Failed, Measured, Opened, decode_line, encode_line, parse_cells
 from bench.engine.child import run_child
 from bench.engine.driver import Driver, Request
 from bench.engine.goals import NOTHING, find, load_goals
@@ -294,6 +295,38 @@ def test_one_command_measures_and_writes_everything(tmp_path: Path, capsys: pyte
     assert "dummy:tiny" in text and "2x16x6" in text and "3x~8x4" in text and "Ceilings" in text
     assert len(json.loads((tmp_path / "engine.json").read_text())["parts"][0]["ours"]["lines"]) == 6
     assert "written to" in capsys.readouterr().out
+
+
+FAKE_VLLM = """
+import time, types
+__version__ = "0.0"
+class SamplingParams:
+    def __init__(self, **given): self.__dict__.update(given)
+class LLM:
+    def __init__(self, **given): print("libraries print, too", given)
+    def generate(self, prompts, sampling, use_tqdm):
+        time.sleep(1e-3 * sampling.max_tokens)
+        answer = types.SimpleNamespace(token_ids=[0] * sampling.max_tokens)
+        return [types.SimpleNamespace(outputs=[answer]) for _ in prompts]
+"""
+
+
+@pytest.mark.slow
+def test_a_peer_is_measured_in_the_same_cells(tmp_path: Path) -> None:
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    flags = [
+        "--device=cpu",
+        "--model=dummy:tiny",
+        "--precision=bf16",
+        "--cells=2x16x9,1x24,1x9999",
+        "--peer-only",
+        "--repeat=1",
+    ]
+    assert command.main([*flags, f"--peer={tmp_path}", f"--out={tmp_path / 'out'}"]) == 0
+    side = msgspec.json.decode((tmp_path / "out" / "engine.json").read_bytes(), type=Report).parts[0].peer
+    assert side is not None and side.error == "" and set(side.measured()) == {"2x16x9", "1x24"}
+    assert 500 < side.measured()["2x16x9"].tok_s < 2100  # 2 tokens a millisecond at best
+    assert [line.cell for line in side.lines if isinstance(line, Failed)] == ["1x9999"]  # longer than the model's context
 
 
 def test_the_peer_gets_the_shape_that_we_run() -> None:
