@@ -1,10 +1,10 @@
 """`paged_attention` on a CPU: causal attention of a ragged batch over paged, block-first KV.
 
-A plan is made once per step and used by every layer. The keys are read in tiles of fixed length, counted from
-position 0; each (row, tile) pair is one entry of a batched attention call, and a row's tiles are merged by their
-log-sum-exps, first tile first (split-KV, as in FlashDecoding). So ragged rows cost no padding beyond their last tile, and
-what a query gets does not depend on other rows, on how its prompt was cut into chunks, or on whether it was part of a
-prompt, a decode step or a verification: see docs/decisions/0003-batch-invariance.md.
+A plan is made once per step and used by every layer. The keys are read in tiles of fixed length, counted from position 0, and
+brought to float32, whatever the pool keeps; each (row, tile) pair is one entry of a batched attention call, and a row's tiles
+are merged by their log-sum-exps, first tile first (split-KV, as in FlashDecoding). So ragged rows cost no padding beyond their
+last tile, and what a query gets does not depend on other rows, on how its prompt was cut into chunks, or on whether it was part
+of a prompt, a decode step or a verification: see docs/decisions/0003-batch-invariance.md.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+
+from common.ops.scratch_cpu import Gathered, Scratch
 
 TILE_TOKENS = 128
 _MASKED = -1e30  # finite: a tile that a query sees nothing of then has weight exp(-1e30 - m) = 0 instead of NaN
@@ -38,21 +40,6 @@ class AttentionRow(NamedTuple):
     blocks: Sequence[int]
 
 
-class Scratch:
-    """Buffers for gathered K and V that outlive a step: fresh memory costs more in page faults than the copy itself."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
-
-    def take(self, name: str, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, width], uninitialised, valid until the next `take` of that name."""
-        buffer = self._buffers.get((name, dtype))
-        if buffer is None or buffer.numel() < rows * width:
-            buffer = torch.empty(rows * width * 5 // 4, dtype=dtype)
-            self._buffers[name, dtype] = buffer
-        return buffer[: rows * width].view(rows, width)
-
-
 @dataclass(slots=True)
 class _Group:
     """Rows of about equally many queries. Tiles are ordered by tile index, then row; rows by falling number of tiles.
@@ -70,6 +57,25 @@ class _Group:
     tile_rows: torch.Tensor | None
     entries: torch.Tensor
     mask: torch.Tensor
+    decoding: _Decoding | None = None
+
+
+@dataclass(slots=True)
+class _Decoding:
+    """What all layers share of a group of one-token rows side by side: a call costs more than the numbers in it.
+
+    pool: one block of one layer's K or V per row. entries: `_Group.entries` of K and V in each layer, [2 · layer + (0: K,
+    1: V)]. keys, values: views of what is gathered, [tiles, kv_heads, tile_tokens, head_dim]. queries: [rows, kv_heads, group
+    size rounded up, head_dim], zero where rounded up; heads: its view without those.
+    """
+
+    pool: torch.Tensor
+    entries: tuple[torch.Tensor, ...]
+    gathered: tuple[Gathered, Gathered]
+    keys: torch.Tensor
+    values: torch.Tensor
+    queries: torch.Tensor
+    heads: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -126,9 +132,12 @@ def plan_attention(
         if queries:
             batches.setdefault(queries, []).append(row)
         else:
-            plan.long_rows.append(_plan_long(row, block_tokens, 2 * layers, plan.tile_tokens, group_size, pool.dtype))
+            plan.long_rows.append(_plan_long(row, block_tokens, 2 * layers, plan.tile_tokens, group_size))
     for queries, batch in batches.items():
-        plan.groups.append(_plan_group(batch, queries, block_tokens, 2 * layers, plan.tile_tokens, group_size, pool.dtype))
+        group = _plan_group(batch, queries, block_tokens, 2 * layers, plan.tile_tokens, group_size)
+        if queries == 1 and isinstance(group.tokens, slice):
+            group.decoding = _plan_decoding(group, pool, group_size, plan)
+        plan.groups.append(group)
     return plan
 
 
@@ -144,6 +153,9 @@ def attend_cpu(query: torch.Tensor, pool: torch.Tensor, layer: int, plan: Attent
         raise ValueError(f"the plan is for [{plan.num_tokens}, heads, {head_dim}] {pool.dtype}, not {list(query.shape)}")
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     for group in plan.groups:
+        if group.decoding is not None:
+            _attend_decoding(query, layer, group, group.decoding, scale, out)
+            continue
         _attend_group(query, pool, layer, plan, group, scale, out)
     for row in plan.long_rows:
         keys, values = _gather(pool, layer, row.entries, row.num_tiles, plan)
@@ -162,7 +174,6 @@ def _plan_group(
     block_stride: int,
     tile_tokens: int,
     group_size: int,
-    dtype: torch.dtype,
 ) -> _Group:
     rows = sorted(rows, key=lambda row: -(row.start + row.length))
     num_tiles = np.array([-(-(row.start + row.length) // tile_tokens) for row in rows])
@@ -194,13 +205,28 @@ def _plan_group(
         rows_with_tile=rows_with_tile,
         tile_rows=torch.from_numpy(tile_rows) if len(rows_with_tile) > 1 else None,
         entries=torch.from_numpy(entries * block_stride),
-        mask=_mask(positions[tile_rows], tile_begins, tile_tokens, group_size, dtype),
+        mask=_mask(positions[tile_rows], tile_begins, tile_tokens, group_size),
     )
 
 
-def _plan_long(
-    row: AttentionRow, block_tokens: int, block_stride: int, tile_tokens: int, group_size: int, dtype: torch.dtype
-) -> _LongRow:
+def _plan_decoding(group: _Group, pool: torch.Tensor, group_size: int, plan: AttentionPlan) -> _Decoding:
+    _, layers, _, block_tokens, kv_heads, head_dim = pool.shape
+    flat = pool.view(-1, block_tokens * kv_heads * head_dim)
+    gathered = [Gathered.take(plan.scratch, name, len(group.entries), flat) for name in ("keys", "values")]
+    keys, values = (each.wide.view(-1, plan.tile_tokens, kv_heads, head_dim).transpose(1, 2) for each in gathered)
+    queries = torch.zeros(group.num_rows, kv_heads, group.mask.shape[2], head_dim)
+    return _Decoding(
+        pool=flat,
+        entries=(group.entries + torch.arange(2 * layers)[:, None]).unbind(0),
+        gathered=(gathered[0], gathered[1]),
+        keys=keys,
+        values=values,
+        queries=queries,
+        heads=queries[:, :, :group_size],
+    )
+
+
+def _plan_long(row: AttentionRow, block_tokens: int, block_stride: int, tile_tokens: int, group_size: int) -> _LongRow:
     end = row.start + row.length
     used = -(-end // block_tokens)
     num_tiles = -(-end // tile_tokens)
@@ -212,7 +238,7 @@ def _plan_long(
         num_open = (int(positions[0]) + 1) // tile_tokens
         reached = int(positions[-1]) // tile_tokens + 1
         begins = np.arange(num_open, reached) * tile_tokens
-        mask = _mask(np.broadcast_to(positions, (len(begins), len(positions))), begins, tile_tokens, group_size, dtype)
+        mask = _mask(np.broadcast_to(positions, (len(begins), len(positions))), begins, tile_tokens, group_size)
         tile = _QueryTile(
             row.first + begin, row.first + begin + len(positions), num_open, reached, mask if len(begins) else None
         )
@@ -220,12 +246,12 @@ def _plan_long(
     return _LongRow(torch.from_numpy(entries * block_stride), num_tiles, queries)
 
 
-def _mask(positions: np.ndarray, begins: np.ndarray, tile_tokens: int, group_size: int, dtype: torch.dtype) -> torch.Tensor:
+def _mask(positions: np.ndarray, begins: np.ndarray, tile_tokens: int, group_size: int) -> torch.Tensor:
     """positions: [tiles, queries]; begins: [tiles], the tile's first key position. Returns [tiles, 1, query rows, tile_tokens]:
     each query `group_size` times, rounded up to a multiple of `_ROW_MULTIPLE` with rows that see everything."""
     tiles, queries = positions.shape
     num_rows = queries * group_size
-    mask = torch.zeros(tiles, 1, -(-num_rows // _ROW_MULTIPLE) * _ROW_MULTIPLE, tile_tokens, dtype=dtype)
+    mask = torch.zeros(tiles, 1, -(-num_rows // _ROW_MULTIPLE) * _ROW_MULTIPLE, tile_tokens)
     keys = torch.from_numpy(begins[:, None] + np.arange(tile_tokens))
     hidden = keys[:, None, :] > torch.from_numpy(np.repeat(positions, group_size, axis=1))[:, :, None]
     mask[:, 0, :num_rows].masked_fill_(hidden, _MASKED)
@@ -238,14 +264,14 @@ def _mask(positions: np.ndarray, begins: np.ndarray, tile_tokens: int, group_siz
 def _gather(
     pool: torch.Tensor, layer: int, entries: torch.Tensor, num_tiles: int, plan: AttentionPlan
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of tiles: [tiles, kv_heads, tile_tokens, head_dim] each, in scratch memory."""
+    """K and V of tiles: [tiles, kv_heads, tile_tokens, head_dim] each, float32, in scratch memory."""
     _, _, _, block_tokens, kv_heads, head_dim = pool.shape
     flat = pool.view(-1, block_tokens * kv_heads * head_dim)
     found: list[torch.Tensor] = []
     for which, name in enumerate(("keys", "values")):
-        buffer = plan.scratch.take(name, len(entries), flat.shape[1], pool.dtype)
-        torch.index_select(flat, 0, entries + (2 * layer + which), out=buffer)
-        found.append(buffer.view(num_tiles, plan.tile_tokens, kv_heads, head_dim).transpose(1, 2))
+        buffers = Gathered.take(plan.scratch, name, len(entries), flat)
+        buffers.fill(flat, entries + (2 * layer + which))
+        found.append(buffers.wide.view(num_tiles, plan.tile_tokens, kv_heads, head_dim).transpose(1, 2))
     return found[0], found[1]
 
 
@@ -257,7 +283,7 @@ def _attend_group(
     rows, queries = group.num_rows, group.num_queries
     used = queries * group_size
     q = query[group.tokens].view(rows, queries, kv_heads, group_size, head_dim)
-    q = q.transpose(1, 2).reshape(rows, kv_heads, used, head_dim)
+    q = q.transpose(1, 2).reshape(rows, kv_heads, used, head_dim).float()
     if group.mask.shape[2] > used:
         q = F.pad(q, (0, 0, 0, group.mask.shape[2] - used))
     keys, values = _gather(pool, layer, group.entries, group.mask.shape[0], plan)
@@ -267,10 +293,25 @@ def _attend_group(
         tiled, sums = _flash(q.index_select(0, group.tile_rows), keys, values, attn_mask=group.mask, scale=scale)
         merged = _merge_groups(tiled, sums, group.rows_with_tile, group.tile_rows)
     merged = merged[:, :, :used].unflatten(2, (queries, group_size)).transpose(1, 2)
-    if isinstance(group.tokens, slice):
-        out[group.tokens].view(merged.shape).copy_(merged)
-    elif group.source is not None and group.target is not None:
+    if group.source is not None and group.target is not None:
         out.index_copy_(0, group.target, merged.reshape(-1, *out.shape[1:]).index_select(0, group.source).to(out.dtype))
+
+
+def _attend_decoding(
+    query: torch.Tensor, layer: int, group: _Group, decoding: _Decoding, scale: float, out: torch.Tensor
+) -> None:
+    """What `_attend_group` computes, in fewer calls."""
+    heads = decoding.heads
+    heads.copy_(query[group.tokens].view(heads.shape))
+    for which, gathered in enumerate(decoding.gathered):
+        gathered.fill(decoding.pool, decoding.entries[2 * layer + which])
+    if group.tile_rows is None:
+        merged, _ = _flash(decoding.queries, decoding.keys, decoding.values, attn_mask=group.mask, scale=scale)
+    else:
+        queries = decoding.queries.index_select(0, group.tile_rows)
+        tiled, sums = _flash(queries, decoding.keys, decoding.values, attn_mask=group.mask, scale=scale)
+        merged = _merge_groups(tiled, sums, group.rows_with_tile, group.tile_rows)
+    out[group.tokens].view(heads.shape).copy_(merged[:, :, : heads.shape[2]])
 
 
 def _merge_groups(tiled: torch.Tensor, sums: torch.Tensor, rows_with_tile: list[int], tile_rows: torch.Tensor) -> torch.Tensor:
@@ -285,7 +326,7 @@ def _merge_groups(tiled: torch.Tensor, sums: torch.Tensor, rows_with_tile: list[
         torch.maximum(top[:count], sums[begin : begin + count], out=top[:count])
         begin += count
     weights = (sums - top.index_select(0, tile_rows)).double().exp_().float()
-    weighted = tiled.float().mul_(weights[..., None])
+    weighted = tiled.mul_(weights[..., None])
     total, merged = weights[: rows_with_tile[0]], weighted[: rows_with_tile[0]]
     begin = rows_with_tile[0]
     for count in rows_with_tile[1:]:
@@ -306,7 +347,8 @@ def _attend_tile(
 ) -> None:
     count, heads, head_dim = tile.end - tile.begin, query.shape[1], query.shape[2]
     used = count * (heads // kv_heads)
-    q = query[tile.begin : tile.end].view(count, kv_heads, -1, head_dim).transpose(0, 1).reshape(1, kv_heads, used, head_dim)
+    q = query[tile.begin : tile.end].float().view(count, kv_heads, -1, head_dim)
+    q = q.transpose(0, 1).reshape(1, kv_heads, used, head_dim)
     if padding := -used % _ROW_MULTIPLE:
         q = F.pad(q, (0, 0, 0, padding))
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -328,8 +370,8 @@ def _merge_tiles(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor
         return parts[0][0]
     sums = torch.stack([one for _, one in parts])
     weights = (sums - sums.amax(0)).double().exp_().float()
-    total, merged = weights[0].clone(), parts[0][0].float() * weights[0, ..., None]
+    total, merged = weights[0].clone(), parts[0][0] * weights[0, ..., None]
     for (tiled, _), weight in zip(parts[1:], weights[1:], strict=True):
         total += weight
-        merged += tiled.float() * weight[..., None]
+        merged += tiled * weight[..., None]
     return merged.div_(total[..., None])
