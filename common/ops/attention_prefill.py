@@ -18,6 +18,22 @@ _BACKENDS: dict[str, list[SDPBackend]] = {
 }
 
 
+def attend_run(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: FreshRun, prefill_backend: PrefillBackend, scale: float
+) -> torch.Tensor:
+    """query: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim]. Returns [run's tokens, heads, head_dim].
+
+    Prompts of equal length that lie side by side are one call.
+    """
+    rows = slice(run.first, run.first + run.count * run.length)
+    q, k, v = (x[rows].unflatten(0, (run.count, run.length)).transpose(1, 2) for x in (query, key, value))
+    with sdpa_kernel(_BACKENDS[prefill_backend], set_priority=True):
+        attended = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    return attended.transpose(1, 2).flatten(0, 1)
+
+
 def attend_fresh(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -27,15 +43,6 @@ def attend_fresh(
     scale: float,
     output: torch.Tensor,
 ) -> None:
-    """query, output: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim]. Writes the runs' rows of `output`.
-
-    Prompts of equal length that lie side by side are one call.
-    """
-    with sdpa_kernel(_BACKENDS[prefill_backend], set_priority=True):
-        for run in runs:
-            rows = slice(run.first, run.first + run.count * run.length)
-            q, k, v = (x[rows].unflatten(0, (run.count, run.length)).transpose(1, 2) for x in (query, key, value))
-            attended = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-            )
-            output[rows].unflatten(0, (run.count, run.length)).copy_(attended.transpose(1, 2))
+    """`attend_run` of each run, into its rows of `output`."""
+    for run in runs:
+        output[run.first : run.first + run.count * run.length] = attend_run(query, key, value, run, prefill_backend, scale)

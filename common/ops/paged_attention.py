@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from common.ops.attention_prefill import attend_fresh
+from common.ops.attention_prefill import attend_fresh, attend_run
 from common.ops.attention_work import AttentionWorkspace, DeviceBatch, DevicePlan, plan_device_attention
 from common.ops.paged_attention_cpu import AttentionPlan, AttentionRow, Scratch, attend_cpu, plan_attention
 
@@ -49,6 +49,10 @@ def paged_attention(
             raise ValueError("8-bit KV is for GPUs")
         return attend_cpu(query, pool, layer, plan, scale)
     _check(query, pool, plan, key, value, kv_scale)
+    if not plan.lists and len(plan.fresh) == 1 and key is not None and value is not None:
+        run = plan.fresh[0]
+        if run.count * run.length == len(query):
+            return attend_run(query, key, value, run, plan.prefill_backend, scale)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if plan.lists:
         from common.ops.paged_attention_triton import attend_paged

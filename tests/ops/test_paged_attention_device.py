@@ -260,10 +260,14 @@ def test_a_plan_follows_its_batch() -> None:
 def test_prompts_without_a_prefix_may_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(8)
     monkeypatch.setattr(attention_configs, "FRESH_QUERIES", 20)
-    for spans in ([(0, 24), (0, 24), (0, 30)], [(100, 1), (0, 24), (0, 24), (16, 40), (0, 5)]):
+    for spans, padding in (
+        ([(0, 24), (0, 24), (0, 30)], 3),
+        ([(100, 1), (0, 24), (0, 24), (16, 40), (0, 5)], 3),
+        ([(0, 24)] * 2, 0),
+    ):
         pool = make_pool(40, 2, 32, 16, torch.float32)
         rows = make_rows(pool, spans)
-        num_tokens = sum(count for _, count in spans) + 3
+        num_tokens = sum(count for _, count in spans) + padding
         query = torch.randn(num_tokens, 6, 32)
         key, value = torch.full((2, num_tokens, 2, 32), torch.nan)
         for row in rows:
