@@ -20,6 +20,9 @@ SHARED_BYTES = 227 * 1024
 INVARIANT_ROWS = 64
 """batch_invariant: the activation rows of every tile, whatever the number of rows."""
 
+_SYNC_STAGES = 1
+"""Stages without a buffer: mma.sync has read a tile when the next copy begins, wgmma may still be reading."""
+
 Kind = Literal["gemv", "dot", "persistent", "library"]
 Op = Literal["linear", "split", "gated"]
 Scaling = Literal["none", "channel", "blocks"]
@@ -128,9 +131,12 @@ def _few_rows(shape: Shape, rows: int, quantised: bool, num_sms: int) -> list[Ca
     if shape.scaling == "blocks":
         block_k = min(block_k, SCALE_BLOCK)
     found: list[Candidate] = []
-    for block_n, residents in ((64, 2), (64, 3), (128, 2)):
+    # 32 rows go through mma.sync: small tiles leave a short tail where K is not cut
+    for block_n, residents in ((64, 2), (64, 3), (128, 2), (32, 4)):
+        if block_n == 32 and (quantised or block_m > 32):
+            continue
         stage_bytes = (block_n + block_m) * block_k * shape.item_bytes
-        stages = min(8, SHARED_BYTES // residents // stage_bytes)
+        stages = min(8, SHARED_BYTES // residents // stage_bytes + _SYNC_STAGES * (block_n == 32))
         if stages < 2 or (block_m > 64 and block_n == 64):
             continue
         warps = 8 if block_n * block_m >= 128 * 128 else 4
@@ -154,7 +160,7 @@ def _converting(shape: Shape, rows: int, num_sms: int) -> list[Candidate]:
         if block_n * block_m > 64 * 32:
             continue
         depth = min(block_k, SCALE_BLOCK) if shape.scaling == "blocks" else block_k
-        stages = min(8, SHARED_BYTES // residents // ((block_n + 2 * block_m) * depth))
+        stages = min(8, SHARED_BYTES // residents // ((block_n + 2 * block_m) * depth) + _SYNC_STAGES)
         for splits in _splits(shape, block_n, depth, num_sms * residents):
             found.append(Candidate("dot", False, block_n, block_m, depth, splits, warps, stages))
     return list(dict.fromkeys(found))

@@ -42,7 +42,8 @@ def kernel_case(shape: Shape, chosen: Candidate, *, whole: bool = False) -> Kern
     prefetched = aligned and chosen.ahead != "none"
     expects: tuple[str, ...] = ("cp.async",) if aligned else ()
     converts = item == "fp8e4nv" and not chosen.quantised
-    stages, dots = chosen.stages, chosen.kind != "gemv" and item != "fp32" and chosen.block_m >= 16 and not converts
+    tall = chosen.kind == "persistent" or (chosen.kind == "dot" and chosen.block_m >= 16 and chosen.block_n >= 64)
+    stages, dots = chosen.stages, tall and item != "fp32" and not converts
     if chosen.kind == "dot" and converts:
         expects = (*expects, "mma.sync")
     if chosen.kind == "dot":
