@@ -14,8 +14,10 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -62,6 +64,10 @@ class Checks:
         self.count: dict[str, int] = {}
         self.worst: dict[str, tuple[float, str]] = {}
         self.wrong: list[str] = []
+        self._lock = threading.Lock()
+        # kernels are compiled side by side: a compiler spends most of its time outside the interpreter's lock
+        self._threads = ThreadPoolExecutor(os.cpu_count()) if device.type == "cuda" else None
+        self._running: list[Future[None]] = []
 
     def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(shape, device=self.device).to(dtype)
@@ -78,18 +84,33 @@ class Checks:
         self._note(op, case, 0.0 if equal else 2.0, finite=True)
 
     def attempt(self, op: str, case: str, check: Callable[[], None]) -> None:
-        try:
-            check()
-        except Exception as error:  # what does not run is as wrong as what is off
-            self.count[op] = self.count.get(op, 0) + 1
-            self.wrong.append(f"{op}, {case}: {type(error).__name__}: {str(error)[:300]}")
+        """On a GPU, some time until `finish`."""
+
+        def run() -> None:
+            try:
+                with torch.inference_mode():
+                    check()
+            except Exception as error:  # what does not run is as wrong as what is off
+                with self._lock:
+                    self.count[op] = self.count.get(op, 0) + 1
+                    self.wrong.append(f"{op}, {case}: {type(error).__name__}: {str(error)[:300]}")
+
+        if self._threads is None:
+            run()
+        else:
+            self._running.append(self._threads.submit(run))
+
+    def finish(self) -> None:
+        wait(self._running)
+        self._running.clear()
 
     def _note(self, op: str, case: str, error: float, *, finite: bool) -> None:
-        self.count[op] = self.count.get(op, 0) + 1
-        if error > self.worst.get(op, (-1.0, ""))[0]:
-            self.worst[op] = (error, case)
-        if not finite or not error <= 1.0:
-            self.wrong.append(f"{op}, {case}: {'NaN or infinite' if not finite else f'{error:.2f} of what is allowed'}")
+        with self._lock:
+            self.count[op] = self.count.get(op, 0) + 1
+            if error > self.worst.get(op, (-1.0, ""))[0]:
+                self.worst[op] = (error, case)
+            if not finite or not error <= 1.0:
+                self.wrong.append(f"{op}, {case}: {'NaN or infinite' if not finite else f'{error:.2f} of what is allowed'}")
 
     def table(self) -> str:
         rows = [
@@ -285,6 +306,7 @@ def invariance(checks: Checks, shapes: dict[str, tuple[int, int]], heads: dict[s
 
             case = f"attention {name}, 1 of 4"
             checks.attempt("invariance", case, lambda c=case, a=attended: checks.same("invariance", c, a([0, 1, 2, 3]), a([0])))
+        checks.finish()
     finally:
         backend.BATCH_INVARIANT = False
         linear_device.forget_choices()
@@ -328,6 +350,7 @@ def main(argv: Sequence[str]) -> int:
     with backend.interpreted() if on_cpu else nullcontext(), torch.inference_mode(), poisoned():
         for name in options.only.split(",") if options.only else parts:
             parts[name]()
+            checks.finish()
             print(f"{name}: {time.perf_counter() - begun:.0f} s, {len(checks.wrong)} wrong", flush=True)
     print(f"\n{checks.table()}\n\n{describe()}")
     print("\n".join(f"WRONG: {what}" for what in checks.wrong[:40]) or "all well")

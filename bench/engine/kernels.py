@@ -63,6 +63,7 @@ class Table(msgspec.Struct, kw_only=True):
     load: str
     ops: list[Timed]
     sum_s: float
+    failed: dict[str, str] = {}
     sequence_s: float = 0.0
     layer_s: float = 0.0
 
@@ -122,13 +123,24 @@ def time_op(op: Op, device: torch.device, bandwidth: float) -> Timed:
 
 def table(bench: Bench, load: Load) -> Table:
     device, layers = bench.device, bench.num_layers
-    timed = [time_op(op, device, bench.ceilings.bandwidth) for op in bench.ops(load)]
-    whole, one = (seconds_per_call([bench.step(load, count)], device) for count in (layers, 1))
+    timed: list[Timed] = []
+    failed: dict[str, str] = {}
+    for op in bench.ops(load):
+        try:
+            timed.append(time_op(op, device, bench.ceilings.bandwidth))
+        except RuntimeError as error:  # the others still count
+            failed[op.name] = str(error)[:300]
+    whole = one = 0.0
+    try:
+        whole, one = (seconds_per_call([bench.step(load, count)], device) for count in (layers, 1))
+    except RuntimeError as error:
+        failed["in sequence"] = str(error)[:300]
     layer_s = (whole - one) / (layers - 1) if layers > 1 else 0.0
     return Table(
         load=str(load),
         ops=timed,
         sum_s=sum(op.step_s for op in timed),
+        failed=failed,
         sequence_s=one + (bench.model.num_layers - 1) * layer_s,
         layer_s=layer_s,
     )
@@ -174,6 +186,7 @@ def render_table(table: Table) -> str:
         f"## {table.load}\n\n{markdown(titles, rows)}\n\n"
         f"Sum of the ops {table.sum_s * 1e3:,.3f} ms; in sequence {table.sequence_s * 1e3:,.3f} ms"
         f" ({table.layer_s * 1e6:,.1f} µs a layer)."
+        + "".join(f"\n\nfailed: {name}: {error}" for name, error in table.failed.items())
     )
 
 

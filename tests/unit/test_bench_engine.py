@@ -18,13 +18,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("torch")
+
 from bench.common import plot
 from bench.common.lengths import Lengths
 from bench.common.machine import Machine
 from bench.common.stats import Percentiles
 from bench.common.table import markdown
 from bench.engine import __main__ as command
-from bench.engine import accuracy, gpu_session, kernels, timing
+from bench.engine import accuracy, check, gpu_session, kernels, timing
 from bench.engine.cells import PRESETS, Cell, Failed, Measured, Opened, decode_line, encode_line, parse_cells
 from bench.engine.child import run_child
 from bench.engine.driver import Driver, Request
@@ -373,6 +375,32 @@ def test_kernels_are_timed_in_the_interpreter_too(tmp_path: Path, monkeypatch: p
     text = (tmp_path / "kernels.md").read_text()
     for op in ("embed", "qkv_rope", "attention", "gate_up", "down", "head", "sample", "in sequence"):
         assert op in text
+
+
+@pytest.mark.slow
+def test_every_kernel_is_checked_beside_its_reference(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    from tests.ops.interpreter import round_as_a_gpu
+
+    round_as_a_gpu()
+    assert check.main(["--device=cpu"]) == 0
+    text = capsys.readouterr().out
+    for op in ("add_rms_norm to fp8", "embed", "qkv_rope", "linear, gated", "attention", "invariance"):
+        assert f"| {op}" in text
+
+
+def test_what_is_off_does_not_run_or_is_no_number_is_found() -> None:
+    import torch
+
+    checks = check.Checks(torch.device("cpu"))
+    one = torch.ones(3)
+    checks.close("a", "well", one, one + 1e-5, 1e-3)
+    checks.close("a", "off", one, one + 0.1, 1e-3)
+    checks.close("a", "nan", torch.tensor([1.0, math.nan, 1.0]), one, 1e-3)
+    checks.same("b", "one bit", torch.tensor([1.0]), torch.tensor([1.0000001]))
+    checks.attempt("c", "raises", lambda: [][0])
+    assert [wrong.partition(":")[0] for wrong in checks.wrong] == ["a, off", "a, nan", "b, one bit", "c, raises"]
+    assert checks.count == {"a": 3, "b": 1, "c": 1}
 
 
 def test_a_session_fits_its_time() -> None:
