@@ -23,6 +23,7 @@ from common.engine.sampling import penalised
 from common.engine.step_buffers import Fields, PackedStep, StepPacker, StepShape, buffer_bytes, layout
 from common.models.attention import DeviceAttention
 from common.models.decoder import Decoder, Inputs
+from common.ops import backend
 from common.ops.attention_work import AttentionWorkspace, DeviceBatch, plan_device_attention
 from common.ops.embed import Feed
 from common.ops.paged_attention import AttentionRow
@@ -33,6 +34,7 @@ _DEPTH = 3
 """Sets of pinned buffers: of the step being packed, the one submitted before it, and the one whose result is being taken."""
 
 _SPARE_BLOCK_IDS = 4096
+_MAX_BLOCK_IDS = 4 << 20
 
 
 class DeviceRunner:
@@ -75,6 +77,8 @@ class DeviceRunner:
         self._stream = torch.cuda.Stream(self._device) if self._on_gpu else None
         self._max_tokens = max_tokens = max(token_budget, max_rows) + 64
         num_ids = self.num_blocks + max_rows + _SPARE_BLOCK_IDS
+        if not backend.BATCH_INVARIANT:  # whose workspace is sized by it; else rows that share blocks name them often
+            num_ids = max(num_ids, min(max_rows * -(-self.max_context // self.block_tokens), _MAX_BLOCK_IDS))
         size = buffer_bytes(max_tokens, max_tokens, num_ids)
         self._buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
         self._staging = [torch.zeros(size, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(_DEPTH)]

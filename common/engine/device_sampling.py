@@ -97,7 +97,7 @@ class DeviceSampler:
         if not len(extras.asking):
             return None
         found = token_logprobs(logits, self.sampled, _moved(extras.asking, device), extras.num_top)
-        return Logprobs(extras.asking, *(part.to("cpu", non_blocking=True) for part in found))
+        return Logprobs(extras.asking, *(_on_its_way_back(part) for part in found))
 
 
 NO_EXTRAS = Extras(np.empty(0, np.int32), None, np.empty(0, np.int32), 0)
@@ -163,3 +163,9 @@ def _moved(indices: NDArray[np.int32], device: torch.device) -> torch.Tensor:
     """A small array to the device, without waiting for it."""
     tensor = torch.from_numpy(indices)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _on_its_way_back(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory, complete when the stream gets there."""
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=True)
