@@ -93,6 +93,7 @@ class Peer:
         if context_of(cell) > self.max_context:
             raise ValueError(f"the model holds {self.max_context} tokens")
         lengths = cell.lengths()
+        self.seconds(lengths, min(cell.out, 8))  # as ours: shapes that this cell is the first to need
         first_s = min(self.seconds(lengths, 1) for _ in range(repeat + (cell.out == 1)))
         if cell.out == 1:
             return Measured(cell=str(cell), first_s=first_s, total_s=first_s, tok_s=sum(lengths) / first_s)
