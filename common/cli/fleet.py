@@ -29,6 +29,7 @@ class UpConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     nats_url: Annotated[str, Meta(description="a bus that runs already; empty: start one")] = ""
     nats_port: Annotated[int, Meta(ge=0, le=65535, description="port of the bus that is started; 0: any free one")] = 4222
     http_port: Annotated[int, Meta(ge=0, le=65535, description="port of the OpenAI API; 0: any free one")] = 8000
+    gateway: Annotated[int, Meta(ge=1, le=64, description="gateways; several share the port")] = 1
     prefill: Annotated[_Count | None, Meta(description="prefill workers; by default 1, on a machine of one GPU 0")] = None
     decode: Annotated[int, Meta(ge=0, le=256, description="decode workers")] = 1
     draft: Annotated[int, Meta(ge=0, le=256, description="draft workers")] = 1
@@ -121,8 +122,13 @@ def processes(config: UpConfig, *, cores: int, gpus: Sequence[int] = (), config_
         return specs
 
     api = [*common, "--http-host", config.http_host, "--http-port", str(config.http_port)]
+    if config.gateway > 1:
+        api.append("--http-reuse-port")
     return [
-        ProcessSpec(name="gateway", role="gateway", module="services.gateway", arguments=api),
+        *(
+            ProcessSpec(name=f"gateway-{index}", role="gateway", module="services.gateway", arguments=api)
+            for index in range(config.gateway)
+        ),
         *engines("prefill", prefill),
         *engines("decode", config.decode),
         *(process("draft", index, []) for index in range(config.draft)),

@@ -49,6 +49,7 @@ def command(
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
     quantization: Annotated[str | None, typer.Option(help="auto, none, int8 (CPU) or fp8 (GPU).")] = None,
     kv_cache_dtype: Annotated[str | None, typer.Option(help="auto, or fp8 on a GPU.")] = None,
+    gateway: Annotated[int | None, typer.Option(help="Gateways; several share the HTTP port. [1]")] = None,
     prefill: Annotated[int | None, typer.Option(help="Prefill workers. [1; 0 on a machine of one GPU]")] = None,
     decode: Annotated[int | None, typer.Option(help="Decode workers. [1]")] = None,
     draft: Annotated[int | None, typer.Option(help="Draft workers; 0 turns speculation off. [1]")] = None,
@@ -193,7 +194,10 @@ async def _wait_ready(config: UpConfig, specs: Sequence[ProcessSpec]) -> None:
         async with connected(config.nats_url, "up", timeout_s=BUS_START_TIMEOUT_S) as bus:
             await bus.subscribe(subjects.any_presence(), heard)
             waited_s = 0.0
-            while await http_status(config.http_port, "/ready", host=_reachable(config.http_host)) != 200:
+            while (
+                sum(name.startswith("gateway") for name in ready) < config.gateway
+                or await http_status(config.http_port, "/ready", host=_reachable(config.http_host)) != 200
+            ):
                 bar.update(task, completed=min(len(ready), len(specs)))
                 await anyio.sleep(POLL_S)
                 waited_s += POLL_S

@@ -25,8 +25,9 @@ BREAK_OFF_S = 1
 """What they get when the process ends at once. Not 0: uvicorn would call that an error even when nothing was running."""
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket; `port` 0 takes any free one.
+def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+    """A bound socket; `port` 0 takes any free one. `reuse_port`: others that say so too may have the same port, and the
+    kernel gives each of them a share of the connections.
 
     :raises ConfigError: if the address can't be had, saying what to do.
     """
@@ -36,6 +37,8 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"--http-host {host}: no such address ({error.strerror})", param="http_host") from error
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if reuse_port:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         listener.bind(address)
     except OSError as error:

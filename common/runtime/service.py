@@ -124,7 +124,9 @@ async def _connect(config: ServiceConfig, section: str) -> Bus:
 
 
 async def _run(actor: Actor, config: ServiceConfig) -> None:
-    listener = endpoints.bind(config.http_host, config.http_port) if config.http_port >= 0 else None
+    listener = None
+    if config.http_port >= 0:
+        listener = endpoints.bind(config.http_host, config.http_port, reuse_port=config.http_reuse_port)
     try:
         actor.metrics.observe_process()
         await actor.bus.register(_describe(actor))

@@ -20,7 +20,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -100,7 +100,7 @@ class _Api:
         return _json(self._model_body())
 
     async def health(self, request: Request) -> Response:
-        return Response()
+        return JSONResponse({"status": "ok", "worker": self._gateway.ref.id})
 
     async def is_ready(self, request: Request) -> Response:
         return Response("ready\n") if self._gateway.ready else Response("not ready\n", status_code=503)

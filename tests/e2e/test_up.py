@@ -143,3 +143,13 @@ def test_a_killed_worker_is_started_again(tmp_path: Path, smollm2: ModelFiles) -
             listed = json.loads(run(status))
             new = {worker["worker"]["id"] for worker in listed if worker["state"] == "ready"} - before
         assert len(new) == 1 and "decode" in new.pop()
+
+
+def test_several_gateways_share_a_port(tmp_path: Path, smollm2: ModelFiles) -> None:
+    with penstock_up(tmp_path, "--gateway", "3", "--draft", "0", "--kvstore", "0", "--prefill", "0") as (site, _):
+        url = f"http://127.0.0.1:{site.http_port}"
+        body = {"model": "smollm2-135m-instruct", "prompt": "Hello", "max_tokens": 2}
+        for _ in range(4):
+            assert httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+        asked = (httpx.get(f"{url}/health").json()["worker"] for _ in range(100))
+        assert len(set(asked)) == 3

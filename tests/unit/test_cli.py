@@ -41,7 +41,7 @@ def test_up_starts_as_many_processes_as_were_asked_for() -> None:
     config = UpConfig(nats_url="nats://127.0.0.1:1", http_port=81, prefill=2, decode=3, draft=0, dtype="float32")
     specs = processes(settled(config, 0), cores=2, config_file="penstock.toml")
     assert [spec.name for spec in specs] == [
-        "gateway",
+        "gateway-0",
         "prefill-0",
         "prefill-1",
         "decode-0",
