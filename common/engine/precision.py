@@ -4,11 +4,14 @@
     weights   the linears of the layers: "none" is the compute dtype
     kv        the KV pool
 
-`auto` is what suits the device: bfloat16 on a GPU, float32 on a CPU; the weights as the files hold them; KV as computed.
+`auto` is what suits the device: bfloat16 on a GPU and on a CPU with instructions for it, else float32; the weights as the files
+hold them; KV as computed.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -23,6 +26,9 @@ DeviceKind = Literal["cpu", "cuda"]
 DtypeSetting = Literal["auto", "float32", "bfloat16", "float16"]
 QuantizationSetting = Literal["auto", "none", "int8", "fp8"]
 KvSetting = Literal["auto", "float32", "bfloat16", "float16", "fp8"]
+
+_CPU_INFO = Path("/proc/cpuinfo")
+_BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # the last one is Arm's
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
@@ -68,11 +74,11 @@ def resolve_precision(
 
 def _on_cpu(dtype: DtypeSetting, quantization: QuantizationSetting, kv_cache_dtype: KvSetting, checkpoint: str) -> Precision:
     """FP8 files are dequantised: `checkpoint` changes nothing."""
-    compute: Compute = "float32" if dtype == "auto" else dtype
+    compute: Compute = dtype if dtype != "auto" else "bfloat16" if cpu_has_bfloat16() else "float32"
     if compute == "float16":
         raise ConfigError("dtype float16 is not supported on a CPU; use float32 or bfloat16", param="dtype")
-    if quantization == "fp8":
-        raise ConfigError("quantization fp8 needs a GPU; on a CPU use int8 or none", param="quantization")
+    if quantization in ("fp8", "int8"):
+        raise ConfigError(f"quantization {quantization} is not supported on a CPU; use none", param="quantization")
     if kv_cache_dtype == "fp8":
         raise ConfigError("kv_cache_dtype fp8 needs a GPU; on a CPU use auto", param="kv_cache_dtype")
     return Precision(
@@ -80,6 +86,16 @@ def _on_cpu(dtype: DtypeSetting, quantization: QuantizationSetting, kv_cache_dty
         weights="none" if quantization == "auto" else quantization,
         kv=compute if kv_cache_dtype == "auto" else kv_cache_dtype,
     )
+
+
+@cache
+def cpu_has_bfloat16() -> bool:
+    """Does this CPU multiply bfloat16? Where it only converts, bfloat16 is slower than float32."""
+    try:
+        lines = _CPU_INFO.read_text().splitlines()
+    except OSError:
+        return False
+    return any(not _BFLOAT16_FLAGS.isdisjoint(line.split()) for line in lines if line.startswith(("flags", "Features")))
 
 
 def _on_cuda(dtype: DtypeSetting, quantization: QuantizationSetting, kv_cache_dtype: KvSetting, checkpoint: str) -> Precision:

@@ -18,7 +18,8 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def open_runner(files: ModelFiles, *, num_blocks: int = 400, threads: int = 1, **settings: object) -> Runner:
-    engine = EngineConfig(num_blocks=num_blocks, threads=threads, **settings)  # type: ignore[arg-type]
+    """float32, unless `settings` say otherwise: tests compare with other implementations exactly."""
+    engine = EngineConfig(num_blocks=num_blocks, threads=threads, **{"dtype": "float32", **settings})  # type: ignore[arg-type]
     layout = cache_layout(load_config(files), engine)
     # stale bytes of an earlier owner, as NaN: nothing may read what was not written
     memory = np.full((layout.num_blocks, layout.block_bytes), 0xFF, np.uint8)
