@@ -22,6 +22,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from common.protocol.errors import Cancelled, InternalError
+from common.protocol.handles import WorkerRef
 from common.runtime.metrics import Metrics
 from common.text.detokenize import Detokenizer
 from common.text.tokenizer import Tokenizer
@@ -45,6 +46,9 @@ class Core(Protocol):
 
     `generate` raises Overloaded, ShuttingDown or DuplicateRequest, and has then taken nothing.
     """
+
+    @property
+    def ref(self) -> WorkerRef: ...
 
     @property
     def ready(self) -> bool: ...

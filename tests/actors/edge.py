@@ -14,6 +14,7 @@ from tokenizers import Tokenizer as Backend
 
 from common.models.source import ModelFiles
 from common.protocol.errors import Cancelled, Overloaded, PenstockError, ShuttingDown
+from common.protocol.handles import WorkerRef
 from common.protocol.messages import TokenLogprobs
 from common.runtime.metrics import Metrics
 from common.text.bundle import TextBundle
@@ -97,6 +98,7 @@ class ScriptedCore:
     """`script` is called with every new stream, and may feed it at once. `live` are the streams that nobody cancelled."""
 
     def __init__(self, script: Callable[[ScriptedStream], None] | None = None, *, capacity: int = 1000) -> None:
+        self.ref = WorkerRef("gateway", "gateway-1", 1)
         self.metrics = Metrics(role="gateway")
         self.ready = True
         self.draining = False
