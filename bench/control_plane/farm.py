@@ -29,13 +29,13 @@ def make_decode(bus: Bus, config: DecodeConfig) -> Actor:
     return DecodeActor(
         bus=bus,
         config=config,
-        open_engine=lambda name: open_engine(config, name),
+        open_engine=lambda name, on_progress: open_engine(config, name, on_progress),
         transport=ShmTransport(config.shm_dir),
     )
 
 
 def make_prefill(bus: Bus, config: PrefillConfig) -> Actor:
-    return PrefillActor(bus=bus, config=config, open_engine=lambda name: open_engine(config, name))
+    return PrefillActor(bus=bus, config=config, open_engine=lambda name, on_progress: open_engine(config, name, on_progress))
 
 
 async def main(role: str, ids: Sequence[str], flags: Sequence[str]) -> None:

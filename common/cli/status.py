@@ -95,9 +95,10 @@ def table(workers: list[Presence]) -> Table:
         kv = presence.kv
         in_use = kv.owned + kv.leased
         style = _STATE_STYLES.get(presence.state, "")
+        state = f"loading {100 * presence.loaded:.0f}%" if presence.loaded < 1 else presence.state
         shown.add_row(
             presence.worker.id,
-            f"[{style}]{presence.state}[/]" if style else presence.state,
+            f"[{style}]{state}[/]" if style else state,
             str(presence.running),
             str(presence.waiting),
             str(presence.credits),

@@ -17,7 +17,7 @@ from typing import Annotated
 import anyio
 import msgspec
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
 
 from common.cli.client import connected, decode_presence
@@ -179,16 +179,18 @@ def _sweep(shm_dir: str) -> list[str]:
 
 
 async def _wait_ready(config: UpConfig, specs: Sequence[ProcessSpec]) -> None:
-    """Returns once the gateway's canary went through. Shows how many processes have said that they are ready."""
+    """Returns once the gateway's canary went through. Shows how much has been loaded."""
     ready: set[str] = set()
     unready: set[str] = set()
+    loaded: dict[str, float] = {}
 
     def heard(message: BusMessage) -> None:
         presence = decode_presence(message)
         if presence is not None:
             (ready if presence.state == "ready" else unready).add(presence.worker.id)
+            loaded[presence.worker.id] = 0.9 * presence.loaded if presence.state == "starting" else 1.0
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("processes"))
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task(f"loading {config.model}", total=len(specs))
         async with connected(config.nats_url, "up", timeout_s=BUS_START_TIMEOUT_S) as bus:
@@ -198,7 +200,7 @@ async def _wait_ready(config: UpConfig, specs: Sequence[ProcessSpec]) -> None:
                 sum(name.startswith("gateway") for name in ready) < config.gateway
                 or await http_status(config.http_port, "/ready", host=_reachable(config.http_host)) != 200
             ):
-                bar.update(task, completed=min(len(ready), len(specs)))
+                bar.update(task, completed=min(sum(loaded.values()), len(specs)))
                 await anyio.sleep(POLL_S)
                 waited_s += POLL_S
                 if waited_s >= REMIND_S:

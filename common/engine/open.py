@@ -24,9 +24,9 @@ Progress = Callable[[int, int], None]
 def open_engine(
     config: EngineServiceConfig,
     segment_name: str,
+    on_progress: Progress = lambda done, total: None,
     *,
     transport: LocalTransport | None = None,
-    on_progress: Progress = lambda done, total: None,
 ) -> Engine:
     """Blocks until the weights are loaded: call it in a thread. `on_progress(done, total)` counts bytes.
 

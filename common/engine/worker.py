@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import anyio
+import msgspec
 
 from common.cache.pool import BlockPool
 from common.cache.store_client import StoreClient
@@ -61,8 +62,8 @@ class Engine:
     on_gpu: bool = False
 
 
-OpenEngine = Callable[[str], Engine]
-"""`open_engine(segment_name)`; blocks (loads weights), called in a thread."""
+OpenEngine = Callable[[str, Callable[[int, int], None]], Engine]
+"""`open_engine(segment_name, on_progress)`; blocks (loads weights), called in a thread. `on_progress(done, total)`: bytes."""
 
 
 class Scheduler(Protocol):
@@ -97,6 +98,7 @@ class EngineWorker(Actor):
         self.tokens_per_s = 0.0
         self.prefill_tokens_per_s = 0.0
         self.loaded = False
+        self.loaded_share = 0.0
         self._cancelled: dict[str, int] = {}
         self._wake = anyio.Event()
         self._idle = anyio.Event()
@@ -106,7 +108,7 @@ class EngineWorker(Actor):
     # -- life
 
     async def start(self) -> None:
-        self.engine = await anyio.to_thread.run_sync(self.open_engine, f"{self.ref.id}-{self.ref.epoch:x}")
+        self.engine = await anyio.to_thread.run_sync(self.open_engine, f"{self.ref.id}-{self.ref.epoch:x}", self._on_progress)
         runner, segment = self.engine.runner, self.engine.segment
         self.pool = BlockPool(runner.num_blocks, runner.block_tokens, segment.generations)
         self.cache = SequenceCache(self.pool, block_tokens=runner.block_tokens, fingerprint=runner.fingerprint)
@@ -119,6 +121,9 @@ class EngineWorker(Actor):
             waiting=lambda: self.scheduler.num_waiting,
         )
         self.loaded = True
+
+    def _on_progress(self, done: int, total: int) -> None:
+        self.loaded_share = done / max(1, total)
 
     @abstractmethod
     def make_scheduler(self) -> Scheduler: ...
@@ -350,7 +355,8 @@ class EngineWorker(Actor):
 
     def presence(self, state: WorkerState) -> Presence:
         if not self.loaded:
-            return Presence(worker=self.ref, state=state, model=self.config.model, host=self.host, http_port=self.http_port)
+            starting = super().presence(state)
+            return msgspec.structs.replace(starting, host=self.host, loaded=round(self.loaded_share, 3))
         return Presence(
             worker=self.ref,
             state="draining" if self.refusing else state,

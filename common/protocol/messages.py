@@ -327,7 +327,8 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """everyone → everyone, four times a second: I am alive, this is my load, and this many requests I would accept.
 
     `host` names the shared-memory domain: workers with equal `host` can map each other's `segment`. `state` is
-    starting, ready or draining. Speeds are moving averages, 0 when unknown.
+    starting, ready or draining. Speeds are moving averages, 0 when unknown. `loaded`: the share of its weights that a worker
+    has loaded while it starts.
     """
 
     worker: WorkerRef
@@ -344,6 +345,7 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     step_ms: float = 0.0
     tokens_per_s: float = 0.0
     http_port: int = 0
+    loaded: float = 1.0
 
 
 Message = (

@@ -15,7 +15,7 @@ def make_decode(bus: Bus, config: DecodeConfig) -> DecodeActor:
     return DecodeActor(
         bus=bus,
         config=config,
-        open_engine=lambda name: open_engine(config, name, transport=transport),
+        open_engine=lambda name, on_progress: open_engine(config, name, on_progress, transport=transport),
         transport=transport,
     )
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from common.engine.open import open_engine
+from common.runtime.bus import Bus
 from common.runtime.service import main
 from services.prefill.actor import PrefillActor
 from services.prefill.config import PrefillConfig
 
+
+def make_prefill(bus: Bus, config: PrefillConfig) -> PrefillActor:
+    return PrefillActor(bus=bus, config=config, open_engine=lambda name, on_progress: open_engine(config, name, on_progress))
+
+
 if __name__ == "__main__":
-    main(
-        PrefillConfig,
-        lambda bus, config: PrefillActor(bus=bus, config=config, open_engine=lambda name: open_engine(config, name)),
-        section="prefill",
-    )
+    main(PrefillConfig, make_prefill, section="prefill")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -121,7 +122,7 @@ class World:
             case "kvstore":
                 return KvstoreActor(bus=bus, config=KvstoreConfig(**shared, capacity_mb=1), clock=clock)
 
-    def _open_engine(self, segment_name: str) -> Engine:
+    def _open_engine(self, segment_name: str, on_progress: Callable[[int, int], None]) -> Engine:
         block_bytes = BLOCK_TOKENS * BYTES_PER_TOKEN
         segment = Segment.create(
             self.shm_dir, segment_name, num_blocks=self.num_blocks, block_bytes=block_bytes, fingerprint="simulated"
