@@ -28,6 +28,7 @@ from common.engine.metrics import EngineMetrics
 from common.engine.plan import Runner, RunnerLost, StepPlan, StepResult
 from common.engine.sequence import Sequence, SequenceCache
 from common.engine.settings import EngineServiceConfig
+from common.engine.speeds import Speeds
 from common.protocol import messages
 from common.protocol.errors import Cancelled, PenstockError, ShuttingDown
 from common.protocol.handles import WorkerRef
@@ -94,9 +95,7 @@ class EngineWorker(Actor):
         self.host = host_id(config.shm_dir)
         self.held: LeaseTable[Sequence] = LeaseTable(config.lease_s)
         self.refusing = False
-        self.step_ms = 0.0
-        self.tokens_per_s = 0.0
-        self.prefill_tokens_per_s = 0.0
+        self.speeds = Speeds()
         self.loaded = False
         self.loaded_share = 0.0
         self._cancelled: dict[str, int] = {}
@@ -167,7 +166,8 @@ class EngineWorker(Actor):
                     self.fail(sequence, "internal_error", "the engine failed on this request; see the worker's log")
                 continue
             began, ended = ended, self.clock()
-            self._measure(plan, ended - began)
+            self.speeds.measure(plan, ended - began)
+            self.counters.step(plan, ended - began)
             report = self.commit(plan, result)
 
     def _start(self, plan: StepPlan) -> asyncio.Future[StepResult]:
@@ -368,22 +368,11 @@ class EngineWorker(Actor):
             waiting=self.scheduler.num_waiting,
             credits=0 if self.refusing else self.scheduler.credits,
             kv=self.pool.usage(),
-            prefill_tokens_per_s=round(self.prefill_tokens_per_s, 1),
-            step_ms=round(self.step_ms, 3),
-            tokens_per_s=round(self.tokens_per_s, 1),
+            prefill_tokens_per_s=round(self.speeds.prefill_tokens_per_s, 1),
+            step_ms=round(self.speeds.step_ms, 3),
+            tokens_per_s=round(self.speeds.tokens_per_s, 1),
             http_port=self.http_port,
         )
-
-    def _measure(self, plan: StepPlan, elapsed_s: float) -> None:
-        """Moving averages, so that the router can decide by measured cost."""
-        elapsed_s = max(elapsed_s, 1e-6)
-        self.counters.step(plan, elapsed_s)
-        sampled = sum(row.num_samples for row in plan.rows)
-        self.step_ms += 0.1 * (elapsed_s * 1000 - self.step_ms)
-        self.tokens_per_s += 0.1 * (sampled / elapsed_s - self.tokens_per_s)
-        if plan.num_tokens >= 4 * len(plan.rows):
-            weight = 0.1 if self.prefill_tokens_per_s else 1.0
-            self.prefill_tokens_per_s += weight * (plan.num_tokens / elapsed_s - self.prefill_tokens_per_s)
 
 
 def _nothing() -> None:
