@@ -231,10 +231,10 @@ class DraftBook:
         return usable
 
     def speculating(self) -> bool:
-        """Is a proposal for the next step likely? Then its tokens must be known before it is planned."""
+        """Is there a proposal that the next step may verify? Then the tokens it follows must be known before that is planned."""
         if len(self._mirrors) >= self.policy.max_step_tokens:
             return False
-        return any(mirror.worker is not None and not mirror.pace.asleep for mirror in self._mirrors.values())
+        return any(mirror.proposal and not mirror.pace.asleep for mirror in self._mirrors.values())
 
     def record(self, sequence: str, proposed: int, accepted: int) -> None:
         """A step ran for the sequence, with `proposed` tokens to verify (perhaps none)."""

@@ -126,6 +126,25 @@ def test_one_proposal_serves_several_steps_while_it_holds() -> None:
     assert book.propose("a", 8) == []
 
 
+def test_steps_are_planned_ahead_until_a_proposal_comes_and_after_it_is_used_up() -> None:
+    worker = drafter("draft-1")
+    book = make_book(worker, max_step_tokens=3)
+    tokens = [1, 2, 3]
+    book.open("a", tokens)
+    updates(book)
+    assert not book.speculating()
+    offer(book, worker, "a", 3, [4])
+    assert book.speculating()
+    tokens += [9, 9]
+    book.begin_step(1)
+    assert book.propose("a", 4) == []
+    assert not book.speculating()
+    offer(book, worker, "a", 3, [9, 9, 5])
+    for name in ("b", "c"):
+        book.open(name, [1])
+    assert not book.speculating(), "so many rows leave no room to verify"
+
+
 def test_garbage_proposals_are_dropped() -> None:
     worker, stranger = drafter("draft-1"), drafter("draft-2", credits=0)
     book = make_book(worker, stranger)
