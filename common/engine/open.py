@@ -67,7 +67,12 @@ def _open_on_cpu(files: ModelFiles, settings: EngineConfig, shm_dir: str, segmen
         fingerprint=layout.fingerprint,
     )
     try:
-        return Engine(load_runner(files, settings, segment.blocks, on_progress), segment)
+        runner = load_runner(files, settings, segment.blocks, on_progress)
+        if settings.engine == "torch":
+            from common.ops.huge_pages_cpu import use_huge_pages
+
+            use_huge_pages()
+        return Engine(runner, segment)
     except BaseException:
         segment.close()
         raise
