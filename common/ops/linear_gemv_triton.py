@@ -62,8 +62,8 @@ def gemv_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         for ahead in tl.static_range(PREFETCH):
-            n = weight_rows(tl.program_id(0) + ahead * tl.num_programs(0), N, BLOCK_N, GATED)
-            ask_ahead(weight + n.to(tl.int64)[:, None] * K, split, split + 1, K, BLOCK_N, BLOCK_K, 1, LINES)
+            tile = tl.program_id(0) + ahead * tl.num_programs(0)
+            ask_ahead(weight, tile, split, split + 1, N, K, BLOCK_N, BLOCK_K, GATED, 1, LINES)
         tl.extra.cuda.gdc_wait()
     x0 = load_row(x + depth[None, :], inside, EVEN_K)
     x1, x2, x3 = x0, x0, x0

@@ -24,7 +24,11 @@ _SUM_BLOCK = 1024
 @triton.jit
 def weight_rows(tile, N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
     """The weight rows of a tile (beyond the last: the last again), [BLOCK_N]; with GATED the gate's rows, then the up's."""
-    lane = tl.arange(0, BLOCK_N)
+    return _row_of(tl.arange(0, BLOCK_N), tile, N, BLOCK_N, GATED)
+
+
+@triton.jit
+def _row_of(lane, tile, N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
     if GATED:
         size = N // 2
         column = tl.minimum(tile * (BLOCK_N // 2) + lane % (BLOCK_N // 2), size - 1)
@@ -41,14 +45,27 @@ def gate(total, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def ask_ahead(w_rows, first, last, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILES: tl.constexpr, LINES: tl.constexpr):
-    """Asks L2 for the first TILES tiles of each of `w_rows`, [BLOCK_N, 1]. Rows are multiples of 16 bytes long."""
-    ITEM: tl.constexpr = w_rows.dtype.element_ty.primitive_bitwidth // 8
-    start = (w_rows + first * BLOCK_K).to(tl.int64)
+def ask_ahead(
+    weight,
+    tile,
+    first,
+    last,
+    N,
+    K,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr,
+    TILES: tl.constexpr,
+    LINES: tl.constexpr,
+):
+    """Asks L2 for the first TILES tiles along K of each weight row of a tile. Rows are multiples of 16 bytes long."""
+    ITEM: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
     if LINES:  # one line of 128 bytes a thread; the last of a row stands for those past its end
+        rows = weight_rows(tile, N, BLOCK_N, GATED).to(tl.int64)[:, None]
+        start = (weight + rows * K + first * BLOCK_K).to(tl.int64)
         line = tl.arange(0, BLOCK_K * ITEM // 128) * 128
-        for tile in tl.static_range(TILES):
-            depth = tl.minimum(line + tile * (BLOCK_K * ITEM), (K - first * BLOCK_K - 1) * ITEM)
+        for ahead in tl.static_range(TILES):
+            depth = tl.minimum(line + ahead * (BLOCK_K * ITEM), (K - first * BLOCK_K - 1) * ITEM)
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
                 "=r,l",
@@ -57,13 +74,25 @@ def ask_ahead(w_rows, first, last, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constex
                 is_pure=False,
                 pack=1,
             )
-    else:  # one run of bytes a row
+    else:
+        # one run of bytes a row. A tensor of BLOCK_N would be copied to all threads, and every warp would ask for every row;
+        # so one thread a row asks, as many in each warp, since the instruction takes its threads one after the other
+        THREADS: tl.constexpr = tl.extra.cuda.num_threads()
+        EACH: tl.constexpr = max(1, THREADS // BLOCK_N)
+        lane = tl.arange(0, BLOCK_N * EACH)
+        rows = _row_of(lane // EACH, tile, N, BLOCK_N, GATED).to(tl.int64)
+        start = (weight + rows * K + first * BLOCK_K).to(tl.int64)
         size = tl.minimum((last - first) * BLOCK_K, TILES * BLOCK_K)
         size = tl.minimum(size, K - first * BLOCK_K) * ITEM
         tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+            """{
+            .reg .pred asks;
+            setp.gt.s32 asks, $2, 0;
+            @asks cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.u32 $0, 0;
+            }""",
             "=r,l,r",
-            [start, tl.zeros([BLOCK_N, 1], tl.int32) + size],
+            [start, tl.where(lane % EACH == 0, size, 0)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,

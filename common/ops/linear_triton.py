@@ -72,7 +72,7 @@ def widened(w, dtype: tl.constexpr, HOPPER: tl.constexpr):
             lop3.b32 t, t, 0x80008000, s, 0xea;
             mul.bf16x2 $1, t, m;
             }""",
-            "=r,=r,r",
+            "=&r,=&r,r",
             [w.to(tl.uint8, bitcast=True)],
             dtype=tl.bfloat16,
             is_pure=True,
@@ -162,7 +162,7 @@ def dot_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if PREFETCH > 0:
-            ask_ahead(w_rows, first, last, K, BLOCK_N, BLOCK_K, PREFETCH, LINES)
+            ask_ahead(weight, tile, first, last, N, K, BLOCK_N, BLOCK_K, GATED, PREFETCH, LINES)
         tl.extra.cuda.gdc_wait()
     x_rows = x + tl.minimum(m, rows - 1).to(tl.int64)[:, None] * K
     total = accumulate(
