@@ -165,7 +165,7 @@ def _attend_item(
                     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["layer", "num_rows", "num_tokens"])
+@triton.jit(do_not_specialize=["layer", "num_rows", "end_token"])
 def attention_kernel(
     query,  # [tokens, KV_HEADS * GROUP, HEAD_DIM], rows query_stride apart
     pool,  # see paged_kv; as int16 [..., HEAD_DIM // 2] if KV8
@@ -182,7 +182,7 @@ def attention_kernel(
     scale,
     query_stride,
     num_rows,
-    num_tokens,
+    end_token,  # padding up to there gets zeros
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -200,7 +200,6 @@ def attention_kernel(
     FUSED: tl.constexpr,
     PREFETCH: tl.constexpr,
     LOOP: tl.constexpr,
-    CLEAR: tl.constexpr,
     PDL: tl.constexpr,
 ):
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -236,11 +235,10 @@ def attention_kernel(
                 program % KV_HEADS, item, block, KV_HEADS, GROUP, HEAD_DIM, BLOCK_SHIFT, BLOCK_STRIDE, BLOCK_M, TILE, SLOT_ROWS,
                 SEGMENT, KV8, ASSEMBLY, SCALED, SWAP, OPEN_LOOP, FUSED,
             )  # fmt: skip
-    if CLEAR:
-        d = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
-        for index in range(used * KV_HEADS * GROUP + program, num_tokens * KV_HEADS * GROUP, programs):
-            place = output + tl.cast(index, tl.int64) * HEAD_DIM + d
-            tl.store(place, tl.zeros((d.shape[0],), tl.float32), mask=d < HEAD_DIM)
+    d = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
+    for index in range(used * KV_HEADS * GROUP + program, end_token * KV_HEADS * GROUP, programs):
+        place = output + tl.cast(index, tl.int64) * HEAD_DIM + d
+        tl.store(place, tl.zeros((d.shape[0],), tl.float32), mask=d < HEAD_DIM)
 
 
 def attend_paged(
@@ -280,7 +278,7 @@ def attend_paged(
             scale=scale,
             query_stride=query.stride(0),
             num_rows=plan.batch.num_rows,
-            num_tokens=plan.batch.num_tokens,
+            end_token=plan.batch.num_tokens if work is plan.lists[-1] else 0,  # no constant: a kernel more to compile
             KV_HEADS=kv_heads,
             GROUP=group,
             HEAD_DIM=head_dim,
@@ -298,7 +296,6 @@ def attend_paged(
             FUSED=config.fused,
             PREFETCH=config.prefetch if query.is_cuda and not loop else 0,
             LOOP=loop,
-            CLEAR=work is plan.lists[-1],
             PDL=pdl,
             num_warps=config.warps,
             num_stages=config.stages,

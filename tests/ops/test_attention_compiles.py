@@ -41,7 +41,7 @@ def _attention(
         "scale": "fp32",
         "query_stride": "i32:16",
         "num_rows": "i32",
-        "num_tokens": "i32",
+        "end_token": "i32",
     }
     absent: dict[str, int | float | bool | str | None] = {}
     for parameter, kind, there in (("kv_scale", "*fp32", kv8), ("arrivals", "*i32", config.fused)):
@@ -74,7 +74,6 @@ def _attention(
             "FUSED": config.fused,
             "PREFETCH": config.prefetch,
             "LOOP": segment > 0,
-            "CLEAR": True,
             "PDL": True,
         },
         num_warps=config.warps,
