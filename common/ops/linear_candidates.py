@@ -221,7 +221,9 @@ def _many_rows(shape: Shape, rows: int, quantised: bool, num_sms: int) -> list[C
     if shape.k * shape.item_bytes % 16:  # what TMA can read
         return found
     if shape.scaling != "blocks":  # a tile may not reach into two blocks
-        found += [Candidate("persistent", quantised, 256, 128, block_k, 1, 8, 3, flat=flat) for flat in (True, False)]
+        # the gate and the up of fp8 need more registers than there are on Blackwell unless tiles overlap
+        flats = (True,) if quantised and shape.op == "gated" else (True, False)
+        found += [Candidate("persistent", quantised, 256, 128, block_k, 1, 8, 3, flat=flat) for flat in flats]
     found.append(Candidate("persistent", quantised, 128, 128, block_k, 1, 8, 4, flat=True))
     return found
 
