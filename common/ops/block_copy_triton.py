@@ -19,7 +19,7 @@ CHUNK, NUM_WARPS = 4096, 4
 CANDIDATES = ((2048, 4), (4096, 4), (4096, 8), (8192, 8))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def copy_blocks_kernel(
     source,  # int32 [blocks, WORDS]
     source_ids,  # [count], or None: 0, 1, …

@@ -69,7 +69,7 @@ def penalise_kernel(
     tl.store(out + own + tokens, x, mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def edit_kernel(
     out,
     edit_rows,  # int32 [count], among the n
