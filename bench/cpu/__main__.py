@@ -5,8 +5,8 @@
     python -m bench.cpu --up=--draft=0 --up=--threads=2   without speculation, on two threads
 
 Ours is a whole `penstock up`, measured by an HTTP client; the others run in processes of their own, one measurement each. They
-take turns, because a machine's speed changes; what counts is the median of each turn's ratio. Rates are of decoding: ours is the
-sum over streams of (tokens - 1) / (last token's time - first token's). Prints a table in Markdown.
+take turns, because a machine's speed changes; what counts is the median of each turn's ratio. Rates are of decoding: ours is
+the sum over streams of (tokens - 1) / (last token's time - first token's). Prints a table in Markdown.
 """
 
 from __future__ import annotations
