@@ -20,6 +20,9 @@ PREFILL_BACKEND: PrefillBackend = "cudnn"
 """For prompts with no cached prefix. Causal, 8k, 32/8 heads × 128 on an H200: cuDNN 590 TFLOP/s, FlashAttention-2 289."""
 FRESH_QUERIES = 64
 """Shorter prompts stay with the kernel: they share its launch with the other rows."""
+LONG_PROMPT = 1024
+"""From here on cuDNN has one prompt a call, padded to one of a few lengths; below, FlashAttention-2 takes its place. cuDNN
+plans every shape that is new to a thread, for 0.1 s and more (pytorch#154602), which no other length of prompt may cost."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -98,6 +101,12 @@ def attention_candidates(head_dim: int, group: int, dtype: torch.dtype, kind: Ki
         resident = max(1, min(8, SHARED_BYTES // (shared + 4096)))
         for programs in (resident, 2 * resident) if kind == "decode" else (1, 2, 4):
             yield replace(base, tile=tile, warps=warps, stages=stages, programs=programs, swap=swap)
+
+
+def planned_length(length: int) -> int:
+    """What cuDNN gets for a prompt of `length`: four lengths between powers of two."""
+    step = max(1, _power_of_2(length) // 8)
+    return -(-length // step) * step
 
 
 def _power_of_2(n: int) -> int:

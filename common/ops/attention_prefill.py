@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common.ops.attention_configs import PrefillBackend
+from common.ops import attention_configs
+from common.ops.attention_configs import PrefillBackend, planned_length
 from common.ops.attention_work import FreshRun
 
 _REST = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # for dtypes and head sizes that the fast ones refuse
@@ -23,15 +24,23 @@ def attend_run(
 ) -> torch.Tensor:
     """query: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim]. Returns [run's tokens, heads, head_dim].
 
-    Prompts of equal length that lie side by side are one call.
+    Short prompts of equal length that lie side by side are one call. See `attention_configs.LONG_PROMPT`.
     """
-    rows = slice(run.first, run.first + run.count * run.length)
-    q, k, v = (x[rows].unflatten(0, (run.count, run.length)).transpose(1, 2) for x in (query, key, value))
+    first, end, padding = run.first, run.first + run.count * run.length, 0
+    if prefill_backend == "cudnn":
+        if run.length < attention_configs.LONG_PROMPT:
+            prefill_backend = "flash"
+        else:
+            padding = planned_length(run.length) - run.length
+    shape = (run.count, run.length + padding)
+    parts = (x[first:end] for x in (query, key, value))
+    padded = (F.pad(x, (0, 0, 0, 0, 0, padding)) if padding else x for x in parts)  # later keys: no real query sees them
+    q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in padded)
     with sdpa_kernel(_BACKENDS[prefill_backend], set_priority=True):
         attended = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
-    return attended.transpose(1, 2).flatten(0, 1)
+    return attended.transpose(1, 2).flatten(0, 1)[: end - first]
 
 
 def attend_fresh(

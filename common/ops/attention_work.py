@@ -92,7 +92,8 @@ class WorkList:
 
 @dataclass(slots=True, frozen=True)
 class FreshRun:
-    """`count` prompts of `length` tokens each, one after the other from token `first`, with nothing before them."""
+    """`count` prompts of `length` tokens each, one after the other from token `first`, with nothing before them. A long
+    prompt is alone (`attention_configs.LONG_PROMPT`)."""
 
     first: int
     count: int
@@ -225,7 +226,8 @@ def _fresh_runs(rows: list[AttentionRow]) -> list[FreshRun]:
     runs: list[FreshRun] = []
     for row in sorted(rows, key=lambda row: row.first):
         last = runs[-1] if runs else None
-        if last is not None and last.length == row.length and last.first + last.count * last.length == row.first:
+        short = row.length < attention_configs.LONG_PROMPT
+        if short and last is not None and last.length == row.length and last.first + last.count * last.length == row.first:
             runs[-1] = FreshRun(last.first, last.count + 1, last.length)
         else:
             runs.append(FreshRun(row.first, 1, row.length))

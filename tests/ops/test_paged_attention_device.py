@@ -257,13 +257,18 @@ def test_a_plan_follows_its_batch() -> None:
         close(out, paged_attention_reference(query, pool, LAYER, rows, 0.2))
 
 
-def test_prompts_without_a_prefix_may_go_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("long", [False, True])
+def test_prompts_without_a_prefix_may_go_another_way(long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`long`: one prompt a call, padded: 30 tokens to 32, 22 to 24."""
     torch.manual_seed(8)
     monkeypatch.setattr(attention_configs, "FRESH_QUERIES", 20)
+    if long:
+        monkeypatch.setattr(attention_configs, "LONG_PROMPT", 21)
     for spans, padding in (
         ([(0, 24), (0, 24), (0, 30)], 3),
         ([(100, 1), (0, 24), (0, 24), (16, 40), (0, 5)], 3),
         ([(0, 24)] * 2, 0),
+        ([(0, 22)], 0),
     ):
         pool = make_pool(40, 2, 32, 16, torch.float32)
         rows = make_rows(pool, spans)
@@ -275,7 +280,9 @@ def test_prompts_without_a_prefix_may_go_another_way(monkeypatch: pytest.MonkeyP
                 held = pool[list(row.blocks), LAYER, which].reshape(-1, 2, 32)
                 tensor[row.first : row.first + row.length] = held[row.start : row.start + row.length]
         plan = make_plan(make_batch(rows, num_tokens, known=True), pool, 6)
-        assert [run.count for run in plan.fresh] == ([2, 1] if len(spans) == 3 else [2])
+        fresh = [length for start, length in spans if start == 0 and length >= 20]
+        together = [fresh.count(length) for length in sorted(set(fresh))]
+        assert [run.count for run in plan.fresh] == ([1] * len(fresh) if long else together)
         out = paged_attention(query, pool, LAYER, plan, 0.2, key=key, value=value)
         close(out, paged_attention_reference(query, pool, LAYER, rows, 0.2))
         with pytest.raises(ValueError, match="key and value"):
@@ -344,6 +351,14 @@ def test_what_does_not_fit_is_refused() -> None:
         paged_attention(torch.randn(3, 4, 32).half(), pool, LAYER, plan, 0.1)
     with pytest.raises(ValueError, match="kv_scale"):
         paged_attention(torch.randn(3, 4, 32), pool, LAYER, plan, 0.1, kv_scale=torch.ones(2, 2))
+
+
+def test_cudnn_meets_few_lengths() -> None:
+    lengths = range(1, 9000)
+    planned = [attention_configs.planned_length(length) for length in lengths]
+    assert all(length <= padded <= 1.25 * length + 1 for length, padded in zip(lengths, planned, strict=True))
+    assert len({length for length in planned if length >= attention_configs.LONG_PROMPT}) <= 14
+    assert attention_configs.planned_length(8192) == 8192
 
 
 def test_defaults_fit_a_multiprocessor() -> None:
