@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from common.engine.device_sampling import DeviceSampler, Logprobs
-from common.engine.graphs import ShapeTable, StepGraph, exact_shape
+from common.engine.graphs import PADDING, ShapeTable, StepGraph, exact_shape
 from common.engine.plan import RowSamples, RunnerLost, StepPlan, StepResult, StepRow
 from common.engine.sampling import penalised
 from common.engine.step_buffers import Fields, PackedStep, StepPacker, StepShape, buffer_bytes, layout
@@ -28,10 +28,16 @@ from common.ops.attention_work import AttentionWorkspace, DeviceBatch, plan_devi
 from common.ops.embed import Feed
 from common.ops.paged_attention import AttentionRow
 from common.protocol.errors import ConfigError, InvalidParameter
-from common.protocol.messages import TokenLogprobs
+from common.protocol.messages import SamplingParams, TokenLogprobs
 
 _DEPTH = 3
 """Sets of pinned buffers: of the step being packed, the one submitted before it, and the one whose result is being taken."""
+
+WARM_UP = (
+    SamplingParams(temperature=1.0, top_k=8, top_p=0.5, logprobs=1),
+    SamplingParams(temperature=1.0, top_p=0.5, presence_penalty=0.5, logit_bias={0: 1.0}),
+)
+"""Of all kinds of kernels behind a graph."""
 
 _SPARE_BLOCK_IDS = 4096
 _MAX_BLOCK_IDS = 4 << 20
@@ -88,12 +94,13 @@ class DeviceRunner:
         self._sampler = DeviceSampler(max_tokens, self._device, _DEPTH)
         self._workspace = AttentionWorkspace(self._device)
         self._rope = decoder.rope.table(config.max_context)
-        self._shapes = ShapeTable(max_rows)
+        self._shapes = ShapeTable(max_rows, max_tokens)
         self._graphs: dict[StepShape, StepGraph] = {}
         if self._on_gpu:
             torch.cuda.synchronize(self._device)  # what was made above was made on another stream
             if graphs:
                 self._capture(on_progress)
+            self.warm_up(token_budget)
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -163,6 +170,30 @@ class DeviceRunner:
                 return
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 yield
+
+    def warm_up(self, token_budget: int) -> None:
+        """Runs the largest steps that have no graph, on padding: what they need is compiled, and fits into memory.
+
+        :raises ConfigError: if it does not.
+        """
+        num_tokens = -(-token_budget // PADDING) * PADDING
+        shape = StepShape(tokens=num_tokens, rows=1, max_queries=num_tokens, samples=len(WARM_UP))
+        rows = [StepRow([0], 0, [], 1, params, 0, history=[0]) for params in WARM_UP]
+        try:
+            with self._running():
+                for start in (0, self.block_tokens):  # a prompt's first part, and one after a prefix
+                    self._blank(shape)
+                    extras = self._sampler.load(rows)
+                    logits = self._forward(shape, [AttentionRow(0, num_tokens, start, [])])
+                    self._sampler.finish(logits, extras)
+                if self._stream is not None:
+                    self._stream.synchronize()
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"a step of {num_tokens} tokens does not fit beside weights and KV: lower token_budget, gpu_memory_utilization "
+                "or kv_cache_mb",
+                param="token_budget",
+            ) from error
 
     # ── graphs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -70,6 +70,7 @@ class DeviceSampler:
             host.position[: len(positions)] = positions
         else:
             drawn = zip(params, positions, strict=True)
+            self._packed = []  # if packing fails, nothing may be copied from what it leaves
             pack_draws([Draw(p.temperature, p.top_k, p.top_p, p.min_p, p.seed, at) for p, at in drawn], host)
             self._packed = params
         warm = bool(host.temperature[: len(params)].any())

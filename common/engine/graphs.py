@@ -7,6 +7,7 @@ A graph is captured once per shape at start; a step takes the smallest shape tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -17,18 +18,21 @@ _MIXED_ROWS = 16
 _MIXED_TOKENS = (32, 64, 128, 256, 512)
 _VERIFY_QUERIES = 8
 _VERIFY_TOKENS = 64
-_PADDING = 16
+PADDING = 16
 
 
 class ShapeTable:
-    """The shapes that have graphs: decoding rows, verified rows, and short prompts with a few decoding rows."""
+    """The shapes that have graphs: decoding rows, verified rows, and short prompts with a few decoding rows.
 
-    def __init__(self, max_rows: int, *, verify: bool = True) -> None:
+    `max_tokens`: no shape has more, since the step's buffers hold no more.
+    """
+
+    def __init__(self, max_rows: int, max_tokens: int, *, verify: bool = True) -> None:
         sizes = decode_sizes(max_rows)
         self.decode = [StepShape(size, size, 1, size) for size in sizes]
         verified = [size for size in sizes if size <= _VERIFY_TOKENS] if verify else []
         self.verify = [StepShape(size, size, _VERIFY_QUERIES, size) for size in verified if size > 1]
-        self.mixed = [StepShape(size, _MIXED_ROWS, size, _MIXED_ROWS) for size in _MIXED_TOKENS]
+        self.mixed = [StepShape(size, _MIXED_ROWS, size, _MIXED_ROWS) for size in _MIXED_TOKENS if size <= max_tokens]
 
     def __iter__(self) -> Iterator[StepShape]:
         yield from (*self.decode, *self.verify, *self.mixed)
@@ -63,7 +67,7 @@ def decode_sizes(max_rows: int) -> list[int]:
 
 def exact_shape(rows: Sequence[StepRow]) -> StepShape:
     """For a step without a graph: its own size, tokens rounded up to what matrix kernels like."""
-    num_tokens = -(-sum(len(row.tokens) for row in rows) // _PADDING) * _PADDING
+    num_tokens = -(-sum(len(row.tokens) for row in rows) // PADDING) * PADDING
     return StepShape(
         tokens=num_tokens,
         rows=len(rows),
@@ -79,9 +83,23 @@ class StepGraph:
         """`forward` has run before: kernels are compiled. memory: `torch.cuda.graph_pool_handle()`, shared by graphs that run
         one at a time."""
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=memory, stream=stream):  # pyright: ignore[reportArgumentType]
-            self.logits = forward()
+        options: Any = {"pool": memory, "stream": stream}
+        # thread_local: what other threads of this process do meanwhile is none of this capture's business
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local", **options):
+            logits = forward()
+            self.logits = borrowed(logits)
+            del logits
 
     def replay(self) -> torch.Tensor:
         self._graph.replay()
         return self.logits
+
+
+def borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, at the same address, without owning it: graphs that run one at a time then keep their logits, a
+    gigabyte for all shapes of a large vocabulary, in the same memory. The graph's pool keeps it from everybody else."""
+    assert tensor.is_contiguous()
+    make: Any = torch._C._construct_storage_from_data_pointer
+    storage = make(tensor.data_ptr(), tensor.device, tensor.nbytes)
+    empty: Any = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage, 0, tensor.shape)

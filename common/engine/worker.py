@@ -11,6 +11,7 @@ A finished request keeps its tokens, without blocks, until the gateway lets go o
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 from abc import abstractmethod
 from collections import deque
@@ -107,7 +108,7 @@ class EngineWorker(Actor):
     # -- life
 
     async def start(self) -> None:
-        self.engine = await anyio.to_thread.run_sync(self.open_engine, f"{self.ref.id}-{self.ref.epoch:x}", self._on_progress)
+        self.engine = await self._opened()
         runner, segment = self.engine.runner, self.engine.segment
         self.pool = BlockPool(runner.num_blocks, runner.block_tokens, segment.generations)
         self.cache = SequenceCache(self.pool, block_tokens=runner.block_tokens, fingerprint=runner.fingerprint)
@@ -120,6 +121,15 @@ class EngineWorker(Actor):
             waiting=lambda: self.scheduler.num_waiting,
         )
         self.loaded = True
+
+    async def _opened(self) -> Engine:
+        """In the thread that submits steps: a library's handles are a thread's own, and warm for the first step then."""
+        context, name = contextvars.copy_context(), f"{self.ref.id}-{self.ref.epoch:x}"
+        opening = lambda: context.run(self.open_engine, name, self._on_progress)  # noqa: E731
+        opened = asyncio.get_running_loop().run_in_executor(self._submitting, opening)
+        with anyio.CancelScope(shield=True):  # what has been opened must be closed
+            await opened
+        return opened.result()
 
     def _on_progress(self, done: int, total: int) -> None:
         self.loaded_share = done / max(1, total)

@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from common.engine.device_runner import DeviceRunner
+from common.engine.device_sampling import DeviceSampler
+from common.engine.graphs import ShapeTable, borrowed
 from common.engine.plan import StepPlan, StepRow
+from common.engine.step_buffers import StepShape
 from common.models.config import load_config
 from common.models.registry import load_decoder
 from common.models.source import ModelFiles
@@ -180,3 +183,44 @@ def test_block_lists_that_grow_or_are_replaced_are_noticed(llama: tuple[Any, Mod
     runner = device_runner(llama[1])
     for seed in range(2):
         assert run(runner, [request()], seed=seed)[0] == expected
+
+
+def test_no_graph_is_larger_than_the_buffers_of_a_step() -> None:
+    table = ShapeTable(4, 324)
+    assert max(shape.tokens for shape in table) == 256
+    rows = [StepRow([1] * 260, 0, list(range(17)), 1, GREEDY, 260)]
+    assert table.choose(rows) is None
+    assert ShapeTable(4, 512).choose(rows) == StepShape(512, 16, 512, 16)
+    assert [shape.tokens for shape in ShapeTable(1, 65)] == [1, 32, 64]
+
+
+def test_draws_that_cannot_be_packed_leave_nothing_for_the_next_step() -> None:
+    sampler = DeviceSampler(8, torch.device("cpu"), 3)
+    params = SamplingParams(temperature=0.5, seed=7)
+
+    def row(start: int, sampling: SamplingParams) -> StepRow:
+        return StepRow([1], start, [0], 1, sampling, 1)
+
+    sampler.load([row(3, params)])
+    with pytest.raises(ValueError, match="positions"):
+        sampler.load([row(1 << 32, SamplingParams(temperature=2.0, seed=1))])
+    sampler.load([row(4, params)])
+    assert (sampler.draws.temperature[0], sampler.draws.seed[0], sampler.draws.position[0]) == (0.5, 7, 5)
+
+
+def test_warming_up_leaves_no_trace(llama: tuple[Any, ModelFiles]) -> None:
+    requests = [Request(oracle_prompt(length=20), 3), Request(oracle_prompt(seed=1, length=9), 3, SAMPLED[2])]
+    expected = run(open_runner(llama[1]), [Request(r.prompt, r.num_tokens, r.sampling) for r in requests])
+    runner = device_runner(llama[1])
+    pool = runner.pool.clone()
+    runner.warm_up(64)
+    assert torch.equal(runner.pool.view(torch.uint8), pool.view(torch.uint8))
+    assert run(runner, requests) == expected
+
+
+def test_a_borrowed_tensor_is_the_same_memory() -> None:
+    owner = torch.randn(3, 5).to(torch.bfloat16)
+    found = borrowed(owner)
+    owner.mul_(2)
+    assert torch.equal(found, owner)
+    assert found.data_ptr() == owner.data_ptr()
