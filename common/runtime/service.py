@@ -149,10 +149,18 @@ async def _run(actor: Actor, config: ServiceConfig) -> None:
             listener.close()
 
 
+def _version() -> str:
+    """0.0.0 in a working tree that nobody installed."""
+    try:
+        return importlib.metadata.version("penstock")
+    except importlib.metadata.PackageNotFoundError:
+        return "0.0.0"
+
+
 def _describe(actor: Actor) -> ServiceInfo:
     return ServiceInfo(
         name=f"penstock-{actor.role}",
-        version=importlib.metadata.version("penstock"),
+        version=_version(),
         description=f"Penstock {actor.role} worker",
         metadata={
             "model": actor.config.served_model_name or actor.config.model,
