@@ -187,7 +187,7 @@ def _make_list(
         wanted = max(1, backend.num_sms(pool.get_device()) * config.programs // kv_heads)
     max_items = query_tiles + wanted
     slots = min(max_items, 2 * wanted)
-    slot_rows = min(query_tile, 1 << (most - 1).bit_length()) * (num_heads // kv_heads)  # of few sizes: a kernel for each
+    slot_rows = (1 if most == 1 else query_tile) * (num_heads // kv_heads)  # few sizes: each is a kernel to compile
 
     def take(name: str, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return workspace.take(f"{name}-{index}", shape, dtype)
