@@ -50,6 +50,7 @@ INSTRUCTIONS = {
     "st.global": r"\bst\.global",
     "atom": r"\b(?:atom|red)\.",
 }
+_WRITES = ("st.global", "atom", "cp.async")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,12 +84,14 @@ class KernelCase:
 
 @dataclasses.dataclass(frozen=True)
 class Build:
-    """instructions: how often each of INSTRUCTIONS is in the PTX."""
+    """instructions: how often each of INSTRUCTIONS is in the PTX. early_writes: of them, those that write global memory or copy
+    to shared memory before the kernel has waited for the one before it."""
 
     registers: int = 0
     stack_bytes: int = 0
     shared_bytes: int = 0
     instructions: dict[str, int] = dataclasses.field(default_factory=dict)
+    early_writes: int = 0
     error: str = ""
 
 
@@ -122,6 +125,7 @@ def check(case: KernelCase, arch: int, builds: Builds) -> None:
     assert build.stack_bytes <= case.stack_bytes, f"{build.stack_bytes} bytes of local memory: spills"
     assert build.shared_bytes <= SHARED_LIMIT_BYTES, f"{build.shared_bytes} bytes of shared memory"
     assert build.registers <= case.max_registers, f"{build.registers} registers"
+    assert not build.early_writes, f"{build.early_writes} writes or copies before griddepcontrol.wait"
     wanted = {*case.expects, *(case.expects_90 if arch == 90 else case.expects_100)}
     missing = sorted(name for name in wanted if not build.instructions[name])
     present = sorted(name for name in case.forbids if build.instructions[name])
@@ -174,7 +178,9 @@ def _compile(case: dict[str, Any], arch: int, directory: Path | None) -> Build:
         (directory / f"{stem}.cubin").write_bytes(cubin)
     registers, stack = _resources(cubin)
     instructions = {name: len(re.findall(pattern, ptx)) for name, pattern in INSTRUCTIONS.items()}
-    return Build(registers, stack, compiled.metadata.shared, instructions)
+    before, waits, _ = ptx.partition("griddepcontrol.wait")
+    early = [name for name in _WRITES if waits for _ in re.finditer(INSTRUCTIONS[name], before)]
+    return Build(registers, stack, compiled.metadata.shared, instructions, len(early))
 
 
 def _constant(value: Any) -> Any:
