@@ -108,6 +108,9 @@ class _DeviceReader:
         self._stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None
         self._opened: dict[tuple[str, str, bytes], int] = {}
         self._lock = threading.Lock()
+        if pool.is_cuda:  # the first request does not wait for a compiler; of even numbers of ids it makes another kernel
+            for count in (1, 2):
+                self._copy(self._pool, [0] * count, [0] * count)
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="cuda-ipc", daemon=True)
         self._watcher.start()
