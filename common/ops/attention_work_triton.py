@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 _ITEMS = 32  # per program
-_NUMBERS = ["num_rows", "max_items", "max_merges", "wanted", "fewest", "least", "most", "fresh"]
+_NUMBERS = ["num_rows", "max_items", "max_merges", "wanted", "fewest", "least", "most", "fresh", "query_tile", "tile"]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -27,10 +27,10 @@ def work_kernel(
     least,  # rows of fewer queries are not for this list,
     most,  # nor are rows of more,
     fresh,  # nor rows of at least so many queries and no earlier key
+    query_tile,  # queries of an item; no constants: one build serves lists of decode and of prefill
+    tile,  # keys of a tile
     ROWS: tl.constexpr,
     ITEMS: tl.constexpr,
-    QUERY_TILE: tl.constexpr,
-    TILE: tl.constexpr,
     SEGMENT: tl.constexpr,
 ):
     rows = tl.arange(0, ROWS)
@@ -38,8 +38,8 @@ def work_kernel(
     queries = tl.load(query_starts + rows + 1, mask=real, other=0) - tl.load(query_starts + rows, mask=real, other=0)
     context = tl.load(context_lens + rows, mask=real, other=0)
     listed = (queries >= least) & (queries <= most) & (context >= queries) & ((context > queries) | (queries < fresh))
-    query_tiles = tl.where(listed, tl.cdiv(queries, QUERY_TILE), 0)
-    key_tiles = tl.where(listed, tl.cdiv(context, TILE), 0)
+    query_tiles = tl.where(listed, tl.cdiv(queries, query_tile), 0)
+    key_tiles = tl.where(listed, tl.cdiv(context, tile), 0)
     if SEGMENT > 0:
         share = SEGMENT
         splits = tl.where(query_tiles == 1, tl.cdiv(key_tiles, SEGMENT), tl.minimum(key_tiles, 1))
@@ -72,8 +72,8 @@ def work_kernel(
     token = tl.load(query_starts + row)
     queries = tl.load(query_starts + row + 1) - token
     context = tl.load(context_lens + row)
-    query_tiles = tl.cdiv(queries, QUERY_TILE)
-    key_tiles = tl.cdiv(context, TILE)
+    query_tiles = tl.cdiv(queries, query_tile)
+    key_tiles = tl.cdiv(context, tile)
     if SEGMENT > 0:
         each = tl.where(query_tiles == 1, SEGMENT, tl.maximum(key_tiles, 1))
     else:
@@ -81,10 +81,10 @@ def work_kernel(
     splits = tl.maximum(tl.cdiv(key_tiles, each), 1)
     nth = query_tiles - 1 - (index - begin) // splits  # the last queries see the most keys: first
     split = (index - begin) % splits
-    skipped = nth * QUERY_TILE
-    queries = tl.minimum(queries - skipped, QUERY_TILE)
+    skipped = nth * query_tile
+    queries = tl.minimum(queries - skipped, query_tile)
     start = context - tl.load(query_starts + row + 1) + token + skipped
-    seen = tl.cdiv(start + queries, TILE)
+    seen = tl.cdiv(start + queries, tile)
     first = split * each
     item = items + index * 8
     tl.store(item, token + skipped, mask=mine)
@@ -143,10 +143,10 @@ def list_work(
         least=least,
         most=most,
         fresh=fresh,
+        query_tile=query_tile,
+        tile=tile,
         ROWS=triton.next_power_of_2(num_rows),
         ITEMS=_ITEMS,
-        QUERY_TILE=query_tile,
-        TILE=tile,
         SEGMENT=segment,
         num_warps=8,
     )

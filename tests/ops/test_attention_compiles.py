@@ -135,9 +135,12 @@ CASES = [
         "work_kernel",
         {
             **dict.fromkeys(("query_starts", "context_lens", "block_starts", "items", "merges", "counts"), "*i32"),
-            **dict.fromkeys(("num_rows", "max_items", "max_merges", "wanted", "fewest", "least", "most", "fresh"), "i32"),
+            **dict.fromkeys(
+                ("num_rows", "max_items", "max_merges", "wanted", "fewest", "least", "most", "fresh", "query_tile", "tile"),
+                "i32",
+            ),
         },
-        {"ROWS": 512, "ITEMS": 32, "QUERY_TILE": 4, "TILE": 64, "SEGMENT": 0},
+        {"ROWS": 512, "ITEMS": 32, "SEGMENT": 0},
         num_warps=8,
     ),
 ]
