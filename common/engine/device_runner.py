@@ -238,7 +238,8 @@ class DeviceStep:
 
     def result(self) -> StepResult:
         if self._event is not None:
-            with lost_if_broken():
+            # this thread's device, too: a call from a thread without one may set up the first GPU, which is another worker's
+            with lost_if_broken(), torch.cuda.device(self._event.device):
                 self._event.synchronize()
         tokens = [] if self._tokens is None else self._tokens.tolist()
         logprobs = _logprobs_of(self._logprobs)
