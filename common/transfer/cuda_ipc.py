@@ -23,15 +23,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from common.protocol.errors import ConfigError, StaleHandle, TransportUnavailable
+from common.protocol.errors import StaleHandle, TransportUnavailable
+from common.runtime import logs
 from common.transfer.base import RemoteBlocks, check_generations
 from common.transfer.shm import SegmentCache, ShmTransport
 
 if TYPE_CHECKING:
     import torch
 
+log = logs.get("transfer")
+
 _HANDLE_BYTES = 64
 _MEMORY = struct.Struct(f"<{_HANDLE_BYTES}sQ")  # handle, offset of the pool in the allocation
+_NO_HANDLE = bytes(_HANDLE_BYTES)
 _LOOK_EVERY_S = 1.0
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _PROGRAMS = 64  # enough to keep NVLink full; the other multiprocessors belong to the step that runs meanwhile
@@ -54,13 +58,14 @@ class Driver(Protocol):
 def export_pool(pool: torch.Tensor, driver: Driver | None = None) -> bytes:
     """What the pool's segment says in `device_memory`. The memory must live as long as the segment.
 
-    :raises ConfigError: if the memory can't be shared.
+    Some sandboxes let no process share a GPU's memory: the segment then names no handle, its KV is computed anew elsewhere, and
+    a warning says so.
     """
     try:
-        handle, offset = (driver or CudaDriver(pool.device.index)).export(pool.data_ptr())
+        return _MEMORY.pack(*(driver or CudaDriver(pool.device.index)).export(pool.data_ptr()))
     except TransportUnavailable as error:
-        raise ConfigError(f"the KV pool can't be shared between processes: {error}; is expandable_segments on?") from error
-    return _MEMORY.pack(handle, offset)
+        log.warning("kv_pool_not_shared", reason=str(error), hint="expandable_segments, or a sandbox without CUDA IPC")
+        return _MEMORY.pack(_NO_HANDLE, 0)
 
 
 class LocalTransport:
@@ -147,6 +152,8 @@ class _DeviceReader:
         handle, offset = _MEMORY.unpack(key[2])
         pointer = self._opened.get(key)
         size = num_blocks * self._pool.shape[1]
+        if handle == _NO_HANDLE:
+            raise TransportUnavailable(f"{key[0]} is in memory that its owner can't share")
         if pointer is None:
             self._forget_the_dead()
             pointer, allocated = self._driver.open(handle)

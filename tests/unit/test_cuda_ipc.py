@@ -18,7 +18,7 @@ import torch
 from common.cache.store_client import StoreClient
 from common.engine import open as opening
 from common.engine.settings import EngineServiceConfig
-from common.protocol.errors import ConfigError, StaleHandle, TransportUnavailable
+from common.protocol.errors import StaleHandle, TransportUnavailable
 from common.transfer import cuda_ipc
 from common.transfer.base import RemoteBlocks
 from common.transfer.cuda_ipc import CudaDriver, LocalTransport, export_pool
@@ -200,8 +200,17 @@ def test_memory_that_cannot_be_opened_is_a_typed_error(
         transport.read(remote(transport, [0], [0]), NOTHING, [0])
     with pytest.raises(TransportUnavailable, match="another host"):
         transport.read(RemoteBlocks("elsewhere", "theirs", "m", [0], [0]), NOTHING, [0])
-    with pytest.raises(ConfigError, match="expandable_segments"):
-        export_pool(random_pool(1), driver)
+
+
+def test_memory_that_cannot_be_shared_is_unavailable_to_others_and_no_reason_to_end(
+    tmp_path: Path, transport: LocalTransport, driver: HostDriver
+) -> None:
+    driver.broken = True
+    with closing(own(tmp_path, random_pool(2), driver, "unshared")) as segment:
+        driver.broken = False
+        assert segment.blocks.shape == (2, 0)
+        with pytest.raises(TransportUnavailable, match="can't share"):
+            transport.read(remote(transport, [0], [0], "unshared"), NOTHING, [0])
 
 
 def test_an_engine_on_a_gpu_shares_its_pool_and_reads_into_it(
