@@ -224,3 +224,60 @@ def test_a_borrowed_tensor_is_the_same_memory() -> None:
     owner.mul_(2)
     assert torch.equal(found, owner)
     assert found.data_ptr() == owner.data_ptr()
+
+
+class Replayed:
+    """Stands in for a captured graph: the same launches over the same buffers, and logits that the next one overwrites."""
+
+    def __init__(self, runner: DeviceRunner, shape: StepShape) -> None:
+        self._runner, self._shape = runner, shape
+        self.count = 0
+        self.logits = torch.full((shape.samples, runner.vocab_size), torch.nan)
+
+    def replay(self) -> torch.Tensor:
+        self.count += 1
+        return self.logits.copy_(self._runner._forward(self._shape))
+
+
+def with_graphs(runner: DeviceRunner, *shapes: StepShape) -> dict[StepShape, Replayed]:
+    graphs = {shape: Replayed(runner, shape) for shape in shapes}
+    runner._graphs = graphs  # pyright: ignore[reportAttributeAccessIssue]
+    for buffer in (runner._buffer, *runner._staging):
+        buffer.fill_(0x7F)  # what steps before left behind
+    return graphs
+
+
+def test_padded_steps_give_the_same_text(llama: tuple[Any, ModelFiles]) -> None:
+    """Prompts and decoding rows in the shapes of graphs: unused rows and tokens change nothing."""
+
+    def requests() -> list[Request]:
+        lengths, chunks, begins = (20, 3, 9), (1 << 30, 2, 8), (0, 0, 2)
+        return [
+            Request(oracle_prompt(seed=i, length=lengths[i]), 4, SAMPLED[(0, 2, 4)[i]], chunk=chunks[i], begins=begins[i])
+            for i in range(3)
+        ]
+
+    expected = run(open_runner(llama[1]), requests())
+    runner = device_runner(llama[1])
+    graphs = with_graphs(runner, StepShape(4, 4, 1, 4), StepShape(32, 16, 32, 16))
+    runner._shapes.decode = [StepShape(4, 4, 1, 4)]
+    assert run(runner, requests()) == expected
+    assert all(graph.count for graph in graphs.values())
+
+
+def test_padded_verification_gives_the_same_text(llama: tuple[Any, ModelFiles]) -> None:
+    prompts = [oracle_prompt(seed=i, length=20 - 3 * i) for i in range(2)]
+    expected = run(open_runner(llama[1]), [Request(prompt, 3) for prompt in prompts])
+    runner = device_runner(llama[1])
+    blocks = [[5, 3], [9, 2]]
+    first = [StepRow(p[:-1], 0, b, 0, GREEDY, len(p)) for p, b in zip(prompts, blocks, strict=True)]
+    runner.execute(StepPlan(0, first))
+    graphs = with_graphs(runner, StepShape(12, 12, 8, 12))
+    rows = [
+        StepRow([p[-1], *e[:2], *[7] * i], len(p) - 1, b, 3 + i, GREEDY, len(p))
+        for i, (p, e, b) in enumerate(zip(prompts, expected, blocks, strict=True))
+    ]
+    runner._shapes.verify = [StepShape(12, 12, 8, 12)]
+    found = runner.execute(StepPlan(1, rows)).rows
+    assert [row.tokens[:3] for row in found] == expected
+    assert next(iter(graphs.values())).count == 1
