@@ -54,7 +54,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def threads_per_worker(cores: int, num_engines: int) -> int:
-    """CPU threads of each prefill and decode worker: the cores shared out, one kept for the rest when there are many.
+    """CPU threads of each prefill and decode worker that computes with a library whose threads wait by spinning, or slowly: the
+    cores shared out, one kept for the rest when there are many. 8-bit kernels (dtype auto) may have every core.
 
     >>> threads_per_worker(2, 2), threads_per_worker(8, 2), threads_per_worker(16, 3), threads_per_worker(2, 5)
     (1, 3, 5, 1)
@@ -100,7 +101,8 @@ def processes(config: UpConfig, *, cores: int, gpus: Sequence[int] = (), config_
         common += ["--config", config_file]
 
     prefill, kvstore = config.prefill or 0, config.kvstore or 0
-    threads = config.threads or threads_per_worker(cores, prefill + config.decode)
+    exact = config.dtype not in ("", "auto")
+    threads = config.threads or (threads_per_worker(cores, prefill + config.decode) if exact else min(cores, MAX_THREADS))
     engine = ["--threads", str(threads)]
     for name in ("dtype", "quantization", "kv_cache_dtype", "kv_cache_mb"):
         if value := getattr(config, name):

@@ -4,13 +4,14 @@
     weights   the linears of the layers: "none" is the compute dtype
     kv        the KV pool
 
-`auto` is what suits the device: bfloat16 on a GPU and on a CPU with instructions for it, else float32; the weights as the files
-hold them; KV as computed.
+`auto` is what suits the device. On a GPU: bfloat16, weights as the files hold them. On a CPU: 8-bit weights and
+bfloat16 KV, everything else in float32; `--dtype float32` is float32 throughout. KV as computed otherwise.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -64,7 +65,7 @@ def resolve_precision(
     """
     resolve = _on_cpu if device_kind == "cpu" else _on_cuda
     precision = resolve(dtype, quantization, kv_cache_dtype, checkpoint)
-    if precision.kv not in ("fp8", precision.compute):
+    if precision.kv not in ("fp8", precision.compute) and precision.weights != "int8":
         raise ConfigError(
             f"kv_cache_dtype {precision.kv} does not go with {precision.compute} compute; use auto or fp8",
             param="kv_cache_dtype",
@@ -74,18 +75,30 @@ def resolve_precision(
 
 def _on_cpu(dtype: DtypeSetting, quantization: QuantizationSetting, kv_cache_dtype: KvSetting, checkpoint: str) -> Precision:
     """FP8 files are dequantised: `checkpoint` changes nothing."""
-    compute: Compute = dtype if dtype != "auto" else "bfloat16" if cpu_has_bfloat16() else "float32"
-    if compute == "float16":
+    if dtype == "float16":
         raise ConfigError("dtype float16 is not supported on a CPU; use float32 or bfloat16", param="dtype")
-    if quantization in ("fp8", "int8"):
-        raise ConfigError(f"quantization {quantization} is not supported on a CPU; use none", param="quantization")
+    if quantization == "fp8":
+        raise ConfigError("quantization fp8 needs a GPU; on a CPU use int8 or none", param="quantization")
+    if quantization == "int8" and (dtype == "bfloat16" or not has_int8()):
+        reason = "goes with dtype float32 or auto" if has_int8() else "needs the package numba"
+        raise ConfigError(f"quantization int8 {reason}", param="quantization")
     if kv_cache_dtype == "fp8":
         raise ConfigError("kv_cache_dtype fp8 needs a GPU; on a CPU use auto", param="kv_cache_dtype")
-    return Precision(
-        compute=compute,
-        weights="none" if quantization == "auto" else quantization,
-        kv=compute if kv_cache_dtype == "auto" else kv_cache_dtype,
-    )
+    weights: Weights = "int8" if quantization == "int8" else "none"
+    if dtype == "auto" and quantization == "auto" and has_int8():
+        weights = "int8"
+    suiting: Compute = "bfloat16" if weights == "none" and cpu_has_bfloat16() else "float32"
+    compute = suiting if dtype == "auto" else dtype
+    suits: Kv = "bfloat16" if weights == "int8" else compute
+    if weights == "int8" and kv_cache_dtype not in ("auto", suits):
+        raise ConfigError(f"kv_cache_dtype {kv_cache_dtype} does not go with int8 weights; use auto", param="kv_cache_dtype")
+    return Precision(compute=compute, weights=weights, kv=suits if kv_cache_dtype == "auto" else kv_cache_dtype)
+
+
+@cache
+def has_int8() -> bool:
+    """Can 8-bit linears be compiled here?"""
+    return find_spec("numba") is not None
 
 
 @cache

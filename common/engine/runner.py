@@ -10,17 +10,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from common.engine.plan import LaterStep, StepPlan, StepResult, StepRow, resolve_feeds
 from common.engine.sampling import penalised, sample_rows
-from common.models.attention import CpuAttention
+from common.models.attention import CpuAttention, FusedCpuAttention
 from common.models.decoder import Decoder, Inputs
 from common.ops.paged_attention import AttentionRow, Scratch, plan_attention
 from common.ops.paged_kv import SlotMapping, clear_tails
 from common.protocol.errors import ConfigError, InvalidParameter
+
+_ROWS_PER_THREAD = 4
+"""With fewer, reading the weights once more costs more than a second thread gains."""
 
 
 class TorchRunner:
@@ -41,7 +46,8 @@ class TorchRunner:
             or pool.shape[4:] != (config.num_kv_heads, config.head_dim)
         ):
             raise ConfigError(f"a KV pool of shape {list(pool.shape)} does not fit this model")
-        if pool.dtype != decoder.dtype:
+        fused = decoder.layers[0].qkv.format == "int8"
+        if pool.dtype != (torch.bfloat16 if fused else decoder.dtype):
             raise ConfigError(f"a {pool.dtype} KV pool does not fit a {decoder.dtype} model")
         self.decoder = decoder
         self.pool = pool
@@ -52,7 +58,9 @@ class TorchRunner:
         self._threads = threads
         self._scratch = Scratch()
         self._prepared = threading.local()
+        self._pool_of_threads = ThreadPoolExecutor(threads, thread_name_prefix="rows")
         self._sampled: list[int] = []
+        self._rope = decoder.rope.table(config.max_context) if fused else None
 
     def execute(self, plan: StepPlan) -> StepResult:
         """:raises InvalidParameter: if a row can't be run; nothing has been written then."""
@@ -63,11 +71,21 @@ class TorchRunner:
         resolve_feeds(plan, self._sampled)
         for row in plan.rows:
             self._check(row)
-        logits = self.decoder.forward(self._inputs(plan.rows)).float()
+        logits = torch.cat(self._logits(plan.rows)).float()
         with torch.inference_mode():
             samples = sample_rows(logits, plan.rows)
         self._sampled = [token for row in samples for token in row.tokens]
         return StepResult(rows=samples, elapsed_s=time.perf_counter() - begun)
+
+    def _logits(self, rows: Sequence[StepRow]) -> list[torch.Tensor]:
+        """Of all rows, in pieces. The 8-bit kernels use one thread each and give a row the same bits in any company, so several
+        threads take a share of the rows each."""
+        shares = min(self._threads, len(rows) // _ROWS_PER_THREAD) if self._rope is not None else 1
+        if shares < 2:
+            return [self.decoder.forward(self._inputs(rows))]
+        bounds = [len(rows) * share // shares for share in range(shares + 1)]
+        parts = [rows[begin:end] for begin, end in pairwise(bounds)]
+        return list(self._pool_of_threads.map(lambda part: self.decoder.forward(self._inputs(part)), parts))
 
     def submit(self, plan: StepPlan) -> LaterStep:
         return LaterStep(self, plan)
@@ -106,22 +124,37 @@ class TorchRunner:
         samples = [
             first_of[i] + len(row.tokens) - row.num_samples + j for i, row in enumerate(rows) for j in range(row.num_samples)
         ]
-        attention = [AttentionRow(first_of[i], len(rows[i].tokens), rows[i].start, rows[i].blocks) for i in order]
-        clear_tails(self.pool, [tail for row in rows if (tail := self._new_tail(row))])
-        padded = torch.from_numpy(np.pad(positions, (0, padding), mode="edge"))
-        cos, sin = self.decoder.rope.rows(padded, int(positions.max()))
-        config = self.decoder.config
+        if self._rope is not None:
+            attention = self._fused([rows[i] for i in order], positions, counts)
+        else:
+            clear_tails(self.pool, [tail for row in rows if (tail := self._new_tail(row))])
+            placed = [AttentionRow(first_of[i], len(rows[i].tokens), rows[i].start, rows[i].blocks) for i in order]
+            attention = self._plain(placed, blocks, np.pad(positions, (0, padding), mode="edge"))
         return Inputs(
             tokens=torch.from_numpy(np.pad(tokens, (0, padding), mode="edge")),
             samples=torch.tensor(samples, dtype=torch.int64),
-            attention=CpuAttention(
-                config,
-                self.pool,
-                plan_attention(self.pool, config.num_heads, attention, num_tokens + padding, self._scratch),
-                SlotMapping(self.pool, blocks, positions % self.block_tokens),
-                cos,
-                sin,
-            ),
+            attention=attention,
+        )
+
+    def _plain(self, rows: Sequence[AttentionRow], blocks: np.ndarray, padded: np.ndarray) -> CpuAttention:
+        """blocks: int64 [tokens], the block of each; padded: int64, positions with padding behind."""
+        config = self.decoder.config
+        cos, sin = self.decoder.rope.rows(torch.from_numpy(padded), int(padded.max()))
+        offsets = padded[: len(blocks)] % self.block_tokens
+        plan = plan_attention(self.pool, config.num_heads, rows, len(padded), self._scratch)
+        return CpuAttention(config, self.pool, plan, SlotMapping(self.pool, blocks, offsets), cos, sin)
+
+    def _fused(self, rows: Sequence[StepRow], positions: np.ndarray, counts: np.ndarray) -> FusedCpuAttention:
+        assert self._rope is not None
+        held = [len(row.blocks) for row in rows]
+        return FusedCpuAttention(
+            self.decoder.config,
+            self.pool,
+            self._rope,
+            positions=positions,
+            rows=np.repeat(np.arange(len(rows)), counts),
+            blocks=np.fromiter((block for row in rows for block in row.blocks), np.int64, sum(held)),
+            block_starts=np.cumsum([0, *held[:-1]]),
         )
 
     def _blocks_of(self, row: StepRow) -> np.ndarray:

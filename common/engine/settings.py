@@ -18,11 +18,11 @@ class Limits(NamedTuple):
 
 
 class EngineServiceConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    dtype: Annotated[DtypeSetting, Meta(description="compute precision; auto: bfloat16, or float32 on a CPU without it")] = (
+    dtype: Annotated[DtypeSetting, Meta(description="compute precision; auto: bfloat16 on a GPU, 8-bit weights on a CPU")] = (
         "auto"
     )
     quantization: Annotated[
-        QuantizationSetting, Meta(description="of the linears' weights at load; fp8: GPU only; auto: as the files are")
+        QuantizationSetting, Meta(description="of the linears' weights at load: int8 on a CPU, fp8 on a GPU; auto: what suits")
     ] = "auto"
     kv_cache_dtype: Annotated[KvSetting, Meta(description="KV precision; auto: as computed; fp8: GPU only")] = "auto"
     batch_invariant: Annotated[

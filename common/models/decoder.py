@@ -19,7 +19,7 @@ from common.models.weights.base import WeightLoader
 from common.ops.add_rms_norm import add_rms_norm
 from common.ops.embed import Feed, embed
 from common.ops.gate_up import gate_up
-from common.ops.linear import LinearWeight, Role, linear, pack_linear, takes_quantised
+from common.ops.linear import LinearWeight, Role, linear, takes_quantised
 
 ROPE_FACTORS = "rope_freqs.weight"
 
@@ -62,9 +62,9 @@ class Decoder:
         self.norm = loader.take("model.norm.weight", config.hidden_size)
         if config.tie_embeddings:
             loader.skip("lm_head.weight")  # some files hold the tied copy too
-            self.head = pack_linear(self.embedding)
+            self.head = loader.pack_head(self.embedding)
         else:
-            self.head = pack_linear(loader.take("lm_head.weight", config.vocab_size, config.hidden_size))
+            self.head = loader.pack_head(loader.take("lm_head.weight", config.vocab_size, config.hidden_size))
         self.kv_scale = loader.take_kv_scales(config.num_layers, config.num_kv_heads)
         self.rope = self._load_rope(loader)
         loader.finish()

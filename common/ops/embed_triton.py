@@ -1,5 +1,6 @@
 """`embed` on a GPU: one program a token. It has no programmatic dependence: it begins a step, and ends the one before."""
 
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch

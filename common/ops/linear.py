@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from common.ops.backend import on_device
+from common.ops.int8_cpu import linear_int8, pack_int8
 from common.ops.linear_cpu import can_pack, linear_onednn, linear_plain, pack
 from common.ops.linear_reference import linear_fp8_reference
 from common.ops.quantise import quantise_weight
@@ -25,7 +26,8 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(slots=True, frozen=True)
 class LinearWeight:
-    """`data` by `format`: "plain" [out_features, in_features]; "onednn" its packing; "fp8" float8_e4m3fn [out, in].
+    """`data` by `format`: "plain" [out_features, in_features]; "onednn" its packing; "fp8" float8_e4m3fn [out, in];
+    "int8" tiles, see `int8_cpu`.
 
     bias: [out_features]. scale of "fp8": float32 [out], or [⌈out/128⌉, ⌈in/128⌉] for weights quantised in blocks of 128.
     dtype: the model's, which "fp8" gives results in.
@@ -43,7 +45,7 @@ class LinearWeight:
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, format: PackFormat = "plain") -> LinearWeight:
     """weight: [out_features, in_features], floating; bias: [out_features] or None.
 
-    format: "fp8" quantises per output channel, for a GPU.
+    format: "fp8" quantises per output channel, for a GPU; "int8" as well, for a CPU, in float32 otherwise.
 
     :raises ValueError: for other shapes or dtypes, or a format that the device has no kernel for.
     """
@@ -53,7 +55,9 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, forma
         raise ValueError(f"linear weights are float32, bfloat16 or float16, not {weight.dtype}")
     out_features, in_features = weight.shape
     if format == "int8":
-        raise ValueError("int8 linears are not there yet")
+        tiles, scale = pack_int8(weight)
+        bias = None if bias is None else bias.float()
+        return LinearWeight(tiles, bias, in_features, out_features, "int8", scale, torch.float32)
     if format == "fp8":
         data, scale = quantise_weight(weight)
         return LinearWeight(data, bias, in_features, out_features, "fp8", scale, weight.dtype)
@@ -105,6 +109,9 @@ def linear(x: Activation, weight: LinearWeight, *, split: bool = False) -> torch
         return linear_device(x, weight, split=split)
     if weight.format == "fp8":
         return linear_fp8_reference(x, weight.data, weight.scale, weight.bias, weight.dtype)
+    if weight.format == "int8":
+        assert weight.scale is not None
+        return linear_int8(x, weight.data, weight.scale, weight.bias)
     assert not isinstance(x, Quantised)
     if weight.format == "onednn":
         return linear_onednn(x, weight.data, weight.bias)
@@ -113,6 +120,8 @@ def linear(x: Activation, weight: LinearWeight, *, split: bool = False) -> torch
 
 def takes_quantised(weight: LinearWeight, rows: int) -> bool:
     """Does `linear`, or `gate_up`, of this many rows want quantised activations? Either kind is computed with what it gets."""
+    if weight.format == "int8":
+        return True
     if weight.format != "fp8" or not on_device(weight.data):
         return False
     from common.ops.linear_device import wants_quantised
@@ -123,7 +132,8 @@ def takes_quantised(weight: LinearWeight, rows: int) -> bool:
 def check_activation(x: Activation, weight: LinearWeight) -> None:
     """:raises ValueError: if `x` does not fit `weight`."""
     data = x.data if isinstance(x, Quantised) else x
-    if data.ndim != 2 or data.shape[1] != weight.in_features:
+    size = weight.in_features + (data.dtype == torch.int16) * (weight.in_features % 2)
+    if data.ndim != 2 or data.shape[1] != size:
         raise ValueError(f"linear takes [rows, {weight.in_features}], not {list(data.shape)}")
-    if isinstance(x, Quantised) and weight.format != "fp8":
+    if isinstance(x, Quantised) and weight.format != ("int8" if data.dtype == torch.int16 else "fp8"):
         raise ValueError(f"a {weight.format} weight takes no quantised activations")

@@ -1,4 +1,4 @@
-"""`--dtype auto` on a CPU: bfloat16 where the CPU has it, as invariant as float32, and close to it on real text."""
+"""`--dtype auto` on a CPU: 8-bit weights and bfloat16 KV, as invariant as float32, and close to it on real text."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ import pytest
 import torch
 
 from common.engine.plan import Runner, StepPlan, StepRow
-from common.engine.precision import cpu_has_bfloat16
 from common.models.source import ModelFiles
 from tests.models.driver import GREEDY, Request, open_runner, run
 from tests.models.test_smollm2 import text_tokens
-
-pytestmark = pytest.mark.skipif(not cpu_has_bfloat16(), reason="auto is float32 on this CPU: tested as that")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +37,7 @@ def all_logits(runner: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def test_logits_have_the_same_bits_alone_in_a_batch_in_chunks_and_on_two_threads(runner: Any, smollm2: ModelFiles) -> None:
-    assert runner.decoder.dtype == runner.pool.dtype == torch.bfloat16
+    assert runner.decoder.layers[0].qkv.format == "int8" and runner.pool.dtype == torch.bfloat16
     prompt = text_tokens(smollm2, 200, seed=5)
     steps: list[torch.Tensor] = []
     forward = runner.decoder.forward
@@ -93,5 +90,5 @@ def test_it_is_close_to_float32_on_real_text(runner: Runner, smollm2: ModelFiles
     found = all_logits(runner, tokens).log_softmax(-1)
     errors = (found - exact)[:-1].gather(1, following).abs()
     assert errors.mean() < 0.05
-    assert (exact.exp() * (exact - found)).sum(-1).mean() < 2e-3  # KL divergence, nats
+    assert (exact.exp() * (exact - found)).sum(-1).mean() < 5e-3  # KL divergence, nats
     assert (found.argmax(-1) == exact.argmax(-1)).float().mean() > 0.95

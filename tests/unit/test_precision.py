@@ -32,12 +32,20 @@ def test_fp8_files_are_dequantised_on_a_cpu() -> None:
     assert resolve_precision("float32", "none", "auto", "cpu", checkpoint="fp8") == Precision("float32", "none", "float32")
 
 
+def test_auto_on_a_cpu_is_8_bit_weights() -> None:
+    assert resolve_precision("auto", "auto", "auto", "cpu") == Precision("float32", "int8", "bfloat16")
+    assert resolve_precision("float32", "int8", "auto", "cpu") == Precision("float32", "int8", "bfloat16")
+    assert resolve_precision("float32", "auto", "auto", "cpu") == Precision("float32", "none", "float32")
+    assert resolve_precision("bfloat16", "auto", "auto", "cpu") == Precision("bfloat16", "none", "bfloat16")
+
+
 @pytest.mark.parametrize(("flag", "compute"), [("avx512_bf16", "bfloat16"), ("avx512f", "float32")])
-def test_auto_on_a_cpu_is_bfloat16_where_the_cpu_computes_with_it(
+def test_without_8_bit_kernels_auto_on_a_cpu_is_bfloat16_where_the_cpu_computes_with_it(
     flag: str, compute: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: fpu sse2 {flag}\nbugs\t\t:\n")
     monkeypatch.setattr(precision, "_CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(precision, "has_int8", lambda: False)
     precision.cpu_has_bfloat16.cache_clear()
     try:
         assert resolve_precision("auto", "auto", "auto", "cpu") == Precision(compute, "none", compute)
@@ -50,8 +58,8 @@ def test_auto_on_a_cpu_is_bfloat16_where_the_cpu_computes_with_it(
     ("settings", "message"),
     [
         (("float16", "auto", "auto", "cpu"), "float16 is not supported on a CPU"),
-        (("auto", "fp8", "auto", "cpu"), "fp8 is not supported on a CPU"),
-        (("auto", "int8", "auto", "cpu"), "int8 is not supported on a CPU"),
+        (("auto", "fp8", "auto", "cpu"), "fp8 needs a GPU"),
+        (("bfloat16", "int8", "auto", "cpu"), "int8 goes with dtype float32 or auto"),
         (("auto", "auto", "fp8", "cpu"), "kv_cache_dtype fp8 needs a GPU"),
         (("auto", "int8", "auto", "cuda"), "int8 is for CPUs"),
         (("auto", "none", "float16", "cuda"), "float16 does not go with bfloat16"),

@@ -91,6 +91,11 @@ class WeightLoader:
             return pack_linear(weight, fused_bias)
         return pack_linear(weight, fused_bias, format=self.weights)
 
+    def pack_head(self, weight: torch.Tensor) -> LinearWeight:
+        """The lm_head: as the linears on a CPU, where it is a fifth of a small model's bytes; not in FP8, which it would suffer
+        from."""
+        return pack_linear(weight, format="int8" if self.weights == "int8" else "plain")
+
     def take_kv_scales(self, num_layers: int, num_kv_heads: int) -> torch.Tensor | None:
         """Scales of an FP8 KV cache, float32 [num_layers, 2, num_kv_heads] (K, V), if the files have some: stored = value /
         scale.

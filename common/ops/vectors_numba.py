@@ -1,0 +1,147 @@
+"""Products of many short bfloat16 vectors with a float32 one, as instructions: the one stays in registers, nothing is called.
+
+The many are given as their bits, int16.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
+_FLOATS, _HALVES = types.CPointer(types.float32), types.CPointer(types.int16)
+
+
+class _Vector:
+    """A vector of `size` floats as several machine vectors."""
+
+    def __init__(self, builder: Any, size: int) -> None:
+        self.builder = builder
+        self.lanes = next(lanes for lanes in (16, 8, 4, 2, 1) if size % lanes == 0)
+        self.kind = ir.VectorType(_F32, self.lanes)
+        self.starts = range(0, size, self.lanes)
+
+    def load(self, place: Any) -> list[Any]:
+        loads = [self.builder.load(self._at(place, start)) for start in self.starts]
+        for load in loads:
+            load.align = 4
+        return loads
+
+    def widen(self, place: Any) -> list[Any]:
+        """From bfloat16: the upper halves of float32 numbers."""
+        narrow, wide = ir.VectorType(ir.IntType(16), self.lanes), ir.VectorType(_I32, self.lanes)
+        values: list[Any] = []
+        for start in self.starts:
+            at = self.builder.bitcast(self.builder.gep(place, [ir.Constant(_I64, start)]), narrow.as_pointer())
+            bits = self.builder.load(at)
+            bits.align = 2
+            bits = self.builder.shl(self.builder.zext(bits, wide), ir.Constant(wide, [16] * self.lanes))
+            values.append(self.builder.bitcast(bits, self.kind))
+        return values
+
+    def store(self, values: list[Any], place: Any) -> None:
+        for start, value in zip(self.starts, values, strict=True):
+            self.builder.store(value, self._at(place, start)).align = 4
+
+    def spread(self, number: Any) -> Any:
+        nothing = ir.Constant(self.kind, ir.Undefined)
+        first = self.builder.insert_element(nothing, number, ir.Constant(_I32, 0))
+        return self.builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(_I32, self.lanes), [0] * self.lanes))
+
+    def add_product(self, total: Any, a: Any, b: Any) -> Any:
+        product = self.builder.fmul(a, b, flags=("contract",))
+        return self.builder.fadd(total, product, flags=("contract",))
+
+    def sum(self, value: Any) -> Any:
+        """The upper half onto the lower, until one number is left."""
+        lanes = self.lanes
+        while lanes > 1:
+            lanes //= 2
+            nothing = ir.Constant(value.type, ir.Undefined)
+            masks = [ir.Constant(ir.VectorType(_I32, lanes), list(range(at, at + lanes))) for at in (0, lanes)]
+            value = self.builder.fadd(*(self.builder.shuffle_vector(value, nothing, mask) for mask in masks))
+        return self.builder.extract_element(value, ir.Constant(_I32, 0))
+
+    def _at(self, place: Any, start: int) -> Any:
+        return self.builder.bitcast(self.builder.gep(place, [ir.Constant(_I64, start)]), self.kind.as_pointer())
+
+
+def _loop(builder: Any, count: Any, carried: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> list[Any]:
+    """`body(index, carried)` for index in range(count), at least once; returns what it carries at the end."""
+    before, loop, after = builder.block, builder.append_basic_block(), builder.append_basic_block()
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    index = builder.phi(_I64)
+    index.add_incoming(ir.Constant(_I64, 0), before)
+    values = [builder.phi(value.type) for value in carried]
+    for value, start in zip(values, carried, strict=True):
+        value.add_incoming(start, before)
+    following = builder.add(index, ir.Constant(_I64, 1))
+    results = body(index, values)
+    index.add_incoming(following, loop)
+    for value, result in zip(values, results, strict=True):
+        value.add_incoming(result, loop)
+    builder.cbranch(builder.icmp_signed("<", following, count), loop, after)
+    builder.position_at_end(after)
+    return results
+
+
+@cache
+def add_weighted(size: int) -> Any:
+    """add(sums, vectors, stride, weights, count): sums[size] += Σ weights[i] · vectors[i · stride:], in order; count ≥ 1."""
+
+    @intrinsic
+    def add(typing_context, sums, vectors, stride, weights, count):
+        signature = types.void(_FLOATS, _HALVES, types.int64, _FLOATS, types.int64)
+
+        def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
+            sums, vectors, stride, weights, count = args
+            vector = _Vector(builder, size)
+
+            def body(index: Any, totals: list[Any]) -> list[Any]:
+                weight = vector.spread(builder.load(builder.gep(weights, [index])))
+                parts = vector.widen(builder.gep(vectors, [builder.mul(index, stride)]))
+                return [vector.add_product(total, weight, part) for total, part in zip(totals, parts, strict=True)]
+
+            vector.store(_loop(builder, count, vector.load(sums), body), sums)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return add
+
+
+@cache
+def dot_products(size: int) -> Any:
+    """dot(query, vectors, stride, factor, products, count): products[i] = factor · (query[size] · vectors[i · stride:]);
+    count ≥ 1."""
+
+    @intrinsic
+    def dot(typing_context, query, vectors, stride, factor, products, count):
+        signature = types.void(_FLOATS, _HALVES, types.int64, types.float32, _FLOATS, types.int64)
+
+        def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
+            query, vectors, stride, factor, products, count = args
+            vector = _Vector(builder, size)
+            held = vector.load(query)
+
+            def body(index: Any, _: list[Any]) -> list[Any]:
+                parts = vector.widen(builder.gep(vectors, [builder.mul(index, stride)]))
+                total = builder.fmul(held[0], parts[0])
+                for mine, part in zip(held[1:], parts[1:], strict=True):
+                    total = vector.add_product(total, mine, part)
+                builder.store(builder.fmul(vector.sum(total), factor), builder.gep(products, [index]))
+                return []
+
+            _loop(builder, count, [], body)
+            return context.get_dummy_value()
+
+        return signature, generate
+
+    return dot
