@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from common.ops.tensors import Quantised
 
@@ -51,21 +54,27 @@ def quantise_int(x: torch.Tensor) -> Quantised:
     return made
 
 
-def linear_int8(
-    x: torch.Tensor | Quantised, tiles: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """x: float32 [rows, inputs], or quantised by one of these. tiles, scale: `pack_int8`; bias: float32 [outputs] or None.
+class Int8Arrays(NamedTuple):
+    """A packed weight as numpy sees it: tiles and scale as of `pack_int8`, bias float32 [outputs] or [0]."""
 
-    Returns float32 [rows, outputs].
-    """
+    tiles: NDArray[np.int8]
+    scale: NDArray[np.float32]
+    bias: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, tiles: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> Int8Arrays:
+        return cls(tiles.numpy(), scale.numpy(), (_NOTHING if bias is None else bias).numpy())
+
+
+def linear_int8(x: torch.Tensor | Quantised, weight: Int8Arrays) -> torch.Tensor:
+    """x: float32 [rows, inputs], or quantised by one of these. Returns float32 [rows, outputs]."""
     from common.ops import int8_numba
 
     quantised = x if isinstance(x, Quantised) else quantise_int(x)
-    out = torch.empty(len(quantised.data), len(scale))
-    added = _NOTHING if bias is None else bias
-    arrays = (quantised.data, quantised.scale, tiles, scale, added, out)
-    int8_numba.multiply(*(array.numpy() for array in arrays))
-    return out
+    data = quantised.data.numpy()
+    out = np.empty((data.shape[0], len(weight.scale)), np.float32)
+    int8_numba.multiply(data, quantised.scale.numpy(), weight.tiles, weight.scale, weight.bias, out)
+    return torch.from_numpy(out)
 
 
 def add_rms_norm_int8(residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float) -> Quantised:

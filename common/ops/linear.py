@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from common.ops.backend import on_device
-from common.ops.int8_cpu import linear_int8, pack_int8
+from common.ops.int8_cpu import Int8Arrays, linear_int8, pack_int8
 from common.ops.linear_cpu import can_pack, linear_onednn, linear_plain, pack
 from common.ops.linear_reference import linear_fp8_reference
 from common.ops.quantise import quantise_weight
@@ -30,7 +30,7 @@ class LinearWeight:
     "int8" tiles, see `int8_cpu`.
 
     bias: [out_features]. scale of "fp8": float32 [out], or [⌈out/128⌉, ⌈in/128⌉] for weights quantised in blocks of 128.
-    dtype: the model's, which "fp8" gives results in.
+    dtype: the model's, which "fp8" gives results in. arrays: of "int8".
     """
 
     data: torch.Tensor
@@ -40,6 +40,7 @@ class LinearWeight:
     format: Format
     scale: torch.Tensor | None = None
     dtype: torch.dtype = torch.bfloat16
+    arrays: Int8Arrays | None = None
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, format: PackFormat = "plain") -> LinearWeight:
@@ -57,7 +58,8 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, forma
     if format == "int8":
         tiles, scale = pack_int8(weight)
         bias = None if bias is None else bias.float()
-        return LinearWeight(tiles, bias, in_features, out_features, "int8", scale, torch.float32)
+        arrays = Int8Arrays.of(tiles, scale, bias)
+        return LinearWeight(tiles, bias, in_features, out_features, "int8", scale, torch.float32, arrays)
     if format == "fp8":
         data, scale = quantise_weight(weight)
         return LinearWeight(data, bias, in_features, out_features, "fp8", scale, weight.dtype)
@@ -109,9 +111,8 @@ def linear(x: Activation, weight: LinearWeight, *, split: bool = False) -> torch
         return linear_device(x, weight, split=split)
     if weight.format == "fp8":
         return linear_fp8_reference(x, weight.data, weight.scale, weight.bias, weight.dtype)
-    if weight.format == "int8":
-        assert weight.scale is not None
-        return linear_int8(x, weight.data, weight.scale, weight.bias)
+    if weight.arrays is not None:
+        return linear_int8(x, weight.arrays)
     assert not isinstance(x, Quantised)
     if weight.format == "onednn":
         return linear_onednn(x, weight.data, weight.bias)

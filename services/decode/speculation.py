@@ -231,7 +231,7 @@ class DraftBook:
         return usable
 
     def speculating(self) -> bool:
-        """Is there a proposal that the next step may verify? Then the tokens it follows must be known before that is planned."""
+        """May the next step verify a proposal? Then the tokens it follows must be known before that step is planned."""
         if len(self._mirrors) >= self.policy.max_step_tokens:
             return False
         return any(mirror.proposal and not mirror.pace.asleep for mirror in self._mirrors.values())
