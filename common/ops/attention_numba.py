@@ -76,8 +76,6 @@ def _narrow(bits, out):
 def attention(size: int) -> Any:
     """The kernel for heads of `size`, which is compiled in."""
 
-    dot, add = dot_products(size), add_weighted(size)
-
     @numba.njit(cache=True, nogil=True, boundscheck=False)
     def attend(qkv, heads, q_norm, k_norm, eps, angles, pool, layer, positions, rows, blocks, block_starts, scale, out):
         """qkv: float32 [≥ tokens, heads + 2 · kv_heads, size], Q and K changed in place. angles: float32 [positions, size].
@@ -112,7 +110,7 @@ def attention(size: int) -> Any:
                     count = min(block_tokens, keys - begin)
                     for member in range(group):
                         place = address(scores, member * longest + begin)
-                        dot(address(qkv, query + member * size), held, entry, factor, place, count)
+                        dot_products(size, address(qkv, query + member * size), held, entry, factor, place, count)
                 for member in range(group):
                     total = _softmax(scores[member, :keys], bits[:keys], weights[:keys])
                     place = address(out, (token * heads + kv_head * group + member) * size)
@@ -120,7 +118,7 @@ def attention(size: int) -> Any:
                         block = blocks[first + begin // block_tokens]
                         held = ((block * layers + layer) * 2 + 1) * block_tokens * entry + kv_head * size
                         count = min(block_tokens, keys - begin)
-                        add(place, address(pool, held), entry, address(weights, begin), count)
+                        add_weighted(size, place, address(pool, held), entry, address(weights, begin), count)
                     sums = numba.carray(place, (size,))
                     for i in range(size):
                         sums[i] /= total

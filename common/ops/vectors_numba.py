@@ -7,11 +7,11 @@ The many are given as their bits, int16.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core.errors import RequireLiteralValue
 from numba.extending import intrinsic
 
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -92,56 +92,53 @@ def _loop(builder: Any, count: Any, carried: list[Any], body: Callable[[Any, lis
     return results
 
 
-@cache
-def add_weighted(size: int) -> Any:
-    """add(sums, vectors, stride, weights, count): sums[size] += Σ weights[i] · vectors[i · stride:], in order; count ≥ 1."""
+@intrinsic(prefer_literal=True)
+def add_weighted(typing_context, size, sums, vectors, stride, weights, count):
+    """sums[size] += Σ weights[i] · vectors[i · stride:], in order; `size` a literal, count ≥ 1."""
+    literal = _literal(size)
+    signature = types.void(size, _FLOATS, _HALVES, types.int64, _FLOATS, types.int64)
 
-    @intrinsic
-    def add(typing_context, sums, vectors, stride, weights, count):
-        signature = types.void(_FLOATS, _HALVES, types.int64, _FLOATS, types.int64)
+    def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        _, sums, vectors, stride, weights, count = args
+        vector = _Vector(builder, literal)
 
-        def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
-            sums, vectors, stride, weights, count = args
-            vector = _Vector(builder, size)
+        def body(index: Any, totals: list[Any]) -> list[Any]:
+            weight = vector.spread(builder.load(builder.gep(weights, [index])))
+            parts = vector.widen(builder.gep(vectors, [builder.mul(index, stride)]))
+            return [vector.add_product(total, weight, part) for total, part in zip(totals, parts, strict=True)]
 
-            def body(index: Any, totals: list[Any]) -> list[Any]:
-                weight = vector.spread(builder.load(builder.gep(weights, [index])))
-                parts = vector.widen(builder.gep(vectors, [builder.mul(index, stride)]))
-                return [vector.add_product(total, weight, part) for total, part in zip(totals, parts, strict=True)]
+        vector.store(_loop(builder, count, vector.load(sums), body), sums)
+        return context.get_dummy_value()
 
-            vector.store(_loop(builder, count, vector.load(sums), body), sums)
-            return context.get_dummy_value()
-
-        return signature, generate
-
-    return add
+    return signature, generate
 
 
-@cache
-def dot_products(size: int) -> Any:
-    """dot(query, vectors, stride, factor, products, count): products[i] = factor · (query[size] · vectors[i · stride:]);
-    count ≥ 1."""
+@intrinsic(prefer_literal=True)
+def dot_products(typing_context, size, query, vectors, stride, factor, products, count):
+    """products[i] = factor · (query[size] · vectors[i · stride:]); `size` a literal, count ≥ 1."""
+    literal = _literal(size)
+    signature = types.void(size, _FLOATS, _HALVES, types.int64, types.float32, _FLOATS, types.int64)
 
-    @intrinsic
-    def dot(typing_context, query, vectors, stride, factor, products, count):
-        signature = types.void(_FLOATS, _HALVES, types.int64, types.float32, _FLOATS, types.int64)
+    def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        _, query, vectors, stride, factor, products, count = args
+        vector = _Vector(builder, literal)
+        held = vector.load(query)
 
-        def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
-            query, vectors, stride, factor, products, count = args
-            vector = _Vector(builder, size)
-            held = vector.load(query)
+        def body(index: Any, _: list[Any]) -> list[Any]:
+            parts = vector.widen(builder.gep(vectors, [builder.mul(index, stride)]))
+            total = builder.fmul(held[0], parts[0])
+            for mine, part in zip(held[1:], parts[1:], strict=True):
+                total = vector.add_product(total, mine, part)
+            builder.store(builder.fmul(vector.sum(total), factor), builder.gep(products, [index]))
+            return []
 
-            def body(index: Any, _: list[Any]) -> list[Any]:
-                parts = vector.widen(builder.gep(vectors, [builder.mul(index, stride)]))
-                total = builder.fmul(held[0], parts[0])
-                for mine, part in zip(held[1:], parts[1:], strict=True):
-                    total = vector.add_product(total, mine, part)
-                builder.store(builder.fmul(vector.sum(total), factor), builder.gep(products, [index]))
-                return []
+        _loop(builder, count, [], body)
+        return context.get_dummy_value()
 
-            _loop(builder, count, [], body)
-            return context.get_dummy_value()
+    return signature, generate
 
-        return signature, generate
 
-    return dot
+def _literal(size: Any) -> int:
+    if not isinstance(size, types.IntegerLiteral):
+        raise RequireLiteralValue("the size of a vector is compiled in")
+    return size.literal_value
