@@ -16,12 +16,11 @@ import numba
 import numpy as np
 
 from common.ops.address_numba import address
+from common.ops.compiled_numba import REASSOCIATING, compiled
 from common.ops.vectors_numba import add_weighted, dot_products
 
-_FAST = {"reassoc", "contract", "nsz"}
 
-
-@numba.njit(cache=True, nogil=True, boundscheck=False, fastmath=_FAST)
+@compiled(fastmath=REASSOCIATING)
 def _rotate(head, norm, eps, angles):
     """head: float32 [size], changed in place: normalised by `norm` [size or 0], then rotated, half against half. angles:
     [size], cosines and sines."""
@@ -40,7 +39,7 @@ def _rotate(head, norm, eps, angles):
         head[half + i] = second * angles[i] + first * angles[half + i]
 
 
-@numba.njit(cache=True, nogil=True, boundscheck=False, fastmath=_FAST)
+@compiled(fastmath=REASSOCIATING)
 def _softmax(scores, bits, weights):
     """scores: float32 [keys], in base 2. weights: 2^(score - highest). Returns their sum. 2^f by its Taylor series."""
     highest = scores[0]
@@ -65,7 +64,7 @@ def _softmax(scores, bits, weights):
     return total
 
 
-@numba.njit(cache=True, nogil=True, boundscheck=False)
+@compiled()
 def _narrow(bits, out):
     """bits: float32 as int32 [size]. out: int16, the nearest bfloat16, ties to even."""
     for i in range(len(bits)):
@@ -76,7 +75,7 @@ def _narrow(bits, out):
 def attention(size: int) -> Any:
     """The kernel for heads of `size`, which is compiled in."""
 
-    @numba.njit(cache=True, nogil=True, boundscheck=False)
+    @compiled()
     def attend(qkv, heads, q_norm, k_norm, eps, angles, pool, layer, positions, rows, blocks, block_starts, scale, out):
         """qkv: float32 [≥ tokens, heads + 2 · kv_heads, size], Q and K changed in place. angles: float32 [positions, size].
         pool: bfloat16 as int16 [num_blocks, layers, 2, block_tokens, kv_heads, size]. positions, rows: int64 [tokens], of each

@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from common.ops.address_numba import address
+from common.ops.compiled_numba import REASSOCIATING, compiled
 from common.ops.int8_cpu import LANES, LARGEST
 
 CHUNK_PAIRS = 1024
@@ -101,7 +101,7 @@ def _prefetch(builder: Any, place: Any) -> None:
 _dot1, _dot2, _dot4, _dot8, _dot16 = (_dot_tile(rows) for rows in (1, 2, 4, 8, 16))
 
 
-@numba.njit(cache=True, nogil=True, boundscheck=False)
+@compiled()
 def multiply(data, row_scale, tiles, scale, bias, out):
     """data: int16 [rows, 2 · pairs]; row_scale: float32 [rows]; tiles: int8 [⌈outputs / 16⌉, pairs, 16, 2]; scale, bias:
     float32 [outputs], bias possibly empty. out: float32 [rows, outputs]."""
@@ -139,7 +139,7 @@ def multiply(data, row_scale, tiles, scale, bias, out):
             row += count
 
 
-@numba.njit(cache=True, nogil=True, boundscheck=False, fastmath={"reassoc", "contract", "nsz"})
+@compiled(fastmath=REASSOCIATING)
 def _quantise_row(x, data):
     """x: float32 [size]; data: int16 [≥ size], gets round(x / scale), and zeros behind. Returns the scale."""
     largest = np.float32(0)
@@ -153,14 +153,14 @@ def _quantise_row(x, data):
     return scale
 
 
-@numba.njit(cache=True, nogil=True, boundscheck=False)
+@compiled()
 def quantise(x, data, row_scale):
     """x: float32 [rows, size]. data: int16 [rows, size rounded up to even]; row_scale: float32 [rows]."""
     for row in range(x.shape[0]):
         row_scale[row] = _quantise_row(x[row], data[row])
 
 
-@numba.njit(cache=True, nogil=True, boundscheck=False, fastmath={"reassoc", "contract", "nsz"})
+@compiled(fastmath=REASSOCIATING)
 def _normalise(residual, weight, eps, out):
     total = np.float32(0)
     for i in range(len(residual)):
@@ -170,7 +170,7 @@ def _normalise(residual, weight, eps, out):
         out[i] = residual[i] * factor * weight[i]
 
 
-@numba.njit(cache=True, nogil=True, boundscheck=False)
+@compiled()
 def add_norm_quantise(residual, delta, weight, eps, data, row_scale):
     """residual: float32 [rows, size], changed in place: + delta, [rows, size] or [0, 0]. data, row_scale: see `quantise`."""
     rows, size = residual.shape
@@ -183,7 +183,7 @@ def add_norm_quantise(residual, delta, weight, eps, data, row_scale):
         row_scale[row] = _quantise_row(normal, data[row])
 
 
-@numba.njit(cache=True, nogil=True, boundscheck=False, fastmath={"contract", "nsz"})
+@compiled(fastmath=frozenset({"contract", "nsz"}))
 def _gate(both, size, bits, mantissas, out):
     """both: float32 [2 · size]. out: silu of the first half times the second; e^-x is 2^n · 2^f, f by its Taylor series."""
     for i in range(size):
@@ -202,7 +202,7 @@ def _gate(both, size, bits, mantissas, out):
         out[i] = both[i] / (np.float32(1) + mantissas[i] * powers[i]) * both[size + i]
 
 
-@numba.njit(cache=True, nogil=True, boundscheck=False)
+@compiled()
 def gate_quantise(both, data, row_scale):
     """both: float32 [rows, 2 · size], gate and up. data, row_scale: silu(gate) · up, see `quantise`."""
     rows, size = both.shape[0], both.shape[1] // 2
