@@ -60,7 +60,8 @@ class TorchRunner:
         self._prepared = threading.local()
         self._pool_of_threads = ThreadPoolExecutor(threads, thread_name_prefix="rows")
         self._sampled: list[int] = []
-        self._rope = decoder.rope.table(config.max_context) if fused else None
+        self._rope = decoder.rope.table(config.max_context).numpy() if fused else None
+        self._pool_bits = pool.view(torch.int16).numpy() if fused else np.empty(0, np.int16)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """:raises InvalidParameter: if a row can't be run; nothing has been written then."""
@@ -149,7 +150,7 @@ class TorchRunner:
         held = [len(row.blocks) for row in rows]
         return FusedCpuAttention(
             self.decoder.config,
-            self.pool,
+            self._pool_bits,
             self._rope,
             positions=positions,
             rows=np.repeat(np.arange(len(rows)), counts),

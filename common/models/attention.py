@@ -108,13 +108,13 @@ class DeviceAttention:
 class FusedCpuAttention:
     """For the 8-bit engine on a CPU and a bfloat16 pool; see `ops.attention_numba`.
 
-    rope: float32 [max_positions, head_dim], cosines then sines.
+    pool: its bits, int16. rope: float32 [max_positions, head_dim], cosines then sines.
     positions, rows: int64 [tokens]; blocks: int64, those of row r from block_starts[r] on.
     """
 
     config: ModelConfig
-    pool: torch.Tensor
-    rope: torch.Tensor
+    pool: NDArray[np.int16]
+    rope: NDArray[np.float32]
     positions: NDArray[np.int64]
     rows: NDArray[np.int64]
     blocks: NDArray[np.int64]
@@ -124,24 +124,24 @@ class FusedCpuAttention:
         from common.ops.attention_numba import attention
 
         heads, size = self.config.num_heads, self.config.head_dim
-        out = torch.zeros(len(qkv), heads, size)
-        attention(size)(
-            qkv.view(len(qkv), -1, size).numpy(),
+        out = np.zeros((len(qkv), heads, size), np.float32)
+        attention(size, heads // self.config.num_kv_heads)(
+            qkv.numpy().reshape(len(out), -1, size),
             heads,
             _NO_NORM if norms.q_norm is None else norms.q_norm.numpy(),
             _NO_NORM if norms.k_norm is None else norms.k_norm.numpy(),
             self.config.rms_eps,
-            self.rope.numpy(),
-            self.pool.view(torch.int16).numpy(),
+            self.rope,
+            self.pool,
             layer,
             self.positions,
             self.rows,
             self.blocks,
             self.block_starts,
             size**-0.5,
-            out.numpy(),
+            out,
         )
-        return out.flatten(1)
+        return torch.from_numpy(out.reshape(len(out), -1))
 
 
 _NO_NORM = np.empty(0, np.float32)

@@ -5,7 +5,7 @@ reads; everything else is float32. A query is computed by itself, over its keys 
 batch, on chunks or on whether it was guessed before.
 """
 
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
 import math
@@ -71,9 +71,17 @@ def _narrow(bits, out):
         out[i] = np.int16((bits[i] + np.int32(0x7FFF) + ((bits[i] >> np.int32(16)) & np.int32(1))) >> np.int32(16))
 
 
+_REGISTERS = 20
+"""Vectors of 16 numbers that queries, or sums, of heads computed together may take, of AVX-512's 32."""
+
+
 @cache
-def attention(size: int) -> Any:
-    """The kernel for heads of `size`, which is compiled in."""
+def attention(size: int, group: int) -> Any:
+    """The kernel for heads of `size`, `group` of which share a KV head; both are compiled in."""
+    vectors = -(-size // 16)
+    together = max(
+        heads for heads in range(1, group + 1) if group % heads == 0 and (heads == 1 or heads * vectors <= _REGISTERS)
+    )
 
     @compiled()
     def attend(qkv, heads, q_norm, k_norm, eps, angles, pool, layer, positions, rows, blocks, block_starts, scale, out):
@@ -81,7 +89,7 @@ def attention(size: int) -> Any:
         pool: bfloat16 as int16 [num_blocks, layers, 2, block_tokens, kv_heads, size]. positions, rows: int64 [tokens], of each
         token; row r's blocks are blocks[block_starts[r]:], int64. out: float32 [≥ tokens, heads, size]; the rest stays."""
         layers, _, block_tokens, kv_heads, _ = pool.shape[1:]
-        group, tokens, entry = heads // kv_heads, len(positions), kv_heads * size
+        tokens, entry = len(positions), kv_heads * size
         bits_of = qkv.view(np.int32)
         longest = 0
         for token in range(tokens):
@@ -95,7 +103,8 @@ def attention(size: int) -> Any:
                 _narrow(bits_of[token, heads + kv_heads + head], place[1, position % block_tokens, head])
         out[:tokens] = 0
         scores = np.empty((group, longest), np.float32)
-        weights, bits = np.empty(longest, np.float32), np.empty(longest, np.int32)
+        weights, bits = np.empty((group, longest), np.float32), np.empty(longest, np.int32)
+        totals = np.empty(group, np.float32)
         factor = np.float32(scale * 1.4426950408889634)
         width = (heads + 2 * kv_heads) * size
         for token in range(tokens):
@@ -107,19 +116,23 @@ def attention(size: int) -> Any:
                     block = blocks[first + begin // block_tokens]
                     held = address(pool, (block * layers + layer) * 2 * block_tokens * entry + kv_head * size)
                     count = min(block_tokens, keys - begin)
-                    for member in range(group):
+                    for member in range(0, group, together):
                         place = address(scores, member * longest + begin)
-                        dot_products(size, address(qkv, query + member * size), held, entry, factor, place, count)
+                        queries = address(qkv, query + member * size)
+                        dot_products(size, together, queries, held, entry, factor, place, longest, count)
+                place = (token * heads + kv_head * group) * size
                 for member in range(group):
-                    total = _softmax(scores[member, :keys], bits[:keys], weights[:keys])
-                    place = address(out, (token * heads + kv_head * group + member) * size)
-                    for begin in range(0, keys, block_tokens):
-                        block = blocks[first + begin // block_tokens]
-                        held = ((block * layers + layer) * 2 + 1) * block_tokens * entry + kv_head * size
-                        count = min(block_tokens, keys - begin)
-                        add_weighted(size, place, address(pool, held), entry, address(weights, begin), count)
-                    sums = numba.carray(place, (size,))
+                    totals[member] = _softmax(scores[member, :keys], bits[:keys], weights[member, :keys])
+                for begin in range(0, keys, block_tokens):
+                    block = blocks[first + begin // block_tokens]
+                    held = address(pool, ((block * layers + layer) * 2 + 1) * block_tokens * entry + kv_head * size)
+                    count = min(block_tokens, keys - begin)
+                    for member in range(0, group, together):
+                        sums, shares = address(out, place + member * size), address(weights, member * longest + begin)
+                        add_weighted(size, together, sums, held, entry, shares, longest, count)
+                for member in range(group):
+                    sums = numba.carray(address(out, place + member * size), (size,))
                     for i in range(size):
-                        sums[i] /= total
+                        sums[i] /= totals[member]
 
     return attend

@@ -93,43 +93,56 @@ def _loop(builder: Any, count: Any, carried: list[Any], body: Callable[[Any, lis
 
 
 @intrinsic(prefer_literal=True)
-def add_weighted(typing_context, size, sums, vectors, stride, weights, count):
-    """sums[size] += Σ weights[i] · vectors[i · stride:], in order; `size` a literal, count ≥ 1."""
-    literal = _literal(size)
-    signature = types.void(size, _FLOATS, _HALVES, types.int64, _FLOATS, types.int64)
+def add_weighted(typing_context, size, heads, sums, vectors, stride, weights, weight_stride, count):
+    """For each of `heads`: sums[head · size:][:size] += Σ weights[head · weight_stride + i] · vectors[i · stride:], in order.
+    `size` and `heads` are literals; count ≥ 1."""
+    length, num_heads = _literal(size), _literal(heads)
+    signature = types.void(size, heads, _FLOATS, _HALVES, types.int64, _FLOATS, types.int64, types.int64)
 
     def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        _, sums, vectors, stride, weights, count = args
-        vector = _Vector(builder, literal)
+        _, _, sums, vectors, stride, weights, weight_stride, count = args
+        vector = _Vector(builder, length)
+        places = [builder.gep(sums, [ir.Constant(_I64, head * length)]) for head in range(num_heads)]
+        firsts = [builder.gep(weights, [builder.mul(weight_stride, ir.Constant(_I64, head))]) for head in range(num_heads)]
+        width = len(vector.starts)
 
         def body(index: Any, totals: list[Any]) -> list[Any]:
-            weight = vector.spread(builder.load(builder.gep(weights, [index])))
             parts = vector.widen(builder.gep(vectors, [builder.mul(index, stride)]))
-            return [vector.add_product(total, weight, part) for total, part in zip(totals, parts, strict=True)]
+            results: list[Any] = []
+            for head, first in enumerate(firsts):
+                weight = vector.spread(builder.load(builder.gep(first, [index])))
+                mine = totals[head * width : (head + 1) * width]
+                results += [vector.add_product(total, weight, part) for total, part in zip(mine, parts, strict=True)]
+            return results
 
-        vector.store(_loop(builder, count, vector.load(sums), body), sums)
+        results = _loop(builder, count, [value for place in places for value in vector.load(place)], body)
+        for head, place in enumerate(places):
+            vector.store(results[head * width : (head + 1) * width], place)
         return context.get_dummy_value()
 
     return signature, generate
 
 
 @intrinsic(prefer_literal=True)
-def dot_products(typing_context, size, query, vectors, stride, factor, products, count):
-    """products[i] = factor · (query[size] · vectors[i · stride:]); `size` a literal, count ≥ 1."""
-    literal = _literal(size)
-    signature = types.void(size, _FLOATS, _HALVES, types.int64, types.float32, _FLOATS, types.int64)
+def dot_products(typing_context, size, heads, queries, vectors, stride, factor, products, product_stride, count):
+    """For each of `heads`: products[head · product_stride + i] = factor · (queries[head · size:][:size] ·
+    vectors[i · stride:]). `size` and `heads` are literals; count ≥ 1."""
+    length, num_heads = _literal(size), _literal(heads)
+    signature = types.void(size, heads, _FLOATS, _HALVES, types.int64, types.float32, _FLOATS, types.int64, types.int64)
 
     def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        _, query, vectors, stride, factor, products, count = args
-        vector = _Vector(builder, literal)
-        held = vector.load(query)
+        _, _, queries, vectors, stride, factor, products, product_stride, count = args
+        vector = _Vector(builder, length)
+        held = [vector.load(builder.gep(queries, [ir.Constant(_I64, head * length)])) for head in range(num_heads)]
+        firsts = [builder.gep(products, [builder.mul(product_stride, ir.Constant(_I64, head))]) for head in range(num_heads)]
 
         def body(index: Any, _: list[Any]) -> list[Any]:
             parts = vector.widen(builder.gep(vectors, [builder.mul(index, stride)]))
-            total = builder.fmul(held[0], parts[0])
-            for mine, part in zip(held[1:], parts[1:], strict=True):
-                total = vector.add_product(total, mine, part)
-            builder.store(builder.fmul(vector.sum(total), factor), builder.gep(products, [index]))
+            for query, first in zip(held, firsts, strict=True):
+                total = builder.fmul(query[0], parts[0])
+                for mine, part in zip(query[1:], parts[1:], strict=True):
+                    total = vector.add_product(total, mine, part)
+                builder.store(builder.fmul(vector.sum(total), factor), builder.gep(first, [index]))
             return []
 
         _loop(builder, count, [], body)
@@ -138,7 +151,7 @@ def dot_products(typing_context, size, query, vectors, stride, factor, products,
     return signature, generate
 
 
-def _literal(size: Any) -> int:
-    if not isinstance(size, types.IntegerLiteral):
-        raise RequireLiteralValue("the size of a vector is compiled in")
-    return size.literal_value
+def _literal(number: Any) -> int:
+    if not isinstance(number, types.IntegerLiteral):
+        raise RequireLiteralValue("sizes of vectors are compiled in")
+    return number.literal_value

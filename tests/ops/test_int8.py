@@ -103,7 +103,7 @@ def test_attention_is_that_of_the_reference(heads: int, kv_heads: int, size: int
     given = qkv.clone()
     out = torch.full((tokens, heads, size), torch.nan)
     nothing = np.empty(0, np.float32)
-    attention(size)(
+    attention(size, heads // kv_heads)(
         qkv.numpy(),
         heads,
         norms[0].numpy() if normed else nothing,
