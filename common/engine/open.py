@@ -7,6 +7,7 @@ gets what the weights leave, so the segment comes last; it holds generations, an
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Thread
 
 import msgspec
 
@@ -71,7 +72,7 @@ def _open_on_cpu(files: ModelFiles, settings: EngineConfig, shm_dir: str, segmen
         if settings.engine == "torch":
             from common.ops.huge_pages_cpu import use_huge_pages
 
-            use_huge_pages()
+            Thread(target=use_huge_pages, name="huge-pages", daemon=True).start()  # steps get faster; nobody waits for it
         return Engine(runner, segment)
     except BaseException:
         segment.close()
