@@ -1,8 +1,8 @@
 """Runs step plans on a decoder: flattens a ragged batch, computes it, samples.
 
 Tokens of a step are laid out with the one-token rows (decoding) first, longest context first, so that attention can take
-them as one slice; then every other row. The flat batch is padded to one of few sizes, because a matrix kernel is compiled for
-each size that it meets.
+them as one slice; then every other row. The flat batch is padded to one of few sizes, because oneDNN compiles a matrix
+kernel for each size that it meets; 8-bit weights need no padding, and their rows are shared out among threads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _ROWS_PER_THREAD = 4
 class TorchRunner:
     """`plan.Runner` over a decoder.
 
-    pool: [num_blocks, layers, 2, block_tokens, kv_heads, head_dim], contiguous, in the decoder's dtype.
+    pool: [num_blocks, layers, 2, block_tokens, kv_heads, head_dim], contiguous, in the decoder's dtype; bfloat16 for 8-bit
+    weights.
 
     :raises ConfigError: if the pool's shape or dtype is not the model's.
     """
@@ -58,7 +59,7 @@ class TorchRunner:
         self._threads = threads
         self._scratch = Scratch()
         self._prepared = threading.local()
-        self._pool_of_threads = ThreadPoolExecutor(threads, thread_name_prefix="rows")
+        self._row_threads = ThreadPoolExecutor(threads, thread_name_prefix="rows")
         self._sampled: list[int] = []
         self._rope = decoder.rope.table(config.max_context).numpy() if fused else None
         self._pool_bits = pool.view(torch.int16).numpy() if fused else np.empty(0, np.int16)
@@ -72,21 +73,21 @@ class TorchRunner:
         resolve_feeds(plan, self._sampled)
         for row in plan.rows:
             self._check(row)
-        logits = torch.cat(self._logits(plan.rows)).float()
+        logits = self._logits(plan.rows).float()
         with torch.inference_mode():
             samples = sample_rows(logits, plan.rows)
         self._sampled = [token for row in samples for token in row.tokens]
         return StepResult(rows=samples, elapsed_s=time.perf_counter() - begun)
 
-    def _logits(self, rows: Sequence[StepRow]) -> list[torch.Tensor]:
-        """Of all rows, in pieces. The 8-bit kernels use one thread each and give a row the same bits in any company, so several
+    def _logits(self, rows: Sequence[StepRow]) -> torch.Tensor:
+        """[samples, vocab_size]. The 8-bit kernels use one thread each and give a row the same bits in any company, so several
         threads take a share of the rows each."""
         shares = min(self._threads, len(rows) // _ROWS_PER_THREAD) if self._rope is not None else 1
         if shares < 2:
-            return [self.decoder.forward(self._inputs(rows))]
+            return self.decoder.forward(self._inputs(rows))
         bounds = [len(rows) * share // shares for share in range(shares + 1)]
         parts = [rows[begin:end] for begin, end in pairwise(bounds)]
-        return list(self._pool_of_threads.map(lambda part: self.decoder.forward(self._inputs(part)), parts))
+        return torch.cat(list(self._row_threads.map(lambda part: self.decoder.forward(self._inputs(part)), parts)))
 
     def submit(self, plan: StepPlan) -> LaterStep:
         return LaterStep(self, plan)
@@ -118,8 +119,7 @@ class TorchRunner:
         num_tokens = int(counts.sum())
         positions = np.repeat(starts - firsts, counts) + np.arange(num_tokens)
         tokens = np.fromiter((token for i in order for token in rows[i].tokens), np.int64, num_tokens)
-        blocks = np.concatenate([self._blocks_of(rows[i]) for i in order])
-        padding = padded_size(num_tokens) - num_tokens
+        padding = 0 if self._rope is not None else padded_size(num_tokens) - num_tokens
 
         first_of = dict(zip(order, firsts.tolist(), strict=True))
         samples = [
@@ -130,6 +130,7 @@ class TorchRunner:
         else:
             clear_tails(self.pool, [tail for row in rows if (tail := self._new_tail(row))])
             placed = [AttentionRow(first_of[i], len(rows[i].tokens), rows[i].start, rows[i].blocks) for i in order]
+            blocks = np.concatenate([self._blocks_of(rows[i]) for i in order])
             attention = self._plain(placed, blocks, np.pad(positions, (0, padding), mode="edge"))
         return Inputs(
             tokens=torch.from_numpy(np.pad(tokens, (0, padding), mode="edge")),

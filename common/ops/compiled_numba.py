@@ -1,14 +1,30 @@
-"""How kernels for a CPU are compiled: without the interpreter's lock, without bounds checks, and kept between starts."""
+"""How kernels for a CPU are compiled: without the interpreter's lock, without bounds checks, and kept between starts.
+
+They are kept beside the GPU's, in a folder for these very sources: Numba itself looks only at the file that a kernel is in, and
+would go on with old code when a file changes that the kernel is made of.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numba
+from numba.core import config
+
+from common.ops.tuning import cache_directory
 
 REASSOCIATING = frozenset({"reassoc", "contract", "nsz"})
 """Sums may be taken in the order that suits vectors: the same one for every row, since the code is the same."""
+
+
+_SOURCES = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*_numba.py")))
+
+config.CACHE_DIR = str(  # pyright: ignore[reportAttributeAccessIssue]
+    cache_directory() / f"numba-{hashlib.sha256(_SOURCES).hexdigest()[:12]}"
+)
 
 
 def compiled(*, fastmath: frozenset[str] = frozenset()) -> Callable[[Callable[..., Any]], Any]:

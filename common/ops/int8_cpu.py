@@ -5,8 +5,6 @@ Activations travel as `Quantised`: int16 data of 14 bits, one float32 scale per 
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
@@ -20,11 +18,6 @@ LARGEST = 8191
 
 LANES = 16
 """Outputs that are computed together."""
-
-
-@cache
-def is_available() -> bool:
-    return find_spec("numba") is not None
 
 
 def pack_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 
 from common.engine.plan import Runner, StepPlan, StepRow
 from common.models.source import ModelFiles
+from common.protocol.messages import SamplingParams
 from tests.models.driver import GREEDY, Request, open_runner, run
 from tests.models.test_smollm2 import text_tokens
 
@@ -64,6 +65,18 @@ def test_logits_have_the_same_bits_alone_in_a_batch_in_chunks_and_on_two_threads
     finally:
         runner.decoder.forward = forward
         torch.set_num_threads(threads)
+
+
+def test_rows_shared_out_among_threads_give_the_same_tokens_and_logprobs(runner: Any, smollm2: ModelFiles) -> None:
+    params = SamplingParams(temperature=0.8, seed=3, logprobs=2)
+    blocks = [[3 * row, 3 * row + 1, 3 * row + 2] for row in range(13)]
+    prompts = [text_tokens(smollm2, 3 + 3 * row, seed=row) for row in range(13)]
+    rows = [
+        StepRow(prompt, 0, held, int(row % 5 > 0), params, len(prompt))
+        for row, (prompt, held) in enumerate(zip(prompts, blocks, strict=True))
+    ]
+    threaded = open_runner(smollm2, dtype="auto", threads=3)
+    assert threaded.execute(StepPlan(0, rows)).rows == runner.execute(StepPlan(0, rows)).rows
 
 
 def test_a_prompt_s_logits_are_those_of_one_token_at_a_time(runner: Any, smollm2: ModelFiles) -> None:
