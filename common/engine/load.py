@@ -188,13 +188,15 @@ def _cpu_runner(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
-    from common.engine.runner import TorchRunner
-
     threads = engine.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     decoder, precision = _decoder(files, model, engine, "cpu", on_progress)
     pool = kv_pool(segment_blocks, model, engine.block_tokens, getattr(torch, precision.kv))
-    return TorchRunner(decoder, pool, fingerprint=layout.fingerprint, threads=threads)
+    if precision.weights == "int8":
+        from common.engine.int8_runner import Int8Runner as CpuRunner
+    else:
+        from common.engine.torch_runner import TorchRunner as CpuRunner
+    return CpuRunner(decoder, pool, fingerprint=layout.fingerprint, threads=threads)
 
 
 def _device_runner(

@@ -9,9 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from common.models.config import ModelConfig
 from common.ops.paged_attention import AttentionPlan, DevicePlan, paged_attention
@@ -102,46 +100,3 @@ class DeviceAttention:
         scale = self.config.head_dim**-0.5
         attended = paged_attention(query, self.pool, layer, self.plan, scale, key=key, value=value, kv_scale=self.kv_scale)
         return attended.flatten(1)
-
-
-@dataclass(slots=True)
-class FusedCpuAttention:
-    """For the 8-bit engine on a CPU and a bfloat16 pool; see `ops.attention_numba`.
-
-    pool: its bits, int16. rope: float32 [max_positions, head_dim], cosines then sines.
-    positions, rows: int64 [tokens]; blocks: int64, those of row r from block_starts[r] on.
-    """
-
-    config: ModelConfig
-    pool: NDArray[np.int16]
-    rope: NDArray[np.float32]
-    positions: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    blocks: NDArray[np.int64]
-    block_starts: NDArray[np.int64]
-
-    def __call__(self, qkv: torch.Tensor, norms: HeadNorms, layer: int) -> torch.Tensor:
-        from common.ops.attention_numba import attention
-
-        heads, size = self.config.num_heads, self.config.head_dim
-        out = np.zeros((len(qkv), heads, size), np.float32)
-        attention(size, heads // self.config.num_kv_heads)(
-            qkv.numpy().reshape(len(out), -1, size),
-            heads,
-            _NO_NORM if norms.q_norm is None else norms.q_norm.numpy(),
-            _NO_NORM if norms.k_norm is None else norms.k_norm.numpy(),
-            self.config.rms_eps,
-            self.rope,
-            self.pool,
-            layer,
-            self.positions,
-            self.rows,
-            self.blocks,
-            self.block_starts,
-            size**-0.5,
-            out,
-        )
-        return torch.from_numpy(out.reshape(len(out), -1))
-
-
-_NO_NORM = np.empty(0, np.float32)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from common.ops.backend import on_device
-from common.ops.int8_cpu import add_rms_norm_int8
+from common.ops.quantise import quantise_rows
 from common.ops.rms_norm import rms_norm
 from common.ops.tensors import Activation
 
@@ -18,7 +18,7 @@ def add_rms_norm(
 
     Returns RMSNorm(residual) · weight [rows, size] in that dtype; with `quantise` in float8_e4m3fn, a row's scale being its
     largest magnitude / 448 (of the values before they are rounded to the dtype), and never zero. A row's bits don't depend on
-    the other rows. On a CPU it is quantised for `int8_cpu`.
+    the other rows.
 
     :raises ValueError: if the shapes or dtypes don't fit.
     """
@@ -36,12 +36,10 @@ def add_rms_norm(
         from common.ops.add_rms_norm_triton import add_rms_norm_triton
 
         return add_rms_norm_triton(residual, delta, weight, eps, quantise=quantise)
-    if quantise:
-        if residual.dtype != torch.float32 or (delta is not None and delta.ndim != 2):
-            raise ValueError("on a CPU activations are quantised from float32, without partials")
-        return add_rms_norm_int8(residual, delta, weight, eps)
     if delta is not None:
         residual.add_(delta if delta.ndim == 2 else _total(delta))
+    if quantise:
+        return quantise_rows(rms_norm(residual.float(), weight.float(), eps))
     return rms_norm(residual, weight, eps)
 
 

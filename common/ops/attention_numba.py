@@ -1,8 +1,8 @@
-"""Attention of a step on a CPU in one call a layer: QK norm, rotation, the write into the pool, and softmax over paged KV.
+"""Attention of the 8-bit engine on a CPU: QK norm, rotation and the write into the pool; then softmax over paged KV.
 
-For the 8-bit engine, where every call of a library would cost as much as what it does. KV is bfloat16, which halves what a step
-reads; everything else is float32. A query is computed by itself, over its keys from position 0 on: its bits don't depend on the
-batch, on chunks or on whether it was guessed before.
+KV is bfloat16, which halves what a step reads; everything else is float32. A query is computed by itself, over its keys from
+position 0 on: its bits don't depend on the batch, on chunks or on whether it was guessed before. Kernels are parts of
+`forward_numba`.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportPrivateImportUsage=false
@@ -10,14 +10,27 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
-import numba
 import numpy as np
+from numpy.typing import NDArray
 
-from common.ops.address_numba import address
+from common.ops.address_numba import address, prefetch
 from common.ops.compiled_numba import REASSOCIATING, compiled
 from common.ops.vectors_numba import add_weighted, dot_products
+
+
+class Step(NamedTuple):
+    """Where a step's tokens are. positions, rows: int64 [tokens], of each token; blocks: int64, those of row r from
+    block_starts[r] on. pool: bfloat16 as int16 [num_blocks, layers, 2, block_tokens, kv_heads, size]. rope: float32
+    [positions, size], cosines, then sines."""
+
+    positions: NDArray[np.int64]
+    rows: NDArray[np.int64]
+    blocks: NDArray[np.int64]
+    block_starts: NDArray[np.int64]
+    pool: NDArray[np.int16]
+    rope: NDArray[np.float32]
 
 
 @compiled(fastmath=REASSOCIATING)
@@ -75,6 +88,30 @@ _REGISTERS = 20
 """Vectors of 16 numbers that queries, or sums, of heads computed together may take, of AVX-512's 32."""
 
 
+@compiled()
+def write_kv(token, step, heads, q_norms, k_norms, layer, eps, qkv):
+    """Rotates Q and K of `token` in place, and writes its K and V into the pool. step: a `Step`.
+
+    qkv: float32 [tokens, (heads + 2 · kv_heads) · size or more]. q_norms, k_norms: [layers, size], or [layers, 0]."""
+    pool, position = step.pool, step.positions[token]
+    _, _, _, block_tokens, kv_heads, size = pool.shape
+    mine = qkv[token, : (heads + 2 * kv_heads) * size].reshape(-1, size)
+    for head in range(heads + kv_heads):
+        _rotate(mine[head], q_norms[layer] if head < heads else k_norms[layer], eps, step.rope[position])
+    place = pool[step.blocks[step.block_starts[step.rows[token]] + position // block_tokens], layer]
+    bits = mine.view(np.int32)
+    for head in range(kv_heads):
+        _narrow(bits[heads + head], place[0, position % block_tokens, head])
+        _narrow(bits[heads + kv_heads + head], place[1, position % block_tokens, head])
+
+
+@compiled()
+def _announce(pool, start, rows, row_size):
+    """`rows` rows of the pool, whole, from `start` on, will be read next: blocks lie anywhere, and a CPU sees no pattern."""
+    for at in range(0, rows * row_size, 32):
+        prefetch(address(pool, start + at))
+
+
 @cache
 def attention(size: int, group: int) -> Any:
     """The kernel for heads of `size`, `group` of which share a KV head; both are compiled in."""
@@ -84,55 +121,51 @@ def attention(size: int, group: int) -> Any:
     )
 
     @compiled()
-    def attend(qkv, heads, q_norm, k_norm, eps, angles, pool, layer, positions, rows, blocks, block_starts, scale, out):
-        """qkv: float32 [≥ tokens, heads + 2 · kv_heads, size], Q and K changed in place. angles: float32 [positions, size].
-        pool: bfloat16 as int16 [num_blocks, layers, 2, block_tokens, kv_heads, size]. positions, rows: int64 [tokens], of each
-        token; row r's blocks are blocks[block_starts[r]:], int64. out: float32 [≥ tokens, heads, size]; the rest stays."""
-        layers, _, block_tokens, kv_heads, _ = pool.shape[1:]
-        tokens, entry = len(positions), kv_heads * size
-        bits_of = qkv.view(np.int32)
-        longest = 0
-        for token in range(tokens):
-            position = positions[token]
-            longest = max(longest, position + 1)
-            for head in range(heads + kv_heads):
-                _rotate(qkv[token, head], q_norm if head < heads else k_norm, eps, angles[position])
-            place = pool[blocks[block_starts[rows[token]] + position // block_tokens], layer]
-            for head in range(kv_heads):
-                _narrow(bits_of[token, heads + head], place[0, position % block_tokens, head])
-                _narrow(bits_of[token, heads + kv_heads + head], place[1, position % block_tokens, head])
-        out[:tokens] = 0
-        scores = np.empty((group, longest), np.float32)
-        weights, bits = np.empty((group, longest), np.float32), np.empty(longest, np.int32)
-        totals = np.empty(group, np.float32)
+    def attend(part, splits, step, wanted, layer, scale, qkv, out):
+        """part: splits · an index into `wanted` (int64, indices of tokens) + one of `splits` equal shares of its KV heads.
+        out: float32 [≥ wanted, ≥ heads · size], a row for each. qkv: see `write_kv`; every key that a token sees is in the
+        pool."""
+        pool = step.pool
+        _, layers, _, block_tokens, kv_heads, _ = pool.shape
+        entry = kv_heads * size
+        index, share = divmod(part, splits)
+        first_head, heads = share * kv_heads // splits, group * kv_heads // splits
+        token = wanted[index]
+        keys = step.positions[token] + 1
+        num_blocks = -(-keys // block_tokens)
+        table = step.block_starts[step.rows[token]]
+        starts = np.empty(num_blocks, np.int64)
+        for at in range(num_blocks):
+            starts[at] = (step.blocks[table + at] * layers + layer) * 2 * block_tokens * entry
+        scores, weights = np.empty((heads, keys), np.float32), np.empty((heads, keys), np.float32)
+        bits, totals = np.empty(keys, np.int32), np.empty(heads, np.float32)
         factor = np.float32(scale * 1.4426950408889634)
-        width = (heads + 2 * kv_heads) * size
-        for token in range(tokens):
-            keys = positions[token] + 1
-            first = block_starts[rows[token]]
-            for kv_head in range(kv_heads):
-                query = token * width + kv_head * group * size
-                for begin in range(0, keys, block_tokens):
-                    block = blocks[first + begin // block_tokens]
-                    held = address(pool, (block * layers + layer) * 2 * block_tokens * entry + kv_head * size)
-                    count = min(block_tokens, keys - begin)
-                    for member in range(0, group, together):
-                        place = address(scores, member * longest + begin)
-                        queries = address(qkv, query + member * size)
-                        dot_products(size, together, queries, held, entry, factor, place, longest, count)
-                place = (token * heads + kv_head * group) * size
-                for member in range(group):
-                    totals[member] = _softmax(scores[member, :keys], bits[:keys], weights[member, :keys])
-                for begin in range(0, keys, block_tokens):
-                    block = blocks[first + begin // block_tokens]
-                    held = address(pool, ((block * layers + layer) * 2 + 1) * block_tokens * entry + kv_head * size)
-                    count = min(block_tokens, keys - begin)
-                    for member in range(0, group, together):
-                        sums, shares = address(out, place + member * size), address(weights, member * longest + begin)
-                        add_weighted(size, together, sums, held, entry, shares, longest, count)
-                for member in range(group):
-                    sums = numba.carray(address(out, place + member * size), (size,))
-                    for i in range(size):
-                        sums[i] /= totals[member]
+        query = token * qkv.shape[1] + first_head * group * size
+        for at in range(num_blocks):
+            begin = at * block_tokens
+            count = min(block_tokens, keys - begin)
+            if splits == 1 and at + 1 < num_blocks:
+                _announce(pool, starts[at + 1], min(block_tokens, keys - begin - block_tokens), entry)
+            for head in range(0, heads, together):
+                vectors = address(pool, starts[at] + (first_head + head // group) * size)
+                products = address(scores, head * keys + begin)
+                dot_products(size, together, address(qkv, query + head * size), vectors, entry, factor, products, keys, count)
+        for head in range(heads):
+            totals[head] = _softmax(scores[head], bits, weights[head])
+        sums = out[index, first_head * group * size :]
+        sums[: heads * size] = 0
+        starts += block_tokens * entry  # V's are behind K's
+        for at in range(num_blocks):
+            begin = at * block_tokens
+            count = min(block_tokens, keys - begin)
+            if splits == 1 and at + 1 < num_blocks:
+                _announce(pool, starts[at + 1], min(block_tokens, keys - begin - block_tokens), entry)
+            for head in range(0, heads, together):
+                vectors = address(pool, starts[at] + (first_head + head // group) * size)
+                shares = address(weights, head * keys + begin)
+                add_weighted(size, together, address(sums, head * size), vectors, entry, shares, keys, count)
+        for head in range(heads):
+            for i in range(head * size, (head + 1) * size):
+                sums[i] /= totals[head]
 
     return attend

@@ -16,8 +16,9 @@ from numba.core import config
 
 from common.ops.tuning import cache_directory
 
-REASSOCIATING = frozenset({"reassoc", "contract", "nsz"})
-"""Sums may be taken in the order that suits vectors: the same one for every row, since the code is the same."""
+REASSOCIATING = frozenset({"reassoc", "contract", "nsz", "nnan"})
+"""Sums and maxima may be taken in the order that suits vectors: the same one for every row, since the code is the same. What
+comes of a NaN is undefined."""
 
 
 _SOURCES = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*_numba.py")))
@@ -27,13 +28,14 @@ config.CACHE_DIR = str(  # pyright: ignore[reportAttributeAccessIssue]
 )
 
 
-def compiled(*, fastmath: frozenset[str] = frozenset()) -> Callable[[Callable[..., Any]], Any]:
-    """Compiled at the first call. Where no folder can be written to, it is compiled at every start."""
+def compiled(*, fastmath: frozenset[str] = frozenset(), kept: bool = False) -> Callable[[Callable[..., Any]], Any]:
+    """Compiled at the first call. kept: on disk, with all that it calls; where no folder can be written to, every start
+    compiles."""
 
     def decorate(kernel: Callable[..., Any]) -> Any:
         options: dict[str, Any] = {"nogil": True, "boundscheck": False, "fastmath": set(fastmath) or False}
         try:
-            return numba.njit(cache=True, **options)(kernel)
+            return numba.njit(cache=kept, **options)(kernel)
         except RuntimeError:
             return numba.njit(**options)(kernel)
 

@@ -7,7 +7,6 @@ from typing import Literal, overload
 import torch
 
 from common.ops.backend import on_device
-from common.ops.int8_cpu import gate_int8
 from common.ops.linear import LinearWeight, check_activation, linear
 from common.ops.quantise import quantise_rows
 from common.ops.silu_mul import silu_mul
@@ -34,7 +33,5 @@ def gate_up(x: Activation, weight: LinearWeight, *, quantise: bool = False) -> A
         from common.ops.linear_device import gate_up_device
 
         return gate_up_device(x, weight, quantise=quantise)
-    if weight.format == "int8" and quantise:
-        return gate_int8(linear(x, weight))
     middle = silu_mul(linear(x, weight))
     return quantise_rows(middle) if quantise else middle

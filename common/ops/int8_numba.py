@@ -5,7 +5,11 @@ integers, exactly: a row has the same bits alone, in any batch and on any number
 
 A weight lies in tiles of 16 outputs × 2 inputs, so that one instruction multiplies a pair of a row's activations, broadcast,
 with the pairs of 16 outputs and adds both products to 16 sums (AVX-512 VNNI's vpdpwssd; other CPUs get what LLVM makes of
-it). One row is bound by memory, so the weights' next lines are prefetched.
+it). Rows are computed in groups, and a group's activations lie side by side: [pairs, rows, 2]. So one pointer leads to all
+of them; sixteen would not fit into a CPU's registers. One row is bound by memory: sums of several tiles run side by side, and
+the weights' next lines are prefetched.
+
+Kernels are parts of `forward_numba`: `part` says which of the rows, or of the outputs, a call is for.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -15,149 +19,192 @@ import math
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba import types
 from numba.extending import intrinsic
 
-from common.ops.address_numba import address
+from common.ops.address_numba import address, emit_prefetch, float32_at, further, int8_at
 from common.ops.compiled_numba import REASSOCIATING, compiled
-from common.ops.int8_cpu import LANES, LARGEST
+from common.ops.int8_cpu import LANES, LARGEST, PAIRS
 
 CHUNK_PAIRS = 1024
-"""Pairs of inputs after which 32-bit sums are added to 64-bit ones: 2 · 1024 · 127 · 8191 < 2^31."""
+"""Pairs of inputs whose products fit into 32-bit sums: 2 · 1024 · 127 · 8191 < 2^31. Sums of chunks are added as float32."""
+
+MAX_GROUP = 16 if dict(binding.get_host_cpu_features()).get("avx512f", False) else 4
+"""Rows computed together: as many as there are registers for their sums."""
+
+_SUMS_AT_ONCE = 8 if MAX_GROUP == 16 else 4
+"""Fewer rows than this take several tiles at once: one sum would wait for itself."""
 
 _AHEAD = 256
 """Tiles; 8 KB of weights."""
 
-_I8, _I16, _I32, _I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-_SUMS, _HALVES, _WIDE, _TILE = (ir.VectorType(kind, n) for kind, n in ((_I32, 16), (_I16, 32), (_I32, 32), (_I8, 32)))
+_I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_TILE, _WIDE, _HALVES = ir.VectorType(_I8, 32), ir.VectorType(_I32, 32), ir.VectorType(_I16, 32)
+_SUMS, _OUT = ir.VectorType(_I32, 16), ir.VectorType(_F32, 16)
+_FLOATS = types.CPointer(types.float32)
 
 
-def _dot_tile(rows: int) -> Any:
-    """dot(activations, row_stride, weights, num_pairs, sums): for `rows` rows of activations, sums[row, 16] over `num_pairs`
-    tiles of weights."""
+def _multiply_tiles(rows: int) -> Any:
+    """multiply(activations, weights, num_pairs, row_scale, scale, start, start_stride, out, out_stride): for a group of `rows`
+    rows, out[row, 16] = start[row, 16] + (row_scale[row] · scale[16]) · the sums over `num_pairs` tiles of weights.
+
+    num_pairs: a multiple of `PAIRS`."""
+    unroll = max(1, _SUMS_AT_ONCE // rows)
 
     @intrinsic
-    def dot(typing_context, activations, row_stride, weights, num_pairs, sums):
+    def multiply(typing_context, activations, weights, num_pairs, row_scale, scale, start, start_stride, out, out_stride):
         signature = types.void(
-            types.CPointer(types.int16), types.int64, types.CPointer(types.int8), types.int64, types.CPointer(types.int32)
+            types.CPointer(types.int32),
+            types.CPointer(types.int8),
+            types.int64,
+            _FLOATS,
+            _FLOATS,
+            _FLOATS,
+            types.int64,
+            _FLOATS,
+            types.int64,
         )
 
         def generate(context: Any, builder: Any, _: Any, args: Any) -> Any:
-            activations, row_stride, weights, num_pairs, sums = args
-            pairs = builder.bitcast(activations, _I32.as_pointer())
-            stride = builder.sdiv(row_stride, ir.Constant(_I64, 2))
-            firsts = [builder.gep(pairs, [builder.mul(stride, ir.Constant(_I64, row))]) for row in range(rows)]
+            activations, weights, num_pairs, row_scale, scale, start, start_stride, out, out_stride = args
             tiles = builder.bitcast(weights, _TILE.as_pointer())
             before, loop, after = builder.block, builder.append_basic_block(), builder.append_basic_block()
             builder.branch(loop)
             builder.position_at_end(loop)
             index = builder.phi(_I64)
             index.add_incoming(ir.Constant(_I64, 0), before)
-            totals = [builder.phi(_SUMS) for _ in range(rows)]
-            _prefetch(builder, builder.gep(tiles, [builder.add(index, ir.Constant(_I64, _AHEAD))]))
-            tile = builder.load(builder.gep(tiles, [index]))
-            tile.align = 1
-            wide = builder.sext(tile, _WIDE)
-            for total, first in zip(totals, firsts, strict=True):
-                total.add_incoming(ir.Constant(_SUMS, [0] * 16), before)
-                total.add_incoming(builder.add(total, _pair_products(builder, wide, builder.gep(first, [index]))), loop)
-            following = builder.add(index, ir.Constant(_I64, 1))
+            sums = [[builder.phi(_SUMS) for _ in range(rows)] for _ in range(unroll)]
+            for step, group in enumerate(sums):
+                at = builder.add(index, ir.Constant(_I64, step))
+                if step % 2 == 0:  # two tiles to a cache line
+                    emit_prefetch(builder, builder.gep(tiles, [builder.add(at, ir.Constant(_I64, _AHEAD))]))
+                tile = builder.load(builder.gep(tiles, [at]))
+                tile.align = 1
+                wide = builder.sext(tile, _WIDE)
+                first = builder.gep(activations, [builder.mul(at, ir.Constant(_I64, rows))])
+                for row, total in enumerate(group):
+                    total.add_incoming(ir.Constant(_SUMS, [0] * 16), before)
+                    products = _pair_products(builder, wide, builder.gep(first, [ir.Constant(_I64, row)]))
+                    total.add_incoming(builder.add(total, products), loop)
+            following = builder.add(index, ir.Constant(_I64, unroll))
             index.add_incoming(following, loop)
             builder.cbranch(builder.icmp_signed("<", following, num_pairs), loop, after)
             builder.position_at_end(after)
-            out = builder.bitcast(sums, _SUMS.as_pointer())
-            for row, total in enumerate(totals):
-                place = builder.gep(out, [ir.Constant(_I64, row)])
-                builder.store(total.incomings[1][0], place).align = 4
+            scales = _load_floats(builder, scale)
+            for row in range(rows):
+                total = sums[0][row].incomings[1][0]
+                for group in sums[1:]:
+                    total = builder.add(total, group[row].incomings[1][0])
+                at = ir.Constant(_I64, row)
+                mine = builder.fmul(_spread(builder, builder.load(builder.gep(row_scale, [at])), _OUT), scales)
+                begun = _load_floats(builder, builder.gep(start, [builder.mul(start_stride, at)]))
+                value = builder.fadd(builder.fmul(builder.sitofp(total, _OUT), mine), begun)
+                place = builder.gep(out, [builder.mul(out_stride, at)])
+                builder.store(value, builder.bitcast(place, _OUT.as_pointer())).align = 4
             return context.get_dummy_value()
 
         return signature, generate
 
-    return dot
+    return multiply
 
 
 def _pair_products(builder: Any, wide: Any, place: Any) -> Any:
     """wide: 32 weights, (output, input) pairs. Returns for each of 16 outputs the sum of its two products with the pair at
     `place`: the form in which LLVM recognises a multiply-add of pairs."""
     pair = builder.load(place)
-    pair.align = 2
-    nothing = ir.Constant(_SUMS, ir.Undefined)
-    first = builder.insert_element(nothing, pair, ir.Constant(_I32, 0))
-    spread = builder.shuffle_vector(first, nothing, ir.Constant(_SUMS, [0] * 16))
-    products = builder.mul(wide, builder.sext(builder.bitcast(spread, _HALVES), _WIDE))
+    pair.align = 4
+    products = builder.mul(wide, builder.sext(builder.bitcast(_spread(builder, pair, _SUMS), _HALVES), _WIDE))
     even, odd = (ir.Constant(_SUMS, [2 * lane + which for lane in range(16)]) for which in (0, 1))
     nothing = ir.Constant(_WIDE, ir.Undefined)
     return builder.add(builder.shuffle_vector(products, nothing, even), builder.shuffle_vector(products, nothing, odd))
 
 
-def _prefetch(builder: Any, place: Any) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32])
-    prefetch = builder.module.declare_intrinsic("llvm.prefetch", [_I8.as_pointer()], kind)
-    read, keep, data = (ir.Constant(_I32, number) for number in (0, 3, 1))
-    builder.call(prefetch, [builder.bitcast(place, _I8.as_pointer()), read, keep, data])
+def _spread(builder: Any, number: Any, kind: Any) -> Any:
+    nothing = ir.Constant(kind, ir.Undefined)
+    first = builder.insert_element(nothing, number, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(first, nothing, ir.Constant(_SUMS, [0] * 16))
 
 
-_dot1, _dot2, _dot4, _dot8, _dot16 = (_dot_tile(rows) for rows in (1, 2, 4, 8, 16))
+def _load_floats(builder: Any, place: Any) -> Any:
+    values = builder.load(builder.bitcast(place, _OUT.as_pointer()))
+    values.align = 4
+    return values
+
+
+_tiles1, _tiles2, _tiles4, _tiles8, _tiles16 = (_multiply_tiles(rows) for rows in (1, 2, 4, 8, 16))
 
 
 @compiled()
-def multiply(data, row_scale, tiles, scale, bias, out):
-    """data: int16 [rows, 2 · pairs]; row_scale: float32 [rows]; tiles: int8 [⌈outputs / 16⌉, pairs, 16, 2]; scale, bias:
-    float32 [outputs], bias possibly empty. out: float32 [rows, outputs]."""
-    rows, size = data.shape
-    outputs, pairs = out.shape[1], tiles.shape[1]
-    sums = np.empty((16, LANES), np.int32)
-    totals = np.empty((16, LANES), np.int64)
-    for block in range(tiles.shape[0]):
-        lanes = min(LANES, outputs - block * LANES)
+def _group(row, rows):
+    """(first, count): the group that `row` is computed in, of powers of two, the largest first."""
+    first, count = 0, MAX_GROUP
+    while True:
+        whole = (rows - first) // count * count
+        if row < first + whole:
+            return first + (row - first) // count * count, count
+        first += whole
+        count //= 2
+
+
+@compiled()
+def multiply(part, parts, linears, which, data, row_scale, rows, out):
+    """out[:rows] = linear `which` of a `Linears` of what `_quantise_row` left in data and row_scale. `part` of `parts` of its
+    outputs."""
+    weight = linears[which]
+    tiles, scale, bias = int8_at(weight.tiles), float32_at(weight.scale), float32_at(weight.bias)
+    pairs, width = weight.pairs, out.shape[1]
+    for block in range(weight.blocks * part // parts, weight.blocks * (part + 1) // parts):
         row = 0
         while row < rows:
-            left = rows - row
-            count = 16 if left >= 16 else 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
-            totals[:count] = 0
+            _, count = _group(row, rows)
+            place = address(out, row * width + block * LANES)
+            start, stride = further(bias, weight.bias_step * block * LANES), 0
             for begin in range(0, pairs, CHUNK_PAIRS):
-                part = min(CHUNK_PAIRS, pairs - begin)
-                activations = address(data, row * size + 2 * begin)
-                weights = address(tiles, (block * pairs + begin) * 2 * LANES)
+                num_pairs = min(CHUNK_PAIRS, pairs - begin)
+                activations = address(data, row * pairs + begin * count)
+                weights = further(tiles, (block * pairs + begin) * 2 * LANES)
+                scales, outputs = address(row_scale, row), further(scale, block * LANES)
                 if count == 16:
-                    _dot16(activations, size, weights, part, address(sums, 0))
+                    _tiles16(activations, weights, num_pairs, scales, outputs, start, stride, place, width)
                 elif count == 8:
-                    _dot8(activations, size, weights, part, address(sums, 0))
+                    _tiles8(activations, weights, num_pairs, scales, outputs, start, stride, place, width)
                 elif count == 4:
-                    _dot4(activations, size, weights, part, address(sums, 0))
+                    _tiles4(activations, weights, num_pairs, scales, outputs, start, stride, place, width)
                 elif count == 2:
-                    _dot2(activations, size, weights, part, address(sums, 0))
+                    _tiles2(activations, weights, num_pairs, scales, outputs, start, stride, place, width)
                 else:
-                    _dot1(activations, size, weights, part, address(sums, 0))
-                totals[:count] += sums[:count]
-            for index in range(count):
-                for lane in range(lanes):
-                    place = block * LANES + lane
-                    value = np.float32(totals[index, lane]) * (row_scale[row + index] * scale[place])
-                    out[row + index, place] = value + bias[place] if len(bias) else value
+                    _tiles1(activations, weights, num_pairs, scales, outputs, start, stride, place, width)
+                start, stride = place, width
             row += count
 
 
 @compiled(fastmath=REASSOCIATING)
-def _quantise_row(x, data):
-    """x: float32 [size]; data: int16 [≥ size], gets round(x / scale), and zeros behind. Returns the scale."""
+def _to_integers(x, integers):
+    """x: float32 [size]; integers: int16 [≥ size], gets round(x / scale), and zeros behind. Returns the scale."""
     largest = np.float32(0)
     for i in range(len(x)):
         largest = max(largest, abs(x[i]))
     scale = max(largest, np.float32(1e-30)) / np.float32(LARGEST)
     inverse = np.float32(1) / scale
     for i in range(len(x)):
-        data[i] = np.int16(np.rint(x[i] * inverse))
-    data[len(x) :] = 0
+        integers[i] = np.int16(np.rint(x[i] * inverse))
+    integers[len(x) :] = 0
     return scale
 
 
 @compiled()
-def quantise(x, data, row_scale):
-    """x: float32 [rows, size]. data: int16 [rows, size rounded up to even]; row_scale: float32 [rows]."""
-    for row in range(x.shape[0]):
-        row_scale[row] = _quantise_row(x[row], data[row])
+def quantise_row(x, row, rows, data, row_scale):
+    """x: float32 [size], row `row` of `rows`. data: int32 [≥ rows · pairs], pairs of 16 bits, see above; pairs: half of `size`,
+    rounded up to `PAIRS`. row_scale: float32 [≥ rows]."""
+    pairs = -(-len(x) // (2 * PAIRS)) * PAIRS
+    integers = np.empty(2 * pairs, np.int16)
+    row_scale[row] = _to_integers(x, integers)
+    first, count = _group(row, rows)
+    place = first * pairs + row - first
+    both = integers.view(np.int32)
+    for pair in range(pairs):
+        data[place + pair * count] = both[pair]
 
 
 @compiled(fastmath=REASSOCIATING)
@@ -171,19 +218,22 @@ def _normalise(residual, weight, eps, out):
 
 
 @compiled()
-def add_norm_quantise(residual, delta, weight, eps, data, row_scale):
-    """residual: float32 [rows, size], changed in place: + delta, [rows, size] or [0, 0]. data, row_scale: see `quantise`."""
-    rows, size = residual.shape
-    normal = np.empty(size, np.float32)
-    for row in range(rows):
-        if delta.shape[0]:
-            for i in range(size):
-                residual[row, i] += delta[row, i]
-        _normalise(residual[row], weight, eps, normal)
-        row_scale[row] = _quantise_row(normal, data[row])
+def normalise(row, rows, residual, weight, eps, data, row_scale):
+    """RMSNorm(residual[row]) · weight, quantised."""
+    normal = np.empty(len(weight), np.float32)
+    _normalise(residual[row], weight, eps, normal)
+    quantise_row(normal, row, rows, data, row_scale)
 
 
-@compiled(fastmath=frozenset({"contract", "nsz"}))
+@compiled()
+def add_and_normalise(row, rows, residual, delta, weight, eps, data, row_scale):
+    """residual[row] += delta[row, :size]; then `normalise`."""
+    for i in range(len(weight)):
+        residual[row, i] += delta[row, i]
+    normalise(row, rows, residual, weight, eps, data, row_scale)
+
+
+@compiled(fastmath=REASSOCIATING)
 def _gate(both, size, bits, mantissas, out):
     """both: float32 [2 · size]. out: silu of the first half times the second; e^-x is 2^n · 2^f, f by its Taylor series."""
     for i in range(size):
@@ -203,10 +253,14 @@ def _gate(both, size, bits, mantissas, out):
 
 
 @compiled()
-def gate_quantise(both, data, row_scale):
-    """both: float32 [rows, 2 · size], gate and up. data, row_scale: silu(gate) · up, see `quantise`."""
-    rows, size = both.shape[0], both.shape[1] // 2
+def gate(row, rows, both, size, data, row_scale):
+    """both: float32 [rows, ≥ 2 · size], gate and up. silu(gate) · up of `row`, quantised."""
     bits, mantissas, out = np.empty(size, np.int32), np.empty(size, np.float32), np.empty(size, np.float32)
-    for row in range(rows):
-        _gate(both[row], size, bits, mantissas, out)
-        row_scale[row] = _quantise_row(out, data[row])
+    _gate(both[row], size, bits, mantissas, out)
+    quantise_row(out, row, rows, data, row_scale)
+
+
+@compiled()
+def quantise(row, rows, x, size, data, row_scale):
+    """x: float32 [rows, ≥ size]."""
+    quantise_row(x[row, :size], row, rows, data, row_scale)

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from common.ops.backend import on_device
-from common.ops.int8_cpu import Int8Arrays, linear_int8, pack_int8
+from common.ops.int8_cpu import Int8Weight, pack_int8
 from common.ops.linear_cpu import can_pack, linear_onednn, linear_plain, pack
 from common.ops.linear_reference import linear_fp8_reference
 from common.ops.quantise import quantise_weight
@@ -27,10 +27,10 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 @dataclass(slots=True, frozen=True)
 class LinearWeight:
     """`data` by `format`: "plain" [out_features, in_features]; "onednn" its packing; "fp8" float8_e4m3fn [out, in];
-    "int8" tiles, see `int8_cpu`.
+    "int8" the tiles of `int8`, which is multiplied by `forward_numba` alone.
 
     bias: [out_features]. scale of "fp8": float32 [out], or [⌈out/128⌉, ⌈in/128⌉] for weights quantised in blocks of 128.
-    dtype: the model's, which "fp8" gives results in. arrays: of "int8".
+    dtype: the model's, which "fp8" gives results in.
     """
 
     data: torch.Tensor
@@ -40,7 +40,7 @@ class LinearWeight:
     format: Format
     scale: torch.Tensor | None = None
     dtype: torch.dtype = torch.bfloat16
-    arrays: Int8Arrays | None = None
+    int8: Int8Weight | None = None
 
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, format: PackFormat = "plain") -> LinearWeight:
@@ -56,10 +56,8 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, forma
         raise ValueError(f"linear weights are float32, bfloat16 or float16, not {weight.dtype}")
     out_features, in_features = weight.shape
     if format == "int8":
-        tiles, scale = pack_int8(weight)
-        bias = None if bias is None else bias.float()
-        arrays = Int8Arrays.of(tiles, scale, bias)
-        return LinearWeight(tiles, bias, in_features, out_features, "int8", scale, torch.float32, arrays)
+        packed = pack_int8(weight, bias)
+        return LinearWeight(packed.tiles, bias, in_features, out_features, "int8", packed.scale, torch.float32, packed)
     if format == "fp8":
         data, scale = quantise_weight(weight)
         return LinearWeight(data, bias, in_features, out_features, "fp8", scale, weight.dtype)
@@ -101,7 +99,7 @@ def linear(x: Activation, weight: LinearWeight, *, split: bool = False) -> torch
     out_features] instead (bias included), for the next op to add up, first to last. Rows do not affect each other on a CPU,
     and on a GPU if batch_invariant.
 
-    :raises ValueError: if the shape of `x` does not fit, or it is quantised and the weight is not fp8.
+    :raises ValueError: if the shape of `x` does not fit, it is quantised and the weight is not fp8, or the weight is int8.
     """
     check_activation(x, weight)
     data = x.data if isinstance(x, Quantised) else x
@@ -111,8 +109,6 @@ def linear(x: Activation, weight: LinearWeight, *, split: bool = False) -> torch
         return linear_device(x, weight, split=split)
     if weight.format == "fp8":
         return linear_fp8_reference(x, weight.data, weight.scale, weight.bias, weight.dtype)
-    if weight.arrays is not None:
-        return linear_int8(x, weight.arrays)
     assert not isinstance(x, Quantised)
     if weight.format == "onednn":
         return linear_onednn(x, weight.data, weight.bias)
@@ -121,8 +117,6 @@ def linear(x: Activation, weight: LinearWeight, *, split: bool = False) -> torch
 
 def takes_quantised(weight: LinearWeight, rows: int) -> bool:
     """Does `linear`, or `gate_up`, of this many rows want quantised activations? Either kind is computed with what it gets."""
-    if weight.format == "int8":
-        return True
     if weight.format != "fp8" or not on_device(weight.data):
         return False
     from common.ops.linear_device import wants_quantised
@@ -133,8 +127,9 @@ def takes_quantised(weight: LinearWeight, rows: int) -> bool:
 def check_activation(x: Activation, weight: LinearWeight) -> None:
     """:raises ValueError: if `x` does not fit `weight`."""
     data = x.data if isinstance(x, Quantised) else x
-    size = weight.in_features + (data.dtype == torch.int16) * (weight.in_features % 2)
-    if data.ndim != 2 or data.shape[1] != size:
+    if weight.format == "int8":
+        raise ValueError("an int8 weight is multiplied within a compiled step only")
+    if data.ndim != 2 or data.shape[1] != weight.in_features:
         raise ValueError(f"linear takes [rows, {weight.in_features}], not {list(data.shape)}")
-    if isinstance(x, Quantised) and weight.format != ("int8" if data.dtype == torch.int16 else "fp8"):
+    if isinstance(x, Quantised) and weight.format != "fp8":
         raise ValueError(f"a {weight.format} weight takes no quantised activations")

@@ -8,8 +8,7 @@ import torch
 
 
 class Quantised(NamedTuple):
-    """x ≈ data · scale. data: float8_e4m3fn [rows, size], contiguous; on a CPU int16, of 14 bits, and `size` rounded up to
-    even. scale: float32 [rows]."""
+    """x ≈ data · scale. data: float8_e4m3fn [rows, size], contiguous; scale: float32 [rows]."""
 
     data: torch.Tensor
     scale: torch.Tensor

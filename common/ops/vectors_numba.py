@@ -17,6 +17,9 @@ from numba.extending import intrinsic
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FLOATS, _HALVES = types.CPointer(types.float32), types.CPointer(types.int16)
 
+_SUMS_AT_ONCE = 4
+"""Products whose lanes are summed up together."""
+
 
 class _Vector:
     """A vector of `size` floats as several machine vectors."""
@@ -33,17 +36,14 @@ class _Vector:
             load.align = 4
         return loads
 
-    def widen(self, place: Any) -> list[Any]:
-        """From bfloat16: the upper halves of float32 numbers."""
+    def widen(self, place: Any, start: int) -> Any:
+        """One machine vector from bfloat16: the upper halves of float32 numbers."""
         narrow, wide = ir.VectorType(ir.IntType(16), self.lanes), ir.VectorType(_I32, self.lanes)
-        values: list[Any] = []
-        for start in self.starts:
-            at = self.builder.bitcast(self.builder.gep(place, [ir.Constant(_I64, start)]), narrow.as_pointer())
-            bits = self.builder.load(at)
-            bits.align = 2
-            bits = self.builder.shl(self.builder.zext(bits, wide), ir.Constant(wide, [16] * self.lanes))
-            values.append(self.builder.bitcast(bits, self.kind))
-        return values
+        at = self.builder.bitcast(self.builder.gep(place, [ir.Constant(_I64, start)]), narrow.as_pointer())
+        bits = self.builder.load(at)
+        bits.align = 2
+        bits = self.builder.shl(self.builder.zext(bits, wide), ir.Constant(wide, [16] * self.lanes))
+        return self.builder.bitcast(bits, self.kind)
 
     def store(self, values: list[Any], place: Any) -> None:
         for start, value in zip(self.starts, values, strict=True):
@@ -58,15 +58,29 @@ class _Vector:
         product = self.builder.fmul(a, b, flags=("contract",))
         return self.builder.fadd(total, product, flags=("contract",))
 
-    def sum(self, value: Any) -> Any:
-        """The upper half onto the lower, until one number is left."""
-        lanes = self.lanes
-        while lanes > 1:
-            lanes //= 2
-            nothing = ir.Constant(value.type, ir.Undefined)
-            masks = [ir.Constant(ir.VectorType(_I32, lanes), list(range(at, at + lanes))) for at in (0, lanes)]
-            value = self.builder.fadd(*(self.builder.shuffle_vector(value, nothing, mask) for mask in masks))
-        return self.builder.extract_element(value, ir.Constant(_I32, 0))
+    def store_sums(self, values: list[Any], factor: Any, place: Any) -> None:
+        """factor · the sum of each value's lanes, side by side at `place`.
+
+        Upper halves are added onto lower ones until one number is left of each value; two values share a machine vector as
+        soon as they fit. So a sum has the same bits in any company."""
+        builder, count = self.builder, len(values)
+        owned = self.lanes  # lanes of each value
+        while owned > 1:
+            half = owned // 2
+            lower = [lane for lane in range(self.lanes) if lane % owned < half]
+            lower += [self.lanes + lane for lane in lower]
+            masks = [ir.Constant(ir.VectorType(_I32, self.lanes), [lane + up for lane in lower]) for up in (0, half)]
+            pairs = [(values[at], values[min(at + 1, len(values) - 1)]) for at in range(0, len(values), 2)]
+            values = [builder.fadd(*(builder.shuffle_vector(*pair, mask) for mask in masks)) for pair in pairs]
+            owned = half
+        factors = self.spread(factor)
+        for at, value in enumerate(values):
+            used = min(self.lanes, count - at * self.lanes)
+            kept = ir.Constant(ir.VectorType(_I32, used), list(range(used)))
+            value = builder.fmul(value, factors)
+            value = builder.shuffle_vector(value, value, kept)
+            target = builder.gep(place, [ir.Constant(_I64, at * self.lanes)])
+            builder.store(value, builder.bitcast(target, value.type.as_pointer())).align = 4
 
     def _at(self, place: Any, start: int) -> Any:
         return self.builder.bitcast(self.builder.gep(place, [ir.Constant(_I64, start)]), self.kind.as_pointer())
@@ -107,7 +121,8 @@ def add_weighted(typing_context, size, heads, sums, vectors, stride, weights, we
         width = len(vector.starts)
 
         def body(index: Any, totals: list[Any]) -> list[Any]:
-            parts = vector.widen(builder.gep(vectors, [builder.mul(index, stride)]))
+            place = builder.gep(vectors, [builder.mul(index, stride)])
+            parts = [vector.widen(place, start) for start in vector.starts]
             results: list[Any] = []
             for head, first in enumerate(firsts):
                 weight = vector.spread(builder.load(builder.gep(first, [index])))
@@ -136,16 +151,30 @@ def dot_products(typing_context, size, heads, queries, vectors, stride, factor, 
         held = [vector.load(builder.gep(queries, [ir.Constant(_I64, head * length)])) for head in range(num_heads)]
         firsts = [builder.gep(products, [builder.mul(product_stride, ir.Constant(_I64, head))]) for head in range(num_heads)]
 
-        def body(index: Any, _: list[Any]) -> list[Any]:
-            parts = vector.widen(builder.gep(vectors, [builder.mul(index, stride)]))
-            for query, first in zip(held, firsts, strict=True):
-                total = builder.fmul(query[0], parts[0])
-                for mine, part in zip(query[1:], parts[1:], strict=True):
-                    total = vector.add_product(total, mine, part)
-                builder.store(builder.fmul(vector.sum(total), factor), builder.gep(first, [index]))
+        def several(number: int, begin: Any) -> list[Any]:
+            """The products of `number` vectors from `begin` on."""
+            places = [
+                builder.gep(vectors, [builder.mul(builder.add(begin, ir.Constant(_I64, i)), stride)]) for i in range(number)
+            ]
+            totals: list[list[Any]] = []
+            for at, start in enumerate(vector.starts):
+                parts = [vector.widen(place, start) for place in places]
+                if at == 0:
+                    totals = [[builder.fmul(query[0], part) for part in parts] for query in held]
+                    continue
+                for query, sums in zip(held, totals, strict=True):
+                    sums[:] = [vector.add_product(total, query[at], part) for total, part in zip(sums, parts, strict=True)]
+            for first, sums in zip(firsts, totals, strict=True):
+                vector.store_sums(sums, factor, builder.gep(first, [begin]))
             return []
 
-        _loop(builder, count, [], body)
+        many = ir.Constant(_I64, _SUMS_AT_ONCE)
+        whole, left = builder.sdiv(count, many), builder.srem(count, many)
+        with builder.if_then(builder.icmp_signed(">", whole, ir.Constant(_I64, 0))):
+            _loop(builder, whole, [], lambda index, _: several(_SUMS_AT_ONCE, builder.mul(index, many)))
+        with builder.if_then(builder.icmp_signed(">", left, ir.Constant(_I64, 0))):
+            done = builder.mul(whole, many)
+            _loop(builder, left, [], lambda index, _: several(1, builder.add(done, index)))
         return context.get_dummy_value()
 
     return signature, generate

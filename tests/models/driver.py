@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+import torch
 
 from common.engine.load import EngineConfig, cache_layout, load_runner
 from common.engine.plan import Runner, StepPlan, StepRow
@@ -63,6 +66,33 @@ def run(runner: Runner, sequences: Sequence[Request], *, seed: int = 0) -> list[
                 free += one.blocks
         step += 1
     return [one.output for one in sequences]
+
+
+@contextmanager
+def seen_logits(runner: Any) -> Iterator[list[torch.Tensor]]:
+    """The logits of each step from here on, [samples, vocab]."""
+    seen: list[torch.Tensor] = []
+    logits = runner.logits
+
+    def spy(rows: Sequence[StepRow]) -> torch.Tensor:
+        found = logits(rows)
+        seen.append(found.clone())
+        return found
+
+    runner.logits = spy
+    try:
+        yield seen
+    finally:
+        del runner.logits
+
+
+def logits_of_first(runner: Any, requests: list[Request]) -> torch.Tensor:
+    """Runs all; the logits of each token of the first one, which begins at once and outlives nobody's start."""
+    with seen_logits(runner) as seen:
+        run(runner, requests, seed=len(requests))
+    tokens = len(requests[0].output)
+    steps = -(-len(requests[0].prompt) // requests[0].chunk)  # that end before its first token is drawn, and with it
+    return torch.stack([step[0] for step in seen[steps - 1 : steps - 1 + tokens]])
 
 
 def _row(one: Request, block_tokens: int, free: list[int]) -> StepRow:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from common.engine.int8_runner import Int8Runner
 from common.engine.plan import Runner, StepPlan, StepRow
 from common.models.source import ModelFiles
 from common.protocol.messages import SamplingParams
-from tests.models.driver import GREEDY, Request, open_runner, run
+from tests.models.driver import GREEDY, Request, logits_of_first, open_runner, seen_logits
+from tests.models.oracles import ORACLES, build, oracle_prompt, save
 from tests.models.test_smollm2 import text_tokens
 
 
@@ -21,50 +25,22 @@ def runner(smollm2: ModelFiles) -> Any:
 
 def all_logits(runner: Any, tokens: list[int]) -> torch.Tensor:
     """Logits of each position of `tokens`, computed in one step."""
-    seen: list[torch.Tensor] = []
-    forward = runner.decoder.forward
-
-    def spy(*arguments: Any) -> torch.Tensor:
-        seen.append(forward(*arguments))
-        return seen[-1]
-
-    runner.decoder.forward = spy
-    try:
-        blocks = list(range(-(-len(tokens) // runner.block_tokens)))
+    blocks = list(range(-(-len(tokens) // runner.block_tokens)))
+    with seen_logits(runner) as seen:
         runner.execute(StepPlan(0, [StepRow(tokens, 0, blocks, len(tokens), GREEDY, len(tokens))]))
-    finally:
-        runner.decoder.forward = forward
-    return seen[0].float()
+    return seen[0]
 
 
 def test_logits_have_the_same_bits_alone_in_a_batch_in_chunks_and_on_two_threads(runner: Any, smollm2: ModelFiles) -> None:
-    assert runner.decoder.layers[0].qkv.format == "int8" and runner.pool.dtype == torch.bfloat16
+    assert isinstance(runner, Int8Runner) and runner.pool.dtype == torch.bfloat16
     prompt = text_tokens(smollm2, 200, seed=5)
-    steps: list[torch.Tensor] = []
-    forward = runner.decoder.forward
-
-    def spy(*arguments: Any) -> torch.Tensor:
-        steps.append(forward(*arguments))
-        return steps[-1]
-
-    def first_rows(requests: list[Request]) -> torch.Tensor:
-        """The logits of each token of the first request."""
-        steps.clear()
-        run(runner, requests, seed=len(requests))
-        return torch.stack([step[0] for step in steps if len(step)][-len(requests[0].output) :])
-
-    threads = torch.get_num_threads()
-    runner.decoder.forward = spy
-    try:
-        alone = first_rows([Request(prompt, 4)])
-        for chunk in (7, 16, 100):
-            assert torch.equal(first_rows([Request(prompt, 4, chunk=chunk)]), alone), chunk
-        torch.set_num_threads(2)
+    alone = logits_of_first(runner, [Request(prompt, 4)])
+    for chunk in (7, 16, 100):
+        assert torch.equal(logits_of_first(runner, [Request(prompt, 4, chunk=chunk)]), alone), chunk
+    threaded = open_runner(smollm2, dtype="auto", threads=2)
+    for other in (runner, threaded):
         others = [Request(text_tokens(smollm2, 3 + 11 * i, seed=i), 4) for i in range(10)]
-        assert torch.equal(first_rows([Request(prompt, 4), *others]), alone)
-    finally:
-        runner.decoder.forward = forward
-        torch.set_num_threads(threads)
+        assert torch.equal(logits_of_first(other, [Request(prompt, 4), *others]), alone)
 
 
 def test_rows_shared_out_among_threads_give_the_same_tokens_and_logprobs(runner: Any, smollm2: ModelFiles) -> None:
@@ -79,21 +55,39 @@ def test_rows_shared_out_among_threads_give_the_same_tokens_and_logprobs(runner:
     assert threaded.execute(StepPlan(0, rows)).rows == runner.execute(StepPlan(0, rows)).rows
 
 
+@pytest.mark.parametrize("name", ORACLES)
+def test_every_kind_of_model_is_close_to_float32(name: str, tmp_path: Path) -> None:
+    files = save(build(name), tmp_path)
+    tokens = oracle_prompt(length=70)
+    exact = all_logits(open_runner(files), tokens)
+    for threads in (1, 3):
+        found = all_logits(open_runner(files, dtype="auto", threads=threads), tokens)
+        assert (found - exact).norm() < 0.03 * exact.norm()
+
+
+def test_helpers_that_never_come_are_not_missed(runner: Any, smollm2: ModelFiles) -> None:
+    tokens = text_tokens(smollm2, 20, seed=3)
+    threaded: Any = open_runner(smollm2, dtype="auto", threads=3)
+    released = threading.Event()
+    try:
+        for _ in range(2):
+            threaded._helpers.submit(released.wait)
+        found = all_logits(threaded, tokens)
+    finally:
+        released.set()
+    assert torch.equal(found, all_logits(runner, tokens))
+
+
 def test_a_prompt_s_logits_are_those_of_one_token_at_a_time(runner: Any, smollm2: ModelFiles) -> None:
     """Prefill, decode and verification agree on every position, not only on the last."""
     tokens = text_tokens(smollm2, 150, seed=9)
     whole = all_logits(runner, tokens)
-    seen: list[torch.Tensor] = []
-    forward = runner.decoder.forward
-    runner.decoder.forward = lambda *arguments: seen.append(forward(*arguments)) or seen[-1]
-    try:
-        blocks = list(range(20, 30))
+    blocks = list(range(20, 30))
+    with seen_logits(runner) as seen:
         for at in [*range(0, 140, 7), *range(140, 150)]:
             row = tokens[at : at + 7] if at < 140 else tokens[at : at + 1]
             runner.execute(StepPlan(0, [StepRow(row, at, blocks, len(row), GREEDY, len(tokens))]))
-    finally:
-        runner.decoder.forward = forward
-    assert torch.equal(torch.cat(seen).float(), whole)
+    assert torch.equal(torch.cat(seen), whole)
 
 
 def test_it_is_close_to_float32_on_real_text(runner: Runner, smollm2: ModelFiles) -> None:

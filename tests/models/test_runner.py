@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from common.engine.plan import Runner, StepPlan, StepRow
-from common.engine.runner import TorchRunner, padded_size
+from common.engine.torch_runner import TorchRunner, padded_size
 from common.protocol.errors import ConfigError, InvalidParameter
 from common.protocol.messages import SamplingParams
-from tests.models.driver import GREEDY, Request, open_runner, run
+from tests.models.driver import GREEDY, Request, logits_of_first, open_runner, run, seen_logits
 from tests.models.oracles import build, oracle_prompt, save
 
 SEEDED = SamplingParams(temperature=1.0, seed=11)
@@ -24,33 +24,13 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
     return open_runner(save(build("qwen3"), tmp_path_factory.mktemp("qwen3")))
 
 
-@pytest.fixture
-def seen_logits(runner: Any, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """The logits of each step from here on."""
-    seen: list[torch.Tensor] = []
-    forward = runner.decoder.forward
-
-    def spy(*arguments: Any) -> torch.Tensor:
-        seen.append(forward(*arguments))
-        return seen[-1]
-
-    monkeypatch.setattr(runner.decoder, "forward", spy)
-    return seen
-
-
-def test_logits_have_the_same_bits_alone_and_in_any_batch(runner: Runner, seen_logits: list[torch.Tensor]) -> None:
+def test_logits_have_the_same_bits_alone_and_in_any_batch(runner: Runner) -> None:
     prompt = oracle_prompt(length=300)
-    run(runner, [Request(prompt, 8)])
-    alone = torch.cat(seen_logits)
+    alone = logits_of_first(runner, [Request(prompt, 8)])
     for chunk in (1, 7, 16, 100, 256):
-        seen_logits.clear()
-        run(runner, [Request(prompt, 8, chunk=chunk)], seed=chunk)
-        assert torch.equal(torch.cat(seen_logits), alone), chunk
-    seen_logits.clear()
+        assert torch.equal(logits_of_first(runner, [Request(prompt, 8, chunk=chunk)]), alone), chunk
     others = [Request(oracle_prompt(seed=i, length=3 * i + 1), 60, begins=i % 4) for i in range(30)]
-    run(runner, [Request(prompt, 8, chunk=90), *others])
-    batched = [step[0] for step in seen_logits[3:11]]
-    assert torch.equal(torch.stack(batched), alone)
+    assert torch.equal(logits_of_first(runner, [Request(prompt, 8, chunk=90), *others]), alone)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED, SamplingParams(temperature=0.8, seed=5, top_p=0.9, min_p=0.02)])
@@ -104,13 +84,14 @@ def test_minimum_tokens_bias_and_penalties_hold(runner: Runner) -> None:
     assert len(set(run(runner, [Request(prompt, 30, fresh)])[0])) == 30
 
 
-def test_logprobs_are_those_of_untouched_logits(runner: Runner, seen_logits: list[torch.Tensor]) -> None:
+def test_logprobs_are_those_of_untouched_logits(runner: Runner) -> None:
     sampling = SamplingParams(temperature=0.5, seed=1, top_k=1, logprobs=3, logit_bias={7: 100.0})
     prompt = oracle_prompt()
-    row = runner.execute(StepPlan(0, [StepRow(prompt, 0, [0, 1, 2, 3], 2, sampling, len(prompt), prompt)])).rows[0]
+    with seen_logits(runner) as seen:
+        row = runner.execute(StepPlan(0, [StepRow(prompt, 0, [0, 1, 2, 3], 2, sampling, len(prompt), prompt)])).rows[0]
     assert row.tokens == [7, 7]
     assert row.logprobs is not None
-    for found, logits in zip(row.logprobs, seen_logits[0].log_softmax(-1), strict=True):
+    for found, logits in zip(row.logprobs, seen[0].log_softmax(-1), strict=True):
         assert found.logprob == pytest.approx(logits[7].item(), abs=1e-5)
         assert found.top_tokens == logits.topk(3).indices.tolist()
     silent = runner.execute(StepPlan(0, [StepRow(prompt, 0, [0, 1, 2, 3], 1, GREEDY, len(prompt))])).rows[0]

@@ -10,7 +10,7 @@ import torch
 
 from common.engine.plan import Runner
 from common.models.source import ModelFiles
-from tests.models.driver import Request, open_runner, run
+from tests.models.driver import Request, logits_of_first, open_runner, run
 from tests.models.oracles import greedy_choices
 
 TEXT = (
@@ -60,29 +60,14 @@ def test_a_batch_of_32_that_starts_and_ends_raggedly(smollm2_in_transformers: An
 
 def test_logits_have_the_same_bits_alone_in_a_batch_in_chunks_and_on_two_threads(runner: Any, smollm2: ModelFiles) -> None:
     prompt = text_tokens(smollm2, 270, seed=5)
-    steps: list[torch.Tensor] = []
-    forward = runner.decoder.forward
-
-    def spy(*arguments: Any) -> torch.Tensor:
-        steps.append(forward(*arguments))
-        return steps[-1]
-
-    def first_rows(requests: list[Request]) -> torch.Tensor:
-        """The logits of each token of the first request."""
-        steps.clear()
-        run(runner, requests, seed=len(requests))
-        return torch.stack([step[0] for step in steps if len(step)][-len(requests[0].output) :])
-
     threads = torch.get_num_threads()
-    runner.decoder.forward = spy
     try:
-        alone = first_rows([Request(prompt, 4)])
-        assert torch.equal(first_rows([Request(prompt, 4, chunk=100)]), alone)
+        alone = logits_of_first(runner, [Request(prompt, 4)])
+        assert torch.equal(logits_of_first(runner, [Request(prompt, 4, chunk=100)]), alone)
         torch.set_num_threads(2)
         others = [Request(text_tokens(smollm2, 3 + 11 * i, seed=i), 4) for i in range(12)]
-        assert torch.equal(first_rows([Request(prompt, 4), *others]), alone)
+        assert torch.equal(logits_of_first(runner, [Request(prompt, 4), *others]), alone)
     finally:
-        runner.decoder.forward = forward
         torch.set_num_threads(threads)
 
 

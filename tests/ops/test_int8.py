@@ -1,89 +1,130 @@
-"""8-bit linears on a CPU: exact sums, so that a row has the same bits in any company; and attention beside its reference."""
+"""The kernels of the 8-bit engine on a CPU beside their references. Sums are exact: a row has the same bits in any company."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from common.ops.add_rms_norm import add_rms_norm
-from common.ops.attention_numba import attention
+from common.ops.attention_numba import Step, attention, write_kv
 from common.ops.gate_up import gate_up
-from common.ops.int8_cpu import LARGEST, pack_int8, quantise_int, unpack_int8
-from common.ops.linear import linear, pack_linear, takes_quantised
+from common.ops.int8_cpu import LARGEST, PAIRS, Int8Weight, linears_of, pack_int8, unpack_int8
+from common.ops.int8_numba import MAX_GROUP, add_and_normalise, gate, multiply, normalise, quantise
+from common.ops.linear import linear, pack_linear
 from common.ops.paged_attention_reference import paged_attention_reference
 from common.ops.rms_norm_reference import rms_norm_reference
 from common.ops.rope_reference import apply_rope_reference
 from common.ops.silu_mul_reference import silu_mul_reference
-from common.ops.tensors import Quantised
 
 SHAPES = [(960, 576), (576, 1536), (17, 3), (1, 1), (48, 4100), (33, 2049)]
 
 
-def widened(quantised: Quantised, size: int) -> torch.Tensor:
-    return quantised.data[:, :size].double() * quantised.scale[:, None].double()
+class Activations:
+    """Rows quantised one by one, by `kernel(row, rows, *arguments, data, row_scale)`."""
+
+    def __init__(self, kernel: Any, rows: int, size: int, *arguments: object) -> None:
+        self.rows, self.size, self.pairs = rows, size, -(-size // (2 * PAIRS)) * PAIRS
+        self.data = np.full(rows * self.pairs, -1, np.int32)
+        self.scale = np.full(rows, np.nan, np.float32)
+        for row in range(rows):
+            kernel(row, rows, *arguments, self.data, self.scale)
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Activations:
+        return cls(quantise, len(x), x.shape[1], x.numpy(), x.shape[1])
+
+    def integers(self) -> torch.Tensor:
+        """[rows, size], out of groups of [pairs, rows, 2]; what they are padded with is zero."""
+        found, row, count = [], 0, MAX_GROUP
+        while row < self.rows:
+            while row + count > self.rows:
+                count //= 2
+            group = self.data[row * self.pairs : (row + count) * self.pairs].view(np.int16)
+            found.append(group.reshape(self.pairs, count, 2).transpose(1, 0, 2).reshape(count, -1))
+            row += count
+        integers = torch.from_numpy(np.concatenate(found))
+        assert not integers[:, self.size :].any() and int(integers.abs().max()) <= LARGEST
+        return integers[:, : self.size]
+
+    def widened(self) -> torch.Tensor:
+        return self.integers().double() * torch.from_numpy(self.scale)[:, None].double()
+
+    def assert_close_to(self, expected: torch.Tensor, slack: float = 0.0) -> None:
+        steps = torch.from_numpy(self.scale)[:, None]
+        assert bool(((self.widened() - expected).abs() <= steps * 0.51 + slack).all())
+
+
+def product(x: Activations, weight: Int8Weight, outputs: int, parts: int = 1) -> torch.Tensor:
+    out = np.full((x.rows, weight.tiles.shape[0] * 16), np.nan, np.float32)
+    for part in range(parts):
+        multiply(part, parts, linears_of([weight]), 0, x.data, x.scale, x.rows, out)
+    return torch.from_numpy(out[:, :outputs])
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_a_packed_weight_is_the_nearest_of_255_steps(outputs: int, inputs: int) -> None:
     weight = torch.randn(outputs, inputs)
-    tiles, scale = pack_int8(weight)
-    found = unpack_int8(tiles, scale, inputs)
+    packed = pack_int8(weight)
+    found = unpack_int8(packed, outputs, inputs)
     assert found.shape == weight.shape
-    assert bool(((found - weight).abs() <= scale[:, None] * 0.5001).all())
+    assert bool(((found - weight).abs() <= packed.scale[:outputs, None] * 0.5001).all())
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 31])
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
-def test_products_are_those_of_the_integers(outputs: int, inputs: int, rows: int) -> None:
-    weight, bias = pack_linear(torch.randn(outputs, inputs), torch.randn(outputs), format="int8"), None
-    x = torch.randn(rows, inputs) * torch.rand(rows, 1) * 100
-    quantised = quantise_int(x)
-    assert int(quantised.data.abs().max()) <= LARGEST
-    assert bool(((widened(quantised, inputs) - x).abs() <= quantised.scale[:, None] * 0.502).all())
-    exact = widened(quantised, inputs) @ unpack_int8(weight.data, weight.scale, inputs).double().T  # pyright: ignore[reportArgumentType]
-    expected = exact + (0 if weight.bias is None else weight.bias.double())
-    found = linear(x, weight)
-    assert bias is None and found.shape == (rows, outputs)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-5 * float(exact.abs().max()))
+def test_products_are_those_of_the_integers(outputs: int, inputs: int, rows: int, biased: bool) -> None:
+    bias = torch.randn(outputs) if biased else torch.zeros(outputs)
+    weight = pack_int8(torch.randn(outputs, inputs), bias if biased else None)
+    given = torch.randn(rows, inputs) * torch.rand(rows, 1) * 100
+    x = Activations.of(given)
+    x.assert_close_to(given)
+    exact = x.widened() @ unpack_int8(weight, outputs, inputs).double().T
+    found = product(x, weight, outputs)
+    torch.testing.assert_close(found.double(), exact + bias, rtol=1e-6, atol=1e-5 * float(exact.abs().max()))
+    for parts in (2, 7):
+        assert torch.equal(product(x, weight, outputs, min(parts, weight.tiles.shape[0])), found)
 
 
 def test_the_largest_products_do_not_overflow() -> None:
-    weight = pack_linear(torch.ones(16, 14_336), format="int8")
-    assert linear(torch.ones(1, 14_336), weight)[0, 0] == pytest.approx(14_336, rel=1e-6)
+    weight = pack_int8(torch.ones(16, 14_336))
+    assert product(Activations.of(torch.ones(1, 14_336)), weight, 16)[0, 0] == pytest.approx(14_336, rel=1e-6)
 
 
 def test_a_row_has_the_same_bits_in_every_batch() -> None:
-    weights = [pack_linear(torch.randn(n, k), format="int8") for n, k in ((960, 576), (576, 1536))]
-    gate = pack_linear(torch.randn(3072, 576) / 24, format="int8")
-    for weight in weights:
-        x = torch.randn(70, weight.in_features)
-        whole = linear(x, weight)
+    for outputs, inputs in ((960, 576), (576, 1536), (32, 5000)):
+        weight = pack_int8(torch.randn(outputs, inputs))
+        x = torch.randn(70, inputs)
+        whole = product(Activations.of(x), weight, outputs)
         for begin, end in ((0, 1), (1, 3), (3, 7), (7, 15), (15, 31), (31, 70)):
-            assert torch.equal(linear(x[begin:end], weight), whole[begin:end])
-    x = torch.randn(37, 576)
-    whole = gate_up(x, gate, quantise=True)
-    alone = gate_up(x[5:6], gate, quantise=True)
-    assert isinstance(whole, Quantised) and isinstance(alone, Quantised)
-    assert torch.equal(alone.data[0], whole.data[5]) and alone.scale[0] == whole.scale[5]
+            assert torch.equal(product(Activations.of(x[begin:end]), weight, outputs), whole[begin:end])
+    both = torch.randn(37, 2 * 576)
+    whole, alone = (Activations(gate, len(rows), 576, rows.numpy(), 576) for rows in (both, both[5:6]))
+    assert torch.equal(alone.integers()[0], whole.integers()[5]) and alone.scale[0] == whole.scale[5]
 
 
 @pytest.mark.parametrize("size", [576, 7, 64])
 @pytest.mark.parametrize("added", [True, False])
 def test_norm_and_gate_are_those_of_the_reference(size: int, added: bool) -> None:
-    residual, delta, weight = torch.randn(5, size), torch.randn(5, size), torch.rand(size)
+    residual, delta, weight = torch.randn(5, size), torch.randn(5, size + 3), torch.rand(size)
     kept = residual.clone()
-    found = add_rms_norm(residual, delta if added else None, weight, 1e-5, quantise=True)
-    assert isinstance(found, Quantised)
-    assert torch.equal(residual, kept + delta if added else kept)
-    expected = rms_norm_reference(residual, weight, 1e-5)
-    assert bool(((widened(found, size) - expected).abs() <= found.scale[:, None] * 0.51 + 1e-5).all())
+    if added:
+        found = Activations(add_and_normalise, 5, size, residual.numpy(), delta.numpy(), weight.numpy(), 1e-5)
+    else:
+        found = Activations(normalise, 5, size, residual.numpy(), weight.numpy(), 1e-5)
+    assert torch.equal(residual, kept + delta[:, :size] if added else kept)
+    found.assert_close_to(rms_norm_reference(residual, weight, 1e-5), 1e-5)
     both = torch.randn(5, 2 * size) * 6
-    up = pack_linear(torch.eye(2 * size), format="int8")
-    gated = gate_up(both, up, quantise=True)
-    assert isinstance(gated, Quantised) and takes_quantised(up, 5)
-    expected = silu_mul_reference(linear(both, up))
-    assert bool(((widened(gated, size) - expected).abs() <= gated.scale[:, None] * 0.51 + 1e-5).all())
+    Activations(gate, 5, size, both.numpy(), size).assert_close_to(silu_mul_reference(both), 1e-5)
+
+
+def test_an_int8_weight_is_no_weight_for_ops_of_other_formats() -> None:
+    weight = pack_linear(torch.randn(32, 16), format="int8")
+    for op in (linear, gate_up):
+        with pytest.raises(ValueError, match="compiled step"):
+            op(torch.randn(1, 16), weight)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "block_tokens"), [(9, 3, 64, 16), (4, 4, 40, 8), (8, 2, 128, 5)])
@@ -95,30 +136,23 @@ def test_attention_is_that_of_the_reference(heads: int, kv_heads: int, size: int
     firsts = np.cumsum([0, *held[:-1]])
     pool = torch.randn(sum(held) + 3, 2, 2, block_tokens, kv_heads, size).bfloat16()
     tokens = sum(lengths)
-    qkv = torch.randn(tokens + 2, heads + 2 * kv_heads, size)
+    qkv = torch.randn(tokens + 2, (heads + 2 * kv_heads) * size + 7)
     norms = [torch.rand(size) + 0.5 for _ in range(2)]
     angles = torch.rand(64, size // 2) * 6
     table = torch.cat((angles.cos(), angles.sin()), -1).contiguous()
     positions = np.concatenate([start + np.arange(length) for start, length in zip(starts, lengths, strict=True)])
-    given = qkv.clone()
-    out = torch.full((tokens, heads, size), torch.nan)
-    nothing = np.empty(0, np.float32)
-    attention(size, heads // kv_heads)(
-        qkv.numpy(),
-        heads,
-        norms[0].numpy() if normed else nothing,
-        norms[1].numpy() if normed else nothing,
-        1e-5,
-        table.numpy(),
-        pool.view(torch.int16).numpy(),
-        1,
-        positions,
-        np.repeat(np.arange(4), lengths),
-        ids.numpy(),
-        firsts,
-        size**-0.5,
-        out.numpy(),
-    )
+    given = qkv[:, :-7].clone().view(-1, heads + 2 * kv_heads, size)
+    wanted = np.arange(tokens)
+    step = Step(positions, np.repeat(np.arange(4), lengths), ids.numpy(), firsts, pool.view(torch.int16).numpy(), table.numpy())
+    q_norms, k_norms = (norm[None].repeat(2, 1).numpy() if normed else np.empty((2, 0), np.float32) for norm in norms)
+    for token in wanted:
+        write_kv(token, step, heads, q_norms, k_norms, 1, 1e-5, qkv.numpy())
+    outs = [torch.full((tokens, heads * size + 5), torch.nan) for _ in range(2)]
+    for splits, out in zip((1, kv_heads), outs, strict=True):
+        for part in range(tokens * splits):
+            attention(size, heads // kv_heads)(part, splits, step, wanted, 1, size**-0.5, qkv.numpy(), out.numpy())
+    found = outs[0][:, :-5]
+    assert torch.equal(outs[1][:, :-5], found)
     turned = given[:tokens].clone()
     if normed:
         turned[:, :heads] = rms_norm_reference(turned[:, :heads], norms[0], 1e-5)
@@ -141,4 +175,4 @@ def test_attention_is_that_of_the_reference(heads: int, kv_heads: int, size: int
             torch.testing.assert_close(entry[0], turned[row.first + i, heads : heads + kv_heads], rtol=1e-2, atol=1e-2)
             assert torch.equal(entry[1].bfloat16(), given[row.first + i, heads + kv_heads :].bfloat16())
     expected = paged_attention_reference(turned[:, :heads], pool.float(), 1, rows, size**-0.5)
-    torch.testing.assert_close(out, expected, rtol=1e-3, atol=2e-5)
+    torch.testing.assert_close(found.view(expected.shape), expected, rtol=1e-3, atol=2e-5)

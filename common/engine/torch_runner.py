@@ -1,0 +1,88 @@
+"""Runs steps with torch: flattens a ragged batch for the decoder's forward pass.
+
+Tokens of a step are laid out with the one-token rows (decoding) first, longest context first, so that attention can take
+them as one slice; then every other row. The flat batch is padded to one of few sizes, because oneDNN compiles a matrix
+kernel for each size that it meets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from common.engine.cpu_runner import CpuRunner
+from common.engine.plan import StepRow
+from common.models.attention import CpuAttention
+from common.models.decoder import Decoder, Inputs
+from common.ops.paged_attention import AttentionRow, Scratch, plan_attention
+from common.ops.paged_kv import SlotMapping, clear_tails
+
+
+class TorchRunner(CpuRunner):
+    """For weights in a float format; the pool's dtype is theirs."""
+
+    def __init__(self, decoder: Decoder, pool: torch.Tensor, *, fingerprint: str, threads: int) -> None:
+        super().__init__(decoder, pool, decoder.dtype, fingerprint=fingerprint, threads=threads)
+        self._scratch = Scratch()
+
+    def logits(self, rows: Sequence[StepRow]) -> torch.Tensor:
+        return self.decoder.forward(self._inputs(rows)).float()
+
+    def _inputs(self, rows: Sequence[StepRow]) -> Inputs:
+        clear_tails(self.pool, [tail for row in rows if (tail := self._new_tail(row))])
+
+        order = sorted(range(len(rows)), key=lambda i: (len(rows[i].tokens) > 1, -rows[i].start))
+        counts = np.array([len(rows[i].tokens) for i in order])
+        starts = np.array([rows[i].start for i in order])
+        firsts = np.cumsum(counts) - counts
+        num_tokens = int(counts.sum())
+        positions = np.repeat(starts - firsts, counts) + np.arange(num_tokens)
+        tokens = np.fromiter((token for i in order for token in rows[i].tokens), np.int64, num_tokens)
+        blocks = np.concatenate([self._blocks_of(rows[i]) for i in order])
+
+        first_of = dict(zip(order, firsts.tolist(), strict=True))
+        samples = [
+            first_of[i] + len(row.tokens) - row.num_samples + j for i, row in enumerate(rows) for j in range(row.num_samples)
+        ]
+        padding = padded_size(num_tokens) - num_tokens
+        padded = np.pad(positions, (0, padding), mode="edge")
+        cos, sin = self.decoder.rope.rows(torch.from_numpy(padded), int(padded.max()))
+        placed = [AttentionRow(first_of[i], len(rows[i].tokens), rows[i].start, rows[i].blocks) for i in order]
+        config = self.decoder.config
+        attention = CpuAttention(
+            config,
+            self.pool,
+            plan_attention(self.pool, config.num_heads, placed, len(padded), self._scratch),
+            SlotMapping(self.pool, blocks, positions % self.block_tokens),
+            cos,
+            sin,
+        )
+        return Inputs(
+            tokens=torch.from_numpy(np.pad(tokens, (0, padding), mode="edge")),
+            samples=torch.tensor(samples, dtype=torch.int64),
+            attention=attention,
+        )
+
+    def _blocks_of(self, row: StepRow) -> np.ndarray:
+        """The block of each of the row's tokens, int64 [tokens]."""
+        if len(row.tokens) == 1:
+            return np.array([row.blocks[row.start // self.block_tokens]], np.int64)
+        indices = np.arange(row.start, row.start + len(row.tokens)) // self.block_tokens
+        return np.asarray(row.blocks, np.int64)[indices]
+
+    def _new_tail(self, row: StepRow) -> tuple[int, int] | None:
+        """(block, offset) of what this step leaves unwritten in a block that it enters."""
+        end = row.start + len(row.tokens)
+        offset = end % self.block_tokens
+        if offset == 0 or end - offset < row.start:
+            return None
+        return row.blocks[end // self.block_tokens], offset
+
+
+def padded_size(num_tokens: int) -> int:
+    """The next size with at most five significant bits: exact up to 32, at most 6 % more above. One token becomes two, as
+    every linear would make of it (see `ops.linear`)."""
+    step = 1 << max(0, (num_tokens - 1).bit_length() - 5)
+    return max(2, -(-num_tokens // step) * step)
