@@ -169,6 +169,8 @@ class Request:
         else:
             self.dropped_frames += 1
             return [Free(worker, frame.attempt)]
+        if now >= self.deadline:  # ticks are far apart: a short answer could come whole between two
+            return self._late()
         self.heard_at = now
         self.fetches = 0
         self.unknowns = 0
@@ -255,7 +257,7 @@ class Request:
     def tick(self, now: float, *, patience_s: float = 0.0) -> Actions:
         """`patience_s`: silence that is no stall, because the worker's steps take so long."""
         if now >= self.deadline:
-            return self._end(None, errors.DeadlineExceeded("the request took longer than its deadline allows"))
+            return self._late()
         if self.transcript.unread_for(now) > self.limits.slow_reader_timeout_s:
             return self._end(None, errors.Cancelled("the client read nothing for too long"))
         limits, state = self.limits, self.state
@@ -285,6 +287,9 @@ class Request:
             self.fetches += 1
             return self.fetch(now)
         return NOTHING
+
+    def _late(self) -> Actions:
+        return self._end(None, errors.DeadlineExceeded("the request took longer than its deadline allows"))
 
     def reconnected(self, now: float) -> Actions:
         """The bus was away and has lost what it carried: ask at once for what was missed. Time away does not count."""

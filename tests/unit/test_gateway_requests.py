@@ -467,6 +467,16 @@ def test_a_deadline_frees_whoever_may_hold_the_request(state: State) -> None:
     assert isinstance(request.transcript.take().error, errors.DeadlineExceeded)
 
 
+def test_what_comes_after_the_deadline_is_no_answer() -> None:
+    request = make(deadline_s=1.0)
+    request.place(None, D1, 0.0)
+    request.frame(D1, frame(request, 0, [5]), 0.9)
+    actions = request.frame(D1, frame(request, 1, [6], finish="stop"), 1.0)
+    assert Ended in kinds(actions)
+    taken = request.transcript.take()
+    assert taken.tokens == [5] and isinstance(taken.error, errors.DeadlineExceeded)
+
+
 @pytest.mark.parametrize("state", HOLDERS)
 def test_after_the_end_everyone_who_still_speaks_is_told_to_let_go(state: State) -> None:
     request = in_state(state)
