@@ -34,10 +34,13 @@ _DEPTH = 3
 """Sets of pinned buffers: of the step being packed, the one submitted before it, and the one whose result is being taken."""
 
 WARM_UP = (
-    SamplingParams(temperature=1.0, top_k=8, top_p=0.5, logprobs=1),
-    SamplingParams(temperature=1.0, top_p=0.5, presence_penalty=0.5, logit_bias={0: 1.0}),
+    (
+        SamplingParams(temperature=1.0, top_k=8, top_p=0.5, logprobs=1),
+        SamplingParams(temperature=1.0, top_p=0.5, presence_penalty=0.5, logit_bias={0: 1.0}),
+    ),
+    (SamplingParams(temperature=1.0, logit_bias={0: 1.0}), SamplingParams(min_tokens=2, stop_token_ids=[0])),
 )
-"""Of all kinds of kernels behind a graph."""
+"""The samples of two steps that need every build of the kernels behind a graph: without penalties it is another one."""
 
 _SPARE_BLOCK_IDS = 4096
 _MAX_BLOCK_IDS = 4 << 20
@@ -177,11 +180,12 @@ class DeviceRunner:
         :raises ConfigError: if it does not.
         """
         num_tokens = -(-token_budget // PADDING) * PADDING
-        shape = StepShape(tokens=num_tokens, rows=1, max_queries=num_tokens, samples=len(WARM_UP))
-        rows = [StepRow([0], 0, [], 1, params, 0, history=[0]) for params in WARM_UP]
+        shape = StepShape(tokens=num_tokens, rows=1, max_queries=num_tokens, samples=2)
         try:
             with self._running():
-                for start in (0, self.block_tokens):  # a prompt's first part, and one after a prefix
+                # a prompt's first part, and one after a prefix
+                for start, samples in zip((0, self.block_tokens), WARM_UP, strict=True):
+                    rows = [StepRow([0], 0, [], 1, params, 0, history=[0]) for params in samples]
                     self._blank(shape)
                     extras = self._sampler.load(rows)
                     logits = self._forward(shape, [AttentionRow(0, num_tokens, start, [])])
