@@ -83,12 +83,18 @@ class StepGraph:
         """`forward` has run before: kernels are compiled. memory: `torch.cuda.graph_pool_handle()`, shared by graphs that run
         one at a time."""
         self._graph = torch.cuda.CUDAGraph()
-        options: Any = {"pool": memory, "stream": stream}
-        # thread_local: what other threads of this process do meanwhile is none of this capture's business
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local", **options):
-            logits = forward()
-            self.logits = borrowed(logits)
-            del logits
+        pool: Any = memory
+        # not `torch.cuda.graph`, which gives all cached memory back to the driver first: sixty times a start
+        with torch.cuda.stream(stream):
+            stream.synchronize()
+            # thread_local: what other threads of this process do meanwhile is none of this capture's business
+            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                logits = forward()
+                self.logits = borrowed(logits)
+                del logits
+            finally:
+                self._graph.capture_end()
 
     def replay(self) -> torch.Tensor:
         self._graph.replay()

@@ -118,13 +118,15 @@ def tune(
 
     Kernels are compiled first, by `threads` threads (the number of cores): a compiler spends most of its time outside the
     interpreter's lock. measure(run, launches): seconds of a launch; default a `DeviceTimer`.
+
+    :raises RuntimeError: if a candidate broke the GPU's context; it is named.
     """
     unknown = [case for case in cases if table.get(case.key) not in case.candidates]
     tuned = Tuned()
     if not unknown:
         return tuned
-    measure = measure or DeviceTimer()
     _compile(unknown, threads or os.cpu_count() or 1, tuned)
+    measure = measure or DeviceTimer()
     for case in unknown:
         times: dict[Any, float] = {}
         for candidate in case.candidates:
@@ -133,6 +135,8 @@ def tune(
                 continue
             try:
                 times[candidate] = measure(partial(case.run, candidate), case.launches) + case.extra_s(candidate)
+            except torch.AcceleratorError as error:  # after which every call fails: who did it is what there is to say
+                raise RuntimeError(f"{name} broke the GPU's context: {error}") from error
             except Exception as error:  # a candidate too large for this GPU is not an option there
                 tuned.failed[name] = f"{type(error).__name__}: {error}"
         if times:
@@ -151,6 +155,7 @@ class DeviceTimer:
         self._stream = torch.cuda.Stream()
         self._anchor = torch.cuda.CUDAGraph()  # keeps the pool while other graphs come and go
         self._capture(self._anchor, None, lambda _: torch.zeros(1, device="cuda"), 1)
+        self._raise_clocks()
 
     def __call__(self, run: Callable[[int], object], launches: int, replays: int = 3) -> float:
         """Median seconds of a launch in a graph of `launches`; run(i) takes the i-th of several sets of inputs, so that L2
@@ -168,6 +173,14 @@ class DeviceTimer:
                 end.synchronize()
                 times.append(start.elapsed_time(end) / 1e3 / launches)
         return statistics.median(times)
+
+    def _raise_clocks(self) -> None:
+        """An idle GPU takes a while to clock up, at the cost of whichever candidate comes first."""
+        with torch.cuda.stream(self._stream):
+            square = torch.ones(4096, 4096, dtype=torch.bfloat16, device="cuda")
+            for _ in range(500):  # a tenth of a second at full speed
+                torch.mm(square, square)
+            self._stream.synchronize()
 
     def _capture(self, graph: torch.cuda.CUDAGraph, pool: Any, run: Callable[[int], object], launches: int) -> None:
         torch.cuda.synchronize()

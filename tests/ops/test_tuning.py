@@ -155,3 +155,18 @@ def test_linears_are_tuned_by_shape_and_bucket(monkeypatch: pytest.MonkeyPatch) 
     ran.clear()
     assert not tune_linears(shapes, dtype=torch.bfloat16, device=CPU, buckets=(1, 16), measure=measure).seconds  # type: ignore[arg-type]
     assert not ran
+
+
+def test_what_breaks_the_gpu_is_named() -> None:
+    def run(candidate: Speed, index: int) -> None:
+        if not candidate.works and index:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def measure(launch: Callable[[int], object], launches: int) -> float:
+        launch(1)
+        return 1.0
+
+    table = _table()
+    case = Case("op 4x4 1", [Speed(1.0), Speed(2.0, works=False), Speed(3.0)], run)
+    with pytest.raises(RuntimeError, match=r"op 4x4 1 Speed\(seconds=2\.0.*illegal memory access"):
+        tune(table, [case], measure=measure, threads=2)
