@@ -69,7 +69,7 @@ def parts(out: str, peer: str = "") -> dict[str, Part]:
         return Part(about, module("", *flags, f"--limit-s={HALF}", into(name), *beside), 570)
 
     return {
-        "check": Part("every kernel beside its reference on the card", module(".check"), 240),
+        "check": Part("every kernel beside its reference on the card", module(".check"), 400),
         # a GPU machine may lack plugins that pyproject.toml configures, and its libraries may warn: neither fails a test
         "tests": Part(
             "tests marked gpu",
@@ -120,7 +120,7 @@ def parts(out: str, peer: str = "") -> dict[str, Part]:
             [
                 *("-m", "bench.serve", "--device=cuda", "--model=dummy:llama-3.1-8b", "--streams=1,64,256"),
                 *("--prompt=512", "--output=~256", "--ttft-probe=30", "--engine-throughput=measure", "--precision=bf16"),
-                f"--out={out}/serve",
+                *("--ready-timeout-s=150", f"--out={out}/serve"),
             ],
             420,
         ),
@@ -128,7 +128,7 @@ def parts(out: str, peer: str = "") -> dict[str, Part]:
             "Poisson arrivals at the whole stack, prefill and decode apart",
             [
                 *("-m", "bench.serve", "--device=cuda", "--model=dummy:llama-3.1-8b", "--rate=4,16,32", "--prefill=1"),
-                *("--prompt=~1024", "--output=~128", f"--out={out}/poisson"),
+                *("--prompt=~1024", "--output=~128", "--ready-timeout-s=150", f"--out={out}/poisson"),
             ],
             300,
         ),

@@ -11,6 +11,7 @@ import os
 import random
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ from bench.engine.cells import (
 from bench.engine.driver import Driver, Request, Run
 from bench.engine.limits import Limits
 from bench.engine.opening import PRECISIONS, Opening, open_runner
+from common.engine.plan import RunnerLost
 from common.protocol.errors import PenstockError
 from common.runtime import parent_death
 
@@ -73,8 +75,14 @@ class Measurement:
 
     def __init__(self, opening: Opening, *, token_budget: int, max_rows: int) -> None:
         self.opening = opening
-        self.driver = Driver(opening.runner, token_budget=token_budget, max_rows=max_rows)
+        self._limits = (token_budget, max_rows)
+        self.restart()
         self._random = random.Random(0)
+
+    def restart(self) -> None:
+        """After an error: what was under way is forgotten."""
+        token_budget, max_rows = self._limits
+        self.driver = Driver(self.opening.runner, token_budget=token_budget, max_rows=max_rows)
 
     def generate(self, lengths: Sequence[int], out: int) -> Run:
         high = self.opening.model.vocab_size - 1
@@ -176,6 +184,12 @@ def run(options: argparse.Namespace, say: Any) -> None:
             say(measurement.cell(cell, limits, options.repeat))
         except PenstockError as error:
             say(Failed(cell=str(cell), error=str(error)))
+        except (RunnerLost, torch.AcceleratorError):  # no later cell can run
+            raise
+        except Exception as error:  # too little memory, say: the others still count
+            say(Failed(cell=str(cell), error=f"{type(error).__name__}: {str(error)[:300]}"))
+            traceback.print_exc()
+            measurement.restart()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -192,6 +206,9 @@ def main(argv: Sequence[str]) -> int:
     except PenstockError as error:
         say(Failed(cell="", error=str(error)))
         return 1
+    except Exception as error:
+        say(Failed(cell="", error=f"{type(error).__name__}: {str(error)[:300]}"))
+        raise
     return 0
 
 
