@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from bench.common.table import markdown
+from common.ops import backend
 
 
 class Checks:
@@ -24,6 +25,7 @@ class Checks:
         self.wrong: list[str] = []
         self._lock = threading.Lock()
         # kernels are compiled side by side: a compiler spends most of its time outside the interpreter's lock
+        backend.ready_for_threads()
         self._threads = ThreadPoolExecutor(os.cpu_count()) if device.type == "cuda" and not one_by_one else None
         self._running: list[Future[None]] = []
 

@@ -40,6 +40,14 @@ def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
+def ready_for_threads() -> None:
+    """Before several threads launch their first kernels at once: Triton makes its driver, with a C compiler, only once then."""
+    if torch.cuda.is_available():
+        from triton.runtime import driver
+
+        driver.active.get_current_target()
+
+
 @contextmanager
 def interpreted() -> Iterator[None]:
     """CPU tensors go through the Triton kernels meanwhile.

@@ -48,9 +48,16 @@ def tune_linears(
 
     Needs a few hundred MB, or two copies of the largest weight, meanwhile. measure: as in `tuning.tune`.
     """
-    linear_device.TABLE.open(device)
-    unknown = [shape for shape in dict.fromkeys(shapes) if not _is_known(shape, dtype, device, buckets)]
-    tuned = _tune_shapes(unknown, dtype, device, buckets, measure)
+    wanted = list(dict.fromkeys(shapes))
+
+    def unknown() -> list[LinearShape]:
+        linear_device.TABLE.open(device)
+        return [shape for shape in wanted if not _is_known(shape, dtype, device, buckets)]
+
+    tuned = Tuned()
+    if unknown():
+        with linear_device.TABLE.exclusive():  # another process may have measured them meanwhile
+            tuned = _tune_shapes(unknown(), dtype, device, buckets, measure)
     if tuned.seconds and device.type == "cuda":
         torch.cuda.empty_cache()  # the KV pool is sized by what is free
     linear_device.forget_choices()

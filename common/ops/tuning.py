@@ -11,6 +11,7 @@ update measures again.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import json
 import math
@@ -18,14 +19,17 @@ import os
 import re
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
+
+from common.ops import backend
 
 CACHE_VARIABLE = "PENSTOCK_KERNEL_CACHE"
 
@@ -90,6 +94,15 @@ class Table(Generic[C]):
         """The fastest known of `candidates`, or the first."""
         known = self._known.get(key)
         return known if known is not None and known in candidates else candidates[0]
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """One process measures at a time: side by side they would disturb each other, and all would measure the same."""
+        directory = cache_directory()
+        directory.mkdir(parents=True, exist_ok=True)
+        with (directory / f"{self._name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or its process ends
+            yield
 
     def save(self) -> None:
         """Writes the file, atomically: what another process wrote meanwhile is kept, ours goes first."""
@@ -221,6 +234,7 @@ def _compile(cases: Sequence[Case[C]], threads: int, tuned: Tuned) -> None:
                 tuned.failed[f"{case.key} {candidate}"] = f"{type(error).__name__}: {error}"
 
     if users:
+        backend.ready_for_threads()
         with ThreadPoolExecutor(min(threads, len(users))) as pool:
             list(pool.map(once, users.values()))
         if device is not None:
