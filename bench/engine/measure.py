@@ -34,7 +34,6 @@ from bench.engine.cells import (
 from bench.engine.driver import Driver, Request, Run
 from bench.engine.limits import Limits
 from bench.engine.opening import PRECISIONS, Opening, open_runner
-from common.engine.plan import RunnerLost
 from common.protocol.errors import PenstockError
 from common.runtime import parent_death
 
@@ -139,6 +138,8 @@ def run(options: argparse.Namespace, say: Any) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the services do (common/engine/load.py), before torch is there
     import torch
 
+    from common.ops import backend
+
     settings: dict[str, Any] = {"device": options.device, "max_running": options.max_rows, "token_budget": options.token_budget}
     settings |= settings_of(options.set)
     imported_at = time.time()
@@ -184,9 +185,9 @@ def run(options: argparse.Namespace, say: Any) -> None:
             say(measurement.cell(cell, limits, options.repeat))
         except PenstockError as error:
             say(Failed(cell=str(cell), error=str(error)))
-        except (RunnerLost, torch.AcceleratorError):  # no later cell can run
-            raise
         except Exception as error:  # too little memory, say: the others still count
+            if not backend.gpu_answers():
+                raise
             say(Failed(cell=str(cell), error=f"{type(error).__name__}: {str(error)[:300]}"))
             traceback.print_exc()
             measurement.restart()
