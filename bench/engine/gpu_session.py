@@ -152,6 +152,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--budget-s", type=float, default=0.0, help="for all parts together; 0: as long as it takes")
     parser.add_argument("--pack", type=Path, metavar="FILE", help="put everything into this .tar.gz, too")
     options = parser.parse_args(argv)
+    options.out = options.out.absolute()  # parts run in the project's folder
     known = parts(str(options.out), options.peer)
     if unknown := [name for name in options.parts if name not in known]:
         parser.error(f"no part {unknown[0]!r}; there are {', '.join(known)}")
