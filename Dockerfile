@@ -20,6 +20,11 @@ WORKDIR /opt/penstock
 COPY constraints.txt ./
 RUN pip install --no-cache-dir --index-url "$TORCH_INDEX" -r constraints.txt
 
+# Triton, which comes with torch for CUDA, builds the launchers of its kernels with a C compiler.
+RUN if python -c "import sys, torch; sys.exit(torch.version.cuda is None)"; then \
+        apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; \
+    fi
+
 # The dependencies next, without the code, so that a change of the code builds in seconds.
 COPY pyproject.toml README.md LICENSE ./
 RUN mkdir common services \

@@ -80,8 +80,10 @@ class Child:
     def check(self) -> None:
         """:raises ConfigError: with its last words, if it has ended."""
         if self.process.poll() is not None:
-            words = self.log.read_bytes()[-2000:].decode(errors="replace").strip()
-            raise ConfigError(f"{self.name} ended with status {self.process.returncode}:\n{words}")
+            raise ConfigError(f"{self.name} ended with status {self.process.returncode}:\n{self.last_words()}")
+
+    def last_words(self) -> str:
+        return self.log.read_bytes()[-2000:].decode(errors="replace").strip()
 
 
 class Stack:
@@ -138,7 +140,8 @@ class Stack:
             if await anyio.to_thread.run_sync(_is_ready, port):
                 return
             await anyio.sleep(0.1)
-        raise ConfigError(f"the gateway was not ready within {timeout_s:.0f} s; logs are in {self.folder}")
+        said = "".join(f"\n{child.name}:\n{child.last_words()}" for child in self.children)  # their folder goes with us
+        raise ConfigError(f"the gateway was not ready within {timeout_s:.0f} s{said}")
 
     async def stop(self) -> None:
         """SIGTERM, in the reverse order; what has not ended in time is killed."""

@@ -118,6 +118,12 @@ def _measure(command: Sequence[str], environment: dict[str, str], limit_s: float
     return side
 
 
+def write(report: Report, out: Path) -> None:
+    """After everything that takes long: what comes later may run out of time."""
+    write_json(out / "engine.json", report)
+    (out / "engine.md").write_text(render(report) + "\n")
+
+
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     report = Report(machine=describe(), command=shlex.join(["python", "-m", "bench.engine", *argv]))
@@ -127,23 +133,23 @@ def main(argv: Sequence[str]) -> int:
         for precision in options.precision.split(","):
             print(f"{model}, {precision}", file=sys.stderr)
             part = Part(model=model, precision=precision, ours=Side())
+            report.parts.append(part)
             if options.peer:
                 try:
                     part.peer = peer(options, model, precision)
                 except PenstockError as error:
                     part.peer = Side(error=str(error))
+                write(report, options.out)
             if not options.peer_only:
                 part.starts = starts(options, model, precision) if options.starts else []
+                write(report, options.out)
                 part.ours = ours(options, model, precision, options.cells, dict(os.environ))
                 failed = failed or not part.ours.measured()
             opened = part.ours.opened()
             device = opened.device if opened else " ".join(report.machine.gpus)
             part.goals = find(goals, device=device, model=model, precision=precision)
-            report.parts.append(part)
             print(render_part(part), end="\n\n", flush=True)
-            # after every part: what comes later may run out of time
-            write_json(options.out / "engine.json", report)
-            (options.out / "engine.md").write_text(render(report) + "\n")
+            write(report, options.out)
     drawn = draw(report, options.out / "engine.png")
     print(f"{report.machine}\nwritten to {options.out}: engine.md, engine.json{', engine.png' if drawn else ''}")
     return 1 if failed else 0

@@ -111,6 +111,12 @@ def observe(report: Report, wanted: Wanted, limit_s: float) -> Observed | None:
     return found[0]
 
 
+def write(report: Report, out: Path) -> None:
+    """After every step: what comes later may run out of time."""
+    write_json(out / "accuracy.json", report)
+    (out / "accuracy.md").write_text(render(report) + "\n")
+
+
 def agreement(name: str, observed: Observed, reference: Observed | None) -> Agreement:
     scores = [score for row in observed.forced for score in row]
     result = Agreement(
@@ -158,6 +164,7 @@ def run(options: argparse.Namespace, report: Report) -> None:
     reference = observe(report, wanted, options.limit_s)
     if reference is not None:
         report.agreements.append(agreement("fp32", reference, None))
+        write(report, options.out)
         if options.device != "cpu":
             on_cpu = observe(report, msgspec.structs.replace(wanted, device="cpu", rows=0), options.limit_s)
             if on_cpu is not None:
@@ -171,6 +178,7 @@ def run(options: argparse.Namespace, report: Report) -> None:
         observed = observe(report, msgspec.structs.replace(wanted, precision=precision), options.limit_s)
         if observed is not None:
             report.agreements.append(agreement(precision, observed, reference))
+            write(report, options.out)
     by_name = {one.name: one.perplexity for one in report.agreements}
     if "bf16" in by_name and "fp8" in by_name and by_name["fp8"] > MAX_PERPLEXITY_RATIO * by_name["bf16"]:
         report.problems.append(f"FP8's perplexity is {by_name['fp8'] / by_name['bf16']:.4f} times bf16's")
@@ -190,6 +198,7 @@ def invariance(options: argparse.Namespace, report: Report, wanted: Wanted) -> N
             if observed is None:
                 continue
             report.invariance[f"{precision}, batch_invariant {'on' if on else 'off'}"] = observed
+            write(report, options.out)
             different = sum(not one.same_bits for one in observed.compared)
             if on and different:
                 report.problems.append(f"{precision}: {different} of {len(observed.compared)} answers differ in a batch")
@@ -284,8 +293,7 @@ def main(argv: Sequence[str]) -> int:
     report = Report(machine=describe(), command=command, model=options.model, device=options.device)
     run(options, report)
     print(render(report))
-    write_json(options.out / "accuracy.json", report)
-    (options.out / "accuracy.md").write_text(render(report) + "\n")
+    write(report, options.out)
     print(f"\nwritten to {options.out}: accuracy.md, accuracy.json")
     return 1 if report.problems else 0
 

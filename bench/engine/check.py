@@ -4,6 +4,9 @@ Shapes of real models and odd ones, a few numbers of rows, all formats of weight
 chosen now; `--every` also runs all the candidates of the linears. Results are compared with plain torch in float32 (attention:
 float64), on memory that is NaN before (`torch.empty` fills it). With batch_invariant, a row alone and among others: equal bits.
 `--sanitizer` runs the small ones under compute-sanitizer. Ends with 1 if anything is off.
+
+Checks run side by side. After a read or write outside memory the GPU answers nothing else, and it could have been any of them:
+such a part runs again in a process of its own, one check after the other up to the first that breaks (`--one-by-one`).
 """
 
 from __future__ import annotations
@@ -14,17 +17,15 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from bench.common.machine import describe
-from bench.common.table import markdown
+from bench.engine.checks import Checks, poisoned
 from bench.engine.sweeps import short
 from common.ops import backend, linear_device
 from common.ops.add_rms_norm import add_rms_norm
@@ -52,72 +53,9 @@ SPANS: dict[str, list[tuple[int, int]]] = {
     "verification": [(40, 5), (700, 5), (3, 5)],
     "prompts": [(0, 130), (64, 70), (0, 1), (333, 20)],
     "prompts without a prefix": [(0, 130), (0, 130), (0, 77)],
+    "long prompts without a prefix": [(0, 1500), (0, 1024)],  # cuDNN's, one of them padded
 }
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-
-
-class Checks:
-    """Collects what was compared; `worst` are errors as a share of what is allowed."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.count: dict[str, int] = {}
-        self.worst: dict[str, tuple[float, str]] = {}
-        self.wrong: list[str] = []
-        self._lock = threading.Lock()
-        # kernels are compiled side by side: a compiler spends most of its time outside the interpreter's lock
-        self._threads = ThreadPoolExecutor(os.cpu_count()) if device.type == "cuda" else None
-        self._running: list[Future[None]] = []
-
-    def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.randn(shape, device=self.device).to(dtype)
-
-    def close(self, op: str, case: str, found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
-        """Allowed: `tolerance` of the largest number that is wanted."""
-        found, wanted = found.double(), wanted.double().to(found.device)
-        allowed = tolerance * max(wanted.abs().max().item(), 1e-6)
-        error = (found - wanted).abs().max().item() / allowed
-        self._note(op, case, error, finite=bool(found.isfinite().all()))
-
-    def same(self, op: str, case: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
-        equal = found.shape == wanted.shape and bool((found.view(torch.uint8) == wanted.view(torch.uint8)).all())
-        self._note(op, case, 0.0 if equal else 2.0, finite=True)
-
-    def attempt(self, op: str, case: str, check: Callable[[], None]) -> None:
-        """On a GPU, some time until `finish`."""
-
-        def run() -> None:
-            try:
-                with torch.inference_mode():
-                    check()
-            except Exception as error:  # what does not run is as wrong as what is off
-                with self._lock:
-                    self.count[op] = self.count.get(op, 0) + 1
-                    self.wrong.append(f"{op}, {case}: {type(error).__name__}: {str(error)[:300]}")
-
-        if self._threads is None:
-            run()
-        else:
-            self._running.append(self._threads.submit(run))
-
-    def finish(self) -> None:
-        wait(self._running)
-        self._running.clear()
-
-    def _note(self, op: str, case: str, error: float, *, finite: bool) -> None:
-        with self._lock:
-            self.count[op] = self.count.get(op, 0) + 1
-            if error > self.worst.get(op, (-1.0, ""))[0]:
-                self.worst[op] = (error, case)
-            if not finite or not error <= 1.0:
-                self.wrong.append(f"{op}, {case}: {'NaN or infinite' if not finite else f'{error:.2f} of what is allowed'}")
-
-    def table(self) -> str:
-        rows = [
-            (op, str(count), f"{self.worst.get(op, (0.0, ''))[0]:.3f}", self.worst.get(op, (0.0, ""))[1])
-            for op, count in self.count.items()
-        ]
-        return markdown(("op", "checks", "worst, of allowed", "where"), rows)
 
 
 def linears(checks: Checks, shapes: dict[str, tuple[int, int]], rows: Sequence[int], *, every: bool) -> None:
@@ -214,19 +152,26 @@ def small_ops(checks: Checks, heads: dict[str, tuple[int, int, int]], rows: Sequ
         case = f"{count} x {size}, {splits} partials"
         residual, weight = checks.random(count, size, dtype=torch.bfloat16), checks.random(size, dtype=torch.bfloat16)
         delta = checks.random(splits, count, size) if splits else checks.random(count, size, dtype=torch.bfloat16)
-        new, normed = add_rms_norm_reference(residual.cpu(), delta.cpu(), weight.cpu(), 1e-5)
-        mine = residual.clone()
-        found = add_rms_norm(mine, delta, weight, 1e-5)
-        assert isinstance(found, torch.Tensor)
-        checks.close("add_rms_norm", case, found, normed, 1e-2)
-        checks.close("add_rms_norm", f"{case}, residual", mine, new, 1e-2)
-        quantised = add_rms_norm(residual.clone(), delta, weight, 1e-5, quantise=True)
-        assert isinstance(quantised, Quantised)
-        checks.close("add_rms_norm to fp8", case, quantised.data.float() * quantised.scale[:, None], normed, 0.07)
+
+        def check(
+            case: str = case, residual: torch.Tensor = residual, delta: torch.Tensor = delta, weight: torch.Tensor = weight
+        ) -> None:
+            new, normed = add_rms_norm_reference(residual.cpu(), delta.cpu(), weight.cpu(), 1e-5)
+            mine = residual.clone()
+            found = add_rms_norm(mine, delta, weight, 1e-5)
+            assert isinstance(found, torch.Tensor)
+            checks.close("add_rms_norm", case, found, normed, 1e-2)
+            checks.close("add_rms_norm", f"{case}, residual", mine, new, 1e-2)
+            quantised = add_rms_norm(residual.clone(), delta, weight, 1e-5, quantise=True)
+            assert isinstance(quantised, Quantised)
+            checks.close("add_rms_norm to fp8", case, quantised.data.float() * quantised.scale[:, None], normed, 0.07)
+
+        checks.attempt("add_rms_norm", case, check)
     table = checks.random(1000, 576, dtype=torch.bfloat16)
     tokens = torch.tensor([5, -1, 7, 999], device=checks.device)
     feed = Feed(torch.tensor([-1, 2, -1, 0], device=checks.device), torch.tensor([3, 0, 11], device=checks.device))
-    checks.same("embed", "with fed tokens", embed(tokens, table, feed), table[[5, 11, 7, 3]])
+    fed = lambda: checks.same("embed", "with fed tokens", embed(tokens, table, feed), table[[5, 11, 7, 3]])  # noqa: E731
+    checks.attempt("embed", "with fed tokens", fed)
     for (name, (q, kv, dim)), count, norms in itertools.product(heads.items(), rows, (False, True)):
         for pool_dtype in (torch.bfloat16, FP8):
             case = f"{name} {q}/{kv} x {dim}, {count} rows, pool {str(pool_dtype)[6:]}"
@@ -312,30 +257,20 @@ def invariance(checks: Checks, shapes: dict[str, tuple[int, int]], heads: dict[s
         linear_device.forget_choices()
 
 
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """`torch.empty` gives NaN meanwhile."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.engine.check", description=__doc__)
     parser.add_argument("--device", default="cuda", help="cpu: in Triton's interpreter, for tests")
     parser.add_argument("--small", action="store_true", help="the odd shapes alone")
     parser.add_argument("--every", action="store_true", help="every candidate of the linears, not only what is chosen")
     parser.add_argument("--only", default="", help="linears, attention, small_ops, invariance; between commas")
+    parser.add_argument("--one-by-one", action="store_true", help="not side by side, up to the first that breaks the GPU")
     parser.add_argument("--sanitizer", action="store_true", help="run --small under compute-sanitizer")
     options = parser.parse_args(argv)
     if options.sanitizer:
         return sanitized()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or it warns, while memory is poisoned
     device, begun = torch.device(options.device), time.perf_counter()
-    checks = Checks(device)
+    checks = Checks(device, one_by_one=options.one_by_one)
     small, on_cpu = options.small or device.type == "cpu", device.type == "cpu"
     shapes = {"odd": (96, 72)} if on_cpu else {"odd": LINEARS["odd"]} if small else LINEARS
     heads = {"odd": (4, 2, 32)} if on_cpu else {"odd": HEADS["odd"]} if small else HEADS
@@ -347,14 +282,34 @@ def main(argv: Sequence[str]) -> int:
         "attention": lambda: attention(checks, heads, spans),
         "invariance": lambda: invariance(checks, shapes, heads),
     }
+    left = options.only.split(",") if options.only else list(parts)
     with backend.interpreted() if on_cpu else nullcontext(), torch.inference_mode(), poisoned():
-        for name in options.only.split(",") if options.only else parts:
-            parts[name]()
+        while left and not checks.broken:
+            name, before = left.pop(0), len(checks.wrong)
+            try:
+                parts[name]()
+            except Exception as error:  # in what prepares the checks: the other parts still run
+                checks.fail(name, "preparing", error)
             checks.finish()
-            print(f"{name}: {time.perf_counter() - begun:.0f} s, {len(checks.wrong)} wrong", flush=True)
-    print(f"\n{checks.table()}\n\n{describe()}")
-    print("\n".join(f"WRONG: {what}" for what in checks.wrong[:40]) or "all well")
+            wrong = checks.wrong[before:]
+            print(f"{name}: {time.perf_counter() - begun:.0f} s, {len(wrong)} wrong", flush=True)
+            shown = 4 if checks.broken and not options.one_by_one else 40  # of many, that one of them broke for all
+            print("".join(f"WRONG: {what}\n" for what in wrong[:shown]), end="", flush=True)
+            if checks.broken:
+                print(f"the GPU answers no more after {wrong[-1] if options.one_by_one else name}", flush=True)
+                if not options.one_by_one:
+                    _again(options, name, ["--one-by-one"])
+    print(f"\n{checks.table()}\n\n{describe()}\n{'' if checks.wrong else 'all well'}", flush=True)
+    if checks.broken and left:
+        _again(options, ",".join(left), ["--one-by-one"] if options.one_by_one else [])
     return 1 if checks.wrong else 0
+
+
+def _again(options: argparse.Namespace, only: str, flags: list[str]) -> None:
+    """Parts in a process of their own."""
+    flags = [*flags, *(f"--{name}" for name in ("small", "every") if getattr(options, name))]
+    command = [sys.executable, "-m", "bench.engine.check", f"--device={options.device}", f"--only={only}", *flags]
+    subprocess.run(command, check=False)
 
 
 def sanitized() -> int:

@@ -196,9 +196,7 @@ class Bench:
         head = self.decoder.head
         head_bytes = head.data.nbytes + samples * (model.hidden_size + model.vocab_size) * item
         last = self._random(samples, model.hidden_size)
-        listed = (
-            [op("work list", [lambda one=one: self._replan(one) for one in batches], 1, 0.0)] if batches[0].plan.lists else []
-        )
+        listed = [op("work list", [self._replanning(one) for one in batches], 1, 0.0)] if batches[0].plan.lists else []
         return [
             op("embed", [lambda: embed(tokens, self.decoder.embedding)], 1, 2 * size * item),
             *listed,
@@ -273,8 +271,9 @@ class Bench:
             "need_kv": need_kv,
         }
 
-    def _replan(self, batch: Batch) -> DevicePlan:
-        return plan_device_attention(batch.plan.batch, self.pool, self.model.num_heads, AttentionWorkspace(self.device))
+    def _replanning(self, batch: Batch) -> Call:
+        workspace = AttentionWorkspace(self.device)  # kept from step to step
+        return lambda: plan_device_attention(batch.plan.batch, self.pool, self.model.num_heads, workspace)
 
     def step(self, load: Load, num_layers: int) -> Call:
         """A whole step of a model of `num_layers` layers, work list and sampling included."""

@@ -128,13 +128,13 @@ def table(bench: Bench, load: Load) -> Table:
     for op in bench.ops(load):
         try:
             timed.append(time_op(op, device, bench.ceilings.bandwidth))
-        except RuntimeError as error:  # the others still count
-            failed[op.name] = str(error)[:300]
+        except Exception as error:  # the others still count
+            failed[op.name] = f"{type(error).__name__}: {str(error)[:300]}"
     whole = one = 0.0
     try:
         whole, one = (seconds_per_call([bench.step(load, count)], device) for count in (layers, 1))
-    except RuntimeError as error:
-        failed["in sequence"] = str(error)[:300]
+    except Exception as error:
+        failed["in sequence"] = f"{type(error).__name__}: {str(error)[:300]}"
     layer_s = (whole - one) / (layers - 1) if layers > 1 else 0.0
     return Table(
         load=str(load),
@@ -190,6 +190,11 @@ def render_table(table: Table) -> str:
     )
 
 
+def write(report: Report, out: Path) -> None:
+    write_json(out / "kernels.json", report)
+    (out / "kernels.md").write_text(render(report) + "\n")
+
+
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     engine = EngineConfig(device=options.device, **PRECISIONS[options.precision])
@@ -222,12 +227,12 @@ def main(argv: Sequence[str]) -> int:
             for swept in sweeps[sweep](bench, options.loads):
                 print(swept, end="\n\n", flush=True)
                 report.sweeps.append(swept)
+                write(report, options.out)
         for load in options.loads if not options.sweep else []:
             report.tables.append(table(bench, load))
             print(render_table(report.tables[-1]), end="\n\n", flush=True)
-            write_json(options.out / "kernels.json", report)
-    write_json(options.out / "kernels.json", report)
-    (options.out / "kernels.md").write_text(render(report) + "\n")
+            write(report, options.out)
+    write(report, options.out)
     print(f"{report.machine}\nCeilings: {ceilings}\nwritten to {options.out}: kernels.md, kernels.json")
     return 0
 

@@ -11,6 +11,7 @@ import os
 import random
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,8 +74,14 @@ class Measurement:
 
     def __init__(self, opening: Opening, *, token_budget: int, max_rows: int) -> None:
         self.opening = opening
-        self.driver = Driver(opening.runner, token_budget=token_budget, max_rows=max_rows)
+        self._limits = (token_budget, max_rows)
+        self.restart()
         self._random = random.Random(0)
+
+    def restart(self) -> None:
+        """After an error: what was under way is forgotten."""
+        token_budget, max_rows = self._limits
+        self.driver = Driver(self.opening.runner, token_budget=token_budget, max_rows=max_rows)
 
     def generate(self, lengths: Sequence[int], out: int) -> Run:
         high = self.opening.model.vocab_size - 1
@@ -131,6 +138,8 @@ def run(options: argparse.Namespace, say: Any) -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the services do (common/engine/load.py), before torch is there
     import torch
 
+    from common.ops import backend
+
     settings: dict[str, Any] = {"device": options.device, "max_running": options.max_rows, "token_budget": options.token_budget}
     settings |= settings_of(options.set)
     imported_at = time.time()
@@ -176,6 +185,12 @@ def run(options: argparse.Namespace, say: Any) -> None:
             say(measurement.cell(cell, limits, options.repeat))
         except PenstockError as error:
             say(Failed(cell=str(cell), error=str(error)))
+        except Exception as error:  # too little memory, say: the others still count
+            if not backend.gpu_answers():
+                raise
+            say(Failed(cell=str(cell), error=f"{type(error).__name__}: {str(error)[:300]}"))
+            traceback.print_exc()
+            measurement.restart()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -192,6 +207,9 @@ def main(argv: Sequence[str]) -> int:
     except PenstockError as error:
         say(Failed(cell="", error=str(error)))
         return 1
+    except Exception as error:
+        say(Failed(cell="", error=f"{type(error).__name__}: {str(error)[:300]}"))
+        raise
     return 0
 
 

@@ -139,11 +139,17 @@ def main(argv: list[str]) -> None:
                 if options.only not in ("", timed.op):
                     continue
                 buffers = rotations(timed.size, device) if timed.size > _CACHED_BYTES else 1
-                seconds = seconds_per_call([timed.make() for _ in range(buffers)], device, min_s=0.005)
                 mark = "*" if timed.case != before else ""
                 before = timed.case
-                gigabytes = number(timed.size / seconds / 1e9)
-                rows.append([timed.op, timed.case, mark + timed.candidate, number(seconds * 1e6, 2), gigabytes])
+                try:
+                    seconds = seconds_per_call([timed.make() for _ in range(buffers)], device, min_s=0.005)
+                    figures = [number(seconds * 1e6, 2), number(timed.size / seconds / 1e9)]
+                except Exception as error:  # the others still count
+                    if not backend.gpu_answers():
+                        raise
+                    figures = [type(error).__name__, "—"]
+                rows.append([timed.op, timed.case, mark + timed.candidate, *figures])
+                print(" | ".join(rows[-1]), flush=True)  # at once: there may be no time for all
     print(describe())
     print(markdown(["op", "case", "candidate", "µs", "GB/s"], rows))
 

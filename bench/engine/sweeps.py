@@ -19,7 +19,7 @@ import torch
 from bench.common.table import markdown, number, percent
 from bench.engine.kernel_cases import Bench, Load
 from bench.engine.timing import seconds_per_call
-from common.ops import linear_device
+from common.ops import backend, linear_device
 from common.ops.attention_configs import SHORT_QUERIES, AttentionConfig, Kind, attention_candidates, choose_config
 from common.ops.linear import LinearWeight
 from common.ops.linear_candidates import Op, bucket
@@ -163,6 +163,7 @@ def compile_all(bench: Bench, candidates: Sequence[C], run_once: Callable[[C], o
         with suppress(Exception), torch.cuda.device(bench.device), torch.inference_mode():  # said when it is timed
             run_once(candidate)
 
+    backend.ready_for_threads()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(attempt, candidates))
     torch.cuda.synchronize()

@@ -81,7 +81,8 @@ class Peer:
 
     def seconds(self, lengths: Sequence[int], out: int) -> float:
         prompts = [{"prompt_token_ids": [self._random.randrange(10, self._vocab) for _ in range(n)]} for n in lengths]
-        sampling = self._sampling(temperature=0.0, max_tokens=out, min_tokens=out, ignore_eos=True, detokenize=False)
+        # without min_tokens, which masks logits in every step: nothing else ends an answer
+        sampling = self._sampling(temperature=0.0, max_tokens=out, ignore_eos=True, detokenize=False)
         begun = time.perf_counter()
         answers = self._llm.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - begun

@@ -42,7 +42,6 @@ from common.runtime import logs, nats_server, parent_death
 MEASURE = "measure"
 HEADROOM = 8  # sequences beyond the streams: canaries, and requests that overlap with the end of others
 GPU_SHARE = 0.9
-READY_TIMEOUT_S = 600.0
 
 
 def numbers(text: str) -> list[float]:
@@ -77,6 +76,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--engine-throughput", default="", help=f"tok/s of the engine alone, or {MEASURE!r}: find out first")
     parser.add_argument("--precision", default="auto", help="for the engine alone; the workers' are --worker-flag's")
     parser.add_argument("--vocab", type=int, default=30_000, help="with --url: ids below this are sent")
+    parser.add_argument("--ready-timeout-s", type=float, default=600.0, help="then the workers' last words are printed")
     parser.add_argument("--out", type=Path, default=Path("build/bench-serve"))
     options = parser.parse_args(argv)
     options.streams, options.rate = [int(n) for n in numbers(options.streams)], numbers(options.rate)
@@ -134,7 +134,7 @@ async def start(stack: Stack, options: argparse.Namespace, nats_url: str) -> int
         role = worker.partition("-")[0]
         flags = [*quiet_flags(worker, nats_url, options.model, port), *worker_flags(options, role)]
         stack.start(worker, f"services.{role}", *flags, metrics_port=port)
-    await stack.wait_ready(ports[0], READY_TIMEOUT_S)
+    await stack.wait_ready(ports[0], options.ready_timeout_s)
     return ports[0]
 
 

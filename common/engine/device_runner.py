@@ -24,7 +24,8 @@ from common.engine.step_buffers import Fields, PackedStep, StepPacker, StepShape
 from common.models.attention import DeviceAttention
 from common.models.decoder import Decoder, Inputs
 from common.ops import backend
-from common.ops.attention_work import AttentionWorkspace, DeviceBatch, plan_device_attention
+from common.ops.attention_prefill import attend_run, planned_lengths
+from common.ops.attention_work import AttentionWorkspace, DeviceBatch, FreshRun, plan_device_attention
 from common.ops.embed import Feed
 from common.ops.paged_attention import AttentionRow
 from common.protocol.errors import ConfigError, InvalidParameter
@@ -34,10 +35,13 @@ _DEPTH = 3
 """Sets of pinned buffers: of the step being packed, the one submitted before it, and the one whose result is being taken."""
 
 WARM_UP = (
-    SamplingParams(temperature=1.0, top_k=8, top_p=0.5, logprobs=1),
-    SamplingParams(temperature=1.0, top_p=0.5, presence_penalty=0.5, logit_bias={0: 1.0}),
+    (
+        SamplingParams(temperature=1.0, top_k=8, top_p=0.5, logprobs=1),
+        SamplingParams(temperature=1.0, top_p=0.5, presence_penalty=0.5, logit_bias={0: 1.0}),
+    ),
+    (SamplingParams(temperature=1.0, logit_bias={0: 1.0}), SamplingParams(min_tokens=2, stop_token_ids=[0])),
 )
-"""Of all kinds of kernels behind a graph."""
+"""The samples of two steps that need every build of the kernels behind a graph: without penalties it is another one."""
 
 _SPARE_BLOCK_IDS = 4096
 _MAX_BLOCK_IDS = 4 << 20
@@ -172,21 +176,24 @@ class DeviceRunner:
                 yield
 
     def warm_up(self, token_budget: int) -> None:
-        """Runs the largest steps that have no graph, on padding: what they need is compiled, and fits into memory.
+        """Runs the largest steps that have no graph, on padding: what they need is compiled, and fits into memory. Then what
+        shorter ones need besides: cuDNN plans a length that is new to a thread for a tenth of a second.
 
         :raises ConfigError: if it does not.
         """
         num_tokens = -(-token_budget // PADDING) * PADDING
-        shape = StepShape(tokens=num_tokens, rows=1, max_queries=num_tokens, samples=len(WARM_UP))
-        rows = [StepRow([0], 0, [], 1, params, 0, history=[0]) for params in WARM_UP]
+        shape = StepShape(tokens=num_tokens, rows=1, max_queries=num_tokens, samples=2)
         try:
             with self._running():
-                for start in (0, self.block_tokens):  # a prompt's first part, and one after a prefix
+                # a prompt's first part, and one after a prefix
+                for start, samples in zip((0, self.block_tokens), WARM_UP, strict=True):
+                    rows = [StepRow([0], 0, [], 1, params, 0, history=[0]) for params in samples]
                     self._blank(shape)
                     extras = self._sampler.load(rows)
                     logits = self._forward(shape, [AttentionRow(0, num_tokens, start, [])])
                     self._sampler.finish(logits, extras)
                 if self._stream is not None:
+                    self._plan_prompts(token_budget)
                     self._stream.synchronize()
         except torch.OutOfMemoryError as error:
             raise ConfigError(
@@ -194,6 +201,16 @@ class DeviceRunner:
                 "or kv_cache_mb",
                 param="token_budget",
             ) from error
+
+    def _plan_prompts(self, token_budget: int) -> None:
+        if self.decoder.dtype == torch.float32:  # which cuDNN refuses
+            return
+        config = self.decoder.config
+        for length in planned_lengths(min(token_budget, self.max_context)):
+            heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+            shapes = [(length, count, config.head_dim) for count in heads]
+            query, key, value = (torch.zeros(shape, dtype=self.decoder.dtype, device=self._device) for shape in shapes)
+            attend_run(query, key, value, FreshRun(0, 1, length), "cudnn", config.head_dim**-0.5)
 
     # ── graphs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -206,10 +223,10 @@ class DeviceRunner:
             for done, shape in enumerate(shapes):
                 self._blank(shape)
                 self._forward(shape)
-                self._stream.synchronize()
                 self._graphs[shape] = StepGraph(lambda shape=shape: self._forward(shape), memory, self._stream)
                 on_progress(done + 1, len(shapes))
             self._stream.synchronize()
+            torch.cuda.empty_cache()  # what the steps before the captures had is not for graphs
 
     def _blank(self, shape: StepShape) -> None:
         """A step of nothing but padding."""

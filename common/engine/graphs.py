@@ -14,15 +14,16 @@ import torch
 from common.engine.plan import StepRow
 from common.engine.step_buffers import StepShape
 
-_MIXED_ROWS = 16
-_MIXED_TOKENS = (32, 64, 128, 256, 512)
+_MIXED = {16: (32, 64, 128, 256, 384, 512), 64: (128, 256, 384, 512), 256: (384, 512)}
+"""Rows of a mixture, and tokens. Launching such a step kernel by kernel takes ten milliseconds, longer than it runs; from 512
+tokens on the GPU is the slower one."""
 _VERIFY_QUERIES = 8
 _VERIFY_TOKENS = 64
 PADDING = 16
 
 
 class ShapeTable:
-    """The shapes that have graphs: decoding rows, verified rows, and short prompts with a few decoding rows.
+    """The shapes that have graphs: decoding rows, verified rows, and short prompts among decoding rows.
 
     `max_tokens`: no shape has more, since the step's buffers hold no more.
     """
@@ -32,7 +33,13 @@ class ShapeTable:
         self.decode = [StepShape(size, size, 1, size) for size in sizes]
         verified = [size for size in sizes if size <= _VERIFY_TOKENS] if verify else []
         self.verify = [StepShape(size, size, _VERIFY_QUERIES, size) for size in verified if size > 1]
-        self.mixed = [StepShape(size, _MIXED_ROWS, size, _MIXED_ROWS) for size in _MIXED_TOKENS if size <= max_tokens]
+        mixed = [
+            StepShape(size, rows, size, rows)
+            for rows, tokens in _MIXED.items()
+            for size in tokens
+            if size <= max_tokens and rows < max(17, 4 * max_rows)
+        ]
+        self.mixed = sorted(mixed)
 
     def __iter__(self) -> Iterator[StepShape]:
         yield from (*self.decode, *self.verify, *self.mixed)
@@ -49,9 +56,8 @@ class ShapeTable:
                 found = next((shape for shape in self.verify if shape.tokens >= num_tokens), None)
                 if found is not None:
                     return found
-        if len(rows) > _MIXED_ROWS or num_samples > _MIXED_ROWS:
-            return None
-        return next((shape for shape in self.mixed if shape.tokens >= num_tokens), None)
+        num_rows = max(len(rows), num_samples)
+        return next((shape for shape in self.mixed if shape.tokens >= num_tokens and shape.rows >= num_rows), None)
 
 
 def decode_sizes(max_rows: int) -> list[int]:
@@ -83,12 +89,18 @@ class StepGraph:
         """`forward` has run before: kernels are compiled. memory: `torch.cuda.graph_pool_handle()`, shared by graphs that run
         one at a time."""
         self._graph = torch.cuda.CUDAGraph()
-        options: Any = {"pool": memory, "stream": stream}
-        # thread_local: what other threads of this process do meanwhile is none of this capture's business
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local", **options):
-            logits = forward()
-            self.logits = borrowed(logits)
-            del logits
+        pool: Any = memory
+        # not `torch.cuda.graph`, which gives all cached memory back to the driver first: sixty times a start
+        with torch.cuda.stream(stream):
+            stream.synchronize()
+            # thread_local: what other threads of this process do meanwhile is none of this capture's business
+            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                logits = forward()
+                self.logits = borrowed(logits)
+                del logits
+            finally:
+                self._graph.capture_end()
 
     def replay(self) -> torch.Tensor:
         self._graph.replay()

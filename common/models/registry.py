@@ -9,7 +9,6 @@ from common.models.decoder import Decoder
 from common.models.source import ModelFiles
 from common.models.weights.base import LinearFormat, WeightLoader
 from common.models.weights.dummy import DummyWeights
-from common.models.weights.gguf import GgufWeights
 from common.models.weights.safetensors import SafetensorsWeights
 from common.models.weights.source import Progress, WeightSource
 
@@ -23,7 +22,11 @@ def open_weights(files: ModelFiles, config: ModelConfig, *, dummy: bool = False)
     """
     if dummy or files.format == "dummy":
         return DummyWeights(config)
-    return GgufWeights(files.path, config) if files.format == "gguf" else SafetensorsWeights(files.path)
+    if files.format == "safetensors":
+        return SafetensorsWeights(files.path)
+    from common.models.weights.gguf import GgufWeights  # a seventh of a second of every start
+
+    return GgufWeights(files.path, config)
 
 
 def load_decoder(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common.ops import attention_configs
+from common.ops import attention_configs, backend
 from common.ops.attention_configs import PrefillBackend, planned_length
 from common.ops.attention_work import FreshRun
 
@@ -41,6 +41,18 @@ def attend_run(
             q, k, v, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
     return attended.transpose(1, 2).flatten(0, 1)[: end - first]
+
+
+def planned_lengths(longest: int) -> Iterator[int]:
+    """The lengths that cuDNN gets for prompts of up to `longest` tokens: what a thread should run before the first prompt."""
+    if attention_configs.PREFILL_BACKEND != "cudnn" or backend.BATCH_INVARIANT:
+        return
+    length = attention_configs.LONG_PROMPT
+    while length < longest:
+        yield length
+        length = planned_length(length + 1)
+    if longest >= attention_configs.LONG_PROMPT:
+        yield planned_length(longest)
 
 
 def attend_fresh(

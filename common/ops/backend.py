@@ -40,6 +40,24 @@ def _capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
 
 
+def gpu_answers() -> bool:
+    """False after an error, such as a read outside memory, that every later call gets as well. Waits for what runs."""
+    try:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    except torch.AcceleratorError:
+        return False
+    return True
+
+
+def ready_for_threads() -> None:
+    """Before several threads launch their first kernels at once: Triton makes its driver, with a C compiler, only once then."""
+    if torch.cuda.is_available():
+        from triton.runtime import driver
+
+        driver.active.get_current_target()
+
+
 @contextmanager
 def interpreted() -> Iterator[None]:
     """CPU tensors go through the Triton kernels meanwhile.

@@ -48,13 +48,18 @@ def tune_linears(
 
     Needs a few hundred MB, or two copies of the largest weight, meanwhile. measure: as in `tuning.tune`.
     """
-    linear_device.TABLE.open(device)
-    unknown = [shape for shape in dict.fromkeys(shapes) if not _is_known(shape, dtype, device, buckets)]
-    tuned = _tune_shapes(unknown, dtype, device, buckets, measure)
-    if tuned.seconds:
-        linear_device.TABLE.save()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # the KV pool is sized by what is free
+    wanted = list(dict.fromkeys(shapes))
+
+    def unknown() -> list[LinearShape]:
+        linear_device.TABLE.open(device)
+        return [shape for shape in wanted if not _is_known(shape, dtype, device, buckets)]
+
+    tuned = Tuned()
+    if unknown():
+        with linear_device.TABLE.exclusive():  # another process may have measured them meanwhile
+            tuned = _tune_shapes(unknown(), dtype, device, buckets, measure)
+    if tuned.seconds and device.type == "cuda":
+        torch.cuda.empty_cache()  # the KV pool is sized by what is free
     linear_device.forget_choices()
     return tuned
 
@@ -111,6 +116,8 @@ def _tune_shapes(
         total.failed |= tuned.failed
         if weight.format == "fp8":
             _choose_activations(op, weight, sizes, tuned)
+        if tuned.seconds:
+            linear_device.TABLE.save()  # at once: a start that is cut short goes on from here
     return total
 
 

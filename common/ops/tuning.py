@@ -11,6 +11,7 @@ update measures again.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import json
 import math
@@ -18,14 +19,17 @@ import os
 import re
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
+
+from common.ops import backend
 
 CACHE_VARIABLE = "PENSTOCK_KERNEL_CACHE"
 
@@ -91,6 +95,15 @@ class Table(Generic[C]):
         known = self._known.get(key)
         return known if known is not None and known in candidates else candidates[0]
 
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """One process measures at a time: side by side they would disturb each other, and all would measure the same."""
+        directory = cache_directory()
+        directory.mkdir(parents=True, exist_ok=True)
+        with (directory / f"{self._name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or its process ends
+            yield
+
     def save(self) -> None:
         """Writes the file, atomically: what another process wrote meanwhile is kept, ours goes first."""
         if self._path is None:
@@ -118,13 +131,15 @@ def tune(
 
     Kernels are compiled first, by `threads` threads (the number of cores): a compiler spends most of its time outside the
     interpreter's lock. measure(run, launches): seconds of a launch; default a `DeviceTimer`.
+
+    :raises RuntimeError: if a candidate broke the GPU's context; it is named.
     """
     unknown = [case for case in cases if table.get(case.key) not in case.candidates]
     tuned = Tuned()
     if not unknown:
         return tuned
-    measure = measure or DeviceTimer()
     _compile(unknown, threads or os.cpu_count() or 1, tuned)
+    measure = measure or DeviceTimer()
     for case in unknown:
         times: dict[Any, float] = {}
         for candidate in case.candidates:
@@ -134,6 +149,8 @@ def tune(
             try:
                 times[candidate] = measure(partial(case.run, candidate), case.launches) + case.extra_s(candidate)
             except Exception as error:  # a candidate too large for this GPU is not an option there
+                if not backend.gpu_answers():
+                    raise RuntimeError(f"{name} broke the GPU's context: {error}") from error
                 tuned.failed[name] = f"{type(error).__name__}: {error}"
         if times:
             table.put(case.key, min(times, key=lambda candidate: times[candidate]))
@@ -151,6 +168,7 @@ class DeviceTimer:
         self._stream = torch.cuda.Stream()
         self._anchor = torch.cuda.CUDAGraph()  # keeps the pool while other graphs come and go
         self._capture(self._anchor, None, lambda _: torch.zeros(1, device="cuda"), 1)
+        self._raise_clocks()
 
     def __call__(self, run: Callable[[int], object], launches: int, replays: int = 3) -> float:
         """Median seconds of a launch in a graph of `launches`; run(i) takes the i-th of several sets of inputs, so that L2
@@ -168,6 +186,14 @@ class DeviceTimer:
                 end.synchronize()
                 times.append(start.elapsed_time(end) / 1e3 / launches)
         return statistics.median(times)
+
+    def _raise_clocks(self) -> None:
+        """An idle GPU takes a while to clock up, at the cost of whichever candidate comes first."""
+        with torch.cuda.stream(self._stream):
+            square = torch.ones(4096, 4096, dtype=torch.bfloat16, device="cuda")
+            for _ in range(500):  # a tenth of a second at full speed
+                torch.mm(square, square)
+            self._stream.synchronize()
 
     def _capture(self, graph: torch.cuda.CUDAGraph, pool: Any, run: Callable[[int], object], launches: int) -> None:
         torch.cuda.synchronize()
@@ -208,6 +234,7 @@ def _compile(cases: Sequence[Case[C]], threads: int, tuned: Tuned) -> None:
                 tuned.failed[f"{case.key} {candidate}"] = f"{type(error).__name__}: {error}"
 
     if users:
+        backend.ready_for_threads()
         with ThreadPoolExecutor(min(threads, len(users))) as pool:
             list(pool.map(once, users.values()))
         if device is not None:

@@ -190,8 +190,22 @@ def test_no_graph_is_larger_than_the_buffers_of_a_step() -> None:
     assert max(shape.tokens for shape in table) == 256
     rows = [StepRow([1] * 260, 0, list(range(17)), 1, GREEDY, 260)]
     assert table.choose(rows) is None
-    assert ShapeTable(4, 512).choose(rows) == StepShape(512, 16, 512, 16)
+    assert ShapeTable(4, 512).choose(rows) == StepShape(384, 16, 384, 16)
     assert [shape.tokens for shape in ShapeTable(1, 65)] == [1, 32, 64]
+
+
+def test_a_prompt_among_decoding_rows_takes_the_smallest_graph_that_holds_both() -> None:
+    def chosen(num_rows: int, prompt: int) -> tuple[int, int] | None:
+        rows = [StepRow([1], 9, [0], 1, GREEDY, 9) for _ in range(num_rows - 1)]
+        shape = ShapeTable(256, 2112).choose([*rows, StepRow([1] * prompt, 0, list(range(64)), 1, GREEDY, prompt)])
+        return None if shape is None else (shape.tokens, shape.rows)
+
+    assert chosen(16, 40) == (64, 16)
+    assert chosen(17, 40) == (128, 64)
+    assert chosen(64, 200) == (384, 64)
+    assert chosen(65, 20) == (384, 256)
+    assert chosen(200, 300) == (512, 256)
+    assert chosen(200, 400) is chosen(257, 10) is None
 
 
 def test_draws_that_cannot_be_packed_leave_nothing_for_the_next_step() -> None:

@@ -16,6 +16,7 @@ from triton.runtime import interpreter
 
 from common.ops import attention_configs, backend
 from common.ops.attention_configs import AttentionConfig, attention_candidates, choose_config, default_config
+from common.ops.attention_prefill import planned_lengths
 from common.ops.attention_work import AttentionWorkspace, DeviceBatch, DevicePlan, plan_device_attention
 from common.ops.paged_attention import AttentionRow, paged_attention
 from common.ops.paged_attention_reference import paged_attention_reference
@@ -359,6 +360,9 @@ def test_cudnn_meets_few_lengths() -> None:
     assert all(length <= padded <= 1.25 * length + 1 for length, padded in zip(lengths, planned, strict=True))
     assert len({length for length in planned if length >= attention_configs.LONG_PROMPT}) <= 14
     assert attention_configs.planned_length(8192) == 8192
+    for longest in (1023, 1024, 1100, 2048, 8999):
+        met = {planned[length - 1] for length in range(attention_configs.LONG_PROMPT, longest + 1)}
+        assert set(planned_lengths(longest)) == met
 
 
 def test_defaults_fit_a_multiprocessor() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,3 +159,47 @@ def test_linears_are_tuned_by_shape_and_bucket(monkeypatch: pytest.MonkeyPatch) 
     ran.clear()
     assert not tune_linears(shapes, dtype=torch.bfloat16, device=CPU, buckets=(1, 16), measure=measure).seconds  # type: ignore[arg-type]
     assert not ran
+
+
+def test_what_breaks_the_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(candidate: Speed, index: int) -> None:
+        if not candidate.works and index:
+            monkeypatch.setattr("common.ops.backend.gpu_answers", lambda: False)
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def measure(launch: Callable[[int], object], launches: int) -> float:
+        launch(1)
+        return 1.0
+
+    table = _table()
+    case = Case("op 4x4 1", [Speed(1.0), Speed(2.0, works=False), Speed(3.0)], run)
+    with pytest.raises(RuntimeError, match=r"op 4x4 1 Speed\(seconds=2\.0.*illegal memory access"):
+        tune(table, [case], measure=measure, threads=2)
+
+
+def test_two_processes_measure_one_after_the_other(_cache: Path) -> None:
+    program = """
+import fcntl, sys
+from pathlib import Path
+lock = (Path(sys.argv[1]) / "test.lock").open("w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+    command = [sys.executable, "-c", program, str(_cache)]
+    entered: list[float] = []
+
+    def measure() -> None:
+        with _table().exclusive():
+            entered.append(time.monotonic())
+
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None and other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        waiting = threading.Thread(target=measure)
+        waiting.start()
+        waiting.join(0.2)
+        assert not entered
+        other.stdin.close()
+        waiting.join()
+    assert entered

@@ -7,6 +7,7 @@ import math
 import random
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -406,3 +407,28 @@ def test_what_is_off_does_not_run_or_is_no_number_is_found() -> None:
 def test_a_session_fits_its_time() -> None:
     parts = gpu_session.parts("out", peer="site")
     assert all(0 < part.limit_s <= 600 for part in parts.values())
+
+
+def test_a_session_keeps_what_its_parts_found(tmp_path: Path) -> None:
+    """Also when one fails, and when it is told to end: then in the middle of a part."""
+    program = f"""
+import sys
+from bench.engine import gpu_session
+from bench.engine.gpu_session import HALF, Part
+gpu_session.parts = lambda out, peer: {{
+    "good": Part("says something", ["-c", "import sys; print('found', sys.argv[1])", HALF], 40),
+    "bad": Part("fails", ["-c", "raise SystemExit(3)"], 40),
+    "long": Part("goes on", ["-c", "import time; print('begun', flush=True); time.sleep(60)"], 40),
+}}
+sys.exit(gpu_session.main([{str(tmp_path / "out")!r}, "good", "bad", "long", "--pack", {str(tmp_path / "all.tar.gz")!r}]))
+"""
+    log = tmp_path / "out" / "long.log"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.DEVNULL, cwd=gpu_session.ROOT) as session:
+        while not (log.exists() and "begun" in log.read_text()):
+            time.sleep(0.05)
+        session.terminate()
+    assert session.returncode == 143
+    text = (tmp_path / "out" / "session.md").read_text()
+    assert "found 15" in text and "ended with status 3" in text and "told to end" in text and "begun" in text
+    with tarfile.open(tmp_path / "all.tar.gz") as packed:
+        assert sorted(packed.getnames()) == ["bad.log", "good.log", "long.log", "session.md"]
