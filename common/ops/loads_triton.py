@@ -1,4 +1,4 @@
-"""What keeps loads together: the assembler spreads them among what uses them, to save registers, and waits for memory each time."""
+"""What keeps loads together: to save registers, the assembler spreads them among their uses, and waits for memory each time."""
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
@@ -22,8 +22,8 @@ _ZERO = tl.constexpr(
 
 @triton.jit
 def loads_begun(ASSEMBLY: tl.constexpr):
-    """0, once all loads above are on their way: none moves past a barrier, and what needs the barrier's result, see `held`, does
-    not move up. It costs little, since nobody waits there for what was loaded."""
+    """0, once all loads above are on their way: none moves past a barrier, and what needs the barrier's result, see `held`,
+    does not move up. It costs little, since nobody waits there for what was loaded."""
     if ASSEMBLY:
         return tl.inline_asm_elementwise(_ZERO, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
     return 0
