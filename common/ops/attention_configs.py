@@ -91,6 +91,8 @@ def attention_candidates(head_dim: int, group: int, dtype: torch.dtype, kind: Ki
     if kind == "decode":
         for fused, prefetch, fewest in itertools.product((False, True), (0, 2), (128, 256)):
             yield replace(base, fused=fused, prefetch=prefetch, fewest_keys=fewest)
+        for fused in (False, True):  # 64 KB each: two already have enough in flight, and cut fewer rows
+            yield replace(base, fused=fused, programs=2)
     row_bytes = _power_of_2(head_dim) * dtype.itemsize
     swaps = (False, True) if kind == "decode" and dtype.itemsize == 2 else (False,)
     for tile, warps, stages, swap in itertools.product((32, 64, 128), (1, 2, 4, 8), (2, 3, 4), swaps):
