@@ -85,6 +85,7 @@ def widened(w, dtype: tl.constexpr, HOPPER: tl.constexpr):
 def accumulate(
     w_rows,  # [BLOCK_N, 1] pointers
     x_rows,  # [BLOCK_M, 1] pointers
+    shown,  # [BLOCK_M, 1]: rows that are there
     w_scale,
     tile,
     first,
@@ -108,7 +109,10 @@ def accumulate(
         depth = step * BLOCK_K + k
         if EVEN_K:
             w = tl.load(w_rows + depth[None, :])
-            a = tl.load(x_rows + depth[None, :])
+            if BLOCK_M <= 16:  # padding is not read: all programs would ask L2 for one row, again and again
+                a = tl.load(x_rows + depth[None, :], mask=shown, other=0.0)
+            else:
+                a = tl.load(x_rows + depth[None, :])
         else:
             w = tl.load(w_rows + depth[None, :], mask=(depth < K)[None, :], other=0.0)
             a = tl.load(x_rows + depth[None, :], mask=(depth < K)[None, :], other=0.0)
@@ -164,9 +168,11 @@ def dot_kernel(
             ask_ahead(weight, tile, first, last, N, K, BLOCK_N, BLOCK_K, GATED, PREFETCH, LINES)
         tl.extra.cuda.gdc_wait()
     x_rows = x + tl.minimum(m, rows - 1).to(tl.int64)[:, None] * K
+    shown = (m < rows)[:, None]
     total = accumulate(
         w_rows,
         x_rows,
+        shown,
         w_scale,
         tile,
         first,
@@ -191,6 +197,7 @@ def dot_kernel(
             more = accumulate(
                 w_rows,
                 x_rows,
+                shown,
                 w_scale,
                 tile,
                 first,
