@@ -9,6 +9,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from common.ops import backend
+from common.ops.loads_triton import AT_ONCE, held, loads_begun
 from common.ops.tensors import Activation, Quantised
 
 ELEMENTS_PER_THREAD = 8
@@ -47,14 +48,17 @@ def add_rms_norm_kernel(
     places = residual + row * SIZE + columns
     x = tl.load(places, mask=mask, other=0.0).to(tl.float32)
     if SPLITS > 0:
-        # all loads before the first sum: one latency, not one per split
-        parts = ()
-        for split in tl.static_range(SPLITS):
-            offset = tl.full((), split, tl.int64) * split_stride + row * row_stride
-            parts += (tl.load(delta + offset + columns, mask=mask, other=0.0).to(tl.float32),)
-        total = parts[0]
-        for split in tl.static_range(1, SPLITS):
-            total += parts[split]
+        # one latency for a few splits and the residual, not one for each
+        total = x
+        for begin in tl.static_range(0, SPLITS, AT_ONCE):
+            parts = ()
+            for split in tl.static_range(begin, min(begin + AT_ONCE, SPLITS)):
+                offset = tl.full((), split, tl.int64) * split_stride + row * row_stride
+                parts += (tl.load(delta + offset + columns, mask=mask, other=0.0).to(tl.float32),)
+            part = held(parts[0], loads_begun(PDL and SPLITS > 1), PDL and SPLITS > 1)
+            total = part if begin == 0 else total + part
+            for split in tl.static_range(1, min(AT_ONCE, SPLITS - begin)):
+                total += parts[split]
         rounded = (x + total).to(residual.dtype.element_ty)
         tl.store(places, rounded, mask=mask)
         x = rounded.to(tl.float32)

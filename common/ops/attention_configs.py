@@ -65,12 +65,13 @@ def choose_config(head_dim: int, group: int, dtype: torch.dtype, max_queries: in
 
 
 def default_config(head_dim: int, group: int, dtype: torch.dtype, kind: Kind) -> AttentionConfig:
-    """By rule: for decode, two tiles of K and V in flight per program, 64 KB, and three programs per multiprocessor."""
+    """By rule: for decode, two tiles of K and V in flight per program, 64 KB, and three programs per multiprocessor. Splits may
+    be one tile: each goes through seven barriers, and few short rows leave multiprocessors idle that can take one."""
     row_bytes = _power_of_2(head_dim) * dtype.itemsize
     if dtype == torch.float32:  # no tensor cores
         return AttentionConfig(max(16, _power_of_2(group)), 32 if head_dim <= 128 else 16, 8, 2, 2)
     if kind == "decode":
-        return AttentionConfig(max(16, _power_of_2(group)), min(128, max(32, 64 * 256 // row_bytes)), 4, 3, 3)
+        return AttentionConfig(max(16, _power_of_2(group)), min(128, max(32, 64 * 256 // row_bytes)), 4, 3, 3, 64)
     large = head_dim > 128
     return AttentionConfig(max(64 if large else 128, _power_of_2(group)), 32 if large else 64, 8, 3, 2, fewest_keys=1024)
 
@@ -89,8 +90,10 @@ def attention_candidates(head_dim: int, group: int, dtype: torch.dtype, kind: Ki
     base = default_config(head_dim, group, dtype, kind)
     yield base
     if kind == "decode":
-        for fused, prefetch, fewest in itertools.product((False, True), (0, 2), (128, 256)):
+        for fused, prefetch, fewest in itertools.product((False, True), (0, 2), (64, 128, 256)):
             yield replace(base, fused=fused, prefetch=prefetch, fewest_keys=fewest)
+        for fused in (False, True):  # 64 KB each: two already have enough in flight, and cut fewer rows
+            yield replace(base, fused=fused, programs=2)
     row_bytes = _power_of_2(head_dim) * dtype.itemsize
     swaps = (False, True) if kind == "decode" and dtype.itemsize == 2 else (False,)
     for tile, warps, stages, swap in itertools.product((32, 64, 128), (1, 2, 4, 8), (2, 3, 4), swaps):

@@ -103,6 +103,12 @@ def _merge_in_order(
 
 
 @triton.jit
+def _load_merge(merges, index, ROWS: tl.constexpr):
+    merge = merges + index // ROWS * 4
+    return tl.load(merge), tl.load(merge + 1), tl.load(merge + 2), tl.load(merge + 3)
+
+
+@triton.jit
 def merge_kernel(
     output,  # [tokens, KV_HEADS * GROUP, HEAD_DIM]
     partials,  # float32 [slots, KV_HEADS, SLOT_ROWS, HEAD_DIM]
@@ -117,14 +123,18 @@ def merge_kernel(
     IN_ORDER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    work = tl.load(counts + 1) * (KV_HEADS * SLOT_ROWS)
     if PDL:
         gdc_launch_dependents()
+    ROWS: tl.constexpr = KV_HEADS * SLOT_ROWS
+    work = tl.load(counts + 1) * ROWS
+    # the list is older than the kernel before this one
+    token, queries, slot, parts = _load_merge(merges, tl.program_id(0), ROWS)
+    if PDL:
         gdc_wait()
     for index in range(tl.program_id(0), work, tl.num_programs(0)):
-        merge = merges + index // (KV_HEADS * SLOT_ROWS) * 4
+        if index != tl.program_id(0):
+            token, queries, slot, parts = _load_merge(merges, index, ROWS)
         m, head = index % SLOT_ROWS, index // SLOT_ROWS % KV_HEADS
-        token, queries, slot, parts = tl.load(merge), tl.load(merge + 1), tl.load(merge + 2), tl.load(merge + 3)
         if m // GROUP < queries:
             if IN_ORDER:
                 _merge_in_order(

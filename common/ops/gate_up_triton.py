@@ -12,6 +12,8 @@ from common.ops.quantise_triton import as_e4m3
 from common.ops.tensors import Activation, Quantised
 
 _BLOCK = 2048
+_MAX_ROW = 16384
+"""Elements of a row that is held in registers while its scale is found; a longer one is computed twice."""
 
 
 @triton.jit
@@ -25,6 +27,7 @@ def silu_mul_kernel(
     size,
     BLOCK: tl.constexpr,
     QUANTISE: tl.constexpr,
+    WHOLE: tl.constexpr,  # BLOCK holds a row
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -35,7 +38,13 @@ def silu_mul_kernel(
     out += row * size
     if x_scale is not None:
         x_scale += row
-    if QUANTISE:
+    if QUANTISE and WHOLE:
+        place = tl.arange(0, BLOCK)
+        values = gated(gate_up, x_scale, w_scale, bias, place, size)
+        highest = tl.maximum(tl.max(tl.abs(values), axis=0), 1e-20)
+        tl.store(out + place, as_e4m3(values, highest), mask=place < size)
+        tl.store(out_scale + row, highest / 448.0)
+    elif QUANTISE:
         found = tl.zeros([BLOCK], tl.float32)
         for start in range(0, size, BLOCK):
             found = tl.maximum(found, tl.abs(gated(gate_up, x_scale, w_scale, bias, start + tl.arange(0, BLOCK), size)))
@@ -95,7 +104,8 @@ def silu_mul_triton(
     out = torch.empty(rows, size, dtype=torch.float8_e4m3fn if quantise else dtype, device=gate_up.device)
     out_scale = torch.empty(rows, dtype=torch.float32, device=gate_up.device) if quantise else None
     pdl = backend.pdl(gate_up)
-    block = min(_BLOCK, triton.next_power_of_2(size))
+    whole = quantise and size <= _MAX_ROW
+    block = triton.next_power_of_2(size) if whole else min(_BLOCK, triton.next_power_of_2(size))
     silu_mul_kernel[(rows, 1 if quantise else triton.cdiv(size, block))](
         gate_up=gate_up,
         x_scale=None if scales is None else scales[0],
@@ -106,8 +116,9 @@ def silu_mul_triton(
         size=size,
         BLOCK=block,
         QUANTISE=quantise,
+        WHOLE=whole,
         PDL=pdl,
-        num_warps=8 if block >= 2048 else 4,
+        num_warps=min(32, max(4, block // 512)) if whole else 8 if block >= 2048 else 4,
         launch_pdl=pdl,
     )
     return out if out_scale is None else Quantised(out, out_scale)

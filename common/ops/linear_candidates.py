@@ -132,7 +132,7 @@ def _few_rows(shape: Shape, rows: int, quantised: bool, num_sms: int) -> list[Ca
         block_k = min(block_k, SCALE_BLOCK)
     found: list[Candidate] = []
     # 32 rows go through mma.sync: small tiles leave a short tail where K is not cut
-    for block_n, residents in ((64, 2), (64, 3), (128, 2), (32, 4)):
+    for block_n, residents in ((64, 2), (64, 3), (128, 2), (32, _all_at_once(shape, 32, num_sms, 4, 7))):
         if block_n == 32 and (quantised or block_m > 32):
             continue
         stage_bytes = (block_n + block_m) * block_k * shape.item_bytes
@@ -140,29 +140,32 @@ def _few_rows(shape: Shape, rows: int, quantised: bool, num_sms: int) -> list[Ca
         if stages < 2 or (block_m > 64 and block_n == 64):
             continue
         warps = 8 if block_n * block_m >= 128 * 128 else 4
-        for splits in _splits(shape, block_n, block_k, num_sms * residents):
+        for splits in _splits(shape, block_n, block_k, num_sms * (2 if block_n == 32 else residents)):
             found.append(Candidate("dot", quantised, block_n, block_m, block_k, splits, warps, stages))
     if rows <= 8 and not quantised:  # eight rows are enough for mma.sync: less shared memory
         splits = _splits(shape, 64, block_k, num_sms * 2)[0]
-        found.append(Candidate("dot", False, 64, 8, block_k, splits, 4, 6))
+        residents = _all_at_once(shape, 64, num_sms, 2, 4)
+        stages = min(6, SHARED_BYTES // residents // ((64 + 8) * block_k * shape.item_bytes) + _SYNC_STAGES)
+        found.append(Candidate("dot", False, 64, 8, block_k, splits, 4, stages))
     return found
 
 
 def _converting(shape: Shape, rows: int, num_sms: int) -> list[Candidate]:
     """fp8 weights for bf16 activations. Two warps, or 32 weight rows, are too few for wgmma and make it mma.sync on purpose:
     there the compiler orders K so that a thread's fp8 lie side by side, 8 bytes a read and 16 a copy. For wgmma it is 2 and 8.
+    With more warps than the tile has 16 weight rows, two would convert the same ones. Converting takes half the time of
+    reading: several programs of two warps fill each other's gaps.
     Above 32 rows the conversion costs more than it is worth."""
     if rows > 32:
         return []
     block_m = 8 if rows <= 8 else 16 if rows <= 16 else 32
     found: list[Candidate] = []
-    for block_n, block_k, warps, residents in ((64, 128, 2, 3), (64, 256, 2, 3), (32, 128, 4, 4), (128, 128, 2, 3)):
-        if block_n * block_m > 64 * 32:
-            continue
+    other = (32, 128, 6) if rows <= 16 else (64, 256, 3)
+    for block_n, block_k, residents in ((64, 128, 4), (64, 128, 3), other, (128, 128, 3)):
         depth = min(block_k, SCALE_BLOCK) if shape.scaling == "blocks" else block_k
         stages = min(8, SHARED_BYTES // residents // ((block_n + 2 * block_m) * depth) + _SYNC_STAGES)
-        for splits in _splits(shape, block_n, depth, num_sms * residents):
-            found.append(Candidate("dot", False, block_n, block_m, depth, splits, warps, stages))
+        for splits in _splits(shape, block_n, depth, num_sms * (2 if block_n == 32 else 3)):
+            found.append(Candidate("dot", False, block_n, block_m, depth, splits, 2, stages))
     return list(dict.fromkeys(found))
 
 
@@ -170,6 +173,8 @@ def _gemv(shape: Shape, rows: int) -> list[Candidate]:
     found: list[Candidate] = []
     for block_n, block_k in ((2, 4096), (4, 4096), (4, 2048), (8, 2048)):
         splits = cdiv(shape.k, block_k)
+        if block_n == 2 and shape.item_bytes == 1:  # 20 bytes a cycle, as fast as memory at best
+            continue
         if shape.op == "gated" and splits > 1:
             block_k, splits = 1 << (shape.k - 1).bit_length(), 1
         if block_k > 8192 or (rows > 1 and block_n > 4):
@@ -182,7 +187,8 @@ def _gemv(shape: Shape, rows: int) -> list[Candidate]:
 
 
 def _splits(shape: Shape, block_n: int, block_k: int, slots: int) -> list[int]:
-    """One or two numbers of splits: the first that gives half the slots work, and twice that."""
+    """One or two numbers of splits: the first that gives half the slots work, and twice that. No more: a norm reads a row's
+    partial sums through one multiprocessor, at 100 GB/s."""
     if shape.op == "gated":
         return [1]
     tiles, depth = cdiv(shape.n, block_n), cdiv(shape.k, block_k)
@@ -191,6 +197,12 @@ def _splits(shape: Shape, block_n: int, block_k: int, slots: int) -> list[int]:
         splits *= 2
     doubled = splits * 2
     return [splits, doubled] if tiles * doubled <= slots * 2 and depth // doubled >= 4 and doubled <= 16 else [splits]
+
+
+def _all_at_once(shape: Shape, block_n: int, num_sms: int, fewest: int, most: int) -> int:
+    """Programs on a multiprocessor: all there are, if K is not cut and there are few enough, so that none begins late."""
+    needed = cdiv(cdiv(shape.n, block_n), num_sms)
+    return max(fewest, needed) if shape.op == "gated" and needed <= most else fewest
 
 
 def _with_ahead(candidate: Candidate, ahead: Literal["none", "bulk", "lines"]) -> Candidate:

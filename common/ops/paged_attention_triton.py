@@ -202,12 +202,13 @@ def attention_kernel(
     LOOP: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
     program, programs = tl.program_id(0), tl.num_programs(0)
     work = tl.load(counts) * KV_HEADS
     used = tl.load(query_starts + num_rows)
     if LOOP:
         if PDL:
-            gdc_launch_dependents()
             gdc_wait()
         for index in range(program, work, programs):
             item = _load_item(items + index // KV_HEADS * 8)
@@ -227,7 +228,6 @@ def attention_kernel(
                 BLOCK_STRIDE, TILE, PREFETCH,
             )  # fmt: skip
         if PDL:
-            gdc_launch_dependents()
             gdc_wait()
         if program < work and item[5] > 0:
             _attend_item(

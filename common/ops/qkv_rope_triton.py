@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from common.ops import backend
+from common.ops.loads_triton import AT_ONCE, held, loads_begun
 
 FEW_ROWS_WARPS = 1
 """Warps of a program: many small ones, so that one row still uses a dozen multiprocessors."""
@@ -27,22 +28,27 @@ def choose(rows: int) -> int:
 
 
 @triton.jit
-def _loaded(places, split_stride, mask, SPLITS: tl.constexpr):
-    """A tile of every split, not yet added up: what depends on the loads comes after all of them."""
-    parts = ()
-    for split in tl.static_range(SPLITS):
-        parts += (tl.load(places + tl.full((), split, tl.int64) * split_stride, mask=mask, other=0.0).to(tl.float32),)
-    return parts
-
-
-@triton.jit
-def _summed(parts, bias, SPLITS: tl.constexpr):
-    total = parts[0]
-    for split in tl.static_range(1, SPLITS):
-        total += parts[split]
-    if bias is not None:
-        total += bias
-    return total
+def _summed(places, split_stride, mask, bias_first, bias_second, HALF: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr):
+    """Both halves, added up first to last; a few splits are read at once."""
+    first, second = 0.0, 0.0
+    for begin in tl.static_range(0, SPLITS, AT_ONCE):
+        firsts, seconds = (), ()
+        for split in tl.static_range(begin, min(begin + AT_ONCE, SPLITS)):
+            place = places + tl.full((), split, tl.int64) * split_stride
+            firsts += (tl.load(place, mask=mask, other=0.0).to(tl.float32),)
+            seconds += (tl.load(place + HALF, mask=mask, other=0.0).to(tl.float32),)
+        zero = loads_begun(PDL and SPLITS > 1)
+        part_first = held(firsts[0], zero, PDL and SPLITS > 1)
+        part_second = held(seconds[0], zero, PDL and SPLITS > 1)
+        first = part_first if begin == 0 else first + part_first
+        second = part_second if begin == 0 else second + part_second
+        for split in tl.static_range(1, min(AT_ONCE, SPLITS - begin)):
+            first += firsts[split]
+            second += seconds[split]
+    if bias_first is not None:
+        first += bias_first
+        second += bias_second
+    return first, second
 
 
 @triton.jit
@@ -95,6 +101,8 @@ def qkv_rope_kernel(
     NEED_KV: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    if PDL:
+        gdc_launch_dependents()
     HALF: tl.constexpr = HEAD_DIM // 2
     Q_GROUPS: tl.constexpr = (HEADS + GROUP - 1) // GROUP
     KV_GROUPS: tl.constexpr = (KV_HEADS + GROUP - 1) // GROUP
@@ -123,20 +131,17 @@ def qkv_rope_kernel(
     if kv_scale is not None:
         scales = kv_scale + (layer * 2 + is_value.to(tl.int32)) * KV_HEADS + heads[:, None]
         inverse_scale = 1.0 / tl.load(scales, mask=(heads < KV_HEADS)[:, None] & (group >= Q_GROUPS), other=1.0)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-
+    # like attention's work list, a step's positions and slots are older than the kernel before this one
     position = tl.load(positions + row).to(tl.int64)
     slot = tl.load(slots + row)
-    places = qkv + row * row_stride + offsets
-    first_parts = _loaded(places, split_stride, mask, SPLITS)
-    second_parts = _loaded(places + HALF, split_stride, mask, SPLITS)
     angles = rope + position * HEAD_DIM + columns
     cos = tl.load(angles, mask=mask & (group < Q_GROUPS + KV_GROUPS), other=0.0)
     sin = tl.load(angles + HALF, mask=mask & (group < Q_GROUPS + KV_GROUPS), other=0.0)
-    first = _summed(first_parts, bias_first, SPLITS)
-    second = _summed(second_parts, bias_second, SPLITS)
+    if PDL:
+        gdc_wait()
+
+    places = qkv + row * row_stride + offsets
+    first, second = _summed(places, split_stride, mask, bias_first, bias_second, HALF, SPLITS, PDL)
     if group < Q_GROUPS + KV_GROUPS:
         first, second = _rotated(first, second, gain_first, gain_second, cos, sin, eps, HEAD_DIM)
     if is_query:

@@ -1,4 +1,4 @@
-"""`quantise_rows`: one program per row; a row of up to 8192 is held in registers, a longer one is read twice."""
+"""`quantise_rows`: one program per row; a row of up to 16384 is held in registers, a longer one is read twice."""
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton.language as tl
 from common.ops import backend
 from common.ops.tensors import Quantised
 
-_MAX_BLOCK = 8192
+_MAX_BLOCK = 16384
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def quantise_rows_triton(x: torch.Tensor) -> Quantised:
             BLOCK=block,
             WHOLE=block >= size,
             PDL=pdl,
-            num_warps=min(16, max(1, block // 512)),
+            num_warps=min(32, max(1, block // 512)),
             launch_pdl=pdl,
         )
     return Quantised(data, scale)

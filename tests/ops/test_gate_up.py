@@ -91,7 +91,7 @@ def test_on_a_cpu_it_is_linear_then_silu_mul() -> None:
     )
 
 
-@pytest.mark.parametrize("size", [64, 2500])
+@pytest.mark.parametrize("size", [64, 2500, 17000])
 def test_scales_and_bias_left_by_the_library(size: int) -> None:
     rows = 3
     y, bias = torch.randn(rows, 2 * size).bfloat16(), torch.randn(2 * size).bfloat16()

@@ -156,7 +156,11 @@ CASES = [
 
 
 def _small(
-    kernel: str, module: str, signature: dict[str, str], constants: dict[str, int | float | bool | str | None]
+    kernel: str,
+    module: str,
+    signature: dict[str, str],
+    constants: dict[str, int | float | bool | str | None],
+    num_warps: int = 8,
 ) -> KernelCase:
     name = "-".join(f"{value}" for value in (*signature.values(), *constants.values()) if value is not None)
     return KernelCase(
@@ -165,7 +169,7 @@ def _small(
         kernel,
         signature,
         {**constants, "PDL": True},
-        num_warps=8,
+        num_warps=num_warps,
         expects=(*_PDL, "ld.global.v4"),
         max_registers=128,
     )
@@ -178,22 +182,27 @@ CASES += [
         "quantise_rows_kernel",
         "quantise_triton",
         {"x": "*bf16", "data": "*fp8e4nv", "scale": "*fp32", "size": "i32:16"},
-        constants,
+        {"BLOCK": block, "WHOLE": whole},
+        num_warps,
     )
-    for constants in ({"BLOCK": 4096, "WHOLE": True}, {"BLOCK": 8192, "WHOLE": False})
+    for block, whole, num_warps in ((4096, True, 8), (16384, True, 32), (16384, False, 32))
 ]
 CASES += [
     _small(
         "silu_mul_kernel",
         "gate_up_triton",
         {**_GATE, **_SCALED, "out": "*fp8e4nv", "out_scale": "*fp32"},
-        {"BLOCK": 2048, "QUANTISE": True},
-    ),
+        {"BLOCK": block, "QUANTISE": True, "WHOLE": block == 16384},
+        num_warps,
+    )
+    for block, num_warps in ((2048, 8), (16384, 32))
+]
+CASES += [
     _small(
         "silu_mul_kernel",
         "gate_up_triton",
         {**_GATE, "out": "*bf16"},
-        {**dict.fromkeys((*_SCALED, "out_scale")), "BLOCK": 2048, "QUANTISE": False},
+        {**dict.fromkeys((*_SCALED, "out_scale")), "BLOCK": 2048, "QUANTISE": False, "WHOLE": False},
     ),
     _small("rescale_kernel", "gate_up_triton", {"y": "*bf16", **_SCALED, "out": "*bf16", "N": "i32:16"}, {"BLOCK": 2048}),
     _small(

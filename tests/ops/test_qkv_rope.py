@@ -108,7 +108,7 @@ def test_partial_sums_and_bias_are_added(dtype: torch.dtype, splits: int) -> Non
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_float8_pool_holds_scaled_and_saturated_values(splits: int, scaled: bool) -> None:
     shape = Shape(4, 2, 128)
-    qkv = 200 * (torch.randn(splits, 3, shape.size) if splits else torch.randn(3, shape.size).to(BF16))
+    qkv = 400 * (torch.randn(splits, 3, shape.size) if splits else torch.randn(3, shape.size).to(BF16))
     scale = torch.rand(LAYERS, 2, shape.kv_heads) + 0.5 if scaled else None
     norms = {"q_norm": torch.randn(128).to(BF16), "k_norm": torch.randn(128).to(BF16)}
     call = make_call(shape, 3, qkv=qkv, kv_scale=scale, dtype=BF16, pool_dtype=FP8, **norms)

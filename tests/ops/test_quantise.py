@@ -11,7 +11,7 @@ from common.ops.quantise_reference import dequantise_weight_reference, quantise_
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 577), (5, 4096), (2, 9001)])
+@pytest.mark.parametrize(("rows", "size"), [(1, 64), (3, 577), (5, 4096), (2, 9001), (2, 17001)])
 def test_rows_equal_their_reference(dtype: torch.dtype, rows: int, size: int) -> None:
     x = (torch.randn(rows, size) * torch.logspace(-3, 3, rows)[:, None]).to(dtype)
     expected = quantise_rows_reference(x)
