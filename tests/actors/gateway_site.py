@@ -47,6 +47,8 @@ from services.gateway.stream import Stream
 
 MODEL = "smollm2-135m-instruct"
 VOCABULARY = 256
+LONG = list(range(1, 40))
+SHORT = [7, 8, 9]
 TIMES: dict[str, Any] = {"heartbeat_s": 0.05, "dead_after_s": 0.6, "lease_s": 2.0, "drain_timeout_s": 3.0}
 
 
@@ -319,3 +321,15 @@ async def site(*, prefill: int = 1, decode: int = 1, bundle: TextBundle | None =
         await made.until(lambda: gateway.router.prefill.usable == prefill and gateway.router.decode.usable == decode)
         yield made
         group.cancel_scope.cancel()
+
+
+async def many(at: Site, count: int, *, max_tokens: int = 64) -> None:
+    """Run `count` requests of both kinds at once; each must give exactly its tokens."""
+
+    async def one(number: int) -> None:
+        prompt = [number, *(LONG if number % 2 else SHORT)]
+        assert await read(at.generate(prompt, max_tokens=max_tokens)) == expected(prompt, max_tokens)
+
+    async with anyio.create_task_group() as group:
+        for number in range(count):
+            group.start_soon(one, number)

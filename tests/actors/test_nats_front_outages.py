@@ -10,7 +10,7 @@ import pytest
 from common.protocol import headers
 from services.gateway import nats_reply
 from tests.actors.edge import until
-from tests.actors.test_nats_front import HI, Setup, front
+from tests.actors.nats_client import HI, Setup, front
 
 
 async def restart(setup: Setup, client_away_s: float) -> None:

@@ -1,0 +1,94 @@
+"""The gateway itself: when it is ready, how it drains, what it does after it was stopped, and what its metrics say."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from common.protocol import errors
+from services.gateway.actor import GatewayActor
+from services.gateway.config import GatewayConfig
+from tests.actors.gateway_site import LONG, SHORT, expected, many, read, read_some, site
+
+
+async def test_ready_means_that_a_request_went_through_every_path() -> None:
+    async with site(canary=True) as at:
+        await at.until(lambda: at.gateway.ready)
+        assert len(at.prefill[0].tasks) == 1
+        assert len(at.decode[0].tasks) == 2
+        await at.nothing_held()
+
+
+async def test_not_ready_while_requests_fail() -> None:
+    async with site(prefill=0, canary=True, canary_timeout_s=0.3) as at:
+        at.decode[0].mute = True
+        await anyio.sleep(0.6)
+        assert not at.gateway.ready
+
+
+async def test_not_ready_without_decode_workers_or_bus_and_ready_again_with_them() -> None:
+    async with site(prefill=0, canary=True) as at:
+        await at.until(lambda: at.gateway.ready)
+        at.broker.stop()
+        assert not at.gateway.ready
+        at.broker.start()
+        await at.until(lambda: at.gateway.ready)
+        await at.kill(at.decode[0])
+        await at.until(lambda: not at.gateway.ready)
+        await at.add("decode")
+        await at.until(lambda: at.gateway.ready)
+
+
+async def test_a_drain_refuses_the_new_and_lets_streams_finish() -> None:
+    async with site() as at:
+        stream = at.generate(LONG, max_tokens=60)
+        await read_some(stream, 1)
+        at.gateway.begin_drain()
+        with pytest.raises(errors.ShuttingDown):
+            at.generate(SHORT)
+        assert (await read(stream))[-1] == expected(LONG, 60)[-1]
+        await at.until(lambda: not at.gateway.running)
+        await at.nothing_held()
+
+
+async def test_a_drain_that_takes_too_long_ends_streams_typed_and_frees_workers() -> None:
+    async with site(drain_timeout_s=2.2) as at:
+        stream = at.generate(LONG, max_tokens=100_000)
+        await read_some(stream, 1)
+        at.gateway.begin_drain()
+        with pytest.raises(errors.ShuttingDown):
+            await read(stream)
+        await at.nothing_held()
+
+
+async def test_a_gateway_that_was_stopped_fails_its_requests_typed() -> None:
+    async with site() as at:
+        stream = at.generate(LONG, max_tokens=100_000)
+        await read_some(stream, 1)
+        epoch = at.gateway.ref.epoch
+        at.gateway._last_beat -= 10.0  # as after SIGSTOP
+        with pytest.raises(errors.InternalError):
+            await read(stream)
+        await at.until(lambda: at.gateway.ref.epoch > epoch)
+        await at.nothing_held()
+        assert await read(at.generate(SHORT)) == expected(SHORT, 32)
+
+
+async def test_metrics_tell_of_queue_retries_and_lost_frames() -> None:
+    async with site(decode=2) as at:
+        async with anyio.create_task_group() as group:
+            group.start_soon(many, at, 8)
+            await at.until(lambda: at.decode[0].held)
+            await at.kill(at.decode[0])
+        text = at.gateway.metrics.render().decode()
+    assert "vllm:num_requests_waiting 0.0" in text
+    assert 'vllm:request_queue_time_seconds_bucket{le="+Inf"}' in text
+    assert "penstock_request_retries_total" in text
+    assert "penstock_frames_dropped_total" in text
+
+
+def test_settings_have_sane_defaults() -> None:
+    config = GatewayConfig()
+    assert config.http_port == 8000
+    assert config.max_deadline_s >= config.default_deadline_s
+    assert GatewayActor.role == "gateway"
