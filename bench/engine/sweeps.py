@@ -1,6 +1,6 @@
 """Every candidate of a kernel that is chosen by measurement, timed for a model's shapes: what the tables should hold.
 
-`attention_sweep`: `attention_candidates` and the prefill backends; the best go into `attention_configs.CHOSEN`.
+`attention_sweep`: `attention_candidates` and the prefill backends; the best go into the rules of `attention_configs`.
 `linear_sweep`: the candidates of each matrix and bucket of rows, beside what would be chosen now.
 """
 
@@ -66,7 +66,8 @@ def attention_sweep(bench: Bench, loads: Sequence[Load]) -> Iterator[Swept]:
         seconds: dict[str, float] = {}
         failed: dict[str, str] = {}
         candidates = {short(one): one for one in attention_candidates(model.head_dim, group, bench.kv_dtype, kind)}
-        now = choose_config(model.head_dim, group, bench.kv_dtype, load.queries, invariant=False)
+        per_sm = load.rows * model.num_kv_heads / backend.num_sms(bench.device.index or 0)
+        now = choose_config(model.head_dim, group, bench.kv_dtype, load.queries, rows_per_sm=per_sm, invariant=False)
         candidates.setdefault(short(now), now)
 
         def run_once(config: AttentionConfig, load: Load = load) -> None:

@@ -1,4 +1,4 @@
-"""How the attention kernels are cut for a shape: a table of what was chosen, and the candidates a measurement goes through."""
+"""How the attention kernels are cut for a shape: by rules that were measured, and the candidates a measurement goes through."""
 
 from __future__ import annotations
 
@@ -48,32 +48,42 @@ class AttentionConfig:
     prefetch: int = 0
 
 
-CHOSEN: dict[tuple[int, int, torch.dtype, Kind], AttentionConfig] = {}
-"""Measured on a device, by (head_dim, query heads per KV head, pool dtype, kind); without an entry, `default_config`."""
-
-
-def choose_config(head_dim: int, group: int, dtype: torch.dtype, max_queries: int, *, invariant: bool) -> AttentionConfig:
-    """head_dim, group: of the model; dtype: of the pool; max_queries: the most that a row of the list has."""
+def choose_config(
+    head_dim: int, group: int, dtype: torch.dtype, max_queries: int, *, rows_per_sm: float, invariant: bool
+) -> AttentionConfig:
+    """head_dim, group: of the model; dtype: of the pool; max_queries: the most that a row of the list has. rows_per_sm: rows ·
+    KV heads / multiprocessors."""
     kind: Kind = "decode" if max_queries <= SHORT_QUERIES else "prefill"
     if invariant:
         # one for all rows, so that a query meets the same instructions in a prompt, in a step and in a verification
         config = default_config(head_dim, group, dtype, "decode")
         config = replace(config, block_m=max(32, config.block_m), tile=min(64, config.tile))
         return replace(config, warps=8, segment_keys=512, swap=False, fused=False)
-    config = CHOSEN.get((head_dim, group, dtype, kind)) or default_config(head_dim, group, dtype, kind)
+    # with several queries the products are larger, and few rows' cut suits them
+    config = default_config(head_dim, group, dtype, kind, rows_per_sm=rows_per_sm if max_queries == 1 else 0.0)
     return widened(config, head_dim, group, dtype, max_queries)
 
 
-def default_config(head_dim: int, group: int, dtype: torch.dtype, kind: Kind) -> AttentionConfig:
-    """By rule: for decode, two tiles of K and V in flight per program, 64 KB, and three programs per multiprocessor. Splits may
-    be one tile: each goes through seven barriers, and few short rows leave multiprocessors idle that can take one."""
+def default_config(head_dim: int, group: int, dtype: torch.dtype, kind: Kind, *, rows_per_sm: float = 0.0) -> AttentionConfig:
+    """As sweeps on an H200 found best, or within some hundredths of it (docs/performance.md): the more rows there are, the
+    smaller the tile of K and V, 16 KB to 4, and the more programs. Splits of few rows may be one tile: each goes through seven
+    barriers, and few short rows leave multiprocessors idle that can take one."""
     row_bytes = _power_of_2(head_dim) * dtype.itemsize
+    block_m = max(16, _power_of_2(group))
     if dtype == torch.float32:  # no tensor cores
-        return AttentionConfig(max(16, _power_of_2(group)), 32 if head_dim <= 128 else 16, 8, 2, 2)
-    if kind == "decode":
-        return AttentionConfig(max(16, _power_of_2(group)), min(128, max(32, 64 * 256 // row_bytes)), 4, 3, 3, 64)
-    large = head_dim > 128
-    return AttentionConfig(max(64 if large else 128, _power_of_2(group)), 32 if large else 64, 8, 3, 2, fewest_keys=1024)
+        return AttentionConfig(block_m, 32 if head_dim <= 128 else 16, 8, 2, 2)
+    if kind == "prefill":
+        large = head_dim > 128
+        tile = 32 if large else 128 if row_bytes == 256 else 64
+        return AttentionConfig(max(64 if large else 128, block_m), tile, 8, 3, 2, fewest_keys=1024)
+    tile = min(128, max(32, 64 * 256 // row_bytes))
+    if rows_per_sm <= 0.6:
+        return AttentionConfig(block_m, tile, 4, 3, 3, 64)
+    if rows_per_sm <= 3:
+        return AttentionConfig(block_m, tile, 4, 4, 2, 64)
+    if rows_per_sm <= 6:
+        return AttentionConfig(block_m, max(32, tile // 2), 2, 4, 4, 64)
+    return AttentionConfig(block_m, 32, 1, 2 if row_bytes >= 256 else 3, 8, 64)
 
 
 def widened(config: AttentionConfig, head_dim: int, group: int, dtype: torch.dtype, max_queries: int) -> AttentionConfig:
@@ -86,7 +96,7 @@ def widened(config: AttentionConfig, head_dim: int, group: int, dtype: torch.dty
 
 
 def attention_candidates(head_dim: int, group: int, dtype: torch.dtype, kind: Kind) -> Iterator[AttentionConfig]:
-    """What a measurement should try, the default first; the best belongs into `CHOSEN`."""
+    """What a measurement should try, the default for few rows first; the best belongs into its rules."""
     base = default_config(head_dim, group, dtype, kind)
     yield base
     if kind == "decode":

@@ -150,7 +150,9 @@ def plan_device_attention(
             continue
         group, queries = num_heads // kv_heads, min(most, batch.max_queries)
         if config is None:
-            chosen = choose_config(head_dim, group, pool.dtype, queries, invariant=backend.BATCH_INVARIANT)
+            rows_per_sm = batch.num_rows * kv_heads / backend.num_sms(pool.get_device())
+            invariant = backend.BATCH_INVARIANT
+            chosen = choose_config(head_dim, group, pool.dtype, queries, rows_per_sm=rows_per_sm, invariant=invariant)
         else:
             chosen = widened(config, head_dim, group, pool.dtype, queries)
         plan.lists.append(_make_list(batch, pool, num_heads, workspace, chosen, least, most, fresh, len(plan.lists)))

@@ -85,16 +85,26 @@ def _attention(
     )
 
 
-def _chosen(kind: str, head_dim: int, dtype: torch.dtype, group: int = 4, max_registers: int = 255) -> KernelCase:
+FEW = 0.1
+
+
+def _chosen(
+    kind: str, head_dim: int, dtype: torch.dtype, group: int = 4, max_registers: int = 255, rows_per_sm: float = FEW
+) -> KernelCase:
     queries = {"decode": 1, "verify": 5, "prefill": 8192, "invariant": 8192}[kind]
-    config = choose_config(head_dim, group, dtype, queries, invariant=kind == "invariant")
-    return _attention(kind, head_dim, group, dtype, queries, config, max_registers)
+    config = choose_config(head_dim, group, dtype, queries, rows_per_sm=rows_per_sm, invariant=kind == "invariant")
+    name = kind if rows_per_sm == FEW else f"{kind}-{rows_per_sm:g}-rows-per-sm"
+    return _attention(name, head_dim, group, dtype, queries, config, max_registers)
 
 
 _DECODE = default_config(128, 4, torch.bfloat16, "decode")
 
 CASES = [
     _chosen("decode", 128, torch.bfloat16, max_registers=168),  # three programs of 128 threads share a multiprocessor
+    _chosen("decode", 128, torch.bfloat16, rows_per_sm=2),
+    _chosen("decode", 128, torch.bfloat16, rows_per_sm=4),
+    _chosen("decode", 128, torch.bfloat16, rows_per_sm=10),
+    _chosen("decode", 128, torch.float8_e4m3fn, rows_per_sm=10),
     _chosen("decode", 64, torch.bfloat16, group=3, max_registers=168),
     _chosen("decode", 80, torch.bfloat16, group=1),
     _chosen("decode", 256, torch.bfloat16),
@@ -102,7 +112,7 @@ CASES = [
     _chosen("verify", 128, torch.bfloat16),
     _chosen("verify", 128, torch.float8_e4m3fn),
     _chosen("verify", 128, torch.float8_e4m3fn, group=8),
-    _chosen("prefill", 128, torch.bfloat16),
+    replace(_chosen("prefill", 128, torch.bfloat16), stack_bytes=16),  # the fastest, nonetheless
     _chosen("prefill", 256, torch.bfloat16),
     _chosen("prefill", 128, torch.float8_e4m3fn),
     _chosen("invariant", 128, torch.bfloat16),
