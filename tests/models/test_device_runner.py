@@ -205,7 +205,8 @@ def test_a_prompt_among_decoding_rows_takes_the_smallest_graph_that_holds_both()
     assert chosen(64, 200) == (384, 64)
     assert chosen(65, 20) == (384, 256)
     assert chosen(200, 300) == (512, 256)
-    assert chosen(200, 400) is chosen(257, 10) is None
+    assert chosen(200, 800) == (1024, 256)
+    assert chosen(200, 900) is chosen(257, 10) is None
 
 
 def test_draws_that_cannot_be_packed_leave_nothing_for_the_next_step() -> None:
