@@ -74,6 +74,7 @@ class Actor:
         self._probing: set[str] = set()
         self._nudge = anyio.Event()
         self._finished = anyio.Event()
+        self.on_ready: Callable[[], None] = lambda: None
         self._running = False
         self._crashing = False
         self._reconnected_at = -math.inf
@@ -211,6 +212,7 @@ class Actor:
                 self.task_group.start_soon(self._heartbeat)
                 task_status.started()
                 await self.start()
+                self.on_ready()
                 if self.state == "starting":
                     self.state = "ready"
                     log.info("ready", worker=self.ref.id, role=self.role)

@@ -179,6 +179,18 @@ async def test_a_worker_that_still_loads_refuses_work_at_once():
         worker.loading.set()
 
 
+async def test_what_is_done_once_all_is_loaded_is_done_before_anyone_hears_that_it_is_ready():
+    _, gateway, worker = pair()
+    worker.loading = anyio.Event()
+    states: list[str] = []
+    worker.on_ready = lambda: states.append(worker.state)
+    async with running(gateway, worker):
+        assert not states
+        worker.loading.set()
+        await until(lambda: worker.state == "ready")
+        assert states == ["starting"]
+
+
 async def test_a_message_that_cannot_be_decoded_is_counted_and_answered_and_harms_nobody():
     _, gateway, worker = pair()
     async with running(gateway, worker):
