@@ -72,10 +72,11 @@ class Run:
         pairs = zip(self.steps, self.steps[1:], strict=False)
         return [b.read_at - a.read_at for a, b in pairs if not a.prefilled and not b.prefilled and a.decoded == b.decoded]
 
-    def steady(self) -> tuple[float, float]:
-        """(tokens per second, seconds) from when the first request after the first ones got a place, until none waited."""
+    def steady(self, after_s: float = 0.0) -> tuple[float, float]:
+        """(tokens per second, seconds) from when the first request after the first ones got a place, and `after_s` of the run
+        are over, until none waited. Requests that began together also prefill together: at first there is only decoding."""
         waiting = self.steps[0].waiting if self.steps else 0
-        inside = [step for step in self.steps if 0 < step.waiting < waiting]
+        inside = [step for step in self.steps if 0 < step.waiting < waiting and step.read_at >= self.begun_at + after_s]
         if len(inside) < 2:
             return 0.0, 0.0
         seconds = inside[-1].read_at - inside[0].read_at

@@ -48,6 +48,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--precision", choices=list(PRECISIONS), default="auto")
     parser.add_argument("--cells", type=parse_cells, default=[])
     parser.add_argument("--steady", default="", metavar="ROWS:PROMPT:OUTPUT", help="a closed loop: 256:512:~256")
+    parser.add_argument("--steady-after-s", type=float, default=0.0, help="what it does before then does not count")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--token-budget", type=int, default=16384)
     parser.add_argument("--repeat", type=int, default=2, help="the least of so many times counts")
@@ -120,7 +121,7 @@ class Measurement:
         times = [self.generate([prompt], 1).seconds for _ in range(count)]
         return FirstToken(prompt=prompt, ms=Percentiles.of_seconds(times), count=count)
 
-    def steady(self, rows: int, prompt: Lengths, output: Lengths) -> Steady:
+    def steady(self, rows: int, prompt: Lengths, output: Lengths, after_s: float) -> Steady:
         """:raises ConfigError: if it does not fit the engine."""
         generator, high = self._random, self.opening.model.vocab_size - 1
         requests = [
@@ -128,7 +129,7 @@ class Measurement:
             for _ in range(STEADY_ROUNDS * rows)
         ]
         driver = Driver(self.opening.runner, token_budget=self.driver.token_budget, max_rows=rows)
-        tok_s, seconds = driver.generate(requests).steady()
+        tok_s, seconds = driver.generate(requests).steady(after_s)
         return Steady(rows=rows, prompt=str(prompt), output=str(output), seconds=seconds, tok_s=tok_s)
 
 
@@ -168,7 +169,7 @@ def run(options: argparse.Namespace, say: Any) -> None:
     )
     if options.steady:
         rows, prompt, output = options.steady.split(":")
-        say(measurement.steady(int(rows), Lengths.parse(prompt), Lengths.parse(output)))
+        say(measurement.steady(int(rows), Lengths.parse(prompt), Lengths.parse(output), options.steady_after_s))
     if not options.cells:
         return
     limits = None

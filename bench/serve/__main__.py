@@ -111,6 +111,7 @@ def engine_alone(options: argparse.Namespace) -> EngineRate | None:
         return EngineRate(rows=rows, tok_s=float(options.engine_throughput), source="as told by --engine-throughput")
     flags = [f"--model={options.model}", f"--precision={options.precision}", f"--device={options.device}"]
     flags += [f"--steady={rows}:{options.prompt}:{options.output}", f"--token-budget={options.token_budget}"]
+    flags.append(f"--steady-after-s={options.warmup_seconds}")  # both are measured from the same moment of their lives
     found: list[Steady] = []
 
     def take(text: bytes) -> None:

@@ -152,8 +152,8 @@ async def _run(actor: Actor, config: ServiceConfig) -> None:
 
 
 def spare_what_is_loaded() -> None:
-    """From here on the garbage collector leaves alone what there is: libraries and a model, hundreds of thousands of objects. To
-    go through them takes it 100 ms, in which no step is planned."""
+    """From here on the garbage collector leaves alone what there is: libraries and a model, hundreds of thousands of objects.
+    To go through them takes 100 ms, and nothing is planned meanwhile."""
     gc.collect()
     gc.freeze()
 

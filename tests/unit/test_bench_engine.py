@@ -183,3 +183,5 @@ def test_a_closed_loop_counts_only_full_rows() -> None:
     run = Driver(runner, token_budget=64, max_rows=4).generate([Request([5] * 8, 3 + index % 5) for index in range(40)])
     tok_s, seconds = run.steady()
     assert 0 < seconds < run.seconds and tok_s > 0
+    assert 0 < run.steady(run.seconds / 2)[1] < seconds
+    assert run.steady(run.seconds) == (0.0, 0.0)
