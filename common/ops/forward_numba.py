@@ -9,6 +9,7 @@ depend on who computes it, nor on how many parts there are.
 from __future__ import annotations
 
 from functools import cache
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,44 +84,53 @@ def _in_parts(which, threads, rows, weights, room, out):
     return parts, (parts, linears, which, room.data, room.row_scale, rows, out)
 
 
+_share_attend: Any = None
+"""Of the heads that a step is compiled for."""
+
+
+def _step(counters, threads, weights, where, tokens, every, samples, room, logits):
+    """counters: of `counters_for`, new. where: a `Step`. tokens: int64 [tokens]; every: their indices, 0 …; samples: those
+    whose logits are wanted, ascending. logits: float32 [≥ samples, vocab, padded to `LANES`].
+
+    K and V are written in any case."""
+    residual, narrow, wide, integers = room.residual, room.narrow, room.wide, (room.data, room.row_scale)
+    eps, heads, rows, wanted = weights.eps, weights.heads, len(tokens), every
+    layers, kv_heads, size = len(weights.input_norms), where.pool.shape[4], where.pool.shape[5]
+    phase = _share_embed(counters, 0, rows, (tokens, weights.embedding, residual))
+    phase = _share_normalise(counters, phase, rows, (rows, residual, weights.input_norms[0], eps, *integers))
+    for layer in range(layers):
+        parts, linear = _in_parts(4 * layer, threads, rows, weights, room, wide)
+        phase = _share_multiply(counters, phase, parts, linear)
+        norms = (weights.q_norms, weights.k_norms, layer, eps)
+        phase = _share_write_kv(counters, phase, rows, (where, heads, *norms, wide))
+        if layer == layers - 1:
+            rows, wanted = len(samples), samples
+            phase = _share_keep(counters, phase, 1, (wanted, residual))
+        splits = kv_heads if rows < _PARTS_PER_THREAD * threads else 1
+        phase = _share_attend(counters, phase, rows * splits, (splits, where, wanted, layer, size**-0.5, wide, narrow))
+        phase = _share_quantise(counters, phase, rows, (rows, narrow, heads * size, *integers))
+        parts, linear = _in_parts(4 * layer + 1, threads, rows, weights, room, narrow)
+        phase = _share_multiply(counters, phase, parts, linear)
+        phase = _share_add(counters, phase, rows, (rows, residual, narrow, weights.mlp_norms[layer], eps, *integers))
+        parts, linear = _in_parts(4 * layer + 2, threads, rows, weights, room, wide)
+        phase = _share_multiply(counters, phase, parts, linear)
+        phase = _share_gate(counters, phase, rows, (rows, wide, weights.middle, *integers))
+        parts, linear = _in_parts(4 * layer + 3, threads, rows, weights, room, narrow)
+        phase = _share_multiply(counters, phase, parts, linear)
+        following = weights.norm if layer == layers - 1 else weights.input_norms[layer + 1]
+        phase = _share_add(counters, phase, rows, (rows, residual, narrow, following, eps, *integers))
+    parts, linear = _in_parts(4 * layers, threads, rows, weights, room, logits)
+    _share_multiply(counters, phase, parts, linear)
+
+
 @cache
 def forward(size: int, group: int) -> Any:
-    """The step for heads of `size`, `group` of which share a KV head; both are compiled in."""
-    share_attend = shared(attention(size, group))
+    """The step for heads of `size`, `group` of which share a KV head; both are compiled in.
 
-    @compiled(kept=True)
-    def step(counters, threads, weights, where, tokens, every, samples, room, logits):
-        """counters: of `counters_for`, new. where: a `Step`. tokens: int64 [tokens]; every: their indices, 0 …; samples: those
-        whose logits are wanted, ascending. logits: float32 [≥ samples, vocab, padded to `LANES`].
-
-        K and V are written in any case."""
-        residual, narrow, wide, integers = room.residual, room.narrow, room.wide, (room.data, room.row_scale)
-        eps, heads, rows, wanted = weights.eps, weights.heads, len(tokens), every
-        layers, kv_heads = len(weights.input_norms), where.pool.shape[4]
-        phase = _share_embed(counters, 0, rows, (tokens, weights.embedding, residual))
-        phase = _share_normalise(counters, phase, rows, (rows, residual, weights.input_norms[0], eps, *integers))
-        for layer in range(layers):
-            parts, linear = _in_parts(4 * layer, threads, rows, weights, room, wide)
-            phase = _share_multiply(counters, phase, parts, linear)
-            norms = (weights.q_norms, weights.k_norms, layer, eps)
-            phase = _share_write_kv(counters, phase, rows, (where, heads, *norms, wide))
-            if layer == layers - 1:
-                rows, wanted = len(samples), samples
-                phase = _share_keep(counters, phase, 1, (wanted, residual))
-            splits = kv_heads if rows < _PARTS_PER_THREAD * threads else 1
-            phase = share_attend(counters, phase, rows * splits, (splits, where, wanted, layer, size**-0.5, wide, narrow))
-            phase = _share_quantise(counters, phase, rows, (rows, narrow, heads * size, *integers))
-            parts, linear = _in_parts(4 * layer + 1, threads, rows, weights, room, narrow)
-            phase = _share_multiply(counters, phase, parts, linear)
-            phase = _share_add(counters, phase, rows, (rows, residual, narrow, weights.mlp_norms[layer], eps, *integers))
-            parts, linear = _in_parts(4 * layer + 2, threads, rows, weights, room, wide)
-            phase = _share_multiply(counters, phase, parts, linear)
-            phase = _share_gate(counters, phase, rows, (rows, wide, weights.middle, *integers))
-            parts, linear = _in_parts(4 * layer + 3, threads, rows, weights, room, narrow)
-            phase = _share_multiply(counters, phase, parts, linear)
-            following = weights.norm if layer == layers - 1 else weights.input_norms[layer + 1]
-            phase = _share_add(counters, phase, rows, (rows, residual, narrow, following, eps, *integers))
-        parts, linear = _in_parts(4 * layers, threads, rows, weights, room, logits)
-        _share_multiply(counters, phase, parts, linear)
-
-    return step
+    Attention is a global of a copy of the step, not a variable around it: what a kept function closes over is part of its key,
+    and a compiled function is another one in every process.
+    """
+    scope = globals() | {"_share_attend": shared(attention(size, group))}
+    step = FunctionType(_step.__code__, scope, f"step_{size}_{group}")
+    step.__qualname__ = step.__name__
+    return compiled(kept=True)(step)

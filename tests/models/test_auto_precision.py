@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from common.engine.int8_runner import Int8Runner
 from common.engine.plan import Runner, StepPlan, StepRow
 from common.models.source import ModelFiles
 from common.protocol.messages import SamplingParams
-from tests.models.driver import GREEDY, Request, logits_of_first, open_runner, seen_logits
+from tests.models.driver import GREEDY, Request, logits_of_first, open_runner, run, seen_logits
 from tests.models.oracles import ORACLES, build, oracle_prompt, save
 from tests.models.test_smollm2 import text_tokens
 
@@ -76,6 +78,22 @@ def test_helpers_that_never_come_are_not_missed(runner: Any, smollm2: ModelFiles
     finally:
         released.set()
     assert torch.equal(found, all_logits(runner, tokens))
+
+
+def test_a_compiled_step_is_kept_for_the_next_process(tmp_path: Path) -> None:
+    run(open_runner(save(build("llama"), tmp_path), dtype="auto"), [Request([5], 1)])
+    program = """
+import sys
+from pathlib import Path
+from common.models.source import ModelFiles
+from tests.models.driver import Request, open_runner, run
+runner = open_runner(ModelFiles(name="m", format="safetensors", path=Path(sys.argv[1])), dtype="auto")
+run(runner, [Request([5], 1)])
+print(sum(runner._forward.stats.cache_hits.values()), sum(runner._forward.stats.cache_misses.values()))
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "0"]
 
 
 def test_a_prompt_s_logits_are_those_of_one_token_at_a_time(runner: Any, smollm2: ModelFiles) -> None:
