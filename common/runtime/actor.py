@@ -371,8 +371,6 @@ class Actor:
         except Exception as error:
             self._crash(error)
 
-    # -- lost peers
-
     def _report_lost(self, now: float) -> None:
         for peer in self.registry.lost(now):
             log.warning("peer_lost", worker=self.ref.id, peer=peer.worker.id, epoch=peer.worker.epoch)

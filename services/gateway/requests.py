@@ -170,10 +170,9 @@ class Request:
             self.dropped_frames += 1
             return [Free(worker, frame.attempt)]
         if now >= self.deadline:  # ticks are far apart: a short answer could come whole between two
-            return self._late()
+            return self.tick(now)
         self.heard_at = now
-        self.fetches = 0
-        self.unknowns = 0
+        self.fetches = self.unknowns = 0
         finish = frame.finish
         if finish == "error" or finish == "cancelled":
             return self._failed(worker, frame, now)
@@ -257,7 +256,7 @@ class Request:
     def tick(self, now: float, *, patience_s: float = 0.0) -> Actions:
         """`patience_s`: silence that is no stall, because the worker's steps take so long."""
         if now >= self.deadline:
-            return self._late()
+            return self._end(None, errors.DeadlineExceeded("the request took longer than its deadline allows"))
         if self.transcript.unread_for(now) > self.limits.slow_reader_timeout_s:
             return self._end(None, errors.Cancelled("the client read nothing for too long"))
         limits, state = self.limits, self.state
@@ -274,9 +273,8 @@ class Request:
                 return self.fetch(now)
         elif state is State.HANDING_OFF:
             if in_state_s > limits.handoff_timeout_s:
-                return self._next_attempt(
-                    errors.RequestTimeout("no decode worker took over"), now, counted=self.decode is not None
-                )
+                late = errors.RequestTimeout("no decode worker took over")
+                return self._next_attempt(late, now, counted=self.decode is not None)
             if now - max(self.heard_at, self.fetched_at) >= 2 * stall_s:
                 return self.fetch(now)
         elif self.gap and now - self.progressed_at > stall_s * (limits.max_fetches + 1):
@@ -287,9 +285,6 @@ class Request:
             self.fetches += 1
             return self.fetch(now)
         return NOTHING
-
-    def _late(self) -> Actions:
-        return self._end(None, errors.DeadlineExceeded("the request took longer than its deadline allows"))
 
     def reconnected(self, now: float) -> Actions:
         """The bus was away and has lost what it carried: ask at once for what was missed. Time away does not count."""
