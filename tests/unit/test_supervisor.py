@@ -93,7 +93,7 @@ async def test_stages_are_stopped_one_after_another(tmp_path: Path) -> None:
     )
     early, late = tmp_path / "early", tmp_path / "late"
     commands = [
-        Command(name="late", argv=python(stamp.format(s=0, p=str(late))), stage=1),
+        Command(name="late", argv=python(stamp.format(s=0.05, p=str(late))), stage=1),
         Command(name="early", argv=python(stamp.format(s=0.3, p=str(early))), stage=0),
     ]
     supervisor = Supervisor(commands, log_dir=tmp_path, report=lambda line: None)
