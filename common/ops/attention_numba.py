@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from common.ops.address_numba import address, prefetch
 from common.ops.compiled_numba import REASSOCIATING, compiled
+from common.ops.powers_numba import power_of_two
 from common.ops.vectors_numba import add_weighted, dot_products
 
 
@@ -54,20 +55,14 @@ def _rotate(head, norm, eps, angles):
 
 @compiled(fastmath=REASSOCIATING)
 def _softmax(scores, bits, weights):
-    """scores: float32 [keys], in base 2. weights: 2^(score - highest). Returns their sum. 2^f by its Taylor series."""
+    """scores: float32 [keys], in base 2. weights: 2^(score - highest). Returns their sum."""
     highest = scores[0]
     for i in range(len(scores)):
         highest = max(highest, scores[i])
     for i in range(len(scores)):
         power = max(scores[i] - highest, np.float32(-126))
         whole = np.rint(power)
-        f = (power - whole) * np.float32(0.6931471805599453)
-        series = np.float32(1 / 720) * f + np.float32(1 / 120)
-        series = series * f + np.float32(1 / 24)
-        series = series * f + np.float32(1 / 6)
-        series = series * f + np.float32(0.5)
-        series = series * f + np.float32(1)
-        weights[i] = series * f + np.float32(1)
+        weights[i] = power_of_two(power - whole)
         bits[i] = (np.int32(whole) + np.int32(127)) << np.int32(23)
     powers = bits.view(np.float32)
     total = np.float32(0)
@@ -106,10 +101,16 @@ def write_kv(token, step, heads, q_norms, k_norms, layer, eps, qkv):
 
 
 @compiled()
-def _announce(pool, start, rows, row_size):
-    """`rows` rows of the pool, whole, from `start` on, will be read next: blocks lie anywhere, and a CPU sees no pattern."""
-    for at in range(0, rows * row_size, 32):
-        prefetch(address(pool, start + at))
+def _enter(pool, starts, at, keys, whole):
+    """(First key, number of keys) of a sequence's block `at`. whole: every head of it is read here, so the cache is asked for the
+    block behind it, too: blocks lie anywhere, and a CPU sees no pattern."""
+    _, _, _, block_tokens, kv_heads, size = pool.shape
+    begin = at * block_tokens
+    left = keys - begin - block_tokens
+    if whole and left > 0:
+        for offset in range(0, min(block_tokens, left) * kv_heads * size, 32):
+            prefetch(address(pool, starts[at + 1] + offset))
+    return begin, min(block_tokens, keys - begin)
 
 
 @cache
@@ -142,10 +143,7 @@ def attention(size: int, group: int) -> Any:
         factor = np.float32(scale * 1.4426950408889634)
         query = token * qkv.shape[1] + first_head * group * size
         for at in range(num_blocks):
-            begin = at * block_tokens
-            count = min(block_tokens, keys - begin)
-            if splits == 1 and at + 1 < num_blocks:
-                _announce(pool, starts[at + 1], min(block_tokens, keys - begin - block_tokens), entry)
+            begin, count = _enter(pool, starts, at, keys, splits == 1)
             for head in range(0, heads, together):
                 vectors = address(pool, starts[at] + (first_head + head // group) * size)
                 products = address(scores, head * keys + begin)
@@ -156,10 +154,7 @@ def attention(size: int, group: int) -> Any:
         sums[: heads * size] = 0
         starts += block_tokens * entry  # V's are behind K's
         for at in range(num_blocks):
-            begin = at * block_tokens
-            count = min(block_tokens, keys - begin)
-            if splits == 1 and at + 1 < num_blocks:
-                _announce(pool, starts[at + 1], min(block_tokens, keys - begin - block_tokens), entry)
+            begin, count = _enter(pool, starts, at, keys, splits == 1)
             for head in range(0, heads, together):
                 vectors = address(pool, starts[at] + (first_head + head // group) * size)
                 shares = address(weights, head * keys + begin)

@@ -21,7 +21,10 @@ REASSOCIATING = frozenset({"reassoc", "contract", "nsz", "nnan"})
 comes of a NaN is undefined."""
 
 
-_SOURCES = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*_numba.py")))
+_SOURCES = b"".join(
+    path.read_bytes() for pattern in ("*_numba.py", "int8_cpu.py") for path in sorted(Path(__file__).parent.glob(pattern))
+)
+"""Constants of the packing are compiled in, too."""
 
 config.CACHE_DIR = str(  # pyright: ignore[reportAttributeAccessIssue]
     cache_directory() / f"numba-{hashlib.sha256(_SOURCES).hexdigest()[:12]}"

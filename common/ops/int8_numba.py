@@ -26,6 +26,7 @@ from numba.extending import intrinsic
 from common.ops.address_numba import address, emit_prefetch, float32_at, further, int8_at
 from common.ops.compiled_numba import REASSOCIATING, compiled
 from common.ops.int8_cpu import LANES, LARGEST, PAIRS
+from common.ops.powers_numba import power_of_two
 
 CHUNK_PAIRS = 1024
 """Pairs of inputs whose products fit into 32-bit sums: 2 · 1024 · 127 · 8191 < 2^31. Sums of chunks are added as float32."""
@@ -235,17 +236,11 @@ def add_and_normalise(row, rows, residual, delta, weight, eps, data, row_scale):
 
 @compiled(fastmath=REASSOCIATING)
 def _gate(both, size, bits, mantissas, out):
-    """both: float32 [2 · size]. out: silu of the first half times the second; e^-x is 2^n · 2^f, f by its Taylor series."""
+    """both: float32 [2 · size]. out: silu of the first half times the second; e^-x is 2^n · 2^f."""
     for i in range(size):
         power = min(max(both[i] * np.float32(-1.4426950408889634), np.float32(-126)), np.float32(126))
         whole = np.rint(power)
-        f = (power - whole) * np.float32(0.6931471805599453)
-        series = np.float32(1 / 720) * f + np.float32(1 / 120)
-        series = series * f + np.float32(1 / 24)
-        series = series * f + np.float32(1 / 6)
-        series = series * f + np.float32(0.5)
-        series = series * f + np.float32(1)
-        mantissas[i] = series * f + np.float32(1)
+        mantissas[i] = power_of_two(power - whole)
         bits[i] = (np.int32(whole) + np.int32(127)) << np.int32(23)
     powers = bits.view(np.float32)
     for i in range(size):
