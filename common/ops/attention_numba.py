@@ -102,8 +102,8 @@ def write_kv(token, step, heads, q_norms, k_norms, layer, eps, qkv):
 
 @compiled()
 def _enter(pool, starts, at, keys, whole):
-    """(First key, number of keys) of a sequence's block `at`. whole: every head of it is read here, so the cache is asked for the
-    block behind it, too: blocks lie anywhere, and a CPU sees no pattern."""
+    """(First key, number of keys) of a sequence's block `at`. whole: every head of it is read here, so the cache is asked for
+    the block behind it, too: blocks lie anywhere, and a CPU sees no pattern."""
     _, _, _, block_tokens, kv_heads, size = pool.shape
     begin = at * block_tokens
     left = keys - begin - block_tokens
