@@ -38,6 +38,7 @@ class Agreement(msgspec.Struct, kw_only=True):
     precision: str
     perplexity: float
     tokens: int
+    fp8_share: float = 0.0
     top1: float = 0.0
     mean_error: float = 0.0
     p99_error: float = 0.0
@@ -77,8 +78,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--precision", default="", help="besides fp32; a GPU: bf16,fp8-weights,fp8; a CPU: auto,bf16")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each greedy answer")
-    parser.add_argument("--rows", type=int, default=32, help="pieces of forced text")
-    parser.add_argument("--row-tokens", type=int, default=224, help="tokens of each")
+    parser.add_argument("--rows", type=int, default=64, help="pieces of forced text")
+    parser.add_argument("--row-tokens", type=int, default=512, help="tokens of each")
     parser.add_argument("--subjects", type=int, default=4, help="requests looked at alone and among others; 0: none")
     parser.add_argument(
         "--cost-model", default="dummy:llama-3.1-8b", help="whose speed with and without batch_invariant counts"
@@ -124,6 +125,7 @@ def agreement(name: str, observed: Observed, reference: Observed | None) -> Agre
         precision=observed.precision,
         perplexity=math.exp(-sum(score.logprob for score in scores) / len(scores)),
         tokens=len(scores),
+        fp8_share=observed.fp8_share,
     )
     if reference is None:
         return result
@@ -237,6 +239,7 @@ def render(report: Report) -> str:
         (
             one.name,
             one.precision,
+            f"{100 * one.fp8_share:.0f}%" if one.fp8_share else "—",
             f"{one.perplexity:.4f}",
             f"{one.perplexity / base:.4f}" if base else "—",
             f"{100 * one.top1:.2f}%" if one.top1 else "—",
@@ -251,6 +254,7 @@ def render(report: Report) -> str:
     titles = (
         "precision",
         "compute/weights/KV",
+        "linears in FP8",
         "perplexity",
         "x bf16's",
         "same top token",

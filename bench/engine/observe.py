@@ -46,7 +46,7 @@ class Wanted(msgspec.Struct, kw_only=True):
     tokens: int = 64
     rows: int = 32
     row_prompt: int = 32
-    row_tokens: int = 224
+    row_tokens: int = 512
     subjects: int = 0
     company: tuple[int, ...] = (1, 6, 40)
 
@@ -70,12 +70,15 @@ class Compared(msgspec.Struct, kw_only=True):
 
 
 class Observed(msgspec.Struct, kw_only=True):
+    """fp8_share: of the linears' weights that are FP8 (see `engine.fp8_choice`)."""
+
     precision: str
     device: str
     greedy: list[list[int]] = []
     forced: list[list[Scored]] = []
     compared: list[Compared] = []
     text_tokens: int = 0
+    fp8_share: float = 0.0
     seconds: float = 0.0
 
 
@@ -178,6 +181,11 @@ def observe(wanted: Wanted) -> Observed:
         observed.forced = force(runner, pieces(tokens, wanted.rows, length, length, seed=4), wanted.row_prompt)
     if wanted.subjects:
         observed.compared = compare(runner, tokens, wanted, token_budget)
+    if decoder := getattr(runner, "decoder", None):
+        sizes = [
+            (weight.format, weight.in_features * weight.out_features) for role, weight in decoder.linears if role != "head"
+        ]
+        observed.fp8_share = sum(size for kind, size in sizes if kind == "fp8") / sum(size for _, size in sizes)
     observed.seconds = time.perf_counter() - begun
     return observed
 

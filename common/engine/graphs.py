@@ -14,9 +14,10 @@ import torch
 from common.engine.plan import StepRow
 from common.engine.step_buffers import StepShape
 
-_MIXED = {16: (32, 64, *range(128, 1025, 128)), 64: range(128, 1025, 128), 256: range(384, 1025, 128)}
+_MIXED = {16: (32, 64, *range(128, 1025, 128)), 64: range(128, 1025, 128), 256: range(384, 2049, 128)}
 """Rows of a mixture, and tokens. Launching such a step kernel by kernel takes half a millisecond and more a layer, and the
-interpreter's lock from the thread that plans; only beyond 1024 tokens is the GPU of an 8B model surely the slower one."""
+interpreter's lock from the thread that plans; with few rows and more than 1024 tokens the GPU of an 8B model is the slower one.
+Many rows bring several prompts at once, up to a worker's token budget."""
 _VERIFY_QUERIES = 8
 _VERIFY_TOKENS = 64
 PADDING = 16

@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -34,6 +35,7 @@ from common.runtime import logs
 if TYPE_CHECKING:
     import torch
 
+    from common.engine.fp8_choice import Fp8Choice
     from common.models.decoder import Decoder
     from common.ops.linear_tuning import LinearShape
 
@@ -53,6 +55,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     dtype: DtypeSetting = "auto"
     quantization: QuantizationSetting = "auto"
+    quantization_max_loss: float = 0.005
     kv_cache_dtype: KvSetting = "auto"
     batch_invariant: bool = False
     device: str = "auto"
@@ -129,6 +132,8 @@ def cache_layout(model: ModelConfig, engine: EngineConfig, device: str = "cpu", 
     if num_blocks < 1:
         raise ConfigError(f"{memory >> 20} MiB for KV hold no block of {layout.block_bytes} bytes; raise kv_cache_mb")
     weights = f"dummy/{model.identity}" if engine.load_format == "dummy" else model.identity
+    if precision.weights == "fp8":
+        weights += f"/{engine.quantization_max_loss}"
     name = f"{weights}/{engine.engine}/{precision.name}/{layout.digest()}"
     return layout.sized(num_blocks, hashlib.blake2b(name.encode(), digest_size=16).hexdigest())
 
@@ -263,16 +268,60 @@ def _decoder(
     from common.models.registry import load_decoder
 
     precision = resolve_engine_precision(model, engine, device)
-    decoder = load_decoder(
+    load = partial(
+        load_decoder,
         files,
         model,
         dtype=getattr(torch, precision.compute),
         device=torch.device(device),
-        on_progress=on_progress,
-        weights=precision.weights,
         dummy=engine.load_format == "dummy",
     )
+    choice = _fp8_choice(files, model, engine, precision, torch.device(device), load)
+    decoder = load(weights=precision.weights, plain=choice.plain if choice else (), on_progress=on_progress)
+    if precision.kv == "fp8":
+        decoder.k_center = (
+            choice.center(model, decoder.device)
+            if choice
+            else torch.zeros(model.num_layers, model.num_kv_heads, model.head_dim, device=decoder.device)
+        )
     return decoder, precision
+
+
+def _fp8_choice(
+    files: ModelFiles,
+    model: ModelConfig,
+    engine: EngineConfig,
+    precision: Precision,
+    device: torch.device,
+    load: Callable[..., Decoder],
+) -> Fp8Choice | None:
+    """What FP8 does to this model; None where nothing is FP8, for random weights, and if memory is too small to find out."""
+    if "fp8" not in (precision.weights, precision.kv) or engine.load_format == "dummy" or files.format == "dummy":
+        return None
+    import torch
+
+    from common.engine.fp8_choice import known_or_measured
+    from common.engine.sample_text import SAMPLE_TEXT
+    from common.text.tokenizer import load_tokenizer
+
+    online = precision.weights == "fp8" and model.weight_format == "plain"
+
+    def measured(what: str, loaded: Callable[[], tuple[Decoder, Decoder | None]]) -> Fp8Choice:
+        name = f"{model.identity}/{precision.compute}/{precision.weights}/{what}"
+        return known_or_measured(
+            name, device, lambda: load_tokenizer(files).encode(SAMPLE_TEXT), loaded, engine.quantization_max_loss
+        )
+
+    found = None
+    if online:
+        try:
+            found = measured("weights", lambda: (load(weights="none"), load(weights="fp8")))
+        except torch.OutOfMemoryError:
+            log.warning("fp8_not_measured", reason="the unquantised model does not fit beside it", consequence="all is FP8")
+    if found is None and precision.kv == "fp8":
+        found = measured("keys", lambda: (load(weights=precision.weights), None))
+    torch.cuda.empty_cache()
+    return found
 
 
 def kv_pool(segment_blocks: NDArray[np.uint8], model: ModelConfig, block_tokens: int, dtype: torch.dtype) -> torch.Tensor:

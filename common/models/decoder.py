@@ -7,8 +7,9 @@ linears together; only attention knows where a row begins.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import copy
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,6 +23,17 @@ from common.ops.gate_up import gate_up
 from common.ops.linear import LinearWeight, Role, linear, takes_quantised
 
 ROPE_FACTORS = "rope_freqs.weight"
+
+LinearPlace = tuple[int, Role]
+"""A linear of a layer."""
+
+MODULES: dict[Role, tuple[str, ...]] = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""What the files call the parts of a layer's linears."""
 
 
 @dataclass(slots=True)
@@ -66,6 +78,8 @@ class Decoder:
         else:
             self.head = loader.pack_head(loader.take("lm_head.weight", config.vocab_size, config.hidden_size))
         self.kv_scale = loader.take_kv_scales(config.num_layers, config.num_kv_heads)
+        self.k_center: torch.Tensor | None = None
+        """float32 [layers, kv_heads, head_dim], taken from K where the pool is FP8 (see `ops.qkv_rope`); set after loading."""
         self.rope = self._load_rope(loader)
         loader.finish()
 
@@ -78,6 +92,15 @@ class Decoder:
             yield "gate_up", layer.gate_up
             yield "down", layer.down
         yield "head", self.head
+
+    def with_linears(self, other: Decoder, places: Collection[LinearPlace]) -> Decoder:
+        """This decoder with those linears of `other`, an equal model in another precision; the rest is shared."""
+        mixed = copy.copy(self)
+        mixed.layers = list(self.layers)
+        for layer, role in places:
+            weight = getattr(other.layers[layer], role)
+            mixed.layers[layer] = replace(mixed.layers[layer], **{role: weight})
+        return mixed
 
     @torch.inference_mode()
     def forward(self, inputs: Inputs) -> torch.Tensor:
@@ -112,19 +135,19 @@ class Decoder:
         def norm(name: str, size: int) -> torch.Tensor:
             return loader.take(f"{prefix}.{name}.weight", size)
 
-        def fused(outputs: dict[str, int], inputs: int, bias: bool) -> LinearWeight:
-            return loader.take_linear({f"{prefix}.{name}": size for name, size in outputs.items()}, inputs, bias)
+        def fused(role: Role, outputs: tuple[int, ...], inputs: int, bias: bool) -> LinearWeight:
+            named = {f"{prefix}.{name}": size for name, size in zip(MODULES[role], outputs, strict=True)}
+            return loader.take_linear(named, inputs, bias)
 
-        qkv = {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}
         return _Layer(
             input_norm=norm("input_layernorm", hidden),
-            qkv=fused(qkv, hidden, config.qkv_bias),
+            qkv=fused("qkv", (q_size, kv_size, kv_size), hidden, config.qkv_bias),
             q_norm=norm("self_attn.q_norm", config.head_dim) if config.qk_norm else None,
             k_norm=norm("self_attn.k_norm", config.head_dim) if config.qk_norm else None,
-            output=fused({"self_attn.o_proj": hidden}, q_size, config.output_bias),
+            output=fused("output", (hidden,), q_size, config.output_bias),
             mlp_norm=norm("post_attention_layernorm", hidden),
-            gate_up=fused({"mlp.gate_proj": middle, "mlp.up_proj": middle}, hidden, config.mlp_bias),
-            down=fused({"mlp.down_proj": hidden}, middle, config.mlp_bias),
+            gate_up=fused("gate_up", (middle, middle), hidden, config.mlp_bias),
+            down=fused("down", (hidden,), middle, config.mlp_bias),
         )
 
     def _load_rope(self, loader: WeightLoader) -> RopeTable:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from common.models.config import ModelConfig
@@ -37,13 +39,16 @@ def load_decoder(
     device: torch.device,
     on_progress: Progress | None = None,
     weights: LinearFormat = "none",
+    plain: Collection[str] = (),
     dummy: bool = False,
 ) -> Decoder:
-    """Reads all weights. `on_progress(done_bytes, total_bytes)` is called after each tensor.
+    """Reads all weights. `plain`: modules that `weights` leaves alone.
+
+    `on_progress(done_bytes, total_bytes)` is called after each tensor.
 
     :raises WeightsError: if the weights don't fit `config`.
     """
     source = open_weights(files, config, dummy=dummy)
     threads = 0 if isinstance(source, DummyWeights) else -1
-    with WeightLoader(source, dtype, on_progress, device=device, weights=weights, threads=threads) as loader:
+    with WeightLoader(source, dtype, on_progress, device=device, weights=weights, plain=plain, threads=threads) as loader:
         return _DECODERS[config.architecture](config, loader)

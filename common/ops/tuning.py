@@ -21,7 +21,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -72,7 +72,7 @@ class Table(Generic[C]):
 
     def open(self, device: torch.device) -> None:
         """Reads the file of this GPU, if there is one; an unreadable one counts as none."""
-        self._path = cache_directory() / f"{self._name}-{_device_name(device)}-{_digest(self._sources)}.json"
+        self._path = cache_directory() / f"{self._name}-{device_name(device)}-{_digest(self._sources)}.json"
         self._known = {}
         try:
             found: dict[str, dict[str, Any]] = json.loads(self._path.read_text())
@@ -95,14 +95,9 @@ class Table(Generic[C]):
         known = self._known.get(key)
         return known if known is not None and known in candidates else candidates[0]
 
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """One process measures at a time: side by side they would disturb each other, and all would measure the same."""
-        directory = cache_directory()
-        directory.mkdir(parents=True, exist_ok=True)
-        with (directory / f"{self._name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or its process ends
-            yield
+    def exclusive(self) -> AbstractContextManager[None]:
+        """See the function."""
+        return exclusive(self._name)
 
     def save(self) -> None:
         """Writes the file, atomically: what another process wrote meanwhile is kept, ours goes first."""
@@ -214,6 +209,16 @@ def cache_directory() -> Path:
     return Path(given) if given else Path.home() / ".cache" / "penstock" / "kernels"
 
 
+@contextmanager
+def exclusive(name: str) -> Iterator[None]:
+    """One process measures at a time: side by side they would disturb each other, and all would measure the same."""
+    directory = cache_directory()
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, or its process ends
+        yield
+
+
 def _compile(cases: Sequence[Case[C]], threads: int, tuned: Tuned) -> None:
     """Runs each kernel once. One that fails, fails for every case."""
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
@@ -241,8 +246,9 @@ def _compile(cases: Sequence[Case[C]], threads: int, tuned: Tuned) -> None:
             torch.cuda.synchronize()
 
 
-def _device_name(device: torch.device) -> str:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+def device_name(device: torch.device) -> str:
+    """As part of a file's name."""
+    name = torch.cuda.getdevice_name(device) if device.type == "cuda" else device.type
     return re.sub(r"[^A-Za-z0-9.]+", "-", name)
 
 

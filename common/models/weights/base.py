@@ -10,7 +10,7 @@ dequantised; `take_linear` keeps it as it is where the engine computes in FP8.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 import torch
@@ -42,13 +42,15 @@ class WeightLoader:
         *,
         device: torch.device | None = None,
         weights: LinearFormat = "none",
+        plain: Collection[str] = (),
         threads: int = -1,
     ) -> None:
-        """`threads` that read ahead; -1: as many as suit `device`."""
+        """`plain`: modules that are not quantised. `threads` that read ahead; -1: as many as suit `device`."""
         self.source = source
         self.dtype = dtype
         self.device = device or torch.device("cpu")
         self.weights: LinearFormat = weights
+        self._plain_modules = frozenset(plain)
         self._on_progress = on_progress or (lambda done, total: None)
         self._left = {name for name in source.shapes if not is_companion(name)}
         self._total = sum(source.size_bytes(name) for name in source.shapes)
@@ -87,7 +89,8 @@ class WeightLoader:
             if fused := fused_fp8(list(parts.values()), scales, fused_bias, self.dtype):
                 return fused
         weight = self._joined(parts)
-        if self.weights == "none" or (self.weights == "fp8" and self.source.holds_fp8):
+        left_alone = not self._plain_modules.isdisjoint(outputs) or (self.weights == "fp8" and self.source.holds_fp8)
+        if self.weights == "none" or left_alone:
             return pack_linear(weight, fused_bias)
         return pack_linear(weight, fused_bias, format=self.weights)
 

@@ -1,0 +1,152 @@
+"""What FP8 costs is measured on text, and stays within what it may cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+
+from bench.engine.reference_decoder import ReferenceDecoder
+from common.engine import fp8_choice, load
+from common.engine.fp8_choice import Fp8Choice, known_or_measured, measure
+from common.engine.load import EngineConfig
+from common.engine.precision import Precision
+from common.models.config import ModelConfig, load_config
+from common.models.decoder import MODULES, Decoder
+from common.models.registry import load_decoder
+from common.models.source import ModelFiles
+from common.ops.linear import Role, linear
+from common.ops.rms_norm_reference import rms_norm_reference
+from common.ops.tuning import CACHE_VARIABLE
+from tests.models.oracles import build, save
+
+CPU = torch.device("cpu")
+ROLES: tuple[Role, ...] = tuple(MODULES)
+TEXT = [(7 * index * index + 3 * index) % 256 for index in range(96)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "kernels"))
+    return tmp_path / "kernels"
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3-tied-groups-of-three"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelFiles, ModelConfig]:
+    files = save(build(request.param), tmp_path_factory.mktemp(request.param))
+    return files, load_config(files)
+
+
+def opened(model: tuple[ModelFiles, ModelConfig], **settings: Any) -> Decoder:
+    return load_decoder(*model, dtype=torch.float32, device=CPU, **settings)
+
+
+def choice_within(model: tuple[ModelFiles, ModelConfig], max_loss: float) -> Fp8Choice:
+    return measure(opened(model), opened(model, weights="fp8"), TEXT, max_loss)
+
+
+def test_its_forward_pass_is_the_models(model: tuple[ModelFiles, ModelConfig]) -> None:
+    decoder = opened(model)
+    text = torch.tensor(TEXT).view(2, -1)
+    expected = torch.cat(list(ReferenceDecoder(decoder, torch.float32).logits(text)))
+    torch.testing.assert_close(fp8_choice._logits(decoder, text), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_everything_is_fp8_where_that_costs_little_enough(model: tuple[ModelFiles, ModelConfig]) -> None:
+    for max_loss in (0.0, 10.0):
+        found = choice_within(model, max_loss)
+        assert (found.plain, found.share) == ([], 1.0)
+        assert found.loss == found.full_loss > 0
+
+
+def test_what_costs_too_much_is_left_alone(model: tuple[ModelFiles, ModelConfig]) -> None:
+    everything = choice_within(model, 0.0).full_loss
+    found = choice_within(model, everything / 3)
+    assert 0 < found.share < 1 and 0 < found.loss <= everything / 3 and found.full_loss == everything
+    # and so it is loaded
+    decoder = opened(model, weights="fp8", plain=found.plain)
+    layers = {(layer, role) for layer, of in enumerate(decoder.layers) for role in ROLES if getattr(of, role).format != "fp8"}
+    assert layers and {f"model.layers.{layer}.{name}" for layer, role in layers for name in MODULES[role]} == set(found.plain)
+    text = torch.tensor(TEXT).view(1, -1)
+    reference = fp8_choice._logits(opened(model), text)
+    assert fp8_choice._divergence(reference, fp8_choice._logits(decoder, text)) == pytest.approx(found.loss, rel=1e-3)
+
+
+def test_nothing_is_fp8_where_everything_costs_too_much(model: tuple[ModelFiles, ModelConfig]) -> None:
+    found = choice_within(model, 1e-12)
+    assert found.share == 0 and found.loss == 0 and len(found.plain) == 7 * model[1].num_layers
+
+
+def test_keys_are_centred_on_what_all_positions_share(model: tuple[ModelFiles, ModelConfig]) -> None:
+    config = model[1]
+    decoder = opened(model)
+    found = measure(decoder, None, TEXT, 0.0)
+    hidden = decoder.embedding[torch.tensor(TEXT)]
+    layer = decoder.layers[0]
+    normed = rms_norm_reference(hidden, layer.input_norm, config.rms_eps)
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    keys = linear(normed, layer.qkv).view(len(TEXT), -1, config.head_dim)[:, heads : heads + kv_heads]
+    if layer.k_norm is not None:
+        keys = rms_norm_reference(keys, layer.k_norm, config.rms_eps)
+    mean = keys.mean(0).double()
+    first, second = mean.chunk(2, -1)
+    positions = min(fp8_choice.CENTERED_POSITIONS, config.max_context)
+    rotated = torch.zeros_like(mean)
+    for cos, sin in (row.double().chunk(2) for row in decoder.rope.table(positions)):
+        rotated += torch.cat((first * cos - second * sin, second * cos + first * sin), -1) / positions
+    torch.testing.assert_close(found.center(config, CPU)[0].double(), rotated, atol=1e-3, rtol=1e-2)
+
+
+def test_it_is_measured_once(model: tuple[ModelFiles, ModelConfig], cache: Path) -> None:
+    def never() -> NoReturn:
+        raise AssertionError("it is known")
+
+    def both() -> tuple[Decoder, Decoder]:
+        return opened(model), opened(model, weights="fp8")
+
+    first = known_or_measured("a", CPU, lambda: TEXT, both, 0.0)
+    assert known_or_measured("a", CPU, never, never, 0.0) == first
+    with pytest.raises(AssertionError):  # another limit is another question
+        known_or_measured("a", CPU, never, never, 0.5)
+    (file,) = cache.glob("fp8-*.json")
+    file.write_text("{")  # a machine that went down while it was written
+    assert known_or_measured("a", CPU, lambda: TEXT, both, 0.0) == first
+    assert not list(cache.glob("*.tmp"))
+
+
+def ask(model: tuple[ModelFiles, ModelConfig], precision: Precision, **settings: Any) -> Fp8Choice | None:
+    engine = EngineConfig(quantization_max_loss=0.0, **settings)
+    return load._fp8_choice(*model, engine, precision, CPU, lambda **given: opened(model, **given))
+
+
+def test_only_what_is_real_and_fp8_is_measured(model: tuple[ModelFiles, ModelConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.text.tokenizer.load_tokenizer", lambda files: type("Tokens", (), {"encode": lambda *_: TEXT})())
+    fp8 = Precision(compute="bfloat16", weights="fp8", kv="bfloat16")
+    assert ask(model, Precision(compute="bfloat16", weights="none", kv="bfloat16")) is None
+    assert ask(model, fp8, load_format="dummy") is None
+    weights = ask(model, fp8)
+    assert weights is not None and weights.share == 1.0
+    keys = ask(model, Precision(compute="bfloat16", weights="none", kv="fp8"))
+    assert keys is not None and keys.share == 0.0 and keys.k_center == weights.k_center
+
+
+def test_a_model_that_does_not_fit_twice_is_loaded_all_the_same(
+    model: tuple[ModelFiles, ModelConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.text.tokenizer.load_tokenizer", lambda files: type("Tokens", (), {"encode": lambda *_: TEXT})())
+
+    def small(weights: str) -> Decoder:
+        if weights == "none":
+            raise torch.OutOfMemoryError("no room")
+        return opened(model, weights=weights)
+
+    found = load._fp8_choice(*model, EngineConfig(), Precision(compute="bfloat16", weights="fp8", kv="bfloat16"), CPU, small)
+    assert found is None
+    found = load._fp8_choice(*model, EngineConfig(), Precision(compute="bfloat16", weights="fp8", kv="fp8"), CPU, small)
+    assert found is not None and found.plain == [] and found.center(model[1], CPU).abs().max() > 0
