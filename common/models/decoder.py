@@ -66,6 +66,8 @@ class Decoder:
         else:
             self.head = loader.pack_head(loader.take("lm_head.weight", config.vocab_size, config.hidden_size))
         self.kv_scale = loader.take_kv_scales(config.num_layers, config.num_kv_heads)
+        self.k_center: torch.Tensor | None = None
+        """What a float8 pool's keys lose, float32 [layers, kv_heads, head_dim] (see `ops.qkv_rope`): no file has it."""
         self.rope = self._load_rope(loader)
         loader.finish()
 
