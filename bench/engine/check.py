@@ -193,6 +193,8 @@ def _projection(checks: Checks, case: str, q: int, kv: int, dim: int, count: int
         "layer": 1,
         "slots": torch.randperm(blocks * 16, device=checks.device)[:count],
         "dtype": torch.bfloat16,
+        "k_center": checks.random(2, kv, dim) if pool_dtype == FP8 else None,
+        "mix": pool_dtype == FP8,
     }
     pool = torch.zeros(blocks, 2, 2, 16, kv, dim, device=checks.device).to(pool_dtype)
     host: dict[str, Any] = {

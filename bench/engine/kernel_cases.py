@@ -154,8 +154,25 @@ class Bench:
         return [self.batch(load, which) for which in range(max(1, min(MAX_SETS, wanted, self.pool_tokens // keys)))]
 
     def attention(self, batch: Batch) -> DeviceAttention:
-        scale = self.decoder.kv_scale if self.kv_dtype.itemsize == 1 else None
-        return DeviceAttention(self.model, self.pool, batch.plan, batch.slots, batch.positions, self.rope, scale, self.dtype)
+        return DeviceAttention(
+            self.model,
+            self.pool,
+            batch.plan,
+            batch.slots,
+            batch.positions,
+            self.rope,
+            dtype=self.dtype,
+            **self._of_8_bits(),
+        )
+
+    def _of_8_bits(self) -> dict[str, Any]:
+        """What only a float8 pool has."""
+        in_8_bits = self.kv_dtype.itemsize == 1
+        return {
+            "kv_scale": self.decoder.kv_scale if in_8_bits else None,
+            "k_center": self.decoder.k_center if in_8_bits else None,
+            "mix": in_8_bits,
+        }
 
     # -- the ops
 
@@ -267,8 +284,8 @@ class Bench:
             "layer": layer,
             "slots": batch.slots,
             "dtype": self.dtype,
-            "kv_scale": self.decoder.kv_scale if self.kv_dtype.itemsize == 1 else None,
             "need_kv": need_kv,
+            **self._of_8_bits(),
         }
 
     def _replanning(self, batch: Batch) -> Call:

@@ -2,8 +2,9 @@
 
 Weights, their loader and quantisers are the engine's own, and each op is the plain-torch reference that tests hold its GPU
 kernel to. Numbers are rounded where kernels round them: activations after every op (or to e4m3, with a scale for each row),
-K and V to the model's dtype and then to the pool's. A card differs in the order of sums, in what it leaves unrounded when it
-splits them, and in that it adds up products of e4m3 with fewer bits than float32 has.
+K and V to the model's dtype and then to the pool's, for an FP8 pool centred (K) and mixed (Q and K). A card differs in the
+order of sums, in what it leaves unrounded when it splits them, and in that it adds up products of e4m3 with fewer bits than
+float32 has.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class ReferenceDecoder:
     def _attend(self, qkv: torch.Tensor, norms: HeadNorms, layer: int, pool: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
         """pool: a block for each row. Returns [rows · tokens, heads · head_dim]."""
         decoder, config, (rows, length) = self.decoder, self.decoder.config, (len(pool), pool.shape[3])
-        kv_scale = decoder.kv_scale if self.kv == torch.float8_e4m3fn else None
+        in_8_bits = self.kv == torch.float8_e4m3fn
+        kv_scale = decoder.kv_scale if in_8_bits else None
         slots = torch.arange(rows * length)
         query, _, _ = qkv_rope_reference(
             qkv,
@@ -87,6 +89,8 @@ class ReferenceDecoder:
             slots=slots,
             dtype=decoder.dtype,
             kv_scale=kv_scale,
+            k_center=decoder.k_center if in_8_bits else None,
+            mix=in_8_bits,
         )
         scales = torch.ones(2, config.num_kv_heads) if kv_scale is None else kv_scale[layer]
         attended = [

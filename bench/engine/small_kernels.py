@@ -78,6 +78,8 @@ def projections(device: torch.device, small: bool) -> Iterator[Timed]:
             slots=torch.randperm(blocks * _BLOCK_TOKENS, device=device)[:rows],
             dtype=torch.bfloat16,
             kv_scale=None,
+            k_center=torch.randn(_LAYERS, kv_heads, dim, device=device) if pool_dtype.itemsize == 1 else None,
+            mix=pool_dtype.itemsize == 1,
             need_kv=need_kv,
             num_warps=warps,
         )

@@ -148,6 +148,7 @@ class DeviceRunner:
         fields = layout(self._buffer, shape)
         config = self.decoder.config
         plan = plan_device_attention(_batch(fields, shape, rows), self.pool, config.num_heads, self._workspace)
+        in_8_bits = self.pool.dtype == torch.float8_e4m3fn
         attention = DeviceAttention(
             config,
             self.pool,
@@ -155,8 +156,10 @@ class DeviceRunner:
             fields.slots,
             fields.positions,
             self._rope,
-            self.decoder.kv_scale if self.pool.dtype == torch.float8_e4m3fn else None,
+            self.decoder.kv_scale if in_8_bits else None,
             self.decoder.dtype,
+            k_center=self.decoder.k_center if in_8_bits else None,
+            mix=in_8_bits,
         )
         every = shape.samples == shape.tokens
         samples = None if every else fields.samples

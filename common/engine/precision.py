@@ -35,7 +35,8 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 
 
 class Precision(msgspec.Struct, frozen=True):
-    """`name` tells workers apart that must not share KV."""
+    """`name` tells workers apart that must not share KV. FP8 keys are centred and mixed (`ops.qkv_rope`), which it says: those
+    of a version that stored them as they were must not meet them."""
 
     compute: Compute
     weights: Weights
@@ -48,7 +49,7 @@ class Precision(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        return f"{self.compute}/{self.weights}/{self.kv}"
+        return f"{self.compute}/{self.weights}/{self.kv}{'-mixed' if self.kv == 'fp8' else ''}"
 
 
 def resolve_precision(

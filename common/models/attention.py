@@ -67,7 +67,7 @@ class DeviceAttention:
     """positions: int64 [tokens]. slots: int64 [tokens], the pool's entry block · block_tokens + offset; -1 for padding.
 
     rope: float32 [max_positions, head_dim], cosines then sines. kv_scale: float32 [layers, 2, kv_heads] of a float8 pool, or
-    None. dtype: the model's.
+    None. dtype: the model's. k_center, mix: see `ops.qkv_rope`; None and False but for a float8 pool.
     """
 
     config: ModelConfig
@@ -78,6 +78,8 @@ class DeviceAttention:
     rope: torch.Tensor
     kv_scale: torch.Tensor | None
     dtype: torch.dtype
+    k_center: torch.Tensor | None
+    mix: bool
 
     def __call__(self, qkv: torch.Tensor, norms: HeadNorms, layer: int) -> torch.Tensor:
         made = qkv_rope(
@@ -94,6 +96,8 @@ class DeviceAttention:
             slots=self.slots,
             dtype=self.dtype,
             kv_scale=self.kv_scale,
+            k_center=self.k_center,
+            mix=self.mix,
             need_kv=bool(self.plan.fresh),
         )
         query, key, value = made if isinstance(made, QueryKeyValue) else (made, None, None)

@@ -1,5 +1,9 @@
 """From a layer's Q, K and V projection to what attention reads: QK norm, rotation and the write into the pool, in one pass.
 
+What comes out may be moved so that K takes 8 bits better, while attention stays the same: a vector that all keys of a head lose
+adds one number to all scores of a query, which a softmax does not see, and Q and K times one orthonormal matrix have the same
+products. Keys that meet in a softmax must have been written the same way, whether they are read from a pool or as they are.
+
 For GPUs, where every pass over small tensors costs a launch. On a CPU the pieces are calls of their own (`rms_norm`,
 `apply_rope`, `write_kv`).
 """
@@ -39,6 +43,8 @@ def qkv_rope(
     slots: torch.Tensor,
     dtype: torch.dtype | None = None,
     kv_scale: torch.Tensor | None = None,
+    k_center: torch.Tensor | None = None,
+    mix: bool = False,
     need_kv: Literal[False] = False,
 ) -> torch.Tensor: ...
 @overload
@@ -57,6 +63,8 @@ def qkv_rope(
     slots: torch.Tensor,
     dtype: torch.dtype | None = None,
     kv_scale: torch.Tensor | None = None,
+    k_center: torch.Tensor | None = None,
+    mix: bool = False,
     need_kv: Literal[True],
 ) -> QueryKeyValue: ...
 def qkv_rope(
@@ -74,6 +82,8 @@ def qkv_rope(
     slots: torch.Tensor,
     dtype: torch.dtype | None = None,
     kv_scale: torch.Tensor | None = None,
+    k_center: torch.Tensor | None = None,
+    mix: bool = False,
     need_kv: bool = False,
 ) -> torch.Tensor | QueryKeyValue:
     """qkv: [rows, (heads + 2 · kv_heads) · head_dim] in the model's dtype, or float32 partial sums of it [splits, rows, …],
@@ -82,10 +92,12 @@ def qkv_rope(
     the second sines. q_norm, k_norm: RMSNorm weights over a head [head_dim], or None (both).
     pool: see `ops.paged_kv`, block_tokens a power of two; float8_e4m3fn holds value / kv_scale, saturated at ±448.
     kv_scale: float32 [layers, 2, kv_heads], contiguous; None is 1. slots: int64 [rows], block · block_tokens + offset; -1:
-    nothing is written. dtype: the model's; needed when `qkv` is partial sums and the pool is float8.
+    nothing is written. k_center: float32 [layers, kv_heads, head_dim], contiguous, subtracted from the rotated K, or None.
+    mix: Q and K, centred, are multiplied by `hadamard_reference.hadamard`. dtype: the model's; needed when `qkv` is partial
+    sums and the pool is float8.
 
-    Returns the rotated Q [rows, heads, head_dim] in the model's dtype, with `need_kv` also K (rotated) and V. Computed in
-    float32 and rounded once; K and V are rounded to the model's dtype before they are to float8.
+    Returns Q [rows, heads, head_dim] in the model's dtype, rotated and perhaps mixed, with `need_kv` also K, as the pool has
+    it, and V. Computed in float32 and rounded once; K and V are rounded to the model's dtype before they are to float8.
 
     :raises ValueError: if shapes or dtypes don't fit, or on a CPU.
     """
@@ -112,6 +124,11 @@ def qkv_rope(
         raise ValueError(f"the pool has layers below {layers}, heads of an even size: not {layer}, {head_dim}")
     if kv_scale is not None and (kv_scale.shape != (layers, 2, kv_heads) or kv_scale.dtype != torch.float32):
         raise ValueError(f"kv_scale is float32 [{layers}, 2, {kv_heads}], not {kv_scale.dtype} {list(kv_scale.shape)}")
+    if k_center is not None:
+        fits = k_center.shape == (layers, kv_heads, head_dim) and k_center.dtype == torch.float32
+        if not fits or not k_center.is_contiguous():
+            shape = f"[{layers}, {kv_heads}, {head_dim}]"
+            raise ValueError(f"k_center is float32 {shape}, contiguous, not {k_center.dtype} {list(k_center.shape)}")
     if not on_device(qkv):
         raise ValueError("qkv_rope runs on GPUs; on a CPU use rms_norm, apply_rope and write_kv")
     if dtype is None:
@@ -134,6 +151,8 @@ def qkv_rope(
         slots=slots,
         dtype=dtype,
         kv_scale=kv_scale,
+        k_center=k_center,
+        mix=mix,
         need_kv=need_kv,
     )
     return query if key is None or value is None else QueryKeyValue(query, key, value)

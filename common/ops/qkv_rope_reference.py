@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from common.ops.hadamard_reference import hadamard
 from common.ops.rms_norm_reference import rms_norm_reference
 
 
@@ -22,6 +23,8 @@ def qkv_rope_reference(
     slots: torch.Tensor,
     dtype: torch.dtype,
     kv_scale: torch.Tensor | None = None,
+    k_center: torch.Tensor | None = None,
+    mix: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `qkv_rope`: writes into the pool; returns Q, K and V in `dtype`."""
     _, _, _, block_tokens, kv_heads, head_dim = pool.shape
@@ -40,7 +43,12 @@ def qkv_rope_reference(
         first, second = x[..., :half], x[..., half:]
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
-    query, key, value = rotated(query).to(dtype), rotated(key).to(dtype), value.to(dtype)
+    query, key = rotated(query), rotated(key)
+    if k_center is not None:
+        key = key - k_center[layer]
+    if mix:
+        query, key = query @ hadamard(head_dim), key @ hadamard(head_dim)
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     for index, entries in enumerate((key, value)):
         stored = entries.float()
         if kv_scale is not None:

@@ -1,4 +1,4 @@
-"""Sums, bias, QK norm, rotation and the write into the pool: one program per row and group of heads.
+"""Sums, bias, QK norm, rotation, centring, mixing and the write into the pool: one program per row and group of heads.
 
 A head's two halves are two tiles, because rotation pairs an element with the one half a head away. Groups hold heads of one
 kind, Q, K or V, so that what a program does is one branch.
@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from common.ops import backend
+from common.ops.hadamard_triton import hadamard_mixed
 from common.ops.loads_triton import AT_ONCE, held, loads_begun
 
 FEW_ROWS_WARPS = 1
@@ -82,6 +83,7 @@ def qkv_rope_kernel(
     pool,  # [num_blocks, LAYERS, 2, BLOCK_TOKENS, KV_HEADS, HEAD_DIM]
     slots,  # int64 [rows]
     kv_scale,  # float32 [LAYERS, 2, KV_HEADS] or None
+    k_center,  # float32 [LAYERS, KV_HEADS, HEAD_DIM] or None
     query,  # [rows, HEADS, HEAD_DIM]
     key,  # [rows, KV_HEADS, HEAD_DIM] if NEED_KV
     value,
@@ -98,6 +100,7 @@ def qkv_rope_kernel(
     HALF_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     DTYPE: tl.constexpr,
+    MIX: tl.constexpr,
     NEED_KV: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -131,6 +134,12 @@ def qkv_rope_kernel(
     if kv_scale is not None:
         scales = kv_scale + (layer * 2 + is_value.to(tl.int32)) * KV_HEADS + heads[:, None]
         inverse_scale = 1.0 / tl.load(scales, mask=(heads < KV_HEADS)[:, None] & (group >= Q_GROUPS), other=1.0)
+    center_first, center_second = None, None
+    if k_center is not None:
+        of_key = mask & (group >= Q_GROUPS) & (group < Q_GROUPS + KV_GROUPS)
+        centers = k_center + layer * (KV_HEADS * HEAD_DIM) + inside
+        center_first = tl.load(centers, mask=of_key, other=0.0)
+        center_second = tl.load(centers + HALF, mask=of_key, other=0.0)
     # like attention's work list, a step's positions and slots are older than the kernel before this one
     position = tl.load(positions + row).to(tl.int64)
     slot = tl.load(slots + row)
@@ -144,6 +153,11 @@ def qkv_rope_kernel(
     first, second = _summed(places, split_stride, mask, bias_first, bias_second, HALF, SPLITS, PDL)
     if group < Q_GROUPS + KV_GROUPS:
         first, second = _rotated(first, second, gain_first, gain_second, cos, sin, eps, HEAD_DIM)
+        if center_first is not None:  # of Q it is zero
+            first -= center_first
+            second -= center_second
+        if MIX:
+            first, second = hadamard_mixed(first, second, GROUP, HALF_BLOCK, HALF)
     if is_query:
         targets = query + row * (HEADS * HEAD_DIM) + inside
         tl.store(targets, first.to(DTYPE), mask=mask)
@@ -186,6 +200,8 @@ def qkv_rope_triton(
     slots: torch.Tensor,
     dtype: torch.dtype,
     kv_scale: torch.Tensor | None,
+    k_center: torch.Tensor | None = None,
+    mix: bool = False,
     need_kv: bool,
     num_warps: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
@@ -211,6 +227,7 @@ def qkv_rope_triton(
         pool=pool,
         slots=slots,
         kv_scale=kv_scale,
+        k_center=k_center,
         query=query,
         key=key,
         value=value,
@@ -227,6 +244,7 @@ def qkv_rope_triton(
         HALF_BLOCK=half,
         SPLITS=qkv.shape[0] if qkv.ndim == 3 else 1,
         DTYPE=_TRITON_DTYPES[dtype],
+        MIX=mix,
         NEED_KV=need_kv,
         PDL=pdl,
         num_warps=num_warps,

@@ -20,6 +20,7 @@ from common.models.registry import load_decoder
 from common.models.source import ModelFiles
 from common.models.weights.base import LinearFormat
 from common.ops.backend import interpreted
+from common.ops.hadamard_reference import hadamard
 from common.ops.linear_candidates import Candidate
 from common.protocol.errors import InvalidParameter
 from common.protocol.messages import SamplingParams
@@ -46,6 +47,7 @@ def device_runner(
 ) -> DeviceRunner:
     model = load_config(files)
     decoder = load_decoder(files, model, dtype=dtype, device=torch.device("cpu"), weights=weights)
+    decoder.k_center = torch.randn(model.num_layers, model.num_kv_heads, model.head_dim)
     shape = (64, model.num_layers, 2, 16, model.num_kv_heads, model.head_dim)
     pool = torch.full(shape, torch.nan, dtype=torch.float32).to(kv or dtype)
     return DeviceRunner(decoder, pool, fingerprint="test", max_rows=16, token_budget=512)
@@ -149,6 +151,19 @@ def test_reduced_precision_stays_close(llama: tuple[Any, ModelFiles], kv: torch.
     output = run(runner, [Request(prompt[:40], 6), Request(prompt[:20], 2, chunk=12)])[0]
     agreed = sum(a == b for a, b in zip(output, greedy_choices(llama[0], prompt[:40], output), strict=True))
     assert agreed >= 4
+
+
+def test_keys_are_centred_and_mixed_where_they_are_stored_in_8_bits(llama: tuple[Any, ModelFiles]) -> None:
+    """And nowhere else: these are the first layer's keys of one prompt, in two pools."""
+    prompt = oracle_prompt(length=16)
+    plain, moved = (device_runner(llama[1], dtype=torch.bfloat16, kv=kv) for kv in (None, torch.float8_e4m3fn))
+    for runner in (plain, moved):
+        runner.execute(StepPlan(0, [StepRow(prompt, 0, [3], 1, GREEDY, 16)]))
+    (key, value), (moved_key, moved_value) = (runner.pool[3, 0].float() for runner in (plain, moved))
+    assert moved.decoder.k_center is not None
+    unmoved = moved_key @ hadamard(key.shape[-1]) + moved.decoder.k_center[0]
+    for one, other in ((unmoved, key), (moved_value, value)):
+        torch.testing.assert_close(one, other, atol=0.07 * moved_key.abs().max().item(), rtol=0.07)
 
 
 def test_a_row_that_cannot_be_run_is_refused_and_harms_nobody(llama: tuple[Any, ModelFiles]) -> None:

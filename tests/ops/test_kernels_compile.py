@@ -51,6 +51,7 @@ def _qkv_rope(
     normed: bool = False,
     biased: bool = False,
     scaled: bool = False,
+    mixed: bool = False,
     need_kv: bool = False,
     num_warps: int = 1,
 ) -> KernelCase:
@@ -71,8 +72,9 @@ def _qkv_rope(
     signature |= {"q_norm": f"*{dtype}", "k_norm": f"*{dtype}"} if normed else {}
     signature |= {"bias": f"*{dtype}"} if biased else {}
     signature |= {"kv_scale": "*fp32"} if scaled else {}
+    signature |= {"k_center": "*fp32"} if mixed else {}
     signature |= {"key": f"*{dtype}", "value": f"*{dtype}"} if need_kv else {}
-    optional = ("q_norm", "k_norm", "bias", "kv_scale", "key", "value")
+    optional = ("q_norm", "k_norm", "bias", "kv_scale", "k_center", "key", "value")
     return KernelCase(
         name,
         "common.ops.qkv_rope_triton",
@@ -89,6 +91,7 @@ def _qkv_rope(
             "HALF_BLOCK": half,
             "SPLITS": splits,
             "DTYPE": {"bf16": "tl.bfloat16", "fp16": "tl.float16"}[dtype],
+            "MIX": mixed,
             "NEED_KV": need_kv,
             "PDL": True,
         },
@@ -149,6 +152,14 @@ CASES = [
     _qkv_rope("80", 8, 8, 80, splits=2),
     _qkv_rope("32", 8, 2, 32),
     _qkv_rope("256", 8, 2, 256, normed=True),
+    _qkv_rope("llama-8b-split-mixed", 32, 8, 128, splits=4, pool="fp8e4nv", scaled=True, mixed=True),
+    _qkv_rope("llama-8b-mixed", 32, 8, 128, pool="fp8e4nv", mixed=True),
+    _qkv_rope("llama-8b-prefill-mixed", 32, 8, 128, pool="fp8e4nv", mixed=True, need_kv=True, num_warps=4),
+    _qkv_rope("qwen3-8b-split-mixed", 32, 8, 128, splits=4, pool="fp8e4nv", normed=True, mixed=True),
+    _qkv_rope("qwen3-prefill-mixed", 32, 8, 128, pool="fp8e4nv", normed=True, mixed=True, need_kv=True, num_warps=4),
+    _qkv_rope("smollm2-split-mixed", 9, 3, 64, splits=2, pool="fp8e4nv", mixed=True),
+    _qkv_rope("80-mixed", 8, 8, 80, splits=2, pool="fp8e4nv", mixed=True),
+    _qkv_rope("256-mixed", 8, 2, 256, pool="fp8e4nv", normed=True, mixed=True),
     _copy_blocks("gather-2mb", 2 << 20, ("source_ids",)),
     _copy_blocks("scatter-2mb", 2 << 20, ("target_ids",)),
     _copy_blocks("pools-odd", 16400, ("source_ids", "target_ids")),

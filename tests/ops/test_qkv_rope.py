@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from common.ops import backend
+from common.ops.hadamard_reference import hadamard
 from common.ops.qkv_rope import QueryKeyValue, qkv_rope
 from common.ops.qkv_rope_reference import qkv_rope_reference
 from common.ops.qkv_rope_triton import qkv_rope_triton
@@ -60,6 +61,8 @@ def make_call(shape: Shape, rows: int, **changes: Any) -> dict[str, Any]:
         "slots": slots,
         "dtype": torch.float32,
         "kv_scale": None,
+        "k_center": None,
+        "mix": False,
     }
     assert changes.keys() <= call.keys()
     return call | changes
@@ -117,10 +120,90 @@ def test_a_float8_pool_holds_scaled_and_saturated_values(splits: int, scaled: bo
     assert values[~values.isnan()].abs().max() == 448.0
 
 
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("num_warps", [1, 2, 4, 8])
-def test_every_candidate_gives_the_same_values(num_warps: int) -> None:
+def test_every_candidate_gives_the_same_values(num_warps: int, mixed: bool) -> None:
     shape = Shape(9, 3, 64)
-    compare(make_call(shape, 3, q_norm=torch.randn(64), k_norm=torch.randn(64)), num_warps)
+    compare(make_call(shape, 3, q_norm=torch.randn(64), k_norm=torch.randn(64), mix=mixed), num_warps)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, Shape(3, 1, 18)], ids=str)
+@pytest.mark.parametrize(("dtype", "pool_dtype"), [(torch.float32, torch.float32), (torch.float32, FP8), (BF16, FP8)])
+@pytest.mark.parametrize(("rows", "normed"), [(1, False), (3, True)])
+def test_centred_and_mixed_equals_the_reference(
+    shape: Shape, dtype: torch.dtype, pool_dtype: torch.dtype, rows: int, normed: bool
+) -> None:
+    changes: dict[str, Any] = {"k_center": torch.randn(LAYERS, shape.kv_heads, shape.head_dim), "mix": True}
+    if normed:
+        changes |= {name: torch.randn(shape.head_dim).to(dtype) for name in ("q_norm", "k_norm")}
+        changes |= {"kv_scale": torch.rand(LAYERS, 2, shape.kv_heads) + 0.5}
+    qkv = torch.randn(2, rows, shape.size)
+    compare(make_call(shape, rows, qkv=qkv, dtype=dtype, pool_dtype=pool_dtype, **changes))
+
+
+def test_centring_and_mixing_are_each_without_the_other() -> None:
+    shape = Shape(4, 2, 64)
+    compare(make_call(shape, 3, k_center=torch.randn(LAYERS, 2, 64)))
+    compare(make_call(shape, 3, mix=True))
+
+
+@pytest.mark.parametrize("head_dim", [2, 18, 32, 64, 80, 96, 128, 256])
+def test_mixing_is_orthonormal_and_its_own_inverse(head_dim: int) -> None:
+    matrix = hadamard(head_dim)
+    torch.testing.assert_close(matrix @ matrix, torch.eye(head_dim))
+    assert torch.equal(matrix, matrix.T)
+    if head_dim & (head_dim - 1) == 0:
+        torch.testing.assert_close(matrix.abs(), torch.full_like(matrix, head_dim**-0.5))
+
+
+def scores(made: QueryKeyValue) -> torch.Tensor:
+    """float32 [heads, rows, rows], of every row's query with every row's key."""
+    query, key = made.query.float().transpose(0, 1), made.key.float().transpose(0, 1)
+    return query @ key.repeat_interleave(len(query) // len(key), 0).mT
+
+
+@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_a_softmax_does_not_see_that_keys_are_centred_and_mixed(head_dim: int, dtype: torch.dtype) -> None:
+    shape = Shape(6, 2, head_dim)
+    plain = make_call(shape, 8, dtype=dtype)
+    moved = plain | {"k_center": torch.randn(LAYERS, 2, head_dim), "mix": True, "pool": plain["pool"].clone()}
+    with backend.interpreted():
+        before, after = qkv_rope(**plain, need_kv=True), qkv_rope(**moved, need_kv=True)
+    assert torch.equal(before.value, after.value)
+    assert torch.equal(plain["pool"][:, LAYER, 1].nan_to_num(), moved["pool"][:, LAYER, 1].nan_to_num())
+    difference = scores(before) - scores(after)
+    constant = difference.mean(-1, keepdim=True)
+    assert constant.abs().max() > 1  # of a query, over its keys
+    largest = TOLERANCES[dtype] * scores(before).abs().max().item()
+    torch.testing.assert_close(difference, constant.expand_as(difference), atol=largest, rtol=0)
+
+
+def through_the_pool(call: dict[str, Any], **changes: Any) -> float:
+    """Root mean square of the error of scores, as a softmax sees it, of keys read from a float8 pool."""
+    exact = call | {"pool": torch.zeros(call["pool"].shape), "dtype": torch.float32}
+    stored = call | {"pool": torch.zeros(call["pool"].shape).to(FP8), "dtype": BF16} | changes
+    with backend.interpreted():
+        expected, made = qkv_rope(**exact, need_kv=True), qkv_rope(**stored, need_kv=True)
+    keys = stored["pool"][:, LAYER, 0].flatten(0, 1)[stored["slots"]]
+    error = scores(made._replace(key=keys)) - scores(expected)
+    return (error - error.mean(-1, keepdim=True)).square().mean().sqrt().item()
+
+
+def test_keys_with_large_channels_lose_less_in_a_float8_pool() -> None:
+    shape, rows = Shape(4, 2, 64), 24
+    qkv = torch.randn(rows, 8, 64)
+    qkv[:, :6, 5] *= 8  # Q and K
+    qkv[:, 4:6, 9] += 20  # of all keys
+    rope = torch.cat((torch.ones(MAX_POSITIONS, 32), torch.zeros(MAX_POSITIONS, 32)), -1)
+    call = make_call(shape, rows, qkv=qkv.flatten(1), rope=rope, slots=torch.arange(rows))
+    center = torch.zeros(LAYERS, 2, 64)
+    center[LAYER, :, 9] = 20
+    plain = through_the_pool(call)
+    mixed = through_the_pool(call, mix=True)
+    both = through_the_pool(call, k_center=center, mix=True)
+    assert both < mixed / 1.5 < plain / 2
+    assert both < plain / 3
 
 
 def test_views_of_partials_and_narrow_positions() -> None:
@@ -133,9 +216,10 @@ def test_views_of_partials_and_narrow_positions() -> None:
     assert query.shape == (3, 4, 32)
 
 
-def test_a_row_has_the_same_bits_in_every_batch() -> None:
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_row_has_the_same_bits_in_every_batch(mixed: bool) -> None:
     shape = Shape(9, 3, 64)
-    call = make_call(shape, 5, q_norm=torch.randn(64), k_norm=torch.randn(64))
+    call = make_call(shape, 5, q_norm=torch.randn(64), k_norm=torch.randn(64), mix=mixed)
     alone = call | {name: call[name][3:4] for name in ("qkv", "positions", "slots")} | {"pool": call["pool"].clone()}
     with backend.interpreted():
         query, query_alone = qkv_rope(**call), qkv_rope(**alone)
@@ -162,6 +246,9 @@ def test_no_rows_are_no_work() -> None:
         ({"bias": torch.zeros(32)}, "bias"),
         ({"layer": 3}, "layers below"),
         ({"kv_scale": torch.ones(3, 2)}, "kv_scale"),
+        ({"k_center": torch.zeros(3, 4, 32)}, "k_center"),
+        ({"k_center": torch.zeros(3, 2, 32).bfloat16()}, "k_center"),
+        ({"k_center": torch.zeros(3, 32, 2).mT}, "k_center"),
         ({"pool": torch.zeros(5, 3, 2, 12, 2, 32)}, "no pool"),
         ({"qkv": torch.randn(1, 2, 256), "pool": torch.zeros(5, 3, 2, 16, 2, 32).to(FP8), "dtype": None}, "named"),
     ],

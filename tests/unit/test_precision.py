@@ -28,6 +28,11 @@ def test_a_gpu_takes_fp8_for_weights_and_kv_apart() -> None:
     assert resolve_precision("float32", "none", "float32", "cuda").kv_bytes == 4
 
 
+def test_names_tell_fp8_keys_that_are_mixed_from_those_of_versions_that_did_not() -> None:
+    assert Precision("bfloat16", "fp8", "fp8").name == "bfloat16/fp8/fp8-mixed"
+    assert Precision("bfloat16", "fp8", "bfloat16").name == "bfloat16/fp8/bfloat16"
+
+
 def test_fp8_files_are_dequantised_on_a_cpu() -> None:
     assert resolve_precision("float32", "none", "auto", "cpu", checkpoint="fp8") == Precision("float32", "none", "float32")
 
