@@ -248,7 +248,7 @@ def _compile(cases: Sequence[Case[C]], threads: int, tuned: Tuned) -> None:
 
 def device_name(device: torch.device) -> str:
     """As part of a file's name."""
-    name = torch.cuda.getdevice_name(device) if device.type == "cuda" else device.type
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return re.sub(r"[^A-Za-z0-9.]+", "-", name)
 
 

@@ -27,7 +27,7 @@ from common.ops.tuning import CACHE_VARIABLE
 from tests.models.oracles import build, save
 
 CPU = torch.device("cpu")
-ROLES: tuple[Role, ...] = tuple(MODULES)
+ROLES: tuple[Role, ...] = ("qkv", "output", "gate_up", "down")
 TEXT = [(7 * index * index + 3 * index) % 256 for index in range(96)]
 
 
