@@ -1,9 +1,10 @@
 """Which linears of a model may be FP8, and where its keys are centred: measured on text when it is first loaded, and kept.
 
 e4m3 has three bits of mantissa. That costs a large model next to nothing and a small one several per cent of its perplexity,
-most of it in a few linears. So what FP8 costs is measured, as the mean KL divergence of the next token from the model as the
+much of it in a few linears. So what FP8 costs is measured, as the mean KL divergence of the next token from the model as the
 files hold it. Where everything in FP8 costs more than `quantization_max_loss`, each linear is measured alone, and those
-that cost least for the bytes that they save are FP8, until their costs, which add up, reach the limit.
+that cost least for the bytes that they save are FP8, until their costs, which add up, reach the limit. In bfloat16 any change
+at all tips other roundings everywhere, a divergence that does not add up: what a last bit of the embedding does is subtracted.
 
 The keys' centre (see `ops.qkv_rope`) is their mean over the same text, at all positions up to CENTERED_POSITIONS: what no
 position turns away is what all of them share.
@@ -11,12 +12,12 @@ position turns away is what all of them share.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import numpy as np
@@ -27,6 +28,7 @@ from common.engine.sample_text import SAMPLE_TEXT
 from common.models.attention import HeadNorms
 from common.models.config import ModelConfig
 from common.models.decoder import MODULES, Decoder, Inputs, LinearPlace
+from common.ops.linear import Role
 from common.ops.rms_norm import rms_norm
 from common.ops.rope import apply_rope
 from common.ops.tuning import cache_directory, device_name, exclusive
@@ -36,22 +38,23 @@ log = logs.get("engine")
 
 ROW_TOKENS = 512
 CENTERED_POSITIONS = 2048
-_VERSION = 1
-_ROLES: tuple[Literal["qkv", "output", "gate_up", "down"], ...] = ("qkv", "output", "gate_up", "down")
+_VERSION = 2
+_ROLES: tuple[Role, ...] = ("qkv", "output", "gate_up", "down")
 _CHUNK = 256
 
 
 class Fp8Choice(msgspec.Struct, frozen=True, kw_only=True):
     """plain: modules whose weights are not quantised, by their names in the files. share: of the linears' weights that are.
 
-    loss, full_loss: nats a token that FP8 costs, as chosen and with everything in it. k_center: float32 [layers, kv_heads,
-    head_dim], its bytes.
+    loss, full_loss: nats a token that FP8 costs, as chosen and with everything in it, beside the `floor` of any change.
+    k_center: float32 [layers, kv_heads, head_dim], its bytes.
     """
 
     plain: list[str]
     share: float
     loss: float
     full_loss: float
+    floor: float
     k_center: bytes
 
     def center(self, config: ModelConfig, device: torch.device) -> torch.Tensor:
@@ -116,24 +119,31 @@ def measure(plain: Decoder, quantised: Decoder | None, tokens: list[int], max_lo
     reference = _logits(plain, text, keys)
     k_center = _centered(keys / text.numel(), plain).cpu().numpy().tobytes()
     if quantised is None:
-        return Fp8Choice(plain=[], share=0.0, loss=0.0, full_loss=0.0, k_center=k_center)
+        return Fp8Choice(plain=[], share=0.0, loss=0.0, full_loss=0.0, floor=0.0, k_center=k_center)
+
+    floor = _divergence(reference, _logits(_nudged(plain), text))
 
     def loss(chosen: Collection[LinearPlace]) -> float:
-        return _divergence(reference, _logits(plain.with_linears(quantised, chosen), text))
+        return _divergence(reference, _logits(plain.with_linears(quantised, chosen), text)) - floor
 
-    everything = [(layer, role) for layer in range(config.num_layers) for role in _ROLES]
-    sizes = {(layer, role): _size(plain, layer, role) for layer, role in everything}
-    found = full_loss = loss(everything)
+    everything: list[LinearPlace] = [(layer, role) for layer in range(config.num_layers) for role in _ROLES]
+    sizes = {place: _size(plain, *place) for place in everything}
     chosen = everything
+    found = full_loss = loss(everything)
     if max_loss and full_loss > max_loss:
         costs = {place: loss([place]) for place in everything}
         chosen = _affordable(costs, sizes, max_loss)
-        while chosen and (found := loss(chosen)) > max_loss:  # costs add up, but for chance
+        while (found := loss(chosen) if chosen else 0.0) > max_loss:  # costs add up, but for chance
             chosen.pop()
-    left = set(everything) - set(chosen)
-    names = [f"model.layers.{layer}.{module}" for layer, role in sorted(left) for module in MODULES[role]]
-    share = sum(sizes[place] for place in chosen) / sum(sizes.values())
-    return Fp8Choice(plain=names, share=share, loss=found if chosen else 0.0, full_loss=full_loss, k_center=k_center)
+    left = sorted(set(everything) - set(chosen))
+    return Fp8Choice(
+        plain=[f"model.layers.{layer}.{module}" for layer, role in left for module in MODULES[role]],
+        share=sum(sizes[place] for place in chosen) / sum(sizes.values()),
+        loss=found,
+        full_loss=full_loss,
+        floor=floor,
+        k_center=k_center,
+    )
 
 
 def _affordable(costs: dict[LinearPlace, float], sizes: dict[LinearPlace, int], max_loss: float) -> list[LinearPlace]:
@@ -146,7 +156,7 @@ def _affordable(costs: dict[LinearPlace, float], sizes: dict[LinearPlace, int], 
     return chosen
 
 
-def _size(decoder: Decoder, layer: int, role: str) -> int:
+def _size(decoder: Decoder, layer: int, role: Role) -> int:
     weight = getattr(decoder.layers[layer], role)
     return weight.in_features * weight.out_features
 
@@ -154,6 +164,16 @@ def _size(decoder: Decoder, layer: int, role: str) -> int:
 def _logits(decoder: Decoder, text: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
     """text: int64 [rows, tokens]. Returns [rows · tokens, vocab_size]; adds up keys before rotation in `keys`."""
     return decoder.forward(Inputs(text.flatten(), None, _Causal(decoder, text.shape[1], keys)))
+
+
+def _nudged(decoder: Decoder) -> Decoder:
+    """With the embedding's last bits up or down."""
+    embedding, step = decoder.embedding, torch.finfo(decoder.dtype).eps
+    generator = torch.Generator(decoder.device).manual_seed(0)
+    up = torch.randint(0, 2, embedding.shape, generator=generator, dtype=torch.uint8, device=decoder.device)
+    nudged = copy.copy(decoder)
+    nudged.embedding = torch.where(up > 0, embedding * (1 + step), embedding * (1 - step))
+    return nudged
 
 
 def _divergence(reference: torch.Tensor, logits: torch.Tensor) -> float:
