@@ -15,12 +15,11 @@ import argparse
 import copy
 import math
 import os
-import pydoc_data.topics
 import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -29,12 +28,13 @@ from pathlib import Path
 import msgspec
 import torch
 
-from bench.common.machine import ROOT, Machine, describe
+from bench.common.machine import Machine, describe
 from bench.common.table import markdown, write_json
 from bench.engine.accuracy import MAX_PERPLEXITY_RATIO, Agreement, agreement
-from bench.engine.observe import TEXTS, Observed, Scored
+from bench.engine.observe import Observed, Scored
 from bench.engine.opening import PRECISIONS
 from bench.engine.reference_decoder import ReferenceDecoder
+from bench.engine.texts import sources, spread
 from common.engine.load import EngineConfig, resolve_engine_precision
 from common.engine.precision import Compute, Precision, Weights
 from common.models.config import ModelConfig, load_config
@@ -45,8 +45,6 @@ from common.ops.linear import Role
 from common.runtime import parent_death
 from common.text.tokenizer import load_tokenizer
 
-LICENCES = Path("/usr/share/common-licenses")
-MAX_CHARACTERS = 1_000_000
 TOGETHER = 4
 """Rows: an FP8 weight is widened each time."""
 NONE: frozenset[Role] = frozenset()
@@ -120,32 +118,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=0, help="0: every core this process may use")
     parser.add_argument("--out", type=Path, default=Path("build/bench-numerics"))
     return parser.parse_args(argv)
-
-
-# ── text ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def sources() -> dict[str, tuple[str, str]]:
-    """Real text that is on this machine: by name, where it is from, and the text."""
-    standard = Path(os.__file__).parent.glob("[a-z]*.py")
-    found = {
-        "documents": ("the project's documents", _read(ROOT / name for name in TEXTS)),
-        "reference": ("Python's language reference, pydoc_data.topics", "\n\n".join(pydoc_data.topics.topics.values())),
-        "code": ("Python's standard library", _read(sorted(standard))),
-        "licences": (str(LICENCES), _read(sorted({file.resolve() for file in LICENCES.glob("*")}))),
-    }
-    return {name: (about, text[:MAX_CHARACTERS]) for name, (about, text) in found.items() if text}
-
-
-def _read(files: Iterable[Path]) -> str:
-    return "\n\n".join(file.read_text(errors="ignore") for file in files if file.is_file())
-
-
-def spread(tokens: Sequence[int], count: int, length: int) -> list[list[int]]:
-    """At most `count` pieces of `length`, evenly over the text and none over another."""
-    count = min(count, len(tokens) // length)
-    stride = len(tokens) / max(1, count)
-    return [list(tokens[int(i * stride) : int(i * stride) + length]) for i in range(count)]
 
 
 # ── the model in each precision ──────────────────────────────────────────────────────────────────────────────────────

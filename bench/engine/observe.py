@@ -21,6 +21,7 @@ import msgspec
 from bench.common.machine import ROOT
 from bench.engine.driver import Driver, Request
 from bench.engine.opening import open_runner
+from bench.engine.texts import DOCUMENTS, real_text
 from common.engine.plan import Runner, StepPlan, StepRow
 from common.models.source import resolve
 from common.protocol.messages import SamplingParams
@@ -28,7 +29,6 @@ from common.runtime import parent_death
 from common.text.tokenizer import load_tokenizer
 
 FORCE = 500.0
-TEXTS = ("README.md", "docs/architecture.md", "docs/performance.md", "CONTRIBUTING.md", "LICENSE", "CHANGELOG.md")
 
 
 class Wanted(msgspec.Struct, kw_only=True):
@@ -86,7 +86,7 @@ def text_tokens(model: str, wanted: int) -> list[int]:
     """Tokens of real text that is on the machine: the project's documents, then Python's own, as often as need be."""
     tokenizer = load_tokenizer(resolve(model))
     tokens: list[int] = []
-    files = [ROOT / name for name in TEXTS] + sorted(Path(os.__file__).parent.glob("[a-z]*.py"))
+    files = [ROOT / name for name in DOCUMENTS] + sorted(Path(os.__file__).parent.glob("[a-z]*.py"))
     for file in files:
         if file.is_file() and len(tokens) < wanted:
             tokens += tokenizer.encode(file.read_text(errors="ignore")[:200_000])
@@ -178,7 +178,9 @@ def observe(wanted: Wanted) -> Observed:
         observed.greedy = [request.output for request in requests]
     if wanted.rows:
         length = wanted.row_prompt + wanted.row_tokens
-        observed.forced = force(runner, pieces(tokens, wanted.rows, length, length, seed=4), wanted.row_prompt)
+        observed.forced = force(
+            runner, real_text(load_tokenizer(resolve(wanted.model)), wanted.rows, length), wanted.row_prompt
+        )
     if wanted.subjects:
         observed.compared = compare(runner, tokens, wanted, token_budget)
     if decoder := getattr(runner, "decoder", None):

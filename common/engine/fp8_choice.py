@@ -2,9 +2,10 @@
 
 e4m3 has three bits of mantissa. That costs a large model next to nothing and a small one several per cent of its perplexity,
 much of it in a few linears. So what FP8 costs is measured, as the mean KL divergence of the next token from the model as the
-files hold it. Where everything in FP8 costs more than `quantization_max_loss`, each linear is measured alone, and those
-that cost least for the bytes that they save are FP8, until their costs, which add up, reach the limit. In bfloat16 any change
-at all tips other roundings everywhere, a divergence that does not add up: what a last bit of the embedding does is subtracted.
+files hold it. `quantization_max_loss` is for all of it. Where weights in FP8 cost more than an FP8 KV pool leaves of it, each
+linear is measured alone, and those that cost least for the bytes that they save are FP8, until their costs, which add up,
+reach the limit. In bfloat16 any change at all tips other roundings everywhere, a divergence that does not add up: what a last
+bit of the embedding does is subtracted.
 
 The keys' centre (see `ops.qkv_rope`) is their mean over the same text, at all positions up to CENTERED_POSITIONS: what no
 position turns away is what all of them share.
@@ -28,7 +29,9 @@ from common.engine.sample_text import SAMPLE_TEXT
 from common.models.attention import HeadNorms
 from common.models.config import ModelConfig
 from common.models.decoder import MODULES, Decoder, Inputs, LinearPlace
+from common.ops.hadamard_reference import hadamard
 from common.ops.linear import Role
+from common.ops.quantise_reference import E4M3_MAX
 from common.ops.rms_norm import rms_norm
 from common.ops.rope import apply_rope
 from common.ops.tuning import cache_directory, device_name, exclusive
@@ -38,7 +41,7 @@ log = logs.get("engine")
 
 ROW_TOKENS = 512
 CENTERED_POSITIONS = 2048
-_VERSION = 2
+_VERSION = 3
 _ROLES: tuple[Role, ...] = ("qkv", "output", "gate_up", "down")
 _CHUNK = 256
 
@@ -46,12 +49,13 @@ _CHUNK = 256
 class Fp8Choice(msgspec.Struct, frozen=True, kw_only=True):
     """plain: modules whose weights are not quantised, by their names in the files. share: of the linears' weights that are.
 
-    loss, full_loss: nats a token that FP8 costs, as chosen and with everything in it, beside the `floor` of any change.
-    k_center: float32 [layers, kv_heads, head_dim], its bytes.
+    kv_loss, loss, full_loss: nats a token that FP8 costs, beside the `floor` of any change: the KV pool alone, the linears as
+    chosen, and all of them. k_center: float32 [layers, kv_heads, head_dim], its bytes.
     """
 
     plain: list[str]
     share: float
+    kv_loss: float
     loss: float
     full_loss: float
     floor: float
@@ -69,12 +73,14 @@ def known_or_measured(
     tokens: Callable[[], list[int]],
     load: Callable[[], tuple[Decoder, Decoder | None]],
     max_loss: float,
+    *,
+    kv: bool,
 ) -> Fp8Choice:
-    """The choice that is on disk, or `measure` of what `load` loads. name: of model, precision and whatever else decides.
+    """The choice that is on disk, or `measure` of what `load` loads. name: of the model and its precision.
 
     One process measures at a time. tokens(): of `SAMPLE_TEXT`.
     """
-    digest = hashlib.blake2b(f"{_VERSION}/{name}/{max_loss}/{SAMPLE_TEXT}".encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(f"{_VERSION}/{name}/{max_loss}/{kv}/{SAMPLE_TEXT}".encode(), digest_size=8).hexdigest()
     path = cache_directory() / f"fp8-{device_name(device)}-{digest}.json"
     if (found := _read(path)) is not None:
         return found
@@ -83,10 +89,11 @@ def known_or_measured(
             return found
         begun = time.perf_counter()
         plain, quantised = load()
-        found = measure(plain, quantised, tokens(), max_loss)
+        found = measure(plain, quantised, tokens(), max_loss, kv=kv)
         log.info(
             "fp8_measured",
             share=round(found.share, 3),
+            kv_loss=round(found.kv_loss, 5),
             loss=round(found.loss, 5),
             full_loss=round(found.full_loss, 5),
             seconds=round(time.perf_counter() - begun, 1),
@@ -107,42 +114,47 @@ def _read(path: Path) -> Fp8Choice | None:
 
 
 @torch.inference_mode()
-def measure(plain: Decoder, quantised: Decoder | None, tokens: list[int], max_loss: float) -> Fp8Choice:
-    """plain: the model as its files hold it; quantised: with FP8 linears, or None, if only keys matter. max_loss: nats a token;
-    0: any.
+def measure(plain: Decoder, quantised: Decoder | None, tokens: list[int], max_loss: float, *, kv: bool) -> Fp8Choice:
+    """plain: the model as its files hold it; quantised: with FP8 linears, or None, if they stay as they are. max_loss: nats a
+    token; 0: any. kv: is the pool FP8, too?
     """
     config = plain.config
     rows = -(-len(tokens) // min(ROW_TOKENS, config.max_context))
     length = len(tokens) // rows
     text = torch.tensor(tokens[: rows * length], device=plain.device).view(-1, length)
     keys = torch.zeros(config.num_layers, config.num_kv_heads, config.head_dim, device=plain.device)
-    reference = _logits(plain, text, keys)
-    k_center = _centered(keys / text.numel(), plain).cpu().numpy().tobytes()
-    if quantised is None:
-        return Fp8Choice(plain=[], share=0.0, loss=0.0, full_loss=0.0, floor=0.0, k_center=k_center)
+    reference = _logits(plain, _Causal(plain, length, keys=keys), text)
+    center = _centered(keys / text.numel(), plain)
 
-    floor = _divergence(reference, _logits(_nudged(plain), text))
+    def loss(decoder: Decoder, center: torch.Tensor | None = None) -> float:
+        return _divergence(reference, _logits(decoder, _Causal(decoder, length, center=center), text))
 
-    def loss(chosen: Collection[LinearPlace]) -> float:
-        return _divergence(reference, _logits(plain.with_linears(quantised, chosen), text)) - floor
-
-    everything: list[LinearPlace] = [(layer, role) for layer in range(config.num_layers) for role in _ROLES]
+    floor = loss(_nudged(plain))
+    kv_loss = loss(plain, center) - floor if kv else 0.0
+    everything: list[LinearPlace] = []
+    if quantised is not None:
+        everything = [(layer, role) for layer in range(config.num_layers) for role in _ROLES]
     sizes = {place: _size(plain, *place) for place in everything}
+
+    def weights_loss(chosen: Collection[LinearPlace]) -> float:
+        return loss(plain.with_linears(quantised, chosen)) - floor if quantised is not None and chosen else 0.0
+
     chosen = everything
-    found = full_loss = loss(everything)
-    if max_loss and full_loss > max_loss:
-        costs = {place: loss([place]) for place in everything}
-        chosen = _affordable(costs, sizes, max_loss)
-        while (found := loss(chosen) if chosen else 0.0) > max_loss:  # costs add up, but for chance
+    found = full_loss = weights_loss(everything)
+    if max_loss and found > (left := max_loss - max(0.0, kv_loss)):
+        costs = {place: weights_loss([place]) for place in everything}
+        chosen = _affordable(costs, sizes, left)
+        while (found := weights_loss(chosen)) > max(0.0, left):  # costs add up, but for chance
             chosen.pop()
-    left = sorted(set(everything) - set(chosen))
+    others = sorted(set(everything) - set(chosen))
     return Fp8Choice(
-        plain=[f"model.layers.{layer}.{module}" for layer, role in left for module in MODULES[role]],
-        share=sum(sizes[place] for place in chosen) / sum(sizes.values()),
+        plain=[f"model.layers.{layer}.{module}" for layer, role in others for module in MODULES[role]],
+        share=sum(sizes[place] for place in chosen) / max(1, sum(sizes.values())),
+        kv_loss=kv_loss,
         loss=found,
         full_loss=full_loss,
         floor=floor,
-        k_center=k_center,
+        k_center=center.cpu().numpy().tobytes(),
     )
 
 
@@ -161,9 +173,9 @@ def _size(decoder: Decoder, layer: int, role: Role) -> int:
     return weight.in_features * weight.out_features
 
 
-def _logits(decoder: Decoder, text: torch.Tensor, keys: torch.Tensor | None = None) -> torch.Tensor:
-    """text: int64 [rows, tokens]. Returns [rows · tokens, vocab_size]; adds up keys before rotation in `keys`."""
-    return decoder.forward(Inputs(text.flatten(), None, _Causal(decoder, text.shape[1], keys)))
+def _logits(decoder: Decoder, attention: _Causal, text: torch.Tensor) -> torch.Tensor:
+    """text: int64 [rows, tokens]. Returns [rows · tokens, vocab_size]."""
+    return decoder.forward(Inputs(text.flatten(), None, attention))
 
 
 def _nudged(decoder: Decoder) -> Decoder:
@@ -195,11 +207,16 @@ def _centered(mean: torch.Tensor, decoder: Decoder) -> torch.Tensor:
 
 @dataclass(slots=True)
 class _Causal:
-    """An `Attention` without a pool: rows of `length` tokens from their beginnings. Adds up K in `keys`, if there are some."""
+    """An `Attention` without a pool: rows of `length` tokens from their beginnings.
+
+    keys: float32 [layers, kv_heads, head_dim], to which K before rotation is added, or None. center: as `qkv_rope` takes it:
+    K and V are what an FP8 pool would make of them; None: as they are.
+    """
 
     decoder: Decoder
     length: int
-    keys: torch.Tensor | None
+    keys: torch.Tensor | None = None
+    center: torch.Tensor | None = None
     rope: tuple[torch.Tensor, torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -217,9 +234,19 @@ class _Causal:
             self.keys[layer] += key.float().sum(0)
         rows = len(summed) // self.length
         cos, sin = (part.repeat(rows, 1, 1) for part in self.rope)
-        query, key, value = (
-            x.view(rows, self.length, -1, config.head_dim).transpose(1, 2)
-            for x in (apply_rope(query, cos, sin), apply_rope(key, cos, sin), value.contiguous())
-        )
+        query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
+        if self.center is not None:
+            mix = hadamard(config.head_dim).to(query.device)
+            query, key = (query.float() @ mix).to(dtype), (key.float() - self.center[layer]) @ mix
+            key, value = (self._stored(x, layer, index) for index, x in enumerate((key, value)))
+        query, key, value = (x.reshape(rows, self.length, -1, config.head_dim).transpose(1, 2) for x in (query, key, value))
         attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=heads != kv_heads)
         return attended.transpose(1, 2).reshape(len(summed), -1)
+
+    def _stored(self, x: torch.Tensor, layer: int, index: int) -> torch.Tensor:
+        """K (0) or V (1) as it comes back from an FP8 pool. x: [tokens, kv_heads, head_dim]."""
+        scales = self.decoder.kv_scale
+        scale = torch.ones((), device=x.device) if scales is None else scales[layer, index][:, None]
+        dtype = self.decoder.dtype
+        in_8_bits = (x.to(dtype).float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        return (in_8_bits.float() * scale).to(dtype)

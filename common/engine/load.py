@@ -55,7 +55,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     dtype: DtypeSetting = "auto"
     quantization: QuantizationSetting = "auto"
-    quantization_max_loss: float = 0.004
+    quantization_max_loss: float = 0.0075
     kv_cache_dtype: KvSetting = "auto"
     batch_invariant: bool = False
     device: str = "auto"
@@ -306,11 +306,12 @@ def _fp8_choice(
 
     online = precision.weights == "fp8" and model.weight_format == "plain"
 
+    kv = precision.kv == "fp8"
+
     def measured(what: str, loaded: Callable[[], tuple[Decoder, Decoder | None]]) -> Fp8Choice:
-        name = f"{model.identity}/{precision.compute}/{precision.weights}/{what}"
-        return known_or_measured(
-            name, device, lambda: load_tokenizer(files).encode(SAMPLE_TEXT), loaded, engine.quantization_max_loss
-        )
+        name = f"{model.identity}/{precision.compute}/{what}"
+        text = lambda: load_tokenizer(files).encode(SAMPLE_TEXT)  # noqa: E731
+        return known_or_measured(name, device, text, loaded, engine.quantization_max_loss, kv=kv)
 
     found = None
     if online:
@@ -318,8 +319,8 @@ def _fp8_choice(
             found = measured("weights", lambda: (load(weights="none"), load(weights="fp8")))
         except torch.OutOfMemoryError:
             log.warning("fp8_not_measured", reason="the unquantised model does not fit beside it", consequence="all is FP8")
-    if found is None and precision.kv == "fp8":
-        found = measured("keys", lambda: (load(weights=precision.weights), None))
+    if found is None and kv:
+        found = measured(f"{precision.weights} as they are", lambda: (load(weights=precision.weights), None))
     torch.cuda.empty_cache()
     return found
 

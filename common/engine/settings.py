@@ -26,8 +26,11 @@ class EngineServiceConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unkno
     ] = "auto"
     quantization_max_loss: Annotated[
         float,
-        Meta(ge=0, description="nats a token that fp8 may cost on a sample of text; linears beyond it are left alone; 0: any"),
-    ] = 0.004
+        Meta(
+            ge=0,
+            description="nats a token that fp8 may cost on sample text, with KV; linears beyond it are left alone; 0: any",
+        ),
+    ] = 0.0075
     kv_cache_dtype: Annotated[KvSetting, Meta(description="KV precision; auto: as computed; fp8: GPU only")] = "auto"
     batch_invariant: Annotated[
         bool, Meta(description="a GPU gives a request the same tokens whatever it is batched with, at a cost")

@@ -47,15 +47,38 @@ def opened(model: tuple[ModelFiles, ModelConfig], **settings: Any) -> Decoder:
     return load_decoder(*model, dtype=torch.float32, device=CPU, **settings)
 
 
-def choice_within(model: tuple[ModelFiles, ModelConfig], max_loss: float) -> Fp8Choice:
-    return measure(opened(model), opened(model, weights="fp8"), TEXT, max_loss)
+def choice_within(model: tuple[ModelFiles, ModelConfig], max_loss: float, *, kv: bool = False) -> Fp8Choice:
+    return measure(opened(model), opened(model, weights="fp8"), TEXT, max_loss, kv=kv)
+
+
+def logits(decoder: Decoder, text: torch.Tensor, center: torch.Tensor | None = None) -> torch.Tensor:
+    return fp8_choice._logits(decoder, fp8_choice._Causal(decoder, text.shape[1], center=center), text)
 
 
 def test_its_forward_pass_is_the_models(model: tuple[ModelFiles, ModelConfig]) -> None:
     decoder = opened(model)
     text = torch.tensor(TEXT).view(2, -1)
     expected = torch.cat(list(ReferenceDecoder(decoder, torch.float32).logits(text)))
-    torch.testing.assert_close(fp8_choice._logits(decoder, text), expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(logits(decoder, text), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_its_fp8_pool_is_the_pools(model: tuple[ModelFiles, ModelConfig]) -> None:
+    decoder = opened(model)
+    decoder.k_center = torch.randn(model[1].num_layers, model[1].num_kv_heads, model[1].head_dim) / 4
+    text = torch.tensor(TEXT).view(2, -1)
+    expected = torch.cat(list(ReferenceDecoder(decoder, torch.float8_e4m3fn).logits(text)))
+    exact, found = logits(decoder, text), logits(decoder, text, decoder.k_center)
+    # the kernels' queries and weights are float16 beside 8-bit keys
+    assert fp8_choice._divergence(expected, found) < fp8_choice._divergence(expected, exact) / 4
+
+
+def test_a_pool_takes_from_what_weights_may_cost(model: tuple[ModelFiles, ModelConfig]) -> None:
+    without = choice_within(model, 0.0)
+    limit = without.full_loss / 3
+    alone, beside = choice_within(model, limit), choice_within(model, limit, kv=True)
+    assert alone.kv_loss == 0 < beside.kv_loss
+    assert beside.loss + beside.kv_loss <= limit or beside.share == 0
+    assert beside.share <= alone.share
 
 
 def test_everything_is_fp8_where_that_costs_little_enough(model: tuple[ModelFiles, ModelConfig]) -> None:
@@ -80,10 +103,8 @@ def test_what_costs_too_much_is_left_alone(model: tuple[ModelFiles, ModelConfig]
     ]
     assert unquantised and sorted(unquantised) == sorted(found.plain)
     text = torch.tensor(TEXT).view(1, -1)
-    reference = fp8_choice._logits(opened(model), text)
-    assert fp8_choice._divergence(reference, fp8_choice._logits(decoder, text)) == pytest.approx(
-        found.loss + found.floor, rel=1e-3
-    )
+    reference = logits(opened(model), text)
+    assert fp8_choice._divergence(reference, logits(decoder, text)) == pytest.approx(found.loss + found.floor, rel=1e-3)
 
 
 def test_nothing_is_fp8_where_everything_costs_too_much(model: tuple[ModelFiles, ModelConfig]) -> None:
@@ -94,7 +115,7 @@ def test_nothing_is_fp8_where_everything_costs_too_much(model: tuple[ModelFiles,
 def test_keys_are_centred_on_what_all_positions_share(model: tuple[ModelFiles, ModelConfig]) -> None:
     config = model[1]
     decoder = opened(model)
-    found = measure(decoder, None, TEXT, 0.0)
+    found = measure(decoder, None, TEXT, 0.0, kv=True)
     hidden = decoder.embedding[torch.tensor(TEXT)]
     layer = decoder.layers[0]
     normed = rms_norm_reference(hidden, layer.input_norm, config.rms_eps)
@@ -118,13 +139,13 @@ def test_it_is_measured_once(model: tuple[ModelFiles, ModelConfig], cache: Path)
     def both() -> tuple[Decoder, Decoder]:
         return opened(model), opened(model, weights="fp8")
 
-    first = known_or_measured("a", CPU, lambda: TEXT, both, 0.0)
-    assert known_or_measured("a", CPU, never, never, 0.0) == first
+    first = known_or_measured("a", CPU, lambda: TEXT, both, 0.0, kv=False)
+    assert known_or_measured("a", CPU, never, never, 0.0, kv=False) == first
     with pytest.raises(AssertionError):  # another limit is another question
-        known_or_measured("a", CPU, never, never, 0.5)
+        known_or_measured("a", CPU, never, never, 0.5, kv=False)
     (file,) = cache.glob("fp8-*.json")
     file.write_text("{")  # a machine that went down while it was written
-    assert known_or_measured("a", CPU, lambda: TEXT, both, 0.0) == first
+    assert known_or_measured("a", CPU, lambda: TEXT, both, 0.0, kv=False) == first
     assert not list(cache.glob("*.tmp"))
 
 

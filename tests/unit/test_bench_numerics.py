@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 import torch
 
-from bench.engine import numerics
+from bench.engine import numerics, texts
 from bench.engine.observe import Scored, force
 from bench.engine.reference_decoder import ReferenceDecoder
 from common.engine.device_runner import DeviceRunner
@@ -81,9 +81,9 @@ def distance(one: list[list[Scored]], other: list[list[Scored]]) -> float:
 
 
 def test_pieces_lie_apart_and_a_short_text_gives_fewer() -> None:
-    pieces = numerics.spread(list(range(100)), 3, 30)
+    pieces = texts.spread(list(range(100)), 3, 30)
     assert [(piece[0], len(piece)) for piece in pieces] == [(0, 30), (33, 30), (66, 30)]
-    assert len(numerics.spread(list(range(65)), 3, 30)) == 2 and numerics.spread([1], 3, 30) == []
+    assert len(texts.spread(list(range(65)), 3, 30)) == 2 and texts.spread([1], 3, 30) == []
 
 
 def test_a_ratio_of_perplexities_has_an_error() -> None:
