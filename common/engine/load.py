@@ -55,7 +55,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     dtype: DtypeSetting = "auto"
     quantization: QuantizationSetting = "auto"
-    quantization_max_loss: float = 0.0075
+    quantization_max_loss: float = 0.006
     kv_cache_dtype: KvSetting = "auto"
     batch_invariant: bool = False
     device: str = "auto"

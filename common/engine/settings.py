@@ -30,7 +30,7 @@ class EngineServiceConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unkno
             ge=0,
             description="nats a token that fp8 may cost on sample text, with KV; linears beyond it are left alone; 0: any",
         ),
-    ] = 0.0075
+    ] = 0.006
     kv_cache_dtype: Annotated[KvSetting, Meta(description="KV precision; auto: as computed; fp8: GPU only")] = "auto"
     batch_invariant: Annotated[
         bool, Meta(description="a GPU gives a request the same tokens whatever it is batched with, at a cost")

@@ -21,11 +21,15 @@ FEW_ROWS_WARPS = 1
 MANY_ROWS_WARPS = 4
 """Fewer programs where there are enough."""
 MANY_ROWS = 256
+MIXED_WARPS = 2
+"""As many, where channels are mixed, which takes registers."""
 CANDIDATES = (1, 2, 4, 8)
 
 
-def choose(rows: int) -> int:
-    return FEW_ROWS_WARPS if rows < MANY_ROWS or backend.BATCH_INVARIANT else MANY_ROWS_WARPS
+def choose(rows: int, mix: bool = False) -> int:
+    if rows < MANY_ROWS or backend.BATCH_INVARIANT:
+        return FEW_ROWS_WARPS
+    return MIXED_WARPS if mix else MANY_ROWS_WARPS
 
 
 @triton.jit
@@ -213,7 +217,7 @@ def qkv_rope_triton(
     value = torch.empty(rows, kv_heads, head_dim, dtype=dtype, device=qkv.device) if need_kv else None
     if not rows:
         return query, key, value
-    num_warps = num_warps or choose(rows)
+    num_warps = num_warps or choose(rows, mix)
     half = max(16, triton.next_power_of_2(head_dim // 2))
     group = min(heads_per_program(half, num_warps), triton.next_power_of_2(max(num_heads, kv_heads)))
     pdl = backend.pdl(qkv)
