@@ -98,7 +98,7 @@ class DeviceRunner:
         self._sampler = DeviceSampler(max_tokens, self._device, _DEPTH)
         self._workspace = AttentionWorkspace(self._device)
         self._rope = decoder.rope.table(config.max_context)
-        self._shapes = ShapeTable(max_rows, max_tokens)
+        self._shapes = ShapeTable(max_rows, max_tokens, layer_parameters=decoder.layer_parameters)
         self._graphs: dict[StepShape, StepGraph] = {}
         if self._on_gpu:
             torch.cuda.synchronize(self._device)  # what was made above was made on another stream

@@ -14,10 +14,15 @@ import torch
 from common.engine.plan import StepRow
 from common.engine.step_buffers import StepShape
 
-_MIXED = {16: (32, 64, *range(128, 1025, 128)), 64: range(128, 1025, 128), 256: range(384, 2049, 128)}
-"""Rows of a mixture, and tokens. Launching such a step kernel by kernel takes half a millisecond and more a layer, and the
-interpreter's lock from the thread that plans; with few rows and more than 1024 tokens the GPU of an 8B model is the slower one.
-Many rows bring several prompts at once, up to a worker's token budget."""
+_MIXED_STEP = 128
+_FEW_ROWS = 64
+_FEW_ROWS_TOKENS = 1024
+_MOST_TOKENS = 2048
+"""Of a mixture with a graph. Launching one kernel by kernel takes half a millisecond and more a layer, and the interpreter's
+lock from the thread that plans. Many rows bring several prompts at once. With few, beyond 1024 tokens the GPU is the slower one if
+the model is large; then attention over a fresh prompt is better off without a graph, which has to read it from the pool."""
+_LAYER_LAUNCH_S = 0.6e-3
+_FLOPS = 6e14
 _VERIFY_QUERIES = 8
 _VERIFY_TOKENS = 64
 PADDING = 16
@@ -26,17 +31,25 @@ PADDING = 16
 class ShapeTable:
     """The shapes that have graphs: decoding rows, verified rows, and short prompts among decoding rows.
 
-    `max_tokens`: no shape has more, since the step's buffers hold no more.
+    `max_tokens`: no shape has more, since the step's buffers hold no more. `layer_parameters`: of a layer's linears; small ones
+    are computed in less time than they are launched in.
     """
 
-    def __init__(self, max_rows: int, max_tokens: int, *, verify: bool = True) -> None:
+    def __init__(self, max_rows: int, max_tokens: int, *, layer_parameters: int = 0, verify: bool = True) -> None:
         sizes = decode_sizes(max_rows)
         self.decode = [StepShape(size, size, 1, size) for size in sizes]
         verified = [size for size in sizes if size <= _VERIFY_TOKENS] if verify else []
         self.verify = [StepShape(size, size, _VERIFY_QUERIES, size) for size in verified if size > 1]
+        launched = int(_LAYER_LAUNCH_S * _FLOPS / (2 * layer_parameters)) if layer_parameters else 0
+        self._few_rows_tokens = few = min(_MOST_TOKENS, max(_FEW_ROWS_TOKENS, launched))
+        mixtures = {
+            16: (32, 64, *range(_MIXED_STEP, few + 1, _MIXED_STEP)),
+            _FEW_ROWS: range(_MIXED_STEP, few + 1, _MIXED_STEP),
+            256: range(3 * _MIXED_STEP, _MOST_TOKENS + 1, _MIXED_STEP),
+        }
         mixed = [
             StepShape(size, rows, size, rows)
-            for rows, tokens in _MIXED.items()
+            for rows, tokens in mixtures.items()
             for size in tokens
             if size <= max_tokens and rows < max(17, 4 * max_rows)
         ]
@@ -58,6 +71,8 @@ class ShapeTable:
                 if found is not None:
                     return found
         num_rows = max(len(rows), num_samples)
+        if num_rows <= _FEW_ROWS and num_tokens > self._few_rows_tokens:
+            return None
         return next((shape for shape in self.mixed if shape.tokens >= num_tokens and shape.rows >= num_rows), None)
 
 

@@ -93,6 +93,13 @@ class Decoder:
             yield "down", layer.down
         yield "head", self.head
 
+    @property
+    def layer_parameters(self) -> int:
+        """Numbers in the linears of a layer."""
+        layer = self.layers[0]
+        linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
+        return sum(weight.in_features * weight.out_features for weight in linears)
+
     def with_linears(self, other: Decoder, places: Collection[LinearPlace]) -> Decoder:
         """This decoder with those linears of `other`, an equal model in another precision; the rest is shared."""
         mixed = copy.copy(self)

@@ -209,19 +209,29 @@ def test_no_graph_is_larger_than_the_buffers_of_a_step() -> None:
     assert [shape.tokens for shape in ShapeTable(1, 65)] == [1, 32, 64]
 
 
-def test_a_prompt_among_decoding_rows_takes_the_smallest_graph_that_holds_both() -> None:
-    def chosen(num_rows: int, prompt: int) -> tuple[int, int] | None:
-        rows = [StepRow([1], 9, [0], 1, GREEDY, 9) for _ in range(num_rows - 1)]
-        shape = ShapeTable(256, 2112).choose([*rows, StepRow([1] * prompt, 0, list(range(64)), 1, GREEDY, prompt)])
-        return None if shape is None else (shape.tokens, shape.rows)
+def chosen(table: ShapeTable, num_rows: int, prompt: int) -> tuple[int, int] | None:
+    rows = [StepRow([1], 9, [0], 1, GREEDY, 9) for _ in range(num_rows - 1)]
+    shape = table.choose([*rows, StepRow([1] * prompt, 0, list(range(256)), 1, GREEDY, prompt)])
+    return None if shape is None else (shape.tokens, shape.rows)
 
-    assert chosen(16, 40) == (64, 16)
-    assert chosen(17, 40) == (128, 64)
-    assert chosen(64, 200) == (384, 64)
-    assert chosen(65, 20) == (384, 256)
-    assert chosen(200, 300) == (512, 256)
-    assert chosen(200, 800) == (1024, 256)
-    assert chosen(200, 900) is chosen(257, 10) is None
+
+def test_a_prompt_among_decoding_rows_takes_the_smallest_graph_that_holds_both() -> None:
+    table = ShapeTable(256, 2112)
+    assert chosen(table, 16, 40) == (64, 16)
+    assert chosen(table, 17, 40) == (128, 64)
+    assert chosen(table, 64, 200) == (384, 64)
+    assert chosen(table, 65, 20) == (384, 256)
+    assert chosen(table, 200, 300) == (512, 256)
+    assert chosen(table, 200, 1600) == (1920, 256)
+    assert chosen(table, 200, 1900) is chosen(table, 257, 10) is None
+
+
+@pytest.mark.parametrize(("layer_parameters", "longest"), [(490_000_000, 1024), (218_000_000, 1024), (61_000_000, 2048)])
+def test_a_long_prompt_has_a_graph_where_launching_takes_longer_than_computing(layer_parameters: int, longest: int) -> None:
+    table = ShapeTable(256, 2112, layer_parameters=layer_parameters)
+    for rows in (1, 17, 64):
+        assert chosen(table, rows, longest - rows + 1) is not None
+        assert chosen(table, rows, longest - rows + 2) is None  # not that of 256 rows either
 
 
 def test_draws_that_cannot_be_packed_leave_nothing_for_the_next_step() -> None:
