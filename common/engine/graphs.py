@@ -19,8 +19,8 @@ _FEW_ROWS = 64
 _FEW_ROWS_TOKENS = 1024
 _MOST_TOKENS = 2048
 """Of a mixture with a graph. Launching one kernel by kernel takes half a millisecond and more a layer, and the interpreter's
-lock from the thread that plans. Many rows bring several prompts at once. With few, beyond 1024 tokens the GPU is the slower one if
-the model is large; then attention over a fresh prompt is better off without a graph, which has to read it from the pool."""
+lock from the thread that plans. Many rows bring several prompts at once. With few, beyond 1024 tokens the GPU is the slower
+one if the model is large; then attention over a fresh prompt is faster without a graph, which reads it from the pool."""
 _LAYER_LAUNCH_S = 0.6e-3
 _FLOPS = 6e14
 _VERIFY_QUERIES = 8
