@@ -208,7 +208,7 @@ class Bench:
             return op(name, [lambda one=one: call(one) for one in weights], total, bytes_, flops, peak)
 
         def project(batch: Batch, layer: int) -> object:
-            return qkv_rope(projected, **self._projection(batch, layer, bool(batch.plan.fresh)))
+            return qkv_rope(projected, **self._projection(batch, layer, batch.plan.takes_kv))
 
         head = self.decoder.head
         head_bytes = head.data.nbytes + samples * (model.hidden_size + model.vocab_size) * item
@@ -251,7 +251,7 @@ class Bench:
         scale = self.decoder.kv_scale if self.kv_dtype.itemsize == 1 else None
 
         def call(batch: Batch, layer: int) -> object:
-            extra = {"key": key, "value": value} if batch.plan.fresh else {}
+            extra = {"key": key, "value": value} if batch.plan.takes_kv else {}
             return attend(query, self.pool, layer, batch.plan, model.head_dim**-0.5, kv_scale=scale, **extra)
 
         return [lambda b=b, i=i: call(b, i) for b in batches for i in range(self.num_layers)]
@@ -264,7 +264,7 @@ class Bench:
         return 4.0 * load.pairs * self.model.num_heads * self.model.head_dim
 
     def _attend(self, load: Load, batches: Sequence[Batch]) -> Op:
-        kind = "SDPA" if batches[0].plan.fresh else "paged"
+        kind = "SDPA" if batches[0].plan.takes_kv else "paged"
         peak = self.ceilings.matmul.get(str(self.dtype)[6:], 0.0)
         calls = self.attend_calls(load, batches)
         size, flops = self.attend_bytes(load), self.attend_flops(load)

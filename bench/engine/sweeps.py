@@ -73,6 +73,7 @@ def attention_sweep(bench: Bench, loads: Sequence[Load]) -> Iterator[Swept]:
         def run_once(config: AttentionConfig, load: Load = load) -> None:
             batch = bench.batch(load, config=config)
             batch.plan.fresh.clear()
+            batch.plan.chunks.clear()
             bench.attend_calls(load, [batch])[0]()
 
         compile_all(bench, list(candidates.values()), run_once)
@@ -80,11 +81,12 @@ def attention_sweep(bench: Bench, loads: Sequence[Load]) -> Iterator[Swept]:
             try:
                 batch = bench.batch(load, config=config)
                 batch.plan.fresh.clear()
+                batch.plan.chunks.clear()
                 seconds[name] = seconds_per_call(bench.attend_calls(load, [batch]), bench.device, min_s=MIN_S)
             except Exception as error:  # one that does not fit this card is no candidate there
                 failed[name] = f"{type(error).__name__}: {error}"
         batch = bench.batch(load)
-        if batch.plan.fresh:
+        if batch.plan.takes_kv:
             name = f"SDPA, {batch.plan.prefill_backend}"
             seconds[name] = seconds_per_call(bench.attend_calls(load, [batch]), bench.device, min_s=MIN_S)
         peak = bench.ceilings.matmul.get(str(bench.dtype)[6:], 0.0)

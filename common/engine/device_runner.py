@@ -24,6 +24,8 @@ from common.engine.step_buffers import Fields, PackedStep, StepPacker, StepShape
 from common.models.attention import DeviceAttention
 from common.models.decoder import Decoder, Inputs
 from common.ops import backend
+from common.ops.attention_configs import has_parts
+from common.ops.attention_parts import attend_part, planned_parts
 from common.ops.attention_prefill import attend_run, planned_lengths
 from common.ops.attention_work import AttentionWorkspace, DeviceBatch, FreshRun, plan_device_attention
 from common.ops.embed import Feed
@@ -147,7 +149,8 @@ class DeviceRunner:
         """Launches a step over the device buffer as it is laid out for `shape`. `rows`: for steps that are not captured."""
         fields = layout(self._buffer, shape)
         config = self.decoder.config
-        plan = plan_device_attention(_batch(fields, shape, rows), self.pool, config.num_heads, self._workspace)
+        batch = _batch(fields, shape, rows)
+        plan = plan_device_attention(batch, self.pool, config.num_heads, self._workspace, dtype=self.decoder.dtype)
         in_8_bits = self.pool.dtype == torch.float8_e4m3fn
         attention = DeviceAttention(
             config,
@@ -209,11 +212,22 @@ class DeviceRunner:
         if self.decoder.dtype == torch.float32:  # which cuDNN refuses
             return
         config = self.decoder.config
-        for length in planned_lengths(min(token_budget, self.max_context)):
-            heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-            shapes = [(length, count, config.head_dim) for count in heads]
-            query, key, value = (torch.zeros(shape, dtype=self.decoder.dtype, device=self._device) for shape in shapes)
-            attend_run(query, key, value, FreshRun(0, 1, length), "cudnn", config.head_dim**-0.5)
+        scale = config.head_dim**-0.5
+
+        def zeros(length: int, heads: int) -> torch.Tensor:
+            return torch.zeros(length, heads, config.head_dim, dtype=self.decoder.dtype, device=self._device)
+
+        def qkv(length: int, keys: int) -> list[torch.Tensor]:
+            return [zeros(length, config.num_heads), zeros(keys, config.num_kv_heads), zeros(keys, config.num_kv_heads)]
+
+        longest = min(token_budget, self.max_context)
+        for length in planned_lengths(longest):
+            query, key, value = qkv(length, length)
+            attend_run(query, key, value, FreshRun(0, 1, length), "cudnn", scale)
+        if has_parts(config.head_dim, self.decoder.dtype):
+            for queries, keys, causal in planned_parts(longest, self.max_context):
+                query, key, value = qkv(queries, keys)
+                attend_part(query, key, value, scale, causal=causal)
 
     # ── graphs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -98,7 +98,7 @@ class DeviceAttention:
             kv_scale=self.kv_scale,
             k_center=self.k_center,
             mix=self.mix,
-            need_kv=bool(self.plan.fresh),
+            need_kv=self.plan.takes_kv,
         )
         query, key, value = made if isinstance(made, QueryKeyValue) else (made, None, None)
         scale = self.config.head_dim**-0.5

@@ -24,6 +24,11 @@ LONG_PROMPT = 1024
 """From here on cuDNN has one prompt a call, padded to one of a few lengths; below, FlashAttention-2 takes its place. cuDNN
 plans every shape that is new to a thread, for 0.1 s and more (pytorch#154602), which no other length of prompt may cost."""
 
+LONG_PREFIX = 1024
+"""A prompt that goes on after so many keys or more, by at least LONG_PROMPT tokens, is cuDNN's as well (`attention_parts`)."""
+LONGEST_PIECE = 16384
+"""Of a prefix, in keys: each is copied, and cuDNN multiplies no faster over more."""
+
 
 @dataclass(slots=True, frozen=True)
 class AttentionConfig:
@@ -114,6 +119,16 @@ def attention_candidates(head_dim: int, group: int, dtype: torch.dtype, kind: Ki
         resident = max(1, min(8, SHARED_BYTES // (shared + 4096)))
         for programs in (resident, 2 * resident) if kind == "decode" else (1, 2, 4):
             yield replace(base, tile=tile, warps=warps, stages=stages, programs=programs, swap=swap)
+
+
+def has_parts(head_dim: int, dtype: torch.dtype) -> bool:
+    """Does cuDNN take such heads, with queries in `dtype`?"""
+    return head_dim % 8 == 0 and head_dim <= 128 and dtype in (torch.bfloat16, torch.float16)
+
+
+def suits_parts(row_length: int, start: int) -> bool:
+    """Is a row of so many tokens after so many keys long enough for `attention_parts`?"""
+    return row_length >= LONG_PROMPT and start >= LONG_PREFIX
 
 
 def planned_length(length: int) -> int:

@@ -100,9 +100,21 @@ class FreshRun:
     length: int
 
 
+@dataclass(slots=True, frozen=True)
+class ChunkRun:
+    """`length` tokens of a prompt from the step's token `first`, after `start` keys; its blocks begin at
+    `block_ids[first_block]`."""
+
+    first: int
+    length: int
+    start: int
+    first_block: int
+
+
 @dataclass(slots=True)
 class DevicePlan:
-    """`plan_device_attention` makes it; valid until the next plan from the same workspace. `fresh` rows are in no list."""
+    """`plan_device_attention` makes it; valid until the next plan from the same workspace. Rows in `fresh` and `chunks` are in
+    no list."""
 
     batch: DeviceBatch
     num_heads: int
@@ -111,6 +123,12 @@ class DevicePlan:
     prefill_backend: PrefillBackend
     lists: list[WorkList] = field(default_factory=list)
     fresh: list[FreshRun] = field(default_factory=list)
+    chunks: list[ChunkRun] = field(default_factory=list)
+
+    @property
+    def takes_kv(self) -> bool:
+        """Must the step's K and V come as tensors, too?"""
+        return bool(self.fresh or self.chunks)
 
 
 def plan_device_attention(
@@ -121,6 +139,7 @@ def plan_device_attention(
     *,
     prefill_backend: PrefillBackend | None = None,
     config: AttentionConfig | None = None,
+    dtype: torch.dtype | None = None,
 ) -> DevicePlan:
     """Launches the kernel (two for steps of short and long rows) that makes the work list.
 
@@ -128,7 +147,7 @@ def plan_device_attention(
     reads the list and `block_ids` before it waits for the kernel before it.
 
     prefill_backend: None for the measured choice; other than "kernel" it needs `batch.rows`, and K and V as tensors in every
-    `paged_attention`. config: instead of the table's, for measurements.
+    `paged_attention`. config: instead of the table's, for measurements. dtype: of queries; None: the pool's.
 
     :raises ValueError: for tensors of other shapes or dtypes, or heads that don't divide.
     """
@@ -139,12 +158,15 @@ def plan_device_attention(
     if batch.rows is None or batch.max_queries < attention_configs.FRESH_QUERIES or backend.BATCH_INVARIANT:
         prefill_backend = "kernel"
     plan = DevicePlan(batch, num_heads, kv_heads, head_dim, prefill_backend)
-    fresh = _MOST
+    fresh = chunk = _MOST
     rows = batch.rows
     if rows is not None and prefill_backend != "kernel":
         fresh = attention_configs.FRESH_QUERIES
         plan.fresh = _fresh_runs([row for row in rows if row.start == 0 and row.length >= fresh])
-        rows = [row for row in rows if row.start > 0 or row.length < fresh]
+        if prefill_backend == "cudnn" and attention_configs.has_parts(head_dim, dtype or pool.dtype):
+            chunk = attention_configs.LONG_PROMPT
+            plan.chunks = _chunk_runs(rows)
+        rows = [row for row in rows if (row.start > 0 or row.length < fresh) and not (plan.chunks and _is_chunk(row))]
     for least, most in _ranges(batch, num_heads // kv_heads):
         if rows is not None and not any(least <= row.length <= most for row in rows):
             continue
@@ -155,7 +177,7 @@ def plan_device_attention(
             chosen = choose_config(head_dim, group, pool.dtype, queries, rows_per_sm=rows_per_sm, invariant=invariant)
         else:
             chosen = widened(config, head_dim, group, pool.dtype, queries)
-        plan.lists.append(_make_list(batch, pool, num_heads, workspace, chosen, least, most, fresh, len(plan.lists)))
+        plan.lists.append(_make_list(batch, pool, num_heads, workspace, chosen, least, most, (fresh, chunk), len(plan.lists)))
     return plan
 
 
@@ -174,9 +196,10 @@ def _make_list(
     config: AttentionConfig,
     least: int,
     most: int,
-    fresh: int,
+    others: tuple[int, int],
     index: int,
 ) -> WorkList:
+    """others: queries from which on rows without a prefix, and with a long one, are not for the list."""
     from common.ops.attention_work_triton import list_work
 
     block_tokens, kv_heads, head_dim = pool.shape[3:]
@@ -219,7 +242,9 @@ def _make_list(
         fewest=max(1, config.fewest_keys // config.tile),
         least=least,
         most=most,
-        fresh=fresh,
+        fresh=others[0],
+        chunk=others[1],
+        prefix=attention_configs.LONG_PREFIX,
     )
     return work
 
@@ -233,6 +258,21 @@ def _fresh_runs(rows: list[AttentionRow]) -> list[FreshRun]:
             runs[-1] = FreshRun(last.first, last.count + 1, last.length)
         else:
             runs.append(FreshRun(row.first, 1, row.length))
+    return runs
+
+
+def _is_chunk(row: AttentionRow) -> bool:
+    return attention_configs.suits_parts(row.length, row.start)
+
+
+def _chunk_runs(rows: Sequence[AttentionRow]) -> list[ChunkRun]:
+    """rows: all of the step, in the order of their blocks."""
+    runs: list[ChunkRun] = []
+    first_block = 0
+    for row in rows:
+        if _is_chunk(row):
+            runs.append(ChunkRun(row.first, row.length, row.start, first_block))
+        first_block += len(row.blocks)
     return runs
 
 

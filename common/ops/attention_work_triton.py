@@ -8,7 +8,20 @@ import triton
 import triton.language as tl
 
 _ITEMS = 32  # per program
-_NUMBERS = ["num_rows", "max_items", "max_merges", "wanted", "fewest", "least", "most", "fresh", "query_tile", "tile"]
+_NUMBERS = [
+    "num_rows",
+    "max_items",
+    "max_merges",
+    "wanted",
+    "fewest",
+    "least",
+    "most",
+    "fresh",
+    "chunk",
+    "prefix",
+    "query_tile",
+    "tile",
+]
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -26,7 +39,9 @@ def work_kernel(
     fewest,  # tiles of a split
     least,  # rows of fewer queries are not for this list,
     most,  # nor are rows of more,
-    fresh,  # nor rows of at least so many queries and no earlier key
+    fresh,  # nor rows of at least so many queries and no earlier key,
+    chunk,  # nor rows of at least so many
+    prefix,  # and at least so many earlier keys
     query_tile,  # queries of an item; no constants: one build serves lists of decode and of prefill
     tile,  # keys of a tile
     ROWS: tl.constexpr,
@@ -38,6 +53,7 @@ def work_kernel(
     queries = tl.load(query_starts + rows + 1, mask=real, other=0) - tl.load(query_starts + rows, mask=real, other=0)
     context = tl.load(context_lens + rows, mask=real, other=0)
     listed = (queries >= least) & (queries <= most) & (context >= queries) & ((context > queries) | (queries < fresh))
+    listed &= (queries < chunk) | (context - queries < prefix)
     query_tiles = tl.where(listed, tl.cdiv(queries, query_tile), 0)
     key_tiles = tl.where(listed, tl.cdiv(context, tile), 0)
     if SEGMENT > 0:
@@ -125,6 +141,8 @@ def list_work(
     least: int,
     most: int,
     fresh: int,
+    chunk: int,
+    prefix: int,
 ) -> None:
     """Fills items, merges and counts; see `attention_work.WorkList`. No allocation, no synchronisation."""
     num_rows = len(context_lens)
@@ -143,6 +161,8 @@ def list_work(
         least=least,
         most=most,
         fresh=fresh,
+        chunk=chunk,
+        prefix=prefix,
         query_tile=query_tile,
         tile=tile,
         ROWS=triton.next_power_of_2(num_rows),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from common.ops.attention_parts import attend_chunk
 from common.ops.attention_prefill import attend_fresh, attend_run
 from common.ops.attention_work import AttentionWorkspace, DeviceBatch, DevicePlan, plan_device_attention
 from common.ops.paged_attention_cpu import AttentionPlan, AttentionRow, Scratch, attend_cpu, plan_attention
@@ -39,8 +40,8 @@ def paged_attention(
 
     The step's own K and V must be in the pool: in the query's dtype, or (on a GPU) float8_e4m3fn; then kv_scale is float32
     [layers, 2, kv_heads], by which what is stored was divided. The kernel computes with 8-bit KV in float16. scale is
-    positive. key, value: the step's K and V [tokens, kv_heads, head_dim] in the query's dtype, which prompts without a prefix
-    use instead of the pool (GPU only).
+    positive. key, value: the step's K and V [tokens, kv_heads, head_dim] in the query's dtype, which prompts without a prefix,
+    and long pieces of others, use instead of the pool (GPU only).
 
     :raises ValueError: if the tensors are not what the plan was made for.
     """
@@ -49,19 +50,23 @@ def paged_attention(
             raise ValueError("8-bit KV is for GPUs")
         return attend_cpu(query, pool, layer, plan, scale)
     _check(query, pool, plan, key, value, kv_scale)
-    if not plan.lists and len(plan.fresh) == 1 and key is not None and value is not None:
-        run = plan.fresh[0]
-        if run.count * run.length == len(query):
-            return attend_run(query, key, value, run, plan.prefill_backend, scale)
+    if not plan.lists and len(plan.fresh) + len(plan.chunks) == 1 and key is not None and value is not None:
+        if plan.fresh and plan.fresh[0].count * plan.fresh[0].length == len(query):
+            return attend_run(query, key, value, plan.fresh[0], plan.prefill_backend, scale)
+        if plan.chunks and plan.chunks[0].length == len(query):
+            return attend_chunk(query, key, value, pool, layer, plan.batch.block_ids, plan.chunks[0], scale, kv_scale)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if plan.lists:
         from common.ops.paged_attention_triton import attend_paged
 
         attend_paged(query, pool, layer, plan, scale, kv_scale, output)
-    elif sum(run.count * run.length for run in plan.fresh) < len(output):
+    elif sum(run.count * run.length for run in plan.fresh) + sum(run.length for run in plan.chunks) < len(output):
         output.zero_()
-    if plan.fresh and key is not None and value is not None:
+    if key is not None and value is not None:
         attend_fresh(query, key, value, plan.fresh, plan.prefill_backend, scale, output)
+        for run in plan.chunks:
+            attended = attend_chunk(query, key, value, pool, layer, plan.batch.block_ids, run, scale, kv_scale)
+            output[run.first : run.first + run.length] = attended
     return output
 
 
@@ -84,5 +89,5 @@ def _check(
         raise ValueError("8-bit KV is read in pairs: head_dim must be even")
     if kv_scale is not None and (kv_scale.shape != (pool.shape[1], 2, plan.kv_heads) or not kv_scale.is_contiguous()):
         raise ValueError(f"kv_scale is [layers, 2, kv_heads], contiguous, not {list(kv_scale.shape)}")
-    if plan.fresh and (key is None or value is None):
-        raise ValueError("the plan leaves prompts without a prefix to SDPA: it needs key and value")
+    if plan.takes_kv and (key is None or value is None):
+        raise ValueError("the plan leaves prompts to SDPA: it needs key and value")

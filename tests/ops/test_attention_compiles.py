@@ -146,12 +146,34 @@ CASES = [
         {
             **dict.fromkeys(("query_starts", "context_lens", "block_starts", "items", "merges", "counts"), "*i32"),
             **dict.fromkeys(
-                ("num_rows", "max_items", "max_merges", "wanted", "fewest", "least", "most", "fresh", "query_tile", "tile"),
+                ("num_rows", "max_items", "max_merges", "wanted", "fewest", "least", "most"),
+                "i32",
+            ),
+            **dict.fromkeys(
+                ("fresh", "chunk", "prefix", "query_tile", "tile"),
                 "i32",
             ),
         },
         {"ROWS": 512, "ITEMS": 32, "SEGMENT": 0},
         num_warps=8,
+    ),
+    *(
+        KernelCase(
+            f"merge_pair_{dtype[1:]}_{head_dim}",
+            "common.ops.merge_pair_triton",
+            "merge_pair_kernel",
+            {
+                "first": dtype,
+                "second": "*bf16",
+                "output": "*bf16",
+                **dict.fromkeys(("first_sums", "second_sums", "output_sums"), "*fp32"),
+                **dict.fromkeys(("tokens", "first_stride", "second_stride"), "i32"),
+                **dict.fromkeys(("first_sums_stride", "second_sums_stride"), "i32"),
+            },
+            {"HEADS": 32, "HEAD_DIM": head_dim, "ROWS": 16},
+            max_registers=128,
+        )
+        for dtype, head_dim in (("*bf16", 128), ("*fp32", 128), ("*fp32", 80))
     ),
 ]
 
