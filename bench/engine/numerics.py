@@ -35,8 +35,10 @@ from bench.engine.observe import Observed, Scored
 from bench.engine.opening import PRECISIONS
 from bench.engine.reference_decoder import ReferenceDecoder
 from bench.engine.texts import sources, spread
+from common.engine.fp8_choice import measure
 from common.engine.load import EngineConfig, resolve_engine_precision
 from common.engine.precision import Compute, Precision, Weights
+from common.engine.sample_text import SAMPLE_TEXT
 from common.models.config import ModelConfig, load_config
 from common.models.decoder import Decoder
 from common.models.registry import load_decoder
@@ -161,9 +163,16 @@ def run(options: argparse.Namespace, report: Report) -> None:
     model, tokenizer = load_config(files), load_tokenizer(files)
 
     @cache
+    def center() -> torch.Tensor:
+        plain = load_decoder(files, model, dtype=torch.bfloat16, device=torch.device("cpu"))
+        return measure(plain, None, tokenizer.encode(SAMPLE_TEXT), 0.0, kv=False).center(model, plain.device)
+
+    @cache
     def opened(compute: Compute, weights: Weights) -> Decoder:
         dtype = getattr(torch, compute)
-        return load_decoder(files, model, dtype=dtype, device=torch.device("cpu"), weights=weights)
+        decoder = load_decoder(files, model, dtype=dtype, device=torch.device("cpu"), weights=weights)
+        decoder.k_center = center()
+        return decoder
 
     texts: dict[str, list[list[int]]] = {}
     for name, (about, text) in sources().items():

@@ -23,7 +23,7 @@ from common.engine.sampling import penalised
 from common.engine.step_buffers import Fields, PackedStep, StepPacker, StepShape, buffer_bytes, layout
 from common.models.attention import DeviceAttention
 from common.models.decoder import Decoder, Inputs
-from common.ops import backend
+from common.ops import attention_configs, backend
 from common.ops.attention_configs import has_parts
 from common.ops.attention_parts import attend_part, planned_parts
 from common.ops.attention_prefill import attend_run, planned_lengths
@@ -32,6 +32,9 @@ from common.ops.embed import Feed
 from common.ops.paged_attention import AttentionRow
 from common.protocol.errors import ConfigError, InvalidParameter
 from common.protocol.messages import SamplingParams, TokenLogprobs
+from common.runtime import logs
+
+log = logs.get("engine")
 
 _DEPTH = 3
 """Sets of pinned buffers: of the step being packed, the one submitted before it, and the one whose result is being taken."""
@@ -224,10 +227,19 @@ class DeviceRunner:
         for length in planned_lengths(longest):
             query, key, value = qkv(length, length)
             attend_run(query, key, value, FreshRun(0, 1, length), "cudnn", scale)
-        if has_parts(config.head_dim, self.decoder.dtype):
+        if not has_parts(config.head_dim, self.decoder.dtype):
+            return
+        try:
             for queries, keys, causal in planned_parts(longest, self.max_context):
                 query, key, value = qkv(queries, keys)
                 attend_part(query, key, value, scale, causal=causal)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # an old card, or torch without cuDNN: there the kernel that reads pages does it
+            if not backend.gpu_answers():
+                raise
+            attention_configs.forgo_parts()
+            log.warning("attention_in_parts_refused", error=str(error)[:300])
 
     # ── graphs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -24,10 +24,10 @@ LONG_PROMPT = 1024
 """From here on cuDNN has one prompt a call, padded to one of a few lengths; below, FlashAttention-2 takes its place. cuDNN
 plans every shape that is new to a thread, for 0.1 s and more (pytorch#154602), which no other length of prompt may cost."""
 
-LONG_PREFIX = 1024
+LONG_PREFIX = 2048
 """A prompt that goes on after so many keys or more, by at least LONG_PROMPT tokens, is cuDNN's as well (`attention_parts`)."""
-LONGEST_PIECE = 16384
-"""Of a prefix, in keys: each is copied, and cuDNN multiplies no faster over more."""
+SHORTEST_PIECE, LONGEST_PIECE = 1024, 16384
+"""Of a prefix, in keys: over fewer cuDNN is no faster than the kernel, over more than the longest not faster still."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -131,10 +131,21 @@ def suits_parts(row_length: int, start: int) -> bool:
     return row_length >= LONG_PROMPT and start >= LONG_PREFIX
 
 
+def forgo_parts() -> None:
+    """From now on no prefix is long enough."""
+    global LONG_PREFIX
+    LONG_PREFIX = 1 << 30
+
+
 def planned_length(length: int) -> int:
     """What cuDNN gets for a prompt of `length`: four lengths between powers of two."""
     step = max(1, _power_of_2(length) // 8)
     return -(-length // step) * step
+
+
+def part_length(length: int) -> int:
+    """What cuDNN gets for `length` queries of a part: a square of a long one is padded by a multiple of 1024 at most."""
+    return min(planned_length(length), -(-length // SHORTEST_PIECE) * SHORTEST_PIECE)
 
 
 def _power_of_2(n: int) -> int:

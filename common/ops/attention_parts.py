@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from common.ops import attention_configs, backend
-from common.ops.attention_configs import planned_length
+from common.ops.attention_configs import part_length
 from common.ops.attention_work import ChunkRun
 from common.ops.backend import on_device
 
@@ -44,14 +44,14 @@ def attend_chunk(
     sizes = list(piece_sizes(run.start))
     whole = sum(sizes)
     rest = run.start - whole
-    padding = planned_length(rest + run.length) - rest - run.length  # later keys: no real query sees them
+    padding = part_length(rest + run.length) - rest - run.length  # later keys: no real query sees them
     keys, values = (
         F.pad(torch.cat((earlier, x[own])), (0, 0, 0, 0, 0, padding))
         for earlier, x in zip(before(whole, run.start), (key, value), strict=True)
     )
     attended, sums = attend_part(F.pad(query[own], (0, 0, 0, 0, rest, padding)), keys, values, scale, causal=True)
     merged, sums = attended[rest : rest + run.length], sums[:, rest : rest + run.length]
-    padded = F.pad(query[own], (0, 0, 0, 0, 0, planned_length(run.length) - run.length))
+    padded = F.pad(query[own], (0, 0, 0, 0, 0, part_length(run.length) - run.length))
     for nth, size in enumerate(sizes):
         begin = sum(sizes[:nth])
         attended, part_sums = attend_part(padded, *before(begin, begin + size), scale, causal=False)
@@ -61,9 +61,9 @@ def attend_chunk(
 
 
 def piece_sizes(prefix: int) -> Iterator[int]:
-    """LONG_PREFIX times powers of two up to LONGEST_PIECE, the largest first; what is left is less than LONG_PREFIX."""
+    """From LONGEST_PIECE to SHORTEST_PIECE by powers of two, the largest first; what is left is less than the shortest."""
     size = attention_configs.LONGEST_PIECE
-    while size >= attention_configs.LONG_PREFIX:
+    while size >= attention_configs.SHORTEST_PIECE:
         if prefix >= size:
             yield size
             prefix -= size
@@ -75,12 +75,12 @@ def planned_parts(tokens: int, max_context: int) -> Iterator[tuple[int, int, boo
     """Queries, keys and whether causal, of what cuDNN gets for `tokens` at once: what a thread should run before the first."""
     if attention_configs.PREFILL_BACKEND != "cudnn" or backend.BATCH_INVARIANT or tokens < attention_configs.LONG_PROMPT:
         return
-    queries, longest = planned_length(tokens), planned_length(tokens + attention_configs.LONG_PREFIX - 1)
+    queries, longest = part_length(tokens), part_length(tokens + attention_configs.SHORTEST_PIECE - 1)
     length = queries
     while length <= longest:
         yield length, length, True
-        length = planned_length(length + 1)
-    size = attention_configs.LONG_PREFIX
+        length = part_length(length + 1)
+    size = attention_configs.SHORTEST_PIECE
     while size <= min(attention_configs.LONGEST_PIECE, max_context):
         yield queries, size, False
         size *= 2

@@ -19,6 +19,7 @@ from common.models.config import load_config
 from common.models.registry import load_decoder
 from common.models.source import ModelFiles
 from common.models.weights.base import LinearFormat
+from common.ops import attention_configs
 from common.ops.backend import interpreted
 from common.ops.hadamard_reference import hadamard
 from common.ops.linear_candidates import Candidate
@@ -207,6 +208,22 @@ def test_no_graph_is_larger_than_the_buffers_of_a_step() -> None:
     assert table.choose(rows) is None
     assert ShapeTable(4, 512).choose(rows) == StepShape(384, 16, 384, 16)
     assert [shape.tokens for shape in ShapeTable(1, 65)] == [1, 32, 64]
+
+
+def test_a_card_that_refuses_attention_in_parts_does_without(
+    llama: tuple[Any, ModelFiles], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("cuDNN: no such plan")
+
+    monkeypatch.setattr(attention_configs, "LONG_PREFIX", attention_configs.LONG_PREFIX)  # put back afterwards
+    monkeypatch.setattr("common.engine.device_runner.attend_run", lambda *_: None)
+    monkeypatch.setattr("common.engine.device_runner.attend_part", refuse)
+    runner = device_runner(llama[1], dtype=torch.bfloat16)
+    assert attention_configs.suits_parts(2048, 4096)
+    runner.max_context = 8192
+    runner._plan_prompts(2048)
+    assert not attention_configs.suits_parts(2048, 4096)
 
 
 def chosen(table: ShapeTable, num_rows: int, prompt: int) -> tuple[int, int] | None:

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 import torch
 
 from common.ops import attention_configs, backend
+from common.ops.attention_configs import part_length
 from common.ops.attention_parts import merge_pair, merge_pair_reference, piece_sizes, planned_parts
 from common.ops.attention_work import AttentionWorkspace, plan_device_attention
 from common.ops.paged_attention import paged_attention
@@ -40,7 +41,7 @@ def test_long_pieces_after_long_prefixes_go_in_parts(dtype: torch.dtype, monkeyp
     """Here from 16 keys and 21 tokens on, in pieces of 16, 32 and 64 keys; rows of other kinds beside them."""
     torch.manual_seed(8)
     monkeypatch.setattr(attention_configs, "FRESH_QUERIES", 20)
-    for name, value in (("LONG_PROMPT", 21), ("LONG_PREFIX", 16), ("LONGEST_PIECE", 64)):
+    for name, value in (("LONG_PROMPT", 21), ("LONG_PREFIX", 16), ("SHORTEST_PIECE", 16), ("LONGEST_PIECE", 64)):
         monkeypatch.setattr(attention_configs, name, value)
     kv_scale = torch.rand(LAYERS, 2, 2) + 0.5 if dtype == FP8 else None
     for spans, padding, parts in (
@@ -71,13 +72,16 @@ def test_parts_come_in_few_sizes() -> None:
     longest = attention_configs.LONGEST_PIECE
     for prefix in (1024, 5000, 16384, 65536, 131071):
         sizes = list(piece_sizes(prefix))
-        assert sizes == sorted(sizes, reverse=True) and sum(sizes) <= prefix < sum(sizes) + attention_configs.LONG_PREFIX
+        assert sizes == sorted(sizes, reverse=True) and sum(sizes) <= prefix < sum(sizes) + attention_configs.SHORTEST_PIECE
         assert all(size <= longest and size & (size - 1) == 0 for size in sizes)
     planned = list(planned_parts(2048, 131072))
     assert [keys for _, keys, causal in planned if not causal] == [1024, 2048, 4096, 8192, 16384]
     assert [keys for _, keys, causal in planned if causal] == [2048, 2560, 3072]
     assert [keys for _, keys, causal in planned_parts(2048, 4096) if not causal] == [1024, 2048, 4096]
     assert not list(planned_parts(1000, 131072))
+    # a worker's budget less the rows that decode, after any prefix: little more than it has to be
+    squares = {keys for _, keys, causal in planned_parts(16384, 131072) if causal}
+    assert squares == {16384, 17408} == {part_length(16384 - 7 + rest) for rest in range(1024)}
 
 
 @pytest.mark.parametrize(("tokens", "heads", "head_dim"), [(1, 3, 32), (37, 6, 80), (64, 4, 128)])
