@@ -182,8 +182,9 @@ def run(options: argparse.Namespace, report: Report) -> None:
             report.agreements.append(agreement(precision, observed, reference))
             write(report, options.out)
     by_name = {one.name: one.perplexity for one in report.agreements}
-    if "bf16" in by_name and "fp8" in by_name and by_name["fp8"] > MAX_PERPLEXITY_RATIO * by_name["bf16"]:
-        report.problems.append(f"FP8's perplexity is {by_name['fp8'] / by_name['bf16']:.4f} times bf16's")
+    for name in by_name:
+        if name.startswith("fp8") and "bf16" in by_name and by_name[name] > MAX_PERPLEXITY_RATIO * by_name["bf16"]:
+            report.problems.append(f"{name}: perplexity is {by_name[name] / by_name['bf16']:.4f} times bf16's")
     if options.subjects:
         invariance(options, report, wanted)
     if options.cost_cells and options.device != "cpu":
