@@ -126,8 +126,8 @@ def measure(plain: Decoder, quantised: Decoder | None, tokens: list[int], max_lo
     reference = _logits(plain, _Causal(plain, length, keys=keys), text)
     center = _centered(keys / text.numel(), plain)
 
-    def loss(decoder: Decoder, center: torch.Tensor | None = None) -> float:
-        return _divergence(reference, _logits(decoder, _Causal(decoder, length, center=center), text))
+    def loss(decoder: Decoder, pool_center: torch.Tensor | None = None) -> float:
+        return _divergence(reference, _logits(decoder, _Causal(decoder, length, center=pool_center), text))
 
     floor = loss(_nudged(plain))
     kv_loss = loss(plain, center) - floor if kv else 0.0
