@@ -17,7 +17,8 @@ TRACEPARENT = "traceparent"
 """W3C trace context, passed on to the logs."""
 
 SEQUENCE = "Penstock-Sequence"
-"""0, 1, 2 … over the replies of one request. A gap means that the client read too slowly and lost some."""
+"""0, 1, 2 … over the replies of one request. A gap: some were lost, since the client read too slowly or the bus went away.
+A number again: the same reply, sent twice because the bus went away before it was known to have arrived; ignore it."""
 
 FINAL = "Penstock-Final"
 """`1` on the last reply; nothing follows."""

@@ -199,6 +199,24 @@ async def test_an_error_header_becomes_the_error_it_names() -> None:
         await talk([(failed, b"")])
 
 
+async def test_a_reply_that_is_sent_again_counts_once() -> None:
+    text, stream, _ = await talk(
+        [
+            ({headers.SEQUENCE: "0"}, text_chunk("Hel")),
+            ({headers.SEQUENCE: "1"}, text_chunk("lo")),
+            ({headers.SEQUENCE: "0"}, text_chunk("Hel")),
+            ({headers.SEQUENCE: "1"}, text_chunk("lo")),
+            ({headers.SEQUENCE: "2", headers.FINAL: "1"}, LAST),
+        ]
+    )
+    assert text == "Hello" and stream.timing.tokens == 2
+
+
+async def test_a_number_that_is_none_is_an_error() -> None:
+    with pytest.raises(ProtocolError, match="numbered 'two'"):
+        await talk([({headers.SEQUENCE: "two"}, text_chunk("Hel"))])
+
+
 async def test_a_gap_in_the_sequence_is_an_error() -> None:
     with pytest.raises(ProtocolError, match="lost"):
         await talk([({headers.SEQUENCE: "0"}, text_chunk("a")), ({headers.SEQUENCE: "2"}, text_chunk("c"))])
