@@ -42,7 +42,6 @@ log = logs.get("engine")
 ROW_TOKENS = 512
 CENTERED_POSITIONS = 2048
 _VERSION = 3
-_ROLES: tuple[Role, ...] = ("qkv", "output", "gate_up", "down")
 _CHUNK = 256
 
 
@@ -133,7 +132,7 @@ def measure(plain: Decoder, quantised: Decoder | None, tokens: list[int], max_lo
     kv_loss = loss(plain, center) - floor if kv else 0.0
     everything: list[LinearPlace] = []
     if quantised is not None:
-        everything = [(layer, role) for layer in range(config.num_layers) for role in _ROLES]
+        everything = [(layer, role) for layer in range(config.num_layers) for role in MODULES]
     sizes = {place: _size(plain, *place) for place in everything}
 
     def weights_loss(chosen: Collection[LinearPlace]) -> float:

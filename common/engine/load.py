@@ -278,7 +278,7 @@ def _decoder(
     )
     choice = _fp8_choice(files, model, engine, precision, torch.device(device), load)
     decoder = load(weights=precision.weights, plain=choice.plain if choice else (), on_progress=on_progress)
-    if precision.kv == "fp8":
+    if precision.kv == "fp8":  # random weights are centred on zero: the same kernels, for benchmarks
         decoder.k_center = (
             choice.center(model, decoder.device)
             if choice
@@ -305,7 +305,6 @@ def _fp8_choice(
     from common.text.tokenizer import load_tokenizer
 
     online = precision.weights == "fp8" and model.weight_format == "plain"
-
     kv = precision.kv == "fp8"
 
     def measured(what: str, loaded: Callable[[], tuple[Decoder, Decoder | None]]) -> Fp8Choice:

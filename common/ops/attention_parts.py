@@ -4,7 +4,7 @@
     queries   all of them see each piece whole: no mask             a causal square with the rest
 
 cuDNN multiplies half as fast again as the kernel that reads pages (docs/performance.md), but plans every shape that is new to
-it: pieces come in few sizes. What is before the prompt's own tokens is copied out of the pool, in a hundredth of the time.
+it: pieces come in few sizes. What is before the prompt's own tokens is copied out of the pool, which takes little beside that.
 """
 
 from __future__ import annotations

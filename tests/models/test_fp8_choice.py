@@ -21,13 +21,12 @@ from common.models.config import ModelConfig, load_config
 from common.models.decoder import MODULES, Decoder
 from common.models.registry import load_decoder
 from common.models.source import ModelFiles
-from common.ops.linear import Role, linear
+from common.ops.linear import linear
 from common.ops.rms_norm_reference import rms_norm_reference
 from common.ops.tuning import CACHE_VARIABLE
 from tests.models.oracles import build, save
 
 CPU = torch.device("cpu")
-ROLES: tuple[Role, ...] = ("qkv", "output", "gate_up", "down")
 TEXT = [(7 * index * index + 3 * index) % 256 for index in range(96)]
 
 
@@ -97,7 +96,7 @@ def test_what_costs_too_much_is_left_alone(model: tuple[ModelFiles, ModelConfig]
     unquantised = [
         f"model.layers.{layer}.{name}"
         for layer, weights in enumerate(decoder.layers)
-        for role in ROLES
+        for role in MODULES
         for name in MODULES[role]
         if getattr(weights, role).format != "fp8"
     ]
