@@ -20,7 +20,7 @@ from common.models.attention import DeviceAttention
 from common.models.config import ModelConfig
 from common.models.decoder import Decoder, Inputs
 from common.ops.add_rms_norm import add_rms_norm
-from common.ops.attention_configs import AttentionConfig
+from common.ops.attention_configs import AttentionConfig, PrefillBackend
 from common.ops.embed import embed
 from common.ops.gate_up import gate_up
 from common.ops.linear import LinearWeight, linear, takes_quantised
@@ -140,7 +140,9 @@ class Bench:
             for row in rows
             for position in range(load.context, keys)
         ]
-        plan = plan_device_attention(device_batch, self.pool, self.model.num_heads, workspace, config=config)
+        backend: PrefillBackend | None = "kernel" if config is not None else None  # a config is the kernel's
+        heads = self.model.num_heads
+        plan = plan_device_attention(device_batch, self.pool, heads, workspace, prefill_backend=backend, config=config)
         return Batch(
             plan=plan,
             positions=torch.tensor(positions, dtype=torch.int64, device=self.device),

@@ -72,16 +72,12 @@ def attention_sweep(bench: Bench, loads: Sequence[Load]) -> Iterator[Swept]:
 
         def run_once(config: AttentionConfig, load: Load = load) -> None:
             batch = bench.batch(load, config=config)
-            batch.plan.fresh.clear()
-            batch.plan.chunks.clear()
             bench.attend_calls(load, [batch])[0]()
 
         compile_all(bench, list(candidates.values()), run_once)
         for name, config in candidates.items():
             try:
                 batch = bench.batch(load, config=config)
-                batch.plan.fresh.clear()
-                batch.plan.chunks.clear()
                 seconds[name] = seconds_per_call(bench.attend_calls(load, [batch]), bench.device, min_s=MIN_S)
             except Exception as error:  # one that does not fit this card is no candidate there
                 failed[name] = f"{type(error).__name__}: {error}"
