@@ -7,12 +7,15 @@ would go on with old code when a file changes that the kernel is made of.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numba
 from numba.core import config
+from numba.core.bytecode import FunctionIdentity
 
 from common.ops.tuning import cache_directory
 
@@ -29,6 +32,11 @@ _SOURCES = b"".join(
 config.CACHE_DIR = str(  # pyright: ignore[reportAttributeAccessIssue]
     cache_directory() / f"numba-{hashlib.sha256(_SOURCES).hexdigest()[:12]}"
 )
+
+FunctionIdentity._unique_ids = itertools.count(secrets.randbits(62))
+"""Numba counts functions from 1 in every process, and the count is all that tells the symbols of closures apart. What two
+processes kept would bear the same names for other code, and a third, that loads both, would call the one for the other
+(github.com/numba/numba/issues/10486)."""
 
 
 def compiled(*, fastmath: frozenset[str] = frozenset(), kept: bool = False) -> Callable[[Callable[..., Any]], Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -14,8 +15,9 @@ import torch
 from common.engine.int8_runner import Int8Runner
 from common.engine.plan import Runner, StepPlan, StepRow
 from common.models.source import ModelFiles
+from common.ops.tuning import CACHE_VARIABLE
 from common.protocol.messages import SamplingParams
-from tests.models.driver import GREEDY, Request, logits_of_first, open_runner, run, seen_logits
+from tests.models.driver import GREEDY, Request, logits_of_first, open_runner, seen_logits
 from tests.models.oracles import ORACLES, build, oracle_prompt, save
 from tests.models.test_smollm2 import text_tokens
 
@@ -80,20 +82,35 @@ def test_helpers_that_never_come_are_not_missed(runner: Any, smollm2: ModelFiles
     assert torch.equal(found, all_logits(runner, tokens))
 
 
-def test_a_compiled_step_is_kept_for_the_next_process(tmp_path: Path) -> None:
-    run(open_runner(save(build("llama"), tmp_path), dtype="auto"), [Request([5], 1)])
+def test_compiled_steps_are_kept_and_two_processes_steps_go_together_in_a_third(tmp_path: Path) -> None:
+    """The first two compile one each, for heads of other sizes; what they kept bears names that the third must tell apart."""
     program = """
 import sys
 from pathlib import Path
 from common.models.source import ModelFiles
 from tests.models.driver import Request, open_runner, run
-runner = open_runner(ModelFiles(name="m", format="safetensors", path=Path(sys.argv[1])), dtype="auto")
-run(runner, [Request([5], 1)])
-print(sum(runner._forward.stats.cache_hits.values()), sum(runner._forward.stats.cache_misses.values()))
+for path in sys.argv[1:]:
+    runner = open_runner(ModelFiles(name="m", format="safetensors", path=Path(path)), dtype="auto")
+    text = run(runner, [Request(list(range(5, 45)), 6)])[0]
+    counts = runner._forward.stats
+    print(sum(counts.cache_hits.values()), sum(counts.cache_misses.values()), *text)
 """
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=root, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["1", "0"]
+    paths = [tmp_path / name for name in ("llama", "qwen3")]
+    for path in paths:
+        path.mkdir()
+        save(build(path.name), path)
+
+    def lines(*paths: Path) -> list[list[str]]:
+        environment = os.environ | {CACHE_VARIABLE: str(tmp_path / "kernels")}
+        command = [sys.executable, "-c", program, *map(str, paths)]
+        root = Path(__file__).parents[2]
+        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return [line.split() for line in done.stdout.splitlines()]
+
+    compiled = [lines(path)[0] for path in paths]
+    assert [line[:2] for line in compiled] == [["0", "1"]] * 2
+    assert lines(*paths) == [["1", "0", *line[2:]] for line in compiled]
 
 
 def test_a_prompt_s_logits_are_those_of_one_token_at_a_time(runner: Any, smollm2: ModelFiles) -> None:
