@@ -27,14 +27,14 @@ from common.protocol.errors import InvalidParameter
 from common.protocol.messages import SamplingParams
 from tests.models.driver import GREEDY, Request, open_runner, run
 from tests.models.oracles import build, greedy_choices, oracle_prompt, save
-from tests.ops.interpreter import round_as_a_gpu
+from tests.ops.interpreter import act_as_a_gpu
 
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Linears are the library's: their kernels have tests of their own, and are slow to interpret."""
     monkeypatch.setattr("common.ops.linear_device._choose", lambda *_: Candidate("library"))
-    round_as_a_gpu()
+    act_as_a_gpu()
     with interpreted():
         yield
 

@@ -24,7 +24,7 @@ from common.protocol.messages import SamplingParams
 from tests.models.driver import open_runner
 from tests.models.oracles import build, oracle_prompt, save
 from tests.models.test_device_runner import device_runner
-from tests.ops.interpreter import round_as_a_gpu
+from tests.ops.interpreter import act_as_a_gpu
 
 PARAMS = [
     SamplingParams(temperature=0.0),
@@ -101,7 +101,7 @@ class Step:
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("common.ops.linear_device._choose", lambda *_: Candidate("library"))
-    round_as_a_gpu()
+    act_as_a_gpu()
     with interpreted():
         yield
 

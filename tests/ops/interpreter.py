@@ -1,8 +1,8 @@
-"""Makes Triton's interpreter round as a GPU does.
+"""Makes Triton's interpreter round as a GPU does, and keep to tensors as compute-sanitizer sees to it (`memory`).
 
 Triton 3.6 interprets float32 → bfloat16 by cutting bits off, and conversions to float8 with carries lost; a GPU rounds to
-nearest, ties to even, and float8 saturates. `tests/ops/conftest.py` calls `round_as_a_gpu`; tests elsewhere that run kernels
-in the interpreter call it too.
+nearest, ties to even, and float8 saturates. `tests/ops/conftest.py` calls `act_as_a_gpu`; tests elsewhere that run kernels in
+the interpreter call it too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
+
+from tests.ops.memory import guard_kernels
 
 _FLOATS: dict[Any, tuple[torch.dtype, type[np.generic]]] = {
     tl.float64: (torch.float64, np.float64),
@@ -58,8 +60,9 @@ def _dot_of_halves(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
     return _dot(builder, a, b, *rest)
 
 
-def round_as_a_gpu() -> None:
+def act_as_a_gpu() -> None:
     """From here on, in this process."""
+    guard_kernels()
     interpreter._patch_lang_tensor = _patch_with_bounds
     _Builder.cast_impl = _cast_rounding
     _Builder.create_dot = _dot_of_halves

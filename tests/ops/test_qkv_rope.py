@@ -14,7 +14,7 @@ from common.ops.qkv_rope import QueryKeyValue, qkv_rope
 from common.ops.qkv_rope_reference import qkv_rope_reference
 from common.ops.qkv_rope_triton import qkv_rope_triton
 
-LAYERS, LAYER, BLOCK_TOKENS, BLOCKS, MAX_POSITIONS = 3, 1, 16, 5, 200
+LAYERS, LAYER, BLOCK_TOKENS, BLOCKS, MAX_POSITIONS = 3, 2, 16, 5, 200
 EPS = 1e-6
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3, BF16: 1.6e-2}
@@ -41,9 +41,10 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_call(shape: Shape, rows: int, **changes: Any) -> dict[str, Any]:
-    """Arguments of a call: fresh random inputs, the last row without a slot, a pool of NaN."""
+    """Arguments of a call: fresh random inputs, the first row in the pool's last slot, the last without one, a pool of NaN."""
     angles = torch.randn(MAX_POSITIONS, shape.head_dim // 2) * 9
-    slots = torch.randperm(BLOCKS * BLOCK_TOKENS)[:rows]
+    last = BLOCKS * BLOCK_TOKENS - 1
+    slots = torch.cat((torch.tensor([last]), torch.randperm(last)))[:rows]
     slots[-1] = -1 if rows > 1 else slots[-1]
     pool_dtype = changes.pop("pool_dtype", torch.float32)
     pool = torch.full((BLOCKS, LAYERS, 2, BLOCK_TOKENS, shape.kv_heads, shape.head_dim), torch.nan).to(pool_dtype)

@@ -124,9 +124,9 @@ def test_loads(text: str, load: tuple[int, int, int]) -> None:
 @pytest.mark.slow
 def test_kernels_are_timed_in_the_interpreter_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from tests.ops.interpreter import round_as_a_gpu
+    from tests.ops.interpreter import act_as_a_gpu
 
-    round_as_a_gpu()
+    act_as_a_gpu()
 
     def once(calls: list[timing.Call], *_: object, **__: object) -> float:
         calls[0]()
@@ -143,9 +143,9 @@ def test_kernels_are_timed_in_the_interpreter_too(tmp_path: Path, monkeypatch: p
 @pytest.mark.slow
 def test_every_kernel_is_checked_beside_its_reference(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
-    from tests.ops.interpreter import round_as_a_gpu
+    from tests.ops.interpreter import act_as_a_gpu
 
-    round_as_a_gpu()
+    act_as_a_gpu()
     assert check.main(["--device=cpu"]) == 0
     text = capsys.readouterr().out
     for op in ("add_rms_norm to fp8", "embed", "qkv_rope", "linear, gated", "attention", "invariance"):

@@ -24,7 +24,7 @@ from common.models.source import ModelFiles
 from common.ops.backend import interpreted
 from common.ops.linear_candidates import Candidate
 from tests.models.oracles import build, save
-from tests.ops.interpreter import round_as_a_gpu
+from tests.ops.interpreter import act_as_a_gpu
 
 PROMPT = 3
 TEXT = [random.Random(row).choices(range(256), k=12) for row in range(2)]
@@ -61,7 +61,7 @@ def test_in_each_precision_it_is_the_device_runner(
     pool = torch.full((16, config.num_layers, 2, 16, config.num_kv_heads, config.head_dim), torch.nan).to(decoder.kv)
     monkeypatch.setattr("common.ops.linear_device._choose", lambda *_: Candidate("library"))
     monkeypatch.setattr("common.ops.linear_device.wants_quantised", lambda *_: bool(variant.quantised))
-    round_as_a_gpu()
+    act_as_a_gpu()
     with interpreted():
         on_device, _ = numerics.assemble(variant, config, opened)
         runner = DeviceRunner(on_device.decoder, pool, fingerprint="test", max_rows=2, token_budget=16)
