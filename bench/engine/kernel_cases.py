@@ -142,7 +142,9 @@ class Bench:
         ]
         backend: PrefillBackend | None = "kernel" if config is not None else None  # a config is the kernel's
         heads = self.model.num_heads
-        plan = plan_device_attention(device_batch, self.pool, heads, workspace, prefill_backend=backend, config=config)
+        plan = plan_device_attention(
+            device_batch, self.pool, heads, workspace, prefill_backend=backend, config=config, dtype=self.dtype
+        )
         return Batch(
             plan=plan,
             positions=torch.tensor(positions, dtype=torch.int64, device=self.device),
@@ -164,17 +166,8 @@ class Bench:
             batch.positions,
             self.rope,
             dtype=self.dtype,
-            **self._of_8_bits(),
+            **self.decoder.kv_form(self.kv_dtype),
         )
-
-    def _of_8_bits(self) -> dict[str, Any]:
-        """What only a float8 pool has."""
-        in_8_bits = self.kv_dtype.itemsize == 1
-        return {
-            "kv_scale": self.decoder.kv_scale if in_8_bits else None,
-            "k_center": self.decoder.k_center if in_8_bits else None,
-            "mix": in_8_bits,
-        }
 
     # -- the ops
 
@@ -206,7 +199,7 @@ class Bench:
             weight = weights[0]
             bytes_ = weight.data.nbytes + rows * (weight.in_features + out) * item
             peak = "fp8" if weight.format == "fp8" else ""
-            flops = 2.0 * rows * weight.in_features * weight.out_features
+            flops = 2.0 * rows * weight.parameters
             return op(name, [lambda one=one: call(one) for one in weights], total, bytes_, flops, peak)
 
         def project(batch: Batch, layer: int) -> object:
@@ -250,7 +243,7 @@ class Bench:
         model = self.model
         query = self._random(load.tokens, model.num_heads, model.head_dim)
         key, value = (self._random(load.tokens, model.num_kv_heads, model.head_dim) for _ in range(2))
-        scale = self.decoder.kv_scale if self.kv_dtype.itemsize == 1 else None
+        scale = self.decoder.kv_form(self.kv_dtype)["kv_scale"]
 
         def call(batch: Batch, layer: int) -> object:
             extra = {"key": key, "value": value} if batch.plan.takes_kv else {}
@@ -287,12 +280,12 @@ class Bench:
             "slots": batch.slots,
             "dtype": self.dtype,
             "need_kv": need_kv,
-            **self._of_8_bits(),
+            **self.decoder.kv_form(self.kv_dtype),
         }
 
     def _replanning(self, batch: Batch) -> Call:
         workspace = AttentionWorkspace(self.device)  # kept from step to step
-        return lambda: plan_device_attention(batch.plan.batch, self.pool, self.model.num_heads, workspace)
+        return lambda: plan_device_attention(batch.plan.batch, self.pool, self.model.num_heads, workspace, dtype=self.dtype)
 
     def step(self, load: Load, num_layers: int) -> Call:
         """A whole step of a model of `num_layers` layers, work list and sampling included."""

@@ -184,9 +184,7 @@ def observe(wanted: Wanted) -> Observed:
     if wanted.subjects:
         observed.compared = compare(runner, tokens, wanted, token_budget)
     if decoder := getattr(runner, "decoder", None):
-        sizes = [
-            (weight.format, weight.in_features * weight.out_features) for role, weight in decoder.linears if role != "head"
-        ]
+        sizes = [(weight.format, weight.parameters) for role, weight in decoder.linears if role != "head"]
         observed.fp8_share = sum(size for kind, size in sizes if kind == "fp8") / sum(size for _, size in sizes)
     observed.seconds = time.perf_counter() - begun
     return observed

@@ -72,8 +72,7 @@ class ReferenceDecoder:
     def _attend(self, qkv: torch.Tensor, norms: HeadNorms, layer: int, pool: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
         """pool: a block for each row. Returns [rows · tokens, heads · head_dim]."""
         decoder, config, (rows, length) = self.decoder, self.decoder.config, (len(pool), pool.shape[3])
-        in_8_bits = self.kv == torch.float8_e4m3fn
-        kv_scale = decoder.kv_scale if in_8_bits else None
+        form = decoder.kv_form(self.kv)
         slots = torch.arange(rows * length)
         query, _, _ = qkv_rope_reference(
             qkv,
@@ -88,11 +87,9 @@ class ReferenceDecoder:
             layer=layer,
             slots=slots,
             dtype=decoder.dtype,
-            kv_scale=kv_scale,
-            k_center=decoder.k_center if in_8_bits else None,
-            mix=in_8_bits,
+            **form,
         )
-        scales = torch.ones(2, config.num_kv_heads) if kv_scale is None else kv_scale[layer]
+        scales = torch.ones(2, config.num_kv_heads) if form["kv_scale"] is None else form["kv_scale"][layer]
         attended = [
             self._attend_row(of_row, pool[row, layer].float() * scales[:, None, :, None])
             for row, of_row in enumerate(query.split(length))

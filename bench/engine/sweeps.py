@@ -130,7 +130,7 @@ def _linear(bench: Bench, name: str, op: Op, weights: list[LinearWeight], rows: 
             failed[short(candidate)] = f"{type(error).__name__}: {error}"
     peak = bench.ceilings.matmul.get("fp8" if quantised else str(bench.dtype)[6:], 0.0)
     size = weight.data.nbytes + rows * (weight.in_features + weight.out_features) * bench.dtype.itemsize
-    flops = 2.0 * rows * weight.in_features * weight.out_features
+    flops = 2.0 * rows * weight.parameters
     return Swept(
         what=f"{name}, {weight.out_features} x {weight.in_features} {weight.format}",
         case=f"{rows} rows{', fp8 activations' if quantised else ''}",

@@ -154,7 +154,6 @@ class DeviceRunner:
         config = self.decoder.config
         batch = _batch(fields, shape, rows)
         plan = plan_device_attention(batch, self.pool, config.num_heads, self._workspace, dtype=self.decoder.dtype)
-        in_8_bits = self.pool.dtype == torch.float8_e4m3fn
         attention = DeviceAttention(
             config,
             self.pool,
@@ -162,10 +161,8 @@ class DeviceRunner:
             fields.slots,
             fields.positions,
             self._rope,
-            self.decoder.kv_scale if in_8_bits else None,
-            self.decoder.dtype,
-            k_center=self.decoder.k_center if in_8_bits else None,
-            mix=in_8_bits,
+            dtype=self.decoder.dtype,
+            **self.decoder.kv_form(self.pool.dtype),
         )
         every = shape.samples == shape.tokens
         samples = None if every else fields.samples

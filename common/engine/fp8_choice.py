@@ -30,7 +30,6 @@ from common.models.attention import HeadNorms
 from common.models.config import ModelConfig
 from common.models.decoder import MODULES, Decoder, Inputs, LinearPlace
 from common.ops.hadamard_reference import hadamard
-from common.ops.linear import Role
 from common.ops.quantise_reference import E4M3_MAX
 from common.ops.rms_norm import rms_norm
 from common.ops.rope import apply_rope
@@ -133,7 +132,7 @@ def measure(plain: Decoder, quantised: Decoder | None, tokens: list[int], max_lo
     everything: list[LinearPlace] = []
     if quantised is not None:
         everything = [(layer, role) for layer in range(config.num_layers) for role in MODULES]
-    sizes = {place: _size(plain, *place) for place in everything}
+    sizes: dict[LinearPlace, int] = {(layer, role): getattr(plain.layers[layer], role).parameters for layer, role in everything}
 
     def weights_loss(chosen: Collection[LinearPlace]) -> float:
         return loss(plain.with_linears(quantised, chosen)) - floor if quantised is not None and chosen else 0.0
@@ -165,11 +164,6 @@ def _affordable(costs: dict[LinearPlace, float], sizes: dict[LinearPlace, int], 
             chosen.append(place)
             max_loss -= max(0.0, costs[place])
     return chosen
-
-
-def _size(decoder: Decoder, layer: int, role: Role) -> int:
-    weight = getattr(decoder.layers[layer], role)
-    return weight.in_features * weight.out_features
 
 
 def _logits(decoder: Decoder, attention: _Causal, text: torch.Tensor) -> torch.Tensor:

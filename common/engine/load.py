@@ -309,8 +309,9 @@ def _fp8_choice(
 
     def measured(what: str, loaded: Callable[[], tuple[Decoder, Decoder | None]]) -> Fp8Choice:
         name = f"{model.identity}/{precision.compute}/{what}"
-        text = lambda: load_tokenizer(files).encode(SAMPLE_TEXT)  # noqa: E731
-        return known_or_measured(name, device, text, loaded, engine.quantization_max_loss, kv=kv)
+        return known_or_measured(
+            name, device, lambda: load_tokenizer(files).encode(SAMPLE_TEXT), loaded, engine.quantization_max_loss, kv=kv
+        )
 
     found = None
     if online:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 import torch
 
@@ -23,6 +24,15 @@ from common.ops.gate_up import gate_up
 from common.ops.linear import LinearWeight, Role, linear, takes_quantised
 
 ROPE_FACTORS = "rope_freqs.weight"
+
+
+class KvForm(TypedDict):
+    """How K and V are written: arguments of `ops.qkv_rope`."""
+
+    kv_scale: torch.Tensor | None
+    k_center: torch.Tensor | None
+    mix: bool
+
 
 LinearPlace = tuple[int, Role]
 """A linear of a layer."""
@@ -97,8 +107,13 @@ class Decoder:
     def layer_parameters(self) -> int:
         """Numbers in the linears of a layer."""
         layer = self.layers[0]
-        linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
-        return sum(weight.in_features * weight.out_features for weight in linears)
+        return sum(weight.parameters for weight in (layer.qkv, layer.output, layer.gate_up, layer.down))
+
+    def kv_form(self, pool: torch.dtype) -> KvForm:
+        """In a pool of that dtype: what is 8 bits is scaled, centred and mixed, the rest is as it is."""
+        if pool != torch.float8_e4m3fn:
+            return KvForm(kv_scale=None, k_center=None, mix=False)
+        return KvForm(kv_scale=self.kv_scale, k_center=self.k_center, mix=True)
 
     def with_linears(self, other: Decoder, places: Collection[LinearPlace]) -> Decoder:
         """This decoder with those linears of `other`, an equal model in another precision; the rest is shared."""

@@ -10,6 +10,7 @@ it: pieces come in few sizes. What is before the prompt's own tokens is copied o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -52,10 +53,9 @@ def attend_chunk(
     attended, sums = attend_part(F.pad(query[own], (0, 0, 0, 0, rest, padding)), keys, values, scale, causal=True)
     merged, sums = attended[rest : rest + run.length], sums[:, rest : rest + run.length]
     padded = F.pad(query[own], (0, 0, 0, 0, 0, part_length(run.length) - run.length))
-    for nth, size in enumerate(sizes):
-        begin = sum(sizes[:nth])
-        attended, part_sums = attend_part(padded, *before(begin, begin + size), scale, causal=False)
-        dtype = query.dtype if nth == len(sizes) - 1 else torch.float32
+    for size, end in zip(sizes, accumulate(sizes), strict=True):
+        attended, part_sums = attend_part(padded, *before(end - size, end), scale, causal=False)
+        dtype = query.dtype if end == whole else torch.float32
         merged, sums = merge_pair((merged, sums), (attended[: run.length], part_sums[:, : run.length]), dtype)
     return merged
 

@@ -177,7 +177,7 @@ def plan_device_attention(
             chosen = choose_config(head_dim, group, pool.dtype, queries, rows_per_sm=rows_per_sm, invariant=invariant)
         else:
             chosen = widened(config, head_dim, group, pool.dtype, queries)
-        plan.lists.append(_make_list(batch, pool, num_heads, workspace, chosen, least, most, (fresh, chunk), len(plan.lists)))
+        plan.lists.append(_make_list(batch, pool, num_heads, workspace, chosen, least, most, fresh, chunk, len(plan.lists)))
     return plan
 
 
@@ -196,10 +196,11 @@ def _make_list(
     config: AttentionConfig,
     least: int,
     most: int,
-    others: tuple[int, int],
+    fresh: int,
+    chunk: int,
     index: int,
 ) -> WorkList:
-    """others: queries from which on rows without a prefix, and with a long one, are not for the list."""
+    """fresh, chunk: queries from which on rows without a prefix, and with a long one, are not for the list."""
     from common.ops.attention_work_triton import list_work
 
     block_tokens, kv_heads, head_dim = pool.shape[3:]
@@ -242,8 +243,8 @@ def _make_list(
         fewest=max(1, config.fewest_keys // config.tile),
         least=least,
         most=most,
-        fresh=others[0],
-        chunk=others[1],
+        fresh=fresh,
+        chunk=chunk,
         prefix=attention_configs.LONG_PREFIX,
     )
     return work

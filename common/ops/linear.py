@@ -42,6 +42,10 @@ class LinearWeight:
     dtype: torch.dtype = torch.bfloat16
     int8: Int8Weight | None = None
 
+    @property
+    def parameters(self) -> int:
+        return self.in_features * self.out_features
+
 
 def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, format: PackFormat = "plain") -> LinearWeight:
     """weight: [out_features, in_features], floating; bias: [out_features] or None.

@@ -96,7 +96,7 @@ class Table(Generic[C]):
         return known if known is not None and known in candidates else candidates[0]
 
     def exclusive(self) -> AbstractContextManager[None]:
-        """See the function."""
+        """While what this table lacks is measured: see `exclusive` below."""
         return exclusive(self._name)
 
     def save(self) -> None:

@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter round as a GPU does, and keep to tensors as compute-sanitizer sees to it (`memory`).
+"""Makes Triton's interpreter round as a GPU does, and keep to tensors as compute-sanitizer sees to it (`tensor_guard`).
 
 Triton 3.6 interprets float32 → bfloat16 by cutting bits off, and conversions to float8 with carries lost; a GPU rounds to
 nearest, ties to even, and float8 saturates. `tests/ops/conftest.py` calls `act_as_a_gpu`; tests elsewhere that run kernels in
@@ -14,7 +14,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from tests.ops.memory import guard_kernels
+from tests.ops.tensor_guard import guard_kernels
 
 _FLOATS: dict[Any, tuple[torch.dtype, type[np.generic]]] = {
     tl.float64: (torch.float64, np.float64),

@@ -145,14 +145,8 @@ CASES = [
         "work_kernel",
         {
             **dict.fromkeys(("query_starts", "context_lens", "block_starts", "items", "merges", "counts"), "*i32"),
-            **dict.fromkeys(
-                ("num_rows", "max_items", "max_merges", "wanted", "fewest", "least", "most"),
-                "i32",
-            ),
-            **dict.fromkeys(
-                ("fresh", "chunk", "prefix", "query_tile", "tile"),
-                "i32",
-            ),
+            **dict.fromkeys(("num_rows", "max_items", "max_merges", "wanted", "fewest", "least", "most"), "i32"),
+            **dict.fromkeys(("fresh", "chunk", "prefix", "query_tile", "tile"), "i32"),
         },
         {"ROWS": 512, "ITEMS": 32, "SEGMENT": 0},
         num_warps=8,
@@ -167,8 +161,7 @@ CASES = [
                 "second": "*bf16",
                 "output": "*bf16",
                 **dict.fromkeys(("first_sums", "second_sums", "output_sums"), "*fp32"),
-                **dict.fromkeys(("tokens", "first_stride", "second_stride"), "i32"),
-                **dict.fromkeys(("first_sums_stride", "second_sums_stride"), "i32"),
+                **dict.fromkeys(("tokens", "first_stride", "second_stride", "first_sums_stride", "second_sums_stride"), "i32"),
             },
             {"HEADS": 32, "HEAD_DIM": head_dim, "ROWS": 16},
             max_registers=128,

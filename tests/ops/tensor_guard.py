@@ -16,8 +16,6 @@ from triton.runtime import interpreter
 _Builder: Any = interpreter.InterpreterBuilder
 _Executor: Any = interpreter.GridExecutor
 _launch = _Executor.__call__
-_accesses = {name: getattr(_Builder, name) for name in ("create_masked_load", "create_masked_store", "create_atomic_rmw")}
-_exchange = _Builder.create_atomic_cas
 _running = threading.Lock()
 _given: _Tensors | None = None
 
@@ -88,33 +86,31 @@ def _launch_guarded(executor: Any, *args: Any, **kwargs: Any) -> Any:
         _running.release()
 
 
-def _load(builder: Any, pointers: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-    _check(pointers, mask)
-    return _accesses["create_masked_load"](builder, pointers, mask, *rest, **named)
+def _guarded(name: str, pointers: int, mask: int | None) -> Any:
+    """The builder's method of that name, behind a check; where its pointers and its mask are among its arguments."""
+    access = getattr(_Builder, name)
+
+    def guarded(builder: Any, *args: Any, **named: Any) -> Any:
+        assert _given is not None
+        _given.check(args[pointers], None if mask is None else args[mask])
+        return access(builder, *args, **named)
+
+    return guarded
 
 
-def _store(builder: Any, pointers: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
-    _check(pointers, mask)
-    return _accesses["create_masked_store"](builder, pointers, value, mask, *rest, **named)
-
-
-def _update(builder: Any, operation: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-    _check(pointers, mask)
-    return _accesses["create_atomic_rmw"](builder, operation, pointers, value, mask, *rest)
-
-
-def _compare_and_swap(builder: Any, pointers: Any, *rest: Any) -> Any:
-    _check(pointers, None)
-    return _exchange(builder, pointers, *rest)
-
-
-def _check(pointers: Any, mask: Any) -> None:
-    assert _given is not None
-    _given.check(pointers, mask)
+_GUARDED = {
+    name: _guarded(name, *places)
+    for name, places in {
+        "create_masked_load": (0, 1),
+        "create_masked_store": (0, 2),
+        "create_atomic_rmw": (1, 3),
+        "create_atomic_cas": (0, None),
+    }.items()
+}
 
 
 def guard_kernels() -> None:
     """From here on, in this process."""
     _Executor.__call__ = _launch_guarded
-    _Builder.create_masked_load, _Builder.create_masked_store = _load, _store
-    _Builder.create_atomic_rmw, _Builder.create_atomic_cas = _update, _compare_and_swap
+    for name, guarded in _GUARDED.items():
+        setattr(_Builder, name, guarded)

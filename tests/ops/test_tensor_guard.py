@@ -1,4 +1,4 @@
-"""The guard around interpreted kernels sees what they touch: see `memory`."""
+"""The guard around interpreted kernels sees what they touch: see `tensor_guard`."""
 
 # pyright: reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
@@ -13,6 +13,8 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from triton.runtime.errors import InterpreterError  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
+
+from tests.ops import tensor_guard  # noqa: E402
 
 
 @triton.jit
@@ -75,8 +77,6 @@ def test_a_descriptor_ends_where_its_tensor_does() -> None:
 
 
 def test_two_threads_do_not_interpret_at_once() -> None:
-    from tests.ops import memory
-
     errors: list[BaseException] = []
 
     def launch() -> None:
@@ -85,7 +85,7 @@ def test_two_threads_do_not_interpret_at_once() -> None:
         except RuntimeError as error:
             errors.append(error)
 
-    with memory._running:
+    with tensor_guard._running:
         other = threading.Thread(target=launch)
         other.start()
         other.join()
