@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -194,10 +195,16 @@ async def two_and_two(nats_url: str, smollm2: ModelFiles, tmp_path_factory: pyte
         await stack.start("kvstore")
         await stack.start("prefill", "--token-budget", "48", "--num-blocks", "130")
         await stack.start("prefill", "--token-budget", "100")
-        await stack.start("decode", "--token-budget", "40", "--num-blocks", "110", "--speculation-tokens", "3")
-        await stack.start("decode", "--token-budget", "130", "--speculation-tokens", "8")
+        await start_decoders(stack)
         await stack.ready()
         yield stack
+
+
+async def start_decoders(stack: Stack) -> list[str]:
+    return [
+        await stack.start("decode", "--token-budget", "40", "--num-blocks", "110", "--speculation-tokens", "3"),
+        await stack.start("decode", "--token-budget", "130", "--speculation-tokens", "8"),
+    ]
 
 
 class TestTwoPrefillTwoDecode:
@@ -210,6 +217,13 @@ class TestTwoPrefillTwoDecode:
         assert 0 < accepted < proposed
 
     async def test_every_length_with_kv_of_other_workers(self, two_and_two: Stack, oracle: Oracle, alone: list[Case]) -> None:
+        """Others take the place of those that decoded them, so that nobody has any KV but the store."""
+        await check(oracle, alone, await run(two_and_two, alone, gateway="gateway-prefill"))
+        leaving = [name for name in two_and_two.processes if name.startswith("decode")]
+        await two_and_two.ready(*await start_decoders(two_and_two))
+        for name in leaving:
+            two_and_two.send_signal(name, signal.SIGTERM)
+            assert await two_and_two.ended(name) == 0
         replies = await run_alone(two_and_two, alone, gateway="gateway-direct")
         await check(oracle, alone, replies)
         assert cached(replies) > 0
