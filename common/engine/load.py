@@ -198,10 +198,12 @@ def _cpu_runner(
     decoder, precision = _decoder(files, model, engine, "cpu", on_progress)
     pool = kv_pool(segment_blocks, model, engine.block_tokens, getattr(torch, precision.kv))
     if precision.weights == "int8":
-        from common.engine.int8_runner import Int8Runner as CpuRunner
-    else:
-        from common.engine.torch_runner import TorchRunner as CpuRunner
-    return CpuRunner(decoder, pool, fingerprint=layout.fingerprint, threads=threads)
+        from common.engine.int8_runner import Int8Runner
+
+        return Int8Runner(decoder, pool, fingerprint=layout.fingerprint, threads=threads)
+    from common.engine.torch_runner import TorchRunner
+
+    return TorchRunner(decoder, pool, fingerprint=layout.fingerprint, threads=threads)
 
 
 def _device_runner(

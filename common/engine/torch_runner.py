@@ -16,15 +16,21 @@ from common.engine.cpu_runner import CpuRunner
 from common.engine.plan import StepRow
 from common.models.attention import CpuAttention
 from common.models.decoder import Decoder, Inputs
-from common.ops.paged_attention import AttentionRow, Scratch, plan_attention
+from common.ops.paged_attention import AttentionRow, NotInvariant, Scratch, check_attention, plan_attention
 from common.ops.paged_kv import SlotMapping, clear_tails
+from common.protocol.errors import ConfigError
 
 
 class TorchRunner(CpuRunner):
     """For weights in a float format; the pool's dtype is theirs."""
 
     def __init__(self, decoder: Decoder, pool: torch.Tensor, *, fingerprint: str, threads: int) -> None:
+        """:raises ConfigError: if this CPU's attention kernel makes answers depend on the batch."""
         super().__init__(decoder, pool, decoder.dtype, fingerprint=fingerprint, threads=threads)
+        try:
+            check_attention(decoder.config.head_dim, self.block_tokens, threads)
+        except NotInvariant as error:
+            raise ConfigError(f"{error}; use --dtype auto with the package numba: 8-bit weights", param="dtype") from error
         self._scratch = Scratch()
 
     def logits(self, rows: Sequence[StepRow]) -> torch.Tensor:

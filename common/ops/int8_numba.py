@@ -19,19 +19,19 @@ import math
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from common.ops.address_numba import address, emit_prefetch, float32_at, further, int8_at
-from common.ops.compiled_numba import REASSOCIATING, compiled
+from common.ops.compiled_numba import REASSOCIATING, compiled, has_feature
 from common.ops.int8_cpu import LANES, LARGEST, PAIRS
 from common.ops.powers_numba import power_of_two
 
 CHUNK_PAIRS = 1024
 """Pairs of inputs whose products fit into 32-bit sums: 2 · 1024 · 127 · 8191 < 2^31. Sums of chunks are added as float32."""
 
-MAX_GROUP = 16 if dict(binding.get_host_cpu_features()).get("avx512f", False) else 4
+MAX_GROUP = 16 if has_feature("avx512f") else 4
 """Rows computed together: as many as there are registers for their sums."""
 
 _SUMS_AT_ONCE = 8 if MAX_GROUP == 16 else 4

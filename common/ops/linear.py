@@ -9,9 +9,10 @@ import torch
 
 from common.ops.backend import on_device
 from common.ops.int8_cpu import Int8Weight, pack_int8
-from common.ops.linear_cpu import can_pack, linear_onednn, linear_plain, pack
+from common.ops.linear_cpu import can_pack, linear_cpu, pack, row_counts
 from common.ops.linear_reference import linear_fp8_reference
 from common.ops.quantise import quantise_weight
+from common.ops.row_counts_cpu import RowCounts
 from common.ops.tensors import Activation, Quantised
 
 Format = Literal["plain", "onednn", "int8", "fp8"]
@@ -30,7 +31,7 @@ class LinearWeight:
     "int8" the tiles of `int8`, which is multiplied by `forward_numba` alone.
 
     bias: [out_features]. scale of "fp8": float32 [out], or [⌈out/128⌉, ⌈in/128⌉] for weights quantised in blocks of 128.
-    dtype: the model's, which "fp8" gives results in.
+    dtype: the model's, which "fp8" gives results in. rows: how many rows a call on a CPU takes; None on a GPU.
     """
 
     data: torch.Tensor
@@ -41,6 +42,7 @@ class LinearWeight:
     scale: torch.Tensor | None = None
     dtype: torch.dtype = torch.bfloat16
     int8: Int8Weight | None = None
+    rows: RowCounts | None = None
 
     @property
     def parameters(self) -> int:
@@ -65,9 +67,12 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, forma
     if format == "fp8":
         data, scale = quantise_weight(weight)
         return LinearWeight(data, bias, in_features, out_features, "fp8", scale, weight.dtype)
-    if not on_device(weight) and can_pack(weight.dtype):
-        return LinearWeight(pack(weight), bias, in_features, out_features, "onednn", dtype=weight.dtype)
-    return LinearWeight(weight.contiguous(), bias, in_features, out_features, "plain", dtype=weight.dtype)
+    if on_device(weight):
+        return LinearWeight(weight.contiguous(), bias, in_features, out_features, "plain", dtype=weight.dtype)
+    packed = can_pack(weight.dtype)
+    data = pack(weight) if packed else weight.contiguous()
+    rows = row_counts(data, bias, packed=packed, in_features=in_features, out_features=out_features)
+    return LinearWeight(data, bias, in_features, out_features, "onednn" if packed else "plain", dtype=weight.dtype, rows=rows)
 
 
 def linear_from_fp8(
@@ -114,9 +119,8 @@ def linear(x: Activation, weight: LinearWeight, *, split: bool = False) -> torch
     if weight.format == "fp8":
         return linear_fp8_reference(x, weight.data, weight.scale, weight.bias, weight.dtype)
     assert not isinstance(x, Quantised)
-    if weight.format == "onednn":
-        return linear_onednn(x, weight.data, weight.bias)
-    return linear_plain(x, weight.data, weight.bias)
+    assert weight.rows is not None
+    return linear_cpu(x, weight.data, weight.bias, weight.rows, packed=weight.format == "onednn")
 
 
 def takes_quantised(weight: LinearWeight, rows: int) -> bool:
