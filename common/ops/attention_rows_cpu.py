@@ -1,47 +1,65 @@
 """By what number of query rows attention on a CPU goes, so that a query gets the same bits whatever queries come with it.
 
-The kernel multiplies query rows with a tile of keys, and picks its way of adding up by their number. Rows are therefore padded
-to a multiple for which all numbers agree on this CPU, found by running the kernel: see `row_counts_cpu`.
+Torch's kernel multiplies query rows with a tile of keys, through libraries that choose their way of adding up by the number of
+rows, the instruction set and the number of threads. No list of CPU flags says which numbers agree, so it is measured: copies of
+one row must get the same bits, in every position, in calls of various sizes, on one thread and on several. Rows are then padded
+to the smallest multiple for which they do: see docs/decisions/0003-batch-invariance.md.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
 import torch
 
-from common.ops.row_counts_cpu import agree
-
 _MULTIPLES = (4, 8, 16, 32, 64)
-_TRIED = (1, 2, 3, 4, 7, 8, 12, 16, 24, 25, 47, 48, 49, 63, 64, 191, 192, 193)
-"""Multiples of 4 rows that are tried; the kernel takes other blocks from 192 and from 768 rows on."""
+_TRIED_ROWS = (4, 8, 12, 16, 28, 32, 48, 64, 96, 100, 188, 192, 196, 252, 256, 764, 768, 772)
+"""Sizes of calls; the kernel takes other blocks of rows from 192 and from 768 on."""
 
 flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """(query, key, value, attn_mask=, scale=) [batch, heads, rows, head_dim] to that shape and log-sum-exps."""
 
 
 class NotInvariant(RuntimeError):
-    """A kernel of this CPU gives a row other bits in other batches, however it is called."""
+    """This CPU's kernel gives a query other bits in other batches, however many rows it is given."""
 
 
 @cache
 def row_multiple(head_dim: int, tile_tokens: int, threads: int) -> int:
-    """What to pad the number of query rows to a multiple of, for heads of this size and tiles of so many keys.
+    """Return what the number of query rows is to be a multiple of, for heads of this size and tiles of so many keys.
 
-    :raises NotInvariant: if nothing helps.
+    :raises NotInvariant: if no multiple helps.
     """
     made = torch.Generator().manual_seed(0)
     row = torch.randn(head_dim, generator=made)
     keys, values = (torch.randn(1, 1, tile_tokens, head_dim, generator=made) for _ in range(2))
 
-    def attend(rows: torch.Tensor) -> torch.Tensor:
-        mask = torch.zeros(1, 1, len(rows), tile_tokens)
-        attended, sums = flash(rows[None, None], keys, values, attn_mask=mask, scale=0.125)
-        return torch.cat((attended[0, 0], sums[0, 0, :, None]), 1)
+    def bits(rows: int) -> bytes | None:
+        """What each of `rows` copies gets; None if that depends on where it stands."""
+        mask = torch.zeros(1, 1, rows, tile_tokens)
+        attended, sums = flash(row.expand(1, 1, rows, -1).contiguous(), keys, values, attn_mask=mask, scale=0.125)
+        result = torch.cat((attended[0, 0], sums[0, 0, :, None]), 1)
+        return result[0].numpy().tobytes() if torch.equal(result, result[:1].expand_as(result)) else None
 
     for multiple in _MULTIPLES:
-        counts = sorted({-(-4 * count // multiple) * multiple for count in _TRIED})
+        sizes = sorted({-(-rows // multiple) * multiple for rows in _TRIED_ROWS})
+        found = set[bytes | None]()
         with torch.inference_mode():
-            if agree([(attend, row)], counts, threads=threads):
-                return multiple
+            for number in {1, threads}:
+                with _threads(number):
+                    found |= {bits(size) for size in sizes}
+        if len(found) == 1 and None not in found:
+            return multiple
     raise NotInvariant(f"attention over heads of {head_dim} depends on the batch on this CPU")
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

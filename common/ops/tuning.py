@@ -4,8 +4,8 @@ A `Table` maps keys (strings that name an op, a shape and a bucket of rows) to c
 looks in memory, where the file was read to, and else takes the first candidate, the default: it never measures, so a step never
 waits for one. `tune` measures what the table does not know yet, when a model is loaded, and writes the file.
 
-The file is named after the GPU or CPU, Triton's version and a hash of the sources that define candidates and kernels: an edit
-or an update measures again.
+The file is named after the GPU, Triton's version and a hash of the sources that define candidates and kernels: an edit or an
+update measures again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import hashlib
 import json
 import math
 import os
-import platform
 import re
 import statistics
 import tempfile
@@ -24,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -33,10 +32,6 @@ import torch
 from common.ops import backend
 
 CACHE_VARIABLE = "PENSTOCK_KERNEL_CACHE"
-
-_CPU_INFO = Path("/proc/cpuinfo")
-_CPU_LINES = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU ")
-_LIBRARY_VARIABLES = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_")
 
 C = TypeVar("C")
 
@@ -252,21 +247,9 @@ def _compile(cases: Sequence[Case[C]], threads: int, tuned: Tuned) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """A name for a GPU's model, or for a CPU's with its flags and the variables by which libraries choose kernels, as part of a
-    file's name."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type}-{_cpu_digest()}"
+    """As part of a file's name."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return re.sub(r"[^A-Za-z0-9.]+", "-", name)
-
-
-@cache
-def _cpu_digest() -> str:
-    try:
-        lines = _CPU_INFO.read_text().splitlines()
-    except OSError:
-        lines = [platform.processor()]
-    told = {line for line in lines if line.startswith(_CPU_LINES)}
-    told |= {f"{name}={value}" for name, value in os.environ.items() if name.startswith(_LIBRARY_VARIABLES)}
-    return hashlib.sha256("\n".join(sorted(told)).encode()).hexdigest()[:12]
 
 
 def _digest(sources: Iterable[Path]) -> str:
