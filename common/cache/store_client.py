@@ -17,19 +17,10 @@ import anyio
 import anyio.to_thread
 import numpy as np
 
+from common.protocol.cache_messages import BlockCommit, BlockGrant, BlockLease, BlockLookup, BlockOffer
 from common.protocol.errors import PenstockError, ProtocolError, StaleHandle, from_wire
 from common.protocol.handles import WorkerRef, new_lease
-from common.protocol.messages import (
-    BlockCommit,
-    BlockGrant,
-    BlockLease,
-    BlockLookup,
-    BlockOffer,
-    Message,
-    Rejected,
-    ReleaseLease,
-    RenewLeases,
-)
+from common.protocol.messages import Message, Rejected, ReleaseLease, RenewLeases
 from common.runtime import logs
 from common.runtime.actor import Actor
 from common.transfer.base import RemoteBlocks, Transport, copy_blocks

@@ -12,6 +12,7 @@ among its step's samples).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass, field
 
@@ -27,7 +28,9 @@ MAX_SAMPLING_NUMBER = 1000.0
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`held_from`: index in `tokens` of the first token whose logprobs are kept here (what came before, others sent)."""
+    """`held_from`: index in `tokens` of the first token whose logprobs are kept here (what came before, others sent).
+    `ends_at`: the request's deadline in seconds of the worker's clock.
+    """
 
     generation: Generation
     tokens: list[int]
@@ -45,6 +48,7 @@ class Sequence:
     finish: FinishReason | None = None
     cancelled: bool = False
     arrival: int = 0
+    ends_at: float = math.inf
 
     @classmethod
     def of(cls, generation: Generation, *, vocab_size: int, max_context: int) -> Sequence:

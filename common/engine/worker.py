@@ -238,6 +238,7 @@ class EngineWorker(Actor):
             sequence = Sequence.of(
                 generation, vocab_size=self.engine.runner.vocab_size, max_context=self.engine.runner.max_context
             )
+            sequence.ends_at = self.clock() + remaining_s(generation)
             if known is not None:
                 self.drop(request)
             take(sequence)
@@ -308,8 +309,7 @@ class EngineWorker(Actor):
             self.scheduler.cancel(sequence)
             self.dropped(sequence)
             self.wake()
-        wall_ms = time.time() * 1000
-        for sequence in [s for s in self.held.values() if s.generation.deadline_ms < wall_ms]:
+        for sequence in [s for s in self.held.values() if s.ends_at < now]:
             self.drop(sequence.request)
         if self.refusing and not self.num_obligations:
             self._idle.set()
@@ -383,6 +383,11 @@ class EngineWorker(Actor):
             tokens_per_s=round(self.speeds.tokens_per_s, 1),
             http_port=self.http_port,
         )
+
+
+def remaining_s(generation: Generation) -> float:
+    """Return how long a request may still take, by the time of day only if its sender does not know `remaining_ms`."""
+    return (generation.remaining_ms or generation.deadline_ms - time.time() * 1000) / 1000
 
 
 def _nothing() -> None:

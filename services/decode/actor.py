@@ -19,18 +19,10 @@ import anyio
 from common.engine.plan import StepPlan, StepResult
 from common.engine.sequence import Sequence
 from common.engine.worker import EngineWorker, OpenEngine, send_frames
+from common.protocol.draft_messages import DraftResync, Proposals
 from common.protocol.errors import PenstockError, ProtocolError, StaleHandle, TransportUnavailable
 from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef
-from common.protocol.messages import (
-    DecodeTask,
-    DraftResync,
-    KvReady,
-    Message,
-    Presence,
-    Proposals,
-    ReleaseLease,
-    RenewLeases,
-)
+from common.protocol.messages import DecodeTask, KvReady, Message, Presence, ReleaseLease, RenewLeases
 from common.runtime import logs
 from common.runtime.bus import Bus
 from common.transfer.base import RemoteBlocks, Transport

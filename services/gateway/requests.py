@@ -124,6 +124,7 @@ class Request:
             prompt_tokens=self.prompt_tokens,
             sampling=self.sampling,
             deadline_ms=self.deadline_ms,
+            remaining_ms=max(1, int((self.deadline - now) * 1000)),
             salt=self.salt,
         )
         task = DecodeTask(generation=generation) if prefill is None else PrefillTask(generation=generation, decode=decode)

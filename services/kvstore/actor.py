@@ -21,21 +21,10 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from common.protocol.cache_messages import BlockCommit, BlockGrant, BlockLease, BlockLookup, BlockOffer
 from common.protocol.errors import ConfigError, InvalidParameter, OutOfBlocks, PenstockError, ShuttingDown
 from common.protocol.handles import new_lease
-from common.protocol.messages import (
-    BlockCommit,
-    BlockGrant,
-    BlockLease,
-    BlockLookup,
-    BlockOffer,
-    KvUsage,
-    Message,
-    Presence,
-    Rejected,
-    ReleaseLease,
-    RenewLeases,
-)
+from common.protocol.messages import KvUsage, Message, Presence, Rejected, ReleaseLease, RenewLeases
 from common.runtime import logs
 from common.runtime.actor import Actor, WorkerState
 from common.runtime.bus import Bus

@@ -156,7 +156,11 @@ class PrefillActor(EngineWorker):
         hashes = self.cache.hash(sequence, covered)
         blocks = GroupBlocks(0, list(sequence.blocks), self.pool.generations_of(sequence.blocks), 0, covered)
         return KvReady(
-            generation=msgspec.structs.replace(sequence.generation, tokens=token_bytes.pack(sequence.tokens)),
+            generation=msgspec.structs.replace(
+                sequence.generation,
+                tokens=token_bytes.pack(sequence.tokens),
+                remaining_ms=max(1, int((sequence.ends_at - self.clock()) * 1000)),
+            ),
             handle=KvHandle(
                 owner=self.ref,
                 lease=lease,

@@ -15,14 +15,9 @@ import numpy as np
 
 from common.cache.store_client import StoreClient
 from common.protocol import messages
+from common.protocol.cache_messages import BlockGrant, BlockLease, BlockLookup, BlockOffer
 from common.protocol.handles import Role
-from common.protocol.messages import (
-    BlockGrant,
-    BlockLease,
-    BlockLookup,
-    BlockOffer,
-    KvUsage,
-)
+from common.protocol.messages import KvUsage
 from common.runtime.actor import Actor
 from common.runtime.memory_bus import MemoryBroker
 from common.runtime.settings import ServiceConfig

@@ -10,12 +10,9 @@ import anyio.from_thread
 import pytest
 
 from common.cache import store_client
+from common.protocol.cache_messages import BlockCommit
 from common.protocol.errors import StaleHandle
-from common.protocol.messages import (
-    BlockCommit,
-    KvUsage,
-    ReleaseLease,
-)
+from common.protocol.messages import KvUsage, ReleaseLease
 from tests.actors.kvstore_site import BLOCK_BYTES, CHAIN, Site, grant_of, lease_of, running, settled, temporary_site, until
 
 

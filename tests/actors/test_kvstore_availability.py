@@ -14,17 +14,9 @@ import pytest
 
 from common.cache import store_client
 from common.protocol import messages
+from common.protocol.cache_messages import BlockGrant, BlockLease, BlockLookup, BlockOffer
 from common.protocol.errors import ConfigError
-from common.protocol.messages import (
-    BlockGrant,
-    BlockLease,
-    BlockLookup,
-    BlockOffer,
-    KvUsage,
-    Presence,
-    Rejected,
-    ReleaseLease,
-)
+from common.protocol.messages import KvUsage, Presence, Rejected, ReleaseLease
 from common.runtime.actor import WorkerState
 from common.runtime.bus import BusMessage
 from common.transfer.shm import host_id
