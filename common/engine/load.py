@@ -35,6 +35,7 @@ from common.runtime import logs
 if TYPE_CHECKING:
     import torch
 
+    from common.engine.cpu_runner import CpuRunner
     from common.engine.fp8_choice import Fp8Choice
     from common.models.decoder import Decoder
     from common.ops.linear_tuning import LinearShape
@@ -200,10 +201,13 @@ def _cpu_runner(
     if precision.weights == "int8":
         from common.engine.int8_runner import Int8Runner
 
-        return Int8Runner(decoder, pool, fingerprint=layout.fingerprint, threads=threads)
-    from common.engine.torch_runner import TorchRunner
+        runner: CpuRunner = Int8Runner(decoder, pool, fingerprint=layout.fingerprint, threads=threads)
+    else:
+        from common.engine.torch_runner import TorchRunner
 
-    return TorchRunner(decoder, pool, fingerprint=layout.fingerprint, threads=threads)
+        runner = TorchRunner(decoder, pool, fingerprint=layout.fingerprint, threads=threads)
+    runner.warm_up()
+    return runner
 
 
 def _device_runner(

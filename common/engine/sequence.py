@@ -129,6 +129,12 @@ class Sequence:
         self.num_awaited -= row.num_samples > 0
         self.num_computed = row.start + len(row.tokens) - max(0, row.num_samples - 1)
 
+    def rewind(self) -> None:
+        """The steps in flight failed: go back to what was computed before them."""
+        self.num_steps = self.num_awaited = 0
+        self.last_sample = -1
+        self.num_planned = self.num_computed
+
     def append(self, samples: RowSamples, count: int, *, max_context: int) -> int:
         """Take the first `count` sampled tokens, up to the one that ends the request. Returns how many were taken."""
         params = self.sampling

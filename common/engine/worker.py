@@ -14,9 +14,7 @@ import asyncio
 import contextvars
 import time
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,11 +23,14 @@ import msgspec
 
 from common.cache.pool import BlockPool
 from common.cache.store_client import StoreClient
+from common.engine import stepping
 from common.engine.metrics import EngineMetrics
 from common.engine.plan import Runner, RunnerLost, StepPlan, StepResult
 from common.engine.sequence import Sequence, SequenceCache
 from common.engine.settings import EngineServiceConfig
 from common.engine.speeds import Speeds
+from common.engine.stepping import EngineThreads, StepLoop
+from common.engine.watchdog import StepWatch
 from common.protocol import messages
 from common.protocol.errors import Cancelled, PenstockError, ShuttingDown
 from common.protocol.handles import WorkerRef
@@ -68,15 +69,13 @@ OpenEngine = Callable[[str, Callable[[int, int], None]], Engine]
 """`open_engine(segment_name, on_progress)`; blocks (loads weights), called in a thread. `on_progress(done, total)`: bytes."""
 
 
-class Scheduler(Protocol):
+class Scheduler(stepping.Scheduler, Protocol):
     @property
     def num_running(self) -> int: ...
     @property
     def num_waiting(self) -> int: ...
     @property
     def credits(self) -> int: ...
-    def plan(self, now: float) -> StepPlan | None: ...
-    def abandon(self) -> list[Sequence]: ...
     def cancel(self, sequence: Sequence) -> None: ...
     def begin_copy(self, sequence: Sequence) -> None: ...
     def end_copy(self, sequence: Sequence, num_computed: int) -> None: ...
@@ -100,10 +99,9 @@ class EngineWorker(Actor):
         self.loaded = False
         self.loaded_share = 0.0
         self._cancelled: dict[str, int] = {}
-        self._wake = anyio.Event()
         self._idle = anyio.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._submitting = ThreadPoolExecutor(1, thread_name_prefix="submit")
+        self._threads = EngineThreads()
+        self.watch = StepWatch(floor_s=config.step_timeout_s, compile_s=config.compile_timeout_s)
 
     # -- life
 
@@ -114,6 +112,14 @@ class EngineWorker(Actor):
         self.cache = SequenceCache(self.pool, block_tokens=runner.block_tokens, fingerprint=runner.fingerprint)
         self.store = StoreClient(self, segment.blocks, runner.fingerprint, self.config.shm_dir)
         self.scheduler = self.make_scheduler()
+        self.loop = StepLoop(
+            runner=runner,
+            scheduler=self.scheduler,
+            steps=self,
+            threads=self._threads,
+            watch=self.watch,
+            clock=self.clock,
+        )
         self.counters = EngineMetrics(
             self.metrics,
             usage=self.pool.usage,
@@ -126,7 +132,7 @@ class EngineWorker(Actor):
         """In the thread that submits steps: a library's handles are a thread's own, and warm for the first step then."""
         context, name = contextvars.copy_context(), f"{self.ref.id}-{self.ref.epoch:x}"
         opening = lambda: context.run(self.open_engine, name, self._on_progress)  # noqa: E731
-        opened = asyncio.get_running_loop().run_in_executor(self._submitting, opening)
+        opened = asyncio.get_running_loop().run_in_executor(self._threads.submitting, opening)
         with anyio.CancelScope(shield=True):  # what has been opened must be closed
             await opened
         return opened.result()
@@ -142,55 +148,21 @@ class EngineWorker(Actor):
         """Commit a step to the scheduler. What is returned tells everyone concerned; it is called once the next step runs."""
 
     async def work(self) -> None:
-        """Plan, execute, commit, for ever. While a step runs, messages are handled, the step before is reported and, with a
-        runner that runs ahead, the next one is planned and submitted.
+        await self.loop.run()
 
-        What a message changes meanwhile, a cancel above all, the scheduler defers where a running step depends on it.
-        """
-        report = _nothing
-        flights: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
-        ended = self.clock()
-        while True:
-            if len(flights) < self.engine.runner.run_ahead and (plan := self.scheduler.plan(self.clock())) is not None:
-                flights.append((plan, self._start(plan)))
-                continue
-            report()
-            report = _nothing
-            if not flights:
-                self._wake = anyio.Event()
-                await self._wake.wait()
-                ended = self.clock()
-                continue
-            plan, running = flights.popleft()
-            try:
-                result = await running
-            except RunnerLost:
-                log.critical("engine_lost", step=plan.step, rows=len(plan.rows))
-                raise  # nobody is told that a request failed: gateways go on elsewhere, with the tokens so far
-            except Exception:
-                log.exception("step_failed", step=plan.step, rows=len(plan.rows))
-                self.counters.step_failures.inc()
-                await asyncio.gather(*(later for _, later in flights), return_exceptions=True)
-                flights.clear()
-                for sequence in self.scheduler.abandon():
-                    self.fail(sequence, "internal_error", "the engine failed on this request; see the worker's log")
-                continue
-            began, ended = ended, self.clock()
-            self.speeds.measure(plan, ended - began)
-            self.counters.step(plan, ended - began)
-            report = self.commit(plan, result)
+    def step_ended(self, plan: StepPlan, elapsed_s: float) -> None:
+        self.speeds.measure(plan, elapsed_s)
+        self.counters.step(plan, elapsed_s)
 
-    def _start(self, plan: StepPlan) -> asyncio.Future[StepResult]:
-        """A step on its way, behind those that are."""
-        loop, runner = asyncio.get_running_loop(), self.engine.runner
-        if runner.run_ahead == 1:
-            return loop.run_in_executor(self._thread, runner.execute, plan)
-        submitted = self._submitting.submit(runner.submit, plan)
-        return loop.run_in_executor(self._thread, lambda: submitted.result().result())
+    def step_failed(self) -> None:
+        self.counters.step_failures.inc()
+
+    def sequence_failed(self, sequence: Sequence) -> None:
+        self.fail(sequence, "internal_error", "the engine failed on this request; see the worker's log")
 
     def wake(self) -> None:
         """Something can be planned that could not be before: a sequence came, a copy has ended, or blocks were given back."""
-        self._wake.set()
+        self.loop.wake()
 
     async def drain(self) -> None:
         self.refusing = True
@@ -202,9 +174,9 @@ class EngineWorker(Actor):
         return len(self.held)
 
     def close(self) -> None:
-        """Give the segment back, once the runner's thread has ended."""
-        self._submitting.shutdown(wait=True)
-        self._thread.shutdown(wait=True)
+        """Give the segment back, once the runner's threads have ended, or hang."""
+        if not self._threads.close():
+            log.error("engine_thread_hangs", worker=self.ref.id, consequence="the process ends without it")
         if self.loaded:
             self.store.close()
             self.engine.segment.close()
@@ -303,7 +275,14 @@ class EngineWorker(Actor):
         else:  # an empty frame, when there is nothing new, is a sign of life
             self.send(fetch.gateway, messages.TokenFrames(worker=self.ref, frames=[held.frame(fetch.start)]))
 
+    @property
+    def healthy(self) -> bool:
+        """Also: no step has been running for longer than it may."""
+        return super().healthy and self.watch.age_s(self.clock()) <= self.watch.limit_s
+
     def tick(self, now: float) -> None:
+        if self.watch.overdue(now, period_s=self.config.heartbeat_s):
+            self._give_up_engine(now)
         for request, sequence in self.held.expire(now):
             log.warning("request_expired", request=request, reason="no gateway renewed it")
             self.scheduler.cancel(sequence)
@@ -313,6 +292,12 @@ class EngineWorker(Actor):
             self.drop(sequence.request)
         if self.refusing and not self.num_obligations:
             self._idle.set()
+
+    def _give_up_engine(self, now: float) -> None:
+        """:raises RunnerLost: gateways go on elsewhere, with the tokens so far, and a supervisor starts this worker again."""
+        age_s, limit_s = round(self.watch.age_s(now), 1), round(self.watch.limit_s, 1)
+        log.critical("engine_hangs", worker=self.ref.id, step_age_s=age_s, limit_s=limit_s, compiling=self.watch.may_compile)
+        raise RunnerLost(f"a step has been running for {age_s} s, which may take {limit_s} s")
 
     def connection_changed(self, connected: bool) -> None:
         (self.held.resume if connected else self.held.pause)(self.clock())
@@ -382,16 +367,14 @@ class EngineWorker(Actor):
             step_ms=round(self.speeds.step_ms, 3),
             tokens_per_s=round(self.speeds.tokens_per_s, 1),
             http_port=self.http_port,
+            steps=self.watch.num_steps,
+            step_age_ms=round(self.watch.age_s(self.clock()) * 1000, 1),
         )
 
 
 def remaining_s(generation: Generation) -> float:
     """Return how long a request may still take, by the time of day only if its sender does not know `remaining_ms`."""
     return (generation.remaining_ms or generation.deadline_ms - time.time() * 1000) / 1000
-
-
-def _nothing() -> None:
-    """There is no step to report."""
 
 
 def send_frames(worker: Actor, news: Iterable[tuple[Sequence, int]]) -> None:

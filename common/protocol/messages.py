@@ -248,7 +248,8 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     `host` names the shared-memory domain: workers with equal `host` can map each other's `segment`. `state` is
     starting, ready or draining. Speeds are moving averages, 0 when unknown. `loaded`: the share of its weights that a worker
-    has loaded while it starts.
+    has loaded while it starts. `steps`: how many its engine has run; `step_age_ms`: since when the one that runs now does, 0
+    when none runs.
     """
 
     worker: WorkerRef
@@ -266,6 +267,8 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     tokens_per_s: float = 0.0
     http_port: int = 0
     loaded: float = 1.0
+    steps: int = 0
+    step_age_ms: float = 0.0
 
 
 Message = (

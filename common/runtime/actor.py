@@ -37,6 +37,8 @@ from common.runtime.settings import ServiceConfig
 WorkerState = Literal["starting", "ready", "draining"]
 
 RETRY_NO_RESPONDERS_S = 0.1
+END_RESERVE_S = 4.0
+"""Kept of the drain's time for ending the process: goodbyes, responses that are being written, threads that hang."""
 NO_TIME_S = 0.001
 """Too little is left of a timeout to ask once more."""
 
@@ -134,6 +136,11 @@ class Actor:
     def fence_after_s(self) -> float:
         """Seconds without a heartbeat after which peers have given up what they share with this worker."""
         return self.config.dead_after_s
+
+    @property
+    def drain_s(self) -> float:
+        """Seconds for finishing what is held after SIGTERM: the rest of `drain_timeout_s` is for ending."""
+        return max(self.config.drain_timeout_s / 2, self.config.drain_timeout_s - END_RESERVE_S)
 
     @property
     def healthy(self) -> bool:
@@ -245,11 +252,11 @@ class Actor:
                 log.debug("left_without_goodbye", worker=self.ref.id, reason=str(error))
 
     async def _drain_then_stop(self) -> None:
-        with anyio.move_on_after(self.config.drain_timeout_s) as scope:
+        with anyio.move_on_after(self.drain_s) as scope:
             await self.drain()
             await self._outbox.passed()
         if scope.cancelled_caught:
-            log.warning("drain_timed_out", worker=self.ref.id, timeout_s=self.config.drain_timeout_s)
+            log.warning("drain_timed_out", worker=self.ref.id, timeout_s=self.drain_s)
         else:
             log.info("drained", worker=self.ref.id)
         self.task_group.cancel_scope.cancel()

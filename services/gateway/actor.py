@@ -146,7 +146,7 @@ class GatewayActor(Actor):
 
     async def drain(self) -> None:
         """Streams go on for as long as there is time, then they end with `ShuttingDown`."""
-        with anyio.move_on_after(max(0.0, self.config.drain_timeout_s - DRAIN_RESERVE_S)):
+        with anyio.move_on_after(max(self.drain_s / 2, self.drain_s - DRAIN_RESERVE_S)):
             await self._all_answered()
         self.dispatcher.fail_all(ShuttingDown("this gateway stops; send the request again"), self.clock())
         self._send_frees()
