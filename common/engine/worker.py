@@ -32,7 +32,7 @@ from common.engine.speeds import Speeds
 from common.engine.stepping import EngineThreads, StepLoop
 from common.engine.watchdog import StepWatch
 from common.protocol import messages
-from common.protocol.errors import Cancelled, PenstockError, ShuttingDown
+from common.protocol.errors import Cancelled, OutOfCredits, PenstockError, ShuttingDown
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import (
     Accepted,
@@ -95,6 +95,7 @@ class EngineWorker(Actor):
         self.host = host_id(config.shm_dir)
         self.held: LeaseTable[Sequence] = LeaseTable(config.lease_s)
         self.refusing = False
+        self._alone: Sequence | None = None
         self.speeds = Speeds()
         self.loaded = False
         self.loaded_share = 0.0
@@ -210,6 +211,7 @@ class EngineWorker(Actor):
             sequence = Sequence.of(
                 generation, vocab_size=self.engine.runner.vocab_size, max_context=self.engine.runner.max_context
             )
+            self._check_company(generation)
             sequence.ends_at = self.clock() + remaining_s(generation)
             if known is not None:
                 self.drop(request)
@@ -217,12 +219,26 @@ class EngineWorker(Actor):
         except PenstockError as error:
             self.answer(reply, Rejected(worker=self.ref, code=error.code, message=str(error)))
             return None
+        if generation.alone:
+            self._alone = sequence
         self.held.grant(request, generation.gateway, sequence, self.clock())
         self.counters.prefix_queries.inc(len(sequence.tokens))
         self.counters.prefix_hits.inc(sequence.num_computed)
         self.answer(reply, Accepted(worker=self.ref))
         self.wake()
         return sequence
+
+    @property
+    def is_alone(self) -> bool:
+        """A request runs here that killed workers before, and has not given a token yet."""
+        alone = self._alone
+        return alone is not None and len(alone.tokens) == alone.held_from and self.held.get(alone.request) is alone
+
+    def _check_company(self, generation: Generation) -> None:
+        """:raises OutOfCredits: if the request, or one that is here, must run alone."""
+        others = self.scheduler.num_running + self.scheduler.num_waiting
+        if self.is_alone or (generation.alone and others):
+            raise OutOfCredits("a request must run alone; this one, or one that is here")
 
     def drop(self, request: str) -> None:
         """Free a request and forget it. Harmless for one that is not held."""
@@ -361,7 +377,7 @@ class EngineWorker(Actor):
             segment=self.engine.segment.name,
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
-            credits=0 if self.refusing else self.scheduler.credits,
+            credits=0 if self.refusing or self.is_alone else self.scheduler.credits,
             kv=self.pool.usage(),
             prefill_tokens_per_s=round(self.speeds.prefill_tokens_per_s, 1),
             step_ms=round(self.speeds.step_ms, 3),

@@ -14,6 +14,7 @@
     │   ├── NoWorkers               503  no_workers
     │   ├── ShuttingDown            503  shutting_down
     │   ├── DeadlineExceeded        504  deadline_exceeded
+    │   ├── WorkersDied             500  workers_died       workers ended each time that they ran it
     │   └── InternalError           500  internal_error     carries an id, never a repr
     ├── WorkerError             between workers; the gateway retries elsewhere
     │   ├── OutOfBlocks                  out_of_blocks
@@ -106,6 +107,10 @@ class ShuttingDown(ServiceError):
 class DeadlineExceeded(ServiceError):
     code = "deadline_exceeded"
     http_status = 504
+
+
+class WorkersDied(ServiceError):
+    code = "workers_died"
 
 
 class InternalError(ServiceError):

@@ -63,7 +63,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     the client's. `attempt` counts up with each retry and fences frames of the attempts before. `remaining_ms` is the time that
     the request had left when this was sent: a holder frees it once so much has passed on a clock of its own, whatever the time
     of day is there. `deadline_ms`, milliseconds since 1970, is for readers that don't know `remaining_ms`. `salt` separates
-    tenants' prefix caches.
+    tenants' prefix caches. `alone`: workers have died with this request: run it while you hold nothing else, and take nothing
+    else until it has given a token.
     """
 
     request: str
@@ -75,6 +76,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     deadline_ms: int
     salt: bytes = b""
     remaining_ms: int = 0
+    alone: bool = False
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

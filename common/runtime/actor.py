@@ -110,7 +110,7 @@ class Actor:
         """This life of a worker is over: its process is gone, silent for too long, or began anew."""
 
     def fenced(self) -> None:
-        """Others have given this process up: drop everything held. A new epoch follows."""
+        """Others have given this process up: drop everything held. A new epoch has begun."""
 
     def connection_changed(self, connected: bool) -> None:
         """The bus went away or came back: pause or resume lease tables. The registry is taken care of."""
@@ -298,8 +298,8 @@ class Actor:
     def _begin_anew(self, after: int) -> None:
         """Drop what is held, and take an epoch later than `after`."""
         self.metrics.fences.inc()
-        self.fenced()
         self.ref = WorkerRef(self.role, self.ref.id, new_epoch(after))
+        self.fenced()
         self.announce()
 
     def _crash(self, error: Exception) -> None:

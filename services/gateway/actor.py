@@ -17,7 +17,7 @@ from collections.abc import Callable
 import anyio
 from starlette.types import ASGIApp
 
-from common.protocol.errors import Cancelled, InternalError, NoResponders, PenstockError, ProtocolError, ShuttingDown, from_wire
+from common.protocol.errors import Cancelled, NoResponders, PenstockError, ProtocolError, ShuttingDown, from_wire
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import (
     Accepted,
@@ -39,9 +39,11 @@ from services.gateway.actions import Ask, Limits, Path
 from services.gateway.canary import Canary
 from services.gateway.config import GatewayConfig
 from services.gateway.dispatch import Dispatcher
+from services.gateway.health import Health
 from services.gateway.http import create_app
 from services.gateway.inflow import Inflow
 from services.gateway.nats_front import NatsFront
+from services.gateway.placement import Placement
 from services.gateway.requests import GenerationRequest, Request
 from services.gateway.router import Router
 from services.gateway.stream import Stream
@@ -80,6 +82,7 @@ class GatewayActor(Actor):
             stall_s=config.stall_s,
             max_fetches=config.max_fetches,
             max_attempts=config.max_attempts,
+            max_losses=config.max_losses,
             placing_timeout_s=2 * config.task_timeout_s + 1,
             prefill_timeout_s=config.prefill_timeout_s,
             slow_reader_timeout_s=config.slow_reader_timeout_s,
@@ -87,20 +90,24 @@ class GatewayActor(Actor):
         self.router = Router(
             direct_max_tokens=config.direct_max_tokens, affinity_blocks=config.affinity_blocks, models=(config.model,)
         )
+        self.health = Health(trusting=not config.canary)
+        self.placement = Placement(self.router, self.health)
         self.dispatcher = Dispatcher(
-            router=self.router,
+            placement=self.placement,
             max_queue=config.max_queue,
             max_requests=config.max_requests,
             no_workers_grace_s=config.no_workers_grace_s,
             now=clock(),
         )
         self.telemetry = Telemetry(self.metrics, self.dispatcher)
-        self.dispatcher.on_placed = self.telemetry.waited
+        self.placement.on_placed = self.telemetry.waited
         self.canary = Canary(
             router=self.router,
+            health=self.health,
             generate=self._start,
             clock=clock,
             timeout_s=config.canary_timeout_s,
+            interval_s=config.canary_interval_s,
             enabled=config.canary,
         )
         self._numbers = itertools.count(1)
@@ -122,7 +129,7 @@ class GatewayActor(Actor):
 
     def generate(self, request: GenerationRequest) -> Stream:
         """:raises Overloaded, ShuttingDown, DuplicateRequest: nothing has been taken then."""
-        return self._start(request, "auto")
+        return self._start(request, "auto", None)
 
     def http_app(self) -> ASGIApp | None:
         return None if self.bundle is None else create_app(self, self.bundle, self.config)
@@ -173,6 +180,7 @@ class GatewayActor(Actor):
     def tick(self, now: float) -> None:
         self._look_around(now)
         self.dispatcher.tick(now)
+        self.health.forget([peer.worker.id for peer in self.registry.alive(None, now)], now)
         self.canary.tick(now, connected=self.bus.connected)
         self._carry_out()
 
@@ -190,9 +198,9 @@ class GatewayActor(Actor):
         self._carry_out()
 
     def fenced(self) -> None:
-        """Workers have freed everything by now, and clients have waited long enough."""
-        error = InternalError("the gateway was suspended for too long; send the request again")
-        self.dispatcher.fail_all(error, self.clock())
+        """Workers have freed everything by now. Prompts and tokens are here, so every stream goes on under the new epoch."""
+        self._inflow.clear()
+        self.dispatcher.new_life(self.ref, self.clock())
         self._carry_out()
 
     # -- what workers say
@@ -220,7 +228,7 @@ class GatewayActor(Actor):
 
     # -- inside
 
-    def _start(self, request: GenerationRequest, path: Path) -> Stream:
+    def _start(self, request: GenerationRequest, path: Path, only: WorkerRef | None) -> Stream:
         if self.state != "ready":
             raise ShuttingDown("this gateway is starting or stopping; send the request to another one, or again in a moment")
         now = self.clock()
@@ -232,6 +240,7 @@ class GatewayActor(Actor):
             now=now,
             wall_ms=int(time.time() * 1000),
             path=path,
+            only=only,
         )
         stream = Stream(taken, self._cancel)
         if not len(self.router.decode):

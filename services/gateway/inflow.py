@@ -51,6 +51,10 @@ class Inflow:
             worker, frames = self._waiting.popleft()
             self._take(TokenFrames(worker=worker, frames=list(frames)))
 
+    def clear(self) -> None:
+        """Forget what waits."""
+        self._waiting.clear()
+
     async def run(self) -> None:
         """Take what waits, a slice per turn, for ever."""
         while True:

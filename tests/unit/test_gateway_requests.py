@@ -8,6 +8,7 @@ from common.protocol import errors
 from common.protocol import tokens as token_bytes
 from common.protocol.messages import DecodeTask, PrefillTask
 from services.gateway.actions import Ended, Free, Requeue, Reroute, State
+from services.gateway.patience import tick
 from tests.unit.gateway_request import D1, D2, HOLDERS, P1, P2, PROMPT, frame, freed, in_state, kinds, make, next_task
 
 # -- the way it should go
@@ -90,7 +91,7 @@ def test_a_decode_worker_whose_answer_was_lost_is_freed_and_its_frames_are_dropp
 def test_a_handoff_that_nobody_takes_ends_in_another_attempt() -> None:
     request = in_state(State.HANDING_OFF)
     request.handoff_failed(P1, 1, "out_of_credits", 0.0)
-    actions = request.tick(10.1)
+    actions = tick(request, 10.1)
     assert freed(actions) == {P1}
     assert Requeue in kinds(actions)
 
@@ -125,7 +126,7 @@ def test_a_cancel_frees_whoever_may_hold_the_request(state: State) -> None:
 @pytest.mark.parametrize("state", HOLDERS)
 def test_a_deadline_frees_whoever_may_hold_the_request(state: State) -> None:
     request = in_state(state)
-    actions = request.tick(request.deadline)
+    actions = tick(request, request.deadline)
     assert freed(actions) == HOLDERS[state]
     assert isinstance(request.transcript.take().error, errors.DeadlineExceeded)
 
@@ -156,8 +157,8 @@ def test_a_reader_that_reads_nothing_is_cut_off() -> None:
     request = in_state(State.DECODING)
     for second in range(1, 32):
         request.frame(D1, frame(request, 1, []), float(second))
-        assert request.tick(float(second)) == ()
-    assert freed(request.tick(31.5)) >= {D1}
+        assert tick(request, float(second)) == ()
+    assert freed(tick(request, 31.5)) >= {D1}
     assert isinstance(request.transcript.take().error, errors.Cancelled)
 
 
@@ -166,4 +167,4 @@ def test_a_reader_that_waits_for_the_next_token_is_not_slow() -> None:
     request.transcript.take()
     for second in range(1, 50):
         request.frame(D1, frame(request, 1, []), float(second))
-        assert request.tick(float(second)) == ()
+        assert tick(request, float(second)) == ()
