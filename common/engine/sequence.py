@@ -151,19 +151,23 @@ class Sequence:
                 return taken + 1
         return count
 
-    def frame(self, start: int) -> TokenFrame:
-        """All tokens from output index `start` on, as sent to the gateway; with the end of the request, if it has ended."""
+    def frame(self, start: int, *, max_entries: int = 1 << 30) -> TokenFrame:
+        """Return the tokens from output index `start` on, as sent to the gateway, and the end of the request if it comes next.
+
+        max_entries: tokens and their alternatives that it may hold; at least one token is in it.
+        """
         first = self.generation.prompt_tokens + max(start, 0)
+        end = min(len(self.tokens), first + max(1, max_entries // (1 + max(self.sampling.logprobs, 0))))
         logprobs = None
         if self.sampling.logprobs >= 0 and first >= self.held_from:
-            logprobs = self.logprobs[first - self.held_from :]
+            logprobs = self.logprobs[first - self.held_from : end - self.held_from]
         return TokenFrame(
             request=self.request,
             attempt=self.attempt,
             start=first - self.generation.prompt_tokens,
-            tokens=self.tokens[first:],
+            tokens=self.tokens[first:end],
             logprobs=logprobs,
-            finish=self.finish,
+            finish=self.finish if end == len(self.tokens) else None,
             cached_tokens=self.num_cached,
         )
 

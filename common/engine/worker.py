@@ -14,7 +14,7 @@ import asyncio
 import contextvars
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,24 +25,28 @@ from common.cache.pool import BlockPool
 from common.cache.store_client import StoreClient
 from common.engine import stepping
 from common.engine.metrics import EngineMetrics
+from common.engine.outflow import FRAME_ENTRIES, Outflow
 from common.engine.plan import Runner, RunnerLost, StepPlan, StepResult
+from common.engine.prefixes import Prefixes
 from common.engine.sequence import Sequence, SequenceCache
 from common.engine.settings import EngineServiceConfig
 from common.engine.speeds import Speeds
 from common.engine.stepping import EngineThreads, StepLoop
 from common.engine.watchdog import StepWatch
-from common.protocol import messages
 from common.protocol.errors import Cancelled, OutOfCredits, PenstockError, ShuttingDown
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import (
     Accepted,
     Cancel,
     FetchFrames,
+    FramesTaken,
     Generation,
     Message,
     Presence,
     Rejected,
     Renew,
+    TokenFrame,
+    TokenFrames,
     Unknown,
 )
 from common.runtime import logs
@@ -94,6 +98,7 @@ class EngineWorker(Actor):
         self.open_engine = open_engine
         self.host = host_id(config.shm_dir)
         self.held: LeaseTable[Sequence] = LeaseTable(config.lease_s)
+        self.outflow = Outflow(self._send_frames)
         self.refusing = False
         self._alone: Sequence | None = None
         self.speeds = Speeds()
@@ -113,6 +118,7 @@ class EngineWorker(Actor):
         self.cache = SequenceCache(self.pool, block_tokens=runner.block_tokens, fingerprint=runner.fingerprint)
         self.store = StoreClient(self, segment.blocks, runner.fingerprint, self.config.shm_dir)
         self.scheduler = self.make_scheduler()
+        self.prefixes = Prefixes(self)
         self.loop = StepLoop(
             runner=runner,
             scheduler=self.scheduler,
@@ -193,6 +199,8 @@ class EngineWorker(Actor):
                 self.on_renew(message)
             case FetchFrames():
                 self.on_fetch(message)
+            case FramesTaken():
+                self.outflow.taken(message, self.clock())
             case _:
                 log.warning("unexpected_message", message=type(message).__name__)
 
@@ -221,6 +229,7 @@ class EngineWorker(Actor):
             return None
         if generation.alone:
             self._alone = sequence
+        self.outflow.open(generation.gateway, generation.window, self.clock())
         self.held.grant(request, generation.gateway, sequence, self.clock())
         self.counters.prefix_queries.inc(len(sequence.tokens))
         self.counters.prefix_hits.inc(sequence.num_computed)
@@ -240,30 +249,34 @@ class EngineWorker(Actor):
         if self.is_alone or (generation.alone and others):
             raise OutOfCredits("a request must run alone; this one, or one that is here")
 
+    def is_held(self, sequence: Sequence) -> bool:
+        """Whether its gateway still wants it."""
+        return self.held.get(sequence.request) is sequence
+
     def drop(self, request: str) -> None:
         """Free a request and forget it. Harmless for one that is not held."""
         sequence = self.held.release(request)
         if sequence is not None:
-            self.scheduler.cancel(sequence)
-            self.dropped(sequence)
-            self.wake()  # somebody may have waited for its blocks
+            self._let_go(sequence)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        self.outflow.drop(sequence)
+        self.scheduler.cancel(sequence)
+        self.dropped(sequence)
+        self.wake()  # somebody may have waited for its blocks
 
     def dropped(self, sequence: Sequence) -> None:
         """A held request was let go of: free what the subclass holds for it."""
 
     def fail(self, sequence: Sequence, code: str, message: str) -> None:
         """Tell the gateway that this attempt is over, and forget it."""
-        frame = messages.TokenFrame(
-            request=sequence.request,
-            attempt=sequence.attempt,
-            start=sequence.num_outputs,
-            tokens=[],
-            finish="error",
-            error_code=code,
-            error_message=message,
-        )
-        self.send(sequence.generation.gateway, messages.TokenFrames(worker=self.ref, frames=[frame]))
+        unsent = sequence.frame(self.outflow.drop(sequence), max_entries=FRAME_ENTRIES)
+        frame = msgspec.structs.replace(unsent, finish="error", error_code=code, error_message=message)
+        self._send_frames(sequence.generation.gateway, [frame], 0)
         self.drop(sequence.request)
+
+    def _send_frames(self, gateway: WorkerRef, frames: list[TokenFrame], number: int) -> None:
+        self.send(gateway, TokenFrames(worker=self.ref, frames=frames, number=number))
 
     def on_cancel(self, cancel: Cancel) -> None:
         for request, attempt in cancel.requests:
@@ -288,8 +301,10 @@ class EngineWorker(Actor):
         held = self.held.get(fetch.request)
         if held is None or held.attempt != fetch.attempt:
             self.send(fetch.gateway, Unknown(worker=self.ref, requests=[(fetch.request, fetch.attempt)]))
-        else:  # an empty frame, when there is nothing new, is a sign of life
-            self.send(fetch.gateway, messages.TokenFrames(worker=self.ref, frames=[held.frame(fetch.start)]))
+        elif fetch.start < held.num_outputs:
+            self.outflow.again(held, fetch.start)
+        else:  # with the end, perhaps; and a sign of life
+            self._send_frames(fetch.gateway, [held.frame(fetch.start)], 0)
 
     @property
     def healthy(self) -> bool:
@@ -301,11 +316,10 @@ class EngineWorker(Actor):
             self._give_up_engine(now)
         for request, sequence in self.held.expire(now):
             log.warning("request_expired", request=request, reason="no gateway renewed it")
-            self.scheduler.cancel(sequence)
-            self.dropped(sequence)
-            self.wake()
+            self._let_go(sequence)
         for sequence in [s for s in self.held.values() if s.ends_at < now]:
             self.drop(sequence.request)
+        self.outflow.tick(now)
         if self.refusing and not self.num_obligations:
             self._idle.set()
 
@@ -317,50 +331,13 @@ class EngineWorker(Actor):
 
     def connection_changed(self, connected: bool) -> None:
         (self.held.resume if connected else self.held.pause)(self.clock())
+        if connected:
+            self.outflow.lost()
 
     def fenced(self) -> None:
         for sequence in self.held.values():
             self.drop(sequence.request)
-
-    # -- KV copies
-
-    def fetch_prefix(self, sequence: Sequence) -> None:
-        """Fill the blocks behind the local prefix from a kvstore, if that could save work; the sequence runs afterwards.
-
-        Call it in the turn that admitted the sequence: from then on a step may be planned with it.
-        """
-        if self.store.available and len(sequence.tokens) - sequence.num_computed > self.cache.block_tokens:
-            self.scheduler.begin_copy(sequence)
-            self.task_group.start_soon(self._fetch_prefix, sequence)
-
-    async def _fetch_prefix(self, sequence: Sequence) -> None:
-        have = sequence.num_computed // self.cache.block_tokens
-        copied = 0
-        try:
-            hashes = self.cache.hash(sequence, len(sequence.tokens) - 1)
-            copied = await self.store.fetch(hashes[have:], sequence.blocks[have : len(hashes)])
-        finally:
-            num_computed = (have + copied) * self.cache.block_tokens
-            sequence.num_cached = min(num_computed, sequence.generation.prompt_tokens)
-            self.counters.prefix_hits.inc(copied * self.cache.block_tokens)
-            self.scheduler.end_copy(sequence, num_computed)
-            self.wake()
-
-    async def offer(self, blocks: list[int], hashes: list[bytes]) -> None:
-        """Give full blocks to the kvstore. The caller retained them; they are released here, whatever happens."""
-        try:
-            await self.store.offer(hashes, blocks)
-        finally:
-            self.pool.release(blocks)
-            self.wake()
-
-    def offer_soon(self, sequence: Sequence) -> None:
-        """Offer the full blocks of a sequence in the background; call before its blocks are freed."""
-        hashes = self.cache.hash(sequence, sequence.num_computed)
-        blocks = sequence.blocks[: len(hashes)]
-        if blocks and self.store.available:
-            self.pool.retain(blocks)
-            self.task_group.start_soon(self.offer, blocks, list(hashes))
+        self.outflow.clear()
 
     # -- presence
 
@@ -391,12 +368,3 @@ class EngineWorker(Actor):
 def remaining_s(generation: Generation) -> float:
     """Return how long a request may still take, by the time of day only if its sender does not know `remaining_ms`."""
     return (generation.remaining_ms or generation.deadline_ms - time.time() * 1000) / 1000
-
-
-def send_frames(worker: Actor, news: Iterable[tuple[Sequence, int]]) -> None:
-    """Send what a step generated, one message per gateway: for each sequence its tokens from an output index on."""
-    grouped: dict[WorkerRef, list[messages.TokenFrame]] = {}
-    for sequence, start in news:
-        grouped.setdefault(sequence.generation.gateway, []).append(sequence.frame(start))
-    for gateway, frames in grouped.items():
-        worker.send(gateway, messages.TokenFrames(worker=worker.ref, frames=frames))

@@ -12,6 +12,7 @@
     │   ├── Overloaded              429  overloaded
     │   ├── Cancelled               499  cancelled
     │   ├── NoWorkers               503  no_workers
+    │   ├── GatewayBusy             503  gateway_busy       it can't keep up with what it has
     │   ├── ShuttingDown            503  shutting_down
     │   ├── DeadlineExceeded        504  deadline_exceeded
     │   ├── WorkersDied             500  workers_died       workers ended each time that they ran it
@@ -96,6 +97,11 @@ class Cancelled(ServiceError):
 
 class NoWorkers(ServiceError):
     code = "no_workers"
+    http_status = 503
+
+
+class GatewayBusy(ServiceError):
+    code = "gateway_busy"
     http_status = 503
 
 

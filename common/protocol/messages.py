@@ -11,7 +11,7 @@ Who sends what, in the order of one request:
     gateway → decode    DecodeTask            the direct path: no prefill worker
     prefill → gateway   TokenFrames, HandedOff or HandoffFailed
     decode  → gateway   TokenFrames           one message per gateway per step
-    gateway → worker    FetchFrames, Renew, Cancel
+    gateway → worker    FramesTaken, FetchFrames, Renew, Cancel
     worker  → gateway   Unknown               the answer to Renew for requests it does not hold
     decode  → prefill   ReleaseLease, RenewLeases
     worker  ↔ kvstore   BlockLookup/BlockLease, BlockOffer/BlockGrant, BlockCommit, ReleaseLease, RenewLeases
@@ -64,7 +64,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     the request had left when this was sent: a holder frees it once so much has passed on a clock of its own, whatever the time
     of day is there. `deadline_ms`, milliseconds since 1970, is for readers that don't know `remaining_ms`. `salt` separates
     tenants' prefix caches. `alone`: workers have died with this request: run it while you hold nothing else, and take nothing
-    else until it has given a token.
+    else until it has given a token. `window`: units of frames (`frame_units`) that may be on their way to the gateway
+    unacknowledged; 0: any number.
     """
 
     request: str
@@ -77,6 +78,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     salt: bytes = b""
     remaining_ms: int = 0
     alone: bool = False
+    window: int = 0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -105,10 +107,27 @@ class TokenFrame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenFrames(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """worker → gateway: every token of one engine step that belongs to this gateway."""
+    """worker → gateway: tokens of one engine step that belong to this gateway, or of several, while it was behind.
+
+    `number` counts a worker's messages to one gateway, from 1; 0 in those that need no acknowledgement.
+    """
 
     worker: WorkerRef
     frames: list[TokenFrame]
+    number: int = 0
+
+
+def frame_units(frame: TokenFrame) -> int:
+    """Return what a frame costs its gateway, roughly: one of few tokens is one unit."""
+    return 1 + len(frame.tokens) * (1 + len(frame.logprobs[0].top_tokens) if frame.logprobs else 1) // 8
+
+
+class FramesTaken(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """gateway → worker: I have worked through your TokenFrames up to `number`; `window` is as in `Generation`, from now on."""
+
+    gateway: WorkerRef
+    number: int
+    window: int
 
 
 class PrefillTask(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -275,6 +294,7 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 Message = (
     TokenFrames
+    | FramesTaken
     | PrefillTask
     | DecodeTask
     | KvReady

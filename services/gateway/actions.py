@@ -24,6 +24,10 @@ class State(IntEnum):
     DONE = 5
 
 
+BEFORE_DECODING = (State.PLACING, State.PREFILLING, State.HANDING_OFF)
+HELD = (State.PREFILLING, State.HANDING_OFF, State.DECODING)
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Times are seconds."""
 

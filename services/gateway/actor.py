@@ -17,11 +17,12 @@ from collections.abc import Callable
 import anyio
 from starlette.types import ASGIApp
 
-from common.protocol.errors import Cancelled, NoResponders, PenstockError, ProtocolError, ShuttingDown, from_wire
+from common.protocol.errors import Cancelled, GatewayBusy, NoResponders, PenstockError, ProtocolError, ShuttingDown, from_wire
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import (
     Accepted,
     Cancel,
+    FramesTaken,
     HandedOff,
     HandoffFailed,
     Message,
@@ -57,6 +58,11 @@ FREE_AFTER_S = 0.01
 """Requests that end within this time are let go of with one message per worker."""
 SETTLED_AFTER_S = 0.5
 """After the bus came back: workers return a little later than we do, and would miss what is sent before."""
+BEHIND_S = 0.3
+"""A frame that has waited so long, or a heartbeat so late, says that silence of workers may be our own."""
+SHED_S = 1.0
+"""And then new requests are refused."""
+BEHIND_FOR_S = 1.0
 DRAIN_RESERVE_S = 2.0
 """Kept of the drain's time for telling clients that their stream ends here."""
 
@@ -92,6 +98,7 @@ class GatewayActor(Actor):
         )
         self.health = Health(trusting=not config.canary)
         self.placement = Placement(self.router, self.health)
+        self.windows = self.placement.windows
         self.dispatcher = Dispatcher(
             placement=self.placement,
             max_queue=config.max_queue,
@@ -113,7 +120,8 @@ class GatewayActor(Actor):
         self._numbers = itertools.count(1)
         self._outages = 0
         self._settled_at = clock()
-        self._inflow = Inflow(self._take_frames)
+        self._inflow = Inflow(self._take_frames, self._frames_taken, clock)
+        self._ticked_at = self._busy_until = self._shed_until = clock()
         self._freeing = anyio.Event()
         self._idle = anyio.Event()
         self._front: NatsFront | None = None
@@ -128,7 +136,7 @@ class GatewayActor(Actor):
         return self.registry.alive(None, self.clock())
 
     def generate(self, request: GenerationRequest) -> Stream:
-        """:raises Overloaded, ShuttingDown, DuplicateRequest: nothing has been taken then."""
+        """:raises GatewayBusy, Overloaded, ShuttingDown, DuplicateRequest: nothing has been taken then."""
         return self._start(request, "auto", None)
 
     def http_app(self) -> ASGIApp | None:
@@ -179,10 +187,22 @@ class GatewayActor(Actor):
 
     def tick(self, now: float) -> None:
         self._look_around(now)
-        self.dispatcher.tick(now)
+        self._measure_lag(now)
+        for worker in self.windows.tick(now):
+            self._acknowledge(worker)
+        self.dispatcher.tick(now, behind=now < self._busy_until)
         self.health.forget([peer.worker.id for peer in self.registry.alive(None, now)], now)
         self.canary.tick(now, connected=self.bus.connected)
         self._carry_out()
+
+    def _measure_lag(self, now: float) -> None:
+        """Frames that have waited here for long, or heartbeats that come late, show that this process can't keep up."""
+        late_s = max(self._inflow.lag_s, now - self._ticked_at - self.config.heartbeat_s)
+        self._ticked_at = now
+        if late_s > BEHIND_S:
+            self._busy_until = now + BEHIND_FOR_S
+        if late_s > SHED_S:
+            self._shed_until = now + BEHIND_FOR_S
 
     def peer_lost(self, peer: Presence) -> None:
         self._inflow.flush()
@@ -226,12 +246,22 @@ class GatewayActor(Actor):
         self.dispatcher.frames(message, self.clock())
         self._carry_out()
 
+    def _frames_taken(self, worker: WorkerRef, number: int, units: int) -> None:
+        if number and self.windows.took(worker, number, units, self.clock()):
+            self._acknowledge(worker)
+
+    def _acknowledge(self, worker: WorkerRef) -> None:
+        number = self.windows.acknowledge(worker)
+        self.send(worker, FramesTaken(gateway=self.ref, number=number, window=self.windows.size))
+
     # -- inside
 
     def _start(self, request: GenerationRequest, path: Path, only: WorkerRef | None) -> Stream:
         if self.state != "ready":
             raise ShuttingDown("this gateway is starting or stopping; send the request to another one, or again in a moment")
         now = self.clock()
+        if now < self._shed_until and path == "auto":
+            raise GatewayBusy("this gateway can't keep up; try again in a moment")
         taken = Request(
             request,
             wire_id=f"{request.id}/{self.ref.epoch:x}/{next(self._numbers)}",

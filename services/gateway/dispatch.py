@@ -20,6 +20,7 @@ from common.protocol.errors import PenstockError
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence, TokenFrames
 from services.gateway.actions import Actions, Ask, Ended, Free, Requeue, Reroute, State, Tell
+from services.gateway.handoff import handed_off, handoff_failed
 from services.gateway.patience import tick
 from services.gateway.placement import Placement
 from services.gateway.requests import Request
@@ -184,7 +185,7 @@ class Dispatcher:
             self._free(message.decode, message.request, message.attempt)
             return
         self.health.succeeded(message.worker, now)
-        self._apply(request, request.handed_off(message.attempt, message.decode, now), now)
+        self._apply(request, handed_off(request, message.attempt, message.decode, now), now)
         if request.holder == message.decode and not self.router.knows(message.decode) and self.connected:
             self._apply(request, request.worker_lost(message.decode, now), now)
         self._place_waiting(now)
@@ -195,7 +196,7 @@ class Dispatcher:
             self._free(message.worker, message.request, message.attempt)
             return
         refused = request.decode if message.attempt == request.attempt else None
-        self._apply(request, request.handoff_failed(message.worker, message.attempt, message.code, now), now)
+        self._apply(request, handoff_failed(request, message.worker, message.attempt, message.code, now), now)
         if refused is not None:  # after our own request has left it, or that would look like room
             self.router.refused(refused)
         self._place_waiting(now)
@@ -240,7 +241,8 @@ class Dispatcher:
 
     # -- time
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float, *, behind: bool = False) -> None:
+        """Once a heartbeat. `behind`: this gateway can't keep up, so that silence says nothing of workers."""
         for request, actions in self.placement.tick(now):
             self._apply(request, actions, now)
         hopeless = self.connected and now - self._hoped_at > self.no_workers_grace_s
@@ -248,7 +250,7 @@ class Dispatcher:
         if refetch:
             del self._refetch_at[0]
         for request in list(self.requests.values()):
-            if not self.connected:
+            if not self.connected or (behind and request.is_held):
                 if now >= request.deadline:
                     self._apply(request, tick(request, now), now)
                 continue

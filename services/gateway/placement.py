@@ -19,11 +19,13 @@ from common.protocol import tokens as token_bytes
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
 from services.gateway.actions import Actions, State
+from services.gateway.handoff import redirect, stranded
 from services.gateway.health import Health
 from services.gateway.prefix_memory import FINE_TOKENS, prefix_keys
 from services.gateway.requests import Request
 from services.gateway.router import Job, Router
 from services.gateway.waiting import Line, WaitingRoom
+from services.gateway.windows import Windows
 
 PREFILL_PATIENCE_S = 5.0
 """A long prompt waits so long for room at prefill, then decode may compute it."""
@@ -54,6 +56,7 @@ class Placement:
         self.health = health
         self.on_placed = on_placed
         self.seats: dict[str, Seat] = {}
+        self.windows = Windows()
         self._waiting = WaitingRoom()
         self._homeless: dict[str, Request] = {}
         self._doubtful = frozenset[str]()
@@ -167,7 +170,8 @@ class Placement:
                 continue
             self.on_placed(now - request.since)
             self.seats[request.id].uncached_tokens = choice.uncached_tokens
-            yield request, request.place(choice.prefill, choice.decode, now, alone=line == "alone")
+            alone, window = line == "alone", self.windows.size
+            yield request, request.place(choice.prefill, choice.decode, now, alone=alone, window=window)
         for line, order, request in unplaced:
             self._waiting.join(line, order, request)
 
@@ -213,10 +217,10 @@ class Placement:
         decode = self.router.choose_decode(prefill, self._job(request, now), tried=request.tried)
         if decode is not None:
             del self._homeless[request.id]
-            yield request, request.redirect(decode, now)
+            yield request, redirect(request, decode, now)
         elif not self.router.may_redirect(prefill, tried=request.tried):
             del self._homeless[request.id]
-            yield request, request.stranded(now)
+            yield request, stranded(request, now)
 
     def _count(self, worker: WorkerRef | None, requests: int, tokens: int = 0) -> None:
         if worker is not None:

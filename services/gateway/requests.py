@@ -26,10 +26,23 @@ from common.protocol.messages import (
     FinishReason,
     Generation,
     PrefillTask,
-    Redirect,
     TokenFrame,
 )
-from services.gateway.actions import NOTHING, Action, Actions, Ask, Ended, Free, Limits, Path, Requeue, Reroute, State, Tell
+from services.gateway.actions import (
+    BEFORE_DECODING,
+    HELD,
+    NOTHING,
+    Action,
+    Actions,
+    Ask,
+    Ended,
+    Free,
+    Limits,
+    Path,
+    Requeue,
+    State,
+    Tell,
+)
 from services.gateway.failures import for_client, is_final, is_loss, is_refusal
 from services.gateway.generation import GenerationRequest as GenerationRequest  # the edges take both from here
 from services.gateway.losses import Losses, Suspicion
@@ -98,14 +111,16 @@ class Request:
 
     # -- placing
 
-    def place(self, prefill: WorkerRef | None, decode: WorkerRef, now: float, *, alone: bool = False) -> Actions:
-        """Begin the next attempt on these workers; `alone`: on one that takes nothing else until a token has come."""
+    def place(
+        self, prefill: WorkerRef | None, decode: WorkerRef, now: float, *, alone: bool = False, window: int = 0
+    ) -> Actions:
+        """Begin the next attempt on these workers. `alone`, `window`: see `Generation`."""
         self.attempt += 1
         self.alone = alone
         self.prefill, self.decode = prefill, decode
         self.holders = {decode} if prefill is None else {prefill, decode}
         self.tried = {decode.id}
-        self._enter(State.PLACING, now)
+        self.enter(State.PLACING, now)
         self.unknowns = self.produced = 0
         self.silence.placed()
         generation = Generation(
@@ -119,6 +134,7 @@ class Request:
             remaining_ms=max(1, int((self.deadline - now) * 1000)),
             salt=self.salt,
             alone=alone,
+            window=window,
         )
         task = DecodeTask(generation=generation) if prefill is None else PrefillTask(generation=generation, decode=decode)
         return [Ask(prefill or decode, task, self.attempt)]
@@ -127,14 +143,14 @@ class Request:
         if attempt != self.attempt or worker not in self.holders:
             return [Free(worker, attempt)]
         if self.state is State.PLACING:
-            self._enter(State.PREFILLING, now)
+            self.enter(State.PREFILLING, now)
         return NOTHING
 
     def refused(
         self, worker: WorkerRef, attempt: int, error: PenstockError, now: float, *, bus_was_away: bool = False
     ) -> Actions:
         """The task was rejected, or nobody answered it in time (then the worker may hold it all the same)."""
-        if attempt == self.attempt and self.state in _HELD and worker in self.holders:
+        if attempt == self.attempt and self.state in HELD and worker in self.holders:
             return NOTHING  # its frames came, and only its answer was lost
         if attempt != self.attempt or self.state is not State.PLACING:
             return [Free(worker, attempt)] if isinstance(error, errors.RequestTimeout) else NOTHING
@@ -155,10 +171,10 @@ class Request:
             self.dropped_frames += 1
             return [Free(worker, frame.attempt)]
         if worker == self.decode:
-            self._handed_over(now)
+            self.handed_over(now)
         elif worker == self.prefill:
             if frame.tokens and self.state < State.HANDING_OFF and frame.finish is None:
-                self._enter(State.HANDING_OFF, now)
+                self.enter(State.HANDING_OFF, now)
         else:
             self.dropped_frames += 1
             return [Free(worker, frame.attempt)]
@@ -191,38 +207,6 @@ class Request:
         if self.transcript.full:
             return self.end(self.transcript.complete(), None)
         return NOTHING
-
-    def handed_off(self, attempt: int, decode: WorkerRef, now: float) -> Actions:
-        if attempt != self.attempt or decode != self.decode or self.state is State.DONE:
-            return [Free(decode, attempt)]
-        self._handed_over(now)
-        return NOTHING
-
-    def handoff_failed(self, worker: WorkerRef, attempt: int, code: str, now: float) -> Actions:
-        """The prefill worker keeps the KV and waits for a `Redirect`."""
-        if attempt != self.attempt or worker != self.prefill or self.state not in _BEFORE_DECODING or self.decode is None:
-            return NOTHING
-        refused = self.decode
-        self.decode = None
-        self.holders.discard(refused)
-        self._enter(State.HANDING_OFF, now)
-        if isinstance(errors.from_wire(code, ""), (errors.OutOfCredits, errors.OutOfBlocks)):
-            self.tried.discard(refused.id)
-            return [Reroute()]
-        # its answer may have been lost; and it must not be tried again, for this cancel would refuse this very attempt
-        return [Free(refused, attempt), Reroute()]
-
-    def redirect(self, decode: WorkerRef, now: float) -> Actions:
-        assert self.prefill is not None and self.state is State.HANDING_OFF
-        self.decode = decode
-        self.holders.add(decode)
-        self.tried.add(decode.id)
-        self.since = now
-        return [Tell(self.prefill, Redirect(request=self.id, attempt=self.attempt, decode=decode))]
-
-    def stranded(self, now: float) -> Actions:
-        """No other decode worker can ever read this KV: begin again elsewhere."""
-        return self.next_attempt(errors.WorkerLost("no decode worker is left beside the KV"), now, counted=False)
 
     def unknown(self, worker: WorkerRef, attempt: int, now: float) -> Actions:
         """`worker` does not hold us. Once may be a message that crossed another; twice in a row is the truth."""
@@ -295,7 +279,7 @@ class Request:
             return self.end(None, for_client(error))
         freed = self._free_all()
         self.prefill = self.decode = None
-        self._enter(State.QUEUED, now)
+        self.enter(State.QUEUED, now)
         delay_s = 0.1 * (1 << self.failures) if counted and self.failures > 1 else 0.0
         return [*freed, Requeue(now + delay_s)]
 
@@ -315,14 +299,14 @@ class Request:
     @property
     def holder(self) -> WorkerRef | None:
         """Whoever the request cannot go on without."""
-        if self.state in _BEFORE_DECODING:
+        if self.state in BEFORE_DECODING:
             return self.prefill or self.decode
         return self.decode if self.state is State.DECODING else None
 
     @property
     def is_held(self) -> bool:
         """Some worker said that it has taken the request."""
-        return self.state in _HELD
+        return self.state in HELD
 
     @property
     def computing(self) -> WorkerRef | None:
@@ -354,16 +338,17 @@ class Request:
         message = FetchFrames(gateway=self.gateway, request=self.id, attempt=self.attempt, start=len(self.tokens))
         return Tell(worker, message)
 
-    def _enter(self, state: State, now: float) -> None:
+    def enter(self, state: State, now: float) -> None:
         self.state = state
         self.since = now
         self.is_unsettled = True
         self.silence.began(now)
 
-    def _handed_over(self, now: float) -> None:
+    def handed_over(self, now: float) -> None:
+        """The decode worker has it now."""
         if self.state is State.DECODING:
             return
-        self._enter(State.DECODING, now)
+        self.enter(State.DECODING, now)
         self.silence.handed_over(now)
         self.unknowns = 0
         if self.prefill is not None:
@@ -399,7 +384,3 @@ class Request:
         freed: list[Action] = [Free(worker, self.attempt) for worker in self.holders]
         self.holders = set()
         return freed
-
-
-_BEFORE_DECODING = (State.PLACING, State.PREFILLING, State.HANDING_OFF)
-_HELD = (State.PREFILLING, State.HANDING_OFF, State.DECODING)

@@ -9,6 +9,7 @@ from common.protocol import tokens as token_bytes
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Redirect, SamplingParams
 from services.gateway.actions import Ask, Ended, Free, Limits, Requeue, Reroute, State, Tell
+from services.gateway.handoff import handoff_failed, redirect
 from services.gateway.losses import Suspicion
 from services.gateway.patience import tick
 from services.gateway.requests import GenerationRequest, Request
@@ -71,8 +72,8 @@ def test_a_planned_decode_worker_that_dies_before_the_handoff_costs_only_a_redir
     request = in_state(State.PREFILLING)
     assert request.worker_lost(D1, 0.5) == ()
     request.frame(P1, frame(request, 0, [100]), 0.6)
-    assert Reroute in kinds(request.handoff_failed(P1, 1, "no_responders", 0.7))
-    (tell,) = request.redirect(D2, 0.8)
+    assert Reroute in kinds(handoff_failed(request, P1, 1, "no_responders", 0.7))
+    (tell,) = redirect(request, D2, 0.8)
     assert isinstance(tell, Tell)
     assert (tell.worker, tell.message) == (P1, Redirect(request=request.id, attempt=1, decode=D2))
 
