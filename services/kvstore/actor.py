@@ -40,7 +40,8 @@ from common.runtime import logs
 from common.runtime.actor import Actor, WorkerState
 from common.runtime.bus import Bus
 from common.runtime.leases import LeaseTable
-from common.transfer.shm import check_room, host_id, sweep
+from common.transfer.segment_file import check_room, sweep
+from common.transfer.shm import host_id
 from services.kvstore.arena import Arena
 from services.kvstore.config import KvstoreConfig
 

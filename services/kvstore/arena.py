@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.protocol.errors import InvalidParameter
-from common.transfer.shm import Segment
+from common.transfer.segment import Segment
 from services.kvstore.index import BlockIndex
 
 MAX_BLOCK_BYTES = 1 << 32

@@ -27,8 +27,9 @@ from common.runtime.actor import Actor
 from common.runtime.memory_bus import MemoryBroker
 from common.runtime.settings import ServiceConfig
 from common.transfer.base import RemoteBlocks
-from common.transfer.shm import ShmTransport
+from common.transfer.shm import StoreTransport
 from services.kvstore.actor import KvstoreActor
+from services.kvstore.arena import Arena
 from services.kvstore.config import KvstoreConfig
 
 BLOCK_BYTES = 1 << 16
@@ -57,7 +58,7 @@ class HookedTransport:
     """Shared memory, with something happening before each read."""
 
     def __init__(self, shm_dir: Path) -> None:
-        self.shm = ShmTransport(shm_dir)
+        self.shm = StoreTransport(shm_dir)
         self.before: Callable[[], None] = lambda: None
 
     def read(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> int:
@@ -115,6 +116,16 @@ async def settled(store: KvstoreActor, usage: KvUsage) -> None:
     await until(lambda: store.usage() == usage and not len(store.leases))
     for arena in store.arenas.values():
         arena.index.check()
+
+
+def spoil(arena: Arena, slot: int) -> None:
+    """Flip a bit of a stored block."""
+    with arena.segment.path.open("r+b") as file:
+        at = arena.segment.path.stat().st_size - (arena.segment.num_blocks - slot) * arena.segment.block_bytes + 17
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
 
 
 async def grant_of(worker: Worker, store: KvstoreActor, hashes: list[bytes]) -> BlockGrant:

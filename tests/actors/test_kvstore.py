@@ -16,7 +16,18 @@ from common.protocol.messages import (
     KvUsage,
     ReleaseLease,
 )
-from tests.actors.kvstore_site import BLOCK_BYTES, CHAIN, Site, grant_of, lease_of, running, settled, temporary_site, until
+from tests.actors.kvstore_site import (
+    BLOCK_BYTES,
+    CHAIN,
+    Site,
+    grant_of,
+    lease_of,
+    running,
+    settled,
+    spoil,
+    temporary_site,
+    until,
+)
 
 
 @pytest.fixture
@@ -134,7 +145,7 @@ async def test_a_damaged_block_is_not_used_and_is_forgotten(site: Site):
         await until(lambda: store.usage().cached == 4)
         arena = store.arenas["m"]
         (_, _, slot, _) = arena.index.lookup(CHAIN)
-        arena.segment.blocks[slot, 17] ^= 1
+        spoil(arena, slot)
         assert await worker.store.fetch(CHAIN[:4], [5, 6, 7, 8]) == 2
         await settled(store, KvUsage(total=16, free=13, cached=3))
         await worker.store.offer(CHAIN[:4], range(4))

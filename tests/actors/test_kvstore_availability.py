@@ -227,8 +227,8 @@ async def test_too_little_shared_memory_is_said_at_start(site: Site):
 
 
 async def test_the_store_sweeps_what_a_dead_worker_left(site: Site):
-    script = "import sys, os, common.transfer.shm as s; x = s.Segment.create(sys.argv[1], 'dead', num_blocks=1, block_bytes=9,"
-    script += " fingerprint=''); os._exit(1)"
+    script = "import sys, os, common.transfer.segment as s; x = s.Segment.create(sys.argv[1], 'dead', num_blocks=1,"
+    script += " block_bytes=9, fingerprint=''); os._exit(1)"
     with anyio.fail_after(20):
         await anyio.run_process([sys.executable, "-c", script, str(site.shm_dir)], check=False)
     assert len(list(site.shm_dir.iterdir())) == 1

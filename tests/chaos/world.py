@@ -23,7 +23,8 @@ from common.protocol.handles import Role
 from common.protocol.messages import SamplingParams
 from common.runtime.actor import Actor
 from common.runtime.memory_bus import MemoryBroker, MemoryBus
-from common.transfer.shm import Segment, ShmTransport
+from common.transfer.segment import Segment
+from common.transfer.shm import ShmTransport
 from services.decode.actor import DecodeActor
 from services.decode.config import DecodeConfig
 from services.draft.actor import DraftActor
