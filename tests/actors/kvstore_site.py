@@ -41,10 +41,18 @@ class Worker(Actor):
 
     role: ClassVar[Role] = "prefill"
 
-    def __init__(self, broker: MemoryBroker, shm_dir: Path, *, fill: int = 0, fingerprint: str = "m") -> None:
+    def __init__(
+        self,
+        broker: MemoryBroker,
+        shm_dir: Path,
+        *,
+        fill: int = 0,
+        fingerprint: str = "m",
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
         self.connection = broker.connect("worker")
         super().__init__(bus=self.connection, config=ServiceConfig(heartbeat_s=0.02, dead_after_s=0.3, shm_dir=str(shm_dir)))
-        self.blocks = np.zeros((10, BLOCK_BYTES), np.uint8)
+        self.blocks = np.zeros((10, block_bytes), np.uint8)
         if fill:
             self.blocks[:] = np.random.default_rng(fill).integers(0, 256, self.blocks.shape, np.uint8)
         self.transport = HookedTransport(shm_dir)
@@ -78,8 +86,8 @@ class Site:
         self.connection = self.broker.connect("kvstore")
         return KvstoreActor(bus=self.connection, config=msgspec.structs.replace(self.config, **changes))
 
-    def make_worker(self, *, fill: int = 0, fingerprint: str = "m") -> Worker:
-        return Worker(self.broker, self.shm_dir, fill=fill, fingerprint=fingerprint)
+    def make_worker(self, *, fill: int = 0, fingerprint: str = "m", block_bytes: int = BLOCK_BYTES) -> Worker:
+        return Worker(self.broker, self.shm_dir, fill=fill, fingerprint=fingerprint, block_bytes=block_bytes)
 
 
 @contextlib.contextmanager

@@ -214,6 +214,11 @@ class World:
         for process in self.processes.values():
             if isinstance(process.actor, EngineWorker) and process.actor.loaded:
                 process.actor.pool.check()
+            if isinstance(process.actor, KvstoreActor):
+                arenas = process.actor.arenas
+                assert arenas.memory_bytes <= arenas.capacity_bytes
+                for arena in arenas.values():
+                    arena.index.check()
 
     def held(self) -> list[str]:
         """What is still held on workers; empty when everything was given back."""
