@@ -178,6 +178,7 @@ def _describe(actor: Actor) -> ServiceInfo:
             "epoch": str(actor.ref.epoch),
         },
         stats=lambda: _stats(actor),
+        endpoints=actor.endpoints,
     )
 
 
