@@ -11,6 +11,7 @@ import anyio
 import pytest_asyncio
 
 from common.models.source import ModelFiles
+from common.protocol.handles import Role
 from tests.chaos.site import simulated_jobs
 from tests.e2e.stack import Reply, Stack
 from tests.fixtures.tmpfs import small_tmpfs
@@ -38,7 +39,8 @@ async def test_two_workers_and_a_store_fill_it_and_nobody_dies(stack: Stack, smo
     await stack.start("kvstore", "--capacity-mb", "4")
     await stack.ready()
 
-    for role, wanted, refused in (("decode", "kv_cache_mb", "8"), ("kvstore", "capacity_mb", "16")):
+    too_many: list[tuple[Role, str, str]] = [("decode", "kv_cache_mb", "8"), ("kvstore", "capacity_mb", "16")]
+    for role, wanted, refused in too_many:
         flags = ("--capacity-mb", refused) if role == "kvstore" else ()
         name = await stack.start(role, *flags, name=f"{role}-too-many")
         assert await stack.ended(name) == 2
