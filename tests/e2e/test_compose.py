@@ -21,6 +21,7 @@ from common.cli.net import free_port
 
 ROOT = Path(__file__).parents[2]
 READY_TIMEOUT_S = 300.0
+IMAGE = "penstock-test"
 SCALE = {"prefill": 2, "decode": 3}
 NUM_TOKENS = 500
 METRICS = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9090/metrics', timeout=3).read().decode())"
@@ -64,7 +65,7 @@ class Project:
     def __init__(self) -> None:
         self.name = f"penstocktest{os.getpid()}"
         self.port = free_port()
-        self.environment = os.environ | {"PENSTOCK_IMAGE": "penstock-test", "PENSTOCK_HTTP_PORT": str(self.port)}
+        self.environment = os.environ | {"PENSTOCK_IMAGE": IMAGE, "PENSTOCK_HTTP_PORT": str(self.port)}
 
     def run(self, *arguments: str, check: bool = True) -> str:
         assert COMPOSE is not None
@@ -194,6 +195,32 @@ def test_a_replica_that_was_killed_comes_back_with_the_kernels_that_are_there(pr
     assert time.monotonic() - began < 60
     container = project.containers("decode")[0]
     assert docker("exec", container, "sh", "-c", "find /var/cache/penstock -name '*.nbc' | head -1").strip()
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("common.runtime.gpu_claim", "services.decode"), "error: no GPU is visible here: install the NVIDIA container"),
+        (("services.decode", "--device", "cuda:0", "--nats-url", "nats://nats:4222"), "penstock decode: device cuda:0: torch "),
+    ],
+)
+def test_a_worker_that_is_to_have_a_gpu_and_sees_none_ends_with_a_line(
+    project: Project, command: tuple[str, ...], said: str
+) -> None:
+    """What compose.gpu.yaml starts, on a machine without a GPU."""
+    run = ["docker", "run", "--rm", "--network", f"{project.name}_default", "-e", "PENSTOCK_LOG_LEVEL=error", IMAGE, *command]
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode in (1, 2)
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(said)
+
+
+def test_the_gpu_file_builds_torch_with_cuda_and_claims_gpus() -> None:
+    assert COMPOSE is not None
+    command = [*COMPOSE, "-f", "compose.yaml", "-f", "compose.gpu.yaml", "config"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown.count("image: penstock-gpu") == shown.count("TORCH_INDEX: https://pypi.org/simple") == 5
+    assert shown.count("common.runtime.gpu_claim") == shown.count("driver: nvidia") == 2
 
 
 def test_services_are_healthy_and_run_without_root(project: Project) -> None:
