@@ -105,12 +105,14 @@ class NatsFront:
                     handler = functools.partial(self._admit, kind)
                     self._public.append(await self._bus.subscribe(endpoint.subject, handler, queue=endpoint.queue))
                 task_status.started()
-                raise await self._namesakes.collision()
+                collision = await self._namesakes.collision()
+                group.cancel_scope.cancel()
         finally:
             self._group = None
             with anyio.CancelScope(shield=True):
                 for subscription in [*self._public, *private]:
                     await subscription.unsubscribe()
+        raise collision
 
     async def drain(self) -> None:
         """Takes no more requests, and returns when the last one has its answer."""

@@ -107,8 +107,9 @@ async def run_beside(model: str, *, epoch: int) -> NatsFront:
 
 @pytest.mark.parametrize("model", ["small-model-1", "small/model-1", "Small Model-1"])
 async def test_of_two_names_with_one_subject_the_later_gateway_ends_with_a_line(model: str) -> None:
-    with pytest.raises(BaseExceptionGroup) as caught:
+    with pytest.raises(ExceptionGroup) as caught:
         await run_beside(model, epoch=999)
+    assert [type(error) for error in caught.value.exceptions] == [ConfigError], "else it would be a crash"
     pattern = f"'Small/Model-1' and '{model}', which gateway-theirs serves, .*chat.small-model-1: .*--served-model-name"
     assert caught.group_contains(ConfigError, match=pattern)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import string
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -198,6 +199,16 @@ async def test_a_model_that_nobody_serves_is_known_at_once(site: Site) -> None:
     with pytest.raises(UnknownModel, match=r"'gpt-5' is not served on this bus; .* are"):
         async with ChatStream(site.bus, "gpt-5", {"messages": []}) as stream:
             await anext(stream)
+
+
+async def test_a_gateway_whose_models_name_has_a_served_ones_slug_ends_with_a_line(site: Site, tiny: Path) -> None:
+    namesake = tiny.with_name("Tiny Llama")
+    shutil.copytree(tiny, namesake, dirs_exist_ok=True)
+    name = await site.stack.start("gateway", "--model", str(namesake), name="gateway-namesake")
+    assert await site.stack.ended(name) == 2
+    (line,) = [line for line in site.stack.log(name).splitlines() if line.startswith("penstock gateway: ")]
+    assert f"which gateway-{tiny.name} serves, would share the NATS subject" in line and "--served-model-name" in line
+    await site.over_nats(tiny.name, site.prompts[tiny.name][0])
 
 
 async def test_a_gateway_that_ends_leaves_its_model_without_responders_and_the_other_alone(site: Site) -> None:
