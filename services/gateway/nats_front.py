@@ -66,11 +66,11 @@ class NatsFront:
         self._numbers = itertools.count()
         self._live: dict[str, Reply] = {}
         self._by_control: dict[str, Reply] = {}
-        self._slug = subjects.slug(bundle.name)
+        slug, queue = subjects.slug(bundle.name), subjects.GATEWAY_QUEUE
         self._namesakes = Namesakes(lambda: gateway.ref)
         self._endpoints: dict[Kind, Endpoint] = {
-            "chat": Endpoint(name="chat", subject=subjects.chat(self._slug), queue=subjects.GATEWAY_QUEUE),
-            "completion": Endpoint(name="completions", subject=subjects.completions(self._slug), queue=subjects.GATEWAY_QUEUE),
+            "chat": Endpoint(name="chat", subject=subjects.chat(slug), queue=queue),
+            "completion": Endpoint(name="completions", subject=subjects.completions(slug), queue=queue),
         }
         self._cancels = Endpoint(name="cancel", subject=subjects.any_cancel())
         self._public: list[Subscription] = []
@@ -105,14 +105,14 @@ class NatsFront:
                     handler = functools.partial(self._admit, kind)
                     self._public.append(await self._bus.subscribe(endpoint.subject, handler, queue=endpoint.queue))
                 task_status.started()
-                collision = await self._namesakes.collision()
+                await self._namesakes.collision()
                 group.cancel_scope.cancel()
         finally:
             self._group = None
             with anyio.CancelScope(shield=True):
                 for subscription in [*self._public, *private]:
                     await subscription.unsubscribe()
-        raise collision
+        raise await self._namesakes.collision()  # outside the group, which would wrap what its tasks make of their end
 
     async def drain(self) -> None:
         """Takes no more requests, and returns when the last one has its answer."""

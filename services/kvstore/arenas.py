@@ -125,10 +125,10 @@ class Arenas(Mapping[str, Arena]):
         if self._clock() < self._no_arena_before:
             raise OutOfBlocks(self._no_arena_reason)
         if len(self._arenas) >= self._max_arenas:
-            oldest = next(iter(self._arenas.values()))
-            if not oldest.is_idle:
+            idle = next((arena for arena in self._arenas.values() if arena.is_idle), None)
+            if idle is None:
                 raise OutOfBlocks("every arena is in use: raise max_fingerprints")
-            self._drop(oldest, "max_fingerprints")
+            self._drop(idle, "max_fingerprints")
         try:
             arena = self._opened(fingerprint, block_bytes)
         except ConfigError as error:

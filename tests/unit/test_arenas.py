@@ -187,6 +187,11 @@ def test_a_flood_of_models_is_bounded_and_takes_the_one_used_least_recently(fold
         store.put(f"m{number}", chain("x", 1))
         assert len(list(folder.iterdir())) == len(store.arenas) <= 3
     assert list(store.arenas) == ["m7", "m8", "m9"]
+    held = store.arenas["m7"].index.lookup(chain("x", 1))
+    store.arenas["m7"].index.lease(held)
+    store.put("m10", chain("x", 1))
+    assert list(store.arenas) == ["m7", "m9", "m10"], "the one used least recently of those that nobody holds"
+    store.arenas["m7"].index.end_lease(held)
     for arena in store.arenas.values():
         arena.index.lease(arena.index.lookup(chain("x", 1)))
     with pytest.raises(OutOfBlocks, match="max_fingerprints"):
