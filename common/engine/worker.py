@@ -53,7 +53,9 @@ from common.runtime import logs
 from common.runtime.actor import Actor, WorkerState
 from common.runtime.bus import Bus
 from common.runtime.leases import LeaseTable
-from common.transfer.shm import Segment, host_id
+from common.transfer.fence import memory_fence
+from common.transfer.segment import Segment
+from common.transfer.shm import host_id
 
 log = logs.get("engine")
 
@@ -114,7 +116,7 @@ class EngineWorker(Actor):
     async def start(self) -> None:
         self.engine = await self._opened()
         runner, segment = self.engine.runner, self.engine.segment
-        self.pool = BlockPool(runner.num_blocks, runner.block_tokens, segment.generations)
+        self.pool = BlockPool(runner.num_blocks, runner.block_tokens, segment.generations, memory_fence())
         self.cache = SequenceCache(self.pool, block_tokens=runner.block_tokens, fingerprint=runner.fingerprint)
         self.store = StoreClient(self, segment.blocks, runner.fingerprint, self.config.shm_dir)
         self.scheduler = self.make_scheduler()

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, get_args
 
 import anyio
@@ -28,7 +28,7 @@ from common.protocol.errors import NoResponders, PenstockError, ProtocolError, R
 from common.protocol.handles import Role, WorkerRef, new_epoch, new_worker_id
 from common.protocol.messages import EpochTaken, Message, Presence, Rejected
 from common.runtime import logs
-from common.runtime.bus import Bus, BusMessage, Subscription
+from common.runtime.bus import Bus, BusMessage, Endpoint, Subscription
 from common.runtime.metrics import Metrics
 from common.runtime.outbox import Outbox
 from common.runtime.peers import PROBE, Peers
@@ -77,6 +77,7 @@ class Actor:
         self._nudge = anyio.Event()
         self._finished = anyio.Event()
         self.on_ready: Callable[[], None] = lambda: None
+        self.endpoints: Callable[[], Sequence[Endpoint]] = tuple  # public subjects that it listens to, beside its inbox
         self._running = False
         self._crashing = False
         self._last_beat = clock()
@@ -235,8 +236,7 @@ class Actor:
     # -- life
 
     async def _subscribe(self) -> None:
-        inbox = subjects.inbox(self.role, self.ref.id)
-        self._subscriptions.append(await self.bus.subscribe(inbox, self._on_message))
+        self._subscriptions.append(await self.bus.subscribe(subjects.inbox(self.role, self.ref.id), self._on_message))
         mine = subjects.presence(self.role, self.ref.id)  # another process under our name
         for heard in (*map(subjects.presence_of, self.hears), *(() if self.role in self.hears else (mine,))):
             self._subscriptions.append(await self.bus.subscribe(heard, self._on_presence))

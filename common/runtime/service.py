@@ -200,6 +200,7 @@ def _describe(actor: Actor) -> ServiceInfo:
             "epoch": str(actor.ref.epoch),
         },
         stats=lambda: _stats(actor),
+        endpoints=actor.endpoints,
     )
 
 

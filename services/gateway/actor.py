@@ -125,6 +125,7 @@ class GatewayActor(Actor):
         self._freeing = anyio.Event()
         self._idle = anyio.Event()
         self._front: NatsFront | None = None
+        self.endpoints = lambda: self._front.endpoints if self._front is not None else ()
 
     # -- for the edges
 
