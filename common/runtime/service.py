@@ -29,6 +29,7 @@ from common.runtime import config as configuration
 from common.runtime import endpoints, logs, nats_bus, parent_death
 from common.runtime.actor import Actor
 from common.runtime.bus import Bus, ServiceInfo
+from common.runtime.http_access import HttpAccess
 from common.runtime.settings import ServiceConfig
 
 C = TypeVar("C", bound=ServiceConfig)
@@ -159,7 +160,9 @@ async def _run(actor: Actor, config: ServiceConfig) -> None:
                 await actor.run()
                 return
             actor.http_port = listener.getsockname()[1]
-            server = endpoints.HttpServer(actor.http_app() or endpoints.worker_app(actor))
+            app = actor.http_app() or endpoints.worker_app(actor)
+            access = HttpAccess(config.http_host, allowed_hosts=config.allowed_hosts, allowed_origins=config.allowed_origins)
+            server = endpoints.HttpServer(endpoints.guarded(app, access, actor.metrics.http_refused))
             group.start_soon(server.run_until_finished, listener)
             log.info("serving_http", host=config.http_host, port=actor.http_port, worker=actor.ref.id)
             drained = False

@@ -17,6 +17,12 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     log_format: Annotated[Literal["console", "json"], Meta(description="shape of log lines on stderr")] = "console"
     http_host: Annotated[str, Meta(description="address of the HTTP endpoints")] = "127.0.0.1"
     http_port: Annotated[int, Meta(ge=-1, le=65535, description="0: any free port; -1: no HTTP")] = 0
+    allowed_hosts: Annotated[
+        tuple[str, ...], Meta(description="names that HTTP clients may use for this host, `*` for any; addresses always may")
+    ] = ()
+    allowed_origins: Annotated[
+        tuple[str, ...], Meta(description="web pages of other hosts that may send requests: https://chat.example.com, or `*`")
+    ] = ()
     http_reuse_port: Annotated[bool, Meta(description="the port is shared: connections are spread over its processes")] = False
     shm_dir: Annotated[str, Meta(description="where shared-memory segments live")] = "/dev/shm"
     heartbeat_s: Annotated[float, Meta(gt=0, le=60, description="between presence heartbeats")] = 0.25
