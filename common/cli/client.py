@@ -135,6 +135,7 @@ class ChatStream:
         self._body = msgspec.json.encode({"stream_options": {"include_usage": True}, **body, "model": model, "stream": True})
         self._timeout_s = timeout_s
         self._send, self._receive = anyio.create_memory_object_stream[BusMessage](100_000)
+        self._inbox = bus.new_inbox()
         self._subscription: Subscription | None = None
         self._expected = 0
         self._ended = False
@@ -142,7 +143,7 @@ class ChatStream:
         self.timing = Timing(0.0)
 
     async def __aenter__(self) -> ChatStream:
-        inbox = self._bus.new_inbox()
+        inbox = self._inbox
         self._subscription = await self._bus.subscribe(inbox, self._arrived)
         self.timing = Timing(time.monotonic())
         await self._bus.publish(self._subject, self._body, reply=inbox, headers={headers.REQUEST_ID: self.request_id})
@@ -153,7 +154,7 @@ class ChatStream:
     ) -> None:
         with anyio.CancelScope(shield=True), anyio.move_on_after(2):
             if not self._ended:
-                await self._bus.publish(subjects.cancel(self.request_id), b"")
+                await self._bus.publish(subjects.cancel(self.request_id), b"", reply=self._inbox)
                 await self._bus.flush()
             if self._subscription is not None:
                 await self._subscription.unsubscribe()

@@ -2,7 +2,7 @@
 
     penstock.v1.chat.<model-slug>           client → a gateway of this model (queue group): OpenAI chat JSON
     penstock.v1.completions.<model-slug>    client → a gateway of this model (queue group): OpenAI completion JSON
-    penstock.v1.cancel.<request-id>         client → every gateway
+    penstock.v1.cancel.<request-id>         client → every gateway, with the request's inbox as reply subject
     penstock.v1.int.inbox.<role>.<worker>   anyone inside → one worker's mailbox
     penstock.v1.int.presence.<role>.<worker>  a worker's heartbeat
     penstock.v1.int.reply.<connection>.<n>  an answer to one request of one connection

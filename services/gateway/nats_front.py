@@ -6,7 +6,8 @@ finish reason and the usage (not streamed: the one message with the whole body).
 headers and OpenAI's error object.
 
 The handler of a message only starts a task: requests never wait for each other. What can't be answered safely is dropped and
-counted: no reply subject, or one that would make us publish where clients may not (`$…`, `penstock.v1.…`).
+counted: no reply subject, or one that is not among `reply_prefixes`, or would make us publish where clients may not (`$…`,
+`penstock.v1.…`). Who may cancel what is in `live_requests.py`.
 
 A client that is gone is noticed through its inbox: now and then a chunk carries a control subject of ours as its reply, and
 the server answers there when nobody listens any more.
@@ -15,7 +16,6 @@ the server answers there when nobody listens any more.
 from __future__ import annotations
 
 import functools
-import itertools
 import time
 
 import anyio
@@ -25,10 +25,10 @@ from common.protocol import headers, subjects
 from common.protocol.errors import (
     BusError,
     Cancelled,
-    DuplicateRequest,
     Overloaded,
     PayloadTooLarge,
     PenstockError,
+    ReplyNotAllowed,
     ShuttingDown,
 )
 from common.runtime import logs
@@ -39,9 +39,10 @@ from services.gateway import bodies
 from services.gateway.answer import Answer, Core
 from services.gateway.bodies import ChunkWriter, Kind
 from services.gateway.config import GatewayConfig
+from services.gateway.live_requests import LiveRequests
 from services.gateway.metrics import EdgeMetrics
 from services.gateway.namesakes import Namesakes
-from services.gateway.nats_reply import Link, Reply, is_safe_reply
+from services.gateway.nats_reply import Link, Reply, check_reply
 from services.gateway.prepare import Preparer, new_id
 
 log = logs.get(__name__)
@@ -63,9 +64,7 @@ class NatsFront:
         self._preparer = Preparer(bundle, config)
         self._metrics = EdgeMetrics.of(gateway.metrics)
         self._control = bus.new_inbox()
-        self._numbers = itertools.count()
-        self._live: dict[str, Reply] = {}
-        self._by_control: dict[str, Reply] = {}
+        self._live = LiveRequests[Reply]()
         slug, queue = subjects.slug(bundle.name), subjects.GATEWAY_QUEUE
         self._namesakes = Namesakes(lambda: gateway.ref)
         self._endpoints: dict[Kind, Endpoint] = {
@@ -126,19 +125,22 @@ class NatsFront:
         """Starts a task for the request, or refuses it; nothing here waits."""
         endpoint = self._endpoints[kind]
         endpoint.num_requests += 1
-        if not message.reply or not is_safe_reply(message.reply):
+        try:
+            check_reply(message.reply, self._config.reply_prefixes)
+        except ReplyNotAllowed as error:
             endpoint.num_errors += 1
-            self._drop("unsafe_reply" if message.reply else "no_reply", message.subject)
+            endpoint.last_error = error.code
+            self._drop("unsafe_reply" if message.reply else "no_reply", message.subject, message.reply)
             return
         if self._group is None:
             return
-        number = format(next(self._numbers), "x")
+        minted = new_id(kind)
         asked = message.headers.get(headers.REQUEST_ID)
         reply = Reply(
             self._link,
             message.reply,
-            new_id(kind),
-            f"{self._control}.{number}",
+            minted,
+            f"{self._control}.{minted}",
             message.headers.get(headers.TRACEPARENT, ""),
         )
         try:
@@ -148,8 +150,7 @@ class NatsFront:
                 raise PayloadTooLarge(f"the body is larger than {self._config.max_body_bytes} bytes")
             if asked is not None:
                 id = subjects.token(asked, what="request id")
-                if id in self._live:
-                    raise DuplicateRequest("a request with this id is running: use another id, or cancel that one")
+                self._live.check_new(id, message.reply)
                 reply.request = id
         except PenstockError as error:
             self._refused(kind, error)
@@ -158,10 +159,10 @@ class NatsFront:
             except anyio.WouldBlock:
                 self._drop("flood", message.subject)
             return
-        self._live[reply.request] = self._by_control[number] = reply
-        self._group.start_soon(self._serve, kind, message, reply, number)
+        self._live.add(reply)
+        self._group.start_soon(self._serve, kind, message, reply)
 
-    async def _serve(self, kind: Kind, message: BusMessage, reply: Reply, number: str) -> None:
+    async def _serve(self, kind: Kind, message: BusMessage, reply: Reply) -> None:
         failure: PenstockError | None = ShuttingDown("the gateway stopped: send the request again")
         began = time.perf_counter_ns()
         try:
@@ -180,7 +181,7 @@ class NatsFront:
                 with anyio.move_on_after(_LAST_WORD_S, shield=True):
                     await self._send_failure(reply, failure)
             self._endpoints[kind].processing_ns += time.perf_counter_ns() - began
-            del self._live[reply.request], self._by_control[number]
+            self._live.remove(reply)
             if self._idle is not None and not self._live:
                 self._idle.set()
 
@@ -256,7 +257,7 @@ class NatsFront:
 
     def _on_control(self, message: BusMessage) -> None:
         """The server says that nobody listens on an inbox any more."""
-        reply = self._by_control.get(subjects.last_token(message.subject))
+        reply = self._live.get(subjects.last_token(message.subject))
         if reply is not None and is_no_responders(message):
             reply.nobody_listens()
             if reply.gone:
@@ -264,7 +265,7 @@ class NatsFront:
 
     def _on_cancel(self, message: BusMessage) -> None:
         self._cancels.num_requests += 1
-        reply = self._live.get(subjects.last_token(message.subject))
+        reply = self._live.cancelled_by(subjects.last_token(message.subject), message.reply)
         if reply is not None:
             reply.scope.cancel()
 
@@ -274,9 +275,9 @@ class NatsFront:
         endpoint.num_errors += 1
         endpoint.last_error = error.code
 
-    def _drop(self, reason: str, subject: str) -> None:
+    def _drop(self, reason: str, subject: str, reply: str = "") -> None:
         self._metrics.dropped(reason)
         now = time.monotonic()
         if now >= self._quiet_until:
             self._quiet_until = now + _LOG_PERIOD_S
-            log.warning("request_dropped", reason=reason, subject=subject[:128])
+            log.warning("request_dropped", reason=reason, subject=subject[:128], reply=reply[:128])
