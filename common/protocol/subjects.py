@@ -82,6 +82,11 @@ def presence_of(role: str) -> str:
     return f"{INTERNAL}.presence.{token(role, what='role')}.*"
 
 
+def is_presence_of(subject: str, role: str, worker: str) -> bool:
+    """Whether a heartbeat on `subject` may be one of this worker: permissions of a role restrict subjects, not contents."""
+    return subject == f"{INTERNAL}.presence.{role}.{worker}"
+
+
 def any_presence() -> str:
     return f"{INTERNAL}.presence.>"
 
