@@ -27,7 +27,7 @@ from common.protocol import subjects
 from common.protocol.errors import BusClosed, BusError, ConfigError, InvalidParameter, PayloadTooLarge, RequestTimeout
 from common.runtime import logs
 from common.runtime.bus import BusMessage, Handler, ServiceInfo
-from common.runtime.routing import PendingReplies, check_size, check_subject
+from common.runtime.routing import PendingReplies, check_size, check_subject, leads_on
 
 log = logs.get("nats")
 
@@ -39,6 +39,9 @@ PING_INTERVAL_S = 5
 FLUSH_TIMEOUT_S = 10.0
 DRAIN_TIMEOUT_S = 5
 POLL_S = 0.01
+MESSAGES_PER_TURN = 32
+TRACING_SINCE = (2, 11)
+TRACE_TIMEOUT_S = 1.0
 
 _NO_HEADERS: dict[str, str] = {}
 
@@ -83,8 +86,12 @@ class BusSubscription:
         self.queue = queue
         self.max_pending = max_pending
         self.inner: NatsSubscription | None = None
+        self._delivered = 0
 
     async def deliver(self, message: Msg) -> None:
+        self._delivered += 1
+        if self._delivered % MESSAGES_PER_TURN == 0:  # nats-py would hand over all that has arrived in one turn of the loop
+            await asyncio.sleep(0)
         try:
             self.handler(BusMessage(message.subject, message.data, message.reply, message.headers or _NO_HEADERS))
         except Exception:
@@ -158,6 +165,22 @@ class NatsBus:
         try:
             await self.publish(subject, data, reply=reply, headers=headers)
             return await self._replies.wait(reply, future, timeout_s, target=subject)
+        finally:
+            self._replies.forget(reply)
+
+    async def has_listener(self, subject: str) -> bool | None:
+        """By NATS's message tracing: the server says where it would deliver a message, and delivers nothing."""
+        check_subject(subject)
+        version = self._client.connected_server_version
+        if not self.connected or (version.major, version.minor) < TRACING_SINCE:
+            return None
+        reply = self._replies.new_subject()
+        future = self._replies.expect(reply)
+        try:
+            await self._client.publish(subject, b"", headers={"Nats-Trace-Dest": reply, "Nats-Trace-Only": "true"})
+            return leads_on(await self._replies.wait(reply, future, TRACE_TIMEOUT_S, target="message tracing"))
+        except (nats.errors.Error, BusError):
+            return None
         finally:
             self._replies.forget(reply)
 

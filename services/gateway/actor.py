@@ -41,6 +41,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.dispatch import Dispatcher
 from services.gateway.http import create_app
 from services.gateway.inflow import Inflow
+from services.gateway.intake import Intake
 from services.gateway.nats_front import NatsFront
 from services.gateway.requests import GenerationRequest, Request
 from services.gateway.router import Router
@@ -94,7 +95,9 @@ class GatewayActor(Actor):
             no_workers_grace_s=config.no_workers_grace_s,
             now=clock(),
         )
-        self.telemetry = Telemetry(self.metrics, self.dispatcher)
+        model = bundle.name if bundle is not None else config.served_model_name or config.model
+        self.telemetry = Telemetry(self.metrics, self.dispatcher, model=model)
+        self.intake = Intake(config)
         self.dispatcher.on_placed = self.telemetry.waited
         self.canary = Canary(
             router=self.router,
@@ -125,7 +128,7 @@ class GatewayActor(Actor):
         return self._start(request, "auto")
 
     def http_app(self) -> ASGIApp | None:
-        return None if self.bundle is None else create_app(self, self.bundle, self.config)
+        return None if self.bundle is None else create_app(self, self.bundle, self.config, intake=self.intake)
 
     @property
     def fence_after_s(self) -> float:
@@ -140,7 +143,7 @@ class GatewayActor(Actor):
         self.task_group.start_soon(self._renew_for_ever)
         self.task_group.start_soon(self.canary.run)
         if self.bundle is not None:
-            self._front = NatsFront(self, self.bundle, self.bus, self.config)
+            self._front = NatsFront(self, self.bundle, self.bus, self.config, intake=self.intake)
             await self._front.run()
         await anyio.sleep_forever()
 
