@@ -19,12 +19,23 @@ import anyio
 import msgspec
 
 from common.protocol import headers, messages, subjects
-from common.protocol.errors import BusError, NoWorkers, PenstockError, ProtocolError, RequestTimeout, from_wire
+from common.protocol.errors import (
+    BusError,
+    NoWorkers,
+    PenstockError,
+    ProtocolError,
+    RequestTimeout,
+    UnknownModel,
+    from_wire,
+)
 from common.protocol.handles import Role
 from common.protocol.messages import Presence
 from common.runtime.bus import Bus, BusMessage, Subscription
+from common.runtime.routing import is_no_responders
 
 CONNECT_TIMEOUT_S = 3.0
+HEARD_WITHIN_S = 0.6
+"""Every gateway that lives sends a heartbeat in this time."""
 HOW_TO_START = "start Penstock with `penstock up`, or name a bus with --nats-url"
 
 
@@ -113,12 +124,13 @@ class Timing(msgspec.Struct):
 class ChatStream:
     """One streamed chat request. Iterating yields chunks until the last one.
 
-    :raises PenstockError: while iterating: the error that the gateway sent, `NoWorkers` when nobody serves the subject,
-        `RequestTimeout` after `timeout_s` of silence, `ProtocolError` when a chunk was lost.
+    :raises PenstockError: while iterating: the error that the gateway sent, `UnknownModel` or `NoWorkers` when nobody serves
+        the model (see `not_served`), `RequestTimeout` after `timeout_s` of silence, `ProtocolError` when a chunk was lost.
     """
 
     def __init__(self, bus: Bus, model: str, body: dict[str, Any], *, timeout_s: float = 60.0) -> None:
         self._bus = bus
+        self._model = model
         self._subject = subjects.chat(subjects.slug(model))
         self._body = msgspec.json.encode({"stream_options": {"include_usage": True}, **body, "model": model, "stream": True})
         self._timeout_s = timeout_s
@@ -159,6 +171,9 @@ class ChatStream:
                 message = await self._receive.receive()
         except TimeoutError as error:
             raise RequestTimeout(f"nothing arrived for {self._timeout_s:.0f} s: look at `penstock status`") from error
+        if is_no_responders(message):
+            self._ended = True
+            raise await not_served(self._bus, self._model)
         return self._read(message)
 
     def _arrived(self, message: BusMessage) -> None:
@@ -169,9 +184,6 @@ class ChatStream:
 
     def _read(self, message: BusMessage) -> Chunk:
         fields = message.headers
-        if fields.get("Status") == "503" and not message.data:
-            self._ended = True
-            raise NoWorkers(f"nobody listens on {self._subject}: start Penstock with `penstock up`")
         if fields.get(headers.FINAL):
             self._ended = True
         if code := fields.get(headers.ERROR_CODE):
@@ -239,7 +251,23 @@ async def served_model(bus: Bus, wanted: str = "") -> str:
     if wanted:
         return wanted
     heard = await watch_presence(bus, 2.0, until_role="gateway")
-    gateways = [presence for presence in heard.values() if presence.worker.role == "gateway"]
+    gateways = _gateways(heard)
     if not gateways:
         raise NoWorkers("no gateway on this bus: start one with `penstock up`, or name another bus with --nats-url")
     return next((presence.model for presence in gateways if presence.state == "ready"), gateways[0].model)
+
+
+async def not_served(bus: Bus, model: str) -> PenstockError:
+    """Why nobody listens to requests for `model`: `UnknownModel` names what gateways on this bus do serve."""
+    gateways = _gateways(await watch_presence(bus, HEARD_WITHIN_S))
+    names = sorted({presence.model for presence in gateways})
+    if not names:
+        return NoWorkers(f"nobody listens on {subjects.chat(subjects.slug(model))}: start Penstock with `penstock up`")
+    if model in names:
+        return NoWorkers(f"the gateway of {model!r} takes no requests now: look at `penstock status`")
+    served = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
+    return UnknownModel(f"the model {model[:100]!r} is not served on this bus; {served}", param="model")
+
+
+def _gateways(heard: dict[str, Presence]) -> list[Presence]:
+    return [presence for presence in heard.values() if presence.worker.role == "gateway"]

@@ -17,7 +17,8 @@ from common.engine.worker import Engine
 from common.models.config import load_config
 from common.models.source import ModelFiles, resolve
 from common.transfer.cuda_ipc import LocalTransport, export_pool
-from common.transfer.shm import Segment, sweep
+from common.transfer.segment import Segment
+from common.transfer.segment_file import sweep
 
 Progress = Callable[[int, int], None]
 

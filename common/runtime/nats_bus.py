@@ -1,4 +1,4 @@
-"""The bus on NATS: the only file that imports `nats`.
+"""The bus on NATS: beside `nats_micro`, the only file that imports `nats`.
 
 `connect` returns a connection that comes back by itself, for ever, about 100 ms after the server does. nats-py reconnects by
 itself after a broken connection, but closes for good when the server sends an error (a slow consumer after SIGSTOP, for
@@ -20,13 +20,12 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
-from nats.micro.service import EndpointInfo, EndpointStats, Service, ServiceConfig, ServiceStats
-from nats.micro.service import ServiceInfo as MicroInfo
 
 from common.protocol import subjects
 from common.protocol.errors import BusClosed, BusError, ConfigError, InvalidParameter, PayloadTooLarge, RequestTimeout
 from common.runtime import logs
 from common.runtime.bus import BusMessage, Handler, ServiceInfo
+from common.runtime.nats_micro import MicroService
 from common.runtime.routing import PendingReplies, check_size, check_subject, leads_on
 
 log = logs.get("nats")
@@ -207,7 +206,7 @@ class NatsBus:
     async def register(self, service: ServiceInfo) -> None:
         self._service = service
         await self._wait_connected()
-        await _Micro(self._client, service).start()
+        await MicroService(self._client, service).start()
 
     async def flush(self) -> None:
         """:raises RequestTimeout: if the server stays away for 10 s. :raises BusClosed: after close."""
@@ -266,7 +265,7 @@ class NatsBus:
                     await self._attach(subscription)
                 await client.subscribe(self._replies.pattern, cb=self._on_reply, pending_msgs_limit=65536)
                 if self._service is not None:
-                    await _Micro(client, self._service).start()
+                    await MicroService(client, self._service).start()
                 await _flush(client, ATTEMPT_TIMEOUT_S)
             except ValueError as error:
                 raise ConfigError(f"{redacted(self._url)} is not a NATS URL: {error}") from error
@@ -355,41 +354,3 @@ class NatsBus:
             return
         self.last_error = str(error) or type(error).__name__
         log.debug("nats_error", reason=self.last_error)
-
-
-class _Micro(Service):
-    """What `$SRV.PING/INFO/STATS` answer for a process whose one endpoint is its inbox. Requests don't pass through nats-py's
-    own endpoints, which run one handler after another and show `repr(error)` to clients."""
-
-    def __init__(self, client: Client, service: ServiceInfo) -> None:
-        super().__init__(
-            client,
-            ServiceConfig(
-                name=service.name, version=service.version, description=service.description, metadata=service.metadata
-            ),
-        )
-        self._service = service
-        role, worker = service.metadata.get("role", ""), service.metadata.get("worker", "")
-        self._inbox = subjects.inbox(role, worker) if role and worker else ""
-
-    def stats(self) -> ServiceStats:
-        stats = super().stats()
-        data = self._service.stats() if self._service.stats is not None else {}
-        stats.endpoints = [
-            EndpointStats(
-                name="inbox",
-                subject=self._inbox,
-                queue_group="",
-                num_requests=int(data.get("num_requests", 0)),
-                num_errors=int(data.get("num_errors", 0)),
-                processing_time=0,
-                average_processing_time=0,
-                data=data,
-            )
-        ]
-        return stats
-
-    def info(self) -> MicroInfo:
-        info = super().info()
-        info.endpoints = [EndpointInfo(name="inbox", subject=self._inbox, queue_group="")]
-        return info

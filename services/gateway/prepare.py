@@ -20,7 +20,6 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from common.protocol import subjects
 from common.protocol.errors import ContextLengthExceeded, EmptyPrompt, InvalidParameter, UnknownModel
 from common.protocol.messages import SamplingParams
 from common.text.bundle import TextBundle
@@ -90,7 +89,6 @@ class Preparer:
         self._intake = intake
         self._tokenizer = bundle.tokenizer
         self._model = bundle.name
-        self._slug = subjects.slug(bundle.name)
         self._threads: anyio.CapacityLimiter | None = None
 
     async def prepare(
@@ -150,11 +148,6 @@ class Preparer:
             warning=notes.text,
         )
         return job, notes
-
-    def check_slug(self, slug: str) -> None:
-        """:raises UnknownModel: if a subject names another model."""
-        if slug != self._slug:
-            raise UnknownModel(f"the model {slug[:100]!r} is not served here; {self._slug} is", param="model")
 
     def _check_choices(self, request: Arguments, num_prompts: int) -> None:
         n = request.n or 1
