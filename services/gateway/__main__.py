@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from common.models.source import resolve
 from common.runtime.bus import Bus
 from common.runtime.service import main
@@ -9,10 +11,15 @@ from common.text.bundle import load_bundle
 from services.gateway.actor import GatewayActor
 from services.gateway.config import GatewayConfig
 
+SWITCH_INTERVAL_S = 0.0005
+"""How soon a thread that tokenizes gives way to the event loop; with Python's 5 ms, every callback might wait that long."""
+
 
 def make_gateway(bus: Bus, config: GatewayConfig) -> GatewayActor:
     """:raises UnknownModel, ConfigError: if the model's tokenizer and template can't be loaded."""
-    bundle = load_bundle(resolve(config.model, weights=False), name=config.served_model_name)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    recommended = config.generation_config == "auto"
+    bundle = load_bundle(resolve(config.model, weights=False), name=config.served_model_name, generation_config=recommended)
     return GatewayActor(bus=bus, config=config, bundle=bundle)
 
 
