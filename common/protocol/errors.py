@@ -28,6 +28,7 @@
     │   └── WorkerLost                   worker_lost
     ├── BusError
     │   ├── NoResponders                 nobody listens on the subject: the process is gone
+    │   ├── BusRefused                   the server wants other credentials
     │   ├── RequestTimeout               somebody listens but did not answer
     │   └── BusClosed
     ├── ProtocolError           a message that can't be decoded
@@ -177,6 +178,10 @@ class BusError(PenstockError):
 
 class NoResponders(BusError):
     code = "no_responders"
+
+
+class BusRefused(BusError):
+    code = "bus_refused"
 
 
 class RequestTimeout(BusError):

@@ -144,7 +144,13 @@ async def _connect(config: ServiceConfig, section: str) -> Bus:
     """Waits for the server for ever: in a cluster, nobody says that it starts first."""
     while True:
         try:
-            return await nats_bus.connect(config.nats_url, name=f"penstock-{section}", connect_timeout_s=CONNECT_ATTEMPT_S)
+            return await nats_bus.connect(
+                config.nats_url,
+                name=f"penstock-{section}",
+                user=section,
+                login=config.bus_login,
+                connect_timeout_s=CONNECT_ATTEMPT_S,
+            )
         except BusError as error:
             log.warning("waiting_for_nats", reason=str(error))
 

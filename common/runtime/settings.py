@@ -7,11 +7,19 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from common.runtime.bus_login import BusLogin
+
 
 class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Times are seconds. `config.load` reads it from flags, environment and file."""
 
     nats_url: Annotated[str, Meta(description="the NATS server")] = "nats://127.0.0.1:4222"
+    nats_credentials_file: Annotated[str, Meta(description="JSON with user and password, or a context of the `nats` tool")] = ""
+    nats_creds: Annotated[str, Meta(description="file with a NATS user's JWT and seed")] = ""
+    nats_nkey: Annotated[str, Meta(description="file with a NATS user's nkey seed")] = ""
+    nats_tls_ca: Annotated[str, Meta(description="file with the authority that signed the NATS server's certificate")] = ""
+    nats_tls_cert: Annotated[str, Meta(description="file with the certificate to show to the NATS server")] = ""
+    nats_tls_key: Annotated[str, Meta(description="file with the key of nats_tls_cert")] = ""
     worker_id: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{0,128}$", description="unique name; empty: drawn at start")] = ""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least severe level logged")] = "info"
     log_format: Annotated[Literal["console", "json"], Meta(description="shape of log lines on stderr")] = "console"
@@ -34,3 +42,8 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         "smollm2-135m-instruct"
     )
     served_model_name: Annotated[str, Meta(description="the model's name for clients; empty: its own")] = ""
+
+    @property
+    def bus_login(self) -> BusLogin:
+        """What this process logs in to the bus with."""
+        return BusLogin(**{name: getattr(self, f"nats_{name}") for name in BusLogin.__struct_fields__})
