@@ -30,7 +30,7 @@ CLIENT, MONITOR = "client", "monitor"
 ROLES: tuple[Role, ...] = get_args(Role)
 USERS: tuple[str, ...] = (*ROLES, CLIENT, MONITOR)
 
-WRITES_TO: Mapping[Role, tuple[Role, ...]] = {
+WRITES_TO: Mapping[str, tuple[Role, ...]] = {
     "gateway": ("prefill", "decode", "draft", "kvstore"),
     "prefill": ("gateway", "decode", "kvstore"),
     "decode": ("gateway", "prefill", "draft", "kvstore"),
@@ -78,7 +78,7 @@ def permissions(user: str, *, reply_prefixes: Sequence[str] = ("_INBOX.",)) -> P
     return Permissions([subjects.any_chat(), subjects.any_completions(), subjects.any_cancel()], own)
 
 
-def _of_role(role: Role, reply_prefixes: Sequence[str]) -> Permissions:
+def _of_role(role: str, reply_prefixes: Sequence[str]) -> Permissions:
     publish = [
         subjects.presence_of(role),
         *(subjects.any_inbox_of(other) for other in WRITES_TO[role]),
