@@ -17,7 +17,6 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Protocol
 
 import anyio
@@ -25,8 +24,9 @@ import msgspec
 
 from common.cache.pool import BlockPool
 from common.cache.store_client import StoreClient
+from common.engine.engine import Engine, OpenEngine
 from common.engine.metrics import EngineMetrics
-from common.engine.plan import Runner, RunnerLost, StepPlan, StepResult
+from common.engine.plan import RunnerLost, StepPlan, StepResult
 from common.engine.sequence import Sequence, SequenceCache
 from common.engine.settings import EngineServiceConfig
 from common.engine.speeds import Speeds
@@ -48,24 +48,11 @@ from common.runtime import logs
 from common.runtime.actor import Actor, WorkerState
 from common.runtime.bus import Bus
 from common.runtime.leases import LeaseTable
-from common.transfer.shm import Segment, host_id
+from common.transfer.shm import host_id
 
 log = logs.get("engine")
 
 TOMBSTONES = 4096
-
-
-@dataclass(slots=True)
-class Engine:
-    """A runner and the segment that holds its KV blocks."""
-
-    runner: Runner
-    segment: Segment
-    on_gpu: bool = False
-
-
-OpenEngine = Callable[[str, Callable[[int, int], None]], Engine]
-"""`open_engine(segment_name, on_progress)`; blocks (loads weights), called in a thread. `on_progress(done, total)`: bytes."""
 
 
 class Scheduler(Protocol):
@@ -370,7 +357,7 @@ class EngineWorker(Actor):
         return Presence(
             worker=self.ref,
             state="draining" if self.refusing else state,
-            model=self.config.model,
+            model=self.config.served_name,
             fingerprint=self.engine.runner.fingerprint,
             host=self.host,
             segment=self.engine.segment.name,
@@ -382,6 +369,8 @@ class EngineWorker(Actor):
             step_ms=round(self.speeds.step_ms, 3),
             tokens_per_s=round(self.speeds.tokens_per_s, 1),
             http_port=self.http_port,
+            identity=self.engine.identity,
+            max_context=min(self.engine.runner.max_context, self.cache.longest_sequence),
         )
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from common.models.naming import DUMMY_PREFIX
 from common.models.source import ModelFiles
 from common.models.weights.fp8_scheme import WeightFormat, weight_format
 from common.models.weights.gguf_metadata import read_metadata
@@ -89,6 +90,16 @@ def load_config(files: ModelFiles) -> ModelConfig:
         config = config_from_json(_read_json(files.path / "config.json"), _generation_config(files.path))
         weights = sorted(files.path.glob("*.safetensors"))
     return msgspec.structs.replace(config, identity=_identity(config, weights))
+
+
+def weights_identity(files: ModelFiles, config: ModelConfig, *, dummy: bool = False) -> str:
+    """What workers announce as the weights they compute with: equal for equal files wherever they lie. Empty where that is
+    unknown: for a folder of which this machine has only configuration and tokenizer. `dummy`: random weights of this shape."""
+    if dummy:
+        return f"dummy/{config.identity}"
+    if files.format == "dummy" and not files.name.startswith(DUMMY_PREFIX):
+        return ""
+    return config.identity
 
 
 def config_from_json(data: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:

@@ -329,6 +329,10 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     `host` names the shared-memory domain: workers with equal `host` can map each other's `segment`. `state` is
     starting, ready or draining. Speeds are moving averages, 0 when unknown. `loaded`: the share of its weights that a worker
     has loaded while it starts.
+
+    `model` is the name that clients ask for: a gateway uses the workers that serve its own. `identity` names what a worker's
+    weights are, so that another model under the same name is left alone; empty: unknown. `max_context`: tokens that one
+    sequence may have on this worker, which its KV pool may limit; 0: unknown.
     """
 
     worker: WorkerRef
@@ -346,6 +350,8 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     tokens_per_s: float = 0.0
     http_port: int = 0
     loaded: float = 1.0
+    identity: str = ""
+    max_context: int = 0
 
 
 Message = (

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from common.models.naming import model_name
+
 
 class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Times are seconds. `config.load` reads it from flags, environment and file."""
@@ -26,4 +28,9 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     model: Annotated[str, Meta(min_length=1, description="name, folder, .gguf file or Hugging Face id")] = (
         "smollm2-135m-instruct"
     )
-    served_model_name: Annotated[str, Meta(description="the model's name for clients; empty: its own")] = ""
+    served_model_name: Annotated[str, Meta(description="the model's name on the bus and for clients; empty: its own")] = ""
+
+    @property
+    def served_name(self) -> str:
+        """What clients ask for, and what tells this model's workers from others on the bus."""
+        return self.served_model_name or model_name(self.model)

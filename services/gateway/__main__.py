@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from common.models.config import load_config, weights_identity
 from common.models.source import resolve
 from common.runtime.bus import Bus
 from common.runtime.service import main
@@ -12,8 +13,9 @@ from services.gateway.config import GatewayConfig
 
 def make_gateway(bus: Bus, config: GatewayConfig) -> GatewayActor:
     """:raises UnknownModel, ConfigError: if the model's tokenizer and template can't be loaded."""
-    bundle = load_bundle(resolve(config.model, weights=False), name=config.served_model_name)
-    return GatewayActor(bus=bus, config=config, bundle=bundle)
+    files = resolve(config.model, weights=False)
+    bundle = load_bundle(files, name=config.served_name)
+    return GatewayActor(bus=bus, config=config, bundle=bundle, identity=weights_identity(files, load_config(files)))
 
 
 if __name__ == "__main__":
