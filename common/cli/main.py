@@ -41,7 +41,7 @@ def _options(
 
 
 app.command("pull")(pull.command)
-app.command("up")(up.command)
+app.command("up", cls=up.RawCommand, add_help_option=False)(up.command)
 app.command("generate")(generate.command)
 app.command("chat")(chat.command)
 app.command("status")(status.command)

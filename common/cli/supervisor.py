@@ -42,10 +42,14 @@ class ChildFailed(PenstockError):
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """A process to keep running. Lower `stage`s are stopped first; the next stage waits until they are gone."""
+    """A process to keep running. Lower `stage`s are stopped first; the next stage waits until they are gone.
+
+    `environment` goes over the supervisor's own: passwords belong there, since everyone can read a command line.
+    """
 
     name: str
     argv: list[str]
+    environment: dict[str, str] = {}
     stage: int = 0
 
 
@@ -145,7 +149,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=self._environment,
+                env={**self._environment, **child.command.environment},
                 start_new_session=True,
             )
         return child.process

@@ -9,17 +9,20 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import anyio
+import click
 import msgspec
 import typer
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from rich.table import Table
+from typer.core import TyperCommand
 
+from common.cli import up_settings
 from common.cli.client import connected, decode_presence
 from common.cli.console import err, out, run, usable_cores
 from common.cli.fleet import ProcessSpec, UpConfig, processes, settled
@@ -30,7 +33,6 @@ from common.cli.supervisor import Command, Supervisor, python_module
 from common.protocol import subjects
 from common.protocol.errors import ConfigError
 from common.runtime.bus import BusMessage
-from common.runtime.config import load
 from common.runtime.nats_server import find_binary
 
 GATEWAY_STAGE, WORKER_STAGE, BUS_STAGE = range(3)
@@ -43,55 +45,49 @@ MAX_PAYLOAD_BYTES = 8 << 20
 MAX_PENDING_BYTES = 256 << 20
 
 
-def command(
-    model: Annotated[str | None, typer.Option(help="The default model's name, a folder, a .gguf file or a hub id.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto: GPUs if there are any; cpu, cuda or cuda:N. [auto]")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
-    quantization: Annotated[str | None, typer.Option(help="auto, none, int8 (CPU) or fp8 (GPU).")] = None,
-    kv_cache_dtype: Annotated[str | None, typer.Option(help="auto, or fp8 on a GPU.")] = None,
-    gateway: Annotated[int | None, typer.Option(help="Gateways; several share the HTTP port. [1]")] = None,
-    prefill: Annotated[int | None, typer.Option(help="Prefill workers. [1; 0 on a machine of one GPU]")] = None,
-    decode: Annotated[int | None, typer.Option(help="Decode workers. [1]")] = None,
-    draft: Annotated[int | None, typer.Option(help="Draft workers; 0 turns speculation off. [1]")] = None,
-    kvstore: Annotated[int | None, typer.Option(help="KV stores; 0 turns the host cache off. [1; 0 with GPUs]")] = None,
-    http_host: Annotated[str | None, typer.Option(help="Address of the OpenAI API. [127.0.0.1]")] = None,
-    http_port: Annotated[int | None, typer.Option(help="Port of the OpenAI API; 0: any free one. [8000]")] = None,
-    nats_url: Annotated[str | None, typer.Option(help="Join this bus instead of starting a nats-server.")] = None,
-    nats_port: Annotated[int | None, typer.Option(help="Port of the nats-server; 0: any free one. [4222]")] = None,
-    kv_cache_mb: Annotated[int | None, typer.Option(help="KV blocks of each prefill and decode worker, MiB.")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads of each prefill and decode worker.")] = None,
-    shm_dir: Annotated[str | None, typer.Option(help="Folder for shared memory. [/dev/shm]")] = None,
-    log_dir: Annotated[str | None, typer.Option(help="Keep the processes' logs here. [a folder of /tmp]")] = None,
-    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error. [info]")] = None,
-    config: Annotated[str | None, typer.Option(help="TOML file: [common], [up], and a table per service.")] = None,
-) -> None:
-    """Start everything on this machine; Ctrl-C drains and stops it."""
-    given = {name: value for name, value in locals().items() if value is not None and name != "config"}
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
-    config_file = str(Path(config).resolve()) if config else ""
-    settings = load(UpConfig, section="up", argv=flags, environ=os.environ, path=Path(config_file) if config_file else None)
-    gpus = visible_gpus(settings.device)
-    settings = settled(settings, len(gpus))
-    ensure(settings.model)
+class RawCommand(TyperCommand):
+    """A command whose words are settings, parsed as every service parses its own (see `common.runtime.config`)."""
 
-    starts_bus = not settings.nats_url
-    if starts_bus and not settings.decode:
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.args = args
+        return []
+
+
+def command(ctx: typer.Context) -> None:
+    """Start everything on this machine; Ctrl-C drains and stops it."""
+    asked = up_settings.read(ctx.args, os.environ)
+    if asked is None:
+        sys.stdout.write(up_settings.help_text())
+        return
+    gpus = visible_gpus(asked.config.device)
+    config = settled(asked.config, len(gpus))
+    ensure(config.model)
+
+    starts_bus = not config.nats_url
+    if starts_bus and not config.decode:
         raise ConfigError("--decode 0: nobody would write answers; start at least one, or join workers with --nats-url")
-    http = claim_port(settings.http_port, "--http-port", host=settings.http_host)
+    http = claim_port(config.http_port, "--http-port", host=config.http_host)
     if starts_bus:
         hint = "; if a nats-server is there, join it with --nats-url"
-        port = claim_port(settings.nats_port, "--nats-port", hint=hint)
-        settings = msgspec.structs.replace(settings, nats_url=f"nats://127.0.0.1:{port}")
-    settings = msgspec.structs.replace(settings, http_port=http)
-    run(lambda: serve(settings, starts_bus=starts_bus, gpus=gpus, config_file=config_file))
+        port = claim_port(config.nats_port, "--nats-port", hint=hint)
+        config = msgspec.structs.replace(config, nats_url=f"nats://127.0.0.1:{port}")
+    config = msgspec.structs.replace(config, http_port=http)
+    specs = processes(
+        config,
+        cores=usable_cores(),
+        gpus=gpus,
+        passed=asked.passed,
+        services=asked.services,
+        config_file=asked.config_file,
+    )
+    run(lambda: serve(config, specs, starts_bus=starts_bus))
 
 
-async def serve(config: UpConfig, *, starts_bus: bool, gpus: Sequence[int] = (), config_file: str = "") -> None:
-    """Run the whole, with engines on `gpus`, until SIGINT or SIGTERM. `config` is `settled`.
+async def serve(config: UpConfig, specs: Sequence[ProcessSpec], *, starts_bus: bool) -> None:
+    """Run `specs`, and a bus for them if `starts_bus`, until SIGINT or SIGTERM. Addresses in `config` are real ones by now.
 
     :raises ChildFailed: (in a group) if a process keeps crashing before everything was ready once.
     """
-    specs = processes(config, cores=usable_cores(), gpus=gpus, config_file=config_file)
     if not starts_bus:
         async with connected(config.nats_url, "up", advice="start one there, or leave --nats-url out: then `up` starts one"):
             pass  # better said now than by five processes that wait
@@ -158,7 +154,8 @@ def _log_dir(config: UpConfig) -> Path:
 
 def _command(spec: ProcessSpec) -> Command:
     stage = GATEWAY_STAGE if spec.role == "gateway" else WORKER_STAGE
-    return Command(name=spec.name, argv=python_module(spec.module, spec.arguments), stage=stage)
+    argv = python_module(spec.module, spec.arguments)
+    return Command(name=spec.name, argv=argv, environment=spec.environment, stage=stage)
 
 
 def _bus_command(config: UpConfig, folder: Path) -> Command:

@@ -27,7 +27,7 @@ from common.engine.precision import (
     QuantizationSetting,
     resolve_precision,
 )
-from common.models.config import ModelConfig, load_config
+from common.models.config import ModelConfig, context_of, load_config
 from common.models.source import ModelFiles
 from common.protocol.errors import ConfigError
 from common.runtime import logs
@@ -43,6 +43,8 @@ log = logs.get("engine")
 
 _MIB = 1 << 20
 _CPU_KV_MB = 1024
+MIN_CONTEXT_TOKENS = 256
+"""A KV pool that holds no sequence of this length, or of the model's whole context, is a mistake in the settings."""
 _DEVICE = re.compile(r"auto|cuda(:(?P<index>\d{1,3}))?")
 
 
@@ -50,7 +52,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Settings of one engine; see `EngineServiceConfig`. `num_blocks` 0: what `kv_cache_mb` holds; that 0: 1 GiB on a CPU,
     on a GPU what `gpu_memory_utilization` leaves. `threads` 0: every core this process may use.
 
-    `profile` and `time_scale` are the simulated engine's. `max_running` and `token_budget` size a GPU's workspace.
+    `max_model_len` 0: the model's context. `profile` and `time_scale` are the simulated engine's. `max_running` and `token_budget` size a GPU's workspace.
     """
 
     dtype: DtypeSetting = "auto"
@@ -60,6 +62,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     batch_invariant: bool = False
     device: str = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
+    max_model_len: int = 0
     engine: Literal["torch", "simulated"] = "torch"
     kv_cache_mb: int = 0
     gpu_memory_utilization: float = 0.9
@@ -75,6 +78,31 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def of(cls, config: msgspec.Struct) -> EngineConfig:
         """The settings of a service's configuration (`EngineServiceConfig`) that are the engine's."""
         return cls(**{name: getattr(config, name) for name in cls.__struct_fields__})
+
+
+def limit_context(model: ModelConfig, engine: EngineConfig) -> ModelConfig:
+    """`model` with its context limited to `max_model_len`. :raises ConfigError: see `context_of`."""
+    return msgspec.structs.replace(model, max_context=context_of(model.max_context, engine.max_model_len))
+
+
+def check_pool(model: ModelConfig, engine: EngineConfig, layout: CacheLayout) -> int:
+    """Return the longest sequence, in tokens, that a pool of `layout` holds: at most the model's context. Less is logged.
+
+    :raises ConfigError: if that is too little to be useful, and `num_blocks` does not ask for exactly that.
+    """
+    longest = min(model.max_context, (layout.num_blocks - 1) * layout.block_tokens)
+    least = min(model.max_context, MIN_CONTEXT_TOKENS)
+    if longest < least and not engine.num_blocks:
+        needed = (-(-least // layout.block_tokens) + 1) * layout.block_bytes
+        raise ConfigError(
+            f"the KV pool holds sequences of {max(longest, 0)} tokens, and {least} is the least that is useful: raise "
+            f"kv_cache_mb to {-(-needed // _MIB)} or more ({model.max_context} tokens need "
+            f"{-(-(-(-model.max_context // layout.block_tokens) + 1) * layout.block_bytes // _MIB)})",
+            param="kv_cache_mb",
+        )
+    if longest < model.max_context:
+        log.warning("kv_pool_limits_context", tokens=longest, model_tokens=model.max_context, kv_blocks=layout.num_blocks)
+    return longest
 
 
 def resolve_device(engine: EngineConfig) -> str:
@@ -152,6 +180,7 @@ def load_runner(
     :raises ConfigError: if the settings or the memory don't fit the model, or its files are damaged (`WeightsError`).
     """
     model = load_config(files)
+    limited = limit_context(model, engine)
     device = resolve_device(engine)
     if device != "cpu":
         return _device_runner(files, model, engine, device, on_progress)
@@ -161,7 +190,7 @@ def load_runner(
     if segment_blocks.dtype != np.uint8 or segment_blocks.ndim != 2 or segment_blocks.shape[1] != layout.block_bytes:
         raise ConfigError(f"KV memory must be uint8 [num_blocks, {layout.block_bytes}], not {list(segment_blocks.shape)}")
     if engine.engine == "simulated":
-        return _simulated_runner(model, engine, layout, segment_blocks)
+        return _simulated_runner(limited, engine, layout, segment_blocks)
     return _cpu_runner(files, model, engine, layout, segment_blocks, on_progress)
 
 
@@ -232,6 +261,7 @@ def _device_runner(
         workspace = workspace_bytes(model, engine.max_running, engine.token_budget)
         room = measured_kv_room(gpu, engine.gpu_memory_utilization, workspace)
     layout = cache_layout(model, engine, device, kv_bytes=room)
+    check_pool(decoder.config, engine, layout)
     pool = new_pool(model, layout, precision.kv, gpu)
     torch.cuda.synchronize(gpu)  # the runner works on a stream of its own
     begun = time.perf_counter()
@@ -278,6 +308,8 @@ def _decoder(
     )
     choice = _fp8_choice(files, model, engine, precision, torch.device(device), load)
     decoder = load(weights=precision.weights, plain=choice.plain if choice else (), on_progress=on_progress)
+    # only now: what was measured above, and is kept on disk, does not depend on it
+    decoder.config = limit_context(model, engine)
     if precision.kv == "fp8":  # random weights are centred on zero: the same kernels, for benchmarks
         decoder.k_center = (
             choice.center(model, decoder.device)

@@ -12,9 +12,9 @@ from threading import Thread
 import msgspec
 
 from common.engine.engine import Engine
-from common.engine.load import EngineConfig, cache_layout, load_runner, resolve_device
+from common.engine.load import EngineConfig, cache_layout, check_pool, limit_context, load_runner, resolve_device
 from common.engine.settings import EngineServiceConfig
-from common.models.config import load_config, weights_identity
+from common.models.config import ModelConfig, load_config, weights_identity
 from common.models.source import ModelFiles, resolve
 from common.transfer.cuda_ipc import LocalTransport, export_pool
 from common.transfer.shm import Segment, sweep
@@ -38,12 +38,13 @@ def open_engine(
     """
     settings = EngineConfig.of(config)
     files = resolve(config.model, weights=settings.load_format != "dummy")
-    identity = weights_identity(files, load_config(files), dummy=settings.load_format == "dummy")
+    model = limit_context(load_config(files), settings)
+    identity = weights_identity(files, model, dummy=settings.load_format == "dummy")
     sweep(config.shm_dir)
     on_gpu = resolve_device(settings) != "cpu"
     settings = msgspec.structs.replace(settings, **config.limits(on_gpu=on_gpu)._asdict())
     if not on_gpu:
-        engine = _open_on_cpu(files, settings, config.shm_dir, segment_name, on_progress)
+        engine = _open_on_cpu(files, model, settings, config.shm_dir, segment_name, on_progress)
         engine.identity = identity
         return engine
     runner = load_runner(files, settings, on_progress=on_progress)
@@ -61,8 +62,11 @@ def open_engine(
     return Engine(runner, segment, on_gpu=True, identity=identity)
 
 
-def _open_on_cpu(files: ModelFiles, settings: EngineConfig, shm_dir: str, segment_name: str, on_progress: Progress) -> Engine:
-    layout = cache_layout(load_config(files), settings)
+def _open_on_cpu(
+    files: ModelFiles, model: ModelConfig, settings: EngineConfig, shm_dir: str, segment_name: str, on_progress: Progress
+) -> Engine:
+    layout = cache_layout(model, settings)
+    check_pool(model, settings, layout)
     segment = Segment.create(
         shm_dir,
         segment_name,

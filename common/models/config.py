@@ -102,6 +102,18 @@ def weights_identity(files: ModelFiles, config: ModelConfig, *, dummy: bool = Fa
     return config.identity
 
 
+def context_of(max_context: int, max_model_len: int) -> int:
+    """Tokens of prompt and answer together: the model's `max_context`, or what the operator limits it to (0: no limit).
+
+    :raises ConfigError: if that is more than the model takes.
+    """
+    if max_model_len > max_context:
+        raise ConfigError(
+            f"max_model_len {max_model_len} is more than the {max_context} tokens of the model's context", param="max_model_len"
+        )
+    return max_model_len or max_context
+
+
 def config_from_json(data: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
     """`data` is Hugging Face's config.json, `generation` its generation_config.json.
 

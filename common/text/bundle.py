@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from common.models.config import context_of
 from common.models.source import ModelFiles
 from common.models.weights.gguf_metadata import read_metadata
 from common.protocol.errors import ConfigError, ContextLengthExceeded, InvalidParameter
@@ -77,10 +78,11 @@ class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
             raise ContextLengthExceeded(f"messages of {size} characters can't fit {max_tokens} tokens", param="messages")
 
 
-def load_bundle(files: ModelFiles, *, name: str = "") -> TextBundle:
+def load_bundle(files: ModelFiles, *, name: str = "", max_model_len: int = 0) -> TextBundle:
     """Reads tokenizer, template and limits of `files`; `name` is what clients call the model (default: its own).
+    `max_model_len` limits the context (0: what the model takes).
 
-    :raises ConfigError: if any of them is missing, damaged or not supported.
+    :raises ConfigError: if any of them is missing, damaged or not supported, or the model takes less than `max_model_len`.
     """
     metadata = read_metadata(files.path) if files.format == "gguf" else None
     tokenizer = load_tokenizer(files, metadata=metadata)
@@ -90,7 +92,7 @@ def load_bundle(files: ModelFiles, *, name: str = "") -> TextBundle:
         tokenizer=tokenizer,
         template=load_template(files, tokenizer.special_tokens, metadata=metadata),
         eos_ids=tokenizer.eos_ids,
-        max_context=_max_context(files, metadata),
+        max_context=context_of(_max_context(files, metadata), max_model_len),
     )
 
 

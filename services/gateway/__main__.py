@@ -14,7 +14,7 @@ from services.gateway.config import GatewayConfig
 def make_gateway(bus: Bus, config: GatewayConfig) -> GatewayActor:
     """:raises UnknownModel, ConfigError: if the model's tokenizer and template can't be loaded."""
     files = resolve(config.model, weights=False)
-    bundle = load_bundle(files, name=config.served_name)
+    bundle = load_bundle(files, name=config.served_name, max_model_len=config.max_model_len)
     return GatewayActor(bus=bus, config=config, bundle=bundle, identity=weights_identity(files, load_config(files)))
 
 

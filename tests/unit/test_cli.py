@@ -13,7 +13,7 @@ import pytest
 
 from common.cli import bench, doctor, status
 from common.cli.client import ChatStream, served_model, watch_presence
-from common.cli.fleet import UpConfig, processes, settled, threads_per_worker
+from common.cli.fleet import Passed, UpConfig, processes, settled, threads_per_worker
 from common.cli.gpus import visible_gpus
 from common.cli.net import claim_port, free_port, http_status
 from common.protocol import headers, messages, subjects
@@ -38,8 +38,9 @@ def test_cores_are_shared_out_among_the_compute_workers(cores: int, engines: int
 
 
 def test_up_starts_as_many_processes_as_were_asked_for() -> None:
-    config = UpConfig(nats_url="nats://127.0.0.1:1", http_port=81, prefill=2, decode=3, draft=0, dtype="float32")
-    specs = processes(settled(config, 0), cores=2, config_file="penstock.toml")
+    config = UpConfig(nats_url="nats://127.0.0.1:1", http_port=81, prefill=2, decode=3, draft=0)
+    passed: Passed = {"prefill": {"dtype": "float32"}, "decode": {"dtype": "float32"}}
+    specs = processes(settled(config, 0), cores=2, passed=passed, config_file="penstock.toml")
     assert [spec.name for spec in specs] == [
         "gateway-0",
         "prefill-0",
@@ -51,7 +52,8 @@ def test_up_starts_as_many_processes_as_were_asked_for() -> None:
     ]
     for spec in specs:
         assert spec.module == f"services.{spec.role}"
-        assert flag(spec.arguments, "--nats-url") == "nats://127.0.0.1:1"
+        assert spec.environment["PENSTOCK_NATS_URL"] == "nats://127.0.0.1:1"
+        assert "--nats-url" not in spec.arguments, "a URL may hold a password"
         assert flag(spec.arguments, "--config") == "penstock.toml"
         assert flag(spec.arguments, "--http-port") == ("81" if spec.role == "gateway" else "0")
         assert ("--dtype" in spec.arguments) == (spec.role in ("prefill", "decode"))
