@@ -120,7 +120,8 @@ def processes(
             role=role,
             module=f"services.{role}",
             arguments=_flags(fields, {**common, **{name: value for name, value in given.items() if name not in secret}}),
-            environment={fields["nats_url"].variable: config.nats_url} | {fields[name].variable: given[name] for name in secret},
+            environment={fields["nats_url"].variable: config.nats_url}
+            | {fields[name].variable: given[name] for name in secret},
             threads=int(given.get("threads", 0)),
         )
 

@@ -3,14 +3,13 @@
     flag of `penstock up` ─► environment ─► [<role>] ─► [up] ─► [common] ─► the default
 
 A flag that is not `up`'s own belongs to the services that have such a setting: it goes to each of their processes as a flag.
-What the environment and the tables of the file say, a service finds there by itself, so it is not handed on; but for [up], which
-only `up` reads.
+What the environment and the tables of the file say, a service finds there by itself, so it is not handed on; [up] is, because
+only `up` reads it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -41,6 +40,13 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
     passed: Passed
     services: dict[Role, ServiceConfig]
     config_file: str = ""
+
+    def with_context(self, max_model_len: int) -> UpSettings:
+        """The same with another limit of the context, for gateways and engines alike."""
+        text = str(max_model_len)
+        return msgspec.structs.replace(
+            self, passed={role: {**given, "max_model_len": text} for role, given in self.passed.items()}
+        )
 
 
 def offered() -> dict[str, Field]:
@@ -168,4 +174,3 @@ def _address(
     if found.get("http_port", 0) < 0:
         raise ConfigError("http_port -1 in [gateway]: `penstock up` needs the gateway's HTTP to know when it is ready")
     return found
-

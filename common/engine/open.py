@@ -12,7 +12,8 @@ from threading import Thread
 import msgspec
 
 from common.engine.engine import Engine
-from common.engine.load import EngineConfig, cache_layout, check_pool, limit_context, load_runner, resolve_device
+from common.engine.layout import EngineConfig, cache_layout, limit_context
+from common.engine.load import announce_pool, load_runner, resolve_device
 from common.engine.settings import EngineServiceConfig
 from common.models.config import ModelConfig, load_config, weights_identity
 from common.models.source import ModelFiles, resolve
@@ -66,7 +67,7 @@ def _open_on_cpu(
     files: ModelFiles, model: ModelConfig, settings: EngineConfig, shm_dir: str, segment_name: str, on_progress: Progress
 ) -> Engine:
     layout = cache_layout(model, settings)
-    check_pool(model, settings, layout)
+    announce_pool(model, settings, layout)
     segment = Segment.create(
         shm_dir,
         segment_name,

@@ -92,6 +92,11 @@ def load_config(files: ModelFiles) -> ModelConfig:
     return msgspec.structs.replace(config, identity=_identity(config, weights))
 
 
+def check_config_file(path: Path) -> None:
+    """:raises ConfigError: if this config.json is no supported model's; see `load_config`."""
+    config_from_json(_read_json(path))
+
+
 def weights_identity(files: ModelFiles, config: ModelConfig, *, dummy: bool = False) -> str:
     """What workers announce as the weights they compute with: equal for equal files wherever they lie. Empty where that is
     unknown: for a folder of which this machine has only configuration and tokenizer. `dummy`: random weights of this shape."""

@@ -29,7 +29,7 @@ import msgspec
 
 from common.models.naming import DUMMY_PREFIX, hub_id, is_gguf, local_path, model_name
 from common.models.shapes import SHAPES, folder_name, write_model
-from common.protocol.errors import UnknownModel
+from common.protocol.errors import PenstockError, UnknownModel
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -75,7 +75,8 @@ _PACKAGES = {
     )
 }
 
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
+_HUB_SMALL = ["*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
+_HUB_FILES = ["*.safetensors", *_HUB_SMALL]
 _HUB_IGNORED = ["*/*", "consolidated*"]  # other formats' copies of the same weights
 _EDGE_BYTES = 1 << 20
 _POLL_S = 0.2
@@ -112,8 +113,16 @@ def resolve(spec: str, *, cache_dir: Path | None = None, weights: bool = True) -
     )
 
 
-def pull(spec: str, *, progress: Progress | None = None, cache_dir: Path | None = None) -> ModelFiles:
+def pull(
+    spec: str,
+    *,
+    progress: Progress | None = None,
+    cache_dir: Path | None = None,
+    check: Callable[[Path], None] = lambda folder: None,
+) -> ModelFiles:
     """`resolve`, after fetching what is missing. Blocking; several processes may pull the same model at once.
+
+    `check` is given a repository's folder once its small files are in it, and raises if the weights are not worth fetching.
 
     :raises PullFailed: if the download failed or gave something else than expected.
     :raises UnknownModel: if `spec` names nothing that could be fetched.
@@ -127,7 +136,7 @@ def pull(spec: str, *, progress: Progress | None = None, cache_dir: Path | None 
         match = hub_id(spec)
         if match is None or local_path(spec).exists():
             raise
-    return _pull_hub(match["repo"], match["revision"], report)
+    return _pull_hub(match["repo"], match["revision"], report, check)
 
 
 # ── local files ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -285,13 +294,18 @@ def _hub_cached(repo: str, revision: str | None) -> ModelFiles | None:
     return ModelFiles(name=repo, format="safetensors", path=folder, revision=folder.name)
 
 
-def _pull_hub(repo: str, revision: str | None, report: Progress) -> ModelFiles:
+def _pull_hub(repo: str, revision: str | None, report: Progress, check: Callable[[Path], None]) -> ModelFiles:
     from huggingface_hub import constants, snapshot_download
 
     blobs = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "blobs"
     try:
         with _reporting(blobs, 0, report):
+            small = snapshot_download(repo, revision=revision, allow_patterns=_HUB_SMALL, ignore_patterns=_HUB_IGNORED)
+            if (Path(small) / "config.json").is_file():
+                check(Path(small))
             snapshot_download(repo, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED)
+    except PenstockError:
+        raise
     except Exception as error:  # the hub client raises its own, its HTTP client's and OS errors, depending on its version
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise PullFailed(f"could not fetch {repo} from Hugging Face: {reason}", param="model") from error
@@ -333,10 +347,12 @@ def _reporting(folder: Path, total: int, report: Progress) -> Iterator[None]:
 
 
 def _folder_bytes(folder: Path) -> int:
+    """Bytes of all files below `folder`; what is renamed or removed meanwhile is left out."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.lstat().st_size if path.is_file() else 0
-        except OSError:
-            continue  # renamed or removed meanwhile
+    for parent, _, names in os.walk(folder):  # unlike rglob, it goes on where a folder has vanished
+        for name in names:
+            try:
+                total += Path(parent, name).lstat().st_size
+            except OSError:
+                continue
     return total

@@ -51,4 +51,3 @@ def title(owner: type[msgspec.Struct]) -> str:
     """The first sentence of a Struct's docstring, as a heading."""
     text = inspect.getdoc(owner) or owner.__name__
     return text.split(".")[0].split("\n\n")[0].replace("\n", " ")
-

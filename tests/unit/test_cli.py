@@ -328,7 +328,8 @@ def test_every_finding_that_is_not_ok_says_what_to_do(tmp_path: Path) -> None:
         doctor.check_shm(tmp_path / "missing"),
         doctor.check_cores(1),
         doctor.check_open_files(1024),
-        doctor.check_model("no-such-model"),
+        doctor.check_model("no-such-model", tmp_path),
+        doctor.check_environment({"PENSTOCK_NATS_ULR": "nats://10.0.0.1:4222"}),
     ]
     assert all(finding.level != "ok" for finding in findings)
     assert all(finding.advice for finding in findings)
@@ -336,6 +337,7 @@ def test_every_finding_that_is_not_ok_says_what_to_do(tmp_path: Path) -> None:
 
 def test_a_healthy_machine_has_nothing_to_complain_about(tmp_path: Path) -> None:
     findings = [doctor.check_python(), doctor.check_torch(), doctor.check_cores(2), doctor.check_stale(tmp_path)]
+    findings.append(doctor.check_environment({"PENSTOCK_HOME": "/srv", "PATH": "/bin"}))
     assert {finding.level for finding in findings} == {"ok"}
 
 

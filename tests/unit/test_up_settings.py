@@ -38,9 +38,7 @@ def started(settings: UpSettings) -> dict[str, ProcessSpec]:
     if not config.nats_url:
         config = configuration.load(type(config), section="up", argv=["--nats-url=nats://127.0.0.1:4222"], environ={})
         config = settled(config, 0)
-    specs = processes(
-        config, cores=2, passed=settings.passed, services=settings.services, config_file=settings.config_file
-    )
+    specs = processes(config, cores=2, passed=settings.passed, services=settings.services, config_file=settings.config_file)
     return {spec.name: spec for spec in specs}
 
 
@@ -169,11 +167,9 @@ def test_children_join_the_bus_that_was_started_whatever_is_exported() -> None:
 # ── one model ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(
-    "file", ['[gateway]\nserved_model_name = "mine"\n', '[up]\nserved_model_name = "mine"\n', '[common]\nserved_model_name = "mine"\n']
-)
-def test_what_is_said_of_the_model_anywhere_holds_for_all(file: str, tmp_path: Path) -> None:
-    settings = asked(file=file, folder=tmp_path)
+@pytest.mark.parametrize("table", ["gateway", "decode", "up", "common"])
+def test_what_is_said_of_the_model_anywhere_holds_for_all(table: str, tmp_path: Path) -> None:
+    settings = asked(file=f'[{table}]\nserved_model_name = "mine"\n', folder=tmp_path)
     assert {child.served_name for child in children(settings).values()} == {"mine"}
     assert settings.config.served_name == "mine"
 
@@ -260,4 +256,5 @@ def test_help_names_every_flag_once_and_fits_a_terminal(monkeypatch: pytest.Monk
     for field in up_settings.offered().values():
         assert sum(line.split()[:1] == [field.flag] for line in shown.splitlines()) == 1, field.flag
     assert max(map(len, shown.splitlines())) <= 80
-    assert shown.index("What is started:") < shown.index("The model:") < shown.index("Gateways:") < shown.index("Every process:")
+    headings = [shown.index(f"\n{heading}:\n") for heading in ("What is started", "The model", "Gateways", "Every process")]
+    assert headings == sorted(headings)
