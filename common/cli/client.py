@@ -12,12 +12,14 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import anyio
 import msgspec
 
+from common.models.naming import is_gguf, model_name
 from common.protocol import headers, messages, subjects
 from common.protocol.errors import BusError, NoWorkers, PenstockError, ProtocolError, RequestTimeout, from_wire
 from common.protocol.handles import Role
@@ -25,6 +27,8 @@ from common.protocol.messages import Presence
 from common.runtime.bus import Bus, BusMessage, Subscription
 
 CONNECT_TIMEOUT_S = 3.0
+PATH_LISTEN_S = 0.6
+"""Two heartbeats: every gateway on the bus was heard by then."""
 HOW_TO_START = "start Penstock with `penstock up`, or name a bus with --nats-url"
 
 
@@ -36,12 +40,12 @@ async def connected(
 
     :raises BusError: nothing answers on `url` within `timeout_s`; the message ends with `advice`.
     """
-    from common.runtime.nats_bus import connect  # nats-py takes a while to import
+    from common.runtime.nats_bus import connect, redacted  # nats-py takes a while to import
 
     try:
         bus = await connect(url, name=f"penstock-{command}", connect_timeout_s=timeout_s)
     except BusError as error:
-        raise BusError(f"no NATS server on {url}: {advice}") from error
+        raise BusError(f"no NATS server on {redacted(url)}: {advice}") from error
     try:
         yield bus
     finally:
@@ -234,10 +238,16 @@ def decode_presence(message: BusMessage) -> Presence | None:
 async def served_model(bus: Bus, wanted: str = "") -> str:
     """`wanted`, or what the first ready gateway heard within two seconds serves.
 
+    What looks like a path, and is no gateway's model, means the model that it is served as.
+
     :raises NoWorkers: no gateway was heard.
     """
-    if wanted:
+    if wanted and "/" not in wanted and not is_gguf(Path(wanted)):
         return wanted
+    if wanted:
+        heard = await watch_presence(bus, PATH_LISTEN_S)
+        served = {presence.model for presence in heard.values() if presence.worker.role == "gateway"}
+        return wanted if wanted in served or not served else model_name(wanted)
     heard = await watch_presence(bus, 2.0, until_role="gateway")
     gateways = [presence for presence in heard.values() if presence.worker.role == "gateway"]
     if not gateways:

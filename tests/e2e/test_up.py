@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,21 +22,31 @@ from common.models.source import ModelFiles
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 45.0
+SIMULATED = {"PENSTOCK_ENGINE": "simulated", "PENSTOCK_TIME_SCALE": "0"}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @contextmanager
-def penstock_up(folder: Path, *flags: str, **environment: str) -> Iterator[tuple[Site, subprocess.Popen[bytes]]]:
-    """A whole Penstock on ports of its own, ready; ended with the block if it still runs."""
+def penstock_up(
+    folder: Path, *flags: str, cwd: Path = ROOT, own_bus: bool = True, environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[Site, subprocess.Popen[bytes]]]:
+    """A whole Penstock on ports of its own, ready; ended with the block if it still runs. It starts its own bus, or `flags` and
+    `environment` say which one it joins."""
     shm_dir = folder / "shm"
     shm_dir.mkdir()
     site = Site(free_port(), free_port(), shm_dir, f"test-{os.getpid()}-{time.time_ns()}")
-    command = [sys.executable, "-m", "common.cli", "up", "--http-port", str(site.http_port), "--nats-port", str(site.nats_port)]
+    command = [sys.executable, "-m", "common.cli", "up", "--http-port", str(site.http_port)]
+    command += ["--nats-port", str(site.nats_port)] if own_bus else []
     command += ["--shm-dir", str(shm_dir), "--log-dir", str(folder / "logs"), "--kv-cache-mb", "256", *flags]
     with (folder / "up.log").open("wb") as log:
         up = subprocess.Popen(
-            command, env=os.environ | {MARK: site.mark} | environment, stdout=log, stderr=log, start_new_session=True
+            command,
+            cwd=cwd,
+            env=os.environ | {MARK: site.mark, "PYTHONPATH": str(ROOT), **(environment or {})},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     try:
         wait_ready(site, up, folder / "up.log")
@@ -122,7 +132,7 @@ def test_the_raw_nats_example_works(site: Site) -> None:
 
 
 def test_everything_ends_with_a_killed_supervisor(tmp_path: Path, smollm2: ModelFiles) -> None:
-    with penstock_up(tmp_path, PENSTOCK_ENGINE="simulated", PENSTOCK_TIME_SCALE="0") as (site, up):
+    with penstock_up(tmp_path, environment=SIMULATED) as (site, up):
         up.kill()
         up.wait()
         ended = time.monotonic() + 15
@@ -132,7 +142,7 @@ def test_everything_ends_with_a_killed_supervisor(tmp_path: Path, smollm2: Model
 
 
 def test_a_killed_worker_is_started_again(tmp_path: Path, smollm2: ModelFiles) -> None:
-    with penstock_up(tmp_path, PENSTOCK_ENGINE="simulated", PENSTOCK_TIME_SCALE="0") as (site, _):
+    with penstock_up(tmp_path, environment=SIMULATED) as (site, _):
         status = [sys.executable, "-m", "common.cli", "status", "--json", "--nats-url", site.nats_url]
         before = {worker["worker"]["id"] for worker in json.loads(run(status))}
         [pid] = [pid for pid, line in marked_processes(f"{MARK}={site.mark}") if "services.decode" in line]
