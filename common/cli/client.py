@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import TracebackType
@@ -21,14 +21,25 @@ import msgspec
 
 from common.models.naming import is_gguf, model_name
 from common.protocol import headers, messages, subjects
-from common.protocol.errors import BusError, NoWorkers, PenstockError, ProtocolError, RequestTimeout, from_wire
+from common.protocol.errors import (
+    BusError,
+    InvalidParameter,
+    NoWorkers,
+    PenstockError,
+    ProtocolError,
+    RequestTimeout,
+    UnknownModel,
+    from_wire,
+)
 from common.protocol.handles import Role
 from common.protocol.messages import Presence
 from common.runtime.bus import Bus, BusMessage, Subscription
 
 CONNECT_TIMEOUT_S = 3.0
-PATH_LISTEN_S = 0.6
+LISTEN_S = 0.6
 """Two heartbeats: every gateway on the bus was heard by then."""
+STARTING_S = 1.4
+"""So much longer, when none was."""
 HOW_TO_START = "start Penstock with `penstock up`, or name a bus with --nats-url"
 
 
@@ -117,12 +128,13 @@ class Timing(msgspec.Struct):
 class ChatStream:
     """One streamed chat request. Iterating yields chunks until the last one.
 
-    :raises PenstockError: while iterating: the error that the gateway sent, `NoWorkers` when nobody serves the subject,
-        `RequestTimeout` after `timeout_s` of silence, `ProtocolError` when a chunk was lost.
+    :raises PenstockError: while iterating: the error that the gateway sent, `NoWorkers` or `UnknownModel` when nobody serves
+        the subject, `RequestTimeout` after `timeout_s` of silence, `ProtocolError` when a chunk was lost.
     """
 
     def __init__(self, bus: Bus, model: str, body: dict[str, Any], *, timeout_s: float = 60.0) -> None:
         self._bus = bus
+        self._model = model
         self._subject = subjects.chat(subjects.slug(model))
         self._body = msgspec.json.encode({"stream_options": {"include_usage": True}, **body, "model": model, "stream": True})
         self._timeout_s = timeout_s
@@ -163,7 +175,16 @@ class ChatStream:
                 message = await self._receive.receive()
         except TimeoutError as error:
             raise RequestTimeout(f"nothing arrived for {self._timeout_s:.0f} s: look at `penstock status`") from error
+        if message.headers.get("Status") == "503" and not message.data:
+            self._ended = True
+            raise await self._nobody_listens()
         return self._read(message)
+
+    async def _nobody_listens(self) -> PenstockError:
+        served = gateway_models(await watch_presence(self._bus, LISTEN_S))
+        if served:
+            return UnknownModel(f"nobody serves {self._model!r} on this bus; there is {', '.join(served)}", param="model")
+        return NoWorkers(f"nobody listens on {self._subject}: start Penstock with `penstock up`")
 
     def _arrived(self, message: BusMessage) -> None:
         try:
@@ -173,9 +194,6 @@ class ChatStream:
 
     def _read(self, message: BusMessage) -> Chunk:
         fields = message.headers
-        if fields.get("Status") == "503" and not message.data:
-            self._ended = True
-            raise NoWorkers(f"nobody listens on {self._subject}: start Penstock with `penstock up`")
         if fields.get(headers.FINAL):
             self._ended = True
         if code := fields.get(headers.ERROR_CODE):
@@ -235,21 +253,30 @@ def decode_presence(message: BusMessage) -> Presence | None:
     return decoded if isinstance(decoded, Presence) else None
 
 
+def gateway_models(heard: Mapping[str, Presence], *, ready: bool = False) -> list[str]:
+    """What the gateways among `heard` serve; the ready ones alone, if `ready`."""
+    gateways = (presence for presence in heard.values() if presence.worker.role == "gateway")
+    return sorted({gateway.model for gateway in gateways if not ready or gateway.state == "ready"})
+
+
 async def served_model(bus: Bus, wanted: str = "") -> str:
-    """`wanted`, or what the first ready gateway heard within two seconds serves.
+    """`wanted`, or the one model that the gateways on the bus serve.
 
     What looks like a path, and is no gateway's model, means the model that it is served as.
 
-    :raises NoWorkers: no gateway was heard.
+    :raises NoWorkers: no gateway was heard within two seconds. :raises InvalidParameter: several models are served.
     """
     if wanted and "/" not in wanted and not is_gguf(Path(wanted)):
         return wanted
+    heard = await watch_presence(bus, LISTEN_S)
     if wanted:
-        heard = await watch_presence(bus, PATH_LISTEN_S)
-        served = {presence.model for presence in heard.values() if presence.worker.role == "gateway"}
+        served = gateway_models(heard)
         return wanted if wanted in served or not served else model_name(wanted)
-    heard = await watch_presence(bus, 2.0, until_role="gateway")
-    gateways = [presence for presence in heard.values() if presence.worker.role == "gateway"]
-    if not gateways:
+    if not gateway_models(heard, ready=True):
+        heard |= await watch_presence(bus, STARTING_S, until_role="gateway")
+    served = gateway_models(heard, ready=True) or gateway_models(heard)
+    if not served:
         raise NoWorkers("no gateway on this bus: start one with `penstock up`, or name another bus with --nats-url")
-    return next((presence.model for presence in gateways if presence.state == "ready"), gateways[0].model)
+    if len(served) > 1:
+        raise InvalidParameter(f"this bus serves {', '.join(served)}: choose one with --model", param="model")
+    return served[0]

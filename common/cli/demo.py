@@ -1,4 +1,4 @@
-"""`penstock demo`: everything once, on ports of its own: start, ask over NATS, stop, and prove that nothing is left.
+"""`penstock demo`: every pool once, on ports of its own: start, ask over NATS, stop, and prove that nothing is left.
 
 `make demo` runs it. It fails, with a status that is not zero, if the answer does not come, or if a process, a
 shared-memory segment or a port outlives it.
@@ -29,6 +29,7 @@ from common.cli.pull import Spec, ensure
 from common.cli.supervisor import python_module
 from common.models.source import DEFAULT_MODEL
 from common.protocol.errors import InternalError
+from common.runtime.sections import ROLES
 
 READY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
@@ -89,6 +90,7 @@ def _penstock_up(site: Site, model: str, served_model_name: str) -> Iterator[sub
     """`penstock up` as a process of its own, ended when the block ends, however it ends."""
     flags = ["--model", model, "--http-port", str(site.http_port), "--nats-port", str(site.nats_port)]
     flags += ["--shm-dir", str(site.shm_dir), "--served-model-name", served_model_name]
+    flags += [f"--{role}=1" for role in ROLES]  # all there are, wanted by this machine or not
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_") or name in KEPT}
     with subprocess.Popen(
         python_module("common.cli", ["up", *flags]),

@@ -27,9 +27,12 @@ class UpConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     """What is started. Settings of `penstock up` itself; those of the services are theirs."""
 
     gateway: Annotated[int, Meta(ge=1, le=64, description="gateways; several share the port")] = 1
-    prefill: Annotated[_Count | None, Meta(description="prefill workers; by default 1, on a machine of one GPU 0")] = None
-    decode: Annotated[int, Meta(ge=0, le=256, description="decode workers")] = 1
-    draft: Annotated[int, Meta(ge=0, le=256, description="draft workers")] = 1
+    prefill: Annotated[
+        _Count | None,
+        Meta(description=f"prefill workers; by default 1 if there are two GPUs, or {2 * MAX_THREADS} cores and none, else 0"),
+    ] = None
+    decode: Annotated[int, Meta(ge=0, le=256, description="decode workers; they compute prompts too")] = 1
+    draft: Annotated[int, Meta(ge=0, le=256, description="draft workers, which guess tokens from the text so far")] = 0
     kvstore: Annotated[_Count | None, Meta(description="KV stores; by default 1, where KV is on GPUs 0")] = None
     device: Annotated[str, Meta(description="auto: GPUs if there are any; cpu; cuda: every GPU; cuda:N: that one")] = "auto"
     http_host: Annotated[str, Meta(description="address of the OpenAI API")] = "127.0.0.1"
@@ -81,9 +84,14 @@ def placements(count: int, gpus: list[int]) -> list[Placement]:
     return [Placement(f"cuda:{gpu}", int(90 / chosen.count(gpu)) / 100) for gpu in chosen]
 
 
-def settled(config: UpConfig, num_gpus: int) -> UpConfig:
-    """`config` with the sizes of pools that nobody named."""
-    prefill = 0 if num_gpus == 1 else 1
+def settled(config: UpConfig, num_gpus: int, cores: int) -> UpConfig:
+    """`config` with the sizes of pools that nobody named: the fastest on a machine of this size (docs/performance.md).
+
+    Two engines help where each has a GPU, or a full team of cores, of its own. Where they would share one, prompts and answers
+    slow each other down, and a decode worker that computes both is faster at either.
+    """
+    apart = num_gpus > 1 or (not num_gpus and cores >= 2 * MAX_THREADS)
+    prefill = int(apart)
     return msgspec.structs.replace(
         config,
         prefill=prefill if config.prefill is None else config.prefill,

@@ -59,7 +59,7 @@ def command(ctx: typer.Context) -> None:
         sys.stdout.write(up_settings.help_text())
         return
     gpus = visible_gpus(asked.config.device)
-    asked = msgspec.structs.replace(asked, config=settled(asked.config, len(gpus)))
+    asked = msgspec.structs.replace(asked, config=settled(asked.config, len(gpus), usable_cores()))
     starts_bus = not asked.config.nats_url
     if starts_bus and not asked.config.decode:
         raise ConfigError("--decode 0: nobody would write answers; start at least one, or join workers with --nats-url")

@@ -63,6 +63,7 @@ class Project:
         self.name = f"penstocktest{os.getpid()}"
         self.port = free_port()
         self.environment = os.environ | {"PENSTOCK_IMAGE": "penstock-test", "PENSTOCK_HTTP_PORT": str(self.port)}
+        self.environment |= {"PENSTOCK_THREADS": "1"}
 
     def run(self, *arguments: str, check: bool = True) -> str:
         assert COMPOSE is not None
@@ -103,7 +104,7 @@ def project() -> Iterator[Project]:
     project = Project()
     try:
         project.run("build")
-        project.run("up", "-d", "--scale", "prefill=2", "--scale", "decode=2")
+        project.run("up", "-d", "--scale", "prefill=2", "--scale", "decode=2", "--scale", "draft=1")
         wait_ready(project)
         yield project
     finally:

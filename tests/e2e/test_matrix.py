@@ -29,6 +29,7 @@ from tests.fixtures.tiny_model import write_tiny_model
 pytestmark = pytest.mark.timeout(240)
 
 SIMULATED = ("--engine", "simulated", "--time-scale", "0")
+EVERY_POOL = ("--prefill", "1", "--draft", "1", "--kvstore", "1")
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,6 @@ class Row:
     typed: str
     name: str
     flags: tuple[str, ...] = ()
-    environment: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ def lay_out(kind: str, folder: Path, gguf: Path) -> Row:
     """Put a model of this kind into `folder`."""
     match kind:
         case "default":
-            return Row(DEFAULT_MODEL, DEFAULT_MODEL, SIMULATED)
+            return Row(DEFAULT_MODEL, DEFAULT_MODEL, (*SIMULATED, *EVERY_POOL))
         case "gguf":
             _copy(gguf, folder / "My Model v1.5.gguf")
-            return Row("./My Model v1.5.gguf", "My Model v1.5", SIMULATED)
+            return Row("./My Model v1.5.gguf", "My Model v1.5", (*SIMULATED, *EVERY_POOL))
         case "symlink":
             blob = folder / "blobs" / "0123456789abcdef0123456789abcdef"
             blob.parent.mkdir()

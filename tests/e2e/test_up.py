@@ -87,7 +87,7 @@ def test_the_demo_streams_an_answer_and_leaves_nothing(smollm2: ModelFiles) -> N
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelFiles) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("up")
-    with penstock_up(folder) as (site, up):
+    with penstock_up(folder, "--prefill", "1", "--draft", "1", "--kvstore", "1") as (site, up):
         yield site
         up.send_signal(signal.SIGINT)
         assert up.wait(STOP_TIMEOUT_S) == 0, (folder / "up.log").read_text()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from common.cli import up_settings
@@ -34,10 +35,8 @@ def asked(*argv: str, environ: Mapping[str, str] | None = None, file: str = "", 
 
 def started(settings: UpSettings) -> dict[str, ProcessSpec]:
     """What would be started, by name, on two cores and no GPU, with the bus on port 4222."""
-    config = settled(settings.config, 0)
-    if not config.nats_url:
-        config = configuration.load(type(config), section="up", argv=["--nats-url=nats://127.0.0.1:4222"], environ={})
-        config = settled(config, 0)
+    config = settled(settings.config, 0, 2)
+    config = msgspec.structs.replace(config, nats_url=config.nats_url or "nats://127.0.0.1:4222")
     specs = processes(config, cores=2, passed=settings.passed, services=settings.services, config_file=settings.config_file)
     return {spec.name: spec for spec in specs}
 
@@ -118,6 +117,7 @@ def test_flags_that_the_readme_names() -> None:
         *("--max-running=3", "--max-model-len=1000", "--no-canary", "--kv-cache-mb", "64", "--prefill=1", "--draft=1"),
     )
     found: dict[str, Any] = children(settings)
+    assert set(found) == set(ROLES)
     assert found["gateway"].api_key == "k" and found["gateway"].canary is False
     assert {found[role].served_name for role in ROLES} == {"Org/M 1"}
     assert {found[role].max_model_len for role in ("gateway", "prefill", "decode")} == {1000}
