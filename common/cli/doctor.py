@@ -41,7 +41,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def command(
-    model: Annotated[str, typer.Option("--model", help="The model that will be served.")] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Option("--model", envvar="PENSTOCK_MODEL", help="What will be served.")] = DEFAULT_MODEL,
     shm_dir: Annotated[str, typer.Option("--shm-dir", envvar="PENSTOCK_SHM_DIR")] = "/dev/shm",
     http_port: Annotated[int, typer.Option("--http-port", envvar="PENSTOCK_HTTP_PORT")] = 8000,
     nats_url: NatsUrl = DEFAULT_NATS_URL,
@@ -56,7 +56,7 @@ def command(
         lambda: check_open_files(_open_files_limit()),
         lambda: check_shm(Path(shm_dir)),
         lambda: check_stale(Path(shm_dir)),
-        lambda: check_model(model, Path(shm_dir)),
+        lambda: check_model(model, Path(shm_dir), os.environ),
         lambda: check_port(http_port),
         lambda: run(lambda: check_bus(nats_url)),
     ]
@@ -152,13 +152,16 @@ def check_environment(environ: Mapping[str, str]) -> Finding:
     return Finding("ok", "variables", f"{sum(name.startswith(ENV_PREFIX) for name in environ)} set")
 
 
-def check_model(spec: str, shm_dir: Path) -> Finding:
-    """Whether `penstock up --model spec` could serve it on this machine, as far as can be told without loading it."""
-    from common.cli import preflight  # slow to import
+def check_model(spec: str, shm_dir: Path, environ: Mapping[str, str]) -> Finding:
+    """Whether `penstock up --model spec` could serve it on this machine and in this environment, as far as can be told without
+    loading it."""
+    from common.cli import preflight, up_settings  # slow to import
+    from common.engine.layout import EngineConfig
 
     try:
-        gpus = visible_gpus("auto")
-        servable = preflight.check_model(spec, device="cuda" if gpus else "cpu")
+        asked = up_settings.read([f"--model={spec}"], environ)
+        engine = EngineConfig.of(asked.services["decode"]) if asked else EngineConfig()
+        servable = preflight.check_model(spec, engine, "cuda" if visible_gpus("auto") else "cpu")
         tight = preflight.check_machine(servable, 1, shm_dir)
     except PenstockError as error:
         return Finding("problem", "model", spec, str(error))

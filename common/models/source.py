@@ -296,7 +296,9 @@ def _hub_cached(repo: str, revision: str | None) -> ModelFiles | None:
 
 def _pull_hub(repo: str, revision: str | None, report: Progress, check: Callable[[Path], None]) -> ModelFiles:
     from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
 
+    disable_progress_bars()  # `report` tells
     blobs = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "blobs"
     try:
         with _reporting(blobs, 0, report):

@@ -17,6 +17,7 @@ from common.cli.console import first_error
 from common.cli.fleet import Passed, UpConfig, processes, settled, threads_per_worker
 from common.cli.gpus import visible_gpus
 from common.cli.net import claim_port, free_port, http_status
+from common.models.source import DEFAULT_MODEL, ModelFiles
 from common.protocol import headers, messages, subjects
 from common.protocol.errors import ConfigError, ContextLengthExceeded, NoWorkers, ProtocolError, RequestTimeout
 from common.protocol.handles import WorkerRef
@@ -378,12 +379,13 @@ def test_status_as_json_names_every_field() -> None:
     msgspec.json.encode(fields)
 
 
-def test_every_finding_that_is_not_ok_says_what_to_do(tmp_path: Path) -> None:
+def test_every_finding_that_is_not_ok_says_what_to_do(tmp_path: Path, smollm2: ModelFiles) -> None:
     findings = [
         doctor.check_shm(tmp_path / "missing"),
         doctor.check_cores(1),
         doctor.check_open_files(1024),
-        doctor.check_model("no-such-model", tmp_path),
+        doctor.check_model("no-such-model", tmp_path, {}),
+        doctor.check_model(DEFAULT_MODEL, tmp_path, {"PENSTOCK_KV_CACHE_MB": "1"}),
         doctor.check_environment({"PENSTOCK_NATS_ULR": "nats://10.0.0.1:4222"}),
     ]
     assert all(finding.level != "ok" for finding in findings)

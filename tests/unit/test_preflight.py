@@ -19,6 +19,7 @@ from common.engine.layout import EngineConfig
 from common.models.source import ModelFiles
 from common.protocol.errors import ConfigError, UnknownModel
 from common.runtime.memory import available_bytes
+from tests.fixtures.hub import hub_of
 from tests.fixtures.tiny_model import edit_config, write_tiny_model
 
 
@@ -184,3 +185,26 @@ def test_the_shape_of_a_dummy_model_needs_no_files(tmp_path: Path, monkeypatch: 
     large = check_model("dummy:llama-3.1-8b")
     assert 7.9e9 < large.engine_bytes < 13e9
     assert msgspec.structs.replace(large, warnings=[]).model.num_layers == 32
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_a_repository_is_judged_by_its_configuration_before_its_weights_come(
+    supported: bool, model: Path, tmp_path: Path
+) -> None:
+    if not supported:
+        edit_config(model, quantization_config={"quant_method": "gptq", "bits": 4})
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "HF_"))}
+    with hub_of(model) as hub:
+        ended = subprocess.run(
+            [sys.executable, "-m", "common.cli", "pull", "owner/name"],
+            env=clean | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_XET": "1"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert ended.returncode == (0 if supported else 1), ended.stderr
+    assert "Traceback" not in ended.stderr and "Fetching" not in ended.stderr
+    assert ("it can be served: owner/name: llama, 2 layers" if supported else "quant_method 'gptq'") in ended.stderr
+    assert ("model.safetensors" in hub.fetched) == supported
+    assert len(hub.fetched) == len(set(hub.fetched)), "nothing comes twice"
