@@ -14,9 +14,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 import anyio
-import psutil
 
 from bench.common.stats import Usage, slope_per_min
 from common.protocol.errors import ConfigError
@@ -90,6 +90,8 @@ class Stack:
     """Started children, in order, and all processes that are watched: these and others."""
 
     def __init__(self, folder: Path) -> None:
+        """:raises ConfigError: psutil, which watches them, is not installed."""
+        self._psutil = psutil_module()
         self.folder = folder
         self.children: list[Child] = []
         self.watched: list[Watched] = []
@@ -122,9 +124,9 @@ class Stack:
         while True:
             for watched in list(self.watched):
                 try:
-                    process = psutil.Process(watched.pid)
+                    process = self._psutil.Process(watched.pid)
                     times, memory = process.cpu_times(), process.memory_info()
-                except psutil.Error:
+                except self._psutil.Error:
                     continue
                 port = watched.metrics_port
                 steps = await anyio.to_thread.run_sync(_steps, port) if port else -1.0
@@ -190,6 +192,15 @@ def _get(port: int, path: str) -> tuple[int, bytes]:
 
 def _is_ready(port: int) -> bool:
     return _get(port, "/ready")[0] == 200
+
+
+def psutil_module() -> ModuleType:
+    """:raises ConfigError: it is not installed. Penstock itself does not need it, and `--help` must not."""
+    try:
+        import psutil
+    except ImportError as error:
+        raise ConfigError("psutil is not installed here; `pip install 'penstock[bench]'` brings it") from error
+    return psutil
 
 
 def _steps(port: int) -> float:

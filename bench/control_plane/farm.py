@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Sequence
 
 import anyio
 import msgspec
 
+from bench.common.request import parser
 from common.engine.open import open_engine
 from common.runtime import logs, nats_bus, parent_death
 from common.runtime.actor import Actor
@@ -64,16 +64,11 @@ async def main(role: str, ids: Sequence[str], flags: Sequence[str]) -> None:
                 await bus.close()
 
 
-def take(flags: list[str], name: str) -> str:
-    """The value of `--name=value`, which is taken out of `flags`."""
-    found = next(flag for flag in flags if flag.startswith(f"--{name}="))
-    flags.remove(found)
-    return found.partition("=")[2]
-
-
 if __name__ == "__main__":
     parent_death.guard()
     logs.configure("warning", "console")
-    given = sys.argv[1:]
-    role, ids = take(given, "role"), take(given, "ids").split(",")
-    anyio.run(main, role, ids, given, backend_options={"use_uvloop": True})
+    accepted = parser("bench.control_plane.farm", __doc__)
+    accepted.add_argument("--role", choices=("prefill", "decode"), required=True)
+    accepted.add_argument("--ids", required=True, help="the workers' ids, comma-separated")
+    given, flags = accepted.parse_known_args()
+    anyio.run(main, given.role, given.ids.split(","), flags, backend_options={"use_uvloop": True})

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-import psutil
+from bench.common.stack import psutil_module
 
 QUIET_S = 3.0
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -43,7 +43,11 @@ def _busy_s() -> float:
 
 
 def _mine_s() -> float:
-    """Of this process and its descendants, those included that have ended and been waited for."""
+    """Of this process and its descendants, those included that have ended and been waited for.
+
+    :raises ConfigError: psutil is not installed.
+    """
+    psutil = psutil_module()
     me = psutil.Process()
     total = 0.0
     for process in (me, *me.children(recursive=True)):

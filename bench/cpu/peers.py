@@ -6,12 +6,13 @@ short one's, so that the prompt's is not in it. llama.cpp comes from the PyPI pa
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
+
+from bench.common.request import request
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,4 +90,5 @@ PEERS: dict[str, Callable[[Work], float]] = {"transformers": transformers_rate, 
 
 
 if __name__ == "__main__":
-    print(PEERS[sys.argv[1]](msgspec.json.decode(sys.argv[2], type=Work)))
+    given, work = request(Work, "bench.cpu.peers", __doc__, peer=PEERS)
+    print(PEERS[given.peer](work))

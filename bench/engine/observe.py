@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import random
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import msgspec
 
 from bench.common.machine import ROOT
+from bench.common.request import request
 from bench.engine.driver import Driver, Request
 from bench.engine.opening import open_runner
 from bench.engine.texts import DOCUMENTS, real_text
@@ -192,8 +192,9 @@ def observe(wanted: Wanted) -> Observed:
 
 if __name__ == "__main__":
     parent_death.guard()
+    _, wanted = request(Wanted, "bench.engine.observe", __doc__)
     results = os.fdopen(os.dup(1), "wb")  # the result alone goes to stdout, whatever libraries print
     os.dup2(2, 1)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the services do, before torch is imported
-    results.write(msgspec.json.encode(observe(msgspec.json.decode(sys.argv[1], type=Wanted))) + b"\n")
+    results.write(msgspec.json.encode(observe(wanted)) + b"\n")
     results.close()

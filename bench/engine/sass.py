@@ -19,12 +19,12 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import triton
+if TYPE_CHECKING:
+    from tests.ops.compiling import Build, KernelCase
 
-from tests.ops.compiling import ARCHITECTURES, Build, KernelCase, compile_cases
-
-_TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+_ARCHITECTURES = (90, 100)
 _INTEGER = "integer"
 _UNITS = (
     ("copy", r"LDGSTS|UTMALDG|UBLKCP"),
@@ -47,8 +47,10 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("module", help="a test module with CASES")
     parser.add_argument("name", nargs="?", default="", help="part of the names of the cases")
-    parser.add_argument("--arch", type=int, choices=ARCHITECTURES, default=90)
+    parser.add_argument("--arch", type=int, choices=_ARCHITECTURES, default=90)
     options = parser.parse_args(arguments)
+    from tests.ops.compiling import compile_cases  # needs Triton, which --help does not
+
     cases: list[KernelCase] = [case for case in importlib.import_module(options.module).CASES if options.name in str(case)]
     with tempfile.TemporaryDirectory() as directory:
         builds = compile_cases(cases, Path(directory))
@@ -70,7 +72,10 @@ def resources(case: KernelCase, build: Build) -> str:
 
 
 def disassemble(cubin: Path) -> list[Instruction]:
-    text = subprocess.run([_TOOL, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    text = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True).stdout
     found = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+((?:@!?U?P\w+\s+)?(\S+)[^;]*);", text)
     return [(int(address, 16), name, whole) for address, whole, name in found]
 

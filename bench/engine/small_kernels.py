@@ -19,8 +19,7 @@ import torch
 from bench.common.machine import describe
 from bench.common.table import markdown, number
 from bench.engine.timing import rotations, seconds_per_call
-from common.ops import add_rms_norm_triton as norm_triton
-from common.ops import backend, block_copy_triton, qkv_rope_triton
+from common.ops import backend
 
 _CACHED_BYTES = 16 << 20  # of so little, what the kernel before wrote is still in the cache, as in a decode step
 _BLOCK_TOKENS, _LAYERS = 16, 2
@@ -39,6 +38,8 @@ class Timed:
 
 
 def norms(device: torch.device, small: bool) -> Iterator[Timed]:
+    from common.ops import add_rms_norm_triton as norm_triton  # here and below: --help does without Triton
+
     def make(rows: int, size: int, splits: int, quantise: bool, elements: int) -> Callable[[], object]:
         residual, weight = (torch.randn(shape, device=device).bfloat16() for shape in ((rows, size), (size,)))
         delta = torch.randn(splits, rows, size, device=device) if splits else torch.zeros_like(residual)
@@ -58,6 +59,8 @@ def norms(device: torch.device, small: bool) -> Iterator[Timed]:
 
 
 def projections(device: torch.device, small: bool) -> Iterator[Timed]:
+    from common.ops import qkv_rope_triton
+
     def make(
         rows: int, heads: int, kv_heads: int, dim: int, splits: int, pool_dtype: torch.dtype, need_kv: bool, warps: int
     ) -> Callable[[], object]:
@@ -97,6 +100,8 @@ def projections(device: torch.device, small: bool) -> Iterator[Timed]:
 
 
 def copies(device: torch.device, small: bool) -> Iterator[Timed]:
+    from common.ops import block_copy_triton
+
     def make(count: int, size: int, host: bool, chunk: int, warps: int, programs: int | None) -> Callable[[], object]:
         pool = torch.zeros(2 * count, size, dtype=torch.uint8, device=device)
         staging = torch.zeros(count, size, dtype=torch.uint8, device="cpu" if host else device, pin_memory=host)

@@ -19,6 +19,7 @@ import msgspec
 import uvloop
 
 from bench.common.lengths import Lengths
+from bench.common.request import request
 from bench.serve.client import Objective, Outcome, Point, TimedStream, summarise
 
 PATH = "/v1/completions"
@@ -149,5 +150,6 @@ async def main(plan: Plan) -> None:
 
 
 if __name__ == "__main__":
+    _, plan = request(Plan, "bench.serve.load", __doc__)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(main(msgspec.json.decode(sys.argv[1], type=Plan)))
+        runner.run(main(plan))

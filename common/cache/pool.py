@@ -7,14 +7,15 @@ A block is in exactly one state, so `free + owned + leased + cached == total` al
     cached   nobody holds it and it has a content hash: a later prompt may find it, and it is evicted in LRU order
     free     none of these
 
-Every block that `allocate` hands out has a new generation before the caller may write to it. A reader compares
-generations after its copy, so a copy of a block that was reused meanwhile is always noticed.
+Every block that `allocate` hands out has a new generation before the caller may write to it, and `fence` keeps others from
+seeing it otherwise. A reader compares generations after its copy, so a copy of a block that was reused meanwhile is always
+noticed.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, MutableSequence, Sequence
 
 import numpy as np
 
@@ -26,8 +27,8 @@ class BlockPool:
     """Reference counts, content addresses and generations of `num_blocks` blocks of `block_tokens` tokens each.
 
     `generations` is where readers look (a shared-memory segment's array, uint64); the pool writes each change through.
-    Taking and giving back are O(1) per block. Free blocks are reused last-in first-out, so that few pages of a lazily
-    backed segment are ever touched.
+    `fence` orders what this thread writes before it and after it (see `common/transfer/fence.py`).
+    Taking and giving back are O(1) per block. Free blocks are reused last-in first-out, so that few pages are ever touched.
     """
 
     def __init__(
@@ -35,12 +36,14 @@ class BlockPool:
         num_blocks: int,
         block_tokens: int,
         generations: MutableSequence[int] | np.ndarray | None = None,
+        fence: Callable[[], None] = lambda: None,
     ) -> None:
         assert num_blocks > 0 and block_tokens > 0
         assert generations is None or len(generations) == num_blocks
         self.num_blocks = num_blocks
         self.block_tokens = block_tokens
         self._shared = generations
+        self._fence = fence
         self._generations = [0] * num_blocks if generations is None else [int(value) for value in generations]
         self._owners = [0] * num_blocks
         self._leases = [0] * num_blocks
@@ -81,6 +84,7 @@ class BlockPool:
             self._owners[block] = 1
             blocks.append(block)
         self._num_owned += count
+        self._fence()  # the new generations come before anything that is written to the blocks
         return blocks
 
     def retain(self, blocks: Iterable[int]) -> None:

@@ -17,23 +17,14 @@ import anyio
 import anyio.to_thread
 import numpy as np
 
+from common.protocol.cache_messages import BlockCommit, BlockGrant, BlockLease, BlockLookup, BlockOffer
 from common.protocol.errors import PenstockError, ProtocolError, StaleHandle, from_wire
 from common.protocol.handles import WorkerRef, new_lease
-from common.protocol.messages import (
-    BlockCommit,
-    BlockGrant,
-    BlockLease,
-    BlockLookup,
-    BlockOffer,
-    Message,
-    Rejected,
-    ReleaseLease,
-    RenewLeases,
-)
+from common.protocol.messages import Message, Rejected, ReleaseLease, RenewLeases
 from common.runtime import logs
 from common.runtime.actor import Actor
-from common.transfer.base import RemoteBlocks, Transport, copy_blocks
-from common.transfer.shm import SegmentCache, ShmTransport, host_id
+from common.transfer.base import RemoteBlocks, Transport
+from common.transfer.shm import StoreTransport, host_id
 
 log = logs.get("store_client")
 
@@ -63,8 +54,8 @@ class StoreClient:
         self.blocks = blocks
         self.fingerprint = fingerprint
         self.host = host_id(shm_dir)
-        self._transport = transport or ShmTransport(shm_dir)
-        self._writable = SegmentCache(shm_dir, writable=True)
+        self._stored = StoreTransport(shm_dir)
+        self._transport = transport or self._stored
         self._skip_until: dict[WorkerRef, float] = {}
         self._offers = 0
         self._fetched = actor.metrics.counter("store_fetched_blocks_total", "KV blocks copied from a kvstore")
@@ -116,8 +107,8 @@ class StoreClient:
             self._offers -= 1
 
     def close(self) -> None:
-        """Unmap the stores' segments."""
-        self._writable.close()
+        """Let go of the stores' segments."""
+        self._stored.close()
 
     # -- stores
 
@@ -242,13 +233,8 @@ class StoreClient:
 
     def _write_chunk(self, segment: str, source_blocks: list[int], target_blocks: list[int]) -> list[int]:
         """In a thread."""
-        target, generations = self._writable.views(segment, self.fingerprint)
-        if target.shape[1] != self.blocks.shape[1]:
-            raise StaleHandle(f"{segment} has blocks of {target.shape[1]} bytes, not {self.blocks.shape[1]}")
-        if min(target_blocks) < 0 or max(target_blocks) >= len(generations):
-            raise StaleHandle(f"{segment} has no such block")
         checksums = [zlib.crc32(self.blocks[block]) for block in source_blocks]
-        copy_blocks(self.blocks, source_blocks, target, target_blocks)
+        self._stored.write(segment, self.fingerprint, target_blocks, self.blocks, source_blocks)
         return checksums
 
     # -- both

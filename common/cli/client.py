@@ -34,6 +34,7 @@ from common.protocol.errors import (
 from common.protocol.handles import Role
 from common.protocol.messages import Presence
 from common.runtime.bus import Bus, BusMessage, Subscription
+from common.runtime.routing import is_no_responders
 
 CONNECT_TIMEOUT_S = 3.0
 LISTEN_S = 0.6
@@ -128,8 +129,8 @@ class Timing(msgspec.Struct):
 class ChatStream:
     """One streamed chat request. Iterating yields chunks until the last one.
 
-    :raises PenstockError: while iterating: the error that the gateway sent, `NoWorkers` or `UnknownModel` when nobody serves
-        the subject, `RequestTimeout` after `timeout_s` of silence, `ProtocolError` when a chunk was lost.
+    :raises PenstockError: while iterating: the error that the gateway sent, `UnknownModel` or `NoWorkers` when nobody serves
+        the model (see `not_served`), `RequestTimeout` after `timeout_s` of silence, `ProtocolError` when a chunk was lost.
     """
 
     def __init__(self, bus: Bus, model: str, body: dict[str, Any], *, timeout_s: float = 60.0) -> None:
@@ -175,16 +176,10 @@ class ChatStream:
                 message = await self._receive.receive()
         except TimeoutError as error:
             raise RequestTimeout(f"nothing arrived for {self._timeout_s:.0f} s: look at `penstock status`") from error
-        if message.headers.get("Status") == "503" and not message.data:
+        if is_no_responders(message):
             self._ended = True
-            raise await self._nobody_listens()
+            raise await not_served(self._bus, self._model)
         return self._read(message)
-
-    async def _nobody_listens(self) -> PenstockError:
-        served = gateway_models(await watch_presence(self._bus, LISTEN_S))
-        if served:
-            return UnknownModel(f"nobody serves {self._model!r} on this bus; there is {', '.join(served)}", param="model")
-        return NoWorkers(f"nobody listens on {self._subject}: start Penstock with `penstock up`")
 
     def _arrived(self, message: BusMessage) -> None:
         try:
@@ -280,3 +275,14 @@ async def served_model(bus: Bus, wanted: str = "") -> str:
     if len(served) > 1:
         raise InvalidParameter(f"this bus serves {', '.join(served)}: choose one with --model", param="model")
     return served[0]
+
+
+async def not_served(bus: Bus, model: str) -> PenstockError:
+    """Why nobody listens to requests for `model`: `UnknownModel` names what gateways on this bus do serve."""
+    names = gateway_models(await watch_presence(bus, LISTEN_S))
+    if not names:
+        return NoWorkers(f"nobody listens on {subjects.chat(subjects.slug(model))}: start Penstock with `penstock up`")
+    if model in names:
+        return NoWorkers(f"the gateway of {model!r} takes no requests now: look at `penstock status`")
+    served = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
+    return UnknownModel(f"the model {model[:100]!r} is not served on this bus; {served}", param="model")

@@ -134,7 +134,7 @@ def check_shm(directory: Path) -> Finding:
 
 def check_stale(directory: Path) -> Finding:
     """Segments of dead workers are removed here: nobody can use them any more."""
-    from common.transfer.shm import sweep
+    from common.transfer.segment_file import sweep
 
     swept = sweep(directory) if directory.is_dir() else []
     if swept:

@@ -210,7 +210,7 @@ def _bus_command(config: UpConfig, folder: Path) -> Command:
 
 
 def _sweep(shm_dir: str) -> list[str]:
-    from common.transfer.shm import sweep
+    from common.transfer.segment_file import sweep
 
     if not Path(shm_dir).is_dir():
         raise ConfigError(f"{shm_dir} is no folder: make it (a tmpfs is best) or choose another with --shm-dir")

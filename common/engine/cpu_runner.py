@@ -13,6 +13,7 @@ from common.engine.plan import LaterStep, StepPlan, StepResult, StepRow, resolve
 from common.engine.sampling import penalised, sample_rows
 from common.models.decoder import Decoder
 from common.protocol.errors import ConfigError, InvalidParameter
+from common.protocol.messages import SamplingParams
 
 
 class CpuRunner(ABC):
@@ -65,6 +66,18 @@ class CpuRunner(ABC):
 
     def submit(self, plan: StepPlan) -> LaterStep:
         return LaterStep(self, plan)
+
+    def may_compile(self, plan: StepPlan) -> bool:
+        return False  # kernels are the same for every step, and `warm_up` has run them
+
+    def warm_up(self) -> None:
+        """Run a step of every kind on the first block, and leave it as it was: kernels are compiled by their first call."""
+        kept = self.pool[0].clone()
+        tokens = [0] * min(3, self.block_tokens)
+        for sampling in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_k=2, top_p=0.5, logprobs=1)):
+            rows = [StepRow([0], 0, [0], 1, sampling, 1), StepRow(tokens, 0, [0], 1, sampling, len(tokens))]
+            self.execute(StepPlan(0, rows))
+        self.pool[0] = kept
 
     def _prepare_thread(self) -> None:
         """The number of threads is a property of each calling thread in OpenMP, not of the process."""

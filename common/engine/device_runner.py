@@ -105,6 +105,7 @@ class DeviceRunner:
         self._rope = decoder.rope.table(config.max_context)
         self._shapes = ShapeTable(max_rows, max_tokens, layer_parameters=decoder.layer_parameters)
         self._graphs: dict[StepShape, StepGraph] = {}
+        self._launched_sizes: set[tuple[int, int]] = set()
         if self._on_gpu:
             torch.cuda.synchronize(self._device)  # what was made above was made on another stream
             if graphs:
@@ -147,6 +148,15 @@ class DeviceRunner:
             if event is not None:
                 event.record()
         return DeviceStep(rows, begun, tokens, logprobs, event)
+
+    def may_compile(self, plan: StepPlan) -> bool:
+        """Steps with a graph were compiled when it was captured; others compile what is new of their size."""
+        if self._shapes.choose(plan.rows) in self._graphs:
+            return False
+        size = plan.num_tokens.bit_length(), len(plan.rows).bit_length()
+        known = size in self._launched_sizes
+        self._launched_sizes.add(size)
+        return not known
 
     def _forward(self, shape: StepShape, rows: Sequence[AttentionRow] | None = None) -> torch.Tensor:
         """Launches a step over the device buffer as it is laid out for `shape`. `rows`: for steps that are not captured."""

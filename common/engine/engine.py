@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.engine.plan import Runner
-from common.transfer.shm import Segment
+from common.transfer.segment import Segment
 
 
 @dataclass(slots=True)

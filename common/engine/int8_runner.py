@@ -7,7 +7,6 @@ for them to begin.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from common.models.decoder import Decoder
 from common.ops.attention_numba import Step
 from common.ops.forward_numba import Room, Weights, counters_for, forward
 from common.ops.int8_cpu import LANES, PAIRS, linears_of
+from common.ops.team_cpu import together
 
 
 class Int8Runner(CpuRunner):
@@ -32,7 +32,6 @@ class Int8Runner(CpuRunner):
         self._forward = forward(config.head_dim, config.num_heads // config.num_kv_heads)
         self._rope = decoder.rope.table(config.max_context).numpy()
         self._pool_bits = pool.view(torch.int16).numpy()
-        self._helpers = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="rows")
         self._room = self._new_room(1)
         self._logits = self._new_logits(1)
 
@@ -63,10 +62,7 @@ class Int8Runner(CpuRunner):
     def _run(self, where: Step, *tokens: NDArray[np.int64]) -> None:
         counters = counters_for(self.decoder.config.num_layers)
         step: tuple[Any, ...] = (counters, self.threads, self._weights, where, *tokens, self._room, self._logits)
-        helpers = [self._helpers.submit(self._forward, *step) for _ in range(self.threads - 1)]
-        self._forward(*step)
-        for helper in helpers:
-            helper.cancel()
+        together(self.threads, self._forward, *step)
 
     def _new_room(self, rows: int) -> Room:
         config = self.decoder.config

@@ -24,6 +24,7 @@ from common.runtime import logs
 if TYPE_CHECKING:
     import torch
 
+    from common.engine.cpu_runner import CpuRunner
     from common.engine.fp8_choice import Fp8Choice
     from common.models.decoder import Decoder
     from common.ops.linear_tuning import LinearShape
@@ -121,10 +122,15 @@ def _cpu_runner(
     decoder, precision = _decoder(files, model, engine, "cpu", on_progress)
     pool = kv_pool(segment_blocks, model, engine.block_tokens, getattr(torch, precision.kv))
     if precision.weights == "int8":
-        from common.engine.int8_runner import Int8Runner as CpuRunner
+        from common.engine.int8_runner import Int8Runner
+
+        runner: CpuRunner = Int8Runner(decoder, pool, fingerprint=layout.fingerprint, threads=threads)
     else:
-        from common.engine.torch_runner import TorchRunner as CpuRunner
-    return CpuRunner(decoder, pool, fingerprint=layout.fingerprint, threads=threads)
+        from common.engine.torch_runner import TorchRunner
+
+        runner = TorchRunner(decoder, pool, fingerprint=layout.fingerprint, threads=threads)
+    runner.warm_up()
+    return runner
 
 
 def _device_runner(

@@ -18,7 +18,8 @@ from common.engine.settings import EngineServiceConfig
 from common.models.config import ModelConfig, load_config, weights_identity
 from common.models.source import ModelFiles, resolve
 from common.transfer.cuda_ipc import LocalTransport, export_pool
-from common.transfer.shm import Segment, sweep
+from common.transfer.segment import Segment
+from common.transfer.segment_file import sweep
 
 Progress = Callable[[int, int], None]
 

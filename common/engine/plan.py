@@ -115,6 +115,10 @@ class Runner(Protocol):
 
     def submit(self, plan: StepPlan) -> PendingStep: ...
 
+    def may_compile(self, plan: StepPlan) -> bool:
+        """Whether this step may have to compile kernels first, and so take many times as long as the next one like it."""
+        ...
+
 
 def resolve_feeds(plan: StepPlan, samples: Sequence[int]) -> None:
     """Put the tokens in that fed rows wait for. samples: all samples of the step before, in order.

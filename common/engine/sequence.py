@@ -12,6 +12,7 @@ among its step's samples).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass, field
 
@@ -27,7 +28,9 @@ MAX_SAMPLING_NUMBER = 1000.0
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`held_from`: index in `tokens` of the first token whose logprobs are kept here (what came before, others sent)."""
+    """`held_from`: index in `tokens` of the first token whose logprobs are kept here (what came before, others sent).
+    `ends_at`: the request's deadline in seconds of the worker's clock.
+    """
 
     generation: Generation
     tokens: list[int]
@@ -45,6 +48,7 @@ class Sequence:
     finish: FinishReason | None = None
     cancelled: bool = False
     arrival: int = 0
+    ends_at: float = math.inf
 
     @classmethod
     def of(cls, generation: Generation, *, vocab_size: int, max_context: int) -> Sequence:
@@ -125,6 +129,12 @@ class Sequence:
         self.num_awaited -= row.num_samples > 0
         self.num_computed = row.start + len(row.tokens) - max(0, row.num_samples - 1)
 
+    def rewind(self) -> None:
+        """The steps in flight failed: go back to what was computed before them."""
+        self.num_steps = self.num_awaited = 0
+        self.last_sample = -1
+        self.num_planned = self.num_computed
+
     def append(self, samples: RowSamples, count: int, *, max_context: int) -> int:
         """Take the first `count` sampled tokens, up to the one that ends the request. Returns how many were taken."""
         params = self.sampling
@@ -141,19 +151,23 @@ class Sequence:
                 return taken + 1
         return count
 
-    def frame(self, start: int) -> TokenFrame:
-        """All tokens from output index `start` on, as sent to the gateway; with the end of the request, if it has ended."""
+    def frame(self, start: int, *, max_entries: int = 1 << 30) -> TokenFrame:
+        """Return the tokens from output index `start` on, as sent to the gateway, and the end of the request if it comes next.
+
+        max_entries: tokens and their alternatives that it may hold; at least one token is in it.
+        """
         first = self.generation.prompt_tokens + max(start, 0)
+        end = min(len(self.tokens), first + max(1, max_entries // (1 + max(self.sampling.logprobs, 0))))
         logprobs = None
         if self.sampling.logprobs >= 0 and first >= self.held_from:
-            logprobs = self.logprobs[first - self.held_from :]
+            logprobs = self.logprobs[first - self.held_from : end - self.held_from]
         return TokenFrame(
             request=self.request,
             attempt=self.attempt,
             start=first - self.generation.prompt_tokens,
-            tokens=self.tokens[first:],
+            tokens=self.tokens[first:end],
             logprobs=logprobs,
-            finish=self.finish,
+            finish=self.finish if end == len(self.tokens) else None,
             cached_tokens=self.num_cached,
         )
 

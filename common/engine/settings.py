@@ -55,6 +55,10 @@ class EngineServiceConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unkno
     num_blocks: Annotated[int, Meta(ge=0, description="KV blocks; 0: what their memory holds")] = 0
     block_tokens: Annotated[int, Meta(ge=1, le=1024, description="tokens a KV block holds")] = 16
     threads: Annotated[int, Meta(ge=0, description="CPU threads of the engine; 0: all cores")] = 0
+    step_timeout_s: Annotated[
+        float, Meta(gt=0, description="least time before a step counts as hung; it is 20 times the slowest of late, or more")
+    ] = 5.0
+    compile_timeout_s: Annotated[float, Meta(gt=0, description="time of a step that may have to compile kernels")] = 300.0
     max_running: Annotated[int, Meta(ge=0, description="sequences in work at once; more are refused; 0: what suits")] = 0
     token_budget: Annotated[int, Meta(ge=0, description="tokens a step computes at most; 0: what suits the device")] = 0
 

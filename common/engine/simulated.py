@@ -207,6 +207,9 @@ class SimulatedRunner:
     def submit(self, plan: StepPlan) -> LaterStep:
         return LaterStep(self, plan)
 
+    def may_compile(self, plan: StepPlan) -> bool:
+        return False
+
     def step_s(self, rows: Sequence[StepRow]) -> float:
         """Seconds the profile's accelerator takes for these rows."""
         num_tokens = kv_tokens = pairs = 0

@@ -1,8 +1,7 @@
 """Runs steps with torch: flattens a ragged batch for the decoder's forward pass.
 
 Tokens of a step are laid out with the one-token rows (decoding) first, longest context first, so that attention can take
-them as one slice; then every other row. The flat batch is padded to one of few sizes, because oneDNN compiles a matrix
-kernel for each size that it meets.
+them as one slice; then every other row.
 """
 
 from __future__ import annotations
@@ -16,15 +15,21 @@ from common.engine.cpu_runner import CpuRunner
 from common.engine.plan import StepRow
 from common.models.attention import CpuAttention
 from common.models.decoder import Decoder, Inputs
-from common.ops.paged_attention import AttentionRow, Scratch, plan_attention
+from common.ops.paged_attention import AttentionRow, NotInvariant, Scratch, check_attention, plan_attention
 from common.ops.paged_kv import SlotMapping, clear_tails
+from common.protocol.errors import ConfigError
 
 
 class TorchRunner(CpuRunner):
     """For weights in a float format; the pool's dtype is theirs."""
 
     def __init__(self, decoder: Decoder, pool: torch.Tensor, *, fingerprint: str, threads: int) -> None:
+        """:raises ConfigError: if this CPU's attention kernel makes answers depend on the batch."""
         super().__init__(decoder, pool, decoder.dtype, fingerprint=fingerprint, threads=threads)
+        try:
+            check_attention(decoder.config.head_dim, self.block_tokens, threads)
+        except NotInvariant as error:
+            raise ConfigError(f"{error}; use --dtype auto with the package numba: 8-bit weights", param="dtype") from error
         self._scratch = Scratch()
 
     def logits(self, rows: Sequence[StepRow]) -> torch.Tensor:
@@ -46,21 +51,19 @@ class TorchRunner(CpuRunner):
         samples = [
             first_of[i] + len(row.tokens) - row.num_samples + j for i, row in enumerate(rows) for j in range(row.num_samples)
         ]
-        padding = padded_size(num_tokens) - num_tokens
-        padded = np.pad(positions, (0, padding), mode="edge")
-        cos, sin = self.decoder.rope.rows(torch.from_numpy(padded), int(padded.max()))
+        cos, sin = self.decoder.rope.rows(torch.from_numpy(positions), int(positions.max()))
         placed = [AttentionRow(first_of[i], len(rows[i].tokens), rows[i].start, rows[i].blocks) for i in order]
         config = self.decoder.config
         attention = CpuAttention(
             config,
             self.pool,
-            plan_attention(self.pool, config.num_heads, placed, len(padded), self._scratch),
+            plan_attention(self.pool, config.num_heads, placed, num_tokens, self._scratch),
             SlotMapping(self.pool, blocks, positions % self.block_tokens),
             cos,
             sin,
         )
         return Inputs(
-            tokens=torch.from_numpy(np.pad(tokens, (0, padding), mode="edge")),
+            tokens=torch.from_numpy(tokens),
             samples=torch.tensor(samples, dtype=torch.int64),
             attention=attention,
         )
@@ -79,10 +82,3 @@ class TorchRunner(CpuRunner):
         if offset == 0 or end - offset < row.start:
             return None
         return row.blocks[end // self.block_tokens], offset
-
-
-def padded_size(num_tokens: int) -> int:
-    """The next size with at most five significant bits: exact up to 32, at most 6 % more above. One token becomes two, as
-    every linear would make of it (see `ops.linear`)."""
-    step = 1 << max(0, (num_tokens - 1).bit_length() - 5)
-    return max(2, -(-num_tokens // step) * step)

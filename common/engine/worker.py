@@ -14,9 +14,7 @@ import asyncio
 import contextvars
 import time
 from abc import abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from typing import Protocol
 
 import anyio
@@ -24,30 +22,38 @@ import msgspec
 
 from common.cache.pool import BlockPool
 from common.cache.store_client import StoreClient
+from common.engine import stepping
 from common.engine.engine import Engine, OpenEngine
 from common.engine.metrics import EngineMetrics
+from common.engine.outflow import FRAME_ENTRIES, Outflow
 from common.engine.plan import RunnerLost, StepPlan, StepResult
+from common.engine.prefixes import Prefixes
 from common.engine.sequence import Sequence, SequenceCache
 from common.engine.settings import EngineServiceConfig
 from common.engine.speeds import Speeds
-from common.protocol import messages
-from common.protocol.errors import Cancelled, PenstockError, ShuttingDown
+from common.engine.stepping import EngineThreads, StepLoop
+from common.engine.watchdog import StepWatch
+from common.protocol.errors import Cancelled, OutOfCredits, PenstockError, ShuttingDown
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import (
     Accepted,
     Cancel,
     FetchFrames,
+    FramesTaken,
     Generation,
     Message,
     Presence,
     Rejected,
     Renew,
+    TokenFrame,
+    TokenFrames,
     Unknown,
 )
 from common.runtime import logs
 from common.runtime.actor import Actor, WorkerState
 from common.runtime.bus import Bus
 from common.runtime.leases import LeaseTable
+from common.transfer.fence import memory_fence
 from common.transfer.shm import host_id
 
 log = logs.get("engine")
@@ -55,15 +61,13 @@ log = logs.get("engine")
 TOMBSTONES = 4096
 
 
-class Scheduler(Protocol):
+class Scheduler(stepping.Scheduler, Protocol):
     @property
     def num_running(self) -> int: ...
     @property
     def num_waiting(self) -> int: ...
     @property
     def credits(self) -> int: ...
-    def plan(self, now: float) -> StepPlan | None: ...
-    def abandon(self) -> list[Sequence]: ...
     def cancel(self, sequence: Sequence) -> None: ...
     def begin_copy(self, sequence: Sequence) -> None: ...
     def end_copy(self, sequence: Sequence, num_computed: int) -> None: ...
@@ -82,25 +86,35 @@ class EngineWorker(Actor):
         self.open_engine = open_engine
         self.host = host_id(config.shm_dir)
         self.held: LeaseTable[Sequence] = LeaseTable(config.lease_s)
+        self.outflow = Outflow(self._send_frames)
         self.refusing = False
+        self._alone: Sequence | None = None
         self.speeds = Speeds()
         self.loaded = False
         self.loaded_share = 0.0
         self._cancelled: dict[str, int] = {}
-        self._wake = anyio.Event()
         self._idle = anyio.Event()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self._submitting = ThreadPoolExecutor(1, thread_name_prefix="submit")
+        self._threads = EngineThreads()
+        self.watch = StepWatch(floor_s=config.step_timeout_s, compile_s=config.compile_timeout_s)
 
     # -- life
 
     async def start(self) -> None:
         self.engine = await self._opened()
         runner, segment = self.engine.runner, self.engine.segment
-        self.pool = BlockPool(runner.num_blocks, runner.block_tokens, segment.generations)
+        self.pool = BlockPool(runner.num_blocks, runner.block_tokens, segment.generations, memory_fence())
         self.cache = SequenceCache(self.pool, block_tokens=runner.block_tokens, fingerprint=runner.fingerprint)
         self.store = StoreClient(self, segment.blocks, runner.fingerprint, self.config.shm_dir)
         self.scheduler = self.make_scheduler()
+        self.prefixes = Prefixes(self)
+        self.loop = StepLoop(
+            runner=runner,
+            scheduler=self.scheduler,
+            steps=self,
+            threads=self._threads,
+            watch=self.watch,
+            clock=self.clock,
+        )
         self.counters = EngineMetrics(
             self.metrics,
             usage=self.pool.usage,
@@ -113,7 +127,7 @@ class EngineWorker(Actor):
         """In the thread that submits steps: a library's handles are a thread's own, and warm for the first step then."""
         context, name = contextvars.copy_context(), f"{self.ref.id}-{self.ref.epoch:x}"
         opening = lambda: context.run(self.open_engine, name, self._on_progress)  # noqa: E731
-        opened = asyncio.get_running_loop().run_in_executor(self._submitting, opening)
+        opened = asyncio.get_running_loop().run_in_executor(self._threads.submitting, opening)
         with anyio.CancelScope(shield=True):  # what has been opened must be closed
             await opened
         return opened.result()
@@ -129,55 +143,21 @@ class EngineWorker(Actor):
         """Commit a step to the scheduler. What is returned tells everyone concerned; it is called once the next step runs."""
 
     async def work(self) -> None:
-        """Plan, execute, commit, for ever. While a step runs, messages are handled, the step before is reported and, with a
-        runner that runs ahead, the next one is planned and submitted.
+        await self.loop.run()
 
-        What a message changes meanwhile, a cancel above all, the scheduler defers where a running step depends on it.
-        """
-        report = _nothing
-        flights: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
-        ended = self.clock()
-        while True:
-            if len(flights) < self.engine.runner.run_ahead and (plan := self.scheduler.plan(self.clock())) is not None:
-                flights.append((plan, self._start(plan)))
-                continue
-            report()
-            report = _nothing
-            if not flights:
-                self._wake = anyio.Event()
-                await self._wake.wait()
-                ended = self.clock()
-                continue
-            plan, running = flights.popleft()
-            try:
-                result = await running
-            except RunnerLost:
-                log.critical("engine_lost", step=plan.step, rows=len(plan.rows))
-                raise  # nobody is told that a request failed: gateways go on elsewhere, with the tokens so far
-            except Exception:
-                log.exception("step_failed", step=plan.step, rows=len(plan.rows))
-                self.counters.step_failures.inc()
-                await asyncio.gather(*(later for _, later in flights), return_exceptions=True)
-                flights.clear()
-                for sequence in self.scheduler.abandon():
-                    self.fail(sequence, "internal_error", "the engine failed on this request; see the worker's log")
-                continue
-            began, ended = ended, self.clock()
-            self.speeds.measure(plan, ended - began)
-            self.counters.step(plan, ended - began)
-            report = self.commit(plan, result)
+    def step_ended(self, plan: StepPlan, elapsed_s: float) -> None:
+        self.speeds.measure(plan, elapsed_s)
+        self.counters.step(plan, elapsed_s)
 
-    def _start(self, plan: StepPlan) -> asyncio.Future[StepResult]:
-        """A step on its way, behind those that are."""
-        loop, runner = asyncio.get_running_loop(), self.engine.runner
-        if runner.run_ahead == 1:
-            return loop.run_in_executor(self._thread, runner.execute, plan)
-        submitted = self._submitting.submit(runner.submit, plan)
-        return loop.run_in_executor(self._thread, lambda: submitted.result().result())
+    def step_failed(self) -> None:
+        self.counters.step_failures.inc()
+
+    def sequence_failed(self, sequence: Sequence) -> None:
+        self.fail(sequence, "internal_error", "the engine failed on this request; see the worker's log")
 
     def wake(self) -> None:
         """Something can be planned that could not be before: a sequence came, a copy has ended, or blocks were given back."""
-        self._wake.set()
+        self.loop.wake()
 
     async def drain(self) -> None:
         self.refusing = True
@@ -189,9 +169,9 @@ class EngineWorker(Actor):
         return len(self.held)
 
     def close(self) -> None:
-        """Give the segment back, once the runner's thread has ended."""
-        self._submitting.shutdown(wait=True)
-        self._thread.shutdown(wait=True)
+        """Give the segment back, once the runner's threads have ended, or hang."""
+        if not self._threads.close():
+            log.error("engine_thread_hangs", worker=self.ref.id, consequence="the process ends without it")
         if self.loaded:
             self.store.close()
             self.engine.segment.close()
@@ -207,6 +187,8 @@ class EngineWorker(Actor):
                 self.on_renew(message)
             case FetchFrames():
                 self.on_fetch(message)
+            case FramesTaken():
+                self.outflow.taken(message, self.clock())
             case _:
                 log.warning("unexpected_message", message=type(message).__name__)
 
@@ -225,12 +207,17 @@ class EngineWorker(Actor):
             sequence = Sequence.of(
                 generation, vocab_size=self.engine.runner.vocab_size, max_context=self.engine.runner.max_context
             )
+            self._check_company(generation)
+            sequence.ends_at = self.clock() + remaining_s(generation)
             if known is not None:
                 self.drop(request)
             take(sequence)
         except PenstockError as error:
             self.answer(reply, Rejected(worker=self.ref, code=error.code, message=str(error)))
             return None
+        if generation.alone:
+            self._alone = sequence
+        self.outflow.open(generation.gateway, generation.window, self.clock())
         self.held.grant(request, generation.gateway, sequence, self.clock())
         self.counters.prefix_queries.inc(len(sequence.tokens))
         self.counters.prefix_hits.inc(sequence.num_computed)
@@ -238,30 +225,46 @@ class EngineWorker(Actor):
         self.wake()
         return sequence
 
+    @property
+    def is_alone(self) -> bool:
+        """A request runs here that killed workers before, and has not given a token yet."""
+        alone = self._alone
+        return alone is not None and len(alone.tokens) == alone.held_from and self.held.get(alone.request) is alone
+
+    def _check_company(self, generation: Generation) -> None:
+        """:raises OutOfCredits: if the request, or one that is here, must run alone."""
+        others = self.scheduler.num_running + self.scheduler.num_waiting
+        if self.is_alone or (generation.alone and others):
+            raise OutOfCredits("a request must run alone; this one, or one that is here")
+
+    def is_held(self, sequence: Sequence) -> bool:
+        """Whether its gateway still wants it."""
+        return self.held.get(sequence.request) is sequence
+
     def drop(self, request: str) -> None:
         """Free a request and forget it. Harmless for one that is not held."""
         sequence = self.held.release(request)
         if sequence is not None:
-            self.scheduler.cancel(sequence)
-            self.dropped(sequence)
-            self.wake()  # somebody may have waited for its blocks
+            self._let_go(sequence)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        self.outflow.drop(sequence)
+        self.scheduler.cancel(sequence)
+        self.dropped(sequence)
+        self.wake()  # somebody may have waited for its blocks
 
     def dropped(self, sequence: Sequence) -> None:
         """A held request was let go of: free what the subclass holds for it."""
 
     def fail(self, sequence: Sequence, code: str, message: str) -> None:
         """Tell the gateway that this attempt is over, and forget it."""
-        frame = messages.TokenFrame(
-            request=sequence.request,
-            attempt=sequence.attempt,
-            start=sequence.num_outputs,
-            tokens=[],
-            finish="error",
-            error_code=code,
-            error_message=message,
-        )
-        self.send(sequence.generation.gateway, messages.TokenFrames(worker=self.ref, frames=[frame]))
+        unsent = sequence.frame(self.outflow.drop(sequence), max_entries=FRAME_ENTRIES)
+        frame = msgspec.structs.replace(unsent, finish="error", error_code=code, error_message=message)
+        self._send_frames(sequence.generation.gateway, [frame], 0)
         self.drop(sequence.request)
+
+    def _send_frames(self, gateway: WorkerRef, frames: list[TokenFrame], number: int) -> None:
+        self.send(gateway, TokenFrames(worker=self.ref, frames=frames, number=number))
 
     def on_cancel(self, cancel: Cancel) -> None:
         for request, attempt in cancel.requests:
@@ -286,67 +289,43 @@ class EngineWorker(Actor):
         held = self.held.get(fetch.request)
         if held is None or held.attempt != fetch.attempt:
             self.send(fetch.gateway, Unknown(worker=self.ref, requests=[(fetch.request, fetch.attempt)]))
-        else:  # an empty frame, when there is nothing new, is a sign of life
-            self.send(fetch.gateway, messages.TokenFrames(worker=self.ref, frames=[held.frame(fetch.start)]))
+        elif fetch.start < held.num_outputs:
+            self.outflow.again(held, fetch.start)
+        else:  # with the end, perhaps; and a sign of life
+            self._send_frames(fetch.gateway, [held.frame(fetch.start)], 0)
+
+    @property
+    def healthy(self) -> bool:
+        """Also: no step has been running for longer than it may."""
+        return super().healthy and self.watch.age_s(self.clock()) <= self.watch.limit_s
 
     def tick(self, now: float) -> None:
+        if self.watch.overdue(now, period_s=self.config.heartbeat_s):
+            self._give_up_engine(now)
         for request, sequence in self.held.expire(now):
             log.warning("request_expired", request=request, reason="no gateway renewed it")
-            self.scheduler.cancel(sequence)
-            self.dropped(sequence)
-            self.wake()
-        wall_ms = time.time() * 1000
-        for sequence in [s for s in self.held.values() if s.generation.deadline_ms < wall_ms]:
+            self._let_go(sequence)
+        for sequence in [s for s in self.held.values() if s.ends_at < now]:
             self.drop(sequence.request)
+        self.outflow.tick(now)
         if self.refusing and not self.num_obligations:
             self._idle.set()
 
+    def _give_up_engine(self, now: float) -> None:
+        """:raises RunnerLost: gateways go on elsewhere, with the tokens so far, and a supervisor starts this worker again."""
+        age_s, limit_s = round(self.watch.age_s(now), 1), round(self.watch.limit_s, 1)
+        log.critical("engine_hangs", worker=self.ref.id, step_age_s=age_s, limit_s=limit_s, compiling=self.watch.may_compile)
+        raise RunnerLost(f"a step has been running for {age_s} s, which may take {limit_s} s")
+
     def connection_changed(self, connected: bool) -> None:
         (self.held.resume if connected else self.held.pause)(self.clock())
+        if connected:
+            self.outflow.lost()
 
     def fenced(self) -> None:
         for sequence in self.held.values():
             self.drop(sequence.request)
-
-    # -- KV copies
-
-    def fetch_prefix(self, sequence: Sequence) -> None:
-        """Fill the blocks behind the local prefix from a kvstore, if that could save work; the sequence runs afterwards.
-
-        Call it in the turn that admitted the sequence: from then on a step may be planned with it.
-        """
-        if self.store.available and len(sequence.tokens) - sequence.num_computed > self.cache.block_tokens:
-            self.scheduler.begin_copy(sequence)
-            self.task_group.start_soon(self._fetch_prefix, sequence)
-
-    async def _fetch_prefix(self, sequence: Sequence) -> None:
-        have = sequence.num_computed // self.cache.block_tokens
-        copied = 0
-        try:
-            hashes = self.cache.hash(sequence, len(sequence.tokens) - 1)
-            copied = await self.store.fetch(hashes[have:], sequence.blocks[have : len(hashes)])
-        finally:
-            num_computed = (have + copied) * self.cache.block_tokens
-            sequence.num_cached = min(num_computed, sequence.generation.prompt_tokens)
-            self.counters.prefix_hits.inc(copied * self.cache.block_tokens)
-            self.scheduler.end_copy(sequence, num_computed)
-            self.wake()
-
-    async def offer(self, blocks: list[int], hashes: list[bytes]) -> None:
-        """Give full blocks to the kvstore. The caller retained them; they are released here, whatever happens."""
-        try:
-            await self.store.offer(hashes, blocks)
-        finally:
-            self.pool.release(blocks)
-            self.wake()
-
-    def offer_soon(self, sequence: Sequence) -> None:
-        """Offer the full blocks of a sequence in the background; call before its blocks are freed."""
-        hashes = self.cache.hash(sequence, sequence.num_computed)
-        blocks = sequence.blocks[: len(hashes)]
-        if blocks and self.store.available:
-            self.pool.retain(blocks)
-            self.task_group.start_soon(self.offer, blocks, list(hashes))
+        self.outflow.clear()
 
     # -- presence
 
@@ -363,7 +342,7 @@ class EngineWorker(Actor):
             segment=self.engine.segment.name,
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
-            credits=0 if self.refusing else self.scheduler.credits,
+            credits=0 if self.refusing or self.is_alone else self.scheduler.credits,
             kv=self.pool.usage(),
             prefill_tokens_per_s=round(self.speeds.prefill_tokens_per_s, 1),
             step_ms=round(self.speeds.step_ms, 3),
@@ -371,17 +350,11 @@ class EngineWorker(Actor):
             http_port=self.http_port,
             identity=self.engine.identity,
             max_context=min(self.engine.runner.max_context, self.cache.longest_sequence),
+            steps=self.watch.num_steps,
+            step_age_ms=round(self.watch.age_s(self.clock()) * 1000, 1),
         )
 
 
-def _nothing() -> None:
-    """There is no step to report."""
-
-
-def send_frames(worker: Actor, news: Iterable[tuple[Sequence, int]]) -> None:
-    """Send what a step generated, one message per gateway: for each sequence its tokens from an output index on."""
-    grouped: dict[WorkerRef, list[messages.TokenFrame]] = {}
-    for sequence, start in news:
-        grouped.setdefault(sequence.generation.gateway, []).append(sequence.frame(start))
-    for gateway, frames in grouped.items():
-        worker.send(gateway, messages.TokenFrames(worker=worker.ref, frames=frames))
+def remaining_s(generation: Generation) -> float:
+    """Return how long a request may still take, by the time of day only if its sender does not know `remaining_ms`."""
+    return (generation.remaining_ms or generation.deadline_ms - time.time() * 1000) / 1000

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numba
+from llvmlite import binding
 from numba.core import config
 from numba.core.bytecode import FunctionIdentity
 
@@ -37,6 +39,15 @@ FunctionIdentity._unique_ids = itertools.count(secrets.randbits(62))
 """Numba counts functions from 1 in every process, and the count is all that tells the symbols of closures apart. What two
 processes kept would bear the same names for other code, and a third, that loads both, would call the one for the other
 (github.com/numba/numba/issues/10486)."""
+
+
+def has_feature(name: str) -> bool:
+    """Return whether kernels may use an instruction set, by LLVM's name: this CPU's, or those of NUMBA_CPU_FEATURES when it or
+    NUMBA_CPU_NAME names another CPU."""
+    cpu, features = (os.environ.get(f"NUMBA_CPU_{what}", "") for what in ("NAME", "FEATURES"))
+    if cpu or features:
+        return f"+{name}" in features.split(",")
+    return bool(dict(binding.get_host_cpu_features()).get(name, False))
 
 
 def compiled(*, fastmath: frozenset[str] = frozenset(), kept: bool = False) -> Callable[[Callable[..., Any]], Any]:

@@ -19,20 +19,18 @@ import math
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
 from common.ops.address_numba import address, emit_prefetch, float32_at, further, int8_at
 from common.ops.compiled_numba import REASSOCIATING, compiled
 from common.ops.int8_cpu import LANES, LARGEST, PAIRS
+from common.ops.lanes_numba import FLOATS, I64, INTEGERS, MAX_GROUP, emit_load, emit_spread, emit_store, row_group
 from common.ops.powers_numba import power_of_two
 
 CHUNK_PAIRS = 1024
 """Pairs of inputs whose products fit into 32-bit sums: 2 · 1024 · 127 · 8191 < 2^31. Sums of chunks are added as float32."""
-
-MAX_GROUP = 16 if dict(binding.get_host_cpu_features()).get("avx512f", False) else 4
-"""Rows computed together: as many as there are registers for their sums."""
 
 _SUMS_AT_ONCE = 8 if MAX_GROUP == 16 else 4
 """Fewer rows than this take several tiles at once: one sum would wait for itself."""
@@ -40,9 +38,7 @@ _SUMS_AT_ONCE = 8 if MAX_GROUP == 16 else 4
 _AHEAD = 256
 """Tiles; 8 KB of weights."""
 
-_I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_TILE, _WIDE, _HALVES = ir.VectorType(_I8, 32), ir.VectorType(_I32, 32), ir.VectorType(_I16, 32)
-_SUMS, _OUT = ir.VectorType(_I32, 16), ir.VectorType(_F32, 16)
+_TILE, _WIDE, _HALVES = (ir.VectorType(ir.IntType(bits), 32) for bits in (8, 32, 16))
 _FLOATS = types.CPointer(types.float32)
 
 
@@ -73,36 +69,33 @@ def _multiply_tiles(rows: int) -> Any:
             before, loop, after = builder.block, builder.append_basic_block(), builder.append_basic_block()
             builder.branch(loop)
             builder.position_at_end(loop)
-            index = builder.phi(_I64)
-            index.add_incoming(ir.Constant(_I64, 0), before)
-            sums = [[builder.phi(_SUMS) for _ in range(rows)] for _ in range(unroll)]
+            index = builder.phi(I64)
+            index.add_incoming(ir.Constant(I64, 0), before)
+            sums = [[builder.phi(INTEGERS) for _ in range(rows)] for _ in range(unroll)]
             for step, group in enumerate(sums):
-                at = builder.add(index, ir.Constant(_I64, step))
+                at = builder.add(index, ir.Constant(I64, step))
                 if step % 2 == 0:  # two tiles to a cache line
-                    emit_prefetch(builder, builder.gep(tiles, [builder.add(at, ir.Constant(_I64, _AHEAD))]))
-                tile = builder.load(builder.gep(tiles, [at]))
-                tile.align = 1
-                wide = builder.sext(tile, _WIDE)
-                first = builder.gep(activations, [builder.mul(at, ir.Constant(_I64, rows))])
+                    emit_prefetch(builder, builder.gep(tiles, [builder.add(at, ir.Constant(I64, _AHEAD))]))
+                wide = builder.sext(emit_load(builder, builder.gep(tiles, [at]), _TILE), _WIDE)
+                first = builder.gep(activations, [builder.mul(at, ir.Constant(I64, rows))])
                 for row, total in enumerate(group):
-                    total.add_incoming(ir.Constant(_SUMS, [0] * 16), before)
-                    products = _pair_products(builder, wide, builder.gep(first, [ir.Constant(_I64, row)]))
+                    total.add_incoming(ir.Constant(INTEGERS, [0] * 16), before)
+                    products = _pair_products(builder, wide, builder.gep(first, [ir.Constant(I64, row)]))
                     total.add_incoming(builder.add(total, products), loop)
-            following = builder.add(index, ir.Constant(_I64, unroll))
+            following = builder.add(index, ir.Constant(I64, unroll))
             index.add_incoming(following, loop)
             builder.cbranch(builder.icmp_signed("<", following, num_pairs), loop, after)
             builder.position_at_end(after)
-            scales = _load_floats(builder, scale)
+            scales = emit_load(builder, scale)
             for row in range(rows):
                 total = sums[0][row].incomings[1][0]
                 for group in sums[1:]:
                     total = builder.add(total, group[row].incomings[1][0])
-                at = ir.Constant(_I64, row)
-                mine = builder.fmul(_spread(builder, builder.load(builder.gep(row_scale, [at])), _OUT), scales)
-                begun = _load_floats(builder, builder.gep(start, [builder.mul(start_stride, at)]))
-                value = builder.fadd(builder.fmul(builder.sitofp(total, _OUT), mine), begun)
-                place = builder.gep(out, [builder.mul(out_stride, at)])
-                builder.store(value, builder.bitcast(place, _OUT.as_pointer())).align = 4
+                at = ir.Constant(I64, row)
+                mine = builder.fmul(emit_spread(builder, builder.load(builder.gep(row_scale, [at])), FLOATS), scales)
+                begun = emit_load(builder, builder.gep(start, [builder.mul(start_stride, at)]))
+                value = builder.fadd(builder.fmul(builder.sitofp(total, FLOATS), mine), begun)
+                emit_store(builder, value, builder.gep(out, [builder.mul(out_stride, at)]))
             return context.get_dummy_value()
 
         return signature, generate
@@ -115,37 +108,13 @@ def _pair_products(builder: Any, wide: Any, place: Any) -> Any:
     `place`: the form in which LLVM recognises a multiply-add of pairs."""
     pair = builder.load(place)
     pair.align = 4
-    products = builder.mul(wide, builder.sext(builder.bitcast(_spread(builder, pair, _SUMS), _HALVES), _WIDE))
-    even, odd = (ir.Constant(_SUMS, [2 * lane + which for lane in range(16)]) for which in (0, 1))
+    products = builder.mul(wide, builder.sext(builder.bitcast(emit_spread(builder, pair, INTEGERS), _HALVES), _WIDE))
+    even, odd = (ir.Constant(INTEGERS, [2 * lane + which for lane in range(16)]) for which in (0, 1))
     nothing = ir.Constant(_WIDE, ir.Undefined)
     return builder.add(builder.shuffle_vector(products, nothing, even), builder.shuffle_vector(products, nothing, odd))
 
 
-def _spread(builder: Any, number: Any, kind: Any) -> Any:
-    nothing = ir.Constant(kind, ir.Undefined)
-    first = builder.insert_element(nothing, number, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(first, nothing, ir.Constant(_SUMS, [0] * 16))
-
-
-def _load_floats(builder: Any, place: Any) -> Any:
-    values = builder.load(builder.bitcast(place, _OUT.as_pointer()))
-    values.align = 4
-    return values
-
-
 _tiles1, _tiles2, _tiles4, _tiles8, _tiles16 = (_multiply_tiles(rows) for rows in (1, 2, 4, 8, 16))
-
-
-@compiled()
-def _group(row, rows):
-    """(first, count): the group that `row` is computed in, of powers of two, the largest first."""
-    first, count = 0, MAX_GROUP
-    while True:
-        whole = (rows - first) // count * count
-        if row < first + whole:
-            return first + (row - first) // count * count, count
-        first += whole
-        count //= 2
 
 
 @compiled()
@@ -158,7 +127,7 @@ def multiply(part, parts, linears, which, data, row_scale, rows, out):
     for block in range(weight.blocks * part // parts, weight.blocks * (part + 1) // parts):
         row = 0
         while row < rows:
-            _, count = _group(row, rows)
+            _, count = row_group(row, rows)
             place = address(out, row * width + block * LANES)
             start, stride = further(bias, weight.bias_step * block * LANES), 0
             for begin in range(0, pairs, CHUNK_PAIRS):
@@ -201,7 +170,7 @@ def quantise_row(x, row, rows, data, row_scale):
     pairs = -(-len(x) // (2 * PAIRS)) * PAIRS
     integers = np.empty(2 * pairs, np.int16)
     row_scale[row] = _to_integers(x, integers)
-    first, count = _group(row, rows)
+    first, count = row_group(row, rows)
     place = first * pairs + row - first
     both = integers.view(np.int32)
     for pair in range(pairs):

@@ -9,12 +9,12 @@ import torch
 
 from common.ops.backend import on_device
 from common.ops.int8_cpu import Int8Weight, pack_int8
-from common.ops.linear_cpu import can_pack, linear_onednn, linear_plain, pack
-from common.ops.linear_reference import linear_fp8_reference
+from common.ops.linear_cpu import linear_tiles, pack_tiles
+from common.ops.linear_reference import linear_fp8_reference, linear_reference
 from common.ops.quantise import quantise_weight
 from common.ops.tensors import Activation, Quantised
 
-Format = Literal["plain", "onednn", "int8", "fp8"]
+Format = Literal["plain", "tiles", "int8", "fp8"]
 PackFormat = Literal["plain", "int8", "fp8"]
 Role = Literal["qkv", "output", "gate_up", "down", "head"]
 """What a linear is in a decoder."""
@@ -26,8 +26,8 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(slots=True, frozen=True)
 class LinearWeight:
-    """`data` by `format`: "plain" [out_features, in_features]; "onednn" its packing; "fp8" float8_e4m3fn [out, in];
-    "int8" the tiles of `int8`, which is multiplied by `forward_numba` alone.
+    """`data` by `format`: "plain" [out_features, in_features]; "tiles" [blocks, in_features, 16], on a CPU; "fp8" float8_e4m3fn
+    [out, in]; "int8" the tiles of `int8`, which is multiplied by `forward_numba` alone.
 
     bias: [out_features]. scale of "fp8": float32 [out], or [⌈out/128⌉, ⌈in/128⌉] for weights quantised in blocks of 128.
     dtype: the model's, which "fp8" gives results in.
@@ -65,9 +65,9 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, forma
     if format == "fp8":
         data, scale = quantise_weight(weight)
         return LinearWeight(data, bias, in_features, out_features, "fp8", scale, weight.dtype)
-    if not on_device(weight) and can_pack(weight.dtype):
-        return LinearWeight(pack(weight), bias, in_features, out_features, "onednn", dtype=weight.dtype)
-    return LinearWeight(weight.contiguous(), bias, in_features, out_features, "plain", dtype=weight.dtype)
+    if on_device(weight):
+        return LinearWeight(weight.contiguous(), bias, in_features, out_features, "plain", dtype=weight.dtype)
+    return LinearWeight(pack_tiles(weight), bias, in_features, out_features, "tiles", dtype=weight.dtype)
 
 
 def linear_from_fp8(
@@ -114,9 +114,9 @@ def linear(x: Activation, weight: LinearWeight, *, split: bool = False) -> torch
     if weight.format == "fp8":
         return linear_fp8_reference(x, weight.data, weight.scale, weight.bias, weight.dtype)
     assert not isinstance(x, Quantised)
-    if weight.format == "onednn":
-        return linear_onednn(x, weight.data, weight.bias)
-    return linear_plain(x, weight.data, weight.bias)
+    if weight.format == "tiles":
+        return linear_tiles(x, weight.data, weight.bias, weight.out_features)
+    return linear_reference(x, weight.data, weight.bias)
 
 
 def takes_quantised(weight: LinearWeight, rows: int) -> bool:

@@ -10,7 +10,15 @@ import torch
 from common.ops.attention_parts import attend_chunk
 from common.ops.attention_prefill import attend_fresh, attend_run
 from common.ops.attention_work import AttentionWorkspace, DeviceBatch, DevicePlan, plan_device_attention
-from common.ops.paged_attention_cpu import AttentionPlan, AttentionRow, Scratch, attend_cpu, plan_attention
+from common.ops.paged_attention_cpu import (
+    AttentionPlan,
+    AttentionRow,
+    NotInvariant,
+    Scratch,
+    attend_cpu,
+    check_attention,
+    plan_attention,
+)
 
 __all__ = [
     "AttentionPlan",
@@ -18,7 +26,9 @@ __all__ = [
     "AttentionWorkspace",
     "DeviceBatch",
     "DevicePlan",
+    "NotInvariant",
     "Scratch",
+    "check_attention",
     "paged_attention",
     "plan_attention",
     "plan_device_attention",

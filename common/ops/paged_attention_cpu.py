@@ -17,15 +17,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from common.ops.attention_merge_cpu import merge_groups, merge_tiles
+from common.ops.attention_rows_cpu import NotInvariant as NotInvariant
+from common.ops.attention_rows_cpu import flash, row_multiple
 from common.ops.scratch_cpu import Gathered, Scratch
 
 TILE_TOKENS = 128
 _MASKED = -1e30  # finite: a tile that a query sees nothing of then has weight exp(-1e30 - m) = 0 instead of NaN
-_ROW_MULTIPLE = 4  # the CPU kernel treats query rows alike when they come in fours
 _BATCHED_QUERIES = (1, 2, 4, 8, 16, 32)  # rows with this many tokens, rounded up, share a call
 _QUERY_TILE = 256
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class AttentionRow(NamedTuple):
@@ -80,10 +80,14 @@ class _Decoding:
 
 @dataclass(slots=True)
 class _QueryTile:
-    """Queries [begin, end) (token indices) see `num_open` tiles whole, and `num_tiles - num_open` more through `mask`."""
+    """Queries [begin, end) (token indices) see `num_open` tiles whole, and `num_tiles - num_open` more through `mask`.
+
+    num_rows: query rows of a KV head, padding included.
+    """
 
     begin: int
     end: int
+    num_rows: int
     num_open: int
     num_tiles: int
     mask: torch.Tensor | None
@@ -94,6 +98,23 @@ class _LongRow:
     entries: torch.Tensor
     num_tiles: int
     queries: list[_QueryTile]
+
+
+class _Sizes(NamedTuple):
+    """Sizes of a pool and of what reads it.
+
+    block_stride: rows of one layer's K or V from one block to the next. tile_tokens: keys of a tile. group_size: query heads of
+    a KV head. row_multiple: query rows are padded to a multiple of it."""
+
+    block_tokens: int
+    block_stride: int
+    tile_tokens: int
+    group_size: int
+    row_multiple: int
+
+    def rows(self, queries: int) -> int:
+        """Query rows of a KV head, padding included."""
+        return -(-queries * self.group_size // self.row_multiple) * self.row_multiple
 
 
 @dataclass(slots=True)
@@ -107,6 +128,15 @@ class AttentionPlan:
     long_rows: list[_LongRow] = field(default_factory=list)
 
 
+def check_attention(head_dim: int, block_tokens: int, threads: int) -> None:
+    """:raises NotInvariant: if plans for such heads and blocks can't be computed independently of the batch on this CPU."""
+    row_multiple(head_dim, _tile_tokens(block_tokens), threads)
+
+
+def _tile_tokens(block_tokens: int) -> int:
+    return -(-TILE_TOKENS // block_tokens) * block_tokens
+
+
 def plan_attention(
     pool: torch.Tensor, num_heads: int, rows: Sequence[AttentionRow], num_tokens: int, scratch: Scratch | None = None
 ) -> AttentionPlan:
@@ -114,8 +144,9 @@ def plan_attention(
 
     :raises ValueError: if a row has no tokens, too few blocks or unknown ones, or reaches past `num_tokens`, or heads don't
         divide.
+    :raises NotInvariant: see `row_multiple`.
     """
-    num_blocks, layers, _, block_tokens, kv_heads, _ = pool.shape
+    num_blocks, layers, _, block_tokens, kv_heads, head_dim = pool.shape
     if num_heads % kv_heads:
         raise ValueError(f"{num_heads} query heads can't share {kv_heads} KV heads")
     for row in rows:
@@ -124,19 +155,21 @@ def plan_attention(
             raise ValueError(f"{len(row.blocks)} blocks don't hold {row.length} tokens from {row.start}")
         if min(used) < 0 or max(used) >= num_blocks or row.first < 0 or row.first + row.length > num_tokens:
             raise ValueError(f"a row names blocks or tokens that don't exist: {row}")
-    plan = AttentionPlan(num_tokens, -(-TILE_TOKENS // block_tokens) * block_tokens, scratch or Scratch())
+    tile_tokens = _tile_tokens(block_tokens)
+    multiple = row_multiple(head_dim, tile_tokens, torch.get_num_threads())
+    sizes = _Sizes(block_tokens, 2 * layers, tile_tokens, num_heads // kv_heads, multiple)
+    plan = AttentionPlan(num_tokens, tile_tokens, scratch or Scratch())
     batches: dict[int, list[AttentionRow]] = {}
-    group_size = num_heads // kv_heads
     for row in rows:
         queries = next((size for size in _BATCHED_QUERIES if row.length <= size), 0)
         if queries:
             batches.setdefault(queries, []).append(row)
         else:
-            plan.long_rows.append(_plan_long(row, block_tokens, 2 * layers, plan.tile_tokens, group_size))
+            plan.long_rows.append(_plan_long(row, sizes))
     for queries, batch in batches.items():
-        group = _plan_group(batch, queries, block_tokens, 2 * layers, plan.tile_tokens, group_size)
+        group = _plan_group(batch, queries, sizes)
         if queries == 1 and isinstance(group.tokens, slice):
-            group.decoding = _plan_decoding(group, pool, group_size, plan)
+            group.decoding = _plan_decoding(group, pool, sizes.group_size, plan)
         plan.groups.append(group)
     return plan
 
@@ -167,14 +200,8 @@ def attend_cpu(query: torch.Tensor, pool: torch.Tensor, layer: int, plan: Attent
 # ── planning ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _plan_group(
-    rows: list[AttentionRow],
-    queries: int,
-    block_tokens: int,
-    block_stride: int,
-    tile_tokens: int,
-    group_size: int,
-) -> _Group:
+def _plan_group(rows: list[AttentionRow], queries: int, sizes: _Sizes) -> _Group:
+    block_tokens, tile_tokens = sizes.block_tokens, sizes.tile_tokens
     rows = sorted(rows, key=lambda row: -(row.start + row.length))
     num_tiles = np.array([-(-(row.start + row.length) // tile_tokens) for row in rows])
     per_tile = tile_tokens // block_tokens
@@ -204,8 +231,8 @@ def _plan_group(
         target=None if contiguous else torch.from_numpy(tokens[kept]),
         rows_with_tile=rows_with_tile,
         tile_rows=torch.from_numpy(tile_rows) if len(rows_with_tile) > 1 else None,
-        entries=torch.from_numpy(entries * block_stride),
-        mask=_mask(positions[tile_rows], tile_begins, tile_tokens, group_size),
+        entries=torch.from_numpy(entries * sizes.block_stride),
+        mask=_mask(positions[tile_rows], tile_begins, sizes),
     )
 
 
@@ -226,7 +253,8 @@ def _plan_decoding(group: _Group, pool: torch.Tensor, group_size: int, plan: Att
     )
 
 
-def _plan_long(row: AttentionRow, block_tokens: int, block_stride: int, tile_tokens: int, group_size: int) -> _LongRow:
+def _plan_long(row: AttentionRow, sizes: _Sizes) -> _LongRow:
+    block_tokens, tile_tokens = sizes.block_tokens, sizes.tile_tokens
     end = row.start + row.length
     used = -(-end // block_tokens)
     num_tiles = -(-end // tile_tokens)
@@ -238,23 +266,27 @@ def _plan_long(row: AttentionRow, block_tokens: int, block_stride: int, tile_tok
         num_open = (int(positions[0]) + 1) // tile_tokens
         reached = int(positions[-1]) // tile_tokens + 1
         begins = np.arange(num_open, reached) * tile_tokens
-        mask = _mask(np.broadcast_to(positions, (len(begins), len(positions))), begins, tile_tokens, group_size)
+        mask = _mask(np.broadcast_to(positions, (len(begins), len(positions))), begins, sizes)
         tile = _QueryTile(
-            row.first + begin, row.first + begin + len(positions), num_open, reached, mask if len(begins) else None
+            begin=row.first + begin,
+            end=row.first + begin + len(positions),
+            num_rows=sizes.rows(len(positions)),
+            num_open=num_open,
+            num_tiles=reached,
+            mask=mask if len(begins) else None,
         )
         queries.append(tile)
-    return _LongRow(torch.from_numpy(entries * block_stride), num_tiles, queries)
+    return _LongRow(torch.from_numpy(entries * sizes.block_stride), num_tiles, queries)
 
 
-def _mask(positions: np.ndarray, begins: np.ndarray, tile_tokens: int, group_size: int) -> torch.Tensor:
+def _mask(positions: np.ndarray, begins: np.ndarray, sizes: _Sizes) -> torch.Tensor:
     """positions: [tiles, queries]; begins: [tiles], the tile's first key position. Returns [tiles, 1, query rows, tile_tokens]:
-    each query `group_size` times, rounded up to a multiple of `_ROW_MULTIPLE` with rows that see everything."""
+    each query once per head of its group, then rows of padding that see everything."""
     tiles, queries = positions.shape
-    num_rows = queries * group_size
-    mask = torch.zeros(tiles, 1, -(-num_rows // _ROW_MULTIPLE) * _ROW_MULTIPLE, tile_tokens)
-    keys = torch.from_numpy(begins[:, None] + np.arange(tile_tokens))
-    hidden = keys[:, None, :] > torch.from_numpy(np.repeat(positions, group_size, axis=1))[:, :, None]
-    mask[:, 0, :num_rows].masked_fill_(hidden, _MASKED)
+    mask = torch.zeros(tiles, 1, sizes.rows(queries), sizes.tile_tokens)
+    keys = torch.from_numpy(begins[:, None] + np.arange(sizes.tile_tokens))
+    hidden = keys[:, None, :] > torch.from_numpy(np.repeat(positions, sizes.group_size, axis=1))[:, :, None]
+    mask[:, 0, : queries * sizes.group_size].masked_fill_(hidden, _MASKED)
     return mask
 
 
@@ -288,10 +320,10 @@ def _attend_group(
         q = F.pad(q, (0, 0, 0, group.mask.shape[2] - used))
     keys, values = _gather(pool, layer, group.entries, group.mask.shape[0], plan)
     if group.tile_rows is None:
-        merged, _ = _flash(q, keys, values, attn_mask=group.mask, scale=scale)
+        merged, _ = flash(q, keys, values, attn_mask=group.mask, scale=scale)
     else:
-        tiled, sums = _flash(q.index_select(0, group.tile_rows), keys, values, attn_mask=group.mask, scale=scale)
-        merged = _merge_groups(tiled, sums, group.rows_with_tile, group.tile_rows)
+        tiled, sums = flash(q.index_select(0, group.tile_rows), keys, values, attn_mask=group.mask, scale=scale)
+        merged = merge_groups(tiled, sums, group.rows_with_tile, group.tile_rows)
     merged = merged[:, :, :used].unflatten(2, (queries, group_size)).transpose(1, 2)
     if group.source is not None and group.target is not None:
         out.index_copy_(0, group.target, merged.reshape(-1, *out.shape[1:]).index_select(0, group.source).to(out.dtype))
@@ -306,34 +338,12 @@ def _attend_decoding(
     for which, gathered in enumerate(decoding.gathered):
         gathered.fill(decoding.pool, decoding.entries[2 * layer + which])
     if group.tile_rows is None:
-        merged, _ = _flash(decoding.queries, decoding.keys, decoding.values, attn_mask=group.mask, scale=scale)
+        merged, _ = flash(decoding.queries, decoding.keys, decoding.values, attn_mask=group.mask, scale=scale)
     else:
         queries = decoding.queries.index_select(0, group.tile_rows)
-        tiled, sums = _flash(queries, decoding.keys, decoding.values, attn_mask=group.mask, scale=scale)
-        merged = _merge_groups(tiled, sums, group.rows_with_tile, group.tile_rows)
+        tiled, sums = flash(queries, decoding.keys, decoding.values, attn_mask=group.mask, scale=scale)
+        merged = merge_groups(tiled, sums, group.rows_with_tile, group.tile_rows)
     out[group.tokens].view(heads.shape).copy_(merged[:, :, : heads.shape[2]])
-
-
-def _merge_groups(tiled: torch.Tensor, sums: torch.Tensor, rows_with_tile: list[int], tile_rows: torch.Tensor) -> torch.Tensor:
-    """tiled: [tiles, kv_heads, query rows, head_dim]; sums: log-sum-exps [tiles, kv_heads, query rows].
-
-    Returns [rows, …]. Products and sums are separate operations, so that no machine fuses them on one path and not on
-    another; the weights are rounded from float64, so that vector and scalar code agree.
-    """
-    top = sums[: rows_with_tile[0]].clone()
-    begin = rows_with_tile[0]
-    for count in rows_with_tile[1:]:
-        torch.maximum(top[:count], sums[begin : begin + count], out=top[:count])
-        begin += count
-    weights = (sums - top.index_select(0, tile_rows)).double().exp_().float()
-    weighted = tiled.mul_(weights[..., None])
-    total, merged = weights[: rows_with_tile[0]], weighted[: rows_with_tile[0]]
-    begin = rows_with_tile[0]
-    for count in rows_with_tile[1:]:
-        total[:count] += weights[begin : begin + count]
-        merged[:count] += weighted[begin : begin + count]
-        begin += count
-    return merged.div_(total[..., None])
 
 
 def _attend_tile(
@@ -349,29 +359,16 @@ def _attend_tile(
     used = count * (heads // kv_heads)
     q = query[tile.begin : tile.end].float().view(count, kv_heads, -1, head_dim)
     q = q.transpose(0, 1).reshape(1, kv_heads, used, head_dim)
-    if padding := -used % _ROW_MULTIPLE:
-        q = F.pad(q, (0, 0, 0, padding))
+    if tile.num_rows > used:
+        q = F.pad(q, (0, 0, 0, tile.num_rows - used))
     parts: list[tuple[torch.Tensor, torch.Tensor]] = []
     for begin, end, mask in ((0, tile.num_open, None), (tile.num_open, tile.num_tiles, tile.mask)):
         if end > begin:
-            tiled, sums = _flash(
+            tiled, sums = flash(
                 q.expand(end - begin, -1, -1, -1), keys[begin:end], values[begin:end], attn_mask=mask, scale=scale
             )
             parts += zip(tiled.unbind(0), sums.unbind(0), strict=True)
-    merged = _merge_tiles(parts)[:, :used]
+    merged = merge_tiles(parts)[:, :used]
     out[tile.begin : tile.end].view(count, kv_heads, -1, head_dim).copy_(
         merged.view(kv_heads, count, -1, head_dim).transpose(0, 1)
     )
-
-
-def _merge_tiles(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """As `_merge_groups`, for the tiles of one row: outputs [kv_heads, query rows, head_dim], log-sum-exps [kv_heads, rows]."""
-    if len(parts) == 1:
-        return parts[0][0]
-    sums = torch.stack([one for _, one in parts])
-    weights = (sums - sums.amax(0)).double().exp_().float()
-    total, merged = weights[0].clone(), parts[0][0] * weights[0, ..., None]
-    for (tiled, _), weight in zip(parts[1:], weights[1:], strict=True):
-        total += weight
-        merged += tiled * weight[..., None]
-    return merged.div_(total[..., None])

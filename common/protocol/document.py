@@ -14,7 +14,7 @@ from typing import Literal, get_args, get_origin
 
 import msgspec
 
-from common.protocol import errors, handles, headers, messages, subjects
+from common.protocol import cache_messages, draft_messages, errors, handles, headers, messages, subjects
 
 _INTRODUCTION = """\
 # The protocol
@@ -45,6 +45,12 @@ def document() -> str:
         _docstring(messages) + "\n",
         _aliases(messages),
         *map(_struct, _structs(messages)),
+        "## Messages of the kvstore\n",
+        _docstring(cache_messages) + "\n",
+        *map(_struct, _structs(cache_messages)),
+        "## Messages of the draft pool\n",
+        _docstring(draft_messages) + "\n",
+        *map(_struct, _structs(draft_messages)),
     ]
     return "\n".join(parts)
 

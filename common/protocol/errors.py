@@ -12,8 +12,10 @@
     │   ├── Overloaded              429  overloaded
     │   ├── Cancelled               499  cancelled
     │   ├── NoWorkers               503  no_workers
+    │   ├── GatewayBusy             503  gateway_busy       it can't keep up with what it has
     │   ├── ShuttingDown            503  shutting_down
     │   ├── DeadlineExceeded        504  deadline_exceeded
+    │   ├── WorkersDied             500  workers_died       workers ended each time that they ran it
     │   └── InternalError           500  internal_error     carries an id, never a repr
     ├── WorkerError             between workers; the gateway retries elsewhere
     │   ├── OutOfBlocks                  out_of_blocks
@@ -98,6 +100,11 @@ class NoWorkers(ServiceError):
     http_status = 503
 
 
+class GatewayBusy(ServiceError):
+    code = "gateway_busy"
+    http_status = 503
+
+
 class ShuttingDown(ServiceError):
     code = "shutting_down"
     http_status = 503
@@ -106,6 +113,10 @@ class ShuttingDown(ServiceError):
 class DeadlineExceeded(ServiceError):
     code = "deadline_exceeded"
     http_status = 504
+
+
+class WorkersDied(ServiceError):
+    code = "workers_died"
 
 
 class InternalError(ServiceError):

@@ -60,9 +60,9 @@ def new_worker_id(role: Role) -> str:
     return f"{role}-{os.urandom(4).hex()}"
 
 
-def new_epoch() -> int:
-    """A number larger than any epoch this worker had before (nanoseconds since 1970)."""
-    return time.time_ns()
+def new_epoch(after: int = 0) -> int:
+    """Return nanoseconds since 1970, or one more than `after` where the clock is behind it: an epoch never decreases."""
+    return max(time.time_ns(), after + 1)
 
 
 def new_lease() -> str:

@@ -1,7 +1,8 @@
 """Every message between services: one tagged msgspec Struct each, msgpack on the wire.
 
 A field is only ever added, with a default, so that two versions can talk. Encode with `encode`, decode with `decode`;
-nothing else in the project touches msgpack. `docs/protocol.md` is checked against this file.
+nothing else in the project touches msgpack. `docs/protocol.md` is checked against this file. What kvstores and draft workers
+are told is in `cache_messages.py` and `draft_messages.py`.
 
 Who sends what, in the order of one request:
 
@@ -10,12 +11,12 @@ Who sends what, in the order of one request:
     gateway → decode    DecodeTask            the direct path: no prefill worker
     prefill → gateway   TokenFrames, HandedOff or HandoffFailed
     decode  → gateway   TokenFrames           one message per gateway per step
-    gateway → worker    FetchFrames, Renew, Cancel
+    gateway → worker    FramesTaken, FetchFrames, Renew, Cancel
     worker  → gateway   Unknown               the answer to Renew for requests it does not hold
     decode  → prefill   ReleaseLease, RenewLeases
     worker  ↔ kvstore   BlockLookup/BlockLease, BlockOffer/BlockGrant, BlockCommit, ReleaseLease, RenewLeases
     decode  ↔ draft     DraftUpdate, DraftClose / Proposals, DraftResync
-    everyone            Presence
+    everyone            Presence, EpochTaken
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import Literal
 
 import msgspec
 
+from common.protocol.cache_messages import BlockCommit, BlockGrant, BlockLease, BlockLookup, BlockOffer
+from common.protocol.draft_messages import DraftClose, DraftResync, DraftUpdate, Proposals
 from common.protocol.errors import ProtocolError
 from common.protocol.handles import KvHandle, WorkerRef
 
@@ -57,8 +60,12 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """All a worker needs to begin or to continue a request.
 
     `tokens` (packed uint32) are the prompt and whatever earlier attempts generated; the first `prompt_tokens` of them are
-    the client's. `attempt` counts up with each retry and fences frames of the attempts before. `deadline_ms` is
-    milliseconds since 1970; past it every holder frees the request. `salt` separates tenants' prefix caches.
+    the client's. `attempt` counts up with each retry and fences frames of the attempts before. `remaining_ms` is the time that
+    the request had left when this was sent: a holder frees it once so much has passed on a clock of its own, whatever the time
+    of day is there. `deadline_ms`, milliseconds since 1970, is for readers that don't know `remaining_ms`. `salt` separates
+    tenants' prefix caches. `alone`: workers have died with this request: run it while you hold nothing else, and take nothing
+    else until it has given a token. `window`: units of frames (`frame_units`) that may be on their way to the gateway
+    unacknowledged; 0: any number.
     """
 
     request: str
@@ -69,6 +76,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: SamplingParams
     deadline_ms: int
     salt: bytes = b""
+    remaining_ms: int = 0
+    alone: bool = False
+    window: int = 0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -97,10 +107,27 @@ class TokenFrame(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenFrames(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """worker → gateway: every token of one engine step that belongs to this gateway."""
+    """worker → gateway: tokens of one engine step that belong to this gateway, or of several, while it was behind.
+
+    `number` counts a worker's messages to one gateway, from 1; 0 in those that need no acknowledgement.
+    """
 
     worker: WorkerRef
     frames: list[TokenFrame]
+    number: int = 0
+
+
+def frame_units(frame: TokenFrame) -> int:
+    """Return what a frame costs its gateway, roughly: one of few tokens is one unit."""
+    return 1 + len(frame.tokens) * (1 + len(frame.logprobs[0].top_tokens) if frame.logprobs else 1) // 8
+
+
+class FramesTaken(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """gateway → worker: I have worked through your TokenFrames up to `number`; `window` is as in `Generation`, from now on."""
+
+    gateway: WorkerRef
+    number: int
+    window: int
 
 
 class PrefillTask(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -201,6 +228,15 @@ class Unknown(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     requests: list[tuple[str, int]]
 
 
+class EpochTaken(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """anyone → a worker: a later life of yours than the one you speak for has been heard, and is over; begin one after `epoch`.
+
+    The worker's clock was set back, or its predecessor's was ahead; nobody listens to it until it takes a later epoch.
+    """
+
+    epoch: int
+
+
 class RenewLeases(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """reader → owner, once a second: I am still reading behind these leases."""
 
@@ -218,101 +254,6 @@ class ReleaseLease(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     damaged: list[bytes] = []
 
 
-class BlockLookup(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """worker → kvstore: which leading part of this hash chain do you hold? Answered by BlockLease.
-
-    The holder names the lease, so that it can release one whose answer it never got. Empty: the store names it.
-    """
-
-    holder: WorkerRef
-    fingerprint: str
-    hashes: list[bytes]
-    lease: str = ""
-
-
-class BlockLease(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """kvstore → worker: `blocks` of `segment` hold the first len(blocks) hashes, until the lease ends. Empty: a miss.
-
-    `checksums[i]` is the CRC-32 that the i-th block must have once copied.
-    """
-
-    store: WorkerRef
-    lease: str
-    blocks: list[int]
-    generations: list[int]
-    segment: str = ""
-    checksums: list[int] = []
-
-
-class BlockOffer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """worker → kvstore: I can give you these blocks. Answered by BlockGrant. `lease` as in BlockLookup."""
-
-    holder: WorkerRef
-    fingerprint: str
-    block_bytes: int
-    hashes: list[bytes]
-    lease: str = ""
-
-
-class BlockGrant(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """kvstore → worker: write hash `indices[i]` of the offer to `blocks[i]` of `segment`, then send BlockCommit.
-
-    `indices` leaves out what the store has already.
-    """
-
-    store: WorkerRef
-    lease: str
-    indices: list[int]
-    blocks: list[int]
-    segment: str = ""
-
-
-class BlockCommit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """worker → kvstore: everything granted under this lease is written; others may read it now.
-
-    `checksums[i]` is the CRC-32 of the i-th granted block.
-    """
-
-    lease: str
-    checksums: list[int]
-
-
-class DraftRow(msgspec.Struct, frozen=True, array_like=True):
-    """What became of one sequence: its tokens from index `base` on are `tokens`. `base=0` (re)opens the mirror."""
-
-    sequence: str
-    base: int
-    tokens: list[int]
-
-
-class DraftUpdate(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """decode → draft, once a step: the tokens that this step fixed. Propose what may come next."""
-
-    decode: WorkerRef
-    rows: list[DraftRow]
-
-
-class DraftClose(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """decode → draft: forget these sequences."""
-
-    decode: WorkerRef
-    sequences: list[str]
-
-
-class Proposals(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """draft → decode: in each row, `tokens` may follow the first `base` tokens. Token ids only; wrong ones cost speed alone."""
-
-    draft: WorkerRef
-    rows: list[DraftRow]
-
-
-class DraftResync(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """draft → decode: my mirrors of these have a gap; send them whole (base=0)."""
-
-    draft: WorkerRef
-    sequences: list[str]
-
-
 class KvUsage(msgspec.Struct, frozen=True, array_like=True):
     """Blocks of a pool. Invariant: free + owned + leased + cached == total."""
 
@@ -328,7 +269,8 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     `host` names the shared-memory domain: workers with equal `host` can map each other's `segment`. `state` is
     starting, ready or draining. Speeds are moving averages, 0 when unknown. `loaded`: the share of its weights that a worker
-    has loaded while it starts.
+    has loaded while it starts. `steps`: how many its engine has run; `step_age_ms`: since when the one that runs now does, 0
+    when none runs.
 
     `model` is the name that clients ask for: a gateway uses the workers that serve its own. `identity` names what a worker's
     weights are, so that another model under the same name is left alone; empty: unknown. `max_context`: tokens that one
@@ -352,10 +294,13 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     loaded: float = 1.0
     identity: str = ""
     max_context: int = 0
+    steps: int = 0
+    step_age_ms: float = 0.0
 
 
 Message = (
     TokenFrames
+    | FramesTaken
     | PrefillTask
     | DecodeTask
     | KvReady
@@ -379,6 +324,7 @@ Message = (
     | DraftClose
     | Proposals
     | DraftResync
+    | EpochTaken
     | Presence
 )
 

@@ -6,8 +6,7 @@
 The mailbox is the bus's bounded queue in front of `handle`, which is synchronous and quick. Heavy work goes to threads, so
 that heartbeats go on. Three ways in which a peer or this process can fail are dealt with here:
 
-- A peer is silent: after about two heartbeats it is probed with an empty message. A living process answers at once; when
-  nobody listens any more the process is gone, and is reported lost without waiting for `dead_after_s`.
+- A peer is silent: it is probed, and reported lost as soon as it is known to be gone (`peers.py`).
 - The bus is away: nobody is lost meanwhile, and everyone gets `dead_after_s` to be heard again afterwards.
 - This process was stopped (SIGSTOP, a suspended machine) for longer than `fence_after_s`: the others have given it up, so it
   drops what it holds, says nothing it wanted to say before, and goes on under a new epoch.
@@ -15,10 +14,9 @@ that heartbeats go on. Three ways in which a peer or this process can fail are d
 
 from __future__ import annotations
 
-import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, get_args
 
 import anyio
@@ -28,21 +26,19 @@ from starlette.types import ASGIApp
 from common.protocol import messages, subjects
 from common.protocol.errors import NoResponders, PenstockError, ProtocolError, RequestTimeout, WorkerLost
 from common.protocol.handles import Role, WorkerRef, new_epoch, new_worker_id
-from common.protocol.messages import Message, Presence, Rejected
+from common.protocol.messages import EpochTaken, Message, Presence, Rejected
 from common.runtime import logs
-from common.runtime.bus import Bus, BusMessage, Subscription
+from common.runtime.bus import Bus, BusMessage, Endpoint, Subscription
 from common.runtime.metrics import Metrics
 from common.runtime.outbox import Outbox
-from common.runtime.registry import Registry
+from common.runtime.peers import PROBE, Peers
 from common.runtime.settings import ServiceConfig
 
 WorkerState = Literal["starting", "ready", "draining"]
 
-PROBE = b""
-"""An empty message asks "are you there?". It is answered in kind, before anything is decoded."""
-
-SUSPECT_AFTER_HEARTBEATS = 2.2
 RETRY_NO_RESPONDERS_S = 0.1
+END_RESERVE_S = 4.0
+"""Kept of the drain's time for ending the process: goodbyes, responses that are being written, threads that hang."""
 NO_TIME_S = 0.001
 """Too little is left of a timeout to ask once more."""
 
@@ -61,7 +57,14 @@ class Actor:
         self.config = config
         self.clock = clock
         self.ref = WorkerRef(self.role, config.worker_id or new_worker_id(self.role), new_epoch())
-        self.registry = Registry(config.dead_after_s)
+        self.peers = Peers(
+            bus,
+            heartbeat_s=config.heartbeat_s,
+            dead_after_s=config.dead_after_s,
+            clock=clock,
+            on_lost=self._on_peer_lost,
+        )
+        self.registry = self.peers.registry
         self.metrics = Metrics(role=self.role)
         self.state: WorkerState = "starting"
         self.http_port = 0
@@ -71,13 +74,12 @@ class Actor:
         self._outbox = Outbox(bus, on_dropped=self.metrics.outbox_dropped.inc)
         self._decoded = {kind.__name__: self.metrics.messages_received.labels(kind.__name__) for kind in get_args(Message)}
         self._subscriptions: list[Subscription] = []
-        self._probing: set[str] = set()
         self._nudge = anyio.Event()
         self._finished = anyio.Event()
         self.on_ready: Callable[[], None] = lambda: None
+        self.endpoints: Callable[[], Sequence[Endpoint]] = tuple  # public subjects that it listens to, beside its inbox
         self._running = False
         self._crashing = False
-        self._reconnected_at = -math.inf
         self._last_beat = clock()
 
     # -- what subclasses implement
@@ -109,7 +111,7 @@ class Actor:
         """This life of a worker is over: its process is gone, silent for too long, or began anew."""
 
     def fenced(self) -> None:
-        """Others have given this process up: drop everything held. A new epoch follows."""
+        """Others have given this process up: drop everything held. A new epoch has begun."""
 
     def connection_changed(self, connected: bool) -> None:
         """The bus went away or came back: pause or resume lease tables. The registry is taken care of."""
@@ -133,8 +135,13 @@ class Actor:
 
     @property
     def fence_after_s(self) -> float:
-        """Silence of ours after which others have given up what they share with us."""
+        """Seconds without a heartbeat after which peers have given up what they share with this worker."""
         return self.config.dead_after_s
+
+    @property
+    def drain_s(self) -> float:
+        """Seconds for finishing what is held after SIGTERM: the rest of `drain_timeout_s` is for ending."""
+        return max(self.config.drain_timeout_s / 2, self.config.drain_timeout_s - END_RESERVE_S)
 
     @property
     def healthy(self) -> bool:
@@ -170,7 +177,7 @@ class Actor:
                 reply = await self.bus.request(subject, data, timeout_s=left_s)
                 return messages.decode(reply.data)
             except NoResponders:
-                if self._is_settled(self.clock()):
+                if self.peers.is_settled(self.clock()):
                     raise
                 await anyio.sleep(min(RETRY_NO_RESPONDERS_S, left_s))
             except RequestTimeout:
@@ -213,6 +220,7 @@ class Actor:
                 task_status.started()
                 await self.start()
                 self.on_ready()
+                self._last_beat = self.clock()  # loading may have kept the loop for long; nobody has counted on us yet
                 if self.state == "starting":
                     self.state = "ready"
                     log.info("ready", worker=self.ref.id, role=self.role)
@@ -228,8 +236,7 @@ class Actor:
     # -- life
 
     async def _subscribe(self) -> None:
-        inbox = subjects.inbox(self.role, self.ref.id)
-        self._subscriptions.append(await self.bus.subscribe(inbox, self._on_message))
+        self._subscriptions.append(await self.bus.subscribe(subjects.inbox(self.role, self.ref.id), self._on_message))
         mine = subjects.presence(self.role, self.ref.id)  # another process under our name
         for heard in (*map(subjects.presence_of, self.hears), *(() if self.role in self.hears else (mine,))):
             self._subscriptions.append(await self.bus.subscribe(heard, self._on_presence))
@@ -245,11 +252,11 @@ class Actor:
                 log.debug("left_without_goodbye", worker=self.ref.id, reason=str(error))
 
     async def _drain_then_stop(self) -> None:
-        with anyio.move_on_after(self.config.drain_timeout_s) as scope:
+        with anyio.move_on_after(self.drain_s) as scope:
             await self.drain()
             await self._outbox.passed()
         if scope.cancelled_caught:
-            log.warning("drain_timed_out", worker=self.ref.id, timeout_s=self.config.drain_timeout_s)
+            log.warning("drain_timed_out", worker=self.ref.id, timeout_s=self.drain_s)
         else:
             log.info("drained", worker=self.ref.id)
         self.task_group.cancel_scope.cancel()
@@ -266,14 +273,9 @@ class Actor:
             except PenstockError as error:
                 log.warning("heartbeat_not_sent", worker=self.ref.id, reason=str(error))
             self.tick(now)
-            self._report_lost(now)
-            self._probe_suspects(now)
+            self.peers.look_around(now, self.task_group)
             with anyio.move_on_after(self.config.heartbeat_s):
                 await self._nudge.wait()
-
-    def _is_settled(self, now: float) -> bool:
-        """Not soon after the server came back: everyone else has had time to return, too."""
-        return self.bus.connected and now - self._reconnected_at > self.config.dead_after_s
 
     def _fence_if_stopped(self) -> None:
         """Called before anything is sent or handled, so that a process that wakes up says nothing under its old epoch."""
@@ -290,10 +292,14 @@ class Actor:
             log.warning("heartbeat_late", worker=self.ref.id, gap_s=round(gap_s, 2))
             return
         log.error("fenced", worker=self.ref.id, gap_s=round(gap_s, 2), epoch=self.ref.epoch)
-        self.metrics.fences.inc()
         self._outbox.clear()
+        self._begin_anew(self.ref.epoch)
+
+    def _begin_anew(self, after: int) -> None:
+        """Drop what is held, and take an epoch later than `after`."""
+        self.metrics.fences.inc()
+        self.ref = WorkerRef(self.role, self.ref.id, new_epoch(after))
         self.fenced()
-        self.ref = WorkerRef(self.role, self.ref.id, new_epoch())
         self.announce()
 
     def _crash(self, error: Exception) -> None:
@@ -331,9 +337,17 @@ class Actor:
         self._decoded[type(decoded).__name__].inc()
         self.num_handled += 1
         try:
+            if isinstance(decoded, EpochTaken):
+                self._on_epoch_taken(decoded)
+                return
             self.handle(decoded, message.reply)
         except Exception:
             self._on_handler_error(decoded, message.reply)
+
+    def _on_epoch_taken(self, message: EpochTaken) -> None:
+        if message.epoch > self.ref.epoch:
+            log.warning("epoch_taken", worker=self.ref.id, epoch=self.ref.epoch, taken=message.epoch)
+            self._begin_anew(message.epoch)
 
     def _on_handler_error(self, message: Message, reply: str) -> None:
         """A mistake of ours: one message must not end the others, and whoever waits for an answer gets one."""
@@ -353,48 +367,23 @@ class Actor:
             return
         if presence.worker.id != self.ref.id:
             self.registry.observe(presence, self.clock())
+            if epoch := self.registry.superseded_by(presence):
+                self.send(presence.worker, EpochTaken(epoch=epoch))
         elif presence.worker.epoch > self.ref.epoch:
             self._crash(WorkerLost(f"another process runs as {self.ref.id}; give each worker an id of its own"))
 
     def _on_connection_change(self, connected: bool) -> None:
         if not self._running:
             return
-        now = self.clock()
+        self.peers.connection_changed(connected, self.clock())
         if connected:
-            self._reconnected_at = now
-            self.registry.resume(now)
             self.announce()
-        else:
-            self.registry.pause(now)
         try:
             self.connection_changed(connected)
         except Exception as error:
             self._crash(error)
 
-    def _report_lost(self, now: float) -> None:
-        for peer in self.registry.lost(now):
-            log.warning("peer_lost", worker=self.ref.id, peer=peer.worker.id, epoch=peer.worker.epoch)
-            self.metrics.peers_lost.inc()
-            self.peer_lost(peer)
-
-    def _probe_suspects(self, now: float) -> None:
-        if not self._is_settled(now):
-            return
-        for peer in self.registry.suspects(now, SUSPECT_AFTER_HEARTBEATS * self.config.heartbeat_s):
-            if peer.worker.id not in self._probing:
-                self._probing.add(peer.worker.id)
-                self.task_group.start_soon(self._probe, peer.worker)
-
-    async def _probe(self, peer: WorkerRef) -> None:
-        try:
-            await self.bus.request(subjects.inbox(peer.role, peer.id), PROBE, timeout_s=2 * self.config.heartbeat_s)
-            self.registry.touch(peer.id, self.clock())
-        except NoResponders:
-            known = self.registry.get(peer.id)
-            if self._is_settled(self.clock()) and known is not None and known.worker == peer:
-                self.registry.mark_lost(peer.id)
-                self._report_lost(self.clock())
-        except PenstockError as error:
-            log.debug("probe_unanswered", peer=peer.id, reason=str(error))
-        finally:
-            self._probing.discard(peer.id)
+    def _on_peer_lost(self, peer: Presence) -> None:
+        log.warning("peer_lost", worker=self.ref.id, peer=peer.worker.id, epoch=peer.worker.epoch)
+        self.metrics.peers_lost.inc()
+        self.peer_lost(peer)

@@ -5,7 +5,7 @@ Delivery is at most once, ordered per publisher and subject. Whoever needs more 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -28,14 +28,31 @@ class Subscription(Protocol):
     async def unsubscribe(self) -> None: ...
 
 
+class Endpoint(msgspec.Struct, kw_only=True):
+    """A public subject that a service listens to, and what came there so far.
+
+    `queue`: its queue group, empty where every listener gets each message. `last_error`: an error's code.
+    """
+
+    name: str
+    subject: str
+    queue: str = ""
+    num_requests: int = 0
+    num_errors: int = 0
+    processing_ns: int = 0
+    last_error: str = ""
+
+
 class ServiceInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What `$SRV.PING/INFO/STATS` tell of a service. `stats` is called for each STATS."""
+    """What `$SRV.PING/INFO/STATS` tell of a service, beside its inbox. `stats` is called for each STATS, `endpoints` for each
+    INFO and STATS."""
 
     name: str
     version: str
     description: str = ""
     metadata: dict[str, str] = {}
     stats: Callable[[], dict[str, Any]] | None = None
+    endpoints: Callable[[], Sequence[Endpoint]] | None = None
 
 
 class Bus(Protocol):

@@ -27,13 +27,17 @@ def claim(directory: Path, num_gpus: int) -> tuple[int, int]:
 
     The descriptor is inheritable, so that the lock outlives `exec`.
 
-    :raises ConfigError: if there is none, or all are taken.
+    :raises ConfigError: if there is none, all are taken, or a lock can't be opened.
     """
     if num_gpus == 0:
         raise ConfigError("no GPU is visible here: install the NVIDIA container toolkit, or start without compose.gpu.yaml")
     directory.mkdir(parents=True, exist_ok=True)
     for index in range(num_gpus):
-        descriptor = os.open(directory / f"gpu-{index}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        lock = directory / f"gpu-{index}.lock"
+        try:
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise ConfigError(f"{lock} can't be opened ({error.strerror}): another user's, or a link; remove it") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

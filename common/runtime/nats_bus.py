@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from urllib.parse import urlsplit
 
 import nats.errors
@@ -26,7 +26,7 @@ from nats.micro.service import ServiceInfo as MicroInfo
 from common.protocol import subjects
 from common.protocol.errors import BusClosed, BusError, ConfigError, InvalidParameter, PayloadTooLarge, RequestTimeout
 from common.runtime import logs
-from common.runtime.bus import BusMessage, Handler, ServiceInfo
+from common.runtime.bus import BusMessage, Endpoint, Handler, ServiceInfo
 from common.runtime.routing import PendingReplies, check_size, check_subject
 
 log = logs.get("nats")
@@ -335,8 +335,8 @@ class NatsBus:
 
 
 class _Micro(Service):
-    """What `$SRV.PING/INFO/STATS` answer for a process whose one endpoint is its inbox. Requests don't pass through nats-py's
-    own endpoints, which run one handler after another and show `repr(error)` to clients."""
+    """What `$SRV.PING/INFO/STATS` answer for a process: its inbox, and what it says of its public subjects. Requests don't pass
+    through nats-py's own endpoints, which run one handler after another and show `repr(error)` to clients."""
 
     def __init__(self, client: Client, service: ServiceInfo) -> None:
         super().__init__(
@@ -362,11 +362,30 @@ class _Micro(Service):
                 processing_time=0,
                 average_processing_time=0,
                 data=data,
-            )
+            ),
+            *(
+                EndpointStats(
+                    name=endpoint.name,
+                    subject=endpoint.subject,
+                    queue_group=endpoint.queue,
+                    num_requests=endpoint.num_requests,
+                    num_errors=endpoint.num_errors,
+                    processing_time=endpoint.processing_ns,
+                    average_processing_time=endpoint.processing_ns // max(1, endpoint.num_requests),
+                    last_error=endpoint.last_error,
+                )
+                for endpoint in self._public()
+            ),
         ]
         return stats
 
     def info(self) -> MicroInfo:
         info = super().info()
-        info.endpoints = [EndpointInfo(name="inbox", subject=self._inbox, queue_group="")]
+        info.endpoints = [
+            EndpointInfo(name="inbox", subject=self._inbox, queue_group=""),
+            *(EndpointInfo(name=known.name, subject=known.subject, queue_group=known.queue) for known in self._public()),
+        ]
         return info
+
+    def _public(self) -> Sequence[Endpoint]:
+        return self._service.endpoints() if self._service.endpoints is not None else ()

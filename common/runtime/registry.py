@@ -48,6 +48,12 @@ class Registry:
         self._entries[worker.id] = _Entry(presence, now)
         return True
 
+    def superseded_by(self, presence: Presence) -> int:
+        """Return the latest epoch heard of the worker, if it speaks for an earlier one and that later life is over; else 0."""
+        worker = presence.worker
+        newest = self._newest_epoch.get(worker.id, -1)
+        return newest if worker.epoch < newest and worker.id not in self._entries else 0
+
     def touch(self, worker_id: str, now: float) -> None:
         """The worker was heard in another way, for example by an answer."""
         entry = self._entries.get(worker_id)

@@ -12,9 +12,11 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.metadata
+import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -35,6 +37,10 @@ MakeActor = Callable[[Bus, C], Actor]
 CONNECT_ATTEMPT_S = 2.0
 FORCED_EXIT_S = 5
 """An exit at once may take so long to clean up before the kernel ends the process."""
+OVERTIME_S = 1.0
+"""After the drain's time is over, before the kernel ends the process."""
+THREADS_END_S = 1.0
+"""What threads get to end once nothing is left to do."""
 
 log = logs.get("service")
 
@@ -52,6 +58,20 @@ def main(config_type: type[C], make_actor: MakeActor[C], *, section: str, argv: 
         status = anyio.run(serve, backend_options={"use_uvloop": True})
     except (Exception, BaseExceptionGroup) as error:
         status = _report(error, section)
+    _end(status)
+
+
+def _end(status: int) -> NoReturn:
+    """End the process, even if a thread hangs for which the interpreter would wait."""
+
+    def end_without_it() -> None:
+        log.warning("threads_left_behind", threads=[thread.name for thread in threading.enumerate()])
+        logging.shutdown()
+        os._exit(status)
+
+    impatient = threading.Timer(THREADS_END_S, end_without_it)
+    impatient.daemon = True
+    impatient.start()
     sys.exit(status)
 
 
@@ -95,6 +115,8 @@ class _Signals:
                     return
                 self._asked = True
                 log.info("stopping", signal=number.name)
+                # whatever hangs, even this loop, the kernel ends the process then
+                signal.setitimer(signal.ITIMER_REAL, self.actor.config.drain_timeout_s + OVERTIME_S)
                 self.actor.begin_drain()
 
 
@@ -180,6 +202,7 @@ def _describe(actor: Actor) -> ServiceInfo:
             "epoch": str(actor.ref.epoch),
         },
         stats=lambda: _stats(actor),
+        endpoints=actor.endpoints,
     )
 
 

@@ -59,12 +59,20 @@ def copy_blocks(source: np.ndarray, source_blocks: Sequence[int], target: np.nda
 
 def check_generations(current: np.ndarray, blocks: Sequence[int], generations: Sequence[int]) -> None:
     """:raises StaleHandle: unless every block exists and has the generation the handle names."""
-    if len(blocks) != len(generations):
+    check_handle(len(current), blocks, generations)
+    compare_generations([int(current[block]) for block in blocks], blocks, generations)
+
+
+def check_handle(num_blocks: int, blocks: Sequence[int], generations: Sequence[int] | None = None) -> None:
+    """:raises StaleHandle: unless the handle's blocks are in a pool of `num_blocks`, with a generation each."""
+    if generations is not None and len(blocks) != len(generations):
         raise StaleHandle(f"a handle names {len(blocks)} blocks and {len(generations)} generations")
-    if not blocks:
-        return
-    if min(blocks) < 0 or max(blocks) >= len(current):
-        raise StaleHandle(f"a handle names a block outside a pool of {len(current)}")
-    for block, generation in zip(blocks, generations, strict=True):
-        if int(current[block]) != generation:
+    if blocks and (min(blocks) < 0 or max(blocks) >= num_blocks):
+        raise StaleHandle(f"a handle names a block outside a pool of {num_blocks}")
+
+
+def compare_generations(current: Sequence[int], blocks: Sequence[int], generations: Sequence[int]) -> None:
+    """`current`: what the blocks have now. :raises StaleHandle: unless each has the generation the handle names."""
+    for now, block, generation in zip(current, blocks, generations, strict=True):
+        if now != generation:
             raise StaleHandle(f"block {block} was reused since the handle was made")

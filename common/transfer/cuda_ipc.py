@@ -26,7 +26,10 @@ import numpy as np
 from common.protocol.errors import StaleHandle, TransportUnavailable
 from common.runtime import logs
 from common.transfer.base import RemoteBlocks, check_generations
-from common.transfer.shm import SegmentCache, ShmTransport
+from common.transfer.fence import memory_fence
+from common.transfer.segment import Segment
+from common.transfer.segment_cache import SegmentCache
+from common.transfer.shm import ShmTransport, mapped_segments
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +77,7 @@ class LocalTransport:
     def __init__(self, directory: str) -> None:
         """:raises ConfigError: if `directory` does not exist."""
         self._shm = ShmTransport(directory)
-        self._segments = SegmentCache(directory)
+        self._segments = mapped_segments(directory)
         self._device: _DeviceReader | None = None
 
     @property
@@ -103,7 +106,7 @@ class LocalTransport:
 class _DeviceReader:
     """Copies into `pool` what other processes keep on GPUs. One copy at a time: they share a link anyway."""
 
-    def __init__(self, pool: torch.Tensor, segments: SegmentCache, driver: Driver) -> None:
+    def __init__(self, pool: torch.Tensor, segments: SegmentCache[Segment], driver: Driver) -> None:
         import torch
 
         self._pool = pool.view(torch.uint8).flatten(1)
@@ -111,6 +114,7 @@ class _DeviceReader:
         self._driver = driver
         # beside the steps: a copy waits for nothing that runs, and nothing that runs waits for it
         self._stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None
+        self._fence = memory_fence()
         self._opened: dict[tuple[str, str, bytes], int] = {}
         self._lock = threading.Lock()
         if pool.is_cuda:  # the first request does not wait for a compiler; of even numbers of ids it makes another kernel
@@ -121,7 +125,10 @@ class _DeviceReader:
         self._watcher.start()
 
     def read(self, source: RemoteBlocks, into_blocks: Sequence[int]) -> int:
-        memory, block_bytes, current = self._segments.device_memory(source.segment, source.fingerprint)
+        segment = self._segments.get(source.segment, source.fingerprint)
+        memory, block_bytes, current = segment.device_memory, segment.block_bytes, segment.generations
+        if not memory:
+            raise TransportUnavailable(f"the blocks of {source.segment} are not in a GPU's memory")
         mine = self._pool.shape[1]
         if block_bytes != mine:
             raise StaleHandle(f"{source.segment} has blocks of {block_bytes} bytes, not {mine}")
@@ -134,6 +141,7 @@ class _DeviceReader:
                 self._copy(theirs, source.blocks, into_blocks)
             except (RuntimeError, ValueError) as error:
                 raise TransportUnavailable(f"copying from {source.segment} failed: {error}") from error
+        self._fence()  # the copy comes before the generations are read
         check_generations(current, source.blocks, source.generations)
         return len(into_blocks) * block_bytes
 
@@ -185,7 +193,7 @@ class _DeviceReader:
     def _forget_the_dead(self) -> None:
         for key in list(self._opened):
             try:
-                alive = self._segments.device_memory(key[0], key[1])[0] == key[2]
+                alive = self._segments.get(key[0], key[1]).device_memory == key[2]
             except (TransportUnavailable, StaleHandle):
                 alive = False
             if not alive:

@@ -18,19 +18,11 @@ import anyio
 
 from common.engine.plan import StepPlan, StepResult
 from common.engine.sequence import Sequence
-from common.engine.worker import EngineWorker, OpenEngine, send_frames
+from common.engine.worker import EngineWorker, OpenEngine
+from common.protocol.draft_messages import DraftResync, Proposals
 from common.protocol.errors import PenstockError, ProtocolError, StaleHandle, TransportUnavailable
 from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef
-from common.protocol.messages import (
-    DecodeTask,
-    DraftResync,
-    KvReady,
-    Message,
-    Presence,
-    Proposals,
-    ReleaseLease,
-    RenewLeases,
-)
+from common.protocol.messages import DecodeTask, KvReady, Message, Presence, ReleaseLease, RenewLeases
 from common.runtime import logs
 from common.runtime.bus import Bus
 from common.transfer.base import RemoteBlocks, Transport
@@ -72,7 +64,7 @@ class DecodeActor(EngineWorker):
             max_context=self.engine.runner.max_context,
             propose=lambda sequence, limit: self.drafts.propose(sequence.request, limit),
             begin_step=self.drafts.begin_step,
-            finishing=self.offer_soon,
+            finishing=lambda sequence: self.prefixes.offer_soon(sequence),
             speculating=self.drafts.speculating,
         )
 
@@ -97,7 +89,7 @@ class DecodeActor(EngineWorker):
         sequence = self.admit(task.generation, reply, self.scheduler.admit)
         if sequence is not None:
             self.speculate(sequence)
-            self.fetch_prefix(sequence)
+            self.prefixes.fetch(sequence)
 
     def on_kv_ready(self, ready: KvReady, reply: str) -> None:
         def take(sequence: Sequence) -> None:
@@ -159,7 +151,7 @@ class DecodeActor(EngineWorker):
 
     def report(self, progress: list[Progress]) -> None:
         """Tell the gateways and the draft workers what a step did."""
-        send_frames(self, [(done.sequence, done.start) for done in progress])
+        self.outflow.put((done.sequence, done.start) for done in progress if self.is_held(done.sequence))
         for done in progress:
             self.counters.generation_tokens.inc(done.sequence.num_outputs - done.start)
             if done.proposed:

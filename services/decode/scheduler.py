@@ -14,7 +14,7 @@ turns out to have ended meanwhile is computed once too often, and dropped; its b
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from common.engine.plan import StepPlan, StepResult, StepRow
@@ -131,13 +131,21 @@ class DecodeScheduler:
         self.cache.publish(sequence)
         self._running[sequence] = None
 
-    def plan(self, now: float) -> StepPlan | None:
-        """The next step, or None when there is nothing to run, or nothing that could be planned ahead of the step in flight."""
+    def holds(self, sequence: Sequence) -> bool:
+        """Whether the sequence can be planned."""
+        return sequence in self._running
+
+    def plan(self, now: float, only: Collection[Sequence] | None = None) -> StepPlan | None:
+        """The next step, or None when there is nothing to run, or nothing that could be planned ahead of the step in flight.
+
+        `only`: the sequences that may be in it; None: all.
+        """
         ahead = bool(self._flights)
         if ahead and (self._verifying or self.speculating()):
             return None
         self._resume()
-        decoding = [s for s in self._running if s.num_unplanned == 1 and (not ahead or s.may_go_on(self.max_context))]
+        candidates = [s for s in self._running if only is None or s in only]
+        decoding = [s for s in candidates if s.num_unplanned == 1 and (not ahead or s.may_go_on(self.max_context))]
         if ahead and not all(self._has_room(sequence) for sequence in decoding):
             return None
         rows: list[StepRow] = []
@@ -157,9 +165,11 @@ class DecodeScheduler:
         budget = max(budget, 0 if rows else 1)
         computing = self._computing if ahead else set[bytes]()
         before = frozenset(computing)
-        for sequence in [s for s in self._running if s.num_unplanned > 1]:
+        for sequence in candidates:
             if budget <= 0:
                 break
+            if sequence not in self._running or sequence.num_unplanned <= 1:
+                continue
             if not self.cache.catch_up(sequence, budget, computing):
                 continue
             rows.append(sequence.plan(min(budget, sequence.num_unplanned), [], num_samples))
@@ -198,14 +208,20 @@ class DecodeScheduler:
                 self._leave(sequence)
         return progress
 
-    def abandon(self) -> list[Sequence]:
-        """A step in flight failed, and with it those after it: their sequences leave, their blocks are freed."""
+    def rewind(self) -> list[Sequence]:
+        """A step in flight failed, and with it those after it: their sequences go back to what was computed before.
+
+        Returns those that still run; others had ended or been cancelled, and leave now.
+        """
         planned = {sequence: None for flight in self._flights for sequence in flight}
         self._flights.clear()
+        self._computing.clear()
+        self._verifying = False
         for sequence in planned:
-            sequence.num_steps = 0
-            self._leave(sequence)
-        return list(planned)
+            sequence.rewind()
+            if sequence.cancelled or sequence.finish is not None:
+                self._leave(sequence)
+        return [sequence for sequence in planned if sequence in self._running]
 
     def cancel(self, sequence: Sequence) -> None:
         """Free a sequence wherever it is, as soon as nothing touches its blocks; one that has left already is none of ours."""

@@ -14,8 +14,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from common.protocol.draft_messages import DraftClose, DraftResync, DraftRow, DraftUpdate, Proposals
 from common.protocol.handles import WorkerRef
-from common.protocol.messages import DraftClose, DraftResync, DraftRow, DraftUpdate, Presence, Proposals
+from common.protocol.messages import Presence
 
 MAX_PROPOSAL = 64
 """Tokens of one proposal that are kept; more would be stale before it is used."""

@@ -21,9 +21,10 @@ from collections.abc import Callable
 import anyio
 import anyio.lowlevel
 
+from common.protocol.draft_messages import DraftClose, DraftResync, DraftRow, DraftUpdate, Proposals
 from common.protocol.errors import ProtocolError
 from common.protocol.handles import WorkerRef
-from common.protocol.messages import DraftClose, DraftResync, DraftRow, DraftUpdate, Message, Presence, Proposals
+from common.protocol.messages import Message, Presence
 from common.runtime import logs
 from common.runtime.actor import Actor, WorkerState
 from common.runtime.bus import Bus

@@ -24,12 +24,17 @@ class State(IntEnum):
     DONE = 5
 
 
+BEFORE_DECODING = (State.PLACING, State.PREFILLING, State.HANDING_OFF)
+HELD = (State.PREFILLING, State.HANDING_OFF, State.DECODING)
+
+
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Times are seconds."""
 
     stall_s: float = 1.0
     max_fetches: int = 3
     max_attempts: int = 4
+    max_losses: int = 3
     placing_timeout_s: float = 5.0
     prefill_timeout_s: float = 120.0
     handoff_timeout_s: float = 10.0

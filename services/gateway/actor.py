@@ -18,11 +18,12 @@ import anyio
 from starlette.types import ASGIApp
 
 from common.models.naming import model_name
-from common.protocol.errors import Cancelled, InternalError, NoResponders, PenstockError, ProtocolError, ShuttingDown, from_wire
+from common.protocol.errors import Cancelled, GatewayBusy, NoResponders, PenstockError, ProtocolError, ShuttingDown, from_wire
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import (
     Accepted,
     Cancel,
+    FramesTaken,
     HandedOff,
     HandoffFailed,
     Message,
@@ -40,10 +41,12 @@ from services.gateway.actions import Ask, Limits, Path
 from services.gateway.canary import Canary
 from services.gateway.config import GatewayConfig
 from services.gateway.dispatch import Dispatcher
+from services.gateway.health import Health
 from services.gateway.http import create_app
 from services.gateway.inflow import Inflow
 from services.gateway.membership import Membership
 from services.gateway.nats_front import NatsFront
+from services.gateway.placement import Placement
 from services.gateway.requests import GenerationRequest, Request
 from services.gateway.router import Router
 from services.gateway.stream import Stream
@@ -57,6 +60,11 @@ FREE_AFTER_S = 0.01
 """Requests that end within this time are let go of with one message per worker."""
 SETTLED_AFTER_S = 0.5
 """After the bus came back: workers return a little later than we do, and would miss what is sent before."""
+BEHIND_S = 0.3
+"""A frame that has waited so long, or a heartbeat so late, says that silence of workers may be our own."""
+SHED_S = 1.0
+"""And then new requests are refused."""
+BEHIND_FOR_S = 1.0
 DRAIN_RESERVE_S = 2.0
 """Kept of the drain's time for telling clients that their stream ends here."""
 
@@ -84,6 +92,7 @@ class GatewayActor(Actor):
             stall_s=config.stall_s,
             max_fetches=config.max_fetches,
             max_attempts=config.max_attempts,
+            max_losses=config.max_losses,
             placing_timeout_s=2 * config.task_timeout_s + 1,
             prefill_timeout_s=config.prefill_timeout_s,
             slow_reader_timeout_s=config.slow_reader_timeout_s,
@@ -94,29 +103,36 @@ class GatewayActor(Actor):
             affinity_blocks=config.affinity_blocks,
             models=self.membership.names,
         )
+        self.health = Health(trusting=not config.canary)
+        self.placement = Placement(self.router, self.health)
+        self.windows = self.placement.windows
         self.dispatcher = Dispatcher(
-            router=self.router,
+            placement=self.placement,
             max_queue=config.max_queue,
             max_requests=config.max_requests,
             no_workers_grace_s=config.no_workers_grace_s,
             now=clock(),
         )
         self.telemetry = Telemetry(self.metrics, self.dispatcher)
-        self.dispatcher.on_placed = self.telemetry.waited
+        self.placement.on_placed = self.telemetry.waited
         self.canary = Canary(
             router=self.router,
+            health=self.health,
             generate=self._start,
             clock=clock,
             timeout_s=config.canary_timeout_s,
+            interval_s=config.canary_interval_s,
             enabled=config.canary,
         )
         self._numbers = itertools.count(1)
         self._outages = 0
         self._settled_at = clock()
-        self._inflow = Inflow(self._take_frames)
+        self._inflow = Inflow(self._take_frames, self._frames_taken, clock)
+        self._ticked_at = self._busy_until = self._shed_until = clock()
         self._freeing = anyio.Event()
         self._idle = anyio.Event()
         self._front: NatsFront | None = None
+        self.endpoints = lambda: self._front.endpoints if self._front is not None else ()
 
     # -- for the edges
 
@@ -128,8 +144,8 @@ class GatewayActor(Actor):
         return self.registry.alive(None, self.clock())
 
     def generate(self, request: GenerationRequest) -> Stream:
-        """:raises Overloaded, ShuttingDown, DuplicateRequest: nothing has been taken then."""
-        return self._start(request, "auto")
+        """:raises GatewayBusy, Overloaded, ShuttingDown, DuplicateRequest: nothing has been taken then."""
+        return self._start(request, "auto", None)
 
     def http_app(self) -> ASGIApp | None:
         return None if self.bundle is None else create_app(self, self.bundle, self.config)
@@ -153,7 +169,7 @@ class GatewayActor(Actor):
 
     async def drain(self) -> None:
         """Streams go on for as long as there is time, then they end with `ShuttingDown`."""
-        with anyio.move_on_after(max(0.0, self.config.drain_timeout_s - DRAIN_RESERVE_S)):
+        with anyio.move_on_after(max(self.drain_s / 2, self.drain_s - DRAIN_RESERVE_S)):
             await self._all_answered()
         self.dispatcher.fail_all(ShuttingDown("this gateway stops; send the request again"), self.clock())
         self._send_frees()
@@ -179,9 +195,22 @@ class GatewayActor(Actor):
 
     def tick(self, now: float) -> None:
         self._look_around(now)
-        self.dispatcher.tick(now)
+        self._measure_lag(now)
+        for worker in self.windows.tick(now):
+            self._acknowledge(worker)
+        self.dispatcher.tick(now, behind=now < self._busy_until)
+        self.health.forget([peer.worker.id for peer in self.registry.alive(None, now)], now)
         self.canary.tick(now, connected=self.bus.connected)
         self._carry_out()
+
+    def _measure_lag(self, now: float) -> None:
+        """Frames that have waited here for long, or heartbeats that come late, show that this process can't keep up."""
+        late_s = max(self._inflow.lag_s, now - self._ticked_at - self.config.heartbeat_s)
+        self._ticked_at = now
+        if late_s > BEHIND_S:
+            self._busy_until = now + BEHIND_FOR_S
+        if late_s > SHED_S:
+            self._shed_until = now + BEHIND_FOR_S
 
     def peer_lost(self, peer: Presence) -> None:
         self._inflow.flush()
@@ -197,9 +226,9 @@ class GatewayActor(Actor):
         self._carry_out()
 
     def fenced(self) -> None:
-        """Workers have freed everything by now, and clients have waited long enough."""
-        error = InternalError("the gateway was suspended for too long; send the request again")
-        self.dispatcher.fail_all(error, self.clock())
+        """Workers have freed everything by now. Prompts and tokens are here, so every stream goes on under the new epoch."""
+        self._inflow.clear()
+        self.dispatcher.new_life(self.ref, self.clock())
         self._carry_out()
 
     # -- what workers say
@@ -225,12 +254,22 @@ class GatewayActor(Actor):
         self.dispatcher.frames(message, self.clock())
         self._carry_out()
 
+    def _frames_taken(self, worker: WorkerRef, number: int, units: int) -> None:
+        if number and self.windows.took(worker, number, units, self.clock()):
+            self._acknowledge(worker)
+
+    def _acknowledge(self, worker: WorkerRef) -> None:
+        number = self.windows.acknowledge(worker)
+        self.send(worker, FramesTaken(gateway=self.ref, number=number, window=self.windows.size))
+
     # -- inside
 
-    def _start(self, request: GenerationRequest, path: Path) -> Stream:
+    def _start(self, request: GenerationRequest, path: Path, only: WorkerRef | None) -> Stream:
         if self.state != "ready":
             raise ShuttingDown("this gateway is starting or stopping; send the request to another one, or again in a moment")
         now = self.clock()
+        if now < self._shed_until and path == "auto":
+            raise GatewayBusy("this gateway can't keep up; try again in a moment")
         taken = Request(
             request,
             wire_id=f"{request.id}/{self.ref.epoch:x}/{next(self._numbers)}",
@@ -239,6 +278,7 @@ class GatewayActor(Actor):
             now=now,
             wall_ms=int(time.time() * 1000),
             path=path,
+            only=only,
         )
         stream = Stream(taken, self._cancel)
         if not len(self.router.decode):

@@ -1,7 +1,9 @@
-"""Ready means that a request went through: a tiny one, by every path that there is.
+"""Canaries: tiny requests, one to each worker when it appears and now and then for ever, so that no client finds out first.
 
-a decode worker appears ─► canary direct ─► canary through prefill, if there is one ─► ready
-no decode worker for a while ─► not ready, and the same again
+a worker appears, or has given no token for `interval_s` ─► a canary that only it may run ─► proven, or a failure (`health.py`)
+
+Ready means that a request went through by every path that there is: a decode worker is proven and, if there are prefill
+workers, one of them is. A worker that is full is left alone: what it runs proves it.
 """
 
 from __future__ import annotations
@@ -10,11 +12,14 @@ import itertools
 from collections.abc import Callable
 
 import anyio
+from anyio.abc import TaskGroup
 
-from common.protocol.errors import PenstockError
+from common.protocol.errors import Overloaded, PenstockError, ShuttingDown
+from common.protocol.handles import WorkerRef
 from common.protocol.messages import SamplingParams
 from common.runtime import logs
 from services.gateway.actions import Path
+from services.gateway.health import STRIKES, Health
 from services.gateway.requests import GenerationRequest
 from services.gateway.router import Router
 from services.gateway.stream import Stream
@@ -25,26 +30,39 @@ LOST_AFTER_S = 2.0
 """Without a decode worker for so long, the gateway is no longer ready."""
 LOOK_EVERY_S = 0.1
 TRY_AGAIN_S = 1.0
+AT_ONCE = 16
 PROMPT = [1, 2, 3, 4]
 """Any ids that every vocabulary has."""
 
-Generate = Callable[[GenerationRequest, Path], Stream]
+Generate = Callable[[GenerationRequest, Path, WorkerRef], Stream]
 
 
 class Canary:
-    """`passed` says whether the last canary went through and there has been a decode worker since."""
+    """`passed` says whether a canary, or a client's request, went through by each path, and there has been a worker since."""
 
     def __init__(
-        self, *, router: Router, generate: Generate, clock: Callable[[], float], timeout_s: float, enabled: bool
+        self,
+        *,
+        router: Router,
+        health: Health,
+        generate: Generate,
+        clock: Callable[[], float],
+        timeout_s: float,
+        interval_s: float,
+        enabled: bool,
     ) -> None:
         self.passed = False
         self._router = router
+        self._health = health
         self._generate = generate
         self._clock = clock
         self._timeout_s = timeout_s
+        self._interval_s = interval_s
         self._enabled = enabled
         self._seen_at = clock()
         self._numbers = itertools.count(1)
+        self._singing: set[WorkerRef] = set()
+        self._not_before: dict[WorkerRef, float] = {}
 
     def tick(self, now: float, *, connected: bool) -> None:
         """Once a heartbeat. Nobody is missed while the bus is away."""
@@ -53,32 +71,58 @@ class Canary:
         elif self.passed and now - self._seen_at > LOST_AFTER_S:
             log.warning("not_ready", reason="no decode worker")
             self.passed = False
+        if not self.passed and self._every_path():
+            log.info("canary_passed")
+            self.passed = True
 
     async def run(self) -> None:
-        while True:
-            if self.passed or not self._router.decode.usable:
+        """Send canaries to whom they are due, for ever."""
+        async with anyio.create_task_group() as tasks:
+            while True:
+                if self._enabled:
+                    self._send_due(tasks)
                 await anyio.sleep(LOOK_EVERY_S)
-                continue
-            self.passed = await self.sing()
-            if not self.passed:
-                await anyio.sleep(TRY_AGAIN_S)
 
-    async def sing(self) -> bool:
-        """One request by each path. False, and a log line, if one of them failed."""
+    def _every_path(self) -> bool:
+        """Whether every kind of worker has one that is proven."""
+        pools = [self._router.decode, *([self._router.prefill] if self._router.can_prefill else [])]
         if not self._enabled:
-            return True
-        began = self._clock()
-        paths: list[Path] = ["direct", "prefill"] if self._router.can_prefill else ["direct"]
-        for path in paths:
-            try:
-                await self._send(path)
-            except PenstockError as error:
-                log.warning("canary_failed", path=path, code=error.code, reason=str(error))
-                return False
-        log.info("canary_passed", paths=paths, elapsed_ms=round((self._clock() - began) * 1000, 1))
-        return True
+            return self._router.decode.usable > 0
+        return all(any(worker.usable and self._health.proven(worker.ref) for worker in pool.members.values()) for pool in pools)
 
-    async def _send(self, path: Path) -> None:
+    def _send_due(self, tasks: TaskGroup) -> None:
+        now = self._clock()
+        members = [*self._router.decode.members.values(), *self._router.prefill.members.values()]
+        self._not_before = {worker.ref: self._not_before.get(worker.ref, 0.0) for worker in members}
+        for worker in members:
+            ref = worker.ref
+            if len(self._singing) >= AT_ONCE:
+                return
+            due = worker.usable and worker.spare > 0 and now >= self._not_before[ref] and ref not in self._singing
+            if due and now - self._health.proven_at(ref) >= self._interval_s and self._reachable(ref):
+                self._singing.add(ref)
+                tasks.start_soon(self._sing, ref)
+
+    def _reachable(self, worker: WorkerRef) -> bool:
+        return worker.role == "decode" or self._router.can_prefill
+
+    async def _sing(self, worker: WorkerRef) -> None:
+        """One request to `worker`. A failure counts against it."""
+        began = self._clock()
+        try:
+            await self._send(worker)
+        except (Overloaded, ShuttingDown):
+            self._not_before[worker] = self._clock() + TRY_AGAIN_S
+        except PenstockError as error:
+            self._not_before[worker] = self._clock() + TRY_AGAIN_S
+            self._health.failed(worker, self._clock(), strikes=STRIKES)  # it can't be the canary's fault
+            log.warning("canary_failed", worker=worker.id, code=error.code, reason=str(error))
+        else:
+            log.debug("canary_came_back", worker=worker.id, elapsed_ms=round((self._clock() - began) * 1000, 1))
+        finally:
+            self._singing.discard(worker)
+
+    async def _send(self, worker: WorkerRef) -> None:
         """:raises PenstockError: what a client would have been told."""
         request = GenerationRequest(
             id=f"canary-{next(self._numbers)}",
@@ -86,7 +130,7 @@ class Canary:
             sampling=SamplingParams(temperature=0.0, max_tokens=2),
             deadline_s=self._timeout_s,
         )
-        stream = self._generate(request, path)
+        stream = self._generate(request, "prefill" if worker.role == "prefill" else "direct", worker)
         try:
             while True:
                 output = await stream.next()

@@ -39,5 +39,11 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
     prefill_timeout_s: Annotated[float, Meta(description="time a prompt may take before another worker tries it", gt=0)] = 120.0
     max_fetches: Annotated[int, Meta(description="unanswered fetches before a request moves to another worker", ge=1)] = 3
     max_attempts: Annotated[int, Meta(description="attempts that may fail for reasons other than a lost worker", ge=1)] = 4
-    canary: Annotated[bool, Meta(description="send a tiny request through every path before turning ready")] = True
+    max_losses: Annotated[
+        int, Meta(description="workers that may die with a request, each without giving a token of it, before it ends", ge=1)
+    ] = 3
+    canary: Annotated[
+        bool, Meta(description="send a tiny request to each worker when it appears, and now and then while it is idle")
+    ] = True
+    canary_interval_s: Annotated[float, Meta(description="between canaries to a worker that gives no tokens", gt=0)] = 30.0
     canary_timeout_s: Annotated[float, Meta(description="deadline of one canary request", gt=0)] = 30.0

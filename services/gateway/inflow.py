@@ -12,26 +12,49 @@ from collections.abc import Callable
 
 import anyio
 import anyio.lowlevel
+import msgspec
 
 from common.protocol.handles import WorkerRef
-from common.protocol.messages import TokenFrame, TokenFrames
+from common.protocol.messages import TokenFrame, TokenFrames, frame_units
 
 SLICE_FRAMES = 8
 """About a quarter of a millisecond of work, the streams' writes included. A request passes the loop about ten times."""
 
 
-class Inflow:
-    """`take(message)` is called with each slice."""
+class _Message(msgspec.Struct):
+    worker: WorkerRef
+    frames: deque[TokenFrame]
+    number: int
+    units: int
+    arrived_at: float
 
-    def __init__(self, take: Callable[[TokenFrames], None]) -> None:
+
+class Inflow:
+    """`take(message)` is called with each slice, and `taken(worker, number, units)` after the last one of a message."""
+
+    def __init__(
+        self,
+        take: Callable[[TokenFrames], None],
+        taken: Callable[[WorkerRef, int, int], None],
+        clock: Callable[[], float],
+    ) -> None:
         self._take = take
-        self._waiting: deque[tuple[WorkerRef, deque[TokenFrame]]] = deque()
+        self._taken = taken
+        self._clock = clock
+        self._waiting: deque[_Message] = deque()
         self._arrived = anyio.Event()
+
+    @property
+    def lag_s(self) -> float:
+        """How long the oldest frame has been waiting here."""
+        return self._clock() - self._waiting[0].arrived_at if self._waiting else 0.0
 
     def put(self, message: TokenFrames) -> None:
         """A small message is taken at once, unless others wait."""
+        units = sum(map(frame_units, message.frames))
         if not self._waiting and len(message.frames) <= SLICE_FRAMES:
             self._take(message)
+            self._taken(message.worker, message.number, units)
             return
         first, rest = [], deque[TokenFrame]()
         for frame in message.frames:
@@ -41,25 +64,32 @@ class Inflow:
                 rest.append(frame)
         if first:
             self._take(TokenFrames(worker=message.worker, frames=first))
-        if rest:
-            self._waiting.append((message.worker, rest))
-            self._arrived.set()
+        self._waiting.append(_Message(message.worker, rest, message.number, units, self._clock()))
+        self._arrived.set()
 
     def flush(self) -> None:
         """Take everything now: something else is about to be decided on what frames say."""
         while self._waiting:
-            worker, frames = self._waiting.popleft()
-            self._take(TokenFrames(worker=worker, frames=list(frames)))
+            message = self._waiting.popleft()
+            self._take(TokenFrames(worker=message.worker, frames=list(message.frames)))
+            self._taken(message.worker, message.number, message.units)
+
+    def clear(self) -> None:
+        """Forget what waits."""
+        self._waiting.clear()
 
     async def run(self) -> None:
         """Take what waits, a slice per turn, for ever."""
         while True:
             self._arrived = anyio.Event()
             while self._waiting:
-                worker, frames = self._waiting[0]
+                message = self._waiting[0]
+                frames = message.frames
                 part = [frames.popleft() for _ in range(min(SLICE_FRAMES, len(frames)))]
                 if not frames:
                     self._waiting.popleft()
-                self._take(TokenFrames(worker=worker, frames=part))
+                self._take(TokenFrames(worker=message.worker, frames=part))
+                if not frames:
+                    self._taken(message.worker, message.number, message.units)
                 await anyio.lowlevel.checkpoint()
             await self._arrived.wait()

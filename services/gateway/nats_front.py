@@ -1,4 +1,4 @@
-"""The OpenAI API on NATS: `penstock.v1.chat.<model-slug>` and `penstock.v1.completions.<model-slug>`.
+"""The OpenAI API on NATS: `penstock.v1.chat.<model-slug>` and `penstock.v1.completions.<model-slug>` of one model.
 
 A request is OpenAI's JSON with a reply inbox; headers as in `common/protocol/headers.py`. `stream` is true unless the body
 says otherwise. The answer is one message per chunk, each with its sequence number; the last has the final marker, and holds a
@@ -14,6 +14,7 @@ the server answers there when nobody listens any more.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 
@@ -31,7 +32,7 @@ from common.protocol.errors import (
     ShuttingDown,
 )
 from common.runtime import logs
-from common.runtime.bus import Bus, BusMessage, Subscription
+from common.runtime.bus import Bus, BusMessage, Endpoint, Subscription
 from common.runtime.routing import is_no_responders
 from common.text.bundle import TextBundle
 from services.gateway import bodies
@@ -39,6 +40,7 @@ from services.gateway.answer import Answer, Core
 from services.gateway.bodies import ChunkWriter, Kind
 from services.gateway.config import GatewayConfig
 from services.gateway.metrics import EdgeMetrics
+from services.gateway.namesakes import Namesakes
 from services.gateway.nats_reply import Link, Reply, is_safe_reply
 from services.gateway.prepare import Preparer, new_id
 
@@ -64,6 +66,13 @@ class NatsFront:
         self._numbers = itertools.count()
         self._live: dict[str, Reply] = {}
         self._by_control: dict[str, Reply] = {}
+        slug, queue = subjects.slug(bundle.name), subjects.GATEWAY_QUEUE
+        self._namesakes = Namesakes(lambda: gateway.ref)
+        self._endpoints: dict[Kind, Endpoint] = {
+            "chat": Endpoint(name="chat", subject=subjects.chat(slug), queue=queue),
+            "completion": Endpoint(name="completions", subject=subjects.completions(slug), queue=queue),
+        }
+        self._cancels = Endpoint(name="cancel", subject=subjects.any_cancel())
         self._public: list[Subscription] = []
         self._group: TaskGroup | None = None
         self._idle: anyio.Event | None = None  # set when draining and nothing is live
@@ -74,8 +83,16 @@ class NatsFront:
     def num_live(self) -> int:
         return len(self._live)
 
+    @property
+    def endpoints(self) -> list[Endpoint]:
+        """What it listens to now: nothing before `run` and after `drain`."""
+        return [*self._endpoints.values(), self._cancels] if self._public else []
+
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Serves until cancelled; started once the server knows of every subscription."""
+        """Serves until cancelled; started once the server knows of every subscription.
+
+        :raises ConfigError: a gateway that started earlier serves another model under the same subjects.
+        """
         private: list[Subscription] = []
         try:
             async with anyio.create_task_group() as group, self._refuse, self._refusals:
@@ -83,34 +100,34 @@ class NatsFront:
                 group.start_soon(self._send_refusals, self._refusals)
                 private.append(await self._bus.subscribe(f"{self._control}.*", self._on_control))
                 private.append(await self._bus.subscribe(subjects.any_cancel(), self._on_cancel))
-                queue = subjects.GATEWAY_QUEUE
-                self._public.append(await self._bus.subscribe(subjects.any_chat(), self._on_chat, queue=queue))
-                self._public.append(await self._bus.subscribe(subjects.any_completions(), self._on_completion, queue=queue))
+                private.append(await self._bus.subscribe(subjects.presence_of("gateway"), self._namesakes.hear))
+                for kind, endpoint in self._endpoints.items():
+                    handler = functools.partial(self._admit, kind)
+                    self._public.append(await self._bus.subscribe(endpoint.subject, handler, queue=endpoint.queue))
                 task_status.started()
-                await anyio.sleep_forever()
+                await self._namesakes.collision()
+                group.cancel_scope.cancel()
         finally:
             self._group = None
             with anyio.CancelScope(shield=True):
                 for subscription in [*self._public, *private]:
                     await subscription.unsubscribe()
+        raise await self._namesakes.collision()  # outside the group, which would wrap what its tasks make of their end
 
     async def drain(self) -> None:
         """Takes no more requests, and returns when the last one has its answer."""
-        for subscription in self._public:
-            await subscription.unsubscribe()
+        while self._public:
+            await self._public.pop().unsubscribe()
         self._idle = anyio.Event()
         if self._live:
             await self._idle.wait()
 
-    def _on_chat(self, message: BusMessage) -> None:
-        self._admit("chat", message)
-
-    def _on_completion(self, message: BusMessage) -> None:
-        self._admit("completion", message)
-
     def _admit(self, kind: Kind, message: BusMessage) -> None:
         """Starts a task for the request, or refuses it; nothing here waits."""
+        endpoint = self._endpoints[kind]
+        endpoint.num_requests += 1
         if not message.reply or not is_safe_reply(message.reply):
+            endpoint.num_errors += 1
             self._drop("unsafe_reply" if message.reply else "no_reply", message.subject)
             return
         if self._group is None:
@@ -135,7 +152,7 @@ class NatsFront:
                     raise DuplicateRequest("a request with this id is running: use another id, or cancel that one")
                 reply.request = id
         except PenstockError as error:
-            self._metrics.refused("nats", error.code)
+            self._refused(kind, error)
             try:
                 self._refuse.send_nowait((reply, error))
             except anyio.WouldBlock:
@@ -146,6 +163,7 @@ class NatsFront:
 
     async def _serve(self, kind: Kind, message: BusMessage, reply: Reply, number: str) -> None:
         failure: PenstockError | None = ShuttingDown("the gateway stopped: send the request again")
+        began = time.perf_counter_ns()
         try:
             with reply.scope:
                 await self._answer(kind, message, reply)
@@ -157,17 +175,17 @@ class NatsFront:
             failure = error
         finally:
             if failure is not None and not reply.gone:
-                self._metrics.refused("nats", failure.code)
+                self._refused(kind, failure)
                 # also when this front was cancelled: the client would wait for ever
                 with anyio.move_on_after(_LAST_WORD_S, shield=True):
                     await self._send_failure(reply, failure)
+            self._endpoints[kind].processing_ns += time.perf_counter_ns() - began
             del self._live[reply.request], self._by_control[number]
             if self._idle is not None and not self._live:
                 self._idle.set()
 
     async def _answer(self, kind: Kind, message: BusMessage, reply: Reply) -> None:
         """:raises PenstockError: what the client is told; nothing is held for it any more then."""
-        self._preparer.check_slug(subjects.last_token(message.subject))
         job = await self._preparer.prepare(
             kind,
             message.data,
@@ -245,9 +263,16 @@ class NatsFront:
                 log.info("client_gone", request=reply.request)
 
     def _on_cancel(self, message: BusMessage) -> None:
+        self._cancels.num_requests += 1
         reply = self._live.get(subjects.last_token(message.subject))
         if reply is not None:
             reply.scope.cancel()
+
+    def _refused(self, kind: Kind, error: PenstockError) -> None:
+        self._metrics.refused("nats", error.code)
+        endpoint = self._endpoints[kind]
+        endpoint.num_errors += 1
+        endpoint.last_error = error.code
 
     def _drop(self, reason: str, subject: str) -> None:
         self._metrics.dropped(reason)

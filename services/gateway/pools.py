@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
 
+STUCK_MS, STUCK_STEPS = 2000.0, 20.0
+
 Pair = tuple[str, str]
 """(fingerprint, host): KV can be handed over between workers with equal ones."""
 
@@ -20,13 +22,14 @@ Pair = tuple[str, str]
 class Worker:
     """One life of one worker. `serial` is its name in the prefix memory."""
 
-    __slots__ = ("base", "credits", "ours", "presence", "ref", "serial", "tokens")
+    __slots__ = ("base", "credits", "ours", "presence", "ref", "reserved", "serial", "tokens")
 
     def __init__(self, presence: Presence, serial: int) -> None:
         self.ref: WorkerRef = presence.worker
         self.serial = serial
         self.ours = 0
         self.tokens = 0
+        self.reserved = False
         self.observe(presence)
 
     def observe(self, presence: Presence) -> None:
@@ -49,7 +52,15 @@ class Worker:
 
     @property
     def spare(self) -> int:
-        return self.credits - (self.ours - self.base) if self.presence.state == "ready" else 0
+        if self.reserved or self.presence.state != "ready":
+            return 0
+        return self.credits - (self.ours - self.base)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Its engine has been at one step for many times as long as steps take there."""
+        presence = self.presence
+        return presence.step_age_ms > max(STUCK_MS, STUCK_STEPS * presence.step_ms)
 
     @property
     def load(self) -> int:

@@ -18,7 +18,6 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from common.protocol import subjects
 from common.protocol.errors import ContextLengthExceeded, EmptyPrompt, InvalidParameter, UnknownModel
 from common.protocol.messages import SamplingParams
 from common.text.bundle import TextBundle
@@ -78,7 +77,6 @@ class Preparer:
         self._config = config
         self._tokenizer = bundle.tokenizer
         self._model = bundle.name
-        self._slug = subjects.slug(bundle.name)
         self._threads: anyio.CapacityLimiter | None = None
 
     async def prepare(
@@ -138,11 +136,6 @@ class Preparer:
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
             deadline_s=deadline_s,
         )
-
-    def check_slug(self, slug: str) -> None:
-        """:raises UnknownModel: if a subject names another model."""
-        if slug != self._slug:
-            raise UnknownModel(f"the model {slug[:100]!r} is not served here; {self._slug} is", param="model")
 
     def _check_choices(self, request: Arguments, num_prompts: int) -> None:
         n = request.n or 1

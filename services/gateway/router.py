@@ -38,7 +38,11 @@ MAX_EXPECTED_TOKENS = 256
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What the router needs to know of a request. `keys`: of its prompt, see `prefix_keys`. `avoid`: worker ids."""
+    """What the router needs to know of a request.
+
+    keys: of its prompt, see `prefix_keys`. avoid: ids of workers to take only when there is no other. only: the worker whose
+    path this is, prefill or decode. patient: it waits for a prefill worker rather than have a decode worker compute its prompt.
+    """
 
     keys: Sequence[int]
     num_tokens: int
@@ -46,6 +50,7 @@ class Job(msgspec.Struct, frozen=True):
     path: Path = "auto"
     avoid: frozenset[str] = frozenset()
     patient: bool = True
+    only: WorkerRef | None = None
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -108,6 +113,18 @@ class Router:
     def knows(self, ref: WorkerRef) -> bool:
         return ref in self._workers
 
+    def is_stuck(self, ref: WorkerRef) -> bool:
+        """Whether its engine makes no progress, by its own word."""
+        worker = self._workers.get(ref)
+        return worker is not None and worker.is_stuck
+
+    def reserve(self, ref: WorkerRef, *, reserved: bool = True) -> None:
+        """Send nothing more there until it is reserved no longer."""
+        worker = self._workers.get(ref)
+        if worker is not None and worker.reserved != reserved:
+            worker.reserved = reserved
+            self._update(worker)
+
     def step_s(self, ref: WorkerRef) -> float:
         """How long a step of this worker takes; 0 when unknown."""
         worker = self._workers.get(ref)
@@ -129,13 +146,13 @@ class Router:
 
     # -- what we sent
 
-    def assign(self, ref: WorkerRef, tokens: int = 0) -> None:
-        """A request was sent there; `tokens` of its prompt are to be computed."""
-        self._count(ref, 1, tokens)
-
-    def release(self, ref: WorkerRef, tokens: int = 0) -> None:
-        """It has left again."""
-        self._count(ref, -1, -tokens)
+    def count(self, ref: WorkerRef, requests: int, tokens: int = 0) -> None:
+        """So many requests of ours are there, and so many tokens of prompts to compute, more than before, or fewer."""
+        worker = self._workers.get(ref)
+        if worker is not None:
+            worker.ours += requests
+            worker.tokens += tokens
+            self._update(worker)
 
     def refused(self, ref: WorkerRef) -> None:
         worker = self._workers.get(ref)
@@ -150,6 +167,22 @@ class Router:
 
     # -- choosing
 
+    def path(self, job: Job) -> Path:
+        """The way that the request's prompt should take: which workers it waits for when they are full."""
+        if job.path != "auto":
+            return job.path
+        cached = max(self.memory.match(job.keys).values(), default=0)
+        uncached = job.num_tokens - min(cached, job.num_tokens - 1)
+        return "direct" if uncached <= MAX_DIRECT_FACTOR * self.direct_max_tokens or not self.can_prefill else "prefill"
+
+    def choose_alone(self, job: Job) -> Choice | None:
+        """A decode worker that has nothing to do, for a request that must not run beside others."""
+        idle = [worker for worker in self.decode.members.values() if worker.spare > 0 and not worker.load]
+        if not idle:
+            return None
+        untried = [worker for worker in idle if worker.ref.id not in job.avoid]
+        return Choice(None, (untried or idle)[0].ref, job.num_tokens)
+
     def choose(self, job: Job) -> Choice | None:
         """None: nobody who could take the request has room now."""
         if not self.decode.has_room:
@@ -161,9 +194,12 @@ class Router:
         if direct and job.path == "auto" and direct[1].uncached_tokens <= self.direct_max_tokens:
             return direct[1]
         split = self._split(job, cached)
+        short = direct is not None and direct[1].uncached_tokens <= MAX_DIRECT_FACTOR * self.direct_max_tokens
+        if split is None and direct and short and job.path == "auto":
+            return direct[1]
         if split is None:
-            return direct[1] if direct and job.path == "auto" and not job.patient else None
-        if direct and job.path == "auto" and direct[1].uncached_tokens <= MAX_DIRECT_FACTOR * self.direct_max_tokens:
+            return self._overflow(job, cached) if job.path == "auto" and not job.patient else None
+        if direct and job.path == "auto" and short:
             return direct[1] if direct[0] < split[0] else split[1]
         return split[1]
 
@@ -186,23 +222,33 @@ class Router:
 
     # -- inside
 
+    def _overflow(self, job: Job, cached: Mapping[int, int]) -> Choice | None:
+        """A decode worker for a prompt that has waited for prefill in vain: one that computes no other such prompt of ours."""
+        costed = [
+            found
+            for worker in self._candidates(self.decode, cached, job.avoid, only=job.only)
+            if not worker.tokens and (found := self._direct_on(worker, job, cached))
+        ]
+        return min(costed, key=lambda found: found[0])[1] if costed else None
+
     def _direct(self, job: Job, cached: Mapping[int, int]) -> tuple[float, Choice] | None:
-        best = None
-        for worker in self._candidates(self.decode, cached, job.avoid):
-            uncached = job.num_tokens - cached.get(worker.serial, 0)
-            compute_s = uncached / (worker.presence.prefill_tokens_per_s or DEFAULT_TOKENS_PER_S)
-            # while it computes the prompt, everyone who decodes there waits
-            cost = self._load_cost(worker, job) + compute_s * (1 + worker.load)
-            if best is None or cost < best[0]:
-                best = cost, Choice(None, worker.ref, uncached)
-        return best
+        costed = [self._direct_on(w, job, cached) for w in self._candidates(self.decode, cached, job.avoid, only=job.only)]
+        return min(costed, key=lambda found: found[0], default=None)
+
+    def _direct_on(self, worker: Worker, job: Job, cached: Mapping[int, int]) -> tuple[float, Choice]:
+        uncached = job.num_tokens - cached.get(worker.serial, 0)
+        compute_s = (worker.tokens + uncached) / (worker.presence.prefill_tokens_per_s or DEFAULT_TOKENS_PER_S)
+        # while it computes the prompt, everyone who decodes there waits
+        return self._load_cost(worker, job) + compute_s * (1 + worker.load), Choice(None, worker.ref, uncached)
 
     def _split(self, job: Job, cached: Mapping[int, int]) -> tuple[float, Choice] | None:
         best = None
         for prefills, decodes in self._open_pairs():
+            candidates = self._candidates(prefills, cached, job.avoid, only=job.only)
+            if not candidates:
+                continue
             prefill_cost, prefill = min(
-                ((self._prefill_cost(w, job, cached), w) for w in self._candidates(prefills, cached, job.avoid)),
-                key=lambda costed: costed[0],
+                ((self._prefill_cost(w, job, cached), w) for w in candidates), key=lambda costed: costed[0]
             )
             decode_cost, decode = min(
                 ((self._decode_cost(w, job, cached), w) for w in self._candidates(decodes, cached, job.avoid)),
@@ -227,8 +273,13 @@ class Router:
                     break
         return found
 
-    def _candidates(self, pool: Pool, cached: Mapping[int, int], avoid: frozenset[str]) -> list[Worker]:
+    def _candidates(
+        self, pool: Pool, cached: Mapping[int, int], avoid: frozenset[str], *, only: WorkerRef | None = None
+    ) -> list[Worker]:
         """Workers with room to compare; one to avoid only when there is no other."""
+        if only is not None:
+            worker = self._workers.get(only)
+            return [worker] if worker is not None and worker.spare > 0 and worker.ref.id in pool.members else []
         found = list(pool.sample(COMPARED))
         if cached and len(pool) > COMPARED:
             known = {worker.serial for worker in found}
@@ -256,13 +307,6 @@ class Router:
         step_s = worker.presence.step_ms / 1000 or self._step_s
         slowness = min(max(step_s / self._step_s, 0.5), 2.0)
         return worker.load * slowness * self._step_s * STEP_SHARE * min(job.max_tokens, MAX_EXPECTED_TOKENS)
-
-    def _count(self, ref: WorkerRef, requests: int, tokens: int) -> None:
-        worker = self._workers.get(ref)
-        if worker is not None:
-            worker.ours += requests
-            worker.tokens += tokens
-            self._update(worker)
 
     def _pools(self, worker: Worker) -> tuple[Pool, Pool]:
         pair = self._pairs.setdefault(worker.pair, (Pool(), Pool()))

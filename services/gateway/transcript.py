@@ -81,6 +81,10 @@ class Transcript:
             self._unread_since = now
         return now - self._unread_since
 
+    def away(self) -> None:
+        """Nobody could read until now."""
+        self._unread_since = 0.0
+
     def complete(self) -> FinishReason | None:
         """How the tokens so far end the request, should the frame that said so have been lost with its worker."""
         if not self.tokens:

@@ -13,7 +13,6 @@ computation they would have done without it.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,33 +20,21 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from common.protocol.errors import ConfigError, InvalidParameter, OutOfBlocks, PenstockError, ShuttingDown
+from common.protocol.cache_messages import BlockCommit, BlockGrant, BlockLease, BlockLookup, BlockOffer
+from common.protocol.errors import InvalidParameter, PenstockError, ShuttingDown
 from common.protocol.handles import new_lease
-from common.protocol.messages import (
-    BlockCommit,
-    BlockGrant,
-    BlockLease,
-    BlockLookup,
-    BlockOffer,
-    KvUsage,
-    Message,
-    Presence,
-    Rejected,
-    ReleaseLease,
-    RenewLeases,
-)
+from common.protocol.messages import KvUsage, Message, Presence, Rejected, ReleaseLease, RenewLeases
 from common.runtime import logs
 from common.runtime.actor import Actor, WorkerState
 from common.runtime.bus import Bus
 from common.runtime.leases import LeaseTable
-from common.transfer.shm import check_room, host_id, sweep
+from common.transfer.segment_file import check_room, sweep
+from common.transfer.shm import host_id
 from services.kvstore.arena import Arena
+from services.kvstore.arenas import Arenas
 from services.kvstore.config import KvstoreConfig
 
 log = logs.get("kvstore")
-
-RETRY_ARENA_S = 10.0
-"""After a segment could not be made: until then, offers are refused without trying again."""
 
 
 class Hold(msgspec.Struct):
@@ -67,11 +54,7 @@ class KvstoreActor(Actor):
         """:raises ConfigError: `shm_dir` can't be used."""
         super().__init__(bus=bus, config=config, clock=clock)
         self.host = host_id(config.shm_dir)
-        self.arenas: OrderedDict[str, Arena] = OrderedDict()  # by fingerprint, least recently used first
         self.leases: LeaseTable[Hold] = LeaseTable(config.lease_s)
-        self._num_arenas_made = 0
-        self._no_arena_before = 0.0
-        self._no_arena_reason = ""
         self._idle = anyio.Event()
         self._num_lookups = self.metrics.counter("kvstore_lookups_total", "Lookups answered")
         self._num_looked_up = self.metrics.counter("kvstore_lookup_blocks_total", "Blocks that lookups asked for")
@@ -80,7 +63,17 @@ class KvstoreActor(Actor):
         self._num_abandoned = self.metrics.counter("kvstore_abandoned_blocks_total", "Blocks granted, but never committed")
         self._num_evicted = self.metrics.counter("kvstore_evicted_blocks_total", "Blocks given up for others")
         self._num_damaged = self.metrics.counter("kvstore_damaged_blocks_total", "Blocks that failed a reader's checksum")
+        self.arenas = Arenas(
+            config.shm_dir,
+            f"{self.ref.id[:96]}-{self.ref.epoch:x}",
+            capacity_bytes=config.capacity_mb << 20,
+            max_arenas=config.max_fingerprints,
+            clock=clock,
+            on_evicted=self._num_evicted.inc,
+        )
         self.metrics.gauge("kvstore_bytes", "Bytes of readable blocks", read=lambda: float(self.stored_bytes))
+        self.metrics.gauge("kvstore_memory_bytes", "Bytes of shared memory taken", read=lambda: float(self.arenas.memory_bytes))
+        self.metrics.gauge("kvstore_arenas", "Models and layouts that have blocks here", read=lambda: float(len(self.arenas)))
         self.metrics.gauge("kvstore_leases", "Leases held by readers and writers", read=lambda: float(len(self.leases)))
 
     # -- life
@@ -98,8 +91,7 @@ class KvstoreActor(Actor):
             await self._idle.wait()
 
     def close(self) -> None:
-        while self.arenas:
-            self.arenas.popitem()[1].close()
+        self.arenas.close()
 
     def presence(self, state: WorkerState) -> Presence:
         usage = self.usage()
@@ -118,6 +110,7 @@ class KvstoreActor(Actor):
         for lease, hold in self.leases.expire(now):
             log.warning("lease_expired", lease=lease, blocks=len(hold.slots), writing=hold.writing)
             self._give_back(hold)
+        self.arenas.tidy(now, self.config.forget_after_s)
 
     def peer_lost(self, peer: Presence) -> None:
         for _, hold in self.leases.release_holder(peer.worker.id):
@@ -134,18 +127,10 @@ class KvstoreActor(Actor):
 
     @property
     def stored_bytes(self) -> int:
-        return sum(arena.stored_bytes for arena in self.arenas.values())
+        return self.arenas.stored_bytes
 
     def usage(self) -> KvUsage:
-        """Slots of all arenas together."""
-        parts = [arena.index.usage() for arena in self.arenas.values()]
-        return KvUsage(
-            total=sum(part.total for part in parts),
-            free=sum(part.free for part in parts),
-            owned=sum(part.owned for part in parts),
-            leased=sum(part.leased for part in parts),
-            cached=sum(part.cached for part in parts),
-        )
+        return self.arenas.usage()
 
     # -- messages
 
@@ -176,11 +161,10 @@ class KvstoreActor(Actor):
     def _lookup(self, lookup: BlockLookup) -> BlockLease:
         self._num_lookups.inc()
         self._num_looked_up.inc(len(lookup.hashes))
-        arena = self.arenas.get(lookup.fingerprint)
+        arena = self.arenas.used(lookup.fingerprint)
         slots = arena.index.lookup(lookup.hashes) if arena is not None else []
         if arena is None or not slots:
             return BlockLease(store=self.ref, lease="", blocks=[], generations=[])
-        self.arenas.move_to_end(lookup.fingerprint)
         self._num_hits.inc(len(slots))
         lease = self._name(lookup)
         arena.index.lease(slots)
@@ -196,11 +180,9 @@ class KvstoreActor(Actor):
 
     def _grant(self, offer: BlockOffer) -> BlockGrant:
         """:raises PenstockError: there is no memory for this fingerprint."""
-        arena = self._arena_for(offer)
+        arena = self.arenas.of(offer.fingerprint, offer.block_bytes)
         lease = self._name(offer)
-        evicted_before = arena.index.evicted
         granted = arena.reserve(offer.hashes)
-        self._num_evicted.inc(arena.index.evicted - evicted_before)
         if not granted:
             return BlockGrant(store=self.ref, lease="", indices=[], blocks=[])
         slots = [slot for _, slot in granted]
@@ -245,44 +227,3 @@ class KvstoreActor(Actor):
     def _wake_drain(self) -> None:
         if self.state == "draining" and not len(self.leases):
             self._idle.set()
-
-    # -- arenas
-
-    def _arena_for(self, offer: BlockOffer) -> Arena:
-        """The arena of the offer's fingerprint, made on its first offer, if need be in place of the one unused longest.
-
-        :raises InvalidParameter: a block size that can't be. :raises OutOfBlocks: every arena is in use, or there is no memory.
-        """
-        arena = self.arenas.get(offer.fingerprint)
-        if arena is not None:
-            if arena.block_bytes != offer.block_bytes:
-                raise InvalidParameter(f"{offer.fingerprint} has blocks of {arena.block_bytes} bytes, not {offer.block_bytes}")
-            self.arenas.move_to_end(offer.fingerprint)
-            return arena
-        if self.clock() < self._no_arena_before:
-            raise OutOfBlocks(self._no_arena_reason)
-        if len(self.arenas) >= self.config.max_fingerprints:
-            oldest = next(iter(self.arenas.values()))
-            if not oldest.is_idle:
-                raise OutOfBlocks("every arena is in use: raise max_fingerprints")
-            log.info("arena_dropped", fingerprint=oldest.fingerprint, blocks=oldest.index.num_readable)
-            del self.arenas[oldest.fingerprint]
-            self._num_evicted.inc(oldest.index.num_readable)
-            oldest.close()
-        self._num_arenas_made += 1
-        try:
-            arena = Arena(
-                self.config.shm_dir,
-                f"{self.ref.id[:96]}-{self.ref.epoch:x}-{self._num_arenas_made}",
-                fingerprint=offer.fingerprint,
-                block_bytes=offer.block_bytes,
-                capacity_bytes=(self.config.capacity_mb << 20) // self.config.max_fingerprints,
-            )
-        except ConfigError as error:
-            self._no_arena_before = self.clock() + RETRY_ARENA_S
-            self._no_arena_reason = str(error)
-            log.error("no_memory_for_blocks", reason=str(error))
-            raise OutOfBlocks(str(error)) from error
-        log.info("arena_made", segment=arena.segment.name, blocks=arena.index.num_slots, block_bytes=arena.block_bytes)
-        self.arenas[offer.fingerprint] = arena
-        return arena

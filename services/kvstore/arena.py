@@ -1,36 +1,62 @@
 """The memory of one fingerprint: a shared-memory segment, and the index of what lies in it.
 
 Workers of the host copy blocks in and out of the segment themselves; the store only says where. A slot's generation is
-raised before it is granted to a writer, so that who still reads it under an old lease notices.
+raised before it is granted to a writer and before it loses its memory, so that who still reads it under an old lease notices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from common.protocol.errors import InvalidParameter
-from common.transfer.shm import Segment
+from common.runtime import logs
+from common.transfer.segment import Segment
+from common.transfer.store_segment import slot_bytes
 from services.kvstore.index import BlockIndex
+
+log = logs.get("kvstore")
 
 MAX_BLOCK_BYTES = 1 << 32
 
 
 class Arena:
-    """Slots of `block_bytes` each, as many as `capacity_bytes` holds. Pages are taken when first written."""
+    """Slots for blocks of `block_bytes` each, as many as `capacity_bytes` could hold. Each gets memory by `grow`, and gives it
+    back by `shrink`. `make_room` and `clock`: see `BlockIndex`."""
 
-    def __init__(self, directory: str, name: str, *, fingerprint: str, block_bytes: int, capacity_bytes: int) -> None:
+    def __init__(
+        self,
+        directory: str,
+        name: str,
+        *,
+        fingerprint: str,
+        block_bytes: int,
+        capacity_bytes: int,
+        make_room: Callable[[Arena], bool],
+        clock: Iterator[int],
+        now: float,
+    ) -> None:
         """:raises InvalidParameter: no block fits. :raises ConfigError: the directory has no room for the segment."""
-        if not 0 < block_bytes <= min(capacity_bytes, MAX_BLOCK_BYTES):
+        if not 0 < block_bytes <= min(capacity_bytes, MAX_BLOCK_BYTES) or slot_bytes(block_bytes) > capacity_bytes:
             raise InvalidParameter(f"blocks of {block_bytes} bytes don't fit {capacity_bytes >> 20} MiB: raise capacity_mb")
         self.fingerprint = fingerprint
         self.block_bytes = block_bytes
-        num_slots = capacity_bytes // block_bytes
-        self.segment = Segment.create(directory, name, num_blocks=num_slots, block_bytes=block_bytes, fingerprint=fingerprint)
-        self.index = BlockIndex(num_slots)
+        self.slot_bytes = slot_bytes(block_bytes)
+        self.used_at = now
+        num_slots = capacity_bytes // self.slot_bytes
+        self.segment = Segment.create(
+            directory, name, num_blocks=num_slots, block_bytes=self.slot_bytes, fingerprint=fingerprint, sparse=True
+        )
+        self._table_bytes = self.segment.memory_bytes
+        self.index = BlockIndex(num_slots, make_room=lambda: make_room(self), clock=clock)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of all slots that have some."""
+        return self.index.num_with_memory * self.slot_bytes
 
     @property
     def stored_bytes(self) -> int:
-        return self.index.num_readable * self.block_bytes
+        return self.index.num_readable * self.slot_bytes
 
     @property
     def is_idle(self) -> bool:
@@ -47,6 +73,41 @@ class Arena:
 
     def generations_of(self, slots: Sequence[int]) -> list[int]:
         return [int(self.segment.generations[slot]) for slot in slots]
+
+    def grow(self) -> bool:
+        """One more spare slot. False: the arena is as large as it can be. :raises ConfigError: there is no memory."""
+        slot = self.index.grow()
+        if slot is None:
+            return False
+        try:
+            self.segment.back(slot)
+        except BaseException:
+            self.index.shrink()
+            raise
+        return True
+
+    def shrink(self) -> bool:
+        """One spare slot less, whose memory goes back to the system. False: there is none, or the system can't take it."""
+        slot = self.index.shrink()
+        if slot is None:
+            return False
+        self.segment.generations[slot] += 1
+        try:
+            self.segment.unback(slot)
+        except OSError as error:
+            self.index.grow()
+            log.warning("memory_not_given_back", segment=self.segment.name, reason=error.strerror)
+            return False
+        return True
+
+    def reclaim(self) -> int:
+        """Take back memory that slots without any got from a writer that outlived its grant; returns how many bytes."""
+        before = self.segment.memory_bytes
+        if before <= self._table_bytes + self.memory_bytes:
+            return 0
+        for slot in self.index.unused:
+            self.segment.unback(slot)
+        return before - self.segment.memory_bytes
 
     def close(self) -> None:
         self.segment.close()

@@ -14,5 +14,8 @@ class KvstoreConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
 
     capacity_mb: Annotated[int, Meta(ge=1, description="MiB of shared memory for KV blocks, at most")] = 1024
     max_fingerprints: Annotated[
-        int, Meta(ge=1, le=64, description="models or layouts kept at once; the capacity is divided evenly among them")
-    ] = 1
+        int, Meta(ge=1, le=64, description="models or layouts kept at once; all share the capacity, by what is used")
+    ] = 16
+    forget_after_s: Annotated[
+        float, Meta(gt=0, description="the memory of a model that nobody asked for this long goes back to the system")
+    ] = 3600.0

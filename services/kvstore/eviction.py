@@ -1,24 +1,27 @@
 """Which block goes first when the store is full: the one used least recently among those that nothing builds on. Pure.
 
 A block without its predecessors can never be found, since lookups follow a chain from its head. So only leaves are evicted:
-a chain loses its tail first, and a prefix that many chains share goes last.
+a chain loses its tail first, and a prefix that many chains share goes last. Stores of several models share a clock, which
+says whose candidate was used less recently.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
+from collections.abc import Iterator
 
 
 class LeafLru:
-    """Blocks by hash, each with the hash of its predecessor. O(log n) per call, amortised."""
+    """Blocks by hash, each with the hash of its predecessor. `clock` gives each use a number. O(log n) per call, amortised."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Iterator[int] | None = None) -> None:
         self._parent: dict[bytes, bytes] = {}
         self._children: dict[bytes, int] = {}  # counted for absent parents, too: they may come back
         self._held: dict[bytes, int] = {}
         self._used_at: dict[bytes, int] = {}
         self._heap: list[tuple[int, bytes]] = []  # candidates; entries that no longer hold are skipped
-        self._clock = 0
+        self._clock = itertools.count() if clock is None else clock
 
     def __len__(self) -> int:
         return len(self._used_at)
@@ -42,8 +45,7 @@ class LeafLru:
 
     def use(self, block_hash: bytes) -> None:
         """The block is now the one used last."""
-        self._clock += 1
-        self._used_at[block_hash] = self._clock
+        self._used_at[block_hash] = next(self._clock)
         self._offer(block_hash)
 
     def hold(self, block_hash: bytes) -> None:
@@ -58,11 +60,19 @@ class LeafLru:
 
     def pop(self) -> bytes | None:
         """Remove and return the block to evict. None: everything is held, or has descendants that are."""
+        if self.oldest() is None:
+            return None
+        _, block_hash = heapq.heappop(self._heap)
+        self.remove(block_hash)
+        return block_hash
+
+    def oldest(self) -> int | None:
+        """When the block that `pop` would return was used last, by the clock. None: it would return none."""
         while self._heap:
-            used_at, block_hash = heapq.heappop(self._heap)
+            used_at, block_hash = self._heap[0]
             if self._used_at.get(block_hash) == used_at and self._is_candidate(block_hash):
-                self.remove(block_hash)
-                return block_hash
+                return used_at
+            heapq.heappop(self._heap)
         return None
 
     def _is_candidate(self, block_hash: bytes) -> bool:

@@ -1,15 +1,16 @@
 """Which block hash lies in which slot of an arena, and who may touch it. Pure; knows slots, never bytes.
 
-    free ─ reserve ─► writing ─ commit ─► readable ─ evict (a leaf, unleased, least recently used) ─► free
-                         └ abandon ─► free     └ forget (damaged) ─► free when its last lease ends
+    unused ─ grow ─► spare ─ reserve ─► writing ─ commit ─► readable ─ evict (a leaf, unleased, least recently used) ─► spare
+      ▲                │                   └ abandon ─► spare    └ forget (damaged) ─► spare when its last lease ends
+      └─── shrink ─────┘
 
 A lookup finds readable slots only, so a writer that dies before its commit leaves nothing behind. A hash has one slot: what
-somebody is writing is not granted to a second writer.
+somebody is writing is not granted to a second writer. Unused slots take no memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 
 import msgspec
 
@@ -26,16 +27,24 @@ class _Slot(msgspec.Struct):
 
 
 class BlockIndex:
-    """Slots 0 … `num_slots` - 1 of one fingerprint."""
+    """Slots 0 … `num_slots` - 1 of one fingerprint.
 
-    def __init__(self, num_slots: int) -> None:
+    `make_room` is called when there is no spare slot: it calls `grow` or `evict`, or returns False. An index without one uses
+    all its slots, then evicts. `clock` orders uses, of several indexes where they share it.
+    """
+
+    def __init__(
+        self, num_slots: int, *, make_room: Callable[[], bool] | None = None, clock: Iterator[int] | None = None
+    ) -> None:
         self.num_slots = num_slots
         self.evicted = 0
+        self._make_room = make_room or (lambda: self.grow() is not None or self.evict())
         self._slots: dict[int, _Slot] = {}  # those in use
         self._by_hash: dict[bytes, int] = {}
-        self._free: list[int] = []  # given back
+        self._spare: list[int] = []
+        self._unused: list[int] = []  # that were spare once
         self._num_touched = 0  # slots from here on were never used: an arena of tiny blocks may have a billion
-        self._lru = LeafLru()
+        self._lru = LeafLru(clock)
         self._num_writing = 0
         self._num_leased = 0
 
@@ -43,12 +52,26 @@ class BlockIndex:
     def num_readable(self) -> int:
         return len(self._slots) - self._num_writing
 
+    @property
+    def num_spare(self) -> int:
+        """Slots with memory that hold nothing."""
+        return len(self._spare)
+
+    @property
+    def num_with_memory(self) -> int:
+        return len(self._slots) + len(self._spare)
+
+    @property
+    def unused(self) -> list[int]:
+        """Slots that had memory once and have none now."""
+        return list(self._unused)
+
     def usage(self) -> KvUsage:
-        """Slots being written count as owned."""
+        """Slots being written count as owned; unused ones are free."""
         in_use = len(self._slots)
         return KvUsage(
             total=self.num_slots,
-            free=self._num_free,
+            free=self.num_slots - in_use,
             owned=self._num_writing,
             leased=self._num_leased,
             cached=in_use - self._num_writing - self._num_leased,
@@ -102,7 +125,7 @@ class BlockIndex:
         for i, block_hash in enumerate(hashes):
             if block_hash in self._by_hash:
                 continue
-            slot = self._free_one()
+            slot = self._take_spare()
             if slot is None:
                 break
             self._slots[slot] = _Slot(block_hash)
@@ -146,12 +169,46 @@ class BlockIndex:
                 forgotten += 1
         return forgotten
 
+    def grow(self) -> int | None:
+        """One more spare slot, which must have memory before the caller returns to the event loop. None: all are in use."""
+        if not self._unused and self._num_touched >= self.num_slots:
+            return None
+        if self._unused:
+            slot = self._unused.pop()
+        else:
+            slot = self._num_touched
+            self._num_touched += 1
+        self._spare.append(slot)
+        return slot
+
+    def shrink(self) -> int | None:
+        """One spare slot less: its memory goes back. None: there is no spare one."""
+        if not self._spare:
+            return None
+        slot = self._spare.pop()
+        self._unused.append(slot)
+        return slot
+
+    def oldest(self) -> int | None:
+        """When the block that `evict` would give up was used last. None: there is none to give up."""
+        return self._lru.oldest()
+
+    def evict(self) -> bool:
+        """Give up the least recently used block that nothing needs; its slot is spare. False: there is none."""
+        block_hash = self._lru.pop()
+        if block_hash is None:
+            return False
+        self.evicted += 1
+        self._free_slot(self._by_hash.pop(block_hash))
+        return True
+
     def check(self) -> None:
         """Count everything again. :raises AssertionError: where a counter or an index is not what the slots say."""
         entries = self._slots.values()
-        assert len(self._free) == len(set(self._free)) and not set(self._free) & set(self._slots), "a slot is free twice"
-        assert self._num_free + len(self._slots) == self.num_slots, "slots leaked"
-        assert all(slot < self._num_touched for slot in (*self._free, *self._slots)), "a slot was used before its time"
+        known = [*self._spare, *self._unused, *self._slots]
+        assert len(known) == len(set(known)), "a slot is in two states"
+        assert sorted(known) == list(range(self._num_touched)), "slots leaked, or one was used before its time"
+        assert self._num_touched <= self.num_slots
         assert self._num_writing == sum(not entry.readable for entry in entries)
         assert self._num_leased == sum(entry.leases > 0 for entry in entries)
         assert all(entry.readable or not entry.leases for entry in entries), "a slot is read while it is written"
@@ -159,26 +216,10 @@ class BlockIndex:
         assert mapped == self._by_hash, "a hash names the wrong slot"
         assert len(self._lru) == len(mapped), "the eviction order has other blocks than the index"
 
-    @property
-    def _num_free(self) -> int:
-        return len(self._free) + self.num_slots - self._num_touched
-
-    def _free_one(self) -> int | None:
-        if self._free:
-            return self._free.pop()
-        if self._num_touched < self.num_slots:
-            self._num_touched += 1
-            return self._num_touched - 1
-        return self._evict()
-
-    def _evict(self) -> int | None:
-        block_hash = self._lru.pop()
-        if block_hash is None:
+    def _take_spare(self) -> int | None:
+        if not self._spare and not self._make_room():
             return None
-        self.evicted += 1
-        slot = self._by_hash.pop(block_hash)
-        del self._slots[slot]
-        return slot
+        return self._spare.pop()
 
     def _unmap(self, entry: _Slot) -> None:
         del self._by_hash[entry.block_hash]
@@ -186,4 +227,4 @@ class BlockIndex:
 
     def _free_slot(self, slot: int) -> None:
         del self._slots[slot]
-        self._free.append(slot)
+        self._spare.append(slot)

@@ -17,7 +17,7 @@ import msgspec
 
 from common.engine.plan import StepPlan, StepResult
 from common.engine.sequence import Sequence
-from common.engine.worker import EngineWorker, OpenEngine, send_frames
+from common.engine.worker import EngineWorker, OpenEngine
 from common.protocol import tokens as token_bytes
 from common.protocol.errors import PenstockError, ProtocolError, from_wire
 from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef, new_lease
@@ -100,7 +100,7 @@ class PrefillActor(EngineWorker):
         sequence = self.admit(task.generation, reply, lambda s: self.scheduler.admit(s, self.clock()))
         if sequence is not None:
             self.decode_for[sequence.request] = task.decode
-            self.fetch_prefix(sequence)
+            self.prefixes.fetch(sequence)
 
     def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
         done = self.scheduler.commit(plan, result, self.clock())
@@ -108,10 +108,11 @@ class PrefillActor(EngineWorker):
 
     def report(self, done: list[Sequence]) -> None:
         """First tokens go to their gateways, and the KV behind them to the decode workers."""
-        send_frames(self, [(sequence, sequence.num_outputs - 1) for sequence in done])
+        news = [(sequence, sequence.num_outputs - 1) for sequence in done if self.is_held(sequence)]
+        self.outflow.put(news, urgent=True)
         self.counters.generation_tokens.inc(len(done))
         for sequence in done:
-            self.offer_soon(sequence)
+            self.prefixes.offer_soon(sequence)
             if sequence.finish is not None:
                 self.cache.close(sequence)
             else:
@@ -156,7 +157,11 @@ class PrefillActor(EngineWorker):
         hashes = self.cache.hash(sequence, covered)
         blocks = GroupBlocks(0, list(sequence.blocks), self.pool.generations_of(sequence.blocks), 0, covered)
         return KvReady(
-            generation=msgspec.structs.replace(sequence.generation, tokens=token_bytes.pack(sequence.tokens)),
+            generation=msgspec.structs.replace(
+                sequence.generation,
+                tokens=token_bytes.pack(sequence.tokens),
+                remaining_ms=max(1, int((sequence.ends_at - self.clock()) * 1000)),
+            ),
             handle=KvHandle(
                 owner=self.ref,
                 lease=lease,

@@ -9,6 +9,7 @@ Order: least remaining work first, aged, so that a short prompt does not wait be
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 
 from common.engine.plan import StepPlan, StepResult
 from common.engine.sequence import Sequence, SequenceCache
@@ -85,13 +86,21 @@ class PrefillScheduler:
         sequence.computed(max(sequence.num_computed, num_computed))
         self._queued[sequence] = since
 
-    def plan(self, now: float) -> StepPlan | None:
-        """The next step, or None when there is nothing to run. It may be planned while the one before it runs."""
+    def holds(self, sequence: Sequence) -> bool:
+        """Whether the sequence can be planned."""
+        return sequence in self._queued
+
+    def plan(self, now: float, only: Collection[Sequence] | None = None) -> StepPlan | None:
+        """The next step, or None when there is nothing to run. It may be planned while the one before it runs.
+
+        `only`: the sequences that may be in it; None: all.
+        """
         computing = self._computing if self._flights else set[bytes]()
         before = frozenset(computing)
         budget, rows, planned = self.token_budget, [], []
         num_samples = 0
-        queued = [sequence for sequence in self._queued if not sequence.num_awaited and not sequence.cancelled]
+        candidates = self._queued if only is None else [sequence for sequence in self._queued if sequence in only]
+        queued = [sequence for sequence in candidates if not sequence.num_awaited and not sequence.cancelled]
         for sequence in sorted(queued, key=lambda s: s.num_unplanned - (now - self._queued[s]) * self.aging_tokens_per_s):
             if budget <= 0:
                 break
@@ -123,14 +132,19 @@ class PrefillScheduler:
             self.cache.publish(sequence)
         return done
 
-    def abandon(self) -> list[Sequence]:
-        """A step in flight failed, and with it those after it: their sequences leave, their blocks are freed."""
+    def rewind(self) -> list[Sequence]:
+        """A step in flight failed, and with it those after it: their sequences go back to what was computed before.
+
+        Returns those that are still queued; others had been cancelled, and leave now.
+        """
         planned = {sequence: None for flight in self._flights for sequence in flight}
         self._flights.clear()
+        self._computing.clear()
         for sequence in planned:
-            sequence.num_steps = 0
-            self._leave(sequence)
-        return list(planned)
+            sequence.rewind()
+            if sequence.cancelled:
+                self._leave(sequence)
+        return [sequence for sequence in planned if sequence in self._queued]
 
     def cancel(self, sequence: Sequence) -> None:
         """Free a sequence wherever it is, as soon as nothing touches its blocks; one that has left already is none of ours."""

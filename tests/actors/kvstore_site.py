@@ -15,20 +15,16 @@ import numpy as np
 
 from common.cache.store_client import StoreClient
 from common.protocol import messages
+from common.protocol.cache_messages import BlockGrant, BlockLease, BlockLookup, BlockOffer
 from common.protocol.handles import Role
-from common.protocol.messages import (
-    BlockGrant,
-    BlockLease,
-    BlockLookup,
-    BlockOffer,
-    KvUsage,
-)
+from common.protocol.messages import KvUsage
 from common.runtime.actor import Actor
 from common.runtime.memory_bus import MemoryBroker
 from common.runtime.settings import ServiceConfig
 from common.transfer.base import RemoteBlocks
-from common.transfer.shm import ShmTransport
+from common.transfer.shm import StoreTransport
 from services.kvstore.actor import KvstoreActor
+from services.kvstore.arena import Arena
 from services.kvstore.config import KvstoreConfig
 
 BLOCK_BYTES = 1 << 16
@@ -40,10 +36,18 @@ class Worker(Actor):
 
     role: ClassVar[Role] = "prefill"
 
-    def __init__(self, broker: MemoryBroker, shm_dir: Path, *, fill: int = 0, fingerprint: str = "m") -> None:
+    def __init__(
+        self,
+        broker: MemoryBroker,
+        shm_dir: Path,
+        *,
+        fill: int = 0,
+        fingerprint: str = "m",
+        block_bytes: int = BLOCK_BYTES,
+    ) -> None:
         self.connection = broker.connect("worker")
         super().__init__(bus=self.connection, config=ServiceConfig(heartbeat_s=0.02, dead_after_s=0.3, shm_dir=str(shm_dir)))
-        self.blocks = np.zeros((10, BLOCK_BYTES), np.uint8)
+        self.blocks = np.zeros((10, block_bytes), np.uint8)
         if fill:
             self.blocks[:] = np.random.default_rng(fill).integers(0, 256, self.blocks.shape, np.uint8)
         self.transport = HookedTransport(shm_dir)
@@ -57,7 +61,7 @@ class HookedTransport:
     """Shared memory, with something happening before each read."""
 
     def __init__(self, shm_dir: Path) -> None:
-        self.shm = ShmTransport(shm_dir)
+        self.shm = StoreTransport(shm_dir)
         self.before: Callable[[], None] = lambda: None
 
     def read(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> int:
@@ -77,8 +81,8 @@ class Site:
         self.connection = self.broker.connect("kvstore")
         return KvstoreActor(bus=self.connection, config=msgspec.structs.replace(self.config, **changes))
 
-    def make_worker(self, *, fill: int = 0, fingerprint: str = "m") -> Worker:
-        return Worker(self.broker, self.shm_dir, fill=fill, fingerprint=fingerprint)
+    def make_worker(self, *, fill: int = 0, fingerprint: str = "m", block_bytes: int = BLOCK_BYTES) -> Worker:
+        return Worker(self.broker, self.shm_dir, fill=fill, fingerprint=fingerprint, block_bytes=block_bytes)
 
 
 @contextlib.contextmanager
@@ -115,6 +119,16 @@ async def settled(store: KvstoreActor, usage: KvUsage) -> None:
     await until(lambda: store.usage() == usage and not len(store.leases))
     for arena in store.arenas.values():
         arena.index.check()
+
+
+def spoil(arena: Arena, slot: int) -> None:
+    """Flip a bit of a stored block."""
+    with arena.segment.path.open("r+b") as file:
+        at = arena.segment.path.stat().st_size - (arena.segment.num_blocks - slot) * arena.segment.block_bytes + 17
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
 
 
 async def grant_of(worker: Worker, store: KvstoreActor, hashes: list[bytes]) -> BlockGrant:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import msgspec
 
 from common.protocol import headers, subjects
 from common.runtime.bus import BusMessage
@@ -26,7 +27,7 @@ class Client:
 
     def __init__(self, bus: MemoryBus) -> None:
         self.bus = bus
-        self.inbox = "_INBOX.user.1"
+        self.inbox = bus.new_inbox()
         self.replies: list[BusMessage] = []
         self._subscription: Any = None
 
@@ -81,10 +82,14 @@ class Setup:
 
 
 @asynccontextmanager
-async def front(core: ScriptedCore | None = None, **settings: Any) -> AsyncIterator[Setup]:
-    broker = MemoryBroker()
+async def front(
+    core: ScriptedCore | None = None, *, broker: MemoryBroker | None = None, name: str = BUNDLE.name, **settings: Any
+) -> AsyncIterator[Setup]:
+    """`broker`: one that fronts share. `name`: the model's."""
+    broker = broker or MemoryBroker()
     core = core or ScriptedCore()
-    served = NatsFront(core, BUNDLE, broker.connect("gateway"), GatewayConfig(**settings))
+    bundle = msgspec.structs.replace(BUNDLE, name=name)
+    served = NatsFront(core, bundle, broker.connect("gateway"), GatewayConfig(**settings))
     client = Client(broker.connect("client"))
     await client.listen()
     async with anyio.create_task_group() as group:

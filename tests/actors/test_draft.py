@@ -14,17 +14,9 @@ import pytest
 
 from common.engine.plan import StepPlan, StepRow
 from common.engine.simulated import BYTES_PER_TOKEN, SimulatedRunner, TokenRule
+from common.protocol.draft_messages import DraftClose, DraftResync, DraftRow, DraftUpdate, Proposals
 from common.protocol.handles import Role
-from common.protocol.messages import (
-    DraftClose,
-    DraftResync,
-    DraftRow,
-    DraftUpdate,
-    Message,
-    Presence,
-    Proposals,
-    SamplingParams,
-)
+from common.protocol.messages import Message, Presence, SamplingParams
 from common.runtime.actor import Actor
 from common.runtime.memory_bus import MemoryBroker
 from common.runtime.settings import ServiceConfig

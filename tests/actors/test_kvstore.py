@@ -10,13 +10,21 @@ import anyio.from_thread
 import pytest
 
 from common.cache import store_client
+from common.protocol.cache_messages import BlockCommit
 from common.protocol.errors import StaleHandle
-from common.protocol.messages import (
-    BlockCommit,
-    KvUsage,
-    ReleaseLease,
+from common.protocol.messages import KvUsage, ReleaseLease
+from tests.actors.kvstore_site import (
+    BLOCK_BYTES,
+    CHAIN,
+    Site,
+    grant_of,
+    lease_of,
+    running,
+    settled,
+    spoil,
+    temporary_site,
+    until,
 )
-from tests.actors.kvstore_site import BLOCK_BYTES, CHAIN, Site, grant_of, lease_of, running, settled, temporary_site, until
 
 
 @pytest.fixture
@@ -73,6 +81,35 @@ async def test_a_full_store_evicts_the_least_recently_used_chain(site: Site):
         await settled(store, KvUsage(total=16, cached=16))
         assert await worker.store.fetch([b"a" + block_hash for block_hash in CHAIN[:8]], range(8)) == 8
         assert await worker.store.fetch([b"b" + block_hash for block_hash in CHAIN[:8]], range(8)) == 2
+
+
+async def test_two_models_that_take_turns_both_keep_what_they_stored(site: Site):
+    store, first = site.make_store(), site.make_worker(fill=1)
+    second = site.make_worker(fill=2, fingerprint="n", block_bytes=BLOCK_BYTES // 2 - 100)
+    async with running(store, first, second):
+        for turn in range(10):
+            for worker in (first, second):
+                await worker.store.offer(CHAIN[:5], range(5))
+                assert await worker.store.fetch(CHAIN[:5], [5, 6, 7, 8, 9]) == 5, f"turn {turn}"
+                assert (worker.blocks[5:] == worker.blocks[:5]).all()
+                worker.blocks[5:] = 0
+        await settled(store, KvUsage(total=27, free=17, cached=10))
+        page = store.metrics.render().decode()
+        assert "penstock_kvstore_evicted_blocks_total 0.0" in page
+        assert f"penstock_kvstore_memory_bytes {5 * BLOCK_BYTES + 5 * BLOCK_BYTES // 2}.0" in page
+        assert "penstock_kvstore_arenas 2.0" in page
+
+
+async def test_a_model_that_nobody_asks_for_gives_its_memory_back(site: Site):
+    store, worker = site.make_store(forget_after_s=0.3), site.make_worker(fill=1)
+    async with running(store, worker):
+        await worker.store.offer(CHAIN[:5], range(5))
+        await until(lambda: store.usage().cached == 5)
+        assert len(list(site.shm_dir.iterdir())) == 1
+        await until(lambda: not list(site.shm_dir.iterdir()))
+        assert await worker.store.fetch(CHAIN, range(10)) == 0
+        await worker.store.offer(CHAIN[:5], range(5))
+        assert await worker.store.fetch(CHAIN, [9, 8, 7, 6, 5]) == 5
 
 
 async def test_a_writer_killed_before_its_commit_leaves_nothing_readable(site: Site):
@@ -134,7 +171,7 @@ async def test_a_damaged_block_is_not_used_and_is_forgotten(site: Site):
         await until(lambda: store.usage().cached == 4)
         arena = store.arenas["m"]
         (_, _, slot, _) = arena.index.lookup(CHAIN)
-        arena.segment.blocks[slot, 17] ^= 1
+        spoil(arena, slot)
         assert await worker.store.fetch(CHAIN[:4], [5, 6, 7, 8]) == 2
         await settled(store, KvUsage(total=16, free=13, cached=3))
         await worker.store.offer(CHAIN[:4], range(4))

@@ -14,17 +14,9 @@ import pytest
 
 from common.cache import store_client
 from common.protocol import messages
+from common.protocol.cache_messages import BlockGrant, BlockLease, BlockLookup, BlockOffer
 from common.protocol.errors import ConfigError
-from common.protocol.messages import (
-    BlockGrant,
-    BlockLease,
-    BlockLookup,
-    BlockOffer,
-    KvUsage,
-    Presence,
-    Rejected,
-    ReleaseLease,
-)
+from common.protocol.messages import KvUsage, Presence, Rejected, ReleaseLease
 from common.runtime.actor import WorkerState
 from common.runtime.bus import BusMessage
 from common.transfer.shm import host_id
@@ -175,8 +167,9 @@ async def test_a_draining_store_finishes_its_readers_and_refuses_new_ones(site: 
         await until(lambda: not list(site.shm_dir.iterdir()))
 
 
-async def test_an_idle_arena_makes_room_for_another_model_and_a_busy_one_does_not(site: Site):
-    store, worker, other = site.make_store(), site.make_worker(fill=1), site.make_worker(fill=2, fingerprint="n")
+async def test_an_idle_arena_makes_room_for_one_too_many_and_a_busy_one_does_not(site: Site):
+    store = site.make_store(max_fingerprints=1)
+    worker, other = site.make_worker(fill=1), site.make_worker(fill=2, fingerprint="n")
     async with running(store, worker, other):
         await worker.store.offer(CHAIN[:4], range(4))
         await until(lambda: store.usage().cached == 4)
@@ -205,7 +198,7 @@ async def test_blocks_of_an_impossible_size_are_refused(site: Site, block_bytes:
 async def test_a_segment_that_can_not_be_made_refuses_offers_and_stops_nobody(site: Site):
     store, worker = site.make_store(), site.make_worker()
     async with running(store, worker):
-        store.config = msgspec.structs.replace(store.config, shm_dir="/nowhere")
+        store.arenas.directory = "/nowhere"
         offer = BlockOffer(holder=worker.ref, fingerprint="m", block_bytes=BLOCK_BYTES, hashes=CHAIN)
         for _ in range(2):
             answer = await worker.ask_store(store, offer)
@@ -227,8 +220,8 @@ async def test_too_little_shared_memory_is_said_at_start(site: Site):
 
 
 async def test_the_store_sweeps_what_a_dead_worker_left(site: Site):
-    script = "import sys, os, common.transfer.shm as s; x = s.Segment.create(sys.argv[1], 'dead', num_blocks=1, block_bytes=9,"
-    script += " fingerprint=''); os._exit(1)"
+    script = "import sys, os, common.transfer.segment as s; x = s.Segment.create(sys.argv[1], 'dead', num_blocks=1,"
+    script += " block_bytes=9, fingerprint=''); os._exit(1)"
     with anyio.fail_after(20):
         await anyio.run_process([sys.executable, "-c", script, str(site.shm_dir)], check=False)
     assert len(list(site.shm_dir.iterdir())) == 1

@@ -88,13 +88,6 @@ async def test_a_bad_request_gets_one_typed_final_message(body: Any, code: str) 
         assert not setup.core.streams
 
 
-async def test_another_models_subject_is_a_typed_error() -> None:
-    async with front() as setup:
-        await setup.client.ask(HI, slug="gpt-5")
-        await setup.client.final()
-        assert SLUG in setup.client.check_error("model_not_found")["message"]
-
-
 @pytest.mark.parametrize("request_id", ["", "a.b", "a*", ">", "a b", "x" * 129, "é", "a\nb"])
 async def test_a_request_id_with_anything_odd_in_it_is_refused(request_id: str) -> None:
     async with front() as setup:

@@ -29,7 +29,7 @@ from common.models.source import ModelFiles
 from common.protocol.handles import Role
 from common.protocol.messages import SamplingParams
 from common.text.bundle import TextBundle, load_bundle
-from common.transfer.shm import sweep
+from common.transfer.segment_file import sweep
 from tests.e2e.stack import ROOT, Reply, Stack
 from tests.fixtures.nats import LocalNatsServer
 

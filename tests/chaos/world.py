@@ -15,15 +15,17 @@ from pathlib import Path
 import anyio
 from anyio.abc import TaskGroup
 
+from common.engine.engine import Engine
 from common.engine.plan import RunnerLost
 from common.engine.simulated import BYTES_PER_TOKEN, SimulatedRunner, TokenRule, expected_tokens
-from common.engine.worker import Engine, EngineWorker
+from common.engine.worker import EngineWorker
 from common.protocol.errors import PenstockError
 from common.protocol.handles import Role
 from common.protocol.messages import SamplingParams
 from common.runtime.actor import Actor
 from common.runtime.memory_bus import MemoryBroker, MemoryBus
-from common.transfer.shm import Segment, ShmTransport
+from common.transfer.segment import Segment
+from common.transfer.shm import ShmTransport
 from services.decode.actor import DecodeActor
 from services.decode.config import DecodeConfig
 from services.draft.actor import DraftActor
@@ -213,6 +215,11 @@ class World:
         for process in self.processes.values():
             if isinstance(process.actor, EngineWorker) and process.actor.loaded:
                 process.actor.pool.check()
+            if isinstance(process.actor, KvstoreActor):
+                arenas = process.actor.arenas
+                assert arenas.memory_bytes <= arenas.capacity_bytes
+                for arena in arenas.values():
+                    arena.index.check()
 
     def held(self) -> list[str]:
         """What is still held on workers; empty when everything was given back."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from common.protocol import messages
+from common.protocol import cache_messages, draft_messages, messages
 from common.protocol import tokens as token_bytes
 from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef
 from tests.e2e.stack import Stack
@@ -107,7 +107,7 @@ def garbage(stack: Stack, dice: random.Random) -> bytes:
         chain=b"",
         groups=[blocks],
     )
-    row = messages.DraftRow(some_id, dice.choice([-1, 0, 2**62]), [dice.choice([-1, 2**40, 3])])
+    row = draft_messages.DraftRow(some_id, dice.choice([-1, 0, 2**62]), [dice.choice([-1, 2**40, 3])])
     store = stack.presence("kvstore-0").worker
     made = dice.choice(
         [
@@ -115,13 +115,15 @@ def garbage(stack: Stack, dice: random.Random) -> bytes:
             messages.PrefillTask(generation=generation, decode=WorkerRef("decode", "nobody", 1)),
             messages.KvReady(generation=generation, handle=handle),
             messages.KvReady(generation=msgspec.structs.replace(generation, sampling=messages.SamplingParams()), handle=handle),
-            messages.BlockOffer(holder=decode, fingerprint="x", block_bytes=dice.choice([-1, 0, 1, 2**62]), hashes=[b"", b"a"]),
-            messages.BlockLookup(holder=decode, fingerprint="x", hashes=[b""] * 100),
-            messages.BlockGrant(store=store, lease="", indices=[-1], blocks=[2**62]),
-            messages.BlockCommit(lease=some_id, checksums=[-1]),
+            cache_messages.BlockOffer(
+                holder=decode, fingerprint="x", block_bytes=dice.choice([-1, 0, 1, 2**62]), hashes=[b"", b"a"]
+            ),
+            cache_messages.BlockLookup(holder=decode, fingerprint="x", hashes=[b""] * 100),
+            cache_messages.BlockGrant(store=store, lease="", indices=[-1], blocks=[2**62]),
+            cache_messages.BlockCommit(lease=some_id, checksums=[-1]),
             messages.ReleaseLease(leases=[some_id] * 3),
-            messages.DraftUpdate(decode=decode, rows=[row, row]),
-            messages.Proposals(draft=stack.presence("draft-0").worker, rows=[row]),
+            draft_messages.DraftUpdate(decode=decode, rows=[row, row]),
+            draft_messages.Proposals(draft=stack.presence("draft-0").worker, rows=[row]),
             messages.FetchFrames(gateway=gateway, request=some_id, attempt=0, start=-(2**40)),
             messages.Renew(gateway=gateway, requests=[(some_id, -1)]),
             messages.Cancel(requests=[(some_id, 2**62)]),

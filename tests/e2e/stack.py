@@ -73,21 +73,26 @@ class Stack:
     ) -> None:
         with anyio.CancelScope(shield=True):
             await self.client.aclose()
-            for process in self.processes.values():
-                process.send_signal(signal.SIGCONT)
-                process.terminate()
-            for name, process in self.processes.items():
-                with anyio.move_on_after(15):
-                    while process.poll() is None:
-                        await anyio.sleep(0.02)
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
-                    print(f"{name} had to be killed")  # noqa: T201
+            await self.stop()
             await self._bus.close()
         if kind is not None:
             for log in sorted(self.directory.glob("*.log")):
                 print(f"--- {log.name}\n{log.read_text()[-3000:]}")  # noqa: T201
+
+    async def stop(self) -> None:
+        """End every process, and forget them."""
+        for process in self.processes.values():
+            process.send_signal(signal.SIGCONT)
+            process.terminate()
+        for name, process in self.processes.items():
+            with anyio.move_on_after(15):
+                while process.poll() is None:
+                    await anyio.sleep(0.02)
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+                print(f"{name} had to be killed")  # noqa: T201
+        self.processes.clear()
 
     def _hear(self, message: BusMessage) -> None:
         presence = messages.decode(message.data)

@@ -20,8 +20,12 @@ import pytest
 from common.cli.net import free_port
 
 ROOT = Path(__file__).parents[2]
-READY_TIMEOUT_S = 180.0
-NUM_TOKENS = 160
+READY_TIMEOUT_S = 300.0
+IMAGE = "penstock-test"
+SCALE = {"prefill": 2, "decode": 3, "draft": 1}
+ENGINES = ("prefill", "decode")
+NUM_TOKENS = 500
+METRICS = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9090/metrics', timeout=3).read().decode())"
 PROMPTS = [
     "Tell me a long story about a miller and a river.",
     "Explain step by step how a water wheel works.",
@@ -62,7 +66,7 @@ class Project:
     def __init__(self) -> None:
         self.name = f"penstocktest{os.getpid()}"
         self.port = free_port()
-        self.environment = os.environ | {"PENSTOCK_IMAGE": "penstock-test", "PENSTOCK_HTTP_PORT": str(self.port)}
+        self.environment = os.environ | {"PENSTOCK_IMAGE": IMAGE, "PENSTOCK_HTTP_PORT": str(self.port)}
         self.environment |= {"PENSTOCK_THREADS": "1"}
 
     def run(self, *arguments: str, check: bool = True) -> str:
@@ -71,6 +75,9 @@ class Project:
         ended = subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, check=False)
         assert not check or ended.returncode == 0, f"{' '.join(command)}\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"
         return ended.stdout
+
+    def up(self, *flags: str) -> None:
+        self.run("up", "-d", *flags, *(flag for role, count in SCALE.items() for flag in ("--scale", f"{role}={count}")))
 
     def containers(self, service: str) -> list[str]:
         return self.run("ps", "-q", service).split()
@@ -81,15 +88,25 @@ class Project:
         listed = docker("exec", gateway, "python", "-m", "common.cli", "status", "--json")
         return {worker["worker"]["id"]: worker for worker in json.loads(listed)}
 
-    def busy_decode_container(self) -> str:
-        """A decode container whose worker has sequences running."""
-        ended = time.monotonic() + 20
-        while time.monotonic() < ended:
-            busy = [worker for worker, fields in self.workers().items() if worker.startswith("decode") and fields["running"]]
+    async def busy_decode_container(self) -> str:
+        """The decode container that has the most sequences running."""
+        running: dict[str, float] = {}
+
+        async def look(container: str) -> None:
+            page = await anyio.to_thread.run_sync(docker, "exec", container, "python", "-c", METRICS)
+            lines = [line for line in page.splitlines() if "num_requests_running" in line and not line.startswith("#")]
+            running[container] = float(lines[0].split()[-1])
+
+        async with anyio.create_task_group() as group:
             for container in self.containers("decode"):
-                if any(worker in docker("logs", container) for worker in busy):
-                    return container
-        raise AssertionError("no decode worker became busy")
+                group.start_soon(look, container)
+        assert max(running.values()) > 0, running
+        return max(running, key=running.__getitem__)
+
+    def resumes(self) -> float:
+        """Streams that the gateway took to another worker so far."""
+        page = httpx.get(f"http://127.0.0.1:{self.port}/metrics", timeout=5).text
+        return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith("penstock_request_resumes_total"))
 
 
 def docker(*arguments: str) -> str:
@@ -104,7 +121,7 @@ def project() -> Iterator[Project]:
     project = Project()
     try:
         project.run("build")
-        project.run("up", "-d", "--scale", "prefill=2", "--scale", "decode=2", "--scale", "draft=1")
+        project.up()
         wait_ready(project)
         yield project
     finally:
@@ -112,12 +129,12 @@ def project() -> Iterator[Project]:
 
 
 def wait_ready(project: Project) -> None:
-    """Ready, and all four compute workers have said so."""
+    """Ready, and all compute workers have said so."""
     ended = time.monotonic() + READY_TIMEOUT_S
     with httpx.Client(base_url=f"http://127.0.0.1:{project.port}", timeout=5) as http:
         while time.monotonic() < ended:
             try:
-                if http.get("/ready").status_code == 200 and num_ready(project) == 4:
+                if http.get("/ready").status_code == 200 and num_ready(project) == sum(SCALE[role] for role in ENGINES):
                     return
             except httpx.HTTPError:
                 pass
@@ -126,8 +143,7 @@ def wait_ready(project: Project) -> None:
 
 
 def num_ready(project: Project) -> int:
-    roles = ("prefill", "decode")
-    return sum(fields["state"] == "ready" and worker.startswith(roles) for worker, fields in project.workers().items())
+    return sum(fields["state"] == "ready" and worker.startswith(ENGINES) for worker, fields in project.workers().items())
 
 
 async def stream(http: httpx.AsyncClient, prompt: str, into: list[str]) -> None:
@@ -164,17 +180,54 @@ async def test_a_killed_decode_container_does_not_change_the_streams(project: Pr
     disturbed: list[list[str]] = [[] for _ in PROMPTS]
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(stream_all, project, disturbed)
-        victim = await anyio.to_thread.run_sync(project.busy_decode_container)
-        seen_before = sum(map(len, disturbed))
+        while min(map(len, disturbed)) < 5:
+            await anyio.sleep(0.01)
+        victim = await project.busy_decode_container()
         await anyio.to_thread.run_sync(docker, "kill", "-s", "KILL", victim)
-        assert 0 < seen_before < sum(map(len, undisturbed)), "the kill was not in the middle of the streams"
     assert ["".join(text) for text in disturbed] == ["".join(text) for text in undisturbed]
+    assert project.resumes() > 0, "the kill was not in the middle of the streams"
+
+
+def test_a_replica_that_was_killed_comes_back_with_the_kernels_that_are_there(project: Project) -> None:
+    """Compose restarts it, and it finds in a volume what the first start compiled."""
+    project.up("--no-recreate")
+    began = time.monotonic()
+    wait_ready(project)
+    assert time.monotonic() - began < 60
+    container = project.containers("decode")[0]
+    assert docker("exec", container, "sh", "-c", "find /var/cache/penstock -name '*.nbc' | head -1").strip()
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("common.runtime.gpu_claim", "services.decode"), "error: no GPU is visible here: install the NVIDIA container"),
+        (("services.decode", "--device", "cuda:0", "--nats-url", "nats://nats:4222"), "penstock decode: device cuda:0: torch "),
+    ],
+)
+def test_a_worker_that_is_to_have_a_gpu_and_sees_none_ends_with_a_line(
+    project: Project, command: tuple[str, ...], said: str
+) -> None:
+    """What compose.gpu.yaml starts, on a machine without a GPU."""
+    run = ["docker", "run", "--rm", "--network", f"{project.name}_default", "-e", "PENSTOCK_LOG_LEVEL=error", IMAGE, *command]
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode in (1, 2)
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(said)
+
+
+def test_the_gpu_file_builds_torch_with_cuda_and_claims_gpus() -> None:
+    assert COMPOSE is not None
+    command = [*COMPOSE, "-f", "compose.yaml", "-f", "compose.gpu.yaml", "config"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown.count("image: penstock-gpu") == shown.count("TORCH_INDEX: https://pypi.org/simple") == 5
+    assert shown.count("common.runtime.gpu_claim") == shown.count("driver: nvidia") == 2
 
 
 def test_services_are_healthy_and_run_without_root(project: Project) -> None:
     services = ("gateway", "prefill", "draft", "kvstore")
     containers = [container for service in services for container in project.containers(service)]
-    assert len(containers) == 5
+    assert len(containers) == 3 + SCALE["prefill"]
     states: set[str] = set()
     ended = time.monotonic() + 90
     while states != {"healthy"} and time.monotonic() < ended:

@@ -24,7 +24,7 @@ from common.protocol.errors import (
     RequestTimeout,
 )
 from common.runtime import nats_bus, nats_server
-from common.runtime.bus import Bus, BusMessage, ServiceInfo
+from common.runtime.bus import Bus, BusMessage, Endpoint, ServiceInfo
 from common.runtime.memory_bus import MemoryBroker
 from tests.fixtures.nats import LocalNatsServer
 
@@ -310,8 +310,15 @@ async def test_standard_tools_find_the_service(nats_server: str):
     service = await nats_bus.connect(nats_server, name="service")
     tool = await nats_bus.connect(nats_server, name="tool")
     metadata = {"model": "m", "role": "decode", "worker": "decode-1", "epoch": "7"}
+    chat = Endpoint(name="chat", subject="penstock.v1.chat.m", queue="penstock-gateway", num_requests=4, processing_ns=4000)
     await service.register(
-        ServiceInfo(name="penstock-decode", version="1.2.3", metadata=metadata, stats=lambda: {"num_requests": 3, "running": 2})
+        ServiceInfo(
+            name="penstock-decode",
+            version="1.2.3",
+            metadata=metadata,
+            stats=lambda: {"num_requests": 3, "running": 2},
+            endpoints=lambda: [chat],
+        )
     )
     replies: list[dict] = []
     inbox = tool.new_inbox()
@@ -324,6 +331,11 @@ async def test_standard_tools_find_the_service(nats_server: str):
     assert by_type["info_response"]["endpoints"][0]["subject"] == "penstock.v1.int.inbox.decode.decode-1"
     endpoint = by_type["stats_response"]["endpoints"][0]
     assert endpoint["num_requests"] == 3 and endpoint["data"]["running"] == 2
+    listed = by_type["info_response"]["endpoints"][1]
+    assert (listed["name"], listed["subject"], listed["queue_group"]) == ("chat", "penstock.v1.chat.m", "penstock-gateway")
+    counted = by_type["stats_response"]["endpoints"][1]
+    assert counted["subject"] == "penstock.v1.chat.m"
+    assert (counted["num_requests"], counted["processing_time"], counted["average_processing_time"]) == (4, 4000, 1000)
     await service.close()
     await tool.close()
 

@@ -8,7 +8,6 @@ ids, and repetitive text that a drafter guesses well.
 
 from __future__ import annotations
 
-import json
 import random
 import signal
 from collections.abc import AsyncIterator, Sequence
@@ -19,13 +18,12 @@ import anyio
 import anyio.to_thread
 import pytest
 import pytest_asyncio
-from tokenizers import Regex, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Backend
 
 from common.models.source import ModelFiles, resolve
 from common.text.tokenizer import Tokenizer, load_tokenizer
 from tests.e2e.oracle import Case, Oracle
 from tests.e2e.stack import ROOT, Reply, Stack
+from tests.e2e.tiny import save_tokenizer
 from tests.fixtures.nats import LocalNatsServer
 from tests.models.oracles import GREEDY, build, oracle_prompt, save
 
@@ -301,14 +299,3 @@ class TestTinyModels:
         model, tokens = tiny["llama"][1].model, oracle_prompt()
         fresh = Oracle(model, tiny["llama"][1].tokenizer)
         assert fresh.tokens(Case(tokens, 4), "AAPPAAPP") == GREEDY["llama"]
-
-
-def save_tokenizer(folder: Path) -> None:
-    """A tokenizer of 256 tokens, two letters each, so that a text tells its tokens."""
-    letters = "ABCDEFGHIJKLMNOP"
-    vocabulary = {high + low: 16 * i + j for i, high in enumerate(letters) for j, low in enumerate(letters)}
-    backend = Backend(models.WordLevel(vocabulary, unk_token="AA"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(".."), "isolated")
-    backend.decoder = decoders.ByteLevel()
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"clean_up_tokenization_spaces": False}))

@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 import nats
+import nats.errors
 import openai
 import pytest
 import pytest_asyncio
@@ -263,9 +264,14 @@ async def test_nats_chunks_are_numbered_and_say_what_http_says(client: AsyncOpen
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
+async def test_a_model_that_nobody_serves_has_no_responders(wire: Client) -> None:
+    with pytest.raises(nats.errors.NoRespondersError):
+        await wire.request(subjects.chat("gpt-4"), json.dumps({"messages": FRANCE}).encode(), timeout=5)
+
+
 async def test_nats_errors_are_typed_and_final(wire: Client) -> None:
     cases = [
-        (subjects.chat("gpt-4"), {"messages": FRANCE}, {}, "model_not_found"),
+        (subjects.chat(MODEL), {"messages": FRANCE, "model": "gpt-4"}, {}, "model_not_found"),
         (subjects.chat(MODEL), {"messages": FRANCE, "n": 10**9}, {}, "invalid_parameter"),
         (subjects.completions(MODEL), {"prompt": ""}, {}, "empty_prompt"),
         (subjects.chat(MODEL), {"messages": FRANCE}, {headers.DEADLINE_MS: "1"}, "deadline_exceeded"),

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from common.engine.int8_runner import Int8Runner
 from common.engine.plan import Runner, StepPlan, StepRow
 from common.models.source import ModelFiles
+from common.ops import team_cpu
 from common.ops.tuning import CACHE_VARIABLE
 from common.protocol.messages import SamplingParams
 from tests.models.driver import GREEDY, Request, logits_of_first, open_runner, seen_logits
@@ -69,13 +71,15 @@ def test_every_kind_of_model_is_close_to_float32(name: str, tmp_path: Path) -> N
         assert (found - exact).norm() < 0.03 * exact.norm()
 
 
-def test_helpers_that_never_come_are_not_missed(runner: Any, smollm2: ModelFiles) -> None:
+def test_helpers_that_never_come_are_not_missed(runner: Any, smollm2: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = text_tokens(smollm2, 20, seed=3)
     threaded: Any = open_runner(smollm2, dtype="auto", threads=3)
     released = threading.Event()
+    helpers = ThreadPoolExecutor(2)
+    monkeypatch.setattr(team_cpu, "_executor", lambda: helpers)
     try:
         for _ in range(2):
-            threaded._helpers.submit(released.wait)
+            helpers.submit(released.wait)
         found = all_logits(threaded, tokens)
     finally:
         released.set()
@@ -88,6 +92,7 @@ def test_compiled_steps_are_kept_and_two_processes_steps_go_together_in_a_third(
 import sys
 from pathlib import Path
 from common.models.source import ModelFiles
+from common.ops import team_cpu
 from tests.models.driver import Request, open_runner, run
 for path in sys.argv[1:]:
     runner = open_runner(ModelFiles(name="m", format="safetensors", path=Path(path)), dtype="auto")

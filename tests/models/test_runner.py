@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.engine.plan import Runner, StepPlan, StepRow
-from common.engine.torch_runner import TorchRunner, padded_size
+from common.engine.torch_runner import TorchRunner
 from common.protocol.errors import ConfigError, InvalidParameter
 from common.protocol.messages import SamplingParams
 from tests.models.driver import GREEDY, Request, logits_of_first, open_runner, run, seen_logits
@@ -126,12 +126,6 @@ def test_a_pool_of_another_model_is_refused(runner: Any) -> None:
     for pool in (torch.zeros(4, 2, 2, 16, 3, 32), torch.zeros(4, 2, 2, 16, 2, 32).bfloat16()):
         with pytest.raises(ConfigError, match="KV pool"):
             TorchRunner(runner.decoder, pool, fingerprint="", threads=1)
-
-
-def test_steps_come_in_few_sizes() -> None:
-    sizes = {padded_size(tokens) for tokens in range(1, 2049)}
-    assert len(sizes) < 150
-    assert all(tokens <= padded_size(tokens) <= tokens * 1.07 for tokens in range(2, 2049))
 
 
 def test_kv_written_by_one_runner_is_read_by_another(tmp_path: Path) -> None:

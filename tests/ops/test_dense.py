@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 
@@ -15,8 +17,16 @@ from common.ops.silu_mul import silu_mul
 from common.ops.silu_mul_reference import silu_mul_reference
 
 ROWS = [1, 2, 3, 5, 8, 17, 32, 33, 100, 257]
-SHAPES = [(960, 576), (576, 1536), (128, 64), (77, 100), (512, 4096)]
+SHAPES = [(960, 576), (576, 1536), (128, 64), (77, 100), (3, 1), (512, 4096)]
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets torch's number of threads until the test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -32,35 +42,30 @@ def test_linear_equals_its_reference(dtype: torch.dtype, out_features: int, in_f
         torch.testing.assert_close(linear(x, packed).double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("out_features", "in_features"), SHAPES)
 def test_a_row_of_a_linear_has_the_same_bits_in_every_batch(
-    out_features: int, in_features: int, packing: bool, monkeypatch: pytest.MonkeyPatch
+    out_features: int, in_features: int, dtype: torch.dtype, threads: Callable[[int], None]
 ) -> None:
-    if not packing:
-        monkeypatch.setattr("common.ops.linear.can_pack", lambda dtype: False)
-    weight = pack_linear(torch.randn(out_features, in_features), torch.randn(out_features))
-    assert weight.format == ("onednn" if packing else "plain")
-    x = torch.randn(600, in_features)
+    weight = pack_linear(torch.randn(out_features, in_features).to(dtype), torch.randn(out_features).to(dtype))
+    x = torch.randn(600, in_features).to(dtype)
     whole = linear(x, weight)
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2) if packing else (1,):
-            torch.set_num_threads(count)
-            for rows in ROWS:
-                assert torch.equal(linear(x[-rows:], weight), whole[-rows:]), (rows, count)
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 2, 5):
+        threads(count)
+        for rows in ROWS:
+            assert torch.equal(linear(x[-rows:], weight), whole[-rows:]), (rows, count)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [16, 100, 576, 4096])
-def test_rms_norm(dtype: torch.dtype, size: int) -> None:
+def test_rms_norm(dtype: torch.dtype, size: int, threads: Callable[[int], None]) -> None:
     x, weight = (torch.randn(300, size) * 3).to(dtype), torch.randn(size).to(dtype)
     whole = rms_norm(x, weight, 1e-5)
     torch.testing.assert_close(whole, rms_norm_reference(x, weight, 1e-5), atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
-    for rows in ROWS:
-        assert torch.equal(rms_norm(x[-rows:], weight, 1e-5), whole[-rows:])
+    for count in (1, 2, 5, 16):
+        threads(count)
+        for rows in ROWS:
+            assert torch.equal(rms_norm(x[-rows:], weight, 1e-5), whole[-rows:])
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(12, 64), (1, 2), (6, 40)])
@@ -75,12 +80,16 @@ def test_rope(heads: int, dim: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [32, 128, 1536])
-def test_silu_mul(dtype: torch.dtype, size: int) -> None:
+def test_silu_mul(dtype: torch.dtype, size: int, threads: Callable[[int], None]) -> None:
     gate_up = torch.randn(300, 2 * size).to(dtype)
+    kept = gate_up.clone()
     whole = silu_mul(gate_up)
+    assert torch.equal(gate_up, kept)
     torch.testing.assert_close(whole, silu_mul_reference(gate_up), atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
-    for rows in ROWS:
-        assert torch.equal(silu_mul(gate_up[-rows:]), whole[-rows:])
+    for count in (1, 2, 5, 16):
+        threads(count)
+        for rows in ROWS:
+            assert torch.equal(silu_mul(gate_up[-rows:]), whole[-rows:])
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -11,7 +11,8 @@ import torch
 from common.ops.attention_numba import Step, attention, write_kv
 from common.ops.gate_up import gate_up
 from common.ops.int8_cpu import LARGEST, PAIRS, Int8Weight, linears_of, pack_int8, unpack_int8
-from common.ops.int8_numba import MAX_GROUP, add_and_normalise, gate, multiply, normalise, quantise
+from common.ops.int8_numba import add_and_normalise, gate, multiply, normalise, quantise
+from common.ops.lanes_numba import MAX_GROUP
 from common.ops.linear import linear, pack_linear
 from common.ops.paged_attention_reference import paged_attention_reference
 from common.ops.rms_norm_reference import rms_norm_reference

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import DecodeTask, FetchFrames, PrefillTask, SamplingParams, TokenFrame
 from services.gateway.actions import Action, Ask, Free, Limits, State, Tell
+from services.gateway.handoff import handed_off
 from services.gateway.requests import GenerationRequest, Request
 
 GATEWAY = WorkerRef("gateway", "gateway-1", 1)
@@ -52,7 +53,7 @@ def in_state(state: State) -> Request:
     request.frame(P1, frame(request, 0, [100]), 0.0)
     if state is State.HANDING_OFF:
         return request
-    request.handed_off(request.attempt, D1, 0.0)
+    handed_off(request, request.attempt, D1, 0.0)
     assert request.state is State.DECODING
     return request
 

@@ -19,7 +19,14 @@ from common.cli.gpus import visible_gpus
 from common.cli.net import claim_port, free_port, http_status
 from common.models.source import DEFAULT_MODEL, ModelFiles
 from common.protocol import headers, messages, subjects
-from common.protocol.errors import ConfigError, ContextLengthExceeded, NoWorkers, ProtocolError, RequestTimeout
+from common.protocol.errors import (
+    ConfigError,
+    ContextLengthExceeded,
+    NoWorkers,
+    ProtocolError,
+    RequestTimeout,
+    UnknownModel,
+)
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import KvUsage, Presence
 from common.runtime.bus import Bus, BusMessage
@@ -261,6 +268,30 @@ async def test_a_request_that_nobody_hears_says_how_to_start() -> None:
     with pytest.raises(NoWorkers, match="penstock up"):
         async with ChatStream(MemoryBroker().connect("client"), "tiny", {"messages": []}, timeout_s=5) as stream:
             await anext(stream)
+
+
+async def test_a_model_that_nobody_serves_names_those_that_are() -> None:
+    broker = MemoryBroker()
+    bus, gateways = broker.connect("client"), broker.connect("gateways")
+
+    async def beat() -> None:
+        while True:
+            for number, (role, model) in enumerate((("gateway", "Org/A"), ("gateway", "b"), ("decode", "c"))):
+                said = presence(role, number, model=model)  # pyright: ignore[reportArgumentType]
+                await gateways.publish(subjects.presence(role, said.worker.id), messages.encode(said))
+            await anyio.sleep(0.05)
+
+    async def ask(model: str) -> None:
+        async with ChatStream(bus, model, {"messages": []}, timeout_s=5) as stream:
+            await anext(stream)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(beat)
+        with pytest.raises(UnknownModel, match="'gpt-5' is not served on this bus; Org/A, b are"):
+            await ask("gpt-5")
+        with pytest.raises(NoWorkers, match="the gateway of 'b' takes no requests now"):
+            await ask("b")
+        group.cancel_scope.cancel()
 
 
 async def test_the_served_model_is_what_a_ready_gateway_says() -> None:

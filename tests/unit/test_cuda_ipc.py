@@ -22,7 +22,8 @@ from common.protocol.errors import StaleHandle, TransportUnavailable
 from common.transfer import cuda_ipc
 from common.transfer.base import RemoteBlocks
 from common.transfer.cuda_ipc import CudaDriver, LocalTransport, export_pool
-from common.transfer.shm import Segment, ShmTransport
+from common.transfer.segment import Segment
+from common.transfer.shm import ShmTransport
 
 BLOCK = (2, 2, 4, 1, 8)  # layers, K and V, tokens, heads, head_dim
 BLOCK_BYTES = 2 * 2 * 4 * 8 * 2
@@ -256,7 +257,7 @@ def test_a_machine_without_a_gpu_says_so() -> None:
 _OWNER = """
 import sys, torch
 from common.transfer.cuda_ipc import export_pool
-from common.transfer.shm import Segment
+from common.transfer.segment import Segment
 torch.empty(3 << 20, device="cuda:0")  # not the first thing in memory
 pool = torch.arange(6 * 1024, dtype=torch.float32, device="cuda:0").view(6, 1024).mul_(0.5)
 segment = Segment.create(

@@ -283,11 +283,21 @@ def test_a_verification_in_flight_is_waited_for() -> None:
 def test_a_failed_step_takes_those_planned_after_it_along() -> None:
     bench = Bench()
     scheduler = scheduler_on(bench)
-    s = sequence("a", [3, 4, 5])
-    scheduler.admit(s)
+    s, other, leaving = (sequence(name, [3, 4, number]) for number, name in enumerate("abc"))
+    for each in (s, other, leaving):
+        scheduler.admit(each)
+    step(bench, scheduler)
     assert scheduler.plan(0.0) and scheduler.plan(0.0)
-    assert scheduler.abandon() == [s]
-    assert scheduler.plan(0.0) is None
+    scheduler.cancel(leaving)
+    assert scheduler.rewind() == [s, other] and not scheduler.holds(leaving)
+    plan = scheduler.plan(0.0, [other])
+    assert plan is not None and len(plan.rows) == 1
+    scheduler.commit(plan, bench.runner.execute(plan), 0.0)
+    assert (s.num_outputs, other.num_outputs) == (1, 2)
+    while s.finish is None or other.finish is None:
+        step(bench, scheduler)
+    for each in (s, other):
+        assert_right(bench, each)
     assert bench.all_given_back()
 
 

@@ -8,6 +8,8 @@ from common.protocol import errors
 from common.protocol import tokens as token_bytes
 from common.protocol.messages import DecodeTask, PrefillTask
 from services.gateway.actions import Ended, Free, Requeue, Reroute, State
+from services.gateway.handoff import handed_off, handoff_failed, redirect
+from services.gateway.patience import tick
 from tests.unit.gateway_request import D1, D2, HOLDERS, P1, P2, PROMPT, frame, freed, in_state, kinds, make, next_task
 
 # -- the way it should go
@@ -21,7 +23,7 @@ def test_a_request_goes_through_prefill_and_decode_to_its_end() -> None:
     assert token_bytes.unpack(task.generation.tokens) == PROMPT
     assert request.accepted(P1, 1, 0.0) == ()
     assert request.frame(P1, frame(request, 0, [100], cached_tokens=2), 0.1) == ()
-    assert request.handed_off(1, D1, 0.1) == ()
+    assert handed_off(request, 1, D1, 0.1) == ()
     assert request.frame(D1, frame(request, 1, [101]), 0.2) == ()
     actions = request.frame(D1, frame(request, 2, [102], finish="length"), 0.3)
     assert kinds(actions) == {Free, Ended}
@@ -52,7 +54,7 @@ def test_frames_that_overtake_the_answer_to_the_task_count() -> None:
     request.frame(P1, frame(request, 0, [100]), 0.0)
     request.frame(D1, frame(request, 1, [101]), 0.0)
     assert request.accepted(P1, 1, 0.0) == [Free(P1, 1)]  # prefill's part is over
-    assert request.handed_off(1, D1, 0.0) == ()
+    assert handed_off(request, 1, D1, 0.0) == ()
     assert (request.state, request.tokens) == (State.DECODING, [100, 101])
 
 
@@ -69,28 +71,28 @@ def test_outputs_between_two_reads_are_one() -> None:
 
 def test_a_refused_handoff_is_redirected_and_the_refuser_may_be_asked_again_later() -> None:
     request = in_state(State.HANDING_OFF)
-    assert request.handoff_failed(P1, 1, "out_of_credits", 0.1) == [Reroute()]
+    assert handoff_failed(request, P1, 1, "out_of_credits", 0.1) == [Reroute()]
     assert D1.id not in request.tried
-    request.redirect(D2, 0.2)
-    request.handed_off(1, D2, 0.3)
+    redirect(request, D2, 0.2)
+    handed_off(request, 1, D2, 0.3)
     request.frame(D2, frame(request, 1, [101]), 0.4)
     assert request.tokens == [100, 101]
 
 
 def test_a_decode_worker_whose_answer_was_lost_is_freed_and_its_frames_are_dropped() -> None:
     request = in_state(State.HANDING_OFF)
-    actions = request.handoff_failed(P1, 1, "request_timeout", 0.1)
+    actions = handoff_failed(request, P1, 1, "request_timeout", 0.1)
     assert freed(actions) == {D1}
     assert D1.id in request.tried
-    request.redirect(D2, 0.2)
+    redirect(request, D2, 0.2)
     assert request.frame(D1, frame(request, 1, [101]), 0.3) == [Free(D1, 1)]
     assert request.tokens == [100]
 
 
 def test_a_handoff_that_nobody_takes_ends_in_another_attempt() -> None:
     request = in_state(State.HANDING_OFF)
-    request.handoff_failed(P1, 1, "out_of_credits", 0.0)
-    actions = request.tick(10.1)
+    handoff_failed(request, P1, 1, "out_of_credits", 0.0)
+    actions = tick(request, 10.1)
     assert freed(actions) == {P1}
     assert Requeue in kinds(actions)
 
@@ -99,14 +101,14 @@ def test_a_handoff_of_an_older_attempt_is_undone() -> None:
     request = in_state(State.HANDING_OFF)
     request.worker_lost(P1, 0.1)
     request.place(P2, D2, 0.2)
-    assert request.handed_off(1, D1, 0.3) == [Free(D1, 1)]
+    assert handed_off(request, 1, D1, 0.3) == [Free(D1, 1)]
 
 
 def test_a_lost_handed_off_is_made_up_for_by_the_first_frame_of_decode() -> None:
     request = in_state(State.HANDING_OFF)
     request.frame(D1, frame(request, 1, [101]), 0.1)
     assert (request.state, request.tokens) == (State.DECODING, [100, 101])
-    assert request.handed_off(1, D1, 0.2) == ()  # late
+    assert handed_off(request, 1, D1, 0.2) == ()  # late
 
 
 # -- the end, from every state
@@ -125,7 +127,7 @@ def test_a_cancel_frees_whoever_may_hold_the_request(state: State) -> None:
 @pytest.mark.parametrize("state", HOLDERS)
 def test_a_deadline_frees_whoever_may_hold_the_request(state: State) -> None:
     request = in_state(state)
-    actions = request.tick(request.deadline)
+    actions = tick(request, request.deadline)
     assert freed(actions) == HOLDERS[state]
     assert isinstance(request.transcript.take().error, errors.DeadlineExceeded)
 
@@ -145,10 +147,10 @@ def test_after_the_end_everyone_who_still_speaks_is_told_to_let_go(state: State)
     request = in_state(state)
     request.fail(errors.Cancelled())
     assert request.frame(D1, frame(request, 0, [1], attempt=1), 0.2) == [Free(D1, 1)]
-    assert request.handed_off(1, D1, 0.2) == [Free(D1, 1)]
+    assert handed_off(request, 1, D1, 0.2) == [Free(D1, 1)]
     assert request.accepted(P1, 1, 0.2) == [Free(P1, 1)]
     assert request.unknown(D1, 1, 0.2) == ()
-    assert request.handoff_failed(P1, 1, "no_responders", 0.2) == ()
+    assert handoff_failed(request, P1, 1, "no_responders", 0.2) == ()
     assert request.worker_lost(D1, 0.2) == ()
 
 
@@ -156,8 +158,8 @@ def test_a_reader_that_reads_nothing_is_cut_off() -> None:
     request = in_state(State.DECODING)
     for second in range(1, 32):
         request.frame(D1, frame(request, 1, []), float(second))
-        assert request.tick(float(second)) == ()
-    assert freed(request.tick(31.5)) >= {D1}
+        assert tick(request, float(second)) == ()
+    assert freed(tick(request, 31.5)) >= {D1}
     assert isinstance(request.transcript.take().error, errors.Cancelled)
 
 
@@ -166,4 +168,4 @@ def test_a_reader_that_waits_for_the_next_token_is_not_slow() -> None:
     request.transcript.take()
     for second in range(1, 50):
         request.frame(D1, frame(request, 1, []), float(second))
-        assert request.tick(float(second)) == ()
+        assert tick(request, float(second)) == ()

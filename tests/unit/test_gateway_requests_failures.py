@@ -6,10 +6,29 @@ import pytest
 
 from common.protocol import errors
 from common.protocol import tokens as token_bytes
+from common.protocol.handles import WorkerRef
 from common.protocol.messages import Redirect, SamplingParams
-from services.gateway.actions import Ended, Free, Limits, Requeue, Reroute, State, Tell
+from services.gateway.actions import Ask, Ended, Free, Limits, Requeue, Reroute, State, Tell
+from services.gateway.handoff import handoff_failed, redirect
+from services.gateway.losses import Suspicion
+from services.gateway.patience import tick
 from services.gateway.requests import GenerationRequest, Request
-from tests.unit.gateway_request import D1, D2, GATEWAY, P1, P2, PROMPT, fetches, frame, freed, in_state, kinds, make, next_task
+from tests.unit.gateway_request import (
+    D1,
+    D2,
+    GATEWAY,
+    HOLDERS,
+    P1,
+    P2,
+    PROMPT,
+    fetches,
+    frame,
+    freed,
+    in_state,
+    kinds,
+    make,
+    next_task,
+)
 
 # -- workers die
 
@@ -53,19 +72,82 @@ def test_a_planned_decode_worker_that_dies_before_the_handoff_costs_only_a_redir
     request = in_state(State.PREFILLING)
     assert request.worker_lost(D1, 0.5) == ()
     request.frame(P1, frame(request, 0, [100]), 0.6)
-    assert Reroute in kinds(request.handoff_failed(P1, 1, "no_responders", 0.7))
-    (tell,) = request.redirect(D2, 0.8)
+    assert Reroute in kinds(handoff_failed(request, P1, 1, "no_responders", 0.7))
+    (tell,) = redirect(request, D2, 0.8)
     assert isinstance(tell, Tell)
     assert (tell.worker, tell.message) == (P1, Redirect(request=request.id, attempt=1, decode=D2))
 
 
-def test_worker_losses_are_retried_for_as_long_as_the_deadline_allows() -> None:
-    request = make(deadline_s=60.0)
+def test_workers_lost_after_they_gave_tokens_are_replaced_for_as_long_as_the_deadline_allows() -> None:
+    request = make(deadline_s=60.0, max_tokens=100)
     for turn in range(50):
         request.place(None, D1, float(turn))
+        request.frame(D1, frame(request, turn, [100 + turn]), float(turn))
         assert Requeue in kinds(request.worker_lost(D1, turn + 0.5))
-    assert isinstance(request.tick(60.0)[-1], Ended)
+        assert not request.losses.suspicion
+    assert isinstance(tick(request, 60.0)[-1], Ended)
     assert isinstance(request.transcript.take().error, errors.DeadlineExceeded)
+
+
+def test_the_third_worker_lost_with_nothing_to_show_for_it_is_the_last() -> None:
+    request = make()
+    for expected in (Suspicion.SOME, Suspicion.STRONG):
+        request.place(None, D1, 0.0)
+        assert Requeue in kinds(request.worker_lost(D1, 0.1))
+        assert request.losses.suspicion is expected
+    request.place(None, D2, 0.2, alone=True)
+    assert request.alone_on == D2
+    assert kinds(request.worker_lost(D2, 0.3)) == {Ended}
+    assert isinstance(request.transcript.take().error, errors.WorkersDied)
+
+
+def test_a_request_that_kills_in_the_middle_of_its_answer_has_three_lives_too() -> None:
+    request = make()
+    request.place(None, D1, 0.0)
+    request.frame(D1, frame(request, 0, [100, 101]), 0.1)
+    request.worker_lost(D1, 0.2)
+    assert not request.losses.suspicion
+    request.place(None, D2, 0.3)
+    request.worker_lost(D2, 0.4)
+    assert request.must_be_alone
+    request.place(None, D2, 0.5, alone=True)
+    assert kinds(request.worker_lost(D2, 0.6)) == {Ended}
+
+
+def test_a_token_clears_a_suspect_and_others_may_run_beside_it() -> None:
+    request = make()
+    request.place(None, D1, 0.0)
+    request.worker_lost(D1, 0.1)
+    (ask,) = request.place(None, D2, 0.2, alone=True)
+    assert isinstance(ask, Ask) and ask.message.generation.alone
+    assert request.alone_on == D2
+    request.frame(D2, frame(request, 0, [100]), 0.3)
+    assert request.alone_on is None and request.is_unsettled and not request.losses.suspicion
+
+
+def test_a_gateway_that_was_away_goes_on_with_its_streams_under_a_new_epoch() -> None:
+    for state, held in HOLDERS.items():
+        request = in_state(state)
+        again = WorkerRef(GATEWAY.role, GATEWAY.id, 2)
+        actions = request.new_life(again, 50.0)
+        assert freed(actions) == held and (Requeue in kinds(actions)) == (state is not State.QUEUED)
+        task = next_task(request, None, D2)
+        assert task.generation.gateway == again and token_bytes.unpack(task.generation.tokens)[:3] == PROMPT
+        assert request.failures == 0 and not request.losses.suspicion
+
+
+def test_an_answer_without_tokens_is_no_sign_of_life_of_an_engine_that_makes_no_progress() -> None:
+    for stuck in (False, True):
+        request = make(stall_s=1.0, max_fetches=2)
+        request.place(None, D1, 0.0)
+        request.accepted(D1, 1, 0.0)
+        request.frame(D1, frame(request, 0, [100]), 0.0)
+        moved = False
+        for second in range(1, 12):
+            moved = moved or Requeue in kinds(tick(request, float(second), stuck=stuck))
+            if not moved:
+                request.frame(D1, frame(request, 1, []), second + 0.01)
+        assert moved is stuck and (D1.id in request.avoid) is stuck
 
 
 def test_a_lost_last_frame_ends_the_request_instead_of_repeating_it() -> None:
@@ -147,7 +229,7 @@ def test_after_an_outage_missed_frames_are_asked_for_at_once_and_time_away_does_
     request = in_state(State.DECODING)
     request.frame(D1, frame(request, 1, [101]), 1.0)
     assert fetches(request.reconnected(50.0)) == {D1: 2}
-    assert Requeue not in kinds(request.tick(50.5))
+    assert Requeue not in kinds(tick(request, 50.5))
 
 
 def test_after_an_outage_during_the_handoff_both_sides_are_asked() -> None:

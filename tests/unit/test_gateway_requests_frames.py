@@ -5,6 +5,7 @@ from __future__ import annotations
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import TokenLogprobs
 from services.gateway.actions import Ended, Free, Requeue, State
+from services.gateway.patience import tick
 from tests.unit.gateway_request import D1, D2, P1, fetches, frame, freed, in_state, kinds, make
 
 # -- frames
@@ -43,7 +44,7 @@ def test_a_gap_that_never_closes_moves_the_request() -> None:
     now, actions = 1.0, ()
     while not actions or Requeue not in kinds(actions):
         request.frame(D1, frame(request, 3, [103]), now)
-        actions = request.tick(now)
+        actions = tick(request, now)
         now += 0.1
         assert now < 10.0
     assert freed(actions) >= {D1}
@@ -54,7 +55,7 @@ def test_silence_is_asked_about_then_the_request_moves() -> None:
     asked, now, actions = 0, 0.0, ()
     while Requeue not in kinds(actions):
         now += 0.25
-        actions = request.tick(now)
+        actions = tick(request, now)
         asked += len(fetches(actions))
         assert now < 10.0
     assert asked == 3
@@ -64,16 +65,16 @@ def test_silence_is_asked_about_then_the_request_moves() -> None:
 def test_an_answer_without_news_shows_that_the_worker_is_there() -> None:
     request = in_state(State.DECODING)
     request.transcript.take()
-    for tick in range(400):
-        if fetches(request.tick(tick * 0.1)):
-            request.frame(D1, frame(request, 1, []), tick * 0.1 + 0.05)
+    for turn in range(400):
+        if fetches(tick(request, turn * 0.1)):
+            request.frame(D1, frame(request, 1, []), turn * 0.1 + 0.05)
     assert request.state is State.DECODING
 
 
 def test_slow_steps_are_no_stall() -> None:
     request = in_state(State.DECODING)
-    assert request.tick(3.0, patience_s=5.0) == ()
-    assert fetches(request.tick(5.1, patience_s=5.0)) == {D1: 1}
+    assert tick(request, 3.0, patience_s=5.0) == ()
+    assert fetches(tick(request, 5.1, patience_s=5.0)) == {D1: 1}
 
 
 def test_a_long_prompt_is_left_alone_until_its_timeout() -> None:
@@ -81,8 +82,8 @@ def test_a_long_prompt_is_left_alone_until_its_timeout() -> None:
     request.place(P1, D1, 0.0)
     request.accepted(P1, 1, 0.0)
     for second in range(1, 30):
-        assert Requeue not in kinds(request.tick(float(second)))
-    assert freed(request.tick(30.5)) == {P1, D1}
+        assert Requeue not in kinds(tick(request, float(second)))
+    assert freed(tick(request, 30.5)) == {P1, D1}
 
 
 def test_a_late_end_of_the_request_is_taken_even_if_its_tokens_are_known() -> None:

@@ -1,12 +1,14 @@
-"""The gateway's queue: oldest first, nobody twice, and no memory of those who left."""
+"""The gateway's queue: oldest first, nobody twice, nobody behind who needs something else, and no memory of those who left."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
 
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import SamplingParams
 from services.gateway.actions import Limits
 from services.gateway.requests import GenerationRequest, Request
-from services.gateway.waiting import WaitingLine
+from services.gateway.waiting import Line, WaitingRoom
 
 GATEWAY = WorkerRef("gateway", "gateway-1", 1)
 
@@ -16,41 +18,67 @@ def request(name: int) -> Request:
     return Request(asked, wire_id=str(name), gateway=GATEWAY, limits=Limits(), now=0.0, wall_ms=0)
 
 
+def turns(room: WaitingRoom, *, closed: Collection[Line] = ()) -> list[str]:
+    found: list[str] = []
+    while (turn := room.next(closed)) is not None:
+        found.append(turn[2].id)
+    return found
+
+
 def test_who_came_first_has_the_first_turn_also_when_it_comes_back() -> None:
-    line = WaitingLine()
-    for order in (3, 1, 2):
-        line.join(order, request(order))
-    first = next(line.turns())
-    assert first.id == "1"
-    line.join(1, first)
-    assert [each.id for each in line.turns()] == ["1", "2", "3"]
-    assert len(line) == 0
+    room = WaitingRoom()
+    lines: list[tuple[int, Line]] = [(3, "direct"), (1, "prefill"), (2, "direct")]
+    for order, line in lines:
+        room.join(line, order, request(order))
+    turn = room.next(())
+    assert turn is not None and turn[2].id == "1"
+    room.join(*turn)
+    assert turns(room) == ["1", "2", "3"]
+    assert len(room) == 0
+
+
+def test_nobody_waits_for_what_somebody_else_needs() -> None:
+    room = WaitingRoom()
+    lines: list[tuple[int, Line]] = [(1, "prefill"), (2, "prefill"), (3, "direct"), (4, "canary"), (5, "direct")]
+    for order, line in lines:
+        room.join(line, order, request(order))
+    assert turns(room, closed={"prefill"}) == ["3", "4", "5"]
+    assert len(room) == 2 and turns(room) == ["1", "2"]
+
+
+def test_who_must_run_alone_comes_first() -> None:
+    room = WaitingRoom()
+    lines: list[tuple[int, Line]] = [(1, "direct"), (2, "alone"), (3, "alone")]
+    for order, line in lines:
+        room.join(line, order, request(order))
+    assert turns(room) == ["2", "3", "1"]
 
 
 def test_who_left_has_no_turn() -> None:
-    line = WaitingLine()
-    line.join(1, request(1))
-    line.join(2, request(2))
-    line.leave(1)
-    line.leave(1)
-    assert [each.id for each in line.turns()] == ["2"]
+    room = WaitingRoom()
+    room.join("direct", 1, request(1))
+    room.join("direct", 2, request(2))
+    room.leave(1)
+    room.leave(1)
+    assert 1 not in room and 2 in room
+    assert turns(room) == ["2"]
 
 
 def test_who_was_sent_away_for_a_while_counts_but_has_no_turn_yet() -> None:
-    line = WaitingLine()
-    line.join_later(1, request(1), not_before=5.0)
-    line.wake(4.9)
-    assert len(line) == 1
-    assert not list(line.turns())
-    line.wake(5.0)
-    assert [each.id for each in line.turns()] == ["1"]
+    room = WaitingRoom()
+    room.join_later("direct", 1, request(1), not_before=5.0)
+    room.wake(4.9)
+    assert len(room) == 1 and 1 in room
+    assert not turns(room)
+    room.wake(5.0)
+    assert turns(room) == ["1"]
 
 
 def test_clients_that_come_and_go_leave_no_memory_behind_while_the_head_waits() -> None:
-    line = WaitingLine()
-    line.join(0, request(0))
+    room = WaitingRoom()
+    room.join("direct", 0, request(0))
     for order in range(1, 10_000):
-        line.join(order, request(order))
-        line.leave(order)
-    assert len(line) == 1
-    assert len(line._line) < 200
+        room.join("direct", order, request(order))
+        room.leave(order)
+    assert len(room) == 1
+    assert len(room._lines["direct"]._heap) < 200

@@ -113,13 +113,20 @@ def test_a_cancel_while_a_step_or_a_copy_touches_the_blocks_frees_them_when_it_h
     assert bench.all_given_back()
 
 
-def test_a_failed_step_frees_what_it_ran() -> None:
+def test_a_failed_step_is_as_if_it_had_never_been() -> None:
     bench = Bench()
-    scheduler = scheduler_on(bench)
-    s = sequence("a", [3] * 6)
+    scheduler = scheduler_on(bench, token_budget=8)
+    s, leaving = sequence("a", [3] * 6), sequence("b", [4] * 6)
     scheduler.admit(s, 0.0)
-    assert scheduler.plan(0.0) is not None
-    assert scheduler.abandon() == [s]
+    scheduler.admit(leaving, 0.0)
+    assert scheduler.plan(0.0) is not None and scheduler.plan(0.0) is not None
+    scheduler.cancel(leaving)
+    assert scheduler.rewind() == [s] and scheduler.holds(s) and not scheduler.holds(leaving)
+    assert scheduler.plan(0.0, []) is None
+    plan = scheduler.plan(0.0, [s])
+    assert plan is not None and [row.start for row in plan.rows] == [0]
+    assert scheduler.commit(plan, bench.runner.execute(plan), 0.0) == [s] and s.tokens[6:] == bench.expected(s)
+    bench.cache.close(s)
     assert bench.all_given_back()
 
 

@@ -46,9 +46,9 @@ def place(chooser: Router, work: Job) -> Choice:
     """Choose, and count the request there, as the dispatcher does."""
     choice = chooser.choose(work)
     assert choice is not None
-    chooser.assign(choice.decode)
+    chooser.count(choice.decode, 1)
     if choice.prefill is not None:
-        chooser.assign(choice.prefill, choice.uncached_tokens)
+        chooser.count(choice.prefill, 1, choice.uncached_tokens)
     return choice
 
 
@@ -130,7 +130,7 @@ def test_own_requests_use_up_credits_and_give_them_back() -> None:
     first = place(one, SHORT)
     place(one, SHORT)
     assert one.choose(SHORT) is None
-    one.release(first.decode)
+    one.count(first.decode, -1)
     assert one.choose(SHORT) is not None
 
 
@@ -139,7 +139,7 @@ def test_a_refusal_counts_until_something_ends_there_or_the_worker_says_otherwis
     choice = place(one, SHORT)
     one.refused(choice.decode)
     assert one.choose(SHORT) is None
-    one.release(choice.decode)
+    one.count(choice.decode, -1)
     assert one.choose(SHORT) is not None
     one.refused(choice.decode)
     one.refresh([worker("decode", 1, credits=1)])
@@ -207,7 +207,7 @@ def test_a_prompt_goes_where_its_prefix_is() -> None:
     shared = prompt(1000)
     home = place(pool, job(shared)).decode
     pool.remember(prefix_keys(token_bytes.pack(shared)), home)
-    pool.release(home)
+    pool.count(home, -1)
     choice = place(pool, job([*shared, *prompt(100, first=5000)]))
     assert choice.decode == home
     assert choice.uncached_tokens <= 116

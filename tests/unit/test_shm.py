@@ -19,11 +19,13 @@ from common.protocol.errors import ConfigError, StaleHandle, TransportUnavailabl
 from common.transfer import shm
 from common.transfer.base import RemoteBlocks, copy_blocks, runs
 from common.transfer.memory import Faults, MemoryFabric, MemoryTransport
-from common.transfer.shm import Segment, ShmTransport
+from common.transfer.segment import Segment
+from common.transfer.segment_file import sweep
+from common.transfer.shm import ShmTransport
 
 OWNER = """
 import sys, time
-from common.transfer.shm import Segment
+from common.transfer.segment import Segment
 segment = Segment.create(sys.argv[1], "other", num_blocks=4, block_bytes=1000, fingerprint="m")
 segment.blocks[2] = 42
 segment.generations[2] = 7
@@ -144,10 +146,10 @@ def test_another_process_can_be_read(tmp_path: Path, owner_process: subprocess.P
 
 
 def test_a_killed_owner_is_swept_and_a_live_one_is_not(tmp_path: Path, owner_process: subprocess.Popen[str], segment: Segment):
-    assert shm.sweep(tmp_path) == []
+    assert sweep(tmp_path) == []
     owner_process.send_signal(signal.SIGKILL)
     owner_process.wait()
-    assert shm.sweep(tmp_path) == ["other"]
+    assert sweep(tmp_path) == ["other"]
     assert [path.name for path in tmp_path.iterdir()] == ["penstock-one"]
     assert segment.is_current()
 
@@ -244,27 +246,11 @@ def test_too_little_shared_memory_says_what_to_do(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_untouched_promises_count_as_taken(tmp_path: Path):
-    free = shutil.disk_usage(tmp_path).free
-    first = Segment.create(tmp_path, "a", num_blocks=free * 2 // 3 >> 20, block_bytes=1 << 20, fingerprint="m")
-    with pytest.raises(ConfigError, match="MiB more"):
-        Segment.create(tmp_path, "b", num_blocks=free * 2 // 3 >> 20, block_bytes=1 << 20, fingerprint="m")
-    first.close()
-
-
 def test_a_missing_directory_says_what_to_do(tmp_path: Path):
     with pytest.raises(ConfigError, match="shm_dir"):
         Segment.create(tmp_path / "none", "a", num_blocks=1, block_bytes=1, fingerprint="m")
     with pytest.raises(ConfigError, match="shm_dir"):
         shm.host_id(tmp_path / "none")
-
-
-def test_the_file_is_private_and_sparse(segment: Segment, tmp_path: Path):
-    assert segment.path.stat().st_mode & 0o777 == 0o600
-    big = Segment.create(tmp_path, "big", num_blocks=64, block_bytes=1 << 20, fingerprint="m")
-    big.blocks[3] = 1
-    assert big.path.stat().st_blocks * 512 < 4 << 20
-    big.close()
 
 
 def test_host_ids_tell_two_filesystems_apart(tmp_path: Path):

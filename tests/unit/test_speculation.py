@@ -11,16 +11,9 @@ from hypothesis import strategies as st
 
 from common.engine.plan import StepPlan, StepRow
 from common.engine.simulated import BYTES_PER_TOKEN, SimulatedRunner, TokenRule
+from common.protocol.draft_messages import DraftClose, DraftResync, DraftRow, DraftUpdate, Proposals
 from common.protocol.handles import WorkerRef
-from common.protocol.messages import (
-    DraftClose,
-    DraftResync,
-    DraftRow,
-    DraftUpdate,
-    Presence,
-    Proposals,
-    SamplingParams,
-)
+from common.protocol.messages import Presence, SamplingParams
 from services.decode.speculation import RESYNC_TOKENS, DraftBook, SpeculationPolicy, accept, align
 
 DECODE = WorkerRef("decode", "decode-1", 1)

@@ -1,0 +1,66 @@
+"""Messages between workers and kvstores: which blocks are there, where to read them, where to write more."""
+
+from __future__ import annotations
+
+import msgspec
+
+from common.protocol.handles import WorkerRef
+
+
+class BlockLookup(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """worker → kvstore: which leading part of this hash chain do you hold? Answered by BlockLease.
+
+    The holder names the lease, so that it can release one whose answer it never got. Empty: the store names it.
+    """
+
+    holder: WorkerRef
+    fingerprint: str
+    hashes: list[bytes]
+    lease: str = ""
+
+
+class BlockLease(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """kvstore → worker: `blocks` of `segment` hold the first len(blocks) hashes, until the lease ends. Empty: a miss.
+
+    `checksums[i]` is the CRC-32 that the i-th block must have once copied.
+    """
+
+    store: WorkerRef
+    lease: str
+    blocks: list[int]
+    generations: list[int]
+    segment: str = ""
+    checksums: list[int] = []
+
+
+class BlockOffer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """worker → kvstore: I can give you these blocks. Answered by BlockGrant. `lease` as in BlockLookup."""
+
+    holder: WorkerRef
+    fingerprint: str
+    block_bytes: int
+    hashes: list[bytes]
+    lease: str = ""
+
+
+class BlockGrant(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """kvstore → worker: write hash `indices[i]` of the offer to `blocks[i]` of `segment`, then send BlockCommit.
+
+    `indices` leaves out what the store has already.
+    """
+
+    store: WorkerRef
+    lease: str
+    indices: list[int]
+    blocks: list[int]
+    segment: str = ""
+
+
+class BlockCommit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """worker → kvstore: everything granted under this lease is written; others may read it now.
+
+    `checksums[i]` is the CRC-32 of the i-th granted block.
+    """
+
+    lease: str
+    checksums: list[int]

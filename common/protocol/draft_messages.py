@@ -1,0 +1,43 @@
+"""Messages between decode and draft workers: what became of sequences, and what may come next."""
+
+from __future__ import annotations
+
+import msgspec
+
+from common.protocol.handles import WorkerRef
+
+
+class DraftRow(msgspec.Struct, frozen=True, array_like=True):
+    """What became of one sequence: its tokens from index `base` on are `tokens`. `base=0` (re)opens the mirror."""
+
+    sequence: str
+    base: int
+    tokens: list[int]
+
+
+class DraftUpdate(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """decode → draft, once a step: the tokens that this step fixed. Propose what may come next."""
+
+    decode: WorkerRef
+    rows: list[DraftRow]
+
+
+class DraftClose(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """decode → draft: forget these sequences."""
+
+    decode: WorkerRef
+    sequences: list[str]
+
+
+class Proposals(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """draft → decode: in each row, `tokens` may follow the first `base` tokens. Token ids only; wrong ones cost speed alone."""
+
+    draft: WorkerRef
+    rows: list[DraftRow]
+
+
+class DraftResync(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """draft → decode: my mirrors of these have a gap; send them whole (base=0)."""
+
+    draft: WorkerRef
+    sequences: list[str]

@@ -1,0 +1,227 @@
+"""Where each request of a gateway is to run: who waits for what, who is next, and what each counts for at which worker. Pure.
+
+    join ─► a line of the waiting room, by what it needs ─► place: router's choice ─► settle: load counted ─► forget
+                ▲                                                                        │
+                └──────────────────────── next attempt ◄────────────────────────────────┘
+
+A request that has been here longest is placed first, also when it comes back for another attempt; nobody who needs the same
+overtakes it, so nobody starves. One that lost a worker is placed on an idle one, alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import msgspec
+
+from common.protocol import errors
+from common.protocol import tokens as token_bytes
+from common.protocol.handles import WorkerRef
+from common.protocol.messages import Presence
+from services.gateway.actions import Actions, State
+from services.gateway.handoff import redirect, stranded
+from services.gateway.health import Health
+from services.gateway.prefix_memory import FINE_TOKENS, prefix_keys
+from services.gateway.requests import Request
+from services.gateway.router import Job, Router
+from services.gateway.waiting import Line, WaitingRoom
+from services.gateway.windows import Windows
+
+PREFILL_PATIENCE_S = 5.0
+"""A long prompt waits so long for room at prefill, then decode may compute it."""
+ALONE_PATIENCE_S = 1.0
+"""A request that lost a worker waits so long for an idle one, then it may run beside others once more."""
+ALONE_LIMIT_S = 30.0
+"""One that lost several waits so long, then it is given up."""
+
+
+class Seat(msgspec.Struct):
+    """`order`: the request's age. Where it counts as load; which worker computes its prompt, `uncached_tokens` of it; which one
+    is reserved for it."""
+
+    order: int
+    keys: list[int]
+    prefill: WorkerRef | None = None
+    decode: WorkerRef | None = None
+    computing: WorkerRef | None = None
+    reserved: WorkerRef | None = None
+    uncached_tokens: int = 0
+
+
+class Placement:
+    """`on_placed(seconds)` is called with how long a request waited, each time it is sent to a worker."""
+
+    def __init__(self, router: Router, health: Health, on_placed: Callable[[float], None] = lambda _: None) -> None:
+        self.router = router
+        self.health = health
+        self.on_placed = on_placed
+        self.seats: dict[str, Seat] = {}
+        self.windows = Windows()
+        self._waiting = WaitingRoom()
+        self._homeless: dict[str, Request] = {}
+        self._doubtful = frozenset[str]()
+        self._orders = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def waits(self, request: Request) -> bool:
+        """Whether it waits for a worker, or, computed already, for a decode worker."""
+        return request.state is State.QUEUED or request.id in self._homeless
+
+    def is_queued(self, request: Request) -> bool:
+        return self.seats[request.id].order in self._waiting
+
+    def refresh(self, presences: Iterable[Presence], now: float) -> None:
+        """What everyone alive says, once a heartbeat."""
+        self.router.refresh(presences)
+        members = [*self.router.decode.members.values(), *self.router.prefill.members.values()]
+        self._doubtful = self.health.doubtful([worker.ref for worker in members], now)
+
+    # -- a request's stay
+
+    def join(self, request: Request, now: float) -> None:
+        """A new request waits from now on."""
+        self._orders += 1
+        self.seats[request.id] = Seat(self._orders, prefix_keys(request.packed_prompt, request.salt))
+        self.rejoin(request, now, not_before=now)
+
+    def rejoin(self, request: Request, now: float, *, not_before: float) -> None:
+        """It waits for the next attempt, with the age it has, and has no turn before `not_before`."""
+        order, line = self.seats[request.id].order, self._line(request, now)
+        if not_before > now:
+            self._waiting.join_later(line, order, request, not_before)
+        else:
+            self._waiting.join(line, order, request)
+
+    def needs_decode(self, request: Request) -> None:
+        """A prefill worker holds its KV, and no decode worker has taken it."""
+        self._homeless[request.id] = request
+
+    def holds(self, request: Request) -> None:
+        """A worker has accepted it: remember which prefix is there."""
+        seat = self.seats.get(request.id)
+        if seat is not None:
+            for holder in (seat.prefill, seat.decode):
+                if holder is not None:
+                    self.router.remember(seat.keys, holder)
+
+    def settle(self, request: Request) -> None:
+        """Make the router's counts agree with where the request is now."""
+        seat = self.seats.get(request.id)
+        if seat is None:
+            return
+        request.is_unsettled = False
+        prefill, decode = request.occupies
+        if prefill != seat.prefill:
+            self._count(seat.prefill, -1)
+            self._count(prefill, 1)
+            seat.prefill = prefill
+        if decode != seat.decode:
+            self._count(seat.decode, -1)
+            self._count(decode, 1)
+            seat.decode = decode
+        computing = request.computing
+        if computing != seat.computing:
+            self._count(seat.computing, 0, -seat.uncached_tokens)
+            self._count(computing, 0, seat.uncached_tokens)
+            seat.computing = computing
+        reserved = request.alone_on
+        if reserved != seat.reserved:
+            if seat.reserved is not None:
+                self.router.reserve(seat.reserved, reserved=False)
+            if reserved is not None:
+                self.router.reserve(reserved)
+            seat.reserved = reserved
+
+    def ended(self, request: Request) -> None:
+        """It is done: what it computed stays at its decode worker, which has shown that it works."""
+        seat = self.seats[request.id]
+        if request.transcript.error is None and seat.decode is not None:
+            self.health.succeeded(seat.decode, request.silence.heard_at)
+            if len(request.tokens) >= FINE_TOKENS:
+                whole = request.packed_prompt + token_bytes.pack(request.tokens)
+                self.router.remember(prefix_keys(whole, request.salt), seat.decode)
+        self.settle(request)
+        self.forget(request)
+
+    def forget(self, request: Request) -> None:
+        seat = self.seats.pop(request.id)
+        self._waiting.leave(seat.order)
+        self._homeless.pop(request.id, None)
+
+    # -- choosing
+
+    def place(self, now: float) -> Iterator[tuple[Request, Actions]]:
+        """Send on whoever can be sent on: what has to be done, request by request. Apply it before taking the next."""
+        for request in list(self._homeless.values()):
+            yield from self._rehome(request, now)
+        closed: set[Line] = set()
+        unplaced: list[tuple[Line, int, Request]] = []
+        while self.router.has_room and (turn := self._waiting.next(closed)) is not None:
+            line, _, request = turn
+            job = self._job(request, now)
+            choice = self.router.choose_alone(job) if line == "alone" else self.router.choose(job)
+            if choice is None:
+                unplaced.append(turn)
+                if line != "canary":  # each waits for another worker
+                    closed.add(line)
+                continue
+            self.on_placed(now - request.since)
+            self.seats[request.id].uncached_tokens = choice.uncached_tokens
+            alone, window = line == "alone", self.windows.size
+            yield request, request.place(choice.prefill, choice.decode, now, alone=alone, window=window)
+        for line, order, request in unplaced:
+            self._waiting.join(line, order, request)
+
+    def tick(self, now: float) -> Iterator[tuple[Request, Actions]]:
+        """Wake who was sent away for a while; let go of those for whom no worker has been idle."""
+        self._waiting.wake(now)
+        for order, request in self._waiting.members("alone"):
+            waited_s = now - request.since
+            if request.must_be_alone and waited_s > ALONE_LIMIT_S:
+                busy = errors.NoWorkers("workers ended while they ran this request, and none is free to run it alone")
+                yield request, request.fail(busy)
+            elif not request.must_be_alone and waited_s > ALONE_PATIENCE_S:
+                self._waiting.leave(order)
+                self.rejoin(request, now, not_before=now)
+
+    # -- inside
+
+    def _line(self, request: Request, now: float) -> Line:
+        """Which line a request that waits is to stand in."""
+        if request.only is not None:
+            return "canary"
+        if request.losses.suspicion and (request.must_be_alone or now - request.since < ALONE_PATIENCE_S):
+            return "alone"
+        return "direct" if self.router.path(self._job(request, now)) == "direct" else "prefill"
+
+    def _job(self, request: Request, now: float) -> Job:
+        return Job(
+            keys=self.seats[request.id].keys,
+            num_tokens=request.prompt_tokens + len(request.tokens),
+            max_tokens=request.sampling.max_tokens - len(request.tokens),
+            path=request.path,
+            avoid=self._doubtful | request.avoid,
+            patient=now - request.since < PREFILL_PATIENCE_S,
+            only=request.only,
+        )
+
+    def _rehome(self, request: Request, now: float) -> Iterator[tuple[Request, Actions]]:
+        """Find another decode worker for KV that a prefill worker holds."""
+        prefill = request.prefill
+        if request.state is not State.HANDING_OFF or request.decode is not None or prefill is None:
+            self._homeless.pop(request.id, None)
+            return
+        decode = self.router.choose_decode(prefill, self._job(request, now), tried=request.tried)
+        if decode is not None:
+            del self._homeless[request.id]
+            yield request, redirect(request, decode, now)
+        elif not self.router.may_redirect(prefill, tried=request.tried):
+            del self._homeless[request.id]
+            yield request, stranded(request, now)
+
+    def _count(self, worker: WorkerRef | None, requests: int, tokens: int = 0) -> None:
+        if worker is not None:
+            self.router.count(worker, requests, tokens)

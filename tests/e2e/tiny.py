@@ -1,0 +1,20 @@
+"""Models of a few kilobytes in folders, with tokenizers, for tests that need another model than the default one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer of 256 tokens, two letters each, so that a text tells its tokens."""
+    letters = "ABCDEFGHIJKLMNOP"
+    vocabulary = {high + low: 16 * i + j for i, high in enumerate(letters) for j, low in enumerate(letters)}
+    backend = Backend(models.WordLevel(vocabulary, unk_token="AA"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(".."), "isolated")
+    backend.decoder = decoders.ByteLevel()
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"clean_up_tokenization_spaces": False}))

@@ -1,0 +1,168 @@
+"""A step that raises ends only those whom it fails for; an engine that fails for everyone, or hangs, is given up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+import anyio
+import pytest
+
+from common.engine.plan import LaterStep, RunnerLost, StepPlan, StepResult
+from common.engine.sequence import Sequence
+from common.engine.stepping import LONE_FAILURES, EngineThreads, StepLoop
+from common.engine.watchdog import StepWatch
+from services.decode.scheduler import DecodeScheduler
+from tests.unit.scheduling import Bench, sequence
+
+BAD = 666
+
+
+class Faulty:
+    """A simulated engine that raises for steps of which `fails` says so."""
+
+    def __init__(self, bench: Bench, run_ahead: int, fails: Callable[[StepPlan], bool]) -> None:
+        self.run_ahead = run_ahead
+        self.inner = bench.runner
+        self.fails = fails
+        self.num_failed = 0
+        self.block_tokens, self.num_blocks = bench.runner.block_tokens, bench.runner.num_blocks
+        self.max_context, self.vocab_size = bench.runner.max_context, bench.runner.vocab_size
+        self.fingerprint = "test"
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self.fails(plan):
+            self.num_failed += 1
+            raise RuntimeError("a mistake in a kernel")
+        return self.inner.execute(plan)
+
+    def submit(self, plan: StepPlan) -> LaterStep:
+        return LaterStep(self, plan)
+
+    def may_compile(self, plan: StepPlan) -> bool:
+        return False
+
+
+class Site:
+    """A loop over a decode scheduler. `failed`: the requests that were ended."""
+
+    def __init__(self, fails: Callable[[StepPlan], bool], run_ahead: int = 1) -> None:
+        self.bench = Bench(num_blocks=200)
+        self.scheduler = DecodeScheduler(self.bench.cache, token_budget=64, max_running=64, max_context=256)
+        self.runner = Faulty(self.bench, run_ahead, fails)
+        self.threads = EngineThreads()
+        self.watch = StepWatch(floor_s=5.0, compile_s=5.0)
+        self.failed: list[str] = []
+        self.num_step_failures = 0
+        self.loop = StepLoop(
+            runner=self.runner,
+            scheduler=self.scheduler,
+            steps=self,
+            threads=self.threads,
+            watch=self.watch,
+            clock=time.monotonic,
+        )
+
+    def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
+        self.scheduler.commit(plan, result, 0.0)
+        return lambda: None
+
+    def step_ended(self, plan: StepPlan, elapsed_s: float) -> None: ...
+
+    def step_failed(self) -> None:
+        self.num_step_failures += 1
+
+    def sequence_failed(self, sequence: Sequence) -> None:
+        self.failed.append(sequence.request)
+        self.scheduler.cancel(sequence)
+
+    def admit(self, *prompts: list[int]) -> list[Sequence]:
+        sequences = [sequence(str(number), prompt, max_tokens=8) for number, prompt in enumerate(prompts)]
+        for each in sequences:
+            self.scheduler.admit(each)
+        return sequences
+
+    async def run(self, sequences: list[Sequence]) -> None:
+        """Until each has ended or failed."""
+        async with anyio.create_task_group() as group:
+            group.start_soon(self.loop.run)
+            with anyio.fail_after(10):
+                while any(each.finish is None and each.request not in self.failed for each in sequences):
+                    await anyio.sleep(0.002)
+            group.cancel_scope.cancel()
+        assert self.threads.close()
+
+
+def contains(token: int) -> Callable[[StepPlan], bool]:
+    return lambda plan: any(token in row.tokens for row in plan.rows)
+
+
+@pytest.mark.parametrize("run_ahead", [1, 2])
+@pytest.mark.parametrize("culprits", [{0}, {3}, {8}, {0, 8}, {1, 2, 7}])
+async def test_only_those_end_for_whom_a_step_fails(culprits: set[int], run_ahead: int) -> None:
+    site = Site(contains(BAD), run_ahead)
+    sequences = site.admit(*([5, BAD if number in culprits else 6, number] for number in range(9)))
+    await site.run(sequences)
+    assert sorted(site.failed) == sorted(map(str, culprits))
+    for each in sequences:
+        if each.request not in site.failed:
+            assert each.tokens[3:] == site.bench.expected(each) and each.num_outputs == 8
+    assert site.bench.all_given_back() and site.watch.age_s(time.monotonic()) == 0.0
+    assert site.num_step_failures == site.runner.num_failed <= 1 + len(culprits) * 2 * 4
+
+
+async def test_who_fails_in_the_middle_of_an_answer_ends_alone() -> None:
+    late = {"at": 0}
+
+    def fails(plan: StepPlan) -> bool:
+        return any(row.start >= 6 and row.prompt_tokens == 4 for row in plan.rows)
+
+    site = Site(fails, 2)
+    sequences = site.admit([5, 6, 7], [5, 6, 7, 8], [5, 6])
+    await site.run(sequences)
+    assert site.failed == ["1"] and not late["at"]
+    assert [each.num_outputs for each in sequences][::2] == [8, 8] and site.bench.all_given_back()
+
+
+async def test_a_step_that_fails_once_ends_nobody() -> None:
+    faults = iter([False, True])
+    site = Site(lambda plan: next(faults, False), 2)
+    sequences = site.admit(*([5, 6, number] for number in range(5)))
+    await site.run(sequences)
+    assert site.failed == [] and site.runner.num_failed == 1
+    assert all(each.tokens[3:] == site.bench.expected(each) for each in sequences)
+
+
+async def test_an_engine_that_fails_for_everyone_is_given_up_and_nobody_is_to_blame() -> None:
+    site = Site(lambda plan: True)
+    sequences = site.admit([5, 6], [6, 7], [7, 8])
+    with pytest.raises(RunnerLost, match="whatever it computes"):
+        await site.loop.run()
+    assert site.failed == [] and len(sequences) == 3
+
+
+async def test_an_engine_that_fails_for_one_request_after_another_is_given_up() -> None:
+    site = Site(lambda plan: True)
+    for number in range(LONE_FAILURES - 1):
+        (only,) = [sequence(f"r{number}", [5, 6])]
+        site.scheduler.admit(only)
+        task = asyncio.ensure_future(site.loop.run())
+        while only.request not in site.failed:
+            await anyio.sleep(0.002)
+        task.cancel()
+    site.scheduler.admit(sequence("last", [5, 6]))
+    with pytest.raises(RunnerLost):
+        await site.loop.run()
+
+
+async def test_threads_are_waited_for_unless_they_hang() -> None:
+    for hangs in (False, True):
+        threads, released = EngineThreads(), threading.Event()
+        if hangs:
+            threads.waiting.submit(released.wait)
+        began = time.monotonic()
+        assert threads.close() is not hangs
+        assert time.monotonic() - began < 4
+        released.set()
