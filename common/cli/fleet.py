@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from common.cli.supervisor import stage_reserve_s
 from common.engine.settings import EngineServiceConfig
 from common.protocol.handles import Role
 from common.runtime.fields import SECRET, Field
@@ -107,10 +108,12 @@ def processes(
     passed: Passed | None = None,
     services: Mapping[Role, ServiceConfig] | None = None,
     config_file: str = "",
+    run_id: str = "",
 ) -> list[ProcessSpec]:
     """Every process, the gateway first. `config` is `settled`, and its ports and the bus's URL are real ones by now.
 
     `passed`: the settings that each role's processes are given. `services`: what a role's settings are, these included.
+    `run_id`: part of each worker's id, which a process keeps when it is started again, so that gateways remember its failures.
     """
     passed, services = passed or {}, services or {}
     prefill, kvstore = config.prefill or 0, config.kvstore or 0
@@ -118,18 +121,21 @@ def processes(
     common = {"model": config.model} | ({"config": config_file} if config_file else {})
 
     def process(role: Role, index: int, **own: str) -> ProcessSpec:
+        name = f"{role}-{index}"
         given = {"http_port": "0", **own, **passed.get(role, {})}
+        if run_id:
+            given["worker_id"] = f"{name}-{run_id}"
         if role == "gateway":
             given |= {"http_host": config.http_host, "http_port": str(config.http_port)}
+            given["drain_timeout_s"] = f"{gateway_drain_s(config.drain_timeout_s):g}"
         fields = service_fields(role)
-        secret = {name for name in given if fields[name].secret}
+        secret = {setting for setting in given if fields[setting].secret}
         return ProcessSpec(
-            name=f"{role}-{index}",
+            name=name,
             role=role,
             module=f"services.{role}",
-            arguments=_flags(fields, {**common, **{name: value for name, value in given.items() if name not in secret}}),
-            environment={fields["nats_url"].variable: config.nats_url}
-            | {fields[name].variable: given[name] for name in secret},
+            arguments=_flags(fields, {**common, **{key: value for key, value in given.items() if key not in secret}}),
+            environment={fields["nats_url"].variable: config.nats_url} | {fields[key].variable: given[key] for key in secret},
             threads=int(given.get("threads", 0)),
         )
 
@@ -151,6 +157,15 @@ def processes(
         *(process("draft", index) for index in range(config.draft)),
         *(process("kvstore", index) for index in range(kvstore)),
     ]
+
+
+def gateway_drain_s(drain_timeout_s: float) -> float:
+    """What a gateway, which is stopped first, may take of the time in which all must have ended.
+
+    >>> gateway_drain_s(30.0), gateway_drain_s(0.0)
+    (26.0, 0.0)
+    """
+    return max(0.0, drain_timeout_s - 2 * stage_reserve_s(drain_timeout_s))
 
 
 def threads_of(settings: EngineServiceConfig, cores: int, num_engines: int) -> int:

@@ -38,7 +38,6 @@ from common.protocol.handles import Role
 from common.runtime.nats_server import find_binary
 
 GATEWAY_STAGE, WORKER_STAGE, BUS_STAGE = range(3)
-DRAIN_MARGIN_S = 5.0
 MAX_PAYLOAD_BYTES = 8 << 20
 """Prompts travel as token ids, four bytes each: two million of them."""
 MAX_PENDING_BYTES = 256 << 20
@@ -78,6 +77,7 @@ def command(ctx: typer.Context) -> None:
         passed=asked.passed,
         services=asked.services,
         config_file=asked.config_file,
+        run_id=os.urandom(3).hex(),
     )
     for warning in [*_open_api(asked), *warnings]:
         err.print(f"[bold yellow]warning[/] {warning}")
@@ -142,7 +142,7 @@ async def serve(config: UpConfig, specs: Sequence[ProcessSpec], *, starts_bus: b
         commands,
         log_dir=log_dir,
         report=lambda line: err.print(line, markup=False, style="yellow"),
-        drain_timeout_s=config.drain_timeout_s + DRAIN_MARGIN_S,
+        drain_timeout_s=config.drain_timeout_s,
     )
     succeeded = False
     try:

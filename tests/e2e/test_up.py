@@ -141,18 +141,46 @@ def test_everything_ends_with_a_killed_supervisor(tmp_path: Path, smollm2: Model
         assert leftovers(site) == []
 
 
-def test_a_killed_worker_is_started_again(tmp_path: Path, smollm2: ModelFiles) -> None:
+def test_a_killed_worker_comes_back_under_the_id_it_had(tmp_path: Path, smollm2: ModelFiles) -> None:
+    """A gateway's quarantine is kept by worker id: a worker that dies again and again must not look like a new one."""
     with penstock_up(tmp_path, environment=SIMULATED) as (site, _):
         status = [sys.executable, "-m", "common.cli", "status", "--json", "--nats-url", site.nats_url]
-        before = {worker["worker"]["id"] for worker in json.loads(run(status))}
-        [pid] = [pid for pid, line in marked_processes(f"{MARK}={site.mark}") if "services.decode" in line]
-        os.kill(pid, signal.SIGKILL)
-        ended = time.monotonic() + 30
-        new: set[str] = set()
-        while not new and time.monotonic() < ended:
-            listed = json.loads(run(status))
-            new = {worker["worker"]["id"] for worker in listed if worker["state"] == "ready"} - before
-        assert len(new) == 1 and "decode" in new.pop()
+
+        def decode() -> dict[str, object]:
+            [worker] = [worker for worker in json.loads(run(status)) if worker["worker"]["role"] == "decode"]
+            return worker["worker"] | {"state": worker["state"]}
+
+        lives = [decode()]
+        for _ in range(2):
+            [pid] = [pid for pid, line in marked_processes(f"{MARK}={site.mark}") if "services.decode" in line]
+            os.kill(pid, signal.SIGKILL)
+            ended = time.monotonic() + 30
+            while (now := decode())["epoch"] == lives[-1]["epoch"] or now["state"] != "ready":
+                assert time.monotonic() < ended, now
+            lives.append(now)
+        assert len({str(life["id"]) for life in lives}) == 1
+        assert str(lives[0]["id"]).startswith("decode-0-")
+        assert len({life["epoch"] for life in lives}) == 3
+    said = (tmp_path / "up.log").read_text()
+    assert said.index("starting it again at once") < said.index("starting it again in 0.5 s")
+
+
+@pytest.mark.parametrize("hanging", [("services.decode",), ("services.gateway", "services.kvstore", "nats-server")])
+def test_up_ends_within_its_drain_time_though_children_hang(
+    hanging: tuple[str, ...], tmp_path: Path, smollm2: ModelFiles
+) -> None:
+    drain_s = 6.0
+    with penstock_up(tmp_path, f"--drain-timeout-s={drain_s}", environment=SIMULATED) as (site, up):
+        stopped = [pid for pid, line in marked_processes(f"{MARK}={site.mark}") if any(name in line for name in hanging)]
+        assert len(stopped) == len(hanging)
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        up.terminate()
+        up.wait(STOP_TIMEOUT_S)
+        assert time.monotonic() - began < drain_s + 1
+        assert leftovers(site) == []
+    assert (tmp_path / "up.log").read_text().count("did not end in time: killing it") >= len(hanging)
 
 
 def test_several_gateways_share_a_port(tmp_path: Path, smollm2: ModelFiles) -> None:
