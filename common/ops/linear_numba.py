@@ -41,8 +41,11 @@ TILES_AT_ONCE = 4
 _AHEAD = 64
 """Inputs by which weights are fetched ahead."""
 
-_SMALL = 1 << 18
-"""Products; fewer are not worth a second thread."""
+_WEIGHTS_PER_US, _PRODUCTS_PER_US = 3_000, 30_000
+"""About what one thread reads, and multiplies, of a weight that is not in its cache."""
+
+_WORTH_US = 150
+"""Work that is worth one thread more: to wake it takes about half of this."""
 
 _PARTS_PER_THREAD = 4
 _FLOATS = types.CPointer(types.float32)
@@ -180,7 +183,7 @@ def multiply(x: NDArray[np.float32], weights: NDArray[Any], out: NDArray[np.floa
     x: [rows, inputs], contiguous. weights: [blocks, inputs, 16], float32, or bfloat16 as uint16; blocks: a multiple of
     `TILES_AT_ONCE`. out: [rows, 16 · blocks], contiguous.
     """
-    if x.size * weights.shape[0] * LANES < _SMALL:
-        threads = 1
+    work_us = weights.size / _WEIGHTS_PER_US + len(x) * weights.size / _PRODUCTS_PER_US
+    threads = max(1, min(threads, int(work_us / _WORTH_US)))
     step = _step_for(types.float32 if weights.dtype == np.float32 else types.uint16)
     together(threads, step, new_counters(2), threads, weights, x, np.empty(x.size, np.float32), out)
