@@ -6,16 +6,19 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from common.runtime.fields import SECRET
 from common.runtime.settings import ServiceConfig
 
 ReplyPrefix = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^\s$*>.][^\s*>]*$")]
 
 
 class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One gateway process. Times in seconds, sizes in bytes."""
+    """Gateways. Times in seconds, sizes in bytes."""
 
     http_port: Annotated[int, Meta(ge=-1, le=65535, description="port of the OpenAI API; 0: any free one; -1: no HTTP")] = 8000
-    api_key: Annotated[str, Meta(description="clients must send it as a bearer token; empty lets everyone in")] = ""
+    api_key: Annotated[
+        str, Meta(description="HTTP clients must send it as a bearer token; empty lets everyone in", extra=SECRET)
+    ] = ""
 
     reply_prefixes: Annotated[
         tuple[ReplyPrefix, ...], Meta(description="NATS subjects that requests may be answered on begin with one of these")
