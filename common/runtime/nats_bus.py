@@ -71,7 +71,8 @@ async def connect(
         await bus.close()
         if "authorization violation" in bus.last_error.lower():
             raise BusRefused(
-                f"the NATS server at {redacted(url)} wants other credentials: see --nats-credentials-file"
+                f"the NATS server at {redacted(url)} wants other credentials: name a file of yours with nats_credentials_file "
+                "(PENSTOCK_NATS_CREDENTIALS_FILE), nats_creds or nats_nkey"
             ) from None
         reason = f" ({bus.last_error})" if bus.last_error else ""
         raise BusError(f"no NATS server answers at {redacted(url)}{reason}; is one running?") from None
