@@ -13,6 +13,7 @@ from pathlib import Path
 
 import nats
 import pytest
+from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from common.cli.demo import MARK, Site, leftovers, marked_processes
@@ -130,7 +131,7 @@ async def test_a_client_neither_hears_nor_cancels_what_another_one_asks(site: Si
     async def hear(message: Msg) -> None:
         heard.append(message.subject)
 
-    async def connected(user: str) -> nats.NATS:
+    async def connected(user: str) -> Client:
         login = json.loads((run_folder(site.nats_port) / f"{user}.json").read_text())
         return await nats.connect(
             site.nats_url, error_cb=ignore, **{key: login[key] for key in ("user", "password", "inbox_prefix")}
