@@ -26,16 +26,14 @@ def test_a_key_is_given_or_read_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "settings"), [(b"", {}), (b" \n", {}), (b"\xff\xfe", {}), (None, {}), (b"secret-1", {"api_key": "given"})]
+    ("content", "api_key"), [(b"", ""), (b" \n", ""), (b"\xff\xfe", ""), (None, ""), (b"secret-1", "given")]
 )
-def test_a_file_that_gives_no_key_is_an_error_and_not_an_open_door(
-    tmp_path: Path, content: bytes | None, settings: dict[str, str]
-) -> None:
+def test_a_file_that_gives_no_key_is_an_error_and_not_an_open_door(tmp_path: Path, content: bytes | None, api_key: str) -> None:
     file = tmp_path / "key"
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(ConfigError) as refused:
-        create_app(ScriptedCore(), BUNDLE, GatewayConfig(api_key_file=str(file), **settings))
+        create_app(ScriptedCore(), BUNDLE, GatewayConfig(api_key_file=str(file), api_key=api_key))
     assert "secret-1" not in str(refused.value)
 
 
