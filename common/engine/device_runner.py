@@ -342,7 +342,7 @@ def _logprobs_of(logprobs: Logprobs | None) -> dict[int, TokenLogprobs]:
         return {}
     columns = (logprobs.asking, logprobs.chosen, logprobs.ids, logprobs.values)
     return {
-        index: TokenLogprobs(logprob=chosen, top_tokens=ids, top_logprobs=values)
+        index: TokenLogprobs(logprob=chosen, top_tokens=tuple(ids), top_logprobs=tuple(values))
         for index, chosen, ids, values in zip(*(np.asarray(column).tolist() for column in columns), strict=True)
     }
 

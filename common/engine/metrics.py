@@ -1,33 +1,52 @@
-"""What a worker with an engine counts, under the names that vLLM's dashboards graph."""
+"""What a worker with an engine counts, under the names that vLLM's dashboards graph where there is one.
+
+A `vllm:…` name has one meaning in all of Penstock: what is of an engine (its cache, its drafts, its preemptions) is a worker's,
+what is of whole requests is a gateway's (`services/gateway/metrics.py`). A worker's sequences and tokens have names
+of their own.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from prometheus_client import Counter
+
 from common.engine.plan import StepPlan
 from common.protocol.messages import KvUsage
-from common.runtime.metrics import Metrics
+from common.runtime.metrics import MODEL_LABEL, Metrics
 
 STEP_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 class EngineMetrics:
     def __init__(
-        self, metrics: Metrics, *, usage: Callable[[], KvUsage], running: Callable[[], int], waiting: Callable[[], int]
+        self,
+        metrics: Metrics,
+        *,
+        model: str,
+        usage: Callable[[], KvUsage],
+        running: Callable[[], int],
+        waiting: Callable[[], int],
     ) -> None:
-        self.prompt_tokens = metrics.counter("vllm:prompt_tokens_total", "Prompt tokens computed (cached ones left out)")
-        self.generation_tokens = metrics.counter("vllm:generation_tokens_total", "Tokens sampled and kept")
-        self.prefix_queries = metrics.counter("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache")
-        self.prefix_hits = metrics.counter("vllm:prefix_cache_hits_total", "Prompt tokens found there")
-        self.drafts = metrics.counter("vllm:spec_decode_num_drafts_total", "Proposals verified")
-        self.draft_tokens = metrics.counter("vllm:spec_decode_num_draft_tokens_total", "Proposed tokens verified")
-        self.accepted_tokens = metrics.counter("vllm:spec_decode_num_accepted_tokens_total", "Proposed tokens accepted")
-        self.preemptions = metrics.counter("vllm:num_preemptions_total", "Sequences sent back to wait for blocks")
+        """`model`: its name for clients."""
+
+        def of_engine(name: str, description: str) -> Counter:
+            return metrics.counter(name, description, [MODEL_LABEL]).labels(model)
+
+        self.prompt_tokens = metrics.counter("engine_prompt_tokens_total", "Prompt tokens computed (cached ones left out)")
+        self.generation_tokens = metrics.counter("engine_generation_tokens_total", "Tokens sampled and kept")
+        self.prefix_queries = of_engine("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache")
+        self.prefix_hits = of_engine("vllm:prefix_cache_hits_total", "Prompt tokens found there")
+        self.drafts = of_engine("vllm:spec_decode_num_drafts_total", "Proposals verified")
+        self.draft_tokens = of_engine("vllm:spec_decode_num_draft_tokens_total", "Proposed tokens verified")
+        self.accepted_tokens = of_engine("vllm:spec_decode_num_accepted_tokens_total", "Proposed tokens accepted")
+        self.preemptions = of_engine("vllm:num_preemptions_total", "Sequences sent back to wait for blocks")
         self.step_seconds = metrics.histogram("engine_step_seconds", "Time of one engine step", STEP_BUCKETS_S)
         self.step_failures = metrics.counter("engine_step_failures_total", "Steps that raised")
-        metrics.gauge("vllm:num_requests_running", "Sequences in the running batch", read=lambda: float(running()))
-        metrics.gauge("vllm:num_requests_waiting", "Sequences taken but not running", read=lambda: float(waiting()))
-        metrics.gauge("vllm:kv_cache_usage_perc", "Share of KV blocks owned or leased, 0 to 1", read=lambda: _share(usage()))
+        metrics.gauge("engine_sequences_running", "Sequences in the running batch", read=lambda: float(running()))
+        metrics.gauge("engine_sequences_waiting", "Sequences taken but not running", read=lambda: float(waiting()))
+        share = metrics.gauge("vllm:kv_cache_usage_perc", "Share of KV blocks owned or leased, 0 to 1", [MODEL_LABEL])
+        share.labels(model).set_function(lambda: _share(usage()))
         blocks = metrics.gauge("kv_blocks", "KV blocks by state; they add up to the pool", ["state"])
         for state in ("free", "owned", "leased", "cached"):
             blocks.labels(state).set_function(lambda state=state: float(getattr(usage(), state)))

@@ -41,10 +41,15 @@ def sample_rows(logits: torch.Tensor, rows: Sequence[StepRow]) -> list[RowSample
         span = range(at, at + row.num_samples)
         logprobs = None
         if row.sampling.logprobs >= 0:
-            logprobs = [TokenLogprobs(*top_logprobs(logits[i], tokens[i], row.sampling.logprobs)) for i in span]
+            logprobs = [_scores(logits[i], tokens[i], row.sampling.logprobs) for i in span]
         results.append(RowSamples(tokens=[tokens[i] for i in span], logprobs=logprobs))
         at += row.num_samples
     return results
+
+
+def _scores(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:
+    logprob, top_tokens, top = top_logprobs(logits, token, num_top)
+    return TokenLogprobs(logprob, tuple(top_tokens), tuple(top))
 
 
 def _adjusts(params: SamplingParams, output_index: int) -> bool:

@@ -294,5 +294,5 @@ class SimulatedRunner:
 
     def _logprobs(self, token: int, num_top: int) -> TokenLogprobs:
         others = (int(other) for other in self.rule.allowed[: num_top + 1] if other != token)
-        top = [token, *others][:num_top]
-        return TokenLogprobs(logprob=_LOGPROB, top_tokens=top, top_logprobs=[_LOGPROB - i for i in range(len(top))])
+        top = (token, *others)[:num_top]
+        return TokenLogprobs(logprob=_LOGPROB, top_tokens=top, top_logprobs=tuple(_LOGPROB - i for i in range(len(top))))

@@ -179,6 +179,15 @@ class ConfigError(PenstockError):
     code = "config_error"
 
 
+def drop_frames(error: BaseException) -> None:
+    """Forget where `error` and its causes were raised. The frames hold whatever they worked on, a prompt of megabytes perhaps,
+    and are often in a reference cycle with the error, which only the garbage collector ends, at a time of its own choice."""
+    seen: BaseException | None = error
+    while seen is not None and seen.__traceback__ is not None:
+        seen.__traceback__ = None
+        seen = seen.__cause__ or seen.__context__
+
+
 def _codes(root: type[PenstockError]) -> dict[str, type[PenstockError]]:
     found = {root.code: root}
     for child in root.__subclasses__():

@@ -1,8 +1,8 @@
 """Every NATS header of the public subjects, the way `subjects.py` is the only place for subjects.
 
-A client's request may carry REQUEST_ID, DEADLINE_MS and TRACEPARENT. Each reply carries REQUEST_ID and SEQUENCE; the last
-one carries FINAL, and if the request failed ERROR and ERROR_CODE (the NATS micro framework's names, so that standard tools
-show them).
+A client's request may carry REQUEST_ID, DEADLINE_MS and TRACEPARENT. Each reply carries REQUEST_ID and SEQUENCE, the first one
+perhaps WARNING; the last one carries FINAL, and if the request failed ERROR and ERROR_CODE (the NATS micro framework's names,
+so that standard tools show them).
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ A number again: the same reply, sent twice because the bus went away before it w
 
 FINAL = "Penstock-Final"
 """`1` on the last reply; nothing follows."""
+
+WARNING = "Penstock-Warning"
+"""On the first reply: which arguments of the request had no effect. Over HTTP it is the `warning` header."""
 
 ERROR = "Nats-Service-Error"
 """What went wrong and what to do, for people."""

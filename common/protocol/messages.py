@@ -81,15 +81,16 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     window: int = 0
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Natural-log probabilities at one position, before temperature and filters: the chosen token's, and the likeliest."""
 
+    # tuples: a gateway may hold a million of these, and lists would be gone through at each garbage collection
     logprob: float
-    top_tokens: list[int] = []
-    top_logprobs: list[float] = []
+    top_tokens: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
 
 
-class TokenFrame(msgspec.Struct, frozen=True, array_like=True):
+class TokenFrame(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Consecutive tokens of one request. `start` is the first one's index in the output (0 = first generated token).
 
     A receiver drops tokens before the index it expects, and fetches again when `start` is beyond it.

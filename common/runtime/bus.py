@@ -87,6 +87,10 @@ class Bus(Protocol):
         """
         ...
 
+    async def has_listener(self, subject: str) -> bool | None:
+        """Whether somebody would get what is published to `subject` now; nobody gets anything. None: the server can't tell."""
+        ...
+
     async def subscribe(self, subject: str, handler: Handler, *, queue: str = "", max_pending: int = 65536) -> Subscription:
         """Returns once the server knows of the subscription."""
         ...

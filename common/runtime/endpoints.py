@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
+import time
 from collections.abc import Iterator
 
 import anyio
@@ -16,7 +18,8 @@ from starlette.types import ASGIApp
 
 from common.protocol.errors import ConfigError
 from common.runtime.actor import Actor
-from common.runtime.http_protocol import BoundedHttpProtocol
+from common.runtime.file_limit import FileLimit
+from common.runtime.http_protocol import SEND_BUFFER_BYTES, BoundedHttpProtocol, HttpLimits
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_TIMEOUT_S = 5
@@ -25,9 +28,16 @@ BREAK_OFF_S = 1
 """What they get when the process ends at once. Not 0: uvicorn would call that an error even when nothing was running."""
 
 
-def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
+_TICKS_PER_SWEEP = 5
+"""uvicorn ticks ten times a second."""
+
+
+def bind(host: str, port: int, *, reuse_port: bool = False, stall_timeout_s: float = 30.0) -> socket.socket:
     """A bound socket; `port` 0 takes any free one. `reuse_port`: others that say so too may have the same port, and the
     kernel gives each of them a share of the connections.
+
+    Connections inherit a bounded send buffer, and that the kernel gives up after `stall_timeout_s` on what is left in it when
+    the process has closed them.
 
     :raises ConfigError: if the address can't be had, saying what to do.
     """
@@ -37,6 +47,8 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
         raise ConfigError(f"--http-host {host}: no such address ({error.strerror})", param="http_host") from error
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, int(stall_timeout_s * 1000)))
     if reuse_port:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
@@ -54,14 +66,16 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket.socket:
 
 class HttpServer(uvicorn.Server):
     """uvicorn as a task among others: signals stay with the service, and only `finish` ends it, so that it always ends its
-    own tasks, too."""
+    own tasks, too. `files` keeps file descriptors for everything else that needs some."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, stall_timeout_s: float = 30.0, files: FileLimit | None = None) -> None:
+        self._files = files
+        limits = HttpLimits(stall_timeout_s) if files is None else HttpLimits(stall_timeout_s, files.admit)
         super().__init__(
             uvicorn.Config(
                 app,
                 loop="none",
-                http=BoundedHttpProtocol,
+                http=functools.partial(BoundedHttpProtocol, limits=limits),  # pyright: ignore[reportArgumentType]
                 ws="none",
                 log_config=None,
                 log_level="warning",
@@ -79,6 +93,16 @@ class HttpServer(uvicorn.Server):
     async def run_until_finished(self, listener: socket.socket) -> None:
         with anyio.CancelScope(shield=True):
             await self.serve([listener])
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _TICKS_PER_SWEEP == 0:
+            now = time.monotonic()
+            for connection in list(self.server_state.connections):
+                if isinstance(connection, BoundedHttpProtocol):
+                    connection.sweep(now)
+            if self._files is not None:
+                self._files.check(now)
+        return await super().on_tick(counter)
 
     def finish(self, *, at_once: bool) -> None:
         """Accept nothing more, let running responses end (or break them off), then return from `run_until_finished`."""

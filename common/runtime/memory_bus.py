@@ -244,6 +244,9 @@ class MemoryBus:
         finally:
             self._replies.forget(reply)
 
+    async def has_listener(self, subject: str) -> bool | None:
+        return bool(self._broker._route(check_subject(subject))) if self._connected else None
+
     async def subscribe(
         self, subject: str, handler: Handler, *, queue: str = "", max_pending: int = 65536
     ) -> MemorySubscription:

@@ -13,6 +13,8 @@ from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
 PREFIX = "penstock_"
+MODEL_LABEL = "model_name"
+"""Every `vllm:…` metric has it: the name of the model for clients, as in vLLM."""
 
 
 class Metrics:

@@ -1,4 +1,4 @@
-"""The bus on NATS: the only file that imports `nats`.
+"""The bus on NATS: beside `nats_micro`, the only file that imports `nats`.
 
 `connect` returns a connection that comes back by itself, for ever, about 100 ms after the server does. nats-py reconnects by
 itself after a broken connection, but closes for good when the server sends an error (a slow consumer after SIGSTOP, for
@@ -13,21 +13,20 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
-from nats.micro.service import EndpointInfo, EndpointStats, Service, ServiceConfig, ServiceStats
-from nats.micro.service import ServiceInfo as MicroInfo
 
 from common.protocol import subjects
 from common.protocol.errors import BusClosed, BusError, ConfigError, InvalidParameter, PayloadTooLarge, RequestTimeout
 from common.runtime import logs
-from common.runtime.bus import BusMessage, Endpoint, Handler, ServiceInfo
-from common.runtime.routing import PendingReplies, check_size, check_subject
+from common.runtime.bus import BusMessage, Handler, ServiceInfo
+from common.runtime.nats_micro import MicroService
+from common.runtime.routing import PendingReplies, check_size, check_subject, leads_on
 
 log = logs.get("nats")
 
@@ -39,6 +38,9 @@ PING_INTERVAL_S = 5
 FLUSH_TIMEOUT_S = 10.0
 DRAIN_TIMEOUT_S = 5
 POLL_S = 0.01
+MESSAGES_PER_TURN = 32
+TRACING_SINCE = (2, 11)
+TRACE_TIMEOUT_S = 1.0
 
 _NO_HEADERS: dict[str, str] = {}
 
@@ -83,8 +85,12 @@ class BusSubscription:
         self.queue = queue
         self.max_pending = max_pending
         self.inner: NatsSubscription | None = None
+        self._delivered = 0
 
     async def deliver(self, message: Msg) -> None:
+        self._delivered += 1
+        if self._delivered % MESSAGES_PER_TURN == 0:  # nats-py would hand over all that has arrived in one turn of the loop
+            await asyncio.sleep(0)
         try:
             self.handler(BusMessage(message.subject, message.data, message.reply, message.headers or _NO_HEADERS))
         except Exception:
@@ -161,6 +167,22 @@ class NatsBus:
         finally:
             self._replies.forget(reply)
 
+    async def has_listener(self, subject: str) -> bool | None:
+        """By NATS's message tracing: the server says where it would deliver a message, and delivers nothing."""
+        check_subject(subject)
+        version = self._client.connected_server_version
+        if not self.connected or (version.major, version.minor) < TRACING_SINCE:
+            return None
+        reply = self._replies.new_subject()
+        future = self._replies.expect(reply)
+        try:
+            await self._client.publish(subject, b"", headers={"Nats-Trace-Dest": reply, "Nats-Trace-Only": "true"})
+            return leads_on(await self._replies.wait(reply, future, TRACE_TIMEOUT_S, target="message tracing"))
+        except (nats.errors.Error, BusError):
+            return None
+        finally:
+            self._replies.forget(reply)
+
     async def subscribe(self, subject: str, handler: Handler, *, queue: str = "", max_pending: int = 65536) -> BusSubscription:
         """:raises RequestTimeout: if the server stays away for 10 s."""
         if self._closed:
@@ -184,7 +206,7 @@ class NatsBus:
     async def register(self, service: ServiceInfo) -> None:
         self._service = service
         await self._wait_connected()
-        await _Micro(self._client, service).start()
+        await MicroService(self._client, service).start()
 
     async def flush(self) -> None:
         """:raises RequestTimeout: if the server stays away for 10 s. :raises BusClosed: after close."""
@@ -243,7 +265,7 @@ class NatsBus:
                     await self._attach(subscription)
                 await client.subscribe(self._replies.pattern, cb=self._on_reply, pending_msgs_limit=65536)
                 if self._service is not None:
-                    await _Micro(client, self._service).start()
+                    await MicroService(client, self._service).start()
                 await _flush(client, ATTEMPT_TIMEOUT_S)
             except ValueError as error:
                 raise ConfigError(f"{redacted(self._url)} is not a NATS URL: {error}") from error
@@ -332,60 +354,3 @@ class NatsBus:
             return
         self.last_error = str(error) or type(error).__name__
         log.debug("nats_error", reason=self.last_error)
-
-
-class _Micro(Service):
-    """What `$SRV.PING/INFO/STATS` answer for a process: its inbox, and what it says of its public subjects. Requests don't pass
-    through nats-py's own endpoints, which run one handler after another and show `repr(error)` to clients."""
-
-    def __init__(self, client: Client, service: ServiceInfo) -> None:
-        super().__init__(
-            client,
-            ServiceConfig(
-                name=service.name, version=service.version, description=service.description, metadata=service.metadata
-            ),
-        )
-        self._service = service
-        role, worker = service.metadata.get("role", ""), service.metadata.get("worker", "")
-        self._inbox = subjects.inbox(role, worker) if role and worker else ""
-
-    def stats(self) -> ServiceStats:
-        stats = super().stats()
-        data = self._service.stats() if self._service.stats is not None else {}
-        stats.endpoints = [
-            EndpointStats(
-                name="inbox",
-                subject=self._inbox,
-                queue_group="",
-                num_requests=int(data.get("num_requests", 0)),
-                num_errors=int(data.get("num_errors", 0)),
-                processing_time=0,
-                average_processing_time=0,
-                data=data,
-            ),
-            *(
-                EndpointStats(
-                    name=endpoint.name,
-                    subject=endpoint.subject,
-                    queue_group=endpoint.queue,
-                    num_requests=endpoint.num_requests,
-                    num_errors=endpoint.num_errors,
-                    processing_time=endpoint.processing_ns,
-                    average_processing_time=endpoint.processing_ns // max(1, endpoint.num_requests),
-                    last_error=endpoint.last_error,
-                )
-                for endpoint in self._public()
-            ),
-        ]
-        return stats
-
-    def info(self) -> MicroInfo:
-        info = super().info()
-        info.endpoints = [
-            EndpointInfo(name="inbox", subject=self._inbox, queue_group=""),
-            *(EndpointInfo(name=known.name, subject=known.subject, queue_group=known.queue) for known in self._public()),
-        ]
-        return info
-
-    def _public(self) -> Sequence[Endpoint]:
-        return self._service.endpoints() if self._service.endpoints is not None else ()

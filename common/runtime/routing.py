@@ -7,6 +7,8 @@ import itertools
 import re
 from collections.abc import Mapping
 
+import msgspec
+
 from common.protocol.errors import InvalidParameter, NoResponders, PayloadTooLarge, RequestTimeout
 from common.runtime.bus import BusMessage
 
@@ -50,6 +52,24 @@ def check_size(data: bytes, headers: Mapping[str, str] | None, limit_bytes: int)
 
 def is_no_responders(message: BusMessage) -> bool:
     return not message.data and message.headers.get(STATUS_HEADER) == NO_RESPONDERS_STATUS
+
+
+class _TraceEvent(msgspec.Struct):
+    """`in`: the message reached a server; every other kind is a way on from there."""
+
+    type: str
+
+
+class _Trace(msgspec.Struct):
+    events: list[_TraceEvent]
+
+
+def leads_on(trace: BusMessage) -> bool | None:
+    """Whether a traced message found anybody, by what the first server says of it (NATS ADR-41); None if that can't be read."""
+    try:
+        return any(event.type != "in" for event in msgspec.json.decode(trace.data, type=_Trace).events)
+    except msgspec.DecodeError:
+        return None
 
 
 class PendingReplies:

@@ -29,6 +29,7 @@ from common.runtime import config as configuration
 from common.runtime import endpoints, logs, nats_bus, parent_death
 from common.runtime.actor import Actor
 from common.runtime.bus import Bus, ServiceInfo
+from common.runtime.file_limit import FileLimit, raise_file_limit
 from common.runtime.settings import ServiceConfig
 
 C = TypeVar("C", bound=ServiceConfig)
@@ -54,6 +55,7 @@ def main(config_type: type[C], make_actor: MakeActor[C], *, section: str, argv: 
         # settled once: whether `owner/name` is a folder of this machine may change while the process lives
         config = msgspec.structs.replace(config, served_model_name=config.served_name)
         logs.configure(config.log_level, config.log_format)
+        raise_file_limit()
         serve = functools.partial(_serve, make_actor, config, section)
         status = anyio.run(serve, backend_options={"use_uvloop": True})
     except (Exception, BaseExceptionGroup) as error:
@@ -151,7 +153,12 @@ async def _connect(config: ServiceConfig, section: str) -> Bus:
 async def _run(actor: Actor, config: ServiceConfig) -> None:
     listener = None
     if config.http_port >= 0:
-        listener = endpoints.bind(config.http_host, config.http_port, reuse_port=config.http_reuse_port)
+        listener = endpoints.bind(
+            config.http_host,
+            config.http_port,
+            reuse_port=config.http_reuse_port,
+            stall_timeout_s=config.slow_reader_timeout_s,
+        )
     try:
         actor.metrics.observe_process()
         actor.on_ready = spare_what_is_loaded
@@ -161,7 +168,11 @@ async def _run(actor: Actor, config: ServiceConfig) -> None:
                 await actor.run()
                 return
             actor.http_port = listener.getsockname()[1]
-            server = endpoints.HttpServer(actor.http_app() or endpoints.worker_app(actor))
+            server = endpoints.HttpServer(
+                actor.http_app() or endpoints.worker_app(actor),
+                stall_timeout_s=config.slow_reader_timeout_s,
+                files=FileLimit(actor.metrics),
+            )
             group.start_soon(server.run_until_finished, listener)
             log.info("serving_http", host=config.http_host, port=actor.http_port, worker=actor.ref.id)
             drained = False

@@ -36,6 +36,7 @@ class ServiceConfig(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fie
     http_host: Annotated[str, Meta(description="address of the HTTP endpoints")] = "127.0.0.1"
     http_port: Annotated[int, Meta(ge=-1, le=65535, description="0: any free port; -1: no HTTP")] = 0
     http_reuse_port: Annotated[bool, Meta(description="the port is shared: connections are spread over its processes")] = False
+    slow_reader_timeout_s: Annotated[float, Meta(gt=0, description="a connection nobody reads for so long is cut off")] = 30.0
     shm_dir: Annotated[str, Meta(description="where shared-memory segments live")] = "/dev/shm"
     heartbeat_s: Annotated[float, Meta(gt=0, le=60, description="between presence heartbeats")] = 0.25
     dead_after_s: Annotated[float, Meta(gt=0, le=600, description="silence after which a worker counts as dead")] = 2.0

@@ -16,13 +16,17 @@ from common.models.config import context_of
 from common.models.source import ModelFiles
 from common.models.weights.gguf_metadata import read_metadata
 from common.protocol.errors import ConfigError, ContextLengthExceeded, InvalidParameter
-from common.text.detokenize import Detokenizer
-from common.text.template import ChatTemplate, Message, guard_messages, load_template, normalize_messages
-from common.text.tokenizer import Tokenizer, load_tokenizer, read_json
+from common.text.detokenize import Detokenizer, WindowDetokenizer, detokenizer
+from common.text.generation_config import SamplingDefaults, load_sampling_defaults
+from common.text.model_templates import DEFAULT, load_templates
+from common.text.special_tokens import read_json
+from common.text.template import ChatTemplate, Message, guard_messages, normalize_messages
+from common.text.tokenizer import Tokenizer, load_tokenizer
 
 
 class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
-    """`max_context` is in tokens, prompt and output together. `eos_ids` end a turn (the stop ids of a request)."""
+    """`max_context` is in tokens, prompt and output together. `eos_ids` end a turn (the stop ids of a request). `template` is
+    the default one, `named_templates` are the model's others. `sampling` is what a request gets that does not say."""
 
     name: str
     files: ModelFiles
@@ -30,6 +34,30 @@ class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
     template: ChatTemplate | None
     eos_ids: list[int]
     max_context: int
+    named_templates: dict[str, ChatTemplate] = {}
+    sampling: SamplingDefaults = SamplingDefaults()
+
+    def template_called(self, name: str) -> ChatTemplate:
+        """The default template for an empty name.
+
+        :raises InvalidParameter: if the model has no such template.
+        """
+        if name and name != DEFAULT:
+            if name not in self.named_templates:
+                known = ", ".join(sorted(self.named_templates)) or "it has none besides its default"
+                raise InvalidParameter(
+                    f"{self.name} has no chat template of that name ({known}), and templates of clients are not taken",
+                    param="chat_template",
+                )
+            return self.named_templates[name]
+        if self.template is None:
+            names = f"; name one of its own in chat_template: {', '.join(sorted(self.named_templates))}"
+            raise InvalidParameter(
+                f"{self.name} has no chat template"
+                + (names if self.named_templates else "; use completions with a prompt of your own"),
+                param="model",
+            )
+        return self.template
 
     def encode_chat(
         self,
@@ -39,37 +67,38 @@ class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
         add_generation_prompt: bool = True,
         variables: Mapping[str, Any] | None = None,
         max_tokens: int | None = None,
+        template: str = "",
     ) -> list[int]:
         """Token ids of a conversation. Special tokens come from the template only; in messages their text is plain text.
+        `template` names another than the default one. The role `developer` is `system` for templates that don't know it.
 
         Takes about half a second per megabyte: from 20 kB on, call it in a thread.
 
         :raises InvalidParameter: if the model has no chat template, or it can't render these messages.
         :raises ContextLengthExceeded: if the prompt is longer than `max_tokens`.
         """
-        if self.template is None:
-            raise InvalidParameter(
-                f"{self.name} has no chat template; use completions with a prompt of your own", param="model"
-            )
+        chat_template = self.template_called(template)
         normal = normalize_messages(messages)
+        if not chat_template.mentions("developer"):
+            normal = [{**m, "role": "system"} if m["role"] == "developer" else m for m in normal]
         if max_tokens is not None:
             self._check_size(normal, max_tokens)
         (safe, safe_tools, safe_variables), guard = guard_messages((normal, tools, variables), self.tokenizer)
-        text = self.template.render(
+        text = chat_template.render(
             safe, tools=safe_tools, add_generation_prompt=add_generation_prompt, variables=safe_variables
         )
-        return self.tokenizer.encode(text, parse_special=True, guard=guard, max_tokens=max_tokens)
+        return self.tokenizer.encode(text, parse_special=True, guard=guard, max_tokens=max_tokens, param="messages")
 
-    def encode_prompt(self, prompt: str, *, max_tokens: int | None = None) -> list[int]:
+    def encode_prompt(self, prompt: str, *, add_special: bool = True, max_tokens: int | None = None) -> list[int]:
         """Token ids of a completion's prompt. The prompt is wholly the client's, so special tokens in it are meant.
 
         :raises InvalidParameter: if it is not valid Unicode.
         :raises ContextLengthExceeded: if it is longer than `max_tokens`.
         """
-        return self.tokenizer.encode(prompt, add_special=True, parse_special=True, max_tokens=max_tokens)
+        return self.tokenizer.encode(prompt, add_special=add_special, parse_special=True, max_tokens=max_tokens)
 
-    def detokenizer(self, *, skip_special: bool = True, continues: bool = False) -> Detokenizer:
-        return Detokenizer(self.tokenizer, skip_special=skip_special, continues=continues)
+    def detokenizer(self, *, skip_special: bool = True, continues: bool = False) -> Detokenizer | WindowDetokenizer:
+        return detokenizer(self.tokenizer, skip_special=skip_special, continues=continues)
 
     def _check_size(self, messages: Sequence[Message], max_tokens: int) -> None:
         """Refuses messages that can't fit before a template copies them around."""
@@ -78,21 +107,25 @@ class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
             raise ContextLengthExceeded(f"messages of {size} characters can't fit {max_tokens} tokens", param="messages")
 
 
-def load_bundle(files: ModelFiles, *, name: str = "", max_model_len: int = 0) -> TextBundle:
-    """Reads tokenizer, template and limits of `files`; `name` is what clients call the model (default: its own).
-    `max_model_len` limits the context (0: what the model takes).
+def load_bundle(files: ModelFiles, *, name: str = "", generation_config: bool = True, max_model_len: int = 0) -> TextBundle:
+    """Read tokenizer, templates, limits and (with `generation_config`) recommended sampling of `files`.
+
+    `name` is what clients call the model (default: its own). `max_model_len` limits the context (0: what the model takes).
 
     :raises ConfigError: if any of them is missing, damaged or not supported, or the model takes less than `max_model_len`.
     """
     metadata = read_metadata(files.path) if files.format == "gguf" else None
     tokenizer = load_tokenizer(files, metadata=metadata)
+    templates = load_templates(files, tokenizer.special_tokens, metadata=metadata)
     return TextBundle(
         name=name or files.name,
         files=files,
         tokenizer=tokenizer,
-        template=load_template(files, tokenizer.special_tokens, metadata=metadata),
+        template=templates.pop(DEFAULT, None),
+        named_templates=templates,
         eos_ids=tokenizer.eos_ids,
         max_context=context_of(_max_context(files, metadata), max_model_len),
+        sampling=load_sampling_defaults(files, metadata=metadata) if generation_config else SamplingDefaults(),
     )
 
 

@@ -1,10 +1,12 @@
 """Token ids to text, as they arrive: what a stream sends after each token.
 
-A token may end in the middle of a character (an emoji is up to four tokens of a byte-level vocabulary). `Detokenizer` holds
-such bytes back until the character is whole, so that every piece it returns is valid text, and all pieces together are what
-decoding everything at once gives. Its whole state is at most three bytes.
+A token may end in the middle of a character (an emoji is up to four tokens of a byte-level vocabulary). A detokenizer holds
+such a part back until the character is whole, so that every piece it returns is valid text, and all pieces together are what
+decoding everything at once gives.
 
-Per token it costs a list lookup and a share of one call to Python's incremental UTF-8 decoder: well under a microsecond.
+`Detokenizer` is for vocabularies whose tokens stand for bytes: its whole state is at most three bytes, and a token costs a
+list lookup and a share of one call to Python's incremental UTF-8 decoder, well under a microsecond. `WindowDetokenizer` is for
+all others and asks the `tokenizers` library, about ten microseconds a token.
 """
 
 from __future__ import annotations
@@ -17,26 +19,41 @@ if TYPE_CHECKING:
     from common.text.tokenizer import Tokenizer
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+_REPLACEMENT = "\ufffd"
+_MAX_HELD = 8
+"""Tokens that are held back for a character's end: no character has more than four bytes."""
+_MAX_SILENT = 64
+"""Tokens without text that are kept for what they may say of the next one."""
+
+
+def detokenizer(tokenizer: Tokenizer, *, skip_special: bool = True, continues: bool = False) -> Detokenizer | WindowDetokenizer:
+    """Return what turns one sequence's tokens into text. Not thread-safe; one per choice.
+
+    `continues`: the text follows other text (a completion's prompt), so a leading space is kept. Ids past the vocabulary
+    (models pad their embedding) add nothing.
+    """
+    kind = Detokenizer if tokenizer.has_byte_table else WindowDetokenizer
+    return kind(tokenizer, skip_special=skip_special, continues=continues)
 
 
 class Detokenizer:
-    """Turns one sequence's tokens into text. Not thread-safe; one per choice.
+    """For a tokenizer with a byte table.
 
-    Ids past the vocabulary (models pad their embedding) add nothing. One difference to decoding at once exists, for
-    SentencePiece vocabularies only: in a run of byte tokens that is not UTF-8, each wrong byte becomes U+FFFD, where the
-    `tokenizers` library replaces every byte of the run, also the good ones it would have to take back.
+    One difference to decoding at once exists, for SentencePiece vocabularies only: in a run of byte tokens that is not UTF-8,
+    each wrong byte becomes U+FFFD, where the `tokenizers` library replaces every byte of the run, also the good ones it would
+    have to take back.
     """
 
     __slots__ = ("_decoder", "_leading", "_size", "_table")
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, continues: bool = False) -> None:
-        """`continues`: the text follows other text (a completion's prompt), so a leading space is kept."""
+        """See `detokenizer`, which knows whether there is a table."""
         self._table = tokenizer.byte_table(skip_special=skip_special)
         self._size = len(self._table)
         self._decoder = _Utf8Decoder(errors="replace")
         self._leading = "keep" if continues else tokenizer.leading
 
-    def push(self, ids: Iterable[int]) -> str:
+    def push(self, ids: Iterable[int], /) -> str:
         """The text that `ids` complete; may be empty, never ends inside a character."""
         table, size = self._table, self._size
         pieces = [table[index] for index in ids if 0 <= index < size]
@@ -55,3 +72,52 @@ class Detokenizer:
                 pieces[index] = piece.removeprefix(b" ") if self._leading == "strip_space" else piece.replace(b" ", b"")
                 self._leading = "keep"
                 return
+
+
+class WindowDetokenizer:
+    """For any decoder of the `tokenizers` library.
+
+    What a token adds may depend on the tokens before it, so the last ones that added text are decoded again with it, and the
+    difference is what is new. That is what the library's own `DecodeStream` does, which has no way to tell the end of a text,
+    and raises where the window's text is not what it was.
+
+    [0, context)          their text has been returned
+    [context, window)     held: nothing new yet, or their text ends inside a character
+    """
+
+    __slots__ = ("_context", "_shown", "_skip_special", "_tokenizer", "_window")
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, continues: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._window = [tokenizer.anchor_id] if continues and tokenizer.anchor_id is not None else []
+        self._context = len(self._window)
+        self._shown = self._decode(self._window)
+
+    def push(self, ids: Iterable[int], /) -> str:
+        """The text that `ids` complete; may be empty, never ends inside a character."""
+        pieces: list[str] = []
+        for index in ids:
+            if not 0 <= index < self._tokenizer.vocab_size or (self._skip_special and index in self._tokenizer.special_ids):
+                continue
+            self._window.append(index)
+            text = self._decode(self._window)
+            if text.endswith(_REPLACEMENT) and len(self._window) - self._context <= _MAX_HELD:
+                continue
+            if len(text) > len(self._shown):
+                pieces.append(text[len(self._shown) :])
+                del self._window[: self._context]
+                self._context = len(self._window)
+                self._shown = self._decode(self._window)
+            elif len(self._window) - self._context > _MAX_SILENT:
+                del self._window[self._context : -_MAX_HELD]
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        """The end of the text, where the last character was cut."""
+        rest = self._decode(self._window)[len(self._shown) :]
+        self._window, self._context, self._shown = [], 0, ""
+        return rest
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.backend_text(ids, skip_special=self._skip_special) if ids else ""

@@ -14,15 +14,13 @@ import datetime
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import minijinja
 
-from common.models.source import ModelFiles
-from common.models.weights.gguf_metadata import read_metadata
 from common.protocol.errors import ConfigError, InvalidParameter
-from common.text.tokenizer import Tokenizer, read_json
+from common.text.special_tokens import SpecialTokens
+from common.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 
@@ -41,7 +39,7 @@ class _Refused(Exception):
 class ChatTemplate:
     """One model's chat template, compiled. `render` is a pure function of its arguments; safe to share."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(self, source: str, special_tokens: SpecialTokens | None = None) -> None:
         """`special_tokens`: names such as bos_token and eos_token that the template may use, with their text.
 
         :raises ConfigError: if `source` is not a template.
@@ -54,7 +52,12 @@ class ChatTemplate:
         except minijinja.TemplateError as error:
             raise ConfigError(f"the model's chat template can't be compiled: {error}") from error
         self._environment = environment
+        self._source = source
         self._special_tokens = dict(special_tokens or {})
+
+    def mentions(self, word: str) -> bool:
+        """Whether the template's source has `word` in it: a role or a variable that it does not mention, it does not know."""
+        return word in self._source
 
     def render(
         self,
@@ -95,35 +98,6 @@ class ChatTemplate:
             raise InvalidParameter(
                 f"the model's chat template can't render these messages: {error}", param="messages"
             ) from error
-
-
-def load_template(
-    files: ModelFiles, special_tokens: Mapping[str, str], *, metadata: Mapping[str, Any] | None = None
-) -> ChatTemplate | None:
-    """The chat template of `files`, or None when the model has none (a base model: it completes, it does not chat).
-
-    :raises ConfigError: if there is one and it can't be compiled.
-    """
-    if files.format == "gguf":
-        header = read_metadata(files.path) if metadata is None else metadata
-        source = header.get("tokenizer.chat_template")
-    else:
-        source = _folder_template(files.path)
-    return ChatTemplate(source, special_tokens) if isinstance(source, str) and source else None
-
-
-def _folder_template(folder: Path) -> str | None:
-    """chat_template.jinja, chat_template.json or tokenizer_config.json, in transformers' order of precedence."""
-    own = folder / "chat_template.jinja"
-    if own.is_file():
-        return own.read_text(encoding="utf-8")
-    for name in ("chat_template.json", "tokenizer_config.json"):
-        source = read_json(folder / name).get("chat_template")
-        if isinstance(source, list):  # several named ones
-            source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
-        if source:
-            return source
-    return None
 
 
 def normalize_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

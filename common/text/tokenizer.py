@@ -8,27 +8,23 @@ each stream.
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
 from common.models.source import ModelFiles
 from common.models.weights.gguf_metadata import read_metadata
 from common.protocol.errors import ConfigError, ContextLengthExceeded, InvalidParameter
-from common.text import gguf_tokenizer
-from common.text.detokenize import Detokenizer
+from common.text import gguf_tokenizer, special_tokens, token_bytes
+from common.text.detokenize import detokenizer
+from common.text.special_tokens import SpecialTokens, read_json
 
-Leading = Literal["keep", "strip_space", "drop_marks"]
-"""What decoding does to the first token: nothing, strip one leading space, or drop its space marks (▁)."""
-
-_SPACE_MARK = "▁"
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PROBE_CHARS = 8  # characters per token that hardly any real text exceeds
+_MIN_LONGEST_BYTES = 128  # for tokenizers whose longest word is one unknown token
 
 
 class Tokenizer:
@@ -41,19 +37,16 @@ class Tokenizer:
         eos_ids: Iterable[int] = (),
         bos_id: int | None = None,
         begins_with_bos: bool = False,
-        special_tokens: dict[str, str] | None = None,
+        special_tokens: SpecialTokens | None = None,
     ) -> None:
-        """`special_tokens` are the names templates use, such as bos_token and eos_token, with their text.
-
-        :raises ConfigError: if the backend decodes in a way that can't be streamed token by token.
-        """
+        """`special_tokens` are the names templates use, such as bos_token and eos_token, with their text."""
         self._backend = backend
         self._backend_lock = threading.Lock()
         backend.encode_special_tokens = True
         added = backend.get_added_tokens_decoder()
         self.eos_ids: list[int] = list(dict.fromkeys(eos_ids))
         self.bos_id = bos_id
-        self.special_tokens = special_tokens or {}
+        self.special_tokens: SpecialTokens = special_tokens or {}
         self.special_ids: frozenset[int] = frozenset(index for index, token in added.items() if token.special)
         self.vocab_size: int = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self._specials = {token.content: (index, token) for index, token in added.items() if token.special}
@@ -61,10 +54,13 @@ class Tokenizer:
         alternatives = sorted((content for content in self._specials if content), key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, alternatives))) if alternatives else None
         self._prefix, self._suffix = self._affixes(begins_with_bos)
-        self._is_byte_level, self.leading = _decoder_kind(backend)
-        self._bytes = self._byte_table()
-        self._visible_bytes = [b"" if index in self.special_ids else piece for index, piece in enumerate(self._bytes)]
-        self.longest_token_bytes = max(map(len, self._bytes), default=1) or 1
+        self._is_byte_level, self.leading, table = token_bytes.decoding_of(backend)
+        self._steps = token_bytes.decoder_steps(backend)
+        self._bytes = table
+        self._visible_bytes = [b"" if index in self.special_ids else piece for index, piece in enumerate(table or ())]
+        self.longest_token_bytes = max(map(len, table), default=1) or 1 if table is not None else self._longest_bytes()
+        self.anchor_id = None if table is not None else self._anchor()
+        self._others_bytes: dict[int, bytes] = {}
 
     # ── encoding ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -76,6 +72,7 @@ class Tokenizer:
         parse_special: bool = False,
         guard: str = "",
         max_tokens: int | None = None,
+        param: str = "prompt",
     ) -> list[int]:
         """Token ids of `text`.
 
@@ -83,21 +80,21 @@ class Tokenizer:
         text of special tokens, such as "<|im_end|>", into those tokens: for text that a template or the operator wrote,
         never for a user's. `guard` is a character that was put into users' special-token text to hide it from that (see
         `template.guard_messages`): it is taken out again after special tokens were found. With `max_tokens`, a text that
-        must be longer is refused before it is tokenized.
+        must be longer is refused before it is tokenized. `param` is what errors call the text.
 
         :raises InvalidParameter: if `text` holds a lone surrogate, which no UTF-8 text can.
         :raises ContextLengthExceeded: if it is longer than `max_tokens`.
         """
         if max_tokens is not None:
-            self.check_length(text, max_tokens, parse_special=parse_special)
-        ids = self._encode_checked(text, parse_special, guard)
+            self.check_length(text, max_tokens, parse_special=parse_special, param=param)
+        ids = self._encode_checked(text, parse_special, guard, param)
         if add_special:
             ids = self._prefix + ids + self._suffix
         if max_tokens is not None and len(ids) > max_tokens:
-            raise ContextLengthExceeded(f"the prompt has {len(ids)} tokens; at most {max_tokens} fit", param="prompt")
+            raise _too_long(param, f"{len(ids)} tokens", max_tokens)
         return ids
 
-    def check_length(self, text: str, max_tokens: int, *, parse_special: bool = False) -> None:
+    def check_length(self, text: str, max_tokens: int, *, parse_special: bool = False, param: str = "prompt") -> None:
         """Refuses a text that can't fit, at a cost that does not grow with how much too long it is.
 
         No token is longer than `longest_token_bytes`, so very long texts are refused unread. For those in between, a
@@ -107,15 +104,13 @@ class Tokenizer:
         """
         size = len(text)
         if size > max_tokens * self.longest_token_bytes:
-            raise ContextLengthExceeded(f"the prompt of {size} characters can't fit {max_tokens} tokens", param="prompt")
+            raise _too_long(param, f"{size} characters", max_tokens)
         probe = max_tokens * _PROBE_CHARS
         if size > 2 * probe + 1024:
             # cutting inside a word may cost a few tokens more than the whole text has there
-            at_least = len(self._encode_checked(text[:probe], parse_special, "")) - self.longest_token_bytes
+            at_least = len(self._encode_checked(text[:probe], parse_special, "", param)) - self.longest_token_bytes
             if at_least > max_tokens:
-                raise ContextLengthExceeded(
-                    f"the prompt has more than {at_least} tokens; at most {max_tokens} fit", param="prompt"
-                )
+                raise _too_long(param, f"more than {at_least} tokens", max_tokens)
 
     def find_special(self, text: str) -> bool:
         """Whether `text` holds the text of a special token."""
@@ -127,11 +122,11 @@ class Tokenizer:
             return text
         return self._special_pattern.sub(lambda match: match[0][:1] + guard + match[0][1:], text)
 
-    def _encode_checked(self, text: str, parse_special: bool, guard: str) -> list[int]:
+    def _encode_checked(self, text: str, parse_special: bool, guard: str, param: str) -> list[int]:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise InvalidParameter(f"the text is not valid Unicode: {error.reason}", param="prompt") from error
+            raise InvalidParameter(f"the text is not valid Unicode: {error.reason}", param=param) from error
         if self._is_byte_level:
             return self._encode_pieces(text, guard) if parse_special else self._encode_plain(text)
         if guard:
@@ -139,10 +134,11 @@ class Tokenizer:
         # SentencePiece treats the first piece of a text differently, so the library itself must find the special tokens
         with self._backend_lock:
             self._backend.encode_special_tokens = not parse_special
-            return self._backend.encode(text, add_special_tokens=False).ids
+            return self._encode_plain(text)
 
     def _encode_plain(self, text: str) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=False).ids
+        # without offsets: twice as fast, and a long text's are freed while nobody else may run
+        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _encode_pieces(self, text: str, guard: str) -> list[int]:
         """Special tokens as such, and what lies between them as plain text without `guard`."""
@@ -181,62 +177,70 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of `ids`, without special tokens; bytes that are not UTF-8 become U+FFFD."""
-        detokenizer = Detokenizer(self, skip_special=skip_special)
-        return detokenizer.push(ids) + detokenizer.finish()
+        if not self.has_byte_table:
+            return self.backend_text([index for index in ids if 0 <= index < self.vocab_size], skip_special=skip_special)
+        text = detokenizer(self, skip_special=skip_special)
+        return text.push(ids) + text.finish()
+
+    def backend_text(self, ids: list[int], *, skip_special: bool = True) -> str:
+        """What the `tokenizers` library makes of `ids`."""
+        return self._backend.decode(ids, skip_special_tokens=skip_special)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes `token` stands for (a special token: its text); empty for an id past the vocabulary."""
-        return self._bytes[token] if 0 <= token < len(self._bytes) else b""
+        if self._bytes is not None:
+            return self._bytes[token] if 0 <= token < len(self._bytes) else b""
+        if token not in self._others_bytes:
+            self._others_bytes[token] = self._bytes_after_anchor(token)
+        return self._others_bytes[token]
 
     def token_text(self, token: int) -> str:
         """`token_bytes` as text; a token that is part of a character shows as U+FFFD."""
         return self.token_bytes(token).decode(errors="replace")
 
+    @property
+    def has_byte_table(self) -> bool:
+        """Whether each token adds the same bytes wherever it stands, so that `byte_table` says all there is to know."""
+        return self._bytes is not None
+
     def byte_table(self, *, skip_special: bool) -> list[bytes]:
         """Per token id the bytes it adds to a text; with `skip_special`, none for special tokens."""
+        assert self._bytes is not None, "a tokenizer without a byte table streams through WindowDetokenizer"
         return self._visible_bytes if skip_special else self._bytes
 
-    def _byte_table(self) -> list[bytes]:
-        table = [b""] * self.vocab_size
-        for token, index in self._backend.get_vocab(with_added_tokens=True).items():
-            if self._is_byte_level:
-                # like the library's decoder: a token with any character outside the byte alphabet stands for itself
-                mapped = _BYTE_CHARACTERS.issuperset(token)
-                table[index] = token.translate(_TO_BYTE).encode("latin-1") if mapped else token.encode()
-            elif match := _BYTE_TOKEN.fullmatch(token):
-                table[index] = bytes([int(match[1], 16)])
-            else:
-                table[index] = token.replace(_SPACE_MARK, " ").encode()
-        return table
+    def _bytes_after_anchor(self, token: int) -> bytes:
+        """What `token` adds between two words, for decoders that look at the tokens around."""
+        name = self._backend.id_to_token(token) if 0 <= token < self.vocab_size else None
+        if name is None:
+            return b""
+        if token in self.special_ids:
+            return name.encode()
+        own = token_bytes.own_bytes(name, self._steps)
+        if own is not None or self.anchor_id is None:
+            return name.encode() if own is None else own
+        anchor = self.anchor_id
+        before = self.backend_text([anchor])
+        behind = self.backend_text([anchor, anchor]).removeprefix(before) or before  # a decoder may merge equal neighbours
+        return self.backend_text([anchor, token, anchor]).removeprefix(before).removesuffix(behind).encode()
+
+    def _anchor(self) -> int | None:
+        """A token that is a word of its own."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=False)
+        for token, index in sorted(vocabulary.items(), key=lambda entry: entry[1]):
+            text = self.backend_text([index]) if index not in self.special_ids else ""
+            if text.strip().isalnum() and token_bytes.own_bytes(token, self._steps) in (None, token.encode()):
+                return index
+        return None
+
+    def _longest_bytes(self) -> int:
+        """A word of any length may be one token, the unknown one, but hardly any word is longer than this."""
+        tokens = self._backend.get_vocab(with_added_tokens=True)
+        return max([_MIN_LONGEST_BYTES, *(len(token.encode()) + 1 for token in tokens)])
 
 
-def _byte_alphabet() -> dict[int, int]:
-    """GPT-2's: every byte has a printable character; bytes that have none of their own get one from U+0100 on."""
-    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {byte: byte for byte in own} | {0x100 + rank: byte for rank, byte in enumerate(others)}
-
-
-_TO_BYTE = _byte_alphabet()
-_BYTE_CHARACTERS = frozenset(map(chr, _TO_BYTE))
-
-
-def _decoder_kind(backend: Backend) -> tuple[bool, Leading]:
-    """(is byte-level, what happens to the first token). A table of bytes per token can express these decoders exactly."""
-    if backend.decoder is None:
-        raise ConfigError("the tokenizer has no decoder: its tokens can't be turned into text")
-    state: dict[str, Any] = json.loads(backend.decoder.__getstate__())
-    steps: list[dict[str, Any]] = state.get("decoders", [state])
-    kinds = [step.get("type") for step in steps]
-    if kinds == ["ByteLevel"]:
-        return True, "keep"
-    if kinds == ["Metaspace"]:
-        return False, "keep" if steps[0].get("prepend_scheme") == "never" else "drop_marks"
-    if kinds == ["Replace", "ByteFallback", "Fuse"]:
-        return False, "keep"
-    if kinds == ["Replace", "ByteFallback", "Fuse", "Strip"]:
-        return False, "strip_space"
-    raise ConfigError(f"the tokenizer's decoder ({' + '.join(map(str, kinds))}) is not supported")
+def _too_long(param: str, size: str, max_tokens: int) -> ContextLengthExceeded:
+    what = "the messages have" if param == "messages" else "the prompt has"
+    return ContextLengthExceeded(f"{what} {size}; at most {max_tokens} tokens fit", param=param)
 
 
 # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -257,22 +261,13 @@ def load_tokenizer(files: ModelFiles, *, metadata: dict[str, Any] | None = None)
 
 def _from_gguf(metadata: dict[str, Any]) -> Tokenizer:
     backend, begins_with_bos = gguf_tokenizer.build(metadata)
-
-    def token_id(name: str) -> int | None:
-        value = metadata.get(f"tokenizer.ggml.{name}_token_id")
-        return value if isinstance(value, int) and 0 <= value < len(metadata["tokenizer.ggml.tokens"]) else None
-
-    eos_ids = [index for name in ("eos", "eot", "eom") if (index := token_id(name)) is not None]
-    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    special_tokens = {
-        name: metadata["tokenizer.ggml.tokens"][index] for key, name in names.items() if (index := token_id(key)) is not None
-    }
+    ids = special_tokens.ids_in_gguf(metadata)
     return Tokenizer(
         backend,
-        eos_ids=eos_ids,
-        bos_id=token_id("bos"),
+        eos_ids=[ids[name] for name in ("eos", "eot", "eom") if name in ids],
+        bos_id=ids.get("bos"),
         begins_with_bos=begins_with_bos,
-        special_tokens=special_tokens,
+        special_tokens=special_tokens.names_in_gguf(metadata),
     )
 
 
@@ -286,43 +281,19 @@ def _from_folder(folder: Path) -> Tokenizer:
         raise ConfigError(f"tokenizer.json can't be loaded: {error}") from error
     backend.no_truncation()
     backend.no_padding()
-    config = read_json(folder / "tokenizer_config.json")
-    names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    special_tokens = {name: text for name in names if (text := _token_content(config.get(name)))}
+    names = special_tokens.names_in_folder(folder)
     generation, model = read_json(folder / "generation_config.json"), read_json(folder / "config.json")
     eos: list[Any] = []
-    for value in (generation.get("eos_token_id", model.get("eos_token_id")), _id_of(backend, special_tokens.get("eos_token"))):
+    for value in (generation.get("eos_token_id", model.get("eos_token_id")), _id_of(backend, names.get("eos_token"))):
         eos += value if isinstance(value, list) else [value]
-    bos = _id_of(backend, special_tokens.get("bos_token"))
+    bos = _id_of(backend, names.get("bos_token"))
     return Tokenizer(
         backend,
         eos_ids=[index for index in eos if isinstance(index, int)],
         bos_id=bos if bos is not None else model.get("bos_token_id"),
-        special_tokens=special_tokens,
+        special_tokens=names,
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`; empty when there is no such file.
-
-    :raises ConfigError: if the file is not a JSON object.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{path.name} can't be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path.name} holds no JSON object")
-    return value
-
-
-def _token_content(value: Any) -> str | None:
-    """tokenizer_config.json gives a token as its text, or as an object with `content`."""
-    content = value.get("content") if isinstance(value, dict) else value
-    return content if isinstance(content, str) else None
-
-
-def _id_of(backend: Backend, token: str | None) -> int | None:
-    return None if token is None else backend.token_to_id(token)
+def _id_of(backend: Backend, token: str | list[str] | None) -> int | None:
+    return backend.token_to_id(token) if isinstance(token, str) else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from common.models.config import load_config, weights_identity
 from common.models.source import resolve
 from common.runtime.bus import Bus
@@ -10,11 +12,20 @@ from common.text.bundle import load_bundle
 from services.gateway.actor import GatewayActor
 from services.gateway.config import GatewayConfig
 
+SWITCH_INTERVAL_S = 0.0005
+"""How soon a thread that tokenizes gives way to the event loop; with Python's 5 ms, every callback might wait that long."""
+
 
 def make_gateway(bus: Bus, config: GatewayConfig) -> GatewayActor:
     """:raises UnknownModel, ConfigError: if the model's tokenizer and template can't be loaded."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     files = resolve(config.model, weights=False)
-    bundle = load_bundle(files, name=config.served_name, max_model_len=config.max_model_len)
+    bundle = load_bundle(
+        files,
+        name=config.served_name,
+        generation_config=config.generation_config == "auto",
+        max_model_len=config.max_model_len,
+    )
     return GatewayActor(bus=bus, config=config, bundle=bundle, identity=weights_identity(files, load_config(files)))
 
 

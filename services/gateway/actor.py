@@ -44,6 +44,7 @@ from services.gateway.dispatch import Dispatcher
 from services.gateway.health import Health
 from services.gateway.http import create_app
 from services.gateway.inflow import Inflow
+from services.gateway.intake import Intake
 from services.gateway.membership import Membership
 from services.gateway.nats_front import NatsFront
 from services.gateway.placement import Placement
@@ -113,7 +114,9 @@ class GatewayActor(Actor):
             no_workers_grace_s=config.no_workers_grace_s,
             now=clock(),
         )
-        self.telemetry = Telemetry(self.metrics, self.dispatcher)
+        model = bundle.name if bundle is not None else config.served_model_name or config.model
+        self.telemetry = Telemetry(self.metrics, self.dispatcher, model=model)
+        self.intake = Intake(config)
         self.placement.on_placed = self.telemetry.waited
         self.canary = Canary(
             router=self.router,
@@ -148,7 +151,7 @@ class GatewayActor(Actor):
         return self._start(request, "auto", None)
 
     def http_app(self) -> ASGIApp | None:
-        return None if self.bundle is None else create_app(self, self.bundle, self.config)
+        return None if self.bundle is None else create_app(self, self.bundle, self.config, intake=self.intake)
 
     @property
     def fence_after_s(self) -> float:
@@ -163,7 +166,7 @@ class GatewayActor(Actor):
         self.task_group.start_soon(self._renew_for_ever)
         self.task_group.start_soon(self.canary.run)
         if self.bundle is not None:
-            self._front = NatsFront(self, self.bundle, self.bus, self.config)
+            self._front = NatsFront(self, self.bundle, self.bus, self.config, intake=self.intake)
             await self._front.run()
         await anyio.sleep_forever()
 

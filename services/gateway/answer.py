@@ -1,36 +1,42 @@
 """One client's request while it runs: its choices, as one flow of deltas, whatever the edge.
 
-    answer = Answer(core, job, text)
-    answer.begin()                      all choices are admitted, or none
-    async with create_task_group() as group:
-        answer.start(group)
+    answer = Answer(core, job, text, metrics)
+    await answer.run(send)              all choices are admitted, or none; then `send` takes what comes:
         while not answer.finished:
             for index, delta in await answer.next(): …
-    answer.cancel()                     always, at the end: harmless when all is done
+                                        and however it ends, everything is freed
 
 With one choice, nothing stands between the edge and the core's stream. With more, a task per choice waits for it; each waits
 until its last output was taken before it asks for the next, so that a slow client holds everything up to the core, where it
 is noticed. The first choice that fails ends them all.
+
+However much has arrived at once, `next` works through SLICE_VALUES of it, and then others have a turn of the event loop.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Protocol
 
 import anyio
-from anyio.abc import TaskGroup
+import anyio.lowlevel
 
-from common.protocol.errors import Cancelled, InternalError
+from common.protocol.errors import Cancelled, InternalError, PenstockError
 from common.protocol.handles import WorkerRef
 from common.runtime.metrics import Metrics
-from common.text.detokenize import Detokenizer
+from common.text.detokenize import detokenizer
 from common.text.tokenizer import Tokenizer
-from services.gateway.bodies import Usage, WholeChoice, whole_body
-from services.gateway.choices import ChoiceText, Delta, ScoredToken, choice_seed
+from services.gateway.bodies import Usage
+from services.gateway.choices import ChoiceText, Delta, choice_seed
 from services.gateway.metrics import EdgeMetrics
 from services.gateway.prepare import Job
 from services.gateway.requests import GenerationRequest, Output
+
+SLICE_VALUES = 1024
+"""Tokens, and alternatives listed beside them, that are turned into text at a time: about a millisecond."""
+_SEARCH_COST = 4  # looking for stop strings goes character by character
 
 
 class OutputStream(Protocol):
@@ -68,11 +74,46 @@ class _Choice:
         self.cached_tokens = 0
 
 
-class Answer:
-    """See above. Not to be used from two tasks at once."""
+class _Arrived:
+    """An output of which the first `taken` tokens have been turned into text."""
 
-    def __init__(self, core: Core, job: Job, tokenizer: Tokenizer, metrics: EdgeMetrics) -> None:
+    def __init__(self, index: int, output: Output) -> None:
+        self.index = index
+        self.output = output
+        self.taken = 0
+
+    def take(self, count: int) -> Output:
+        """The next `count` tokens; the last ones come with how the output ends."""
+        output, start = self.output, self.taken
+        if start == 0 and len(output.tokens) <= count:
+            self.taken = len(output.tokens)
+            return output
+        self.taken = end = min(start + count, len(output.tokens))
+        scores = None if output.logprobs is None else output.logprobs[start:end]
+        part = Output(output.tokens[start:end], scores, cached_tokens=output.cached_tokens)
+        if self.is_done:
+            part.finish, part.error = output.finish, output.error
+        return part
+
+    @property
+    def is_done(self) -> bool:
+        return self.taken >= len(self.output.tokens)
+
+
+class Answer:
+    """See above. Not to be used from two tasks at once. `on_start` is called when the first tokens have come."""
+
+    def __init__(
+        self,
+        core: Core,
+        job: Job,
+        tokenizer: Tokenizer,
+        metrics: EdgeMetrics,
+        *,
+        on_start: Callable[[], None] = lambda: None,
+    ) -> None:
         self.job = job
+        self._on_start = on_start
         self._core = core
         self._tokenizer = tokenizer
         self._metrics = metrics
@@ -80,17 +121,56 @@ class Answer:
         self._open = 0
         self._begun_at = time.monotonic()
         self._last_at = 0.0
+        self.ttft_s: float | None = None
+        cost = 2 + job.top_logprobs if job.top_logprobs >= 0 else _SEARCH_COST if job.stops else 1
+        self._slice = max(1, SLICE_VALUES // cost)
+        self._backlog: deque[_Arrived] = deque()
         self._send, self._receive = anyio.create_memory_object_stream[tuple[int, Output]](0)
 
     @property
     def finished(self) -> bool:
         return self._open == 0
 
-    def begin(self) -> None:
-        """Asks the core for every choice.
+    async def run(
+        self,
+        send: Callable[[], Awaitable[None]],
+        *,
+        watch: Callable[[anyio.CancelScope], Coroutine[None, None, None]] | None = None,
+    ) -> None:
+        """Ask the core for every choice, and see `send` through, which calls `next` until all is `finished`.
+
+        `watch` runs beside it, and may cancel the scope: then this returns, with nothing more sent.
 
         :raises Overloaded, ShuttingDown, DuplicateRequest: and then nothing was taken.
+        :raises PenstockError: what `send` raised.
         """
+        self._begin()
+        failure: PenstockError | None = None
+        whole = False
+        try:
+            async with anyio.create_task_group() as group:
+                if len(self._choices) > 1:
+                    for index in range(len(self._choices)):
+                        group.start_soon(self._pump, index)
+                if watch is not None:
+                    group.start_soon(watch, group.cancel_scope)
+                try:
+                    await send()
+                    whole = True
+                except PenstockError as error:
+                    failure = error
+                group.cancel_scope.cancel()
+        finally:
+            self.cancel()
+            elapsed_s = time.monotonic() - self._begun_at
+            self._metrics.ended(self.finish if whole else "", elapsed_s, self.usage(), len(self._choices))
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure  # or the error and this frame would hold each other
+
+    def _begin(self) -> None:
         job = self.job
         try:
             for prompt in range(len(job.prompts)):
@@ -105,7 +185,7 @@ class Answer:
     def _begin_choice(self, prompt: int, number: int) -> _Choice:
         job = self.job
         text = ChoiceText(
-            Detokenizer(self._tokenizer, continues=job.kind == "completion"),
+            detokenizer(self._tokenizer, skip_special=job.skip_special, continues=job.kind == "completion"),
             stops=job.stops,
             include_stop=job.include_stop,
             min_tokens=job.sampling.min_tokens,
@@ -118,71 +198,58 @@ class Answer:
             prompt=job.prompts[prompt],
             sampling=job.sampling_of(choice_seed(job.sampling.seed, number)),
             deadline_s=job.deadline_s,
+            salt=job.salt,
         )
         return _Choice(self._core.generate(request), text, job.echoes[prompt], prompt)
-
-    def start(self, group: TaskGroup) -> None:
-        """`group` owns the tasks of several choices until it is cancelled."""
-        if len(self._choices) > 1:
-            for index in range(len(self._choices)):
-                group.start_soon(self._pump, index)
 
     async def next(self) -> list[tuple[int, Delta]]:
         """What is new, by choice; waits until something is. Call only while not `finished`.
 
         :raises PenstockError: a choice failed. The others are then cancelled by `cancel`.
         """
-        if len(self._choices) == 1:
-            deltas = [(0, self._take(0, await self._choices[0].stream.next()))]
+        if self._backlog:
+            await anyio.lowlevel.checkpoint()
         else:
-            index, output = await self._receive.receive()
-            arrived = [(index, output)]
-            while True:
-                try:
-                    arrived.append(self._receive.receive_nowait())
-                except anyio.WouldBlock:
-                    break
-            # outputs of a choice that has ended already are what its cancelled stream still said
-            deltas = [(i, self._take(i, out)) for i, out in arrived if self._choices[i].text.finish is None]
+            await self._arrive()
+        deltas: list[tuple[int, Delta]] = []
+        room = self._slice
+        while self._backlog and room > 0:
+            arrived = self._backlog[0]
+            if self._choices[arrived.index].text.finish is not None:
+                self._backlog.popleft()  # what the cancelled stream of a choice that has ended still said
+                continue
+            part = arrived.take(room)
+            if arrived.is_done:
+                self._backlog.popleft()
+            room -= len(part.tokens) + 1
+            deltas.append((arrived.index, self._take(arrived.index, part)))
+        return deltas
+
+    async def _arrive(self) -> None:
+        if len(self._choices) == 1:
+            self._backlog.append(_Arrived(0, await self._choices[0].stream.next()))
+        else:
+            try:
+                self._backlog.append(_Arrived(*await self._receive.receive()))
+                while True:
+                    self._backlog.append(_Arrived(*self._receive.receive_nowait()))
+            except anyio.WouldBlock:
+                pass
+            except (anyio.EndOfStream, anyio.ClosedResourceError) as error:
+                raise Cancelled("the request was cancelled") from error
         now = time.monotonic()
         if self._last_at:
             self._metrics.gap(now - self._last_at)
         else:
-            self._metrics.first_token(now - self._begun_at)
+            self.ttft_s = now - self._begun_at
+            self._metrics.first_token(self.ttft_s)
+            self._on_start()
         self._last_at = now
-        return deltas
-
-    async def collect(self) -> bytes:
-        """Waits for the end; the body of an answer that is not streamed.
-
-        :raises PenstockError: a choice failed.
-        """
-        texts: list[list[str]] = [[] for _ in self._choices]
-        scored: list[list[ScoredToken]] = [[] for _ in self._choices]
-        while not self.finished:
-            for index, delta in await self.next():
-                texts[index].append(delta.text)
-                scored[index] += delta.scored or []
-        job = self.job
-        choices = [
-            WholeChoice("".join(text), choice.text.finish or "stop", scores if job.top_logprobs >= 0 else None)
-            for choice, text, scores in zip(self._choices, texts, scored, strict=True)
-        ]
-        return whole_body(
-            job.kind,
-            id=job.shown_id,
-            created=job.created,
-            model=job.model,
-            choices=choices,
-            usage=self.usage(),
-            names=self._tokenizer,
-            top=job.top_logprobs,
-        )
 
     @property
-    def outcome(self) -> str:
+    def finish(self) -> str:
         """The first choice's finish reason; empty while it has none."""
-        return self._choices[0].text.finish or ""
+        return (self._choices[0].text.finish or "") if self._choices else ""
 
     def cancel(self) -> None:
         """Frees whatever the core still holds. Harmless twice, and after the end."""
@@ -200,10 +267,6 @@ class Answer:
             completion_tokens=sum(choice.text.token_count for choice in self._choices),
             cached_tokens=sum(cached),
         )
-
-    def ended(self, outcome: str) -> None:
-        """Counts the request; call once, with a finish reason or an error's code."""
-        self._metrics.ended(outcome, time.monotonic() - self._begun_at, self.usage(), len(self._choices))
 
     async def _pump(self, index: int) -> None:
         stream = self._choices[index].stream

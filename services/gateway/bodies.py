@@ -1,4 +1,4 @@
-"""The JSON of answers: chunks of a stream and whole bodies, as OpenAI spells them. Pure.
+"""The JSON of answers: chunks of a stream and errors, as OpenAI spells them (whole bodies: `whole.py`). Pure.
 
 A chunk is sent for (nearly) every token of every stream, and all of it but the new text is known when the request begins:
 `ChunkWriter` encodes that once per choice, and a chunk costs one string encoding and one join.
@@ -6,28 +6,19 @@ A chunk is sent for (nearly) every token of every stream, and all of it but the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
 from common.protocol.errors import InternalError, PenstockError
-from services.gateway.choices import Delta, ScoredToken
+from services.gateway.choices import Delta
+from services.gateway.logprobs import Columns, TokenNames
 
 Kind = Literal["chat", "completion"]
 
 SSE_DONE = b"data: [DONE]\n\n"
-_LOWEST_LOGPROB = -9999.0  # what OpenAI sends for minus infinity, which JSON can't say
 
 _encode = msgspec.json.Encoder().encode
-
-
-class TokenNames(Protocol):
-    """What a tokenizer must tell about single tokens."""
-
-    def token_text(self, id: int, /) -> str: ...
-
-    def token_bytes(self, id: int, /) -> bytes: ...
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +41,8 @@ class ChunkWriter:
     """Encodes the chunks of one stream.
 
     `before` and `after` frame each chunk: `data: ` and a blank line for SSE, nothing on NATS. `null_usage`: every chunk but the
-    last says `"usage":null`, as OpenAI does when the client asked for usage.
+    last says `"usage":null`, as OpenAI does when the client asked for usage. Where the client wants usage all the time, set
+    `usage_so_far` before each delta.
     """
 
     def __init__(
@@ -73,6 +65,7 @@ class ChunkWriter:
         self._chat = kind == "chat"
         self._names = names
         self._top = top_logprobs
+        self.usage_so_far: Usage | None = None
         self._bare = head + b',"choices":[],"usage":'
         self._choices = [head + b',"choices":[{"index":%d,' % index for index in range(num_choices)]
         self._usage_tail = b',"usage":null}' if null_usage else b"}"
@@ -86,22 +79,22 @@ class ChunkWriter:
         if not self._chat:
             return []
         delta = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
-        return [choice + delta + self._usage_tail + self._after for choice in self._choices]
+        return [choice + delta + self._tail() + self._after for choice in self._choices]
 
     def delta(self, index: int, delta: Delta) -> list[bytes]:
         """The chunks of a delta: its text, and its end if it has one. Nothing to tell, no chunk."""
         chunks: list[bytes] = []
-        if delta.scored:
-            chunks.append(self._chunk(index, delta, None, self._usage_tail))
+        if delta.scored or (delta.text and self.usage_so_far is not None):
+            chunks.append(self._chunk(index, delta, None, self._tail()))
         elif delta.text:
             chunks.append(b"".join((self._text_heads[index], _encode(delta.text), self._text_tail)))
         if delta.finish is not None:
-            chunks.append(self._chunk(index, Delta(""), delta.finish, self._usage_tail))
+            chunks.append(self._chunk(index, Delta(""), delta.finish, self._tail()))
         return chunks
 
     def last(self, index: int, delta: Delta, usage: Usage) -> bytes:
         """The last delta of a request as one chunk: text, finish reason and usage."""
-        return self._chunk(index, delta, delta.finish, b',"usage":' + _encode(usage.body()) + b"}")
+        return self._chunk(index, delta, delta.finish, _usage_member(usage))
 
     def usage(self, usage: Usage) -> bytes:
         """The chunk after the last, for `stream_options.include_usage`."""
@@ -114,72 +107,20 @@ class ChunkWriter:
             content = b'"delta":{"content":' + _encode(delta.text) + b"}"
         else:
             content = b'"delta":{}'
-        scores = encode_logprobs(self._kind, delta.scored, self._names, self._top) if delta.scored else b"null"
-        ending = (b',"logprobs":', scores, b',"finish_reason":', _encode(finish), b"}]", tail, self._after)
+        scores = [b"null"]
+        if delta.scored:
+            columns = Columns(self._kind, self._names, self._top)
+            columns.add(delta.scored)
+            scores = columns.body()
+        ending = (b',"logprobs":', *scores, b',"finish_reason":', _encode(finish), b"}]", tail, self._after)
         return b"".join((self._choices[index], content, *ending))
 
-
-class WholeChoice(msgspec.Struct):
-    """A finished choice of an answer that was not streamed."""
-
-    text: str
-    finish: str
-    scored: list[ScoredToken] | None
+    def _tail(self) -> bytes:
+        return self._usage_tail if self.usage_so_far is None else _usage_member(self.usage_so_far)
 
 
-def whole_body(
-    kind: Kind, *, id: str, created: int, model: str, choices: Sequence[WholeChoice], usage: Usage, names: TokenNames, top: int
-) -> bytes:
-    """The body of an answer that was not streamed. `top`: how many alternatives each token's log-probabilities list."""
-    bodies: list[dict[str, Any]] = []
-    for index, choice in enumerate(choices):
-        scores = None if choice.scored is None else msgspec.Raw(encode_logprobs(kind, choice.scored, names, top))
-        if kind == "chat":
-            content: dict[str, Any] = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
-        else:
-            content = {"text": choice.text}
-        bodies.append({"index": index, **content, "logprobs": scores, "finish_reason": choice.finish})
-    object_name = "chat.completion" if kind == "chat" else "text_completion"
-    return _encode(
-        {"id": id, "object": object_name, "created": created, "model": model, "choices": bodies, "usage": usage.body()}
-    )
-
-
-def encode_logprobs(kind: Kind, scored: Sequence[ScoredToken], names: TokenNames, top: int) -> bytes:
-    """The `logprobs` object of a choice or of one chunk of it."""
-    return _encode(_chat_logprobs(scored, names, top) if kind == "chat" else _completion_logprobs(scored, names, top))
-
-
-def _chat_logprobs(scored: Sequence[ScoredToken], names: TokenNames, top: int) -> dict[str, Any]:
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        return {
-            "token": names.token_text(token),
-            "logprob": max(logprob, _LOWEST_LOGPROB),
-            "bytes": list(names.token_bytes(token)),
-        }
-
-    content: list[dict[str, Any]] = []
-    for item in scored:
-        likeliest = zip(item.scores.top_tokens[:top], item.scores.top_logprobs[:top], strict=False)
-        alternatives = [entry(token, logprob) for token, logprob in likeliest]
-        content.append({**entry(item.token, item.scores.logprob), "top_logprobs": alternatives})
-    return {"content": content, "refusal": None}
-
-
-def _completion_logprobs(scored: Sequence[ScoredToken], names: TokenNames, top: int) -> dict[str, Any]:
-    alternatives: list[dict[str, float]] = []
-    for item in scored:
-        likeliest = zip(item.scores.top_tokens[:top], item.scores.top_logprobs[:top], strict=False)
-        listed = {names.token_text(token): max(logprob, _LOWEST_LOGPROB) for token, logprob in likeliest}
-        # the chosen token is always listed, so there may be top + 1
-        listed.setdefault(names.token_text(item.token), max(item.scores.logprob, _LOWEST_LOGPROB))
-        alternatives.append(listed)
-    return {
-        "tokens": [names.token_text(item.token) for item in scored],
-        "token_logprobs": [max(item.scores.logprob, _LOWEST_LOGPROB) for item in scored],
-        "top_logprobs": alternatives if top else None,
-        "text_offset": [item.offset for item in scored],
-    }
+def _usage_member(usage: Usage) -> bytes:
+    return b',"usage":' + _encode(usage.body()) + b"}"
 
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error", 499: "cancelled_error"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -19,13 +19,27 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
     ] = ""
 
     max_body_bytes: Annotated[int, Meta(description="largest request body over HTTP", ge=1)] = 8 * 1024 * 1024
+    max_bodies_bytes: Annotated[int, Meta(description="what bodies being read may hold in all; more are refused", ge=1)] = (
+        64 * 1024 * 1024
+    )
     max_n: Annotated[int, Meta(description="largest `n` of one request", ge=1)] = 16
+    max_answer_values: Annotated[
+        int, Meta(description="largest n × max_tokens × (1 + top_logprobs) of one request, all prompts together", ge=1)
+    ] = 4 * 1024 * 1024
+    max_collected_bytes: Annotated[int, Meta(description="what all answers that are not streamed may hold at once", ge=1)] = (
+        1024 * 1024 * 1024
+    )
     max_queue: Annotated[int, Meta(description="requests that may wait for a worker; more are refused with 429", ge=0)] = 1024
     max_requests: Annotated[int, Meta(description="requests in all, waiting or running; more are refused", ge=1)] = 8192
 
+    strict: Annotated[bool, Meta(description="refuse arguments without effect, instead of warning of them")] = False
+    generation_config: Annotated[
+        Literal["auto", "none"], Meta(description="auto: the model's own sampling values where a request names none")
+    ] = "auto"
+    access_log: Annotated[bool, Meta(description="log one line per answered request; never its text")] = True
+
     default_deadline_s: Annotated[float, Meta(description="time a request may take when the client names none", gt=0)] = 600.0
     max_deadline_s: Annotated[float, Meta(description="the longest deadline a client may name", gt=0)] = 3600.0
-    slow_reader_timeout_s: Annotated[float, Meta(description="a stream nobody reads for so long ends", gt=0)] = 30.0
     sse_keepalive_s: Annotated[float, Meta(description="a comment is sent on an idle SSE stream this often", gt=0)] = 15.0
     no_workers_grace_s: Annotated[float, Meta(description="how long requests wait while no decode worker lives", ge=0)] = 10.0
 

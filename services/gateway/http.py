@@ -1,8 +1,9 @@
 """The OpenAI API over HTTP, as raw ASGI under starlette's routes.
 
 The life of a request: authorize → read the body (bounded in bytes and time) → `prepare` → `Answer.begin` → wait for the first
-output, so that whatever fails before it has a status of its own → stream or collect. Beside it one task watches the client:
-it ends the request when the client is gone or has read nothing for `slow_reader_timeout_s`, and keeps idle streams open.
+output, so that whatever fails before it has a status of its own → stream or collect → one line in the access log. Beside it one
+task watches the client: it ends the request when the client is gone or has read nothing for `slow_reader_timeout_s` (then the
+connection is broken off, with what it had still to send), and keeps idle streams open.
 
 A stream's chunk is written straight to the server's `send`: no task, timer or middleware of its own. Whatever has arrived
 while a write was blocked goes into the next chunk.
@@ -10,6 +11,7 @@ while a write was blocked goes into the next chunk.
 
 from __future__ import annotations
 
+import functools
 import hmac
 import time
 from collections.abc import Callable
@@ -25,20 +27,28 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from common.protocol import headers
-from common.protocol.errors import Overloaded, PenstockError, UnknownModel
+from common.protocol.errors import Overloaded, PenstockError, UnknownModel, drop_frames
 from common.runtime import logs
 from common.text.bundle import TextBundle
 from services.gateway import bodies
+from services.gateway.access_log import GONE_CODE, GONE_STATUS, AccessRecord
 from services.gateway.answer import Answer, Core
 from services.gateway.bodies import SSE_DONE, ChunkWriter, Kind
+from services.gateway.collect import Collector
 from services.gateway.config import GatewayConfig
-from services.gateway.http_io import Exchange, Unauthorized, error_headers, header, read_body, safe_request_id
+from services.gateway.http_body import ClientGone, header, read_body
+from services.gateway.http_io import Exchange, Unauthorized, error_headers, safe_request_id
+from services.gateway.intake import Intake
+from services.gateway.logprobs import TokenNames
 from services.gateway.metrics import EdgeMetrics
 from services.gateway.prepare import Preparer, new_id
 
 log = logs.get(__name__)
 
 DEADLINE_HEADER = headers.DEADLINE_MS.lower().encode()
+WARNING = b'299 penstock "%b"'
+"""The `warning` header (RFC 7234): 299 is a lasting warning of the sender's own."""
+
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -47,10 +57,18 @@ _SSE_HEADERS = [
 
 
 def create_app(
-    gateway: Core, bundle: TextBundle, config: GatewayConfig, *, clock: Callable[[], float] = time.monotonic
+    gateway: Core,
+    bundle: TextBundle,
+    config: GatewayConfig,
+    *,
+    intake: Intake | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Starlette:
-    """`/v1/models`, `/v1/chat/completions`, `/v1/completions`, `/health`, `/ready` and `/metrics`."""
-    api = _Api(gateway, bundle, config, clock)
+    """`/v1/models`, `/v1/chat/completions`, `/v1/completions`, `/health`, `/ready` and `/metrics`.
+
+    `intake` is what this edge shares with the NATS edge.
+    """
+    api = _Api(gateway, bundle, config, intake or Intake(config), clock)
     return Starlette(
         routes=[
             Route("/v1/models", api.models, methods=["GET"]),
@@ -77,13 +95,17 @@ class _Generate:
 
 
 class _Api:
-    def __init__(self, gateway: Core, bundle: TextBundle, config: GatewayConfig, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, gateway: Core, bundle: TextBundle, config: GatewayConfig, intake: Intake, clock: Callable[[], float]
+    ) -> None:
         self._gateway = gateway
         self._bundle = bundle
         self._config = config
         self._clock = clock
-        self._preparer = Preparer(bundle, config)
-        self._metrics = EdgeMetrics.of(gateway.metrics)
+        self._intake = intake
+        self._preparer = Preparer(bundle, config, intake)
+        self._names = TokenNames.of(bundle.tokenizer)
+        self._metrics = EdgeMetrics.of(gateway.metrics, bundle.name)
         self._created = int(time.time())
         self._key = config.api_key.encode()
         self._active = 0
@@ -110,49 +132,49 @@ class _Api:
 
     async def generate(self, kind: Kind, scope: Scope, receive: Receive, send: Send) -> None:
         id = new_id(kind)
-        exchange = Exchange(receive, send, [(b"x-request-id", safe_request_id(scope, id))], self._clock)
+        shown_id = safe_request_id(scope, id)
+        exchange = Exchange(scope, receive, send, [(b"x-request-id", shown_id)], self._clock)
+        record = AccessRecord("http", scope["path"], id, self._metrics, enabled=self._config.access_log)
+        record.client_id = shown_id.decode()
         self._active += 1
+        code = ""
         try:
-            await self._serve(kind, id, scope, exchange)
+            await self._serve(kind, id, scope, exchange, record)
         except Exception as error:
             if not isinstance(error, PenstockError):
                 log.exception("request_failed", request=id)
                 error = bodies.internal_error(id)
-            self._metrics.refused("http", error.code)
-            await exchange.fail(error)
+            drop_frames(error)
+            code = error.code
+            if isinstance(error, ClientGone):
+                exchange.gone = "disconnected"
+            else:
+                await exchange.fail(error)
         finally:
             self._active -= 1
+        if exchange.gone:
+            record.close(GONE_STATUS, GONE_CODE)
+        else:
+            record.close(exchange.status, code)
 
-    async def _serve(self, kind: Kind, id: str, scope: Scope, exchange: Exchange) -> None:
+    async def _serve(self, kind: Kind, id: str, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:
         """:raises PenstockError: what the client is told; nothing is held for it any more then."""
         self._authorize(scope)
         if self._active > self._config.max_requests:
             raise Overloaded("too many requests at once: try again in a moment")
-        body = await read_body(scope, exchange.receive, self._config.max_body_bytes)
-        deadline = header(scope, DEADLINE_HEADER)
-        job = await self._preparer.prepare(
-            kind, body, id=id, deadline_ms=None if deadline is None else deadline.decode("latin-1")
-        )
-        del body
-        answer = Answer(self._gateway, job, self._bundle.tokenizer, self._metrics)
-        answer.begin()
-        failure: PenstockError | None = None
-        outcome = "cancelled"
-        try:
-            async with anyio.create_task_group() as group:
-                answer.start(group)
-                group.start_soon(self._watch, exchange, answer, group.cancel_scope)
-                try:
-                    await (self._stream(answer, exchange) if job.stream else self._collect(answer, exchange))
-                    outcome = answer.outcome
-                except PenstockError as error:
-                    failure, outcome = error, error.code
-                group.cancel_scope.cancel()
-        finally:
-            answer.cancel()
-            answer.ended(outcome)
-        if failure is not None:
-            raise failure
+        with self._intake.room() as room:
+            body = await read_body(scope, exchange.receive, self._config.max_body_bytes, room)
+            deadline = header(scope, DEADLINE_HEADER)
+            job, notes = await self._preparer.prepare(
+                kind, body, id=id, deadline_ms=None if deadline is None else deadline.decode("latin-1")
+            )
+            del body
+        self._metrics.ignored(notes.labels)
+        if job.warning:
+            exchange.headers.append((b"warning", WARNING % job.warning.encode()))
+        answer = record.answer = Answer(self._gateway, job, self._bundle.tokenizer, self._metrics)
+        send = functools.partial(self._stream if job.stream else self._collect, answer, exchange)
+        await answer.run(send, watch=functools.partial(self._watch, exchange, id))
 
     async def _stream(self, answer: Answer, exchange: Exchange) -> None:
         job = answer.job
@@ -162,14 +184,18 @@ class _Api:
             created=job.created,
             model=job.model,
             num_choices=job.num_choices,
-            names=self._bundle.tokenizer,
+            names=self._names,
             top_logprobs=job.top_logprobs,
             null_usage=job.include_usage,
         )
+        if job.usage_so_far:
+            writer.usage_so_far = answer.usage()
         parts = writer.opening()
         deltas = await answer.next()
         await exchange.start(200, _SSE_HEADERS)
         while True:
+            if job.usage_so_far:
+                writer.usage_so_far = answer.usage()
             for index, delta in deltas:
                 parts += writer.delta(index, delta)
             if answer.finished:
@@ -183,16 +209,19 @@ class _Api:
         await exchange.write(b"".join((*parts, SSE_DONE)), more=False)
 
     async def _collect(self, answer: Answer, exchange: Exchange) -> None:
-        await exchange.respond(200, await answer.collect())
+        with Collector(answer, self._names, self._intake) as collector:
+            body = await collector.body()
+            await exchange.respond(200, body, body.size)
 
-    async def _watch(self, exchange: Exchange, answer: Answer, scope: anyio.CancelScope) -> None:
+    async def _watch(self, exchange: Exchange, id: str, scope: anyio.CancelScope) -> None:
         """Ends the request when its client is gone or has stalled."""
         stall_s, keepalive_s = self._config.slow_reader_timeout_s, self._config.sse_keepalive_s
-        reason = await exchange.watch(stall_s=stall_s, keepalive_s=keepalive_s)
-        if reason == "answered":
+        await exchange.watch(stall_s=stall_s, keepalive_s=keepalive_s)
+        if not exchange.gone:
             return
-        log.info("client_gone", request=answer.job.id, reason=reason)
-        answer.cancel()
+        log.debug("client_gone", request=id, reason=exchange.gone)
+        if exchange.gone == "stalled":
+            exchange.abort()
         scope.cancel()
 
     def _model_body(self) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""What the edges count, under the names that vLLM's dashboards graph.
+"""What the edges count, under the names that vLLM's dashboards graph where there is one.
+
+A name that begins with `vllm:` has one meaning in all of Penstock: of whole requests, as clients see them, it is a gateway's;
+of an engine (its cache, its drafts, its preemptions), it is a worker's (`common/engine/metrics.py`).
 
 Gaps between outputs are observed for every chunk of every stream, so that histogram keeps plain counters and is turned into
 Prometheus's form only when it is scraped.
@@ -7,7 +10,7 @@ Prometheus's form only when it is scraped.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
@@ -15,21 +18,24 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from common.runtime.metrics import Metrics
+from common.runtime.metrics import MODEL_LABEL, Metrics
 from services.gateway.bodies import Usage
 
 _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _LONG_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
-_OUTCOMES = ("stop", "length", "cancelled", "error")
+SUCCESSES = ("stop", "length")
 
 
 class FastHistogram(Collector):
-    """A histogram whose `observe` costs a bisection and two additions. One event loop only."""
+    """A histogram of one model whose `observe` costs a bisection and two additions. One event loop only."""
 
-    def __init__(self, name: str, description: str, bounds: tuple[float, ...], registry: CollectorRegistry) -> None:
+    def __init__(
+        self, name: str, description: str, bounds: tuple[float, ...], registry: CollectorRegistry, *, model: str
+    ) -> None:
         self._name = name
         self._description = description
         self._bounds = bounds
+        self._model = model
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
         registry.register(self)
@@ -44,8 +50,8 @@ class FastHistogram(Collector):
         for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
             cumulative += count
             buckets.append((bound, cumulative))
-        family = HistogramMetricFamily(self._name, self._description)
-        family.add_metric([], buckets, self._sum)
+        family = HistogramMetricFamily(self._name, self._description, labels=[MODEL_LABEL])
+        family.add_metric([self._model], buckets, self._sum)
         yield family
 
 
@@ -55,41 +61,70 @@ class EdgeMetrics:
     _known: ClassVar[WeakKeyDictionary[Metrics, EdgeMetrics]] = WeakKeyDictionary()
 
     @classmethod
-    def of(cls, metrics: Metrics) -> EdgeMetrics:
-        """The one instance that is registered with `metrics`."""
+    def of(cls, metrics: Metrics, model: str) -> EdgeMetrics:
+        """The one instance that is registered with `metrics`. `model` is the name that clients use."""
         if metrics not in cls._known:
-            cls._known[metrics] = cls(metrics)
+            cls._known[metrics] = cls(metrics, model)
         return cls._known[metrics]
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._running = metrics.gauge("vllm:num_requests_running", "Choices being generated, queued ones included")
-        self._prompt_tokens = metrics.counter("vllm:prompt_tokens", "Tokens of prompts of ended requests")
-        self._cached_tokens = metrics.counter("vllm:prefix_cache_hits", "Prompt tokens found in a prefix cache")
-        self._generated = metrics.counter("vllm:generation_tokens", "Generated tokens")
-        self._success = metrics.counter("vllm:request_success", "Ended requests, by how", ["finished_reason"])
-        self._errors = metrics.counter("request_errors_total", "Refused and failed requests", ["edge", "code"])
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        by_model = [MODEL_LABEL]
+        self._open = metrics.gauge("open_choices", "Choices that clients wait for, queued ones included")
+        self._prompt_tokens = metrics.counter("vllm:prompt_tokens", "Tokens of prompts of ended requests", by_model).labels(
+            model
+        )
+        self._generated = metrics.counter("vllm:generation_tokens", "Generated tokens of ended requests", by_model).labels(
+            model
+        )
+        self._success = metrics.counter(
+            "vllm:request_success",
+            "Requests that were answered to their end, by finish reason",
+            [MODEL_LABEL, "finished_reason"],
+        )
+        self._cached_tokens = metrics.counter(
+            "cached_prompt_tokens_total", "Prompt tokens of ended requests that did not have to be computed"
+        )
+        self._errors = metrics.counter("request_errors_total", "Refused, failed and cancelled requests", ["edge", "code"])
         self._dropped = metrics.counter("nats_dropped_total", "NATS messages dropped without an answer", ["reason"])
+        self._ignored = metrics.counter(
+            "ignored_arguments_total",
+            "Arguments that had no effect, named in a warning; `unknown`: in no known API",
+            ["argument"],
+        )
         registry = metrics.registry
-        self._ttft = FastHistogram("vllm:time_to_first_token_seconds", "To a request's first tokens", _SHORT_S, registry)
-        self._itl = FastHistogram("vllm:inter_token_latency_seconds", "Between a request's outputs", _SHORT_S, registry)
-        self._e2e = FastHistogram("vllm:e2e_request_latency_seconds", "From admission to the end", _LONG_S, registry)
+        self._ttft = FastHistogram(
+            "vllm:time_to_first_token_seconds", "To a request's first tokens", _SHORT_S, registry, model=model
+        )
+        self._itl = FastHistogram(
+            "vllm:inter_token_latency_seconds", "Between a request's outputs", _SHORT_S, registry, model=model
+        )
+        self._e2e = FastHistogram(
+            "vllm:e2e_request_latency_seconds", "From admission to the end", _LONG_S, registry, model=model
+        )
+        self._model = model
         self.first_token = self._ttft.observe
         self.gap = self._itl.observe
 
     def began(self, num_choices: int) -> None:
-        self._running.inc(num_choices)
+        self._open.inc(num_choices)
 
-    def ended(self, outcome: str, elapsed_s: float, usage: Usage, num_choices: int) -> None:
-        """`outcome`: a finish reason, or an error's code."""
-        self._running.dec(num_choices)
+    def ended(self, finish: str, elapsed_s: float, usage: Usage, num_choices: int) -> None:
+        """`finish`: the first choice's finish reason; empty if the request was not answered to its end."""
+        self._open.dec(num_choices)
         self._prompt_tokens.inc(usage.prompt_tokens)
         self._cached_tokens.inc(usage.cached_tokens)
         self._generated.inc(usage.completion_tokens)
-        self._success.labels(outcome if outcome in _OUTCOMES else "error").inc()
+        if finish in SUCCESSES:
+            self._success.labels(self._model, finish).inc()
         self._e2e.observe(elapsed_s)
 
-    def refused(self, edge: str, code: str) -> None:
+    def failed(self, edge: str, code: str) -> None:
+        """A request ended with this error's code, whether or not anything had been generated."""
         self._errors.labels(edge, code).inc()
+
+    def ignored(self, labels: Iterable[str]) -> None:
+        for label in labels:
+            self._ignored.labels(label).inc()
 
     def dropped(self, reason: str) -> None:
         self._dropped.labels(reason).inc()

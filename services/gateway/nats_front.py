@@ -9,7 +9,8 @@ The handler of a message only starts a task: requests never wait for each other.
 counted: no reply subject, or one that would make us publish where clients may not (`$…`, `penstock.v1.…`).
 
 A client that is gone is noticed through its inbox: now and then a chunk carries a control subject of ours as its reply, and
-the server answers there when nobody listens any more.
+the server answers there when nobody listens any more. While many requests wait for their first token, the server is asked
+before work on another one begins: requests of clients that left must not fill the queue that all clients share.
 """
 
 from __future__ import annotations
@@ -30,15 +31,20 @@ from common.protocol.errors import (
     PayloadTooLarge,
     PenstockError,
     ShuttingDown,
+    drop_frames,
 )
 from common.runtime import logs
 from common.runtime.bus import Bus, BusMessage, Endpoint, Subscription
 from common.runtime.routing import is_no_responders
 from common.text.bundle import TextBundle
 from services.gateway import bodies
+from services.gateway.access_log import GONE_CODE, GONE_STATUS, AccessRecord
 from services.gateway.answer import Answer, Core
 from services.gateway.bodies import ChunkWriter, Kind
+from services.gateway.collect import Collector
 from services.gateway.config import GatewayConfig
+from services.gateway.intake import Intake, Room
+from services.gateway.logprobs import TokenNames
 from services.gateway.metrics import EdgeMetrics
 from services.gateway.namesakes import Namesakes
 from services.gateway.nats_reply import Link, Reply, is_safe_reply
@@ -49,23 +55,47 @@ log = logs.get(__name__)
 _MAX_REFUSALS = 1024
 _LOG_PERIOD_S = 1.0
 _LAST_WORD_S = 0.5
+CROWD = 16
+"""With more requests than this before their first token, inboxes are looked at before work begins."""
+MAX_PROBES = 64
+"""Inboxes looked at at a time: in a flood, the server's answers must not wait behind thousands of each other."""
+
+
+class _Incoming:
+    """A request that was let in. `body` is forgotten once it has been read, for the request may go on for long; `room` is its
+    memory."""
+
+    def __init__(self, kind: Kind, message: BusMessage, number: str, room: Room) -> None:
+        self.kind: Kind = kind
+        self.subject = message.subject
+        self.body = message.data
+        self.deadline_ms = message.headers.get(headers.DEADLINE_MS)
+        self.number = number
+        self.room = room
 
 
 class NatsFront:
     """Run `run` in a task group of the gateway's; `drain` before it ends."""
 
-    def __init__(self, gateway: Core, bundle: TextBundle, bus: Bus, config: GatewayConfig) -> None:
+    def __init__(
+        self, gateway: Core, bundle: TextBundle, bus: Bus, config: GatewayConfig, *, intake: Intake | None = None
+    ) -> None:
+        """`intake` is what this edge shares with the HTTP edge."""
         self._gateway = gateway
         self._bundle = bundle
         self._bus = bus
         self._link = Link(bus)
         self._config = config
-        self._preparer = Preparer(bundle, config)
-        self._metrics = EdgeMetrics.of(gateway.metrics)
+        self._intake = intake or Intake(config)
+        self._preparer = Preparer(bundle, config, self._intake)
+        self._names = TokenNames.of(bundle.tokenizer)
+        self._metrics = EdgeMetrics.of(gateway.metrics, bundle.name)
         self._control = bus.new_inbox()
         self._numbers = itertools.count()
         self._live: dict[str, Reply] = {}
         self._by_control: dict[str, Reply] = {}
+        self._num_unstarted = 0
+        self._probing = anyio.CapacityLimiter(MAX_PROBES)
         slug, queue = subjects.slug(bundle.name), subjects.GATEWAY_QUEUE
         self._namesakes = Namesakes(lambda: gateway.ref)
         self._endpoints: dict[Kind, Endpoint] = {
@@ -141,6 +171,7 @@ class NatsFront:
             f"{self._control}.{number}",
             message.headers.get(headers.TRACEPARENT, ""),
         )
+        room = self._intake.room()
         try:
             if len(self._live) >= self._config.max_requests:
                 raise Overloaded("too many requests at once: try again in a moment")
@@ -151,70 +182,90 @@ class NatsFront:
                 if id in self._live:
                     raise DuplicateRequest("a request with this id is running: use another id, or cancel that one")
                 reply.request = id
+            room.take(len(message.data))
         except PenstockError as error:
-            self._refused(kind, error)
+            self._record(message.subject, reply).close(error.http_status, error.code)
+            self._count_error(kind, error)
             try:
                 self._refuse.send_nowait((reply, error))
             except anyio.WouldBlock:
                 self._drop("flood", message.subject)
             return
         self._live[reply.request] = self._by_control[number] = reply
-        self._group.start_soon(self._serve, kind, message, reply, number)
+        self._num_unstarted += 1
+        self._group.start_soon(self._serve, _Incoming(kind, message, number, room), reply)
 
-    async def _serve(self, kind: Kind, message: BusMessage, reply: Reply, number: str) -> None:
+    def _has_started(self, reply: Reply) -> None:
+        if not reply.started:
+            reply.started = True
+            self._num_unstarted -= 1
+
+    def _record(self, subject: str, reply: Reply) -> AccessRecord:
+        record = AccessRecord("nats", subject, reply.minted, self._metrics, enabled=self._config.access_log)
+        record.client_id = reply.request
+        return record
+
+    async def _serve(self, incoming: _Incoming, reply: Reply) -> None:
         failure: PenstockError | None = ShuttingDown("the gateway stopped: send the request again")
+        record = self._record(incoming.subject, reply)
         began = time.perf_counter_ns()
         try:
             with reply.scope:
-                await self._answer(kind, message, reply)
+                await self._answer(incoming, reply, record)
             failure = Cancelled("the request was cancelled") if reply.scope.cancelled_caught else None
         except Exception as error:
             if not isinstance(error, PenstockError):
-                log.exception("request_failed", request=reply.request)
-                error = bodies.internal_error(reply.request)
+                log.exception("request_failed", request=reply.minted)
+                error = bodies.internal_error(reply.minted)
+            drop_frames(error)
             failure = error
         finally:
+            incoming.room.give_back()
+            self._has_started(reply)
+            if reply.gone:
+                record.close(GONE_STATUS, GONE_CODE)
+            else:
+                record.close(200 if failure is None else failure.http_status, "" if failure is None else failure.code)
             if failure is not None and not reply.gone:
-                self._refused(kind, failure)
+                self._count_error(incoming.kind, failure)
                 # also when this front was cancelled: the client would wait for ever
                 with anyio.move_on_after(_LAST_WORD_S, shield=True):
                     await self._send_failure(reply, failure)
-            self._endpoints[kind].processing_ns += time.perf_counter_ns() - began
-            del self._live[reply.request], self._by_control[number]
+            self._endpoints[incoming.kind].processing_ns += time.perf_counter_ns() - began
+            del self._live[reply.request], self._by_control[incoming.number]
             if self._idle is not None and not self._live:
                 self._idle.set()
 
-    async def _answer(self, kind: Kind, message: BusMessage, reply: Reply) -> None:
+    async def _answer(self, incoming: _Incoming, reply: Reply, record: AccessRecord) -> None:
         """:raises PenstockError: what the client is told; nothing is held for it any more then."""
-        job = await self._preparer.prepare(
-            kind,
-            message.data,
+        if self._num_unstarted > CROWD:
+            async with self._probing:
+                reply.gone = await reply.is_deserted()
+            if reply.gone:
+                self._drop("nobody_listens", incoming.subject)
+                return
+        body, incoming.body = incoming.body, b""
+        job, notes = await self._preparer.prepare(
+            incoming.kind,
+            body,
             id=reply.minted,
             shown_id=reply.request,
-            deadline_ms=message.headers.get(headers.DEADLINE_MS),
+            deadline_ms=incoming.deadline_ms,
             stream_default=True,
         )
-        answer = Answer(self._gateway, job, self._bundle.tokenizer, self._metrics)
-        answer.begin()
-        failure: PenstockError | None = None
-        outcome = "cancelled"
-        try:
-            async with anyio.create_task_group() as group:
-                answer.start(group)
-                try:
-                    if job.stream:
-                        await self._stream(answer, reply)
-                    else:
-                        await reply.last(await answer.collect())
-                    outcome = answer.outcome
-                except PenstockError as error:
-                    failure, outcome = error, error.code
-                group.cancel_scope.cancel()
-        finally:
-            answer.cancel()
-            answer.ended(outcome)
-        if failure is not None:
-            raise failure
+        del body
+        incoming.room.give_back()
+        self._metrics.ignored(notes.labels)
+        reply.warning = job.warning
+        on_start = functools.partial(self._has_started, reply)
+        answer = Answer(self._gateway, job, self._bundle.tokenizer, self._metrics, on_start=on_start)
+        record.answer = answer
+        await answer.run(functools.partial(self._stream if job.stream else self._collect, answer, reply))
+
+    async def _collect(self, answer: Answer, reply: Reply) -> None:
+        with Collector(answer, self._names, self._intake, max_bytes=self._bus.max_payload) as collector:
+            body = await collector.body()
+            await reply.last(b"".join(body))
 
     async def _stream(self, answer: Answer, reply: Reply) -> None:
         job = answer.job
@@ -224,15 +275,19 @@ class NatsFront:
             created=job.created,
             model=job.model,
             num_choices=job.num_choices,
-            names=self._bundle.tokenizer,
+            names=self._names,
             top_logprobs=job.top_logprobs,
             null_usage=job.include_usage,
             before=b"",
             after=b"",
         )
+        if job.usage_so_far:
+            writer.usage_so_far = answer.usage()
         opening = writer.opening()
         while True:
             deltas = await answer.next()
+            if job.usage_so_far:
+                writer.usage_so_far = answer.usage()
             for chunk in opening:
                 await reply.chunk(chunk)
             opening = []
@@ -260,7 +315,7 @@ class NatsFront:
         if reply is not None and is_no_responders(message):
             reply.nobody_listens()
             if reply.gone:
-                log.info("client_gone", request=reply.request)
+                log.debug("client_gone", request=reply.minted)
 
     def _on_cancel(self, message: BusMessage) -> None:
         self._cancels.num_requests += 1
@@ -268,8 +323,7 @@ class NatsFront:
         if reply is not None:
             reply.scope.cancel()
 
-    def _refused(self, kind: Kind, error: PenstockError) -> None:
-        self._metrics.refused("nats", error.code)
+    def _count_error(self, kind: Kind, error: PenstockError) -> None:
         endpoint = self._endpoints[kind]
         endpoint.num_errors += 1
         endpoint.last_error = error.code

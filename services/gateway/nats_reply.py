@@ -81,6 +81,8 @@ class Reply:
         self.request = minted  # and to the client, unless it chose a name itself
         self.scope = anyio.CancelScope()
         self.gone = False
+        self.started = False  # the first tokens have come
+        self.warning = ""
         self._link = link
         self._outages = link.outages  # until then, the client was there
         self._unheard = False
@@ -89,6 +91,13 @@ class Reply:
         self._traceparent = traceparent if _TRACEPARENT.fullmatch(traceparent) else ""
         self._sequence = 0
         self._checked_at = -CHECK_EVERY_S
+
+    async def is_deserted(self) -> bool:
+        """Whether it is certain that nobody listens on the inbox. Not while clients may be on their way back."""
+        link = self._link
+        if self._outages != link.outages or time.monotonic() - link.back_at < RETURN_GRACE_S or not link.bus.connected:
+            return False
+        return await link.bus.has_listener(self._subject) is False
 
     async def chunk(self, body: bytes) -> None:
         now = time.monotonic()
@@ -99,14 +108,19 @@ class Reply:
         sequence = self._sequence
         self._sequence += 1
         fields = {headers.REQUEST_ID: self.request, headers.SEQUENCE: str(sequence)}
-        if sequence == 0 and self._traceparent:
-            fields[headers.TRACEPARENT] = self._traceparent
+        if sequence == 0:
+            if self._traceparent:
+                fields[headers.TRACEPARENT] = self._traceparent
+            if self.warning:
+                fields[headers.WARNING] = self.warning
         await self._publish(body, fields, control)
 
     async def last(self, body: bytes, more: Mapping[str, str] | None = None) -> None:
         fields = {headers.REQUEST_ID: self.request, headers.SEQUENCE: str(self._sequence), headers.FINAL: "1"}
         if self._traceparent:
             fields[headers.TRACEPARENT] = self._traceparent
+        if self._sequence == 0 and self.warning:
+            fields[headers.WARNING] = self.warning
         await self._publish(body, fields | dict(more or {}))
 
     async def fail(self, error: PenstockError) -> None:

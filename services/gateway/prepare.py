@@ -1,18 +1,20 @@
 """From a decoded request to a `Job`: what has to be generated, checked against the model that is served.
 
 How long an answer may get: `max_tokens` (chat: also `max_completion_tokens`) as given; more than fits behind the prompt is
-a 400 `context_length_exceeded`, as at OpenAI. Not given: chat takes what the context has left, a completion 16 tokens.
+a 400 `context_length_exceeded`, as at OpenAI. Not given: chat takes what the context has left, a completion 16 tokens. -1, as
+in llama.cpp: what the context has left. All choices and alternatives together are bounded by `max_answer_values`.
 
-Tokenizing takes half a second per megabyte: above `_INLINE_CHARS` it happens in a thread, at most two at a time, so that
-nobody's stream waits for somebody's long prompt; what can't fit the context is refused before.
+Tokenizing takes a quarter of a second per megabyte: above `_INLINE_CHARS` it happens in a thread, at most two at a time, so
+that nobody's stream waits for somebody's long prompt; what can't fit the context is refused before.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import anyio
 import anyio.to_thread
@@ -22,13 +24,17 @@ from common.protocol.errors import ContextLengthExceeded, EmptyPrompt, InvalidPa
 from common.protocol.messages import SamplingParams
 from common.text.bundle import TextBundle
 from services.gateway import openai
+from services.gateway.arguments import Notes
 from services.gateway.bodies import Kind
 from services.gateway.choices import StopStrings
 from services.gateway.config import GatewayConfig
+from services.gateway.intake import Intake
 from services.gateway.openai import Arguments, ChatRequest, CompletionRequest
+from services.gateway.parse import SMALL_BYTES, parse
 
 _INLINE_CHARS = 8192
 _COMPLETION_MAX_TOKENS = 16
+_SALT_BYTES = 16
 _T = TypeVar("_T")
 _RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now"})
 
@@ -37,7 +43,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A valid request. `id` names it inside, `shown_id` to the client. Choice number c of prompt p has index p * n + c.
 
     `sampling.seed` is the first choice's (see `choices.choice_seed`). `echoes[p]` is sent before the text of prompt p's
-    choices. `top_logprobs`: -1 none, else how many alternatives each token lists.
+    choices. `top_logprobs`: -1 none, else how many alternatives each token lists. `usage_so_far`: every chunk of the stream
+    tells the usage up to it. `salt` keeps the prompt's KV apart. `warning`: what of the request had no effect.
     """
 
     id: str
@@ -54,7 +61,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     top_logprobs: int
     stream: bool
     include_usage: bool
+    usage_so_far: bool
     deadline_s: float
+    skip_special: bool = True
+    salt: bytes = b""
+    warning: str = ""
 
     @property
     def num_choices(self) -> int:
@@ -72,9 +83,10 @@ def new_id(kind: Kind) -> str:
 class Preparer:
     """Turns bodies into jobs for one model."""
 
-    def __init__(self, bundle: TextBundle, config: GatewayConfig) -> None:
+    def __init__(self, bundle: TextBundle, config: GatewayConfig, intake: Intake) -> None:
         self._bundle = bundle
         self._config = config
+        self._intake = intake
         self._tokenizer = bundle.tokenizer
         self._model = bundle.name
         self._threads: anyio.CapacityLimiter | None = None
@@ -88,38 +100,33 @@ class Preparer:
         shown_id: str = "",
         deadline_ms: str | None = None,
         stream_default: bool = False,
-    ) -> Job:
-        """`shown_id` is `id` unless the client chose one. `deadline_ms` is a header's value; the shorter of it and the body's
+    ) -> tuple[Job, Notes]:
+        """The job, and what of the body had no effect.
+
+        `shown_id` is `id` unless the client chose one. `deadline_ms` is a header's value; the shorter of it and the body's
         `timeout` holds.
 
         :raises RequestError: what is wrong with the request; nothing has been taken then.
         """
-        request = openai.decode_chat(body) if kind == "chat" else openai.decode_completion(body)
+        notes = Notes(strict=self._config.strict)
+        is_large = len(body) > SMALL_BYTES
+        steps = parse(kind, body, max_prompt_tokens=self._bundle.max_context - 1, notes=notes)
+        request = await self._intake.run(steps, large=is_large)
         if request.model is not None and request.model != self._model:
             raise UnknownModel(f"the model {request.model[:100]!r} is not served here; {self._model} is", param="model")
         deadline_s = self._deadline(request.timeout, deadline_ms)
-        echoes = [""]
         if isinstance(request, ChatRequest):
-            num_prompts, prompts = 1, [await self._chat_prompt(request)]
-            max_tokens = request.max_completion_tokens or request.max_tokens
+            prompts, echoes = [await self._chat_prompt(request, in_thread=is_large)], [""]
             logprobs = (request.top_logprobs or 0) if request.logprobs else -1
         else:
-            num_prompts = len(request.prompts)
-            self._check_choices(request, num_prompts)
+            self._check_choices(request, len(request.prompts))
             prompts, echoes = await self._completion_prompts(request)
-            max_tokens = request.max_tokens
             logprobs = -1 if request.logprobs is None else request.logprobs
-        self._check_choices(request, num_prompts)
-        room = self._bundle.max_context - max(map(len, prompts))
-        if max_tokens is None:
-            max_tokens = room if kind == "chat" else min(room, _COMPLETION_MAX_TOKENS)
-        elif max_tokens > room:
-            raise ContextLengthExceeded(
-                f"the prompt takes {self._bundle.max_context - room} of {self._bundle.max_context} tokens of context: "
-                f"max_tokens can be at most {room}, not {max_tokens}",
-                param="max_tokens",
-            )
-        return Job(
+        self._check_choices(request, len(prompts))
+        max_tokens = self._max_tokens(request, prompts, logprobs)
+        options = request.stream_options
+        include_usage = bool(options and options.include_usage)
+        job = Job(
             id=id,
             shown_id=shown_id or id,
             kind=kind,
@@ -133,9 +140,14 @@ class Preparer:
             include_stop=bool(request.include_stop_str_in_output),
             top_logprobs=logprobs,
             stream=stream_default if request.stream is None else request.stream,
-            include_usage=bool(request.stream_options and request.stream_options.include_usage),
+            include_usage=include_usage,
+            usage_so_far=include_usage and bool(options and options.continuous_usage_stats),
             deadline_s=deadline_s,
+            skip_special=request.skip_special_tokens is not False,
+            salt=_salt(request.cache_salt),
+            warning=notes.text,
         )
+        return job, notes
 
     def _check_choices(self, request: Arguments, num_prompts: int) -> None:
         n = request.n or 1
@@ -158,24 +170,70 @@ class Preparer:
             raise InvalidParameter(f"the deadline can be at most {limit_s:g} s", param="timeout")
         return min(asked, default=min(self._config.default_deadline_s, limit_s))
 
-    async def _chat_prompt(self, request: ChatRequest) -> list[int]:
-        variables = request.chat_template_kwargs or {}
+    def _max_tokens(self, request: Arguments, prompts: list[list[int]], logprobs: int) -> int:
+        """How long each choice may get."""
+        param, asked = "max_tokens", request.max_tokens
+        if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+            param, asked = "max_completion_tokens", request.max_completion_tokens
+        context = self._bundle.max_context
+        room = context - max(map(len, prompts))
+        choices, values = len(prompts) * (request.n or 1), 1 + max(logprobs, 0)
+        limit = self._config.max_answer_values
+        if asked is None or asked == openai.NO_LIMIT:
+            default = room if asked is not None or isinstance(request, ChatRequest) else _COMPLETION_MAX_TOKENS
+            asked = max(1, min(default, room, limit // (choices * values)))
+        elif asked > room:
+            raise ContextLengthExceeded(
+                f"the prompt takes {context - room} of {context} tokens of context: {param} can be at most {room}, not {asked}",
+                param=param,
+            )
+        if choices * asked * values > limit:
+            raise InvalidParameter(
+                f"prompts × n × {param} × (1 + logprobs) is {len(prompts)} × {request.n or 1} × {asked} × {values} = "
+                f"{choices * asked * values}; at most {limit} values are answered",
+                param=param,
+            )
+        return asked
+
+    async def _chat_prompt(self, request: ChatRequest, *, in_thread: bool) -> list[int]:
+        variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
         if taken := _RESERVED_VARIABLES.intersection(variables):
             raise InvalidParameter(f"chat_template_kwargs can't set {min(taken)}", param="chat_template_kwargs")
-        messages = [openai.template_message(message) for message in request.messages]
+        template = request.chat_template or ""
+        if request.reasoning_effort is not None:
+            if self._bundle.template_called(template).mentions("reasoning_effort"):
+                variables.setdefault("reasoning_effort", request.reasoning_effort)
+            elif request.reasoning_effort != "none":
+                raise InvalidParameter(
+                    "reasoning_effort is not supported by this model: leave it out", param="reasoning_effort"
+                )
         limit = self._bundle.max_context - 1
 
-        def encode() -> list[int]:
+        def size_of(messages: list[dict[str, Any]]) -> int:
+            size = sum(map(_size, messages))
+            self._check_size(size, limit, "messages")
+            return size
+
+        def encode(messages: list[dict[str, Any]]) -> list[int]:
             return self._bundle.encode_chat(
                 messages,
                 add_generation_prompt=request.add_generation_prompt is not False,
                 variables=variables,
                 max_tokens=limit,
+                template=template,
             )
 
-        size = sum(_size(message) for message in messages)
-        self._check_size(size, limit, "messages")
-        prompt = await self._in_thread(encode) if size > _INLINE_CHARS or len(messages) > 64 else encode()
+        def convert_and_encode() -> list[int]:
+            messages = [openai.template_message(message) for message in request.messages]
+            size_of(messages)
+            return encode(messages)
+
+        if in_thread:
+            prompt = await self._in_thread(convert_and_encode)
+        else:
+            messages = [openai.template_message(message) for message in request.messages]
+            is_long = size_of(messages) > _INLINE_CHARS or len(messages) > 64
+            prompt = await self._in_thread(lambda: encode(messages)) if is_long else encode(messages)
         if not prompt:
             raise EmptyPrompt("the chat template made an empty prompt of these messages", param="messages")
         return prompt
@@ -191,11 +249,19 @@ class Preparer:
                 self._check_size(len(part), limit, "prompt")
             elif len(part) > limit:
                 raise ContextLengthExceeded(f"the prompt has {len(part)} tokens; at most {limit} fit", param="prompt")
-            elif max(part) >= self._tokenizer.vocab_size:
+
+        def encode_one(part: str | list[int]) -> list[int]:
+            if isinstance(part, str):
+                special = request.add_special_tokens is not False
+                return self._bundle.encode_prompt(part, add_special=special, max_tokens=limit)
+            if max(part) >= self._tokenizer.vocab_size:
                 raise self._past_vocabulary("prompt", max(part))
+            return part
 
         def encode() -> tuple[list[list[int]], list[str]]:
-            prompts = [self._bundle.encode_prompt(p, max_tokens=limit) if isinstance(p, str) else p for p in parts]
+            prompts = [encode_one(part) for part in parts]
+            if not all(prompts):
+                raise EmptyPrompt("the prompt makes no token: send some text", param="prompt")
             if not request.echo:
                 return prompts, [""] * len(parts)
             return prompts, [part if isinstance(part, str) else self._tokenizer.decode(part) for part in parts]
@@ -204,7 +270,8 @@ class Preparer:
 
     def _check_size(self, size: int, limit: int, param: str) -> None:
         if size > limit * self._tokenizer.longest_token_bytes:
-            raise ContextLengthExceeded(f"the prompt of {size} characters can't fit {limit} tokens", param=param)
+            what = "messages" if param == "messages" else "a prompt"
+            raise ContextLengthExceeded(f"{what} of {size} characters can't fit {limit} tokens", param=param)
 
     async def _in_thread(self, encode: Callable[[], _T]) -> _T:
         if self._threads is None:
@@ -224,18 +291,20 @@ class Preparer:
         min_tokens = request.min_tokens or 0
         if min_tokens > max_tokens:
             raise InvalidParameter(f"min_tokens is {min_tokens}, but at most {max_tokens} can come", param="min_tokens")
-        top_p = _given(request.top_p, 1.0)
-        top_k = max(request.top_k or 0, 0)
+        default = self._bundle.sampling
+        top_p = _given(request.top_p, default.top_p, 1.0)
+        top_k = max(_given(request.top_k, default.top_k, 0), 0)
+        is_seeded = request.seed not in (None, openai.RANDOM_SEED)
         return SamplingParams(
-            seed=_given(request.seed, int.from_bytes(os.urandom(8), "little") >> 1),
-            temperature=_given(request.temperature, 1.0),
+            seed=cast(int, request.seed) if is_seeded else int.from_bytes(os.urandom(8), "little") >> 1,
+            temperature=_given(request.temperature, default.temperature, 1.0),
             # OpenAI allows top_p 0, which keeps the likeliest token alone
             top_k=1 if top_p == 0 else min(top_k, self._tokenizer.vocab_size),
             top_p=top_p or 1.0,
-            min_p=_given(request.min_p, 0.0),
-            presence_penalty=_given(request.presence_penalty, 0.0),
-            frequency_penalty=_given(request.frequency_penalty, 0.0),
-            repetition_penalty=_given(request.repetition_penalty, 1.0),
+            min_p=_given(request.min_p, default.min_p, 0.0),
+            presence_penalty=_given(request.presence_penalty, None, 0.0),
+            frequency_penalty=_given(request.frequency_penalty, None, 0.0),
+            repetition_penalty=_given(request.repetition_penalty, default.repetition_penalty, 1.0),
             logit_bias=bias,
             logprobs=logprobs,
             max_tokens=max_tokens,
@@ -244,8 +313,15 @@ class Preparer:
         )
 
 
-def _given(value: _T | None, default: _T) -> _T:
-    return default if value is None else value
+def _given(value: _T | None, recommended: _T | None, otherwise: _T) -> _T:
+    """What the client says, else what the model's authors do, else what OpenAI does."""
+    if value is not None:
+        return value
+    return otherwise if recommended is None else recommended
+
+
+def _salt(text: str | None) -> bytes:
+    return b"" if text is None else hashlib.blake2b(text.encode(), digest_size=_SALT_BYTES, person=b"cache_salt").digest()
 
 
 def _size(message: Mapping[str, Any]) -> int:

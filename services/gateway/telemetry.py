@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from common.runtime.metrics import Metrics
+from common.runtime.metrics import MODEL_LABEL, Metrics
 from services.gateway.dispatch import Dispatcher
 
 _QUEUE_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -17,13 +17,18 @@ _QUEUE_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 class Telemetry(Collector):
     """Reads the dispatcher's own counters when it is scraped."""
 
-    def __init__(self, metrics: Metrics, dispatcher: Dispatcher) -> None:
+    def __init__(self, metrics: Metrics, dispatcher: Dispatcher, *, model: str) -> None:
+        """`model`: its name for clients."""
         self._stats = dispatcher.stats
-        metrics.gauge("vllm:num_requests_waiting", "Requests that wait for a worker", read=lambda: dispatcher.num_waiting)
-        metrics.gauge("requests_placed", "Requests that workers hold", read=lambda: dispatcher.num_running)
-        self.waited = metrics.histogram(
-            "vllm:request_queue_time_seconds", "Before a request is sent to a worker, for each attempt", _QUEUE_S
-        ).observe
+        for name, description, read in (
+            ("vllm:num_requests_running", "Requests that workers hold", lambda: float(dispatcher.num_running)),
+            ("vllm:num_requests_waiting", "Requests that wait for a worker", lambda: float(dispatcher.num_waiting)),
+        ):
+            metrics.gauge(name, description, [MODEL_LABEL]).labels(model).set_function(read)
+        queue_time = metrics.histogram(
+            "vllm:request_queue_time_seconds", "Before a request is sent to a worker, for each attempt", _QUEUE_S, [MODEL_LABEL]
+        )
+        self.waited = queue_time.labels(model).observe
         metrics.registry.register(self)
 
     def collect(self) -> Iterator[Metric]:

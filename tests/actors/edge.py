@@ -71,8 +71,8 @@ class ScriptedStream:
         waiting = self._waiting
         waiting.tokens += tokens
         if self.request.sampling.logprobs >= 0:
-            likeliest = list(range(self.request.sampling.logprobs))
-            new = [TokenLogprobs(-0.25, likeliest, [-1.0 - rank for rank in likeliest]) for _ in tokens]
+            likeliest = tuple(range(self.request.sampling.logprobs))
+            new = [TokenLogprobs(-0.25, likeliest, tuple(-1.0 - rank for rank in likeliest)) for _ in tokens]
             waiting.logprobs = [*(waiting.logprobs or []), *new]
         waiting.finish = waiting.finish or finish
         waiting.error = waiting.error or error

@@ -8,7 +8,7 @@ import pytest
 from common.protocol import errors
 from services.gateway.actor import GatewayActor
 from services.gateway.config import GatewayConfig
-from tests.actors.gateway_site import LONG, SHORT, expected, many, read, read_some, site
+from tests.actors.gateway_site import LONG, MODEL, SHORT, expected, many, read, read_some, site
 
 
 async def test_ready_means_that_a_request_went_through_every_path() -> None:
@@ -82,8 +82,8 @@ async def test_metrics_tell_of_queue_retries_and_lost_frames() -> None:
             await at.until(lambda: at.decode[0].held)
             await at.kill(at.decode[0])
         text = at.gateway.metrics.render().decode()
-    assert "vllm:num_requests_waiting 0.0" in text
-    assert 'vllm:request_queue_time_seconds_bucket{le="+Inf"}' in text
+    assert f'vllm:num_requests_waiting{{model_name="{MODEL}"}} 0.0' in text
+    assert f'vllm:request_queue_time_seconds_bucket{{le="+Inf",model_name="{MODEL}"}}' in text
     assert "penstock_request_retries_total" in text
     assert "penstock_frames_dropped_total" in text
 

@@ -134,8 +134,8 @@ async def test_models_health_ready_and_metrics() -> None:
         await http.post(CHAT, json=HI)
         await http.post(CHAT, json={**HI, "n": -1})
         page = (await http.get("/metrics")).text
-    assert "vllm:generation_tokens_total 3.0" in page
-    assert "vllm:time_to_first_token_seconds_count 1.0" in page
+    assert f'vllm:generation_tokens_total{{model_name="{MODEL}"}} 3.0' in page
+    assert f'vllm:time_to_first_token_seconds_count{{model_name="{MODEL}"}} 1.0' in page
     assert 'penstock_request_errors_total{code="invalid_parameter",edge="http"} 1.0' in page
 
 

@@ -2,52 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import socket
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any
-
 import anyio
 import httpx
 import pytest
 
-from common.runtime import endpoints, http_protocol
-from services.gateway.config import GatewayConfig
-from services.gateway.http import create_app
-from tests.actors.edge import BUNDLE, ScriptedCore, ids, until
-
-CHAT = "/v1/chat/completions"
-HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
-
-
-@asynccontextmanager
-async def serving(core: ScriptedCore, **settings: Any) -> AsyncIterator[int]:
-    """The port of a running server."""
-    listener = endpoints.bind("127.0.0.1", 0)
-    server = endpoints.HttpServer(create_app(core, BUNDLE, GatewayConfig(**settings)))
-    try:
-        async with anyio.create_task_group() as group:
-            group.start_soon(server.run_until_finished, listener)
-            await until(lambda: server.started)
-            try:
-                yield listener.getsockname()[1]
-            finally:
-                server.finish(at_once=True)
-    finally:
-        listener.close()
-
-
-@contextmanager
-def asking(port: int, body: dict[str, Any]) -> Iterator[socket.socket]:
-    """A connection with a request on it, which nobody reads."""
-    data = json.dumps(body).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
-    with socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        connection.connect(("127.0.0.1", port))
-        connection.sendall(head.encode() + data)
-        yield connection
+from common.runtime import http_protocol
+from tests.actors.edge import ScriptedCore, ids, until
+from tests.actors.http_site import CHAT, HI, asking, serving
 
 
 async def test_one_connection_serves_one_request_after_another() -> None:

@@ -36,9 +36,9 @@ BAD_PARAMETERS: list[dict[str, Any]] = [
     {"top_p": -0.1},
     {"top_k": -2},
     {"min_p": 2},
-    {"seed": -1},
+    {"seed": -2},
     {"seed": 10**40},
-    {"max_tokens": -1},
+    {"max_tokens": -2},
     {"max_tokens": 0},
     {"frequency_penalty": 3},
     {"repetition_penalty": 0},
@@ -50,7 +50,7 @@ BAD_PARAMETERS: list[dict[str, Any]] = [
     {"stop_token_ids": [49152]},
     {"stop_token_ids": [1] * 10_000},
     {"min_tokens": 100, "max_tokens": 3},
-    {"no_such_argument": 1},
+    {"guided_regex": "a+"},
     {"tools": [{"type": "function", "function": {"name": "f"}}]},
 ]
 

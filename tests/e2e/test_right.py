@@ -118,7 +118,7 @@ async def counted(stack: Stack, role: str, metric: str) -> float:
     total = 0.0
     for name in [name for name in stack.processes if name.startswith(role)]:
         page = (await stack.client.get(f"{stack.url(name)}/metrics")).text
-        total += sum(float(line.split()[1]) for line in page.splitlines() if line.startswith(f"{metric} "))
+        total += sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith((f"{metric} ", f"{metric}{{")))
     return total
 
 

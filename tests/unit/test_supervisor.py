@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import anyio
+import psutil
 import pytest
 
 from common.cli.console import first_error
@@ -170,6 +171,7 @@ async def test_stopping_takes_no_longer_than_the_drain_timeout_if_children_of_ev
         await until(lambda: all("up" in child.tail() for child in supervisor.children))
         for child in supervisor.children:
             child.signal(signal.SIGSTOP)
+        await until(lambda: all(psutil.Process(child.pid).status() == psutil.STATUS_STOPPED for child in supervisor.children))
         began = time.monotonic()
     assert 1.0 < time.monotonic() - began < 3.0
     assert [report.split()[0] for report in reports] == ["stage-0", "stage-1", "stage-2"]

@@ -11,7 +11,8 @@ import pytest
 from common.models.source import ModelFiles
 from common.protocol.errors import ConfigError, ContextLengthExceeded, InvalidParameter
 from common.text.bundle import TextBundle, load_bundle
-from common.text.template import ChatTemplate, guard_messages, load_template
+from common.text.model_templates import load_templates
+from common.text.template import ChatTemplate, guard_messages
 
 USER = {"role": "user", "content": "Hi"}
 CONVERSATIONS: list[list[dict[str, Any]]] = [
@@ -192,10 +193,9 @@ class TestEnvironment:
 )
 def test_templates_of_folders(tmp_path: Path, name: str, content: str) -> None:
     (tmp_path / name).write_text(content)
-    template = load_template(ModelFiles(name="m", format="safetensors", path=tmp_path), {})
-    assert template is not None
-    assert template.render([USER]) == "T"
+    templates = load_templates(ModelFiles(name="m", format="safetensors", path=tmp_path), {})
+    assert templates["default"].render([USER]) == "T"
 
 
 def test_a_folder_without_template_has_none(tmp_path: Path) -> None:
-    assert load_template(ModelFiles(name="m", format="safetensors", path=tmp_path), {}) is None
+    assert load_templates(ModelFiles(name="m", format="safetensors", path=tmp_path), {}) == {}

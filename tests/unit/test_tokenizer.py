@@ -260,10 +260,3 @@ class TestFolders:
             (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(ConfigError, match=r"tokenizer\.json"):
             load_tokenizer(ModelFiles(name="tiny", format="safetensors", path=tmp_path))
-
-    def test_a_decoder_that_can_not_be_streamed_is_refused(self, tmp_path: Path) -> None:
-        backend = Backend(models.WordPiece({"[UNK]": 0}, unk_token="[UNK]"))
-        backend.decoder = decoders.WordPiece()
-        backend.save(str(tmp_path / "tokenizer.json"))
-        with pytest.raises(ConfigError, match="WordPiece"):
-            load_tokenizer(ModelFiles(name="tiny", format="safetensors", path=tmp_path))

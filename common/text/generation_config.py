@@ -1,0 +1,72 @@
+"""What a model's authors recommend for sampling: `generation_config.json` of a folder, `general.sampling.*` of a GGUF header.
+
+A request that does not say gets these values, as in transformers and vLLM. `do_sample: false` is greedy decoding, which is what
+transformers does with such a file (vLLM does not look at it).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from common.models.source import ModelFiles
+from common.models.weights.gguf_metadata import read_metadata
+from common.protocol.errors import ConfigError
+from common.text.special_tokens import read_json
+
+_MAX_TEMPERATURE = 100.0
+
+
+class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
+    """None where the model has no opinion. `top_k` 0 is off."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+_GGUF_KEYS = {
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+_BOUNDS: dict[str, Callable[[float], bool]] = {
+    "temperature": lambda value: 0 <= value <= _MAX_TEMPERATURE,
+    "top_k": lambda value: value >= -1,
+    "top_p": lambda value: 0 <= value <= 1,
+    "min_p": lambda value: 0 <= value <= 1,
+    "repetition_penalty": lambda value: 0 < value <= 10,
+}
+
+
+def load_sampling_defaults(files: ModelFiles, *, metadata: Mapping[str, Any] | None = None) -> SamplingDefaults:
+    """:raises ConfigError: if there is a value that can't be sampled with; names the file and the key."""
+    if files.format == "gguf":
+        header = read_metadata(files.path) if metadata is None else metadata
+        given = {name: header.get(key) for name, key in _GGUF_KEYS.items()}
+        where = files.path.name
+    else:
+        content = read_json(files.path / "generation_config.json")
+        given = {name: content.get(name) for name in _BOUNDS}
+        if content.get("do_sample") is False:
+            given["temperature"] = 0.0
+        where = "generation_config.json"
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if not number or not _BOUNDS[name](value):
+            raise ConfigError(
+                f"{where} recommends {name} = {value!r}, which can't be; --generation-config none ignores such values",
+                param="generation_config",
+            )
+        values[name] = max(int(value), 0) if name == "top_k" else float(value)
+    return SamplingDefaults(**values)

@@ -1,0 +1,66 @@
+"""One line in the log per answered request, over HTTP and over NATS; never a word of its text.
+
+    request_answered request=chatcmpl-… client_id=… edge=http path=/v1/chat/completions model=… status=200 code= finish=stop
+                     stream=True choices=1 prompt_tokens=12 completion_tokens=80 cached_tokens=0 ttft_s=0.031 duration_s=0.912
+
+`request` is the id inside Penstock, under which workers log; `client_id` is what the client called it. `code` is the error's,
+if it ended with one, and `status` what HTTP calls that. A client that left is `client_closed_request`, 499.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+from common.runtime import logs
+from services.gateway.answer import Answer
+from services.gateway.metrics import EdgeMetrics
+
+log = logs.get_fast("access")
+
+GONE_CODE, GONE_STATUS = "client_closed_request", 499
+
+
+class AccessRecord:
+    """A request from its arrival to `close`."""
+
+    def __init__(self, edge: Literal["http", "nats"], path: str, request: str, metrics: EdgeMetrics, *, enabled: bool) -> None:
+        self.client_id = ""
+        self.answer: Answer | None = None
+        self._edge = edge
+        self._path = path
+        self._request = request
+        self._metrics = metrics
+        self._enabled = enabled
+        self._began_at = time.monotonic()
+
+    def close(self, status: int, code: str = "") -> None:
+        """Count and log the request; `code` is empty for one that was answered to its end."""
+        if code:
+            self._metrics.failed(self._edge, code)
+        if not self._enabled:
+            return
+        fields: dict[str, object] = {}
+        if (answer := self.answer) is not None:
+            usage = answer.usage()
+            fields = {
+                "model": answer.job.model,
+                "stream": answer.job.stream,
+                "choices": answer.job.num_choices,
+                "finish": answer.finish,
+                "prompt_tokens": usage.prompt_tokens,
+                "completion_tokens": usage.completion_tokens,
+                "cached_tokens": usage.cached_tokens,
+                "ttft_s": None if answer.ttft_s is None else round(answer.ttft_s, 4),
+            }
+        log.info(
+            "request_answered",
+            request=self._request,
+            client_id=self.client_id,
+            edge=self._edge,
+            path=self._path,
+            status=status,
+            code=code,
+            **fields,
+            duration_s=round(time.monotonic() - self._began_at, 4),
+        )

@@ -1,0 +1,58 @@
+"""A whole answer, for a client that did not ask for a stream: put together as it comes, within the memory for such answers."""
+
+from __future__ import annotations
+
+from common.protocol.errors import PayloadTooLarge
+from services.gateway.answer import Answer
+from services.gateway.intake import Intake
+from services.gateway.logprobs import TokenNames
+from services.gateway.whole import Pieces, WholeBody
+
+_FREE_BYTES = 64 * 1024
+"""Answers below this size are not counted: there are at most `max_requests` of them."""
+
+
+class Collector:
+    """Use as a context manager: at its end the memory is given back."""
+
+    def __init__(self, answer: Answer, names: TokenNames, intake: Intake, *, max_bytes: int | None = None) -> None:
+        """`max_bytes`: a larger answer can't be sent."""
+        self._answer = answer
+        self._names = names
+        self._intake = intake
+        self._max_bytes = max_bytes
+        self._held = 0
+
+    def __enter__(self) -> Collector:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._intake.dropped(self._held)
+        self._held = 0
+
+    async def body(self) -> Pieces:
+        """The body, once the answer has ended.
+
+        :raises Overloaded: if whole answers fill the memory there is for them.
+        :raises PayloadTooLarge: if it gets longer than `max_bytes`.
+        :raises PenstockError: a choice failed.
+        """
+        answer, job = self._answer, self._answer.job
+        whole = WholeBody(
+            job.kind,
+            id=job.shown_id,
+            created=job.created,
+            model=job.model,
+            num_choices=job.num_choices,
+            names=self._names,
+            top_logprobs=job.top_logprobs,
+        )
+        while not answer.finished:
+            for index, delta in await answer.next():
+                whole.add(index, delta)
+            if self._max_bytes is not None and whole.size > self._max_bytes:
+                raise PayloadTooLarge(f"the answer is longer than a message may be ({self._max_bytes} bytes): stream it")
+            if whole.size - self._held > _FREE_BYTES:
+                self._intake.collect(whole.size - self._held)
+                self._held = whole.size
+        return whole.finish(answer.usage())

@@ -1,0 +1,81 @@
+"""The body of an answer that is not streamed, encoded delta by delta as it comes. Pure.
+
+Encoding a large answer at its end would hold the event loop for seconds. So everything is encoded at once, and the end only
+puts pieces behind each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from services.gateway.bodies import Kind, Usage
+from services.gateway.choices import Delta
+from services.gateway.logprobs import BUFFER_BYTES, Columns, Sink, TokenNames
+
+_encode = msgspec.json.Encoder().encode
+
+
+class _Choice:
+    def __init__(self, columns: Columns | None) -> None:
+        self.text = Sink()
+        self.finish = "stop"
+        self.columns = columns
+
+
+class WholeBody:
+    """`top_logprobs`: -1 none, else how many alternatives each token lists. `size`: bytes so far, but for a few."""
+
+    def __init__(
+        self, kind: Kind, *, id: str, created: int, model: str, num_choices: int, names: TokenNames, top_logprobs: int
+    ) -> None:
+        self._chat = kind == "chat"
+        object_name = "chat.completion" if self._chat else "text_completion"
+        self._head = _encode({"id": id, "object": object_name, "created": created, "model": model})[:-1]
+        scored = top_logprobs >= 0
+        self._choices = [_Choice(Columns(kind, names, top_logprobs) if scored else None) for _ in range(num_choices)]
+        self.size = 0
+
+    def add(self, index: int, delta: Delta) -> None:
+        choice = self._choices[index]
+        if delta.text:
+            text = _encode(delta.text)[1:-1]
+            choice.text.add(text)
+            self.size += len(text)
+        if choice.columns is not None and delta.scored:
+            self.size += choice.columns.add(delta.scored)
+        if delta.finish is not None:
+            choice.finish = delta.finish
+
+    def finish(self, usage: Usage) -> Pieces:
+        """The body; nothing can be added any more."""
+        parts: list[bytes | bytearray] = [self._head, b',"choices":[']
+        for index, choice in enumerate(self._choices):
+            head = b'%s{"index":%d,' % (b"," if index else b"", index)
+            opening = b'"message":{"role":"assistant","content":"' if self._chat else b'"text":"'
+            parts += [head, opening, *choice.text.buffers, b'","refusal":null}' if self._chat else b'"', b',"logprobs":']
+            parts += choice.columns.body() if choice.columns is not None else [b"null"]
+            parts += [b',"finish_reason":', _encode(choice.finish), b"}"]
+        parts += [b'],"usage":', _encode(usage.body()), b"}"]
+        return Pieces(parts)
+
+
+class Pieces:
+    """A body in parts, which are put together to about BUFFER_BYTES as they are taken."""
+
+    def __init__(self, parts: list[bytes | bytearray]) -> None:
+        self._parts = parts
+        self.size = sum(map(len, parts))
+
+    def __iter__(self) -> Iterator[bytes]:
+        gathered: list[bytes | bytearray] = []
+        size = 0
+        for part in self._parts:
+            gathered.append(part)
+            size += len(part)
+            if size >= BUFFER_BYTES:
+                yield b"".join(gathered)
+                gathered, size = [], 0
+        if gathered:
+            yield b"".join(gathered)
