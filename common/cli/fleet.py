@@ -25,7 +25,7 @@ _Count = Annotated[int, Meta(ge=0, le=256)]
 
 
 class UpConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of `penstock up` itself: what it starts, and where."""
+    """What is started. The settings of `penstock up` itself; its help has the first sentence as a heading."""
 
     gateway: Annotated[int, Meta(ge=1, le=64, description="gateways; several share the port")] = 1
     prefill: Annotated[
