@@ -85,7 +85,7 @@ def command(ctx: typer.Context) -> None:
 
 
 def _checked(asked: UpSettings, *, on_gpus: bool) -> tuple[UpSettings, list[str]]:
-    """`asked`, once it is sure that the model can be served so, with the context that the KV pools hold; and warnings.
+    """Check that the model can be served so. Return the settings with the context that the KV pools hold, and warnings.
 
     :raises UnknownModel, ConfigError: why it can't be served.
     """
@@ -111,7 +111,7 @@ def _checked(asked: UpSettings, *, on_gpus: bool) -> tuple[UpSettings, list[str]
 
 
 def _open_api(asked: UpSettings) -> list[str]:
-    """A warning when everyone on the network may use the model."""
+    """Return a warning if everyone on the network may use the model."""
     host = asked.config.http_host
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
