@@ -189,15 +189,15 @@ class Site:
 # -- what clients ask for
 
 
-def simulated_jobs(files: ModelFiles, seed: int = 0) -> Iterator[Job]:
-    """For ever new prompts; what they must give is known without any worker."""
+def simulated_jobs(files: ModelFiles, seed: int = 0, *, tokens: range = range(30, 80)) -> Iterator[Job]:
+    """For ever new prompts; what they must give is known without any worker. `tokens`: how many are asked for."""
     dice = random.Random(seed)
     bundle = load_bundle(files)
     rule = TokenRule(len(bundle.tokenizer.byte_table(skip_special=True)))
     while True:
         prompt = [dice.randrange(3, 40_000) for _ in range(dice.choice([1, 5, 40, 70, 200, 500, 900]))]
         sampling = SamplingParams(
-            temperature=dice.choice([0.0, 1.0]), seed=dice.randrange(1 << 30), max_tokens=dice.randrange(30, 80)
+            temperature=dice.choice([0.0, 1.0]), seed=dice.randrange(1 << 30), max_tokens=dice.choice(tokens)
         )
         body = {
             "prompt": prompt,

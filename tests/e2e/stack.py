@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +31,7 @@ from common.runtime.bus import Bus, BusMessage
 from common.runtime.nats_bus import connect
 
 ROOT = Path(__file__).parents[2]
+NOTHING: Mapping[str, str] = {}
 HTTP_TIMEOUT = httpx.Timeout(180.0)
 
 
@@ -101,7 +102,7 @@ class Stack:
 
     # -- processes
 
-    async def start(self, role: Role, *flags: str, name: str = "") -> str:
+    async def start(self, role: Role, *flags: str, name: str = "", environment: Mapping[str, str] = NOTHING) -> str:
         """Start a service as a process of its own and return its worker id; `ready` waits for it."""
         name = name or f"{role}-{self._started[role]}"
         self._started[role] += 1
@@ -115,7 +116,7 @@ class Stack:
                 cwd=ROOT,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "PENSTOCK_PARENT_PID": str(os.getpid())},
+                env={**os.environ, "PENSTOCK_PARENT_PID": str(os.getpid()), **environment},
             )
         return name
 

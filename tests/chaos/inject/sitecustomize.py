@@ -1,0 +1,73 @@
+"""First on PYTHONPATH, it breaks the service that Python is about to run, from outside: no file of the service knows of it.
+
+CHAOS="hang=2 once=/tmp/marker clock=-3600" are faults by name:
+
+    hang=ID     the step that computes a prompt token ID never returns       each of these may be
+    raise=ID    it raises                                                     ID "any": every step
+    crash=ID    it ends the process, as a segmentation fault in a kernel would
+    when=FILE   only while FILE exists
+    once=FILE   only the first process that comes that far, of all with the same FILE, and only once
+    clock=S     the wall clock is S seconds ahead
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+ENGINES = ("services.prefill", "services.decode")
+
+
+def _first(marker: str) -> bool:
+    try:
+        Path(marker).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _break(runner: Any, faults: dict[str, str]) -> None:
+    execute = runner.execute
+
+    def now() -> bool:
+        return ("when" not in faults or Path(faults["when"]).exists()) and ("once" not in faults or _first(faults["once"]))
+
+    def broken(plan: Any) -> Any:
+        tokens = {str(token) for row in plan.rows for token in row.tokens} | {"any"}
+        for kind in ("hang", "raise", "crash"):
+            if faults.get(kind) in tokens and now():
+                sys.stderr.write(f"chaos: {kind}\n")
+                if kind == "hang":
+                    threading.Event().wait()
+                if kind == "crash":
+                    os._exit(139)
+                raise RuntimeError("chaos")
+        return execute(plan)
+
+    runner.execute = broken
+
+
+def _inject(faults: dict[str, str]) -> None:
+    if "clock" in faults:
+        ahead_s, seconds, nanoseconds = float(faults["clock"]), time.time, time.time_ns
+        time.time = lambda: seconds() + ahead_s
+        time.time_ns = lambda: nanoseconds() + int(ahead_s * 1e9)
+    if any(service in sys.orig_argv for service in ENGINES):
+        from common.engine import open as opening
+
+        opened = opening.open_engine
+
+        def open_broken(*arguments: Any, **named: Any) -> Any:
+            engine = opened(*arguments, **named)
+            _break(engine.runner, faults)
+            return engine
+
+        opening.open_engine = open_broken
+
+
+if "CHAOS" in os.environ:
+    _inject(dict(word.split("=", 1) for word in os.environ["CHAOS"].split()))
