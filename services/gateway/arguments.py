@@ -2,7 +2,7 @@
 
 An argument that would change the answer is refused by name, unless its value asks for nothing (`tools: []`). One that changes
 nothing but speed, storage or bookkeeping is ignored, and so is one that no known API has; the answer's warning names both.
-With `strict`, all of them are refused. See docs/decisions/0013-unknown-arguments.md.
+With `strict`, all of them are refused. See docs/decisions/0019-unknown-arguments.md.
 
 The tables hold what OpenAI, vLLM, SGLang, llama.cpp, Ollama, OpenRouter and LiteLLM document for these endpoints.
 """
