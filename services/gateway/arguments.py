@@ -264,14 +264,21 @@ class Notes:
                 return
             complaint = f"{param} has no effect here: leave it out"
         else:
-            near = difflib.get_close_matches(name[:_MAX_NAME_CHARS], scope.obeyed, n=1, cutoff=_LIKENESS)
-            hint, label = f"did you mean {near[0]}?" if near else "", UNKNOWN
+            hint, label = self._nearest(scope, name), UNKNOWN
             complaint = f"unknown argument {shown!r}" + (f": {hint}" if hint else "")
         if self.strict:
             raise InvalidParameter(complaint, param=param)
         if scope.where + shown not in self._named:
             self._named[scope.where + shown] = f" ({hint})" if hint else ""
             self.labels.append(label)
+
+
+    def _nearest(self, scope: Scope, name: str) -> str:
+        """Looking for it takes up to 0.1 ms, so only those that will be named are looked at."""
+        if len(self._named) >= _MAX_NAMED or scope.where + _printable(name) in self._named:
+            return ""
+        near = difflib.get_close_matches(name[:_MAX_NAME_CHARS], scope.obeyed, n=1, cutoff=_LIKENESS)
+        return f"did you mean {near[0]}?" if near else ""
 
 
 def _asks_for_nothing(raw: bytes | memoryview, neutral: tuple[Any, ...]) -> bool:

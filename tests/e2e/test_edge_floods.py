@@ -158,6 +158,31 @@ async def test_large_whole_answers_disturb_nobody(stack: Stack, kind: str) -> No
     assert watch.longest_silence_s < LONGEST_SILENCE_S
 
 
+@pytest.mark.parametrize("shape", ["ids", "text", "choices"])
+async def test_many_long_prompts_disturb_nobody(stack: Stack, shape: str) -> None:
+    """A million tokens in one request, all of them valid."""
+    long = [1000 + number % 9000 for number in range(8000)]
+    body: dict[str, Any] = {"max_tokens": 1}
+    if shape == "ids":
+        body["prompt"] = [[1000 + number, *long] for number in range(128)]
+    elif shape == "text":
+        body["prompt"] = [f"{number} " + "some words " * 3500 for number in range(128)]
+    else:
+        body |= {"prompt": [[1000 + number, *long] for number in range(8)], "n": 16}
+    statuses: Counter[int] = Counter()
+
+    async def one() -> None:
+        statuses[(await stack.client.post(f"{stack.url()}/v1/completions", json=body)).status_code] += 1
+
+    async with watching(stack) as watch, anyio.create_task_group() as group:
+        for _ in range(4):
+            group.start_soon(one)
+    print(shape, statuses, watch)  # noqa: T201
+    assert set(statuses) <= {200, 429} and statuses[200]
+    assert watch.longest_answer_s < LONGEST_ANSWER_S
+    assert watch.longest_silence_s < LONGEST_SILENCE_S
+
+
 async def test_four_of_the_largest_answers_disturb_nobody(stack: Stack) -> None:
     """280 MB of log-probabilities each: whoever does not fit into the memory for whole answers is told so."""
     body = {"prompt": "x", "logprobs": 20, "n": 16, "max_tokens": 8000, "ignore_eos": True, "stream": False}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,14 @@ def test_values_that_ask_for_nothing_are_not_even_named(name: str, values: tuple
     for value in (None, *(value for value in values if isinstance(value, str | int | float | list | dict))):
         if name not in ChatRequest.__struct_fields__:
             assert noted({"messages": MESSAGES, name: value}, strict=True).text == ""
+
+
+def test_thousands_of_unknown_arguments_cost_milliseconds() -> None:
+    body = {"messages": MESSAGES, **{f"temperatur{number}": 1 for number in range(3000)}}
+    began = time.perf_counter()
+    notes = noted(body)
+    assert time.perf_counter() - began < 0.1
+    assert len(notes.labels) == 3000 and "did you mean temperature?" in notes.text
 
 
 def test_an_argument_is_in_one_table() -> None:
