@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Penstock with curl: one answer, then the same as a stream. PENSTOCK_URL names another gateway.
+# Penstock with curl: one answer, then one as a stream. PENSTOCK_URL names another gateway, PENSTOCK_API_KEY its key.
 set -euo pipefail
 url=${PENSTOCK_URL:-http://127.0.0.1:8000}
-model=$(curl -fsS "$url/v1/models" | python3 -c 'import json, sys; print(json.load(sys.stdin)["data"][0]["id"])')
+curl() { command curl -fsS -H "Authorization: Bearer ${PENSTOCK_API_KEY:-unused}" "$@"; }
+model=$(curl "$url/v1/models" | python3 -c 'import json, sys; print(json.load(sys.stdin)["data"][0]["id"])')
 
-curl -fsS "$url/v1/chat/completions" -H 'Content-Type: application/json' -d '{
+curl "$url/v1/chat/completions" -H 'Content-Type: application/json' -d '{
   "model": "'"$model"'",
   "messages": [{"role": "user", "content": "Why is the sky blue?"}],
   "max_completion_tokens": 48,
@@ -12,7 +13,7 @@ curl -fsS "$url/v1/chat/completions" -H 'Content-Type: application/json' -d '{
 }'
 echo
 
-curl -fsSN "$url/v1/completions" -H 'Content-Type: application/json' -d '{
+curl -N "$url/v1/completions" -H 'Content-Type: application/json' -d '{
   "model": "'"$model"'",
   "prompt": "The three primary colours are",
   "max_tokens": 24,

@@ -1,4 +1,7 @@
-"""The official client against Penstock: `pip install openai`, `penstock up`, `python examples/openai_client.py "Hello"`."""
+"""The official client against Penstock: `pip install openai`, `penstock up`, `python examples/openai_client.py "Hello"`.
+
+PENSTOCK_URL names another gateway, PENSTOCK_API_KEY its key.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from openai import OpenAI
 
 
 def main(prompt: str) -> None:
-    client = OpenAI(base_url=os.environ.get("PENSTOCK_URL", "http://127.0.0.1:8000") + "/v1", api_key="unused")
+    url, key = os.environ.get("PENSTOCK_URL", "http://127.0.0.1:8000"), os.environ.get("PENSTOCK_API_KEY", "unused")
+    client = OpenAI(base_url=f"{url}/v1", api_key=key)
     model = next(iter(client.models.list())).id
     stream = client.chat.completions.create(
         model=model,

@@ -1,4 +1,4 @@
-"""Penstock with nothing but nats-py: OpenAI JSON out, chunks in. `python examples/raw_nats.py "Why is the sky blue?"`"""
+"""Penstock with nothing but nats-py: OpenAI JSON out, chunks in. `python examples/raw_nats.py "Why?" [SUBJECT [NATS_URL]]`"""
 
 import asyncio
 import json
@@ -7,8 +7,8 @@ import sys
 import nats
 
 
-async def main(prompt: str, subject: str = "penstock.v1.chat.smollm2-135m-instruct") -> None:
-    client = await nats.connect("nats://127.0.0.1:4222")
+async def main(prompt: str, subject: str = "penstock.v1.chat.smollm2-135m-instruct", url: str = "nats://127.0.0.1:4222"):
+    client = await nats.connect(url)
     replies = await client.subscribe(inbox := client.new_inbox())
     body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 200}
     await client.publish(subject, json.dumps(body).encode(), reply=inbox)
@@ -17,4 +17,4 @@ async def main(prompt: str, subject: str = "penstock.v1.chat.smollm2-135m-instru
     print("\n", reply.data.decode() or f"nobody serves {subject}")  # the last one: usage, or the error
 
 
-asyncio.run(main(sys.argv[1]))
+asyncio.run(main(*sys.argv[1:]))

@@ -91,7 +91,7 @@ class Stack:
 
     def __init__(self, folder: Path) -> None:
         """:raises ConfigError: psutil, which watches them, is not installed."""
-        self._psutil = _psutil()
+        self._psutil = psutil_module()
         self.folder = folder
         self.children: list[Child] = []
         self.watched: list[Watched] = []
@@ -194,7 +194,7 @@ def _is_ready(port: int) -> bool:
     return _get(port, "/ready")[0] == 200
 
 
-def _psutil() -> ModuleType:
+def psutil_module() -> ModuleType:
     """:raises ConfigError: it is not installed. Penstock itself does not need it, and `--help` must not."""
     try:
         import psutil

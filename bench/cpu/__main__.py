@@ -2,7 +2,7 @@
 
     python -m bench.cpu                                   1 and 16 streams, three turns
     python -m bench.cpu --up=--dtype=float32              other flags for `penstock up`
-    python -m bench.cpu --up=--draft=0 --up=--threads=2   without speculation, on two threads
+    python -m bench.cpu --up=--draft=1                    with speculation
 
 Ours is a whole `penstock up`, measured by an HTTP client; the others run in processes of their own, one measurement each. They
 take turns, because a machine's speed changes; what counts is the median of each turn's ratio. Rates are of decoding: ours is
@@ -15,10 +15,6 @@ import argparse
 import os
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from statistics import median
 
 import anyio
@@ -26,14 +22,13 @@ import httpx
 import msgspec
 
 from bench.common.machine import describe
-from bench.common.stack import ROOT, free_ports
+from bench.common.stack import ROOT
 from bench.cpu.peers import PEERS, Work
+from bench.cpu.up import model_of, penstock_up, stream_chat
 from common.cli.bench import prompt_of
-from common.cli.client import Chunk
 from common.models.source import DEFAULT_MODEL, resolve
 
 OURS = "penstock"
-READY_TIMEOUT_S = 120.0
 
 
 def parse() -> argparse.Namespace:
@@ -50,67 +45,14 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@contextmanager
-def penstock_up(flags: list[str]) -> Iterator[str]:
-    """A whole system, as a user starts it; its URL.
-
-    :raises SystemExit: if it is not ready in time.
-    """
-    (port,) = free_ports(1)
-    command = [sys.executable, "-m", "common.cli", "up", f"--http-port={port}", "--nats-port=0", *flags]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            ends = time.monotonic() + READY_TIMEOUT_S
-            while not _ready(url):
-                if process.poll() is not None or time.monotonic() > ends:
-                    log.seek(0)
-                    raise SystemExit(f"penstock up is not ready: {log.read()[-2000:].decode(errors='replace')}")
-                time.sleep(0.2)
-            yield url
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def _ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/ready", timeout=2).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
 async def http_rate(url: str, prompts: list[str], tokens: int) -> float:
     """Tokens per second of all streams together, each timed from its first token to its last."""
     rates: list[float] = []
     async with httpx.AsyncClient(base_url=url, timeout=600) as http:
-        name = (await http.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
+        name = await model_of(http)
 
         async def stream(prompt: str) -> None:
-            body = {
-                "model": name,
-                "messages": [{"role": "user", "content": prompt}],
-                "max_tokens": tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-            times: list[float] = []
-            count = 0
-            async with http.stream("POST", "/v1/chat/completions", json=body) as response:
-                response.raise_for_status()
-                async for line in response.aiter_lines():
-                    data = line.removeprefix("data: ")
-                    if data == line or data == "[DONE]":
-                        continue
-                    chunk = msgspec.json.decode(data, type=Chunk)
-                    if chunk.text:
-                        times.append(time.perf_counter())
-                    if chunk.usage is not None:
-                        count = chunk.usage.completion_tokens
-            rates.append((count - 1) / (times[-1] - times[0]))
+            rates.append((await stream_chat(http, name, prompt, tokens, ignore_eos=True)).tokens_per_s)
 
         async with anyio.create_task_group() as clients:
             for prompt in prompts:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import anyio.to_thread
 
 from common.cli.client import connected, served_model
@@ -40,8 +42,8 @@ def command(
 
 
 def _ask() -> str:
-    """One line from the terminal; empty at its end."""
+    """One line from the terminal, or of what is piped in; empty at its end."""
     try:
-        return input("> ").strip()
+        return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
         return ""

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import anyio
 import msgspec
 
+from common.models.naming import is_gguf, model_name
 from common.protocol import headers, messages, subjects
 from common.protocol.errors import (
     BusError,
+    InvalidParameter,
     NoWorkers,
     PenstockError,
     ProtocolError,
@@ -34,8 +37,10 @@ from common.runtime.bus import Bus, BusMessage, Subscription
 from common.runtime.routing import is_no_responders
 
 CONNECT_TIMEOUT_S = 3.0
-HEARD_WITHIN_S = 0.6
-"""Every gateway that lives sends a heartbeat in this time."""
+LISTEN_S = 0.6
+"""Two heartbeats: every gateway on the bus was heard by then."""
+STARTING_S = 1.4
+"""So much longer, when none was."""
 HOW_TO_START = "start Penstock with `penstock up`, or name a bus with --nats-url"
 
 
@@ -47,12 +52,12 @@ async def connected(
 
     :raises BusError: nothing answers on `url` within `timeout_s`; the message ends with `advice`.
     """
-    from common.runtime.nats_bus import connect  # nats-py takes a while to import
+    from common.runtime.nats_bus import connect, redacted  # nats-py takes a while to import
 
     try:
         bus = await connect(url, name=f"penstock-{command}", connect_timeout_s=timeout_s)
     except BusError as error:
-        raise BusError(f"no NATS server on {url}: {advice}") from error
+        raise BusError(f"no NATS server on {redacted(url)}: {advice}") from error
     try:
         yield bus
     finally:
@@ -243,31 +248,41 @@ def decode_presence(message: BusMessage) -> Presence | None:
     return decoded if isinstance(decoded, Presence) else None
 
 
-async def served_model(bus: Bus, wanted: str = "") -> str:
-    """`wanted`, or what the first ready gateway heard within two seconds serves.
+def gateway_models(heard: Mapping[str, Presence], *, ready: bool = False) -> list[str]:
+    """What the gateways among `heard` serve; the ready ones alone, if `ready`."""
+    gateways = (presence for presence in heard.values() if presence.worker.role == "gateway")
+    return sorted({gateway.model for gateway in gateways if not ready or gateway.state == "ready"})
 
-    :raises NoWorkers: no gateway was heard.
+
+async def served_model(bus: Bus, wanted: str = "") -> str:
+    """`wanted`, or the one model that the gateways on the bus serve.
+
+    What looks like a path, and is no gateway's model, means the model that it is served as.
+
+    :raises NoWorkers: no gateway was heard within two seconds. :raises InvalidParameter: several models are served.
     """
-    if wanted:
+    if wanted and "/" not in wanted and not is_gguf(Path(wanted)):
         return wanted
-    heard = await watch_presence(bus, 2.0, until_role="gateway")
-    gateways = _gateways(heard)
-    if not gateways:
+    heard = await watch_presence(bus, LISTEN_S)
+    if wanted:
+        served = gateway_models(heard)
+        return wanted if wanted in served or not served else model_name(wanted)
+    if not gateway_models(heard, ready=True):
+        heard |= await watch_presence(bus, STARTING_S, until_role="gateway")
+    served = gateway_models(heard, ready=True) or gateway_models(heard)
+    if not served:
         raise NoWorkers("no gateway on this bus: start one with `penstock up`, or name another bus with --nats-url")
-    return next((presence.model for presence in gateways if presence.state == "ready"), gateways[0].model)
+    if len(served) > 1:
+        raise InvalidParameter(f"this bus serves {', '.join(served)}: choose one with --model", param="model")
+    return served[0]
 
 
 async def not_served(bus: Bus, model: str) -> PenstockError:
     """Why nobody listens to requests for `model`: `UnknownModel` names what gateways on this bus do serve."""
-    gateways = _gateways(await watch_presence(bus, HEARD_WITHIN_S))
-    names = sorted({presence.model for presence in gateways})
+    names = gateway_models(await watch_presence(bus, LISTEN_S))
     if not names:
         return NoWorkers(f"nobody listens on {subjects.chat(subjects.slug(model))}: start Penstock with `penstock up`")
     if model in names:
         return NoWorkers(f"the gateway of {model!r} takes no requests now: look at `penstock status`")
     served = f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
     return UnknownModel(f"the model {model[:100]!r} is not served on this bus; {served}", param="model")
-
-
-def _gateways(heard: dict[str, Presence]) -> list[Presence]:
-    return [presence for presence in heard.values() if presence.worker.role == "gateway"]

@@ -1,4 +1,4 @@
-"""`penstock demo`: everything once, on ports of its own: start, ask over NATS, stop, and prove that nothing is left.
+"""`penstock demo`: every pool once, on ports of its own: start, ask over NATS, stop, and prove that nothing is left.
 
 `make demo` runs it. It fails, with a status that is not zero, if the answer does not come, or if a process, a
 shared-memory segment or a port outlives it.
@@ -29,9 +29,12 @@ from common.cli.pull import Spec, ensure
 from common.cli.supervisor import python_module
 from common.models.source import DEFAULT_MODEL
 from common.protocol.errors import InternalError
+from common.runtime.sections import ROLES
 
 READY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
+KEPT = ("PENSTOCK_HOME", "PENSTOCK_KERNEL_CACHE")
+"""Variables of ours that a demo's processes see: where things are kept. Settings would make it another demo."""
 MARK = "PENSTOCK_DEMO"
 """In the environment of every process of a demo, so that whatever outlives it is found."""
 
@@ -51,13 +54,15 @@ class Site(msgspec.Struct, frozen=True):
 
 def command(
     prompt: Annotated[str, typer.Argument(help="What to ask.")] = "Why is the sky blue?",
-    model: Spec = DEFAULT_MODEL,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2)] = 64,
+    spec: Spec = DEFAULT_MODEL,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Longest answer, in tokens.")] = 64,
+    model: Annotated[str, typer.Option("--model", help="The same as SPEC.")] = "",
+    served_model_name: Annotated[str, typer.Option("--served-model-name", help="What clients call the model.")] = "",
 ) -> None:
     """Start everything, stream one answer over NATS, stop everything, check that nothing is left."""
-    ensure(model)
+    ensure(model or spec)
     with _site() as site:
-        with _penstock_up(site, model) as up:
+        with _penstock_up(site, model or spec, served_model_name) as up:
             began = time.monotonic()
             run(lambda: _until_ready(site, up))
             err.print(f"ready after {time.monotonic() - began:.1f} s")
@@ -81,11 +86,12 @@ def _site() -> Iterator[Site]:
 
 
 @contextmanager
-def _penstock_up(site: Site, model: str) -> Iterator[subprocess.Popen[bytes]]:
+def _penstock_up(site: Site, model: str, served_model_name: str) -> Iterator[subprocess.Popen[bytes]]:
     """`penstock up` as a process of its own, ended when the block ends, however it ends."""
     flags = ["--model", model, "--http-port", str(site.http_port), "--nats-port", str(site.nats_port)]
-    flags += ["--shm-dir", str(site.shm_dir)]
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_") or name == "PENSTOCK_HOME"}
+    flags += ["--shm-dir", str(site.shm_dir), "--served-model-name", served_model_name]
+    flags += [f"--{role}=1" for role in ROLES]  # all there are, wanted by this machine or not
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_") or name in KEPT}
     with subprocess.Popen(
         python_module("common.cli", ["up", *flags]),
         env=clean | {MARK: site.mark},

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,9 +18,12 @@ from rich.table import Table
 
 from common.cli.client import connected, watch_presence
 from common.cli.console import DEFAULT_NATS_URL, NatsUrl, out, run, usable_cores
+from common.cli.gpus import visible_gpus
 from common.cli.net import is_free
-from common.models.source import DEFAULT_MODEL, resolve
-from common.protocol.errors import BusError, UnknownModel
+from common.models.source import DEFAULT_MODEL
+from common.protocol.errors import BusError, PenstockError
+from common.runtime.fields import ENV_PREFIX
+from common.runtime.sections import all_variables, unknown_variables
 
 Level = Literal["ok", "warning", "problem"]
 MIN_SHM_BYTES = 1 << 30
@@ -37,21 +41,22 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def command(
-    model: Annotated[str, typer.Option("--model", help="The model that will be served.")] = DEFAULT_MODEL,
+    model: Annotated[str, typer.Option("--model", envvar="PENSTOCK_MODEL", help="What will be served.")] = DEFAULT_MODEL,
     shm_dir: Annotated[str, typer.Option("--shm-dir", envvar="PENSTOCK_SHM_DIR")] = "/dev/shm",
     http_port: Annotated[int, typer.Option("--http-port", envvar="PENSTOCK_HTTP_PORT")] = 8000,
     nats_url: NatsUrl = DEFAULT_NATS_URL,
 ) -> None:
-    """Check Python, torch, shared memory, NATS, ports, the model and stale segments."""
+    """Check Python, torch, shared memory, NATS, ports, settings, the model and stale segments."""
     checks: list[Callable[[], Finding]] = [
         check_python,
         check_torch,
         check_nats_server,
+        lambda: check_environment(os.environ),
         lambda: check_cores(usable_cores()),
         lambda: check_open_files(_open_files_limit()),
         lambda: check_shm(Path(shm_dir)),
         lambda: check_stale(Path(shm_dir)),
-        lambda: check_model(model),
+        lambda: check_model(model, Path(shm_dir), os.environ),
         lambda: check_port(http_port),
         lambda: run(lambda: check_bus(nats_url)),
     ]
@@ -137,12 +142,32 @@ def check_stale(directory: Path) -> Finding:
     return Finding("ok", "stale segments", "none")
 
 
-def check_model(spec: str) -> Finding:
+def check_environment(environ: Mapping[str, str]) -> Finding:
+    """Variables with our prefix that nobody reads would stop every service."""
+    unknown = unknown_variables(environ, {})
+    if unknown:
+        nearest = difflib.get_close_matches(unknown[0], sorted(all_variables()), n=1, cutoff=0.5)
+        advice = f"unset it, or did you mean {nearest[0]}?" if nearest else "unset it"
+        return Finding("problem", "variables", f"{', '.join(unknown)}: nobody reads it", advice)
+    return Finding("ok", "variables", f"{sum(name.startswith(ENV_PREFIX) for name in environ)} set")
+
+
+def check_model(spec: str, shm_dir: Path, environ: Mapping[str, str]) -> Finding:
+    """Whether `penstock up --model spec` could serve it on this machine and in this environment, as far as can be told without
+    loading it."""
+    from common.cli import preflight, up_settings  # slow to import
+    from common.engine.layout import EngineConfig
+
     try:
-        files = resolve(spec)
-    except UnknownModel as error:
+        asked = up_settings.read([f"--model={spec}"], environ)
+        engine = EngineConfig.of(asked.services["decode"]) if asked else EngineConfig()
+        servable = preflight.check_model(spec, engine, "cuda" if visible_gpus("auto") else "cpu")
+        tight = preflight.check_machine(servable, 1, shm_dir)
+    except PenstockError as error:
         return Finding("problem", "model", spec, str(error))
-    return Finding("ok", "model", f"{files.name} in {files.path}")
+    warnings = [*servable.warnings, *tight]
+    found = f"{servable}, in {servable.files.path}"
+    return Finding("warning", "model", found, "; ".join(warnings)) if warnings else Finding("ok", "model", found)
 
 
 def check_port(port: int) -> Finding:

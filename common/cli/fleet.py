@@ -2,60 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from common.cli.supervisor import stage_reserve_s
+from common.engine.settings import EngineServiceConfig
 from common.protocol.handles import Role
+from common.runtime.fields import SECRET, Field
+from common.runtime.sections import config_type, service_fields
 from common.runtime.settings import ServiceConfig
-
-Dtype = Literal["", "auto", "float32", "bfloat16", "float16"]
 
 MAX_THREADS = 8
 """Decoding is bound by memory: more threads than this make a small model slower, not faster."""
 
+Passed = Mapping[Role, Mapping[str, str]]
+"""Settings that a role's processes are given, by name, as they are written in a flag."""
 
 _Count = Annotated[int, Meta(ge=0, le=256)]
 
 
 class UpConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the operator asked for: flags, environment, `[common]` and `[up]` of the file. Empty, 0 or None: not said.
+    """What is started. Settings of `penstock up` itself; those of the services are theirs."""
 
-    Children read environment and file themselves; as flags they get what `up` alone knows.
-    """
-
-    nats_url: Annotated[str, Meta(description="a bus that runs already; empty: start one")] = ""
-    nats_port: Annotated[int, Meta(ge=0, le=65535, description="port of the bus that is started; 0: any free one")] = 4222
-    http_port: Annotated[int, Meta(ge=0, le=65535, description="port of the OpenAI API; 0: any free one")] = 8000
     gateway: Annotated[int, Meta(ge=1, le=64, description="gateways; several share the port")] = 1
-    prefill: Annotated[_Count | None, Meta(description="prefill workers; by default 1, on a machine of one GPU 0")] = None
-    decode: Annotated[int, Meta(ge=0, le=256, description="decode workers")] = 1
-    draft: Annotated[int, Meta(ge=0, le=256, description="draft workers")] = 1
+    prefill: Annotated[
+        _Count | None,
+        Meta(description=f"prefill workers; by default 1 if there are two GPUs, or {2 * MAX_THREADS} cores and none, else 0"),
+    ] = None
+    decode: Annotated[int, Meta(ge=0, le=256, description="decode workers; they compute prompts too")] = 1
+    draft: Annotated[int, Meta(ge=0, le=256, description="draft workers, which guess tokens from the text so far")] = 0
     kvstore: Annotated[_Count | None, Meta(description="KV stores; by default 1, where KV is on GPUs 0")] = None
     device: Annotated[str, Meta(description="auto: GPUs if there are any; cpu; cuda: every GPU; cuda:N: that one")] = "auto"
-    dtype: Annotated[Dtype, Meta(description="auto, float32, bfloat16 or float16")] = ""
-    quantization: Annotated[str, Meta(description="auto, none, int8 (CPU) or fp8 (GPU)")] = ""
-    kv_cache_dtype: Annotated[str, Meta(description="auto, or fp8 on a GPU")] = ""
-    threads: Annotated[int, Meta(ge=0, description="CPU threads per prefill and decode worker; 0: share the cores out")] = 0
-    kv_cache_mb: Annotated[int, Meta(ge=0, description="KV blocks of each prefill and decode worker, MiB")] = 0
-    log_dir: Annotated[str, Meta(description="keep the processes' logs here")] = ""
+    http_host: Annotated[str, Meta(description="address of the OpenAI API")] = "127.0.0.1"
+    http_port: Annotated[int, Meta(ge=0, le=65535, description="port of the OpenAI API; 0: any free one")] = 8000
+    nats_url: Annotated[str, Meta(description="a bus that runs already; empty: start one", extra=SECRET)] = ""
+    nats_port: Annotated[int, Meta(ge=0, le=65535, description="port of the bus that is started; 0: any free one")] = 4222
+    log_dir: Annotated[str, Meta(description="folder for the processes' logs; empty: one of /tmp, removed in the end")] = ""
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One process: `python -m module arguments`. `threads`: what its engine computes with, 0 where there is none."""
+    """One process: `python -m module arguments`, with `environment` over that of `penstock up`: what nobody else may read.
+    `threads`: what its engine computes with, 0 where there is none."""
 
     name: str
     role: Role
     module: str
     arguments: list[str]
+    environment: dict[str, str] = {}
     threads: int = 0
 
 
 def threads_per_worker(cores: int, num_engines: int) -> int:
     """CPU threads of each prefill and decode worker that computes with a library whose threads wait by spinning, or slowly: the
-    cores shared out, one kept for the rest when there are many. 8-bit kernels (dtype auto) may have every core.
+    cores shared out, one kept for the rest when there are many. 8-bit kernels may have every core.
 
     >>> threads_per_worker(2, 2), threads_per_worker(8, 2), threads_per_worker(16, 3), threads_per_worker(2, 5)
     (1, 3, 5, 1)
@@ -83,9 +85,14 @@ def placements(count: int, gpus: list[int]) -> list[Placement]:
     return [Placement(f"cuda:{gpu}", int(90 / chosen.count(gpu)) / 100) for gpu in chosen]
 
 
-def settled(config: UpConfig, num_gpus: int) -> UpConfig:
-    """`config` with the sizes of pools that nobody named."""
-    prefill = 0 if num_gpus == 1 else 1
+def settled(config: UpConfig, num_gpus: int, cores: int) -> UpConfig:
+    """`config` with the sizes of pools that nobody named: the fastest on a machine of this size (docs/performance.md).
+
+    Two engines help where each has a GPU, or a full team of cores, of its own. Where they would share one, prompts and answers
+    slow each other down, and a decode worker that computes both is faster at either.
+    """
+    apart = num_gpus > 1 or (not num_gpus and cores >= 2 * MAX_THREADS)
+    prefill = int(apart)
     return msgspec.structs.replace(
         config,
         prefill=prefill if config.prefill is None else config.prefill,
@@ -93,46 +100,85 @@ def settled(config: UpConfig, num_gpus: int) -> UpConfig:
     )
 
 
-def processes(config: UpConfig, *, cores: int, gpus: Sequence[int] = (), config_file: str = "") -> list[ProcessSpec]:
-    """Every process, the gateway first. `config` is `settled`, and its ports and the bus's URL are real ones by now."""
-    common = ["--nats-url", config.nats_url, "--model", config.model, "--shm-dir", config.shm_dir]
-    common += ["--log-level", config.log_level]
-    if config_file:
-        common += ["--config", config_file]
+def processes(
+    config: UpConfig,
+    *,
+    cores: int,
+    gpus: Sequence[int] = (),
+    passed: Passed | None = None,
+    services: Mapping[Role, ServiceConfig] | None = None,
+    config_file: str = "",
+    run_id: str = "",
+) -> list[ProcessSpec]:
+    """Every process, the gateway first. `config` is `settled`, and its ports and the bus's URL are real ones by now.
 
+    `passed`: the settings that each role's processes are given. `services`: what a role's settings are, these included.
+    `run_id`: part of each worker's id, which a process keeps when it is started again, so that gateways remember its failures.
+    """
+    passed, services = passed or {}, services or {}
     prefill, kvstore = config.prefill or 0, config.kvstore or 0
-    exact = config.dtype not in ("", "auto")
-    threads = config.threads or (threads_per_worker(cores, prefill + config.decode) if exact else min(cores, MAX_THREADS))
-    engine = ["--threads", str(threads)]
-    for name in ("dtype", "quantization", "kv_cache_dtype", "kv_cache_mb"):
-        if value := getattr(config, name):
-            engine += [f"--{name.replace('_', '-')}", str(value)]
-    if config.device == "cpu":
-        engine += ["--device", "cpu"]
     places = iter(placements(prefill + config.decode, list(gpus)))
+    common = {"model": config.model} | ({"config": config_file} if config_file else {})
 
-    def process(role: Role, index: int, arguments: list[str], threads: int = 0) -> ProcessSpec:
-        flags = [*common, "--http-port", "0", *arguments]
-        return ProcessSpec(name=f"{role}-{index}", role=role, module=f"services.{role}", arguments=flags, threads=threads)
+    def process(role: Role, index: int, **own: str) -> ProcessSpec:
+        name = f"{role}-{index}"
+        given = {"http_port": "0", **own, **passed.get(role, {})}
+        if run_id:
+            given["worker_id"] = f"{name}-{run_id}"
+        if role == "gateway":
+            given |= {"http_host": config.http_host, "http_port": str(config.http_port)}
+            given["drain_timeout_s"] = f"{gateway_drain_s(config.drain_timeout_s):g}"
+        fields = service_fields(role)
+        secret = {setting for setting in given if fields[setting].secret}
+        return ProcessSpec(
+            name=name,
+            role=role,
+            module=f"services.{role}",
+            arguments=_flags(fields, {**common, **{key: value for key, value in given.items() if key not in secret}}),
+            environment={fields["nats_url"].variable: config.nats_url} | {fields[key].variable: given[key] for key in secret},
+            threads=int(given.get("threads", 0)),
+        )
 
-    def engines(role: Role, count: int) -> list[ProcessSpec]:
-        specs: list[ProcessSpec] = []
-        for index in range(count):
-            place = next(places)
-            on_gpu = ["--device", place.device, "--gpu-memory-utilization", str(place.share)] if place.device else []
-            specs.append(process(role, index, [*engine, *on_gpu], threads))
-        return specs
+    def engine(role: Role, index: int) -> ProcessSpec:
+        place, settings = next(places), services.get(role) or config_type(role)()
+        assert isinstance(settings, EngineServiceConfig)
+        own = {"threads": str(settings.threads or threads_of(settings, cores, prefill + config.decode))}
+        if place.device:
+            own |= {"device": place.device, "gpu_memory_utilization": str(place.share)}
+        elif config.device == "cpu":
+            own["device"] = "cpu"
+        return process(role, index, **own)
 
-    api = [*common, "--http-host", config.http_host, "--http-port", str(config.http_port)]
-    if config.gateway > 1:
-        api.append("--http-reuse-port")
+    shared_port = {"http_reuse_port": "true"} if config.gateway > 1 else {}
     return [
-        *(
-            ProcessSpec(name=f"gateway-{index}", role="gateway", module="services.gateway", arguments=api)
-            for index in range(config.gateway)
-        ),
-        *engines("prefill", prefill),
-        *engines("decode", config.decode),
-        *(process("draft", index, []) for index in range(config.draft)),
-        *(process("kvstore", index, []) for index in range(kvstore)),
+        *(process("gateway", index, **shared_port) for index in range(config.gateway)),
+        *(engine("prefill", index) for index in range(prefill)),
+        *(engine("decode", index) for index in range(config.decode)),
+        *(process("draft", index) for index in range(config.draft)),
+        *(process("kvstore", index) for index in range(kvstore)),
     ]
+
+
+def gateway_drain_s(drain_timeout_s: float) -> float:
+    """What a gateway, which is stopped first, may take of the time in which all must have ended.
+
+    >>> gateway_drain_s(30.0), gateway_drain_s(0.0)
+    (26.0, 0.0)
+    """
+    return max(0.0, drain_timeout_s - 2 * stage_reserve_s(drain_timeout_s))
+
+
+def threads_of(settings: EngineServiceConfig, cores: int, num_engines: int) -> int:
+    """CPU threads of an engine that was told no number."""
+    int8 = settings.dtype == "auto" and settings.quantization == "auto"
+    return min(cores, MAX_THREADS) if int8 or settings.quantization == "int8" else threads_per_worker(cores, num_engines)
+
+
+def _flags(fields: Mapping[str, Field], given: Mapping[str, str]) -> list[str]:
+    """A command line: `--name value`, and `--name=value` where a value alone would be taken for something else."""
+    argv: list[str] = []
+    for name, value in given.items():
+        flag = "--" + name.replace("_", "-")
+        joined = (name in fields and fields[name].is_bool) or value.startswith("--")
+        argv += [f"{flag}={value}"] if joined else [flag, value]
+    return argv

@@ -1,16 +1,18 @@
-"""`penstock generate`: one prompt over NATS, streamed to stdout; then TTFT and tok/s."""
+"""`penstock generate`: one prompt over NATS, streamed to stdout; then TTFT and tok/s on stderr."""
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any
 
 import typer
 
 from common.cli.client import ChatStream, Timing, connected, served_model
 from common.cli.console import DEFAULT_NATS_URL, ModelName, NatsUrl, err, run, write_answer
+from common.protocol.errors import EmptyPrompt, InvalidParameter
 from common.runtime.bus import Bus
 
-Prompt = Annotated[str, typer.Argument(help="What to ask.")]
+Prompt = Annotated[str, typer.Argument(help="What to ask; - or nothing: what is piped in.")]
 System = Annotated[str, typer.Option("--system", help="System prompt. Default: the model's own.")]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer, in tokens.")]
 Temperature = Annotated[float, typer.Option("--temperature", min=0, help="0 always takes the likeliest token.")]
@@ -18,7 +20,7 @@ Seed = Annotated[int | None, typer.Option("--seed", help="The same seed gives th
 
 
 def command(
-    prompt: Prompt,
+    prompt: Prompt = "",
     model: ModelName = "",
     system: System = "",
     max_tokens: MaxTokens = 256,
@@ -27,6 +29,7 @@ def command(
     nats_url: NatsUrl = DEFAULT_NATS_URL,
 ) -> None:
     """Publish one prompt on the NATS subject, stream the answer, print TTFT and tok/s."""
+    prompt = asked(prompt)
 
     async def ask() -> Timing:
         async with connected(nats_url, "generate") as bus:
@@ -37,6 +40,23 @@ def command(
 
     timing = run(ask)
     err.print(f"[dim]{timing}[/]")
+
+
+def asked(argument: str) -> str:
+    """The prompt: the argument, or stdin for `-` and where nothing was typed and something is piped in.
+
+    :raises EmptyPrompt: if there is none. :raises InvalidParameter: if stdin is not text.
+    """
+    if argument != "-" and (argument or sys.stdin is None or sys.stdin.isatty()):
+        prompt = argument
+    else:
+        try:
+            prompt = sys.stdin.buffer.read().decode().removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise InvalidParameter("what is piped in is not UTF-8 text", param="prompt") from error
+    if not prompt.strip():
+        raise EmptyPrompt('nothing to ask: `penstock generate "a prompt"`, or pipe one into `penstock generate -`')
+    return prompt
 
 
 def conversation(system: str, prompt: str) -> list[dict[str, str]]:

@@ -7,6 +7,7 @@ that are slow to import (numpy, nats) are imported by the command that needs the
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import sys
 from typing import Annotated
 
@@ -15,6 +16,7 @@ import typer
 from common.cli import bench, chat, demo, doctor, generate, pull, status, up
 from common.cli.console import err, out
 from common.protocol.errors import PenstockError
+from common.runtime.config import check_variables
 
 app = typer.Typer(
     name="penstock",
@@ -38,10 +40,12 @@ def _options(
     ] = False,
 ) -> None:
     """Serve open language models from pools of separate prefill, decode, draft and KV-store workers."""
+    if "doctor" not in sys.argv[1:2] and not {"-h", "--help"} & set(sys.argv):
+        check_variables(os.environ, {})
 
 
 app.command("pull")(pull.command)
-app.command("up")(up.command)
+app.command("up", cls=up.RawCommand, add_help_option=False)(up.command)
 app.command("generate")(generate.command)
 app.command("chat")(chat.command)
 app.command("status")(status.command)

@@ -50,6 +50,11 @@ def _listen(port: int, host: str) -> int:
         return int(probe.getsockname()[1])
 
 
+def reachable(host: str) -> str:
+    """An address under which this machine reaches a server that listens on `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
 async def http_status(port: int, path: str, *, host: str = "127.0.0.1", timeout_s: float = 2.0) -> int:
     """The status of `GET path`; 0 when nothing answers."""
     request = f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n"

@@ -1,12 +1,15 @@
-"""`penstock pull`: bring a model's files to this machine."""
+"""`penstock pull`: bring a model's files to this machine, and say whether they can be served here."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from common.cli.console import download_bar, err
+from common.cli.gpus import visible_gpus
+from common.models.config import check_config_file
 from common.models.source import DEFAULT_MODEL, ModelFiles, pull, resolve
 from common.protocol.errors import UnknownModel
 
@@ -14,18 +17,29 @@ Spec = Annotated[str, typer.Argument(help="The default model's name, a folder, a
 
 
 def command(spec: Spec = DEFAULT_MODEL) -> None:
-    """Bring a model's files to this machine (nothing happens if they are here)."""
+    """Bring a model's files to this machine, and check that they can be served."""
+    from common.cli.preflight import check_model  # slow to import
+
     files = ensure(spec)
-    err.print(f"{files.name} ({files.format}) is in {files.path}")
+    err.print(f"{files.name} ({files.format}) is in {files.path}", markup=False)
+    servable = check_model(spec, device="cuda" if visible_gpus("auto") else "cpu")
+    for warning in servable.warnings:
+        err.print(f"[yellow]warning[/] {warning}")
+    err.print(f"it can be served: {servable}", markup=False)
 
 
 def ensure(spec: str) -> ModelFiles:
-    """The files of `spec`, fetched with a progress bar if they are missing.
+    """The files of `spec`, fetched with a progress bar if they are missing. A repository's configuration comes first: weights
+    of a model that is not supported are not fetched.
 
-    :raises UnknownModel: if they are not here and can't be fetched.
+    :raises UnknownModel: if they are not here and can't be fetched. :raises ConfigError: if it is no supported model.
     """
     try:
         return resolve(spec)
     except UnknownModel:
         with download_bar(f"pulling {spec}") as report:
-            return pull(spec, progress=report)
+            return pull(spec, progress=report, check=_check_folder)
+
+
+def _check_folder(folder: Path) -> None:
+    check_config_file(folder / "config.json")

@@ -9,8 +9,10 @@ from typing import Annotated, get_args
 import anyio
 import msgspec
 import typer
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from common.cli.client import connected, decode_presence, watch_presence
 from common.cli.console import DEFAULT_NATS_URL, NatsUrl, err, out, run
@@ -34,11 +36,11 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list and end.")] = False,
     nats_url: NatsUrl = DEFAULT_NATS_URL,
 ) -> None:
-    """A live table of workers; Ctrl-C ends it."""
+    """A live table of workers; Ctrl-C ends it. Not on a terminal: one table."""
 
     async def show() -> None:
         async with connected(nats_url, "status") as bus:
-            if once or as_json:
+            if once or as_json or not out.is_terminal:
                 heard = await watch_presence(bus, LISTEN_S)
                 _print_once(heard.values(), as_json=as_json)
             else:
@@ -52,7 +54,7 @@ def _print_once(workers: Iterable[Presence], *, as_json: bool) -> None:
     if as_json:
         out.print(msgspec.json.format(msgspec.json.encode([as_fields(worker) for worker in ordered])).decode(), markup=False)
     elif ordered:
-        out.print(table(ordered))
+        out.print(table(ordered, out.width))
     else:
         raise NoWorkers("no worker on this bus: start some with `penstock up`, or name another bus with --nats-url")
 
@@ -72,7 +74,7 @@ async def _live(bus: Bus) -> None:
                 now = time.monotonic()
                 for lost in registry.lost(now):
                     err.print(f"[red]lost[/] {lost.worker.id}")
-                live.update(table(in_order(registry.alive(None, now))))
+                live.update(table(in_order(registry.alive(None, now)), out.width))
         finally:
             with anyio.CancelScope(shield=True):
                 await subscription.unsubscribe()
@@ -84,30 +86,53 @@ def in_order(workers: Iterable[Presence]) -> list[Presence]:
     return sorted(workers, key=lambda presence: (rank.get(presence.worker.role, len(rank)), presence.worker.id))
 
 
-def table(workers: list[Presence]) -> Table:
-    """One row per worker."""
+def table(workers: list[Presence], columns: int = 80) -> RenderableType:
+    """One row per worker, within `columns` (80 at least); of several models one table each."""
+    models = dict.fromkeys(worker.model for worker in workers)
+    if len(models) < 2:
+        return _of_one_model(workers, columns)
+    parts: list[RenderableType] = []
+    for model in models:
+        members = [worker for worker in workers if worker.model == model]
+        parts += [Text(model or "no model", style="bold"), _of_one_model(members, columns), Text()]
+    return Group(*parts[:-1])
+
+
+def _of_one_model(workers: list[Presence], columns: int) -> Table:
+    """`room`: how many more requests a worker would take. `used`, `cached`: shares of its KV blocks."""
     shown = Table(box=None, header_style="bold", pad_edge=False)
-    for title in ("worker", "state"):
-        shown.add_column(title, no_wrap=True)
-    for title in ("running", "waiting", "credits", "KV blocks in use", "cached", "step", "tok/s"):
-        shown.add_column(title, justify="right", no_wrap=True)
+    widths = {"state": 8, "runs": 4, "waits": 5, "room": 4, "KV used": 7, "cached": 6, "step": 7, "tok/s": 5}
+    id_columns = max(columns, 80) - sum(widths.values()) - 2 * len(widths)
+    shown.add_column("worker", no_wrap=True)
+    for title in widths:
+        shown.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)
     for presence in workers:
-        kv = presence.kv
-        in_use = kv.owned + kv.leased
+        worker_id, kv = presence.worker.id, presence.kv
         style = _STATE_STYLES.get(presence.state, "")
-        state = f"loading {100 * presence.loaded:.0f}%" if presence.loaded < 1 else presence.state
+        state = f"load {100 * presence.loaded:.0f}%" if presence.loaded < 1 else presence.state
         shown.add_row(
-            presence.worker.id,
+            worker_id if len(worker_id) <= id_columns else worker_id[: id_columns - 1] + "…",
             f"[{style}]{state}[/]" if style else state,
-            str(presence.running),
-            str(presence.waiting),
-            str(presence.credits),
-            f"{in_use}/{kv.total} {100 * in_use / kv.total:3.0f}%" if kv.total else "-",
-            str(kv.cached) if kv.total else "-",
-            f"{presence.step_ms:.1f} ms" if presence.step_ms else "-",
-            f"{presence.tokens_per_s:.0f}" if presence.tokens_per_s else "-",
+            short(presence.running),
+            short(presence.waiting),
+            short(presence.credits),
+            f"{100 * (kv.owned + kv.leased) / kv.total:.0f}%" if kv.total else "-",
+            f"{100 * kv.cached / kv.total:.0f}%" if kv.total else "-",
+            f"{presence.step_ms:.{0 if presence.step_ms >= 1000 else 1}f}ms" if presence.step_ms else "-",
+            short(round(presence.tokens_per_s)) if presence.tokens_per_s else "-",
         )
     return shown
+
+
+def short(count: int) -> str:
+    """A count in at most four characters.
+
+    >>> short(9999), short(12_345), short(7_654_321)
+    ('9999', '12k', '8M')
+    """
+    if count < 10_000:
+        return str(count)
+    return f"{count / 1000:.0f}k" if count < 999_500 else f"{count / 1e6:.0f}M"
 
 
 def as_fields(presence: Presence) -> dict[str, object]:

@@ -3,6 +3,12 @@
 A child's life:  start ─► running ─► exit ─► back-off ─► start …
                              └► stop: SIGTERM once, time to drain, SIGKILL
 
+A first crash is answered at once. Crashes are remembered for minutes, so that a process that crashes again and again is started
+less and less often (`backoff.py`), however long it runs in between.
+
+Stopping takes `drain_timeout_s` at the most, for all stages together: each later stage has a reserve of its own, and a child
+that is still there when its stage's time is over is killed.
+
 Children get a session of their own, so that Ctrl-C in a terminal reaches the supervisor alone, which asks each child once.
 `PENSTOCK_PARENT_PID` lets a child notice that its supervisor was killed.
 """
@@ -22,16 +28,18 @@ import anyio
 import anyio.abc
 import msgspec
 
+from common.cli.backoff import Backoff
 from common.protocol.errors import PenstockError
 
-FIRST_BACKOFF_S = 0.25
-MAX_BACKOFF_S = 10.0
-STABLE_S = 30.0
-"""A child that lived so long starts again with the shortest back-off."""
 STARTUP_CRASHES = 3
-"""So many crashes in a row, before the whole was ready once, end the supervisor: waiting would not help."""
+"""So many crashes before the whole was ready once end the supervisor: waiting would not help."""
 HOPELESS_STATUS = 2
 """What a service ends with when its settings or its model are wrong: starting it again can't help."""
+MIN_DRAIN_S = 1.0
+MAX_STAGE_RESERVE_S = 2.0
+"""Kept of the drain's time for each later stage."""
+KILLED_WITHIN_S = 1.0
+"""A killed process that is still there then is stuck in the kernel, and left to it."""
 TAIL_LINES = 12
 
 
@@ -42,10 +50,14 @@ class ChildFailed(PenstockError):
 
 
 class Command(msgspec.Struct, frozen=True, kw_only=True):
-    """A process to keep running. Lower `stage`s are stopped first; the next stage waits until they are gone."""
+    """A process to keep running. Lower `stage`s are stopped first; the next stage waits until they are gone.
+
+    `environment` goes over the supervisor's own: passwords belong there, since everyone can read a command line.
+    """
 
     name: str
     argv: list[str]
+    environment: dict[str, str] = {}
     stage: int = 0
 
 
@@ -57,7 +69,7 @@ class Child:
         self.log = log
         self.process: anyio.abc.Process | None = None
         self.crashes = 0
-        self.crashes_in_a_row = 0
+        self.backoff = Backoff()
 
     @property
     def pid(self) -> int | None:
@@ -89,14 +101,14 @@ class Supervisor:
         *,
         log_dir: Path,
         report: Callable[[str], None],
-        drain_timeout_s: float = 35.0,
+        drain_timeout_s: float = 30.0,
         environment: dict[str, str] | None = None,
     ) -> None:
         self.children = [Child(command, log_dir / f"{command.name}.log") for command in commands]
         self.started_once = False
         """Set by the owner once everything was ready: from then on a crashing child is restarted for ever."""
         self._report = report
-        self._drain_timeout_s = drain_timeout_s
+        self._drain_timeout_s = max(MIN_DRAIN_S, drain_timeout_s)
         self._environment = {**os.environ, **(environment or {}), "PENSTOCK_PARENT_PID": str(os.getpid())}
         self._stopping: anyio.Event | None = None
 
@@ -105,9 +117,9 @@ class Supervisor:
         """:raises ChildFailed: (in a group) if a child crashes STARTUP_CRASHES times before `started_once`."""
         self._stopping = stopping = anyio.Event()
         async with anyio.create_task_group() as keepers:
-            for child in self.children:
-                await keepers.start(self._keep, child, stopping)
             try:
+                for child in self.children:
+                    await keepers.start(self._keep, child, stopping)
                 yield
             finally:
                 with anyio.CancelScope(shield=True):
@@ -137,17 +149,22 @@ class Supervisor:
             if stopping.is_set():
                 return
             process = await self._start(child)
+            if stopping.is_set():  # too late to be asked
+                child.signal(signal.SIGKILL)
+                return
 
     async def _start(self, child: Child) -> anyio.abc.Process:
         with child.log.open("ab") as log:
-            child.process = await anyio.open_process(
-                child.command.argv,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self._environment,
-                start_new_session=True,
-            )
+            with anyio.CancelScope(shield=True):  # a process that was started is known
+                child.process = await anyio.open_process(
+                    child.command.argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env={**self._environment, **child.command.environment},
+                    start_new_session=True,
+                )
+        assert child.process is not None
         return child.process
 
     async def _crashed(self, child: Child, status: int, lived_s: float, stopping: anyio.Event) -> None:
@@ -157,32 +174,46 @@ class Supervisor:
         """
         name = child.command.name
         child.crashes += 1
-        child.crashes_in_a_row = 1 if lived_s > STABLE_S else child.crashes_in_a_row + 1
+        backoff_s = child.backoff.crashed(time.monotonic())
         ended = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        hopeless = status == HOPELESS_STATUS or child.crashes_in_a_row >= STARTUP_CRASHES
+        hopeless = status == HOPELESS_STATUS or child.backoff.num_recent >= STARTUP_CRASHES
         if hopeless and not self.started_once:
-            raise ChildFailed(f"{name} {ended}, attempt {child.crashes_in_a_row}. Its log ends with:\n{child.tail()}")
-        backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** (child.crashes_in_a_row - 1))
-        self._report(f"{name} {ended} after {lived_s:.0f} s; starting it again in {backoff_s:.1f} s (log: {child.log})")
-        if child.crashes_in_a_row >= STARTUP_CRASHES:
+            raise ChildFailed(f"{name} {ended}, attempt {child.crashes}. Its log ends with:\n{child.tail()}")
+        when = f"in {backoff_s:.1f} s" if backoff_s else "at once"
+        self._report(f"{name} {ended} after {lived_s:.0f} s; starting it again {when} (log: {child.log})")
+        if child.backoff.num_recent >= STARTUP_CRASHES:
             self._report(f"{name} keeps crashing. Its log ends with:\n{child.tail()}")
         with anyio.move_on_after(backoff_s):
             await stopping.wait()
 
     async def _stop(self, stopping: anyio.Event) -> None:
         stopping.set()
-        for stage in sorted({child.command.stage for child in self.children}):
+        stages = sorted({child.command.stage for child in self.children})
+        ends_at = anyio.current_time() + self._drain_timeout_s
+        for number_after, stage in zip(reversed(range(len(stages))), stages, strict=True):
             members = [child for child in self.children if child.command.stage == stage and child.process is not None]
             for child in members:
                 child.signal(signal.SIGTERM)
-            with anyio.move_on_after(self._drain_timeout_s):
+            stage_ends_at = ends_at - number_after * stage_reserve_s(self._drain_timeout_s)
+            with anyio.CancelScope(deadline=stage_ends_at):
                 for child in members:
                     await _gone(child)
-            for child in members:
-                if child.process is not None and child.process.returncode is None:
-                    self._report(f"{child.command.name} did not end within {self._drain_timeout_s:.0f} s: killing it")
-                    child.signal(signal.SIGKILL)
+            late = [child for child in members if child.process is not None and child.process.returncode is None]
+            for child in late:
+                self._report(f"{child.command.name} did not end in time: killing it")
+                child.signal(signal.SIGKILL)
+            with anyio.move_on_after(KILLED_WITHIN_S):
+                for child in late:
                     await _gone(child)
+
+
+def stage_reserve_s(drain_timeout_s: float) -> float:
+    """Seconds of `drain_timeout_s` that each stage leaves to every later one.
+
+    >>> stage_reserve_s(30.0), stage_reserve_s(4.0)
+    (2.0, 1.0)
+    """
+    return min(MAX_STAGE_RESERVE_S, drain_timeout_s / 4)
 
 
 async def _gone(child: Child) -> None:

@@ -1,32 +1,21 @@
-"""From a model's files and a few settings to a runner. Torch is imported only by `load_runner` of the torch engine.
-
-The fingerprint names weights, precision and cache layout: KV may move only between workers that agree on it.
-"""
+"""From a model's files and a few settings to a runner. Torch is imported only by `load_runner` of the torch engine."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from common.cache.spec import CacheLayout, gqa_layout
+from common.cache.spec import CacheLayout
+from common.engine.layout import EngineConfig, cache_layout, check_pool, limit_context, resolve_engine_precision
 from common.engine.plan import Runner
-from common.engine.precision import (
-    DeviceKind,
-    DtypeSetting,
-    KvSetting,
-    Precision,
-    QuantizationSetting,
-    resolve_precision,
-)
+from common.engine.precision import Precision
 from common.models.config import ModelConfig, load_config
 from common.models.source import ModelFiles
 from common.protocol.errors import ConfigError
@@ -42,40 +31,14 @@ if TYPE_CHECKING:
 
 log = logs.get("engine")
 
-_MIB = 1 << 20
-_CPU_KV_MB = 1024
 _DEVICE = re.compile(r"auto|cuda(:(?P<index>\d{1,3}))?")
 
 
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of one engine; see `EngineServiceConfig`. `num_blocks` 0: what `kv_cache_mb` holds; that 0: 1 GiB on a CPU,
-    on a GPU what `gpu_memory_utilization` leaves. `threads` 0: every core this process may use.
-
-    `profile` and `time_scale` are the simulated engine's. `max_running` and `token_budget` size a GPU's workspace.
-    """
-
-    dtype: DtypeSetting = "auto"
-    quantization: QuantizationSetting = "auto"
-    quantization_max_loss: float = 0.006
-    kv_cache_dtype: KvSetting = "auto"
-    batch_invariant: bool = False
-    device: str = "auto"
-    load_format: Literal["auto", "dummy"] = "auto"
-    engine: Literal["torch", "simulated"] = "torch"
-    kv_cache_mb: int = 0
-    gpu_memory_utilization: float = 0.9
-    num_blocks: int = 0
-    block_tokens: int = 16
-    threads: int = 0
-    profile: str = "instant"
-    time_scale: float = 1.0
-    max_running: int = 64
-    token_budget: int = 256
-
-    @classmethod
-    def of(cls, config: msgspec.Struct) -> EngineConfig:
-        """The settings of a service's configuration (`EngineServiceConfig`) that are the engine's."""
-        return cls(**{name: getattr(config, name) for name in cls.__struct_fields__})
+def announce_pool(model: ModelConfig, engine: EngineConfig, layout: CacheLayout) -> None:
+    """Log when the KV pool holds less than the model's context. :raises ConfigError: see `check_pool`."""
+    longest = check_pool(model, engine, layout)
+    if longest < model.max_context:
+        log.warning("kv_pool_limits_context", tokens=longest, model_tokens=model.max_context, kv_blocks=layout.num_blocks)
 
 
 def resolve_device(engine: EngineConfig) -> str:
@@ -98,47 +61,6 @@ def resolve_device(engine: EngineConfig) -> str:
     raise ConfigError(f"device {engine.device}: torch {torch.__version__} sees no such GPU; use cpu or auto", param="device")
 
 
-def resolve_engine_precision(model: ModelConfig, engine: EngineConfig, device: str) -> Precision:
-    """What `model` is computed with on `device` (as `resolve_device` names it).
-
-    :raises ConfigError: see `resolve_precision`.
-    """
-    kind: DeviceKind = "cuda" if device.startswith("cuda") else "cpu"
-    return resolve_precision(
-        engine.dtype,
-        engine.quantization,
-        engine.kv_cache_dtype,
-        kind,
-        checkpoint="none" if model.weight_format == "plain" else "fp8",
-    )
-
-
-def cache_layout(model: ModelConfig, engine: EngineConfig, device: str = "cpu", *, kv_bytes: int = 0) -> CacheLayout:
-    """The KV layout of `model` under `engine`, sized and with its fingerprint.
-
-    `kv_bytes`: memory for KV where neither `num_blocks` nor `kv_cache_mb` says it; 0: a CPU's default.
-
-    :raises ConfigError: if the settings are impossible, or the cache too small for one block.
-    """
-    precision = resolve_engine_precision(model, engine, device)
-    if engine.engine == "simulated":
-        from common.engine.simulated import BYTES_PER_TOKEN
-
-        # the simulated engine keeps a hash per token, whatever the model
-        layout = gqa_layout(1, 1, 1, BYTES_PER_TOKEN // 2, engine.block_tokens)
-    else:
-        layout = gqa_layout(model.num_layers, model.num_kv_heads, model.head_dim, precision.kv_bytes, engine.block_tokens)
-    memory = engine.kv_cache_mb * _MIB or kv_bytes or _CPU_KV_MB * _MIB
-    num_blocks = engine.num_blocks or memory // layout.block_bytes
-    if num_blocks < 1:
-        raise ConfigError(f"{memory >> 20} MiB for KV hold no block of {layout.block_bytes} bytes; raise kv_cache_mb")
-    weights = f"dummy/{model.identity}" if engine.load_format == "dummy" else model.identity
-    if precision.weights == "fp8":
-        weights += f"/{engine.quantization_max_loss}"
-    name = f"{weights}/{engine.engine}/{precision.name}/{layout.digest()}"
-    return layout.sized(num_blocks, hashlib.blake2b(name.encode(), digest_size=16).hexdigest())
-
-
 def load_runner(
     files: ModelFiles,
     engine: EngineConfig,
@@ -153,6 +75,7 @@ def load_runner(
     :raises ConfigError: if the settings or the memory don't fit the model, or its files are damaged (`WeightsError`).
     """
     model = load_config(files)
+    limited = limit_context(model, engine)
     device = resolve_device(engine)
     if device != "cpu":
         return _device_runner(files, model, engine, device, on_progress)
@@ -162,7 +85,7 @@ def load_runner(
     if segment_blocks.dtype != np.uint8 or segment_blocks.ndim != 2 or segment_blocks.shape[1] != layout.block_bytes:
         raise ConfigError(f"KV memory must be uint8 [num_blocks, {layout.block_bytes}], not {list(segment_blocks.shape)}")
     if engine.engine == "simulated":
-        return _simulated_runner(model, engine, layout, segment_blocks)
+        return _simulated_runner(limited, engine, layout, segment_blocks)
     return _cpu_runner(files, model, engine, layout, segment_blocks, on_progress)
 
 
@@ -238,6 +161,7 @@ def _device_runner(
         workspace = workspace_bytes(model, engine.max_running, engine.token_budget)
         room = measured_kv_room(gpu, engine.gpu_memory_utilization, workspace)
     layout = cache_layout(model, engine, device, kv_bytes=room)
+    announce_pool(decoder.config, engine, layout)
     pool = new_pool(model, layout, precision.kv, gpu)
     torch.cuda.synchronize(gpu)  # the runner works on a stream of its own
     begun = time.perf_counter()
@@ -284,6 +208,8 @@ def _decoder(
     )
     choice = _fp8_choice(files, model, engine, precision, torch.device(device), load)
     decoder = load(weights=precision.weights, plain=choice.plain if choice else (), on_progress=on_progress)
+    # only now: what was measured above, and is kept on disk, does not depend on it
+    decoder.config = limit_context(model, engine)
     if precision.kv == "fp8":  # random weights are centred on zero: the same kernels, for benchmarks
         decoder.k_center = (
             choice.center(model, decoder.device)

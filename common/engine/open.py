@@ -11,10 +11,11 @@ from threading import Thread
 
 import msgspec
 
-from common.engine.load import EngineConfig, cache_layout, load_runner, resolve_device
+from common.engine.engine import Engine
+from common.engine.layout import EngineConfig, cache_layout, limit_context
+from common.engine.load import announce_pool, load_runner, resolve_device
 from common.engine.settings import EngineServiceConfig
-from common.engine.worker import Engine
-from common.models.config import load_config
+from common.models.config import ModelConfig, load_config, weights_identity
 from common.models.source import ModelFiles, resolve
 from common.transfer.cuda_ipc import LocalTransport, export_pool
 from common.transfer.segment import Segment
@@ -39,11 +40,15 @@ def open_engine(
     """
     settings = EngineConfig.of(config)
     files = resolve(config.model, weights=settings.load_format != "dummy")
+    model = limit_context(load_config(files), settings)
+    identity = weights_identity(files, model, dummy=settings.load_format == "dummy")
     sweep(config.shm_dir)
     on_gpu = resolve_device(settings) != "cpu"
     settings = msgspec.structs.replace(settings, **config.limits(on_gpu=on_gpu)._asdict())
     if not on_gpu:
-        return _open_on_cpu(files, settings, config.shm_dir, segment_name, on_progress)
+        engine = _open_on_cpu(files, model, settings, config.shm_dir, segment_name, on_progress)
+        engine.identity = identity
+        return engine
     runner = load_runner(files, settings, on_progress=on_progress)
     pool = runner.pool  # pyright: ignore[reportAttributeAccessIssue]
     segment = Segment.create(
@@ -56,11 +61,14 @@ def open_engine(
     )
     if transport is not None:
         transport.attach(pool)
-    return Engine(runner, segment, on_gpu=True)
+    return Engine(runner, segment, on_gpu=True, identity=identity)
 
 
-def _open_on_cpu(files: ModelFiles, settings: EngineConfig, shm_dir: str, segment_name: str, on_progress: Progress) -> Engine:
-    layout = cache_layout(load_config(files), settings)
+def _open_on_cpu(
+    files: ModelFiles, model: ModelConfig, settings: EngineConfig, shm_dir: str, segment_name: str, on_progress: Progress
+) -> Engine:
+    layout = cache_layout(model, settings)
+    announce_pool(model, settings, layout)
     segment = Segment.create(
         shm_dir,
         segment_name,

@@ -180,6 +180,11 @@ class SequenceCache:
         self.block_tokens = block_tokens
         self.fingerprint = fingerprint
 
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens that the pool holds for one sequence, beside a block that is kept free."""
+        return (self.pool.num_blocks - 1) * self.block_tokens
+
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)
 

@@ -18,6 +18,8 @@ class Limits(NamedTuple):
 
 
 class EngineServiceConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Engines of prefill and decode workers."""
+
     dtype: Annotated[DtypeSetting, Meta(description="compute precision; auto: bfloat16 on a GPU, 8-bit weights on a CPU")] = (
         "auto"
     )

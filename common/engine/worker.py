@@ -15,7 +15,6 @@ import contextvars
 import time
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 import anyio
@@ -24,9 +23,10 @@ import msgspec
 from common.cache.pool import BlockPool
 from common.cache.store_client import StoreClient
 from common.engine import stepping
+from common.engine.engine import Engine, OpenEngine
 from common.engine.metrics import EngineMetrics
 from common.engine.outflow import FRAME_ENTRIES, Outflow
-from common.engine.plan import Runner, RunnerLost, StepPlan, StepResult
+from common.engine.plan import RunnerLost, StepPlan, StepResult
 from common.engine.prefixes import Prefixes
 from common.engine.sequence import Sequence, SequenceCache
 from common.engine.settings import EngineServiceConfig
@@ -54,25 +54,11 @@ from common.runtime.actor import Actor, WorkerState
 from common.runtime.bus import Bus
 from common.runtime.leases import LeaseTable
 from common.transfer.fence import memory_fence
-from common.transfer.segment import Segment
 from common.transfer.shm import host_id
 
 log = logs.get("engine")
 
 TOMBSTONES = 4096
-
-
-@dataclass(slots=True)
-class Engine:
-    """A runner and the segment that holds its KV blocks."""
-
-    runner: Runner
-    segment: Segment
-    on_gpu: bool = False
-
-
-OpenEngine = Callable[[str, Callable[[int, int], None]], Engine]
-"""`open_engine(segment_name, on_progress)`; blocks (loads weights), called in a thread. `on_progress(done, total)`: bytes."""
 
 
 class Scheduler(stepping.Scheduler, Protocol):
@@ -131,7 +117,7 @@ class EngineWorker(Actor):
         )
         self.counters = EngineMetrics(
             self.metrics,
-            model=self.config.served_model_name or self.config.model,
+            model=self.config.served_name,
             usage=self.pool.usage,
             running=lambda: self.scheduler.num_running,
             waiting=lambda: self.scheduler.num_waiting,
@@ -351,7 +337,7 @@ class EngineWorker(Actor):
         return Presence(
             worker=self.ref,
             state="draining" if self.refusing else state,
-            model=self.config.model,
+            model=self.config.served_name,
             fingerprint=self.engine.runner.fingerprint,
             host=self.host,
             segment=self.engine.segment.name,
@@ -363,6 +349,8 @@ class EngineWorker(Actor):
             step_ms=round(self.speeds.step_ms, 3),
             tokens_per_s=round(self.speeds.tokens_per_s, 1),
             http_port=self.http_port,
+            identity=self.engine.identity,
+            max_context=min(self.engine.runner.max_context, self.cache.longest_sequence),
             steps=self.watch.num_steps,
             step_age_ms=round(self.watch.age_s(self.clock()) * 1000, 1),
         )

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from common.models.naming import DUMMY_PREFIX
 from common.models.source import ModelFiles
 from common.models.weights.fp8_scheme import WeightFormat, weight_format
 from common.models.weights.gguf_metadata import read_metadata
@@ -89,6 +90,33 @@ def load_config(files: ModelFiles) -> ModelConfig:
         config = config_from_json(_read_json(files.path / "config.json"), _generation_config(files.path))
         weights = sorted(files.path.glob("*.safetensors"))
     return msgspec.structs.replace(config, identity=_identity(config, weights))
+
+
+def check_config_file(path: Path) -> None:
+    """:raises ConfigError: if this config.json is no supported model's; see `load_config`."""
+    config_from_json(_read_json(path))
+
+
+def weights_identity(files: ModelFiles, config: ModelConfig, *, dummy: bool = False) -> str:
+    """What workers announce as the weights they compute with: equal for equal files wherever they lie. Empty where that is
+    unknown: for a folder of which this machine has only configuration and tokenizer. `dummy`: random weights of this shape."""
+    if dummy:
+        return f"dummy/{config.identity}"
+    if files.format == "dummy" and not files.name.startswith(DUMMY_PREFIX):
+        return ""
+    return config.identity
+
+
+def context_of(max_context: int, max_model_len: int) -> int:
+    """Tokens of prompt and answer together: the model's `max_context`, or what the operator limits it to (0: no limit).
+
+    :raises ConfigError: if that is more than the model takes.
+    """
+    if max_model_len > max_context:
+        raise ConfigError(
+            f"max_model_len {max_model_len} is more than the {max_context} tokens of the model's context", param="max_model_len"
+        )
+    return max_model_len or max_context
 
 
 def config_from_json(data: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:

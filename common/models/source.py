@@ -15,7 +15,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -28,8 +27,9 @@ from typing import Literal
 
 import msgspec
 
+from common.models.naming import DUMMY_PREFIX, hub_id, is_gguf, local_path, model_name
 from common.models.shapes import SHAPES, folder_name, write_model
-from common.protocol.errors import UnknownModel
+from common.protocol.errors import PenstockError, UnknownModel
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -42,8 +42,8 @@ class PullFailed(UnknownModel):
 
 
 class ModelFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """A model on this machine. `path` is the .gguf file, or the folder that holds config.json and *.safetensors ("dummy": no
-    weights).
+    """A model on this machine. `name` comes from what was typed (see `naming`), `path` is where that leads: the .gguf file, or
+    the folder that holds config.json and *.safetensors ("dummy": no weights).
 
     `revision` names the content: a package version, a commit, or a digest over a local model's sizes and edges, so that two
     machines with the same files agree and a changed file does not.
@@ -75,10 +75,9 @@ _PACKAGES = {
     )
 }
 
-_HUB_ID = re.compile(r"(?P<repo>[\w.-]{1,96}/[\w.-]{1,96})(@(?P<revision>[\w./-]{1,128}))?")
-_HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
+_HUB_SMALL = ["*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
+_HUB_FILES = ["*.safetensors", *_HUB_SMALL]
 _HUB_IGNORED = ["*/*", "consolidated*"]  # other formats' copies of the same weights
-_DUMMY = "dummy:"
 _EDGE_BYTES = 1 << 20
 _POLL_S = 0.2
 
@@ -99,12 +98,12 @@ def resolve(spec: str, *, cache_dir: Path | None = None, weights: bool = True) -
         if path.is_file():
             return ModelFiles(name=spec, format="gguf", path=path, revision=package.version)
         raise UnknownModel(f"{spec} is not on this machine: run `penstock pull {spec}`", param="model")
-    if spec.startswith(_DUMMY):
-        return _dummy(spec.removeprefix(_DUMMY), cache_dir or default_cache_dir())
-    path = Path(spec).expanduser()
+    if spec.startswith(DUMMY_PREFIX):
+        return _dummy(spec.removeprefix(DUMMY_PREFIX), cache_dir or default_cache_dir())
+    path = local_path(spec)
     if spec and path.exists():
-        return _local(path, weights)
-    if (match := _HUB_ID.fullmatch(spec)) and not spec.startswith(".") and not spec.endswith(".gguf"):
+        return _local(path, model_name(spec), weights)
+    if match := hub_id(spec):
         if found := _hub_cached(match["repo"], match["revision"]):
             return found
         raise UnknownModel(f"{spec} is not on this machine: run `penstock pull {spec}`", param="model")
@@ -114,8 +113,16 @@ def resolve(spec: str, *, cache_dir: Path | None = None, weights: bool = True) -
     )
 
 
-def pull(spec: str, *, progress: Progress | None = None, cache_dir: Path | None = None) -> ModelFiles:
+def pull(
+    spec: str,
+    *,
+    progress: Progress | None = None,
+    cache_dir: Path | None = None,
+    check: Callable[[Path], None] = lambda folder: None,
+) -> ModelFiles:
     """`resolve`, after fetching what is missing. Blocking; several processes may pull the same model at once.
+
+    `check` is given a repository's folder once its small files are in it, and raises if the weights are not worth fetching.
 
     :raises PullFailed: if the download failed or gave something else than expected.
     :raises UnknownModel: if `spec` names nothing that could be fetched.
@@ -126,32 +133,32 @@ def pull(spec: str, *, progress: Progress | None = None, cache_dir: Path | None 
     except UnknownModel:
         if package := _PACKAGES.get(spec):
             return _pull_package(spec, package, cache_dir or default_cache_dir(), report)
-        match = _HUB_ID.fullmatch(spec)
-        if match is None or Path(spec).expanduser().exists() or spec.startswith(".") or spec.endswith(".gguf"):
+        match = hub_id(spec)
+        if match is None or local_path(spec).exists():
             raise
-    return _pull_hub(match["repo"], match["revision"], report)
+    return _pull_hub(match["repo"], match["revision"], report, check)
 
 
 # ── local files ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _local(path: Path, weights: bool) -> ModelFiles:
-    path = path.resolve()
+def _local(typed: Path, name: str, weights: bool) -> ModelFiles:
+    path = typed.resolve()
     if path.is_file():
-        if path.suffix != ".gguf":
-            raise UnknownModel(f"{path} is neither a folder nor a .gguf file", param="model")
-        return ModelFiles(name=path.stem, format="gguf", path=path, revision=_digest([path]))
+        if not is_gguf(typed) and not is_gguf(path):
+            raise UnknownModel(f"{typed} is neither a folder nor a .gguf file", param="model")
+        return ModelFiles(name=name, format="gguf", path=path, revision=_digest([path]))
     if problem := _folder_problem(path):
-        ggufs = sorted(path.glob("*.gguf"))
+        ggufs = sorted(file for file in path.glob("*") if is_gguf(file))
         if len(ggufs) == 1:
-            return ModelFiles(name=ggufs[0].stem, format="gguf", path=ggufs[0], revision=_digest(ggufs))
+            return ModelFiles(name=name, format="gguf", path=ggufs[0], revision=_digest(ggufs))
         if len(ggufs) > 1:
             problem = f"holds {len(ggufs)} .gguf files; name one of them"
         elif not weights and (path / "config.json").is_file():
-            return ModelFiles(name=path.name, format="dummy", path=path, revision=_digest([path / "config.json"]))
+            return ModelFiles(name=name, format="dummy", path=path, revision=_digest([path / "config.json"]))
         raise UnknownModel(f"{path} {problem}", param="model")
     shards = sorted(path.glob("*.safetensors"))
-    return ModelFiles(name=path.name, format="safetensors", path=path, revision=_digest([path / "config.json", *shards]))
+    return ModelFiles(name=name, format="safetensors", path=path, revision=_digest([path / "config.json", *shards]))
 
 
 def _folder_problem(folder: Path) -> str:
@@ -203,7 +210,7 @@ def _dummy(name: str, cache_dir: Path) -> ModelFiles:
                 raise UnknownModel(f"can't write {folder}: {error.strerror}; set PENSTOCK_HOME", param="model") from error
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-    return ModelFiles(name=f"{_DUMMY}{name}", format="dummy", path=folder, revision=folder.name)
+    return ModelFiles(name=f"{DUMMY_PREFIX}{name}", format="dummy", path=folder, revision=folder.name)
 
 
 # ── PyPI packages ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -287,13 +294,20 @@ def _hub_cached(repo: str, revision: str | None) -> ModelFiles | None:
     return ModelFiles(name=repo, format="safetensors", path=folder, revision=folder.name)
 
 
-def _pull_hub(repo: str, revision: str | None, report: Progress) -> ModelFiles:
+def _pull_hub(repo: str, revision: str | None, report: Progress, check: Callable[[Path], None]) -> ModelFiles:
     from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
 
+    disable_progress_bars()  # `report` tells
     blobs = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}" / "blobs"
     try:
         with _reporting(blobs, 0, report):
+            small = snapshot_download(repo, revision=revision, allow_patterns=_HUB_SMALL, ignore_patterns=_HUB_IGNORED)
+            if (Path(small) / "config.json").is_file():
+                check(Path(small))
             snapshot_download(repo, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED)
+    except PenstockError:
+        raise
     except Exception as error:  # the hub client raises its own, its HTTP client's and OS errors, depending on its version
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise PullFailed(f"could not fetch {repo} from Hugging Face: {reason}", param="model") from error
@@ -335,10 +349,12 @@ def _reporting(folder: Path, total: int, report: Progress) -> Iterator[None]:
 
 
 def _folder_bytes(folder: Path) -> int:
+    """Bytes of all files below `folder`; what is renamed or removed meanwhile is left out."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.lstat().st_size if path.is_file() else 0
-        except OSError:
-            continue  # renamed or removed meanwhile
+    for parent, _, names in os.walk(folder):  # unlike rglob, it goes on where a folder has vanished
+        for name in names:
+            try:
+                total += Path(parent, name).lstat().st_size
+            except OSError:
+                continue
     return total

@@ -272,6 +272,10 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     starting, ready or draining. Speeds are moving averages, 0 when unknown. `loaded`: the share of its weights that a worker
     has loaded while it starts. `steps`: how many its engine has run; `step_age_ms`: since when the one that runs now does, 0
     when none runs.
+
+    `model` is the name that clients ask for: a gateway uses the workers that serve its own. `identity` names what a worker's
+    weights are, so that another model under the same name is left alone; empty: unknown. `max_context`: tokens that one
+    sequence may have on this worker, which its KV pool may limit; 0: unknown.
     """
 
     worker: WorkerRef
@@ -289,6 +293,8 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     tokens_per_s: float = 0.0
     http_port: int = 0
     loaded: float = 1.0
+    identity: str = ""
+    max_context: int = 0
     steps: int = 0
     step_age_ms: float = 0.0
 

@@ -19,6 +19,7 @@ Tenants' permissions deny `penstock.v1.int.>`.
 
 from __future__ import annotations
 
+import hashlib
 import re
 
 from common.protocol.errors import InvalidParameter
@@ -42,8 +43,14 @@ def token(value: str, *, what: str = "id") -> str:
 
 
 def slug(model: str) -> str:
-    """A model's name as a subject token: `HuggingFaceTB/SmolLM2-135M` → `huggingfacetb-smollm2-135m`."""
-    return re.sub(r"[^a-z0-9_-]+", "-", model.lower()).strip("-")[:128] or "model"
+    """A model's name as a subject token: `HuggingFaceTB/SmolLM2-135M` → `huggingfacetb-smollm2-135m`.
+
+    Letters beyond ASCII have no place in it; a digest of the name then tells such names apart: `größe-7b` → `gr-e-7b-5b31a1e0`.
+    """
+    readable = re.sub(r"[^a-z0-9_-]+", "-", model.lower()).strip("-")
+    if any(character.isalnum() and not character.isascii() for character in model):
+        readable = f"{readable[:119]}-{hashlib.blake2b(model.encode(), digest_size=4).hexdigest()}".lstrip("-")
+    return readable[:128] or "model"
 
 
 def chat(model_slug: str) -> str:

@@ -99,7 +99,7 @@ class Actor:
 
     def presence(self, state: WorkerState) -> Presence:
         """What this worker tells everyone, four times a second."""
-        return Presence(worker=self.ref, state=state, model=self.config.model, http_port=self.http_port)
+        return Presence(worker=self.ref, state=state, model=self.config.served_name, http_port=self.http_port)
 
     async def drain(self) -> None:
         """Refuse new work from now on; return when nothing is held."""

@@ -6,8 +6,8 @@
     PENSTOCK_NUM_BLOCKS=512                 an environment variable per field
     --config FILE, PENSTOCK_CONFIG=FILE     TOML with the tables [common] (what every service has) and [<section>]
 
-The fields of a nested Struct are reached by their own names, as if they were written into the outer one. What is unknown is
-an error that names the nearest known thing.
+What is unknown is an error that names the nearest known thing. All services share one environment and one file, so a variable
+or a table of another section is none; see `sections`.
 """
 
 from __future__ import annotations
@@ -18,45 +18,23 @@ import tomllib
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
 from common.protocol.errors import ConfigError
+from common.runtime import sections
+from common.runtime.config_help import help_text
+from common.runtime.fields import ENV_PREFIX, Field, as_text, bare, fields_of
 
 T = TypeVar("T", bound=msgspec.Struct)
+Fields = Mapping[str, Field]
+Tables = Mapping[str, Mapping[str, Any]]
 
-ENV_PREFIX = "PENSTOCK_"
-SECTIONS = ("common", "gateway", "prefill", "decode", "draft", "kvstore", "up")
-
-
-class _Field(msgspec.Struct, frozen=True):
-    """One setting. `path` leads through nested Structs to it."""
-
-    path: tuple[str, ...]
-    type: Any
-    default: Any
-    description: str
-
-    @property
-    def name(self) -> str:
-        return self.path[-1]
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def is_bool(self) -> bool:
-        return _bare(self.type) is bool
-
-    @property
-    def is_collection(self) -> bool:
-        return typing.get_origin(_bare(self.type)) in (list, tuple, set, frozenset)
+CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 
 
-class _Given(msgspec.Struct, frozen=True):
+class Given(msgspec.Struct, frozen=True):
     """A value and where it comes from, for error messages. `is_text`: from a flag or the environment."""
 
     value: Any
@@ -64,111 +42,79 @@ class _Given(msgspec.Struct, frozen=True):
     is_text: bool
 
 
+class Flags(msgspec.Struct, frozen=True):
+    """A command line: the settings on it, the file that `--config` names, and whether `--help` was among it."""
+
+    given: dict[str, Given]
+    config: Path | None = None
+    wants_help: bool = False
+
+
 def load(kind: type[T], *, section: str, argv: Sequence[str], environ: Mapping[str, str], path: Path | None = None) -> T:
     """`--help` prints the fields and ends the process.
 
     :raises ConfigError: names the key, where it was given, what is wrong, and the nearest known key if it is unknown.
     """
-    fields = _fields(kind)
-    flags, flag_path = _parse_flags(argv, fields)
-    if flags is None:
-        sys.stdout.write(help_text(kind, section=section))
+    fields = fields_of(kind)
+    flags = parse_flags(argv, fields)
+    if flags.wants_help:
+        sys.stdout.write(help_text(fields, section=section))
         raise SystemExit(0)
-    chosen = flag_path or (Path(environ[ENV_PREFIX + "CONFIG"]) if environ.get(ENV_PREFIX + "CONFIG") else path)
-    given = _from_file(chosen, fields, section) if chosen is not None else {}
-    for name in fields:
-        variable = ENV_PREFIX + name.upper()
-        if variable in environ:
-            given[name] = _Given(environ[variable], variable, True)
-    given.update(flags)
-    values = {name: _convert(fields[name], value) for name, value in given.items()}
-    return _build(kind, (), fields, values)
+    chosen = config_path(flags, environ) or path
+    tables = {} if chosen is None else read_tables(chosen, section)
+    given = {
+        **from_table(tables, "common", fields, chosen),
+        **from_table(tables, section, fields, chosen),
+        **from_environment(environ, fields),
+        **flags.given,
+    }
+    check_variables(environ, fields)
+    return build(kind, fields, given)
 
 
-def help_text(kind: type[msgspec.Struct], *, section: str) -> str:
-    """Every field with its default and description."""
-    lines = [f"Settings of penstock's {section}: --field VALUE, {ENV_PREFIX}FIELD, or [{section}] of a TOML file.", ""]
-    lines.append(f"  {'--config FILE':34} TOML file with [common] and [{section}]")
-    for field in _fields(kind).values():
-        default = "required" if field.default is msgspec.NODEFAULT else f"default: {_shown(field.default)}"
-        lines.append(f"  {field.flag:34} {field.description}{' ' if field.description else ''}({default})")
-    return "\n".join(lines) + "\n"
+def config_path(flags: Flags, environ: Mapping[str, str]) -> Path | None:
+    """The file that is named by a flag or by the environment."""
+    return flags.config or (Path(environ[CONFIG_VARIABLE]) if environ.get(CONFIG_VARIABLE) else None)
+
+
+def check_variables(environ: Mapping[str, str], fields: Fields) -> None:
+    """:raises ConfigError: for a variable with our prefix that nobody reads; it names the nearest that somebody does."""
+    for name in sections.unknown_variables(environ, fields):
+        unknown("variable", name, sections.all_variables())
 
 
 def to_argv(config: msgspec.Struct) -> list[str]:
     """The flags with which `load` gives an equal `config`: how a supervisor passes settings on. Defaults are left out."""
     argv: list[str] = []
-    for field in _fields(type(config)).values():
+    for field in fields_of(type(config)).values():
         value: Any = config
         for step in field.path:
             value = getattr(value, step)
         if value != field.default:
-            argv.append(f"{field.flag}={_shown(value)}")
+            argv.append(f"{field.flag}={as_text(value)}")
     return argv
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple | set | frozenset):
-        return ",".join(_shown(item) for item in value)
-    return str(value)
-
-
-def _bare(kind: Any) -> Any:
-    """Without `Annotated` and `| None`."""
-    if typing.get_origin(kind) is Annotated:
-        return _bare(typing.get_args(kind)[0])
-    if typing.get_origin(kind) in (typing.Union, UnionType):
-        rest = [member for member in typing.get_args(kind) if member is not type(None)]
-        if len(rest) == 1:
-            return _bare(rest[0])
-    return kind
-
-
-def _fields(kind: type[msgspec.Struct], path: tuple[str, ...] = ()) -> dict[str, _Field]:
-    hints = typing.get_type_hints(kind, include_extras=True)
-    found: dict[str, _Field] = {}
-    for field in msgspec.structs.fields(kind):
-        hint = hints[field.name]
-        bare = _bare(hint)
-        if isinstance(bare, type) and issubclass(bare, msgspec.Struct):
-            inner = _fields(bare, (*path, field.name))
-        else:
-            default = field.default
-            if default is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
-                default = field.default_factory()
-            inner = {field.name: _Field((*path, field.name), hint, default, _description(hint))}
-        if twice := found.keys() & inner.keys():
-            raise TypeError(f"{kind.__name__} has two settings named {sorted(twice)}")
-        found |= inner
-    return found
-
-
-def _description(hint: Any) -> str:
-    if typing.get_origin(hint) is Annotated:
-        for extra in typing.get_args(hint)[1:]:
-            if isinstance(extra, msgspec.Meta) and extra.description:
-                return extra.description
-    return ""
-
-
-def _unknown(what: str, name: str, known: Iterable[str]) -> NoReturn:
-    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+def unknown(what: str, name: str, known: Iterable[str]) -> NoReturn:
+    """:raises ConfigError: always."""
+    nearest = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
     raise ConfigError(f"unknown {what} {name}" + (f"; did you mean {nearest[0]}?" if nearest else ""), param=name)
 
 
-def _parse_flags(argv: Sequence[str], fields: Mapping[str, _Field]) -> tuple[dict[str, _Given] | None, Path | None]:
-    """The given flags, None when help is wanted; and the file that `--config` names."""
+# ── where values come from ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def parse_flags(argv: Sequence[str], fields: Fields) -> Flags:
+    """:raises ConfigError: for an unknown flag, or one without its value."""
     by_flag = {field.flag: field for field in fields.values()}
     negated = {"--no-" + flag[2:]: field for flag, field in by_flag.items() if field.is_bool}
-    found: dict[str, _Given] = {}
+    found: dict[str, Given] = {}
     path: Path | None = None
     rest = list(argv)
     while rest:
         word = rest.pop(0)
         if word in ("-h", "--help"):
-            return None, None
+            return Flags({}, wants_help=True)
         if not word.startswith("--"):
             raise ConfigError(f"unexpected argument {word!r}: settings are given as --name VALUE", param=word)
         flag, has_value, value = word.partition("=")
@@ -176,59 +122,82 @@ def _parse_flags(argv: Sequence[str], fields: Mapping[str, _Field]) -> tuple[dic
         if flag in negated and flag not in by_flag:
             if has_value:
                 raise ConfigError(f"{flag} takes no value", param=flag)
-            found[negated[flag].name] = _Given(False, flag, False)
+            found[negated[flag].name] = Given(False, flag, False)
             continue
         if flag not in by_flag and flag != "--config":
-            _unknown("flag", flag, [*by_flag, "--config", "--help"])
+            unknown("flag", flag, [*by_flag, "--config", "--help"])
         if flag != "--config" and by_flag[flag].is_bool and not has_value:
-            found[by_flag[flag].name] = _Given(True, flag, False)
+            found[by_flag[flag].name] = Given(True, flag, False)
             continue
         if not has_value:
-            if not rest:
+            if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"{flag} needs a value", param=flag)
             value = rest.pop(0)
         if flag == "--config":
             path = Path(value)
         else:
-            found[by_flag[flag].name] = _Given(value, flag, True)
-    return found, path
+            found[by_flag[flag].name] = Given(value, flag, True)
+    return Flags(found, path)
 
 
-def _from_file(path: Path, fields: Mapping[str, _Field], section: str) -> dict[str, _Given]:
+def from_environment(environ: Mapping[str, str], fields: Fields) -> dict[str, Given]:
+    return {
+        name: Given(environ[field.variable], field.variable, True)
+        for name, field in fields.items()
+        if field.variable in environ
+    }
+
+
+def read_tables(path: Path, section: str) -> Tables:
+    """The tables of a file. :raises ConfigError: if it can't be read, is no TOML, or has a table that is nobody's."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"can't read {path}: {error.strerror}", param="config") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}", param="config") from error
-    found: dict[str, _Given] = {}
     for table, content in tables.items():
         if not isinstance(content, dict):
             raise ConfigError(f"{path}: {table} belongs into a table, [common] or [{section}]", param=table)
-        if table not in (*SECTIONS, section):
-            _unknown(f"table in {path}:", table, (*SECTIONS, section))
-    for table in ("common", section):
-        for name, value in tables.get(table, {}).items():
-            if name not in fields:
-                _unknown(f"key in [{table}] of {path}:", name, fields)
-            found[name] = _Given(value, f"{name} in [{table}] of {path}", False)
+        if table not in (*sections.SECTIONS, section):
+            unknown(f"table in {path}:", table, (*sections.SECTIONS, section))
+    return tables
+
+
+def from_table(tables: Tables, table: str, fields: Fields, path: Path | None) -> dict[str, Given]:
+    """:raises ConfigError: for a key that is not among `fields`."""
+    found: dict[str, Given] = {}
+    for name, value in tables.get(table, {}).items():
+        if name not in fields:
+            unknown(f"key in [{table}] of {path}:", name, fields)
+        found[name] = Given(value, f"{name} in [{table}] of {path}", False)
     return found
 
 
-def _convert(field: _Field, given: _Given) -> Any:
+# ── from values to a Struct ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def build(kind: type[T], fields: Fields, given: Mapping[str, Given]) -> T:
+    """`kind` with what is given, else with its defaults. :raises ConfigError: for a value that does not fit its setting."""
+    return _build(kind, (), fields, {name: convert(fields[name], value) for name, value in given.items()})
+
+
+def convert(field: Field, given: Given) -> Any:
+    """:raises ConfigError: if the value does not fit the setting; it names where the value was given."""
     value = given.value
     if given.is_text and field.is_collection:
         value = [item.strip() for item in value.split(",") if item.strip()]
     try:
         return msgspec.convert(value, field.type, strict=not given.is_text, dec_hook=_decode_path)
     except (msgspec.ValidationError, ValueError) as error:
-        raise ConfigError(f"{given.source}: {_sentence(error, field)}, got {given.value!r}", param=field.name) from error
+        got = "" if field.secret else f", got {given.value!r}"
+        raise ConfigError(f"{given.source}: {_sentence(error, field)}{got}", param=field.name) from error
 
 
-def _sentence(error: Exception, field: _Field) -> str:
-    bare = _bare(field.type)
-    if typing.get_origin(bare) is typing.Literal:
-        return f"expected one of {', '.join(str(choice) for choice in typing.get_args(bare) if choice != '')}"
+def _sentence(error: Exception, field: Field) -> str:
+    kind = bare(field.type)
+    if typing.get_origin(kind) is typing.Literal:
+        return f"expected one of {', '.join(str(choice) for choice in typing.get_args(kind) if choice != '')}"
     return str(error).split(" - at `$")[0].replace("`", "").replace("Expected", "expected")
 
 
@@ -238,7 +207,7 @@ def _decode_path(kind: type, value: Any) -> Any:
     raise ValueError(f"can't make a {kind.__name__} of it")
 
 
-def _build(kind: type[T], path: tuple[str, ...], fields: Mapping[str, _Field], values: Mapping[str, Any]) -> T:
+def _build(kind: type[T], path: tuple[str, ...], fields: Fields, values: Mapping[str, Any]) -> T:
     arguments: dict[str, Any] = {}
     for field in msgspec.structs.fields(kind):
         here = (*path, field.name)
@@ -249,7 +218,7 @@ def _build(kind: type[T], path: tuple[str, ...], fields: Mapping[str, _Field], v
             elif setting.default is msgspec.NODEFAULT:
                 raise ConfigError(f"{setting.flag} is required", param=field.name)
             continue
-        nested = _bare(typing.get_type_hints(kind, include_extras=True)[field.name])
+        nested = bare(typing.get_type_hints(kind, include_extras=True)[field.name])
         arguments[field.name] = _build(nested, here, fields, values)
     try:
         return kind(**arguments)

@@ -52,6 +52,8 @@ def main(config_type: type[C], make_actor: MakeActor[C], *, section: str, argv: 
     try:
         given = sys.argv[1:] if argv is None else argv
         config = configuration.load(config_type, section=section, argv=given, environ=os.environ)
+        # settled once: whether `owner/name` is a folder of this machine may change while the process lives
+        config = msgspec.structs.replace(config, served_model_name=config.served_name)
         logs.configure(config.log_level, config.log_format)
         raise_file_limit()
         serve = functools.partial(_serve, make_actor, config, section)
@@ -205,7 +207,7 @@ def _describe(actor: Actor) -> ServiceInfo:
         version=_version(),
         description=f"Penstock {actor.role} worker",
         metadata={
-            "model": actor.config.served_model_name or actor.config.model,
+            "model": actor.config.served_name,
             "role": actor.role,
             "worker": actor.ref.id,
             "epoch": str(actor.ref.epoch),

@@ -7,11 +7,29 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from common.models.naming import model_name
+from common.runtime.fields import SECRET
 
-class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Times are seconds. `config.load` reads it from flags, environment and file."""
 
-    nats_url: Annotated[str, Meta(description="the NATS server")] = "nats://127.0.0.1:4222"
+class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The model."""
+
+    model: Annotated[str, Meta(min_length=1, description="name, folder, .gguf file or Hugging Face id")] = (
+        "smollm2-135m-instruct"
+    )
+    served_model_name: Annotated[str, Meta(description="the model's name on the bus and for clients; empty: its own")] = ""
+    max_model_len: Annotated[int, Meta(ge=0, description="tokens of prompt and answer together; 0: the model's context")] = 0
+
+    @property
+    def served_name(self) -> str:
+        """What clients ask for, and what tells this model's workers from others on the bus."""
+        return self.served_model_name or model_name(self.model)
+
+
+class ServiceConfig(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every process. Times are seconds. `config.load` reads it from flags, environment and file."""
+
+    nats_url: Annotated[str, Meta(description="the NATS server", extra=SECRET)] = "nats://127.0.0.1:4222"
     worker_id: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{0,128}$", description="unique name; empty: drawn at start")] = ""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least severe level logged")] = "info"
     log_format: Annotated[Literal["console", "json"], Meta(description="shape of log lines on stderr")] = "console"
@@ -24,7 +42,3 @@ class ServiceConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     dead_after_s: Annotated[float, Meta(gt=0, le=600, description="silence after which a worker counts as dead")] = 2.0
     lease_s: Annotated[float, Meta(gt=0, le=3600, description="what nobody renews is freed after this")] = 5.0
     drain_timeout_s: Annotated[float, Meta(ge=0, le=86400, description="after SIGTERM: time to finish requests and end")] = 30.0
-    model: Annotated[str, Meta(min_length=1, description="name, folder, .gguf file or Hugging Face id")] = (
-        "smollm2-135m-instruct"
-    )
-    served_model_name: Annotated[str, Meta(description="the model's name for clients; empty: its own")] = ""

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from common.models.config import context_of
 from common.models.source import ModelFiles
 from common.models.weights.gguf_metadata import read_metadata
 from common.protocol.errors import ConfigError, ContextLengthExceeded, InvalidParameter
@@ -106,12 +107,12 @@ class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
             raise ContextLengthExceeded(f"messages of {size} characters can't fit {max_tokens} tokens", param="messages")
 
 
-def load_bundle(files: ModelFiles, *, name: str = "", generation_config: bool = True) -> TextBundle:
+def load_bundle(files: ModelFiles, *, name: str = "", generation_config: bool = True, max_model_len: int = 0) -> TextBundle:
     """Read tokenizer, templates, limits and (with `generation_config`) recommended sampling of `files`.
 
-    `name` is what clients call the model (default: its own).
+    `name` is what clients call the model (default: its own). `max_model_len` limits the context (0: what the model takes).
 
-    :raises ConfigError: if any of them is missing, damaged or not supported.
+    :raises ConfigError: if any of them is missing, damaged or not supported, or the model takes less than `max_model_len`.
     """
     metadata = read_metadata(files.path) if files.format == "gguf" else None
     tokenizer = load_tokenizer(files, metadata=metadata)
@@ -123,7 +124,7 @@ def load_bundle(files: ModelFiles, *, name: str = "", generation_config: bool = 
         template=templates.pop(DEFAULT, None),
         named_templates=templates,
         eos_ids=tokenizer.eos_ids,
-        max_context=_max_context(files, metadata),
+        max_context=context_of(_max_context(files, metadata), max_model_len),
         sampling=load_sampling_defaults(files, metadata=metadata) if generation_config else SamplingDefaults(),
     )
 

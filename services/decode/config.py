@@ -10,5 +10,7 @@ from common.engine.settings import EngineServiceConfig
 
 
 class DecodeConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Decode workers."""
+
     speculation_tokens: Annotated[int, Meta(ge=0, le=63, description="proposed tokens verified per sequence; 0: off")] = 4
     max_verify_tokens: Annotated[int, Meta(ge=0, description="rows of a step above which nothing is verified")] = 64

@@ -136,7 +136,7 @@ class DraftActor(Actor):
         return Presence(
             worker=self.ref,
             state=state,
-            model=self.config.model,
+            model=self.config.served_name,
             running=held,
             waiting=len(self._queue),
             credits=self.config.max_sequences - held if state == "ready" else 0,

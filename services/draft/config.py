@@ -10,6 +10,8 @@ from common.runtime.settings import ServiceConfig
 
 
 class DraftConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Draft workers."""
+
     proposal_tokens: Annotated[
         int, Meta(ge=1, le=64, description="tokens of a proposal; twice what decode verifies, so that a late one still serves")
     ] = 10

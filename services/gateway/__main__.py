@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from common.models.config import load_config, weights_identity
 from common.models.source import resolve
 from common.runtime.bus import Bus
 from common.runtime.service import main
@@ -18,9 +19,14 @@ SWITCH_INTERVAL_S = 0.0005
 def make_gateway(bus: Bus, config: GatewayConfig) -> GatewayActor:
     """:raises UnknownModel, ConfigError: if the model's tokenizer and template can't be loaded."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    recommended = config.generation_config == "auto"
-    bundle = load_bundle(resolve(config.model, weights=False), name=config.served_model_name, generation_config=recommended)
-    return GatewayActor(bus=bus, config=config, bundle=bundle)
+    files = resolve(config.model, weights=False)
+    bundle = load_bundle(
+        files,
+        name=config.served_name,
+        generation_config=config.generation_config == "auto",
+        max_model_len=config.max_model_len,
+    )
+    return GatewayActor(bus=bus, config=config, bundle=bundle, identity=weights_identity(files, load_config(files)))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import anyio
 from starlette.types import ASGIApp
 
+from common.models.naming import model_name
 from common.protocol.errors import Cancelled, GatewayBusy, NoResponders, PenstockError, ProtocolError, ShuttingDown, from_wire
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import (
@@ -44,6 +45,7 @@ from services.gateway.health import Health
 from services.gateway.http import create_app
 from services.gateway.inflow import Inflow
 from services.gateway.intake import Intake
+from services.gateway.membership import Membership
 from services.gateway.nats_front import NatsFront
 from services.gateway.placement import Placement
 from services.gateway.requests import GenerationRequest, Request
@@ -69,7 +71,8 @@ DRAIN_RESERVE_S = 2.0
 
 
 class GatewayActor(Actor):
-    """`bundle`: tokenizer and template of the model; without it there are no edges, only `generate`."""
+    """`bundle`: tokenizer and template of the model; without it there are no edges, only `generate`. `identity`: what its
+    weights are here, empty if they are not (see `membership`)."""
 
     role = "gateway"
     hears = ("prefill", "decode", "draft", "kvstore")
@@ -81,6 +84,7 @@ class GatewayActor(Actor):
         bus: Bus,
         config: GatewayConfig,
         bundle: TextBundle | None = None,
+        identity: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(bus=bus, config=config, clock=clock)
@@ -94,8 +98,11 @@ class GatewayActor(Actor):
             prefill_timeout_s=config.prefill_timeout_s,
             slow_reader_timeout_s=config.slow_reader_timeout_s,
         )
+        self.membership = Membership((config.served_name, model_name(config.model)), identity)
         self.router = Router(
-            direct_max_tokens=config.direct_max_tokens, affinity_blocks=config.affinity_blocks, models=(config.model,)
+            direct_max_tokens=config.direct_max_tokens,
+            affinity_blocks=config.affinity_blocks,
+            models=self.membership.names,
         )
         self.health = Health(trusting=not config.canary)
         self.placement = Placement(self.router, self.health)
@@ -107,7 +114,7 @@ class GatewayActor(Actor):
             no_workers_grace_s=config.no_workers_grace_s,
             now=clock(),
         )
-        model = bundle.name if bundle is not None else config.served_model_name or config.model
+        model = bundle.name if bundle is not None else config.served_name
         self.telemetry = Telemetry(self.metrics, self.dispatcher, model=model)
         self.intake = Intake(config)
         self.placement.on_placed = self.telemetry.waited
@@ -183,7 +190,7 @@ class GatewayActor(Actor):
         return Presence(
             worker=self.ref,
             state=state,
-            model=self.config.model,
+            model=self.config.served_name,
             running=self.dispatcher.num_running,
             waiting=self.dispatcher.num_waiting,
             http_port=self.http_port,
@@ -288,7 +295,10 @@ class GatewayActor(Actor):
         self._carry_out()
 
     def _look_around(self, now: float) -> None:
-        self.dispatcher.refresh([*self.registry.alive("prefill", now), *self.registry.alive("decode", now)], now)
+        workers = [*self.registry.alive("prefill", now), *self.registry.alive("decode", now)]
+        self.dispatcher.refresh(self.membership.members(workers), now)
+        for stranger in self.membership.take_strangers():
+            log.warning("worker_left_alone", worker=stranger.worker.id, reason=stranger.reason, advice=stranger.advice)
 
     def _carry_out(self) -> None:
         """Do what the dispatcher decided."""

@@ -272,7 +272,6 @@ class Notes:
             self._named[scope.where + shown] = f" ({hint})" if hint else ""
             self.labels.append(label)
 
-
     def _nearest(self, scope: Scope, name: str) -> str:
         """Looking for it takes up to 0.1 ms, so only those that will be named are looked at."""
         if len(self._named) >= _MAX_NAMED or scope.where + _printable(name) in self._named:

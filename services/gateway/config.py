@@ -6,14 +6,17 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from common.runtime.fields import SECRET
 from common.runtime.settings import ServiceConfig
 
 
 class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One gateway process. Times in seconds, sizes in bytes."""
+    """Gateways. Times in seconds, sizes in bytes."""
 
     http_port: Annotated[int, Meta(ge=-1, le=65535, description="port of the OpenAI API; 0: any free one; -1: no HTTP")] = 8000
-    api_key: Annotated[str, Meta(description="clients must send it as a bearer token; empty lets everyone in")] = ""
+    api_key: Annotated[
+        str, Meta(description="HTTP clients must send it as a bearer token; empty lets everyone in", extra=SECRET)
+    ] = ""
 
     max_body_bytes: Annotated[int, Meta(description="largest request body over HTTP", ge=1)] = 8 * 1024 * 1024
     max_bodies_bytes: Annotated[int, Meta(description="what bodies being read may hold in all; more are refused", ge=1)] = (

@@ -98,7 +98,7 @@ class KvstoreActor(Actor):
         return Presence(
             worker=self.ref,
             state=state,
-            model=self.config.model,
+            model=self.config.served_name,
             host=self.host,
             running=len(self.leases),
             credits=max(usage.free + usage.cached, 1) if state == "ready" else 0,

@@ -10,6 +10,8 @@ from common.runtime.settings import ServiceConfig
 
 
 class KvstoreConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """KV stores."""
+
     capacity_mb: Annotated[int, Meta(ge=1, description="MiB of shared memory for KV blocks, at most")] = 1024
     max_fingerprints: Annotated[
         int, Meta(ge=1, le=64, description="models or layouts kept at once; all share the capacity, by what is used")

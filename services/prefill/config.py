@@ -10,6 +10,8 @@ from common.engine.settings import EngineServiceConfig, Limits
 
 
 class PrefillConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Prefill workers."""
+
     handoff_timeout_s: Annotated[float, Meta(gt=0, description="how long a decode worker may take to answer")] = 2.0
 
     cpu_limits: ClassVar[Limits] = Limits(32, 256)

@@ -15,9 +15,10 @@ from pathlib import Path
 import anyio
 from anyio.abc import TaskGroup
 
+from common.engine.engine import Engine
 from common.engine.plan import RunnerLost
 from common.engine.simulated import BYTES_PER_TOKEN, SimulatedRunner, TokenRule, expected_tokens
-from common.engine.worker import Engine, EngineWorker
+from common.engine.worker import EngineWorker
 from common.protocol.errors import PenstockError
 from common.protocol.handles import Role
 from common.protocol.messages import SamplingParams

@@ -22,7 +22,8 @@ from common.cli.net import free_port
 ROOT = Path(__file__).parents[2]
 READY_TIMEOUT_S = 300.0
 IMAGE = "penstock-test"
-SCALE = {"prefill": 2, "decode": 3}
+SCALE = {"prefill": 2, "decode": 3, "draft": 1}
+ENGINES = ("prefill", "decode")
 NUM_TOKENS = 500
 METRICS = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9090/metrics', timeout=3).read().decode())"
 PROMPTS = [
@@ -66,6 +67,7 @@ class Project:
         self.name = f"penstocktest{os.getpid()}"
         self.port = free_port()
         self.environment = os.environ | {"PENSTOCK_IMAGE": IMAGE, "PENSTOCK_HTTP_PORT": str(self.port)}
+        self.environment |= {"PENSTOCK_THREADS": "1"}
 
     def run(self, *arguments: str, check: bool = True) -> str:
         assert COMPOSE is not None
@@ -132,7 +134,7 @@ def wait_ready(project: Project) -> None:
     with httpx.Client(base_url=f"http://127.0.0.1:{project.port}", timeout=5) as http:
         while time.monotonic() < ended:
             try:
-                if http.get("/ready").status_code == 200 and num_ready(project) == sum(SCALE.values()):
+                if http.get("/ready").status_code == 200 and num_ready(project) == sum(SCALE[role] for role in ENGINES):
                     return
             except httpx.HTTPError:
                 pass
@@ -141,8 +143,7 @@ def wait_ready(project: Project) -> None:
 
 
 def num_ready(project: Project) -> int:
-    roles = ("prefill", "decode")
-    return sum(fields["state"] == "ready" and worker.startswith(roles) for worker, fields in project.workers().items())
+    return sum(fields["state"] == "ready" and worker.startswith(ENGINES) for worker, fields in project.workers().items())
 
 
 async def stream(http: httpx.AsyncClient, prompt: str, into: list[str]) -> None:

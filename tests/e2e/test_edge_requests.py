@@ -36,9 +36,8 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
     server = LocalNatsServer(folder / "nats")
     server.start()
     try:
-        flags = ("--model", str(model), "--served-model-name", MODEL)
         engine = ("--dtype", "float32", "--num-blocks", "60")
-        async with Stack(server.url, folder, flags=flags, engine_flags=engine) as stack:
+        async with Stack(server.url, folder, flags=("--model", str(model)), engine_flags=engine) as stack:
             await stack.start("gateway", "--log-format", "json")
             await stack.start("gateway", "--generation-config", "none", "--strict", name=STRICT)
             await stack.start("decode")

@@ -175,6 +175,12 @@ def test_what_the_user_can_mend_is_one_line_and_status_2(start: Callable[..., Pr
     assert status == 2 and line in log.splitlines()[-1] and "Traceback" not in log and out == b""
 
 
+def test_an_unknown_variable_is_one_line_that_names_the_nearest(start: Callable[..., Process]):
+    status, log, _ = start(environment={"PENSTOCK_NATS_ULR": "nats://10.0.0.1:4222"}).ended()
+    assert status == 2
+    assert "unknown variable PENSTOCK_NATS_ULR; did you mean PENSTOCK_NATS_URL?" in log.splitlines()[-1]
+
+
 def test_a_port_in_use_is_one_line_that_says_what_to_do(start: Callable[..., Process]):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

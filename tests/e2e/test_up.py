@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,21 +22,31 @@ from common.models.source import ModelFiles
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 45.0
+SIMULATED = {"PENSTOCK_ENGINE": "simulated", "PENSTOCK_TIME_SCALE": "0"}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @contextmanager
-def penstock_up(folder: Path, *flags: str, **environment: str) -> Iterator[tuple[Site, subprocess.Popen[bytes]]]:
-    """A whole Penstock on ports of its own, ready; ended with the block if it still runs."""
+def penstock_up(
+    folder: Path, *flags: str, cwd: Path = ROOT, own_bus: bool = True, environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[Site, subprocess.Popen[bytes]]]:
+    """A whole Penstock on ports of its own, ready; ended with the block if it still runs. It starts its own bus, or `flags` and
+    `environment` say which one it joins."""
     shm_dir = folder / "shm"
     shm_dir.mkdir()
     site = Site(free_port(), free_port(), shm_dir, f"test-{os.getpid()}-{time.time_ns()}")
-    command = [sys.executable, "-m", "common.cli", "up", "--http-port", str(site.http_port), "--nats-port", str(site.nats_port)]
+    command = [sys.executable, "-m", "common.cli", "up", "--http-port", str(site.http_port)]
+    command += ["--nats-port", str(site.nats_port)] if own_bus else []
     command += ["--shm-dir", str(shm_dir), "--log-dir", str(folder / "logs"), "--kv-cache-mb", "256", *flags]
     with (folder / "up.log").open("wb") as log:
         up = subprocess.Popen(
-            command, env=os.environ | {MARK: site.mark} | environment, stdout=log, stderr=log, start_new_session=True
+            command,
+            cwd=cwd,
+            env=os.environ | {MARK: site.mark, "PYTHONPATH": str(ROOT), **(environment or {})},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
     try:
         wait_ready(site, up, folder / "up.log")
@@ -77,7 +87,7 @@ def test_the_demo_streams_an_answer_and_leaves_nothing(smollm2: ModelFiles) -> N
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelFiles) -> Iterator[Site]:
     folder = tmp_path_factory.mktemp("up")
-    with penstock_up(folder) as (site, up):
+    with penstock_up(folder, "--prefill", "1", "--draft", "1", "--kvstore", "1") as (site, up):
         yield site
         up.send_signal(signal.SIGINT)
         assert up.wait(STOP_TIMEOUT_S) == 0, (folder / "up.log").read_text()
@@ -122,7 +132,7 @@ def test_the_raw_nats_example_works(site: Site) -> None:
 
 
 def test_everything_ends_with_a_killed_supervisor(tmp_path: Path, smollm2: ModelFiles) -> None:
-    with penstock_up(tmp_path, PENSTOCK_ENGINE="simulated", PENSTOCK_TIME_SCALE="0") as (site, up):
+    with penstock_up(tmp_path, environment=SIMULATED) as (site, up):
         up.kill()
         up.wait()
         ended = time.monotonic() + 15
@@ -131,18 +141,46 @@ def test_everything_ends_with_a_killed_supervisor(tmp_path: Path, smollm2: Model
         assert leftovers(site) == []
 
 
-def test_a_killed_worker_is_started_again(tmp_path: Path, smollm2: ModelFiles) -> None:
-    with penstock_up(tmp_path, PENSTOCK_ENGINE="simulated", PENSTOCK_TIME_SCALE="0") as (site, _):
+def test_a_killed_worker_comes_back_under_the_id_it_had(tmp_path: Path, smollm2: ModelFiles) -> None:
+    """A gateway's quarantine is kept by worker id: a worker that dies again and again must not look like a new one."""
+    with penstock_up(tmp_path, environment=SIMULATED) as (site, _):
         status = [sys.executable, "-m", "common.cli", "status", "--json", "--nats-url", site.nats_url]
-        before = {worker["worker"]["id"] for worker in json.loads(run(status))}
-        [pid] = [pid for pid, line in marked_processes(f"{MARK}={site.mark}") if "services.decode" in line]
-        os.kill(pid, signal.SIGKILL)
-        ended = time.monotonic() + 30
-        new: set[str] = set()
-        while not new and time.monotonic() < ended:
-            listed = json.loads(run(status))
-            new = {worker["worker"]["id"] for worker in listed if worker["state"] == "ready"} - before
-        assert len(new) == 1 and "decode" in new.pop()
+
+        def decode() -> dict[str, object]:
+            [worker] = [worker for worker in json.loads(run(status)) if worker["worker"]["role"] == "decode"]
+            return worker["worker"] | {"state": worker["state"]}
+
+        lives = [decode()]
+        for _ in range(2):
+            [pid] = [pid for pid, line in marked_processes(f"{MARK}={site.mark}") if "services.decode" in line]
+            os.kill(pid, signal.SIGKILL)
+            ended = time.monotonic() + 30
+            while (now := decode())["epoch"] == lives[-1]["epoch"] or now["state"] != "ready":
+                assert time.monotonic() < ended, now
+            lives.append(now)
+        assert len({str(life["id"]) for life in lives}) == 1
+        assert str(lives[0]["id"]).startswith("decode-0-")
+        assert len({life["epoch"] for life in lives}) == 3
+    said = (tmp_path / "up.log").read_text()
+    assert said.index("starting it again at once") < said.index("starting it again in 0.5 s")
+
+
+@pytest.mark.parametrize("hanging", [("services.decode",), ("services.gateway", "services.kvstore", "nats-server")])
+def test_up_ends_within_its_drain_time_though_children_hang(
+    hanging: tuple[str, ...], tmp_path: Path, smollm2: ModelFiles
+) -> None:
+    drain_s = 6.0
+    with penstock_up(tmp_path, f"--drain-timeout-s={drain_s}", environment=SIMULATED) as (site, up):
+        stopped = [pid for pid, line in marked_processes(f"{MARK}={site.mark}") if any(name in line for name in hanging)]
+        assert len(stopped) == len(hanging)
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        began = time.monotonic()
+        up.terminate()
+        up.wait(STOP_TIMEOUT_S)
+        assert time.monotonic() - began < drain_s + 1
+        assert leftovers(site) == []
+    assert (tmp_path / "up.log").read_text().count("did not end in time: killing it") >= len(hanging)
 
 
 def test_several_gateways_share_a_port(tmp_path: Path, smollm2: ModelFiles) -> None:

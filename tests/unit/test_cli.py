@@ -13,9 +13,11 @@ import pytest
 
 from common.cli import bench, doctor, status
 from common.cli.client import ChatStream, served_model, watch_presence
-from common.cli.fleet import UpConfig, processes, settled, threads_per_worker
+from common.cli.console import first_error
+from common.cli.fleet import Passed, UpConfig, processes, settled, threads_per_worker
 from common.cli.gpus import visible_gpus
 from common.cli.net import claim_port, free_port, http_status
+from common.models.source import DEFAULT_MODEL, ModelFiles
 from common.protocol import headers, messages, subjects
 from common.protocol.errors import (
     ConfigError,
@@ -45,8 +47,9 @@ def test_cores_are_shared_out_among_the_compute_workers(cores: int, engines: int
 
 
 def test_up_starts_as_many_processes_as_were_asked_for() -> None:
-    config = UpConfig(nats_url="nats://127.0.0.1:1", http_port=81, prefill=2, decode=3, draft=0, dtype="float32")
-    specs = processes(settled(config, 0), cores=2, config_file="penstock.toml")
+    config = UpConfig(nats_url="nats://127.0.0.1:1", http_port=81, prefill=2, decode=3, draft=0)
+    passed: Passed = {"prefill": {"dtype": "float32"}, "decode": {"dtype": "float32"}}
+    specs = processes(settled(config, 0, 2), cores=2, passed=passed, config_file="penstock.toml")
     assert [spec.name for spec in specs] == [
         "gateway-0",
         "prefill-0",
@@ -58,7 +61,8 @@ def test_up_starts_as_many_processes_as_were_asked_for() -> None:
     ]
     for spec in specs:
         assert spec.module == f"services.{spec.role}"
-        assert flag(spec.arguments, "--nats-url") == "nats://127.0.0.1:1"
+        assert spec.environment["PENSTOCK_NATS_URL"] == "nats://127.0.0.1:1"
+        assert "--nats-url" not in spec.arguments, "a URL may hold a password"
         assert flag(spec.arguments, "--config") == "penstock.toml"
         assert flag(spec.arguments, "--http-port") == ("81" if spec.role == "gateway" else "0")
         assert ("--dtype" in spec.arguments) == (spec.role in ("prefill", "decode"))
@@ -67,7 +71,8 @@ def test_up_starts_as_many_processes_as_were_asked_for() -> None:
 @pytest.mark.parametrize(
     ("gpus", "asked", "expected"),
     [
-        ([], {}, {"prefill-0": "", "decode-0": "", "kvstore-0": ""}),
+        ([], {}, {"decode-0": "", "kvstore-0": ""}),
+        ([], {"prefill": 1}, {"prefill-0": "", "decode-0": "", "kvstore-0": ""}),
         ([0], {}, {"decode-0": "cuda:0 0.9"}),
         ([0, 1], {"decode": 2}, {"prefill-0": "cuda:0 0.45", "decode-0": "cuda:1 0.9", "decode-1": "cuda:0 0.45"}),
         ([3], {"prefill": 1, "kvstore": 1}, {"prefill-0": "cuda:3 0.45", "decode-0": "cuda:3 0.45", "kvstore-0": ""}),
@@ -76,10 +81,28 @@ def test_up_starts_as_many_processes_as_were_asked_for() -> None:
 def test_engines_are_shared_out_among_the_gpus(gpus: list[int], asked: dict[str, int], expected: dict[str, str]) -> None:
     config = UpConfig(nats_url="nats://127.0.0.1:1", http_port=81, draft=0, **asked)  # pyright: ignore[reportArgumentType]
     found = {}
-    for spec in processes(settled(config, len(gpus)), cores=2, gpus=gpus)[1:]:
+    for spec in processes(settled(config, len(gpus), 2), cores=2, gpus=gpus)[1:]:
         names = [name for name in ("--device", "--gpu-memory-utilization") if name in spec.arguments]
         found[spec.name] = " ".join(flag(spec.arguments, name) for name in names)
     assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "cores", "expected"),
+    [
+        (0, 2, "decode kvstore"),
+        (0, 8, "decode kvstore"),
+        (0, 16, "prefill decode kvstore"),
+        (1, 16, "decode"),
+        (2, 16, "prefill decode"),
+    ],
+)
+def test_by_default_engines_are_apart_only_where_each_has_a_device_of_its_own(gpus: int, cores: int, expected: str) -> None:
+    config = settled(UpConfig(nats_url="nats://127.0.0.1:1", http_port=81), gpus, cores)
+    specs = processes(config, cores=cores, gpus=range(gpus))
+    assert [spec.role for spec in specs] == ["gateway", *expected.split()]
+    threads = {spec.threads for spec in specs if spec.role in ("prefill", "decode")}
+    assert threads == {min(cores, 8)}, "8-bit kernels may have every core"
 
 
 def test_gpus_are_those_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,6 +318,41 @@ async def test_the_served_model_is_what_a_ready_gateway_says() -> None:
     assert len(heard) == 2
 
 
+async def served_beside(*models: str, wanted: str = "") -> str:
+    """What a command would ask for on a bus whose gateways serve `models`."""
+    broker = MemoryBroker()
+    bus, gateways = broker.connect("client"), broker.connect("gateways")
+    found = ""
+
+    async with anyio.create_task_group() as tasks:
+
+        async def beat() -> None:
+            for _ in range(40):
+                for number, model in enumerate(models):
+                    beat = presence("gateway", number, model=model)
+                    await gateways.publish(subjects.presence("gateway", f"gateway-{number}"), messages.encode(beat))
+                await anyio.sleep(0.05)
+
+        tasks.start_soon(beat)
+        found = await served_model(bus, wanted)
+        tasks.cancel_scope.cancel()
+    return found
+
+
+async def test_of_several_models_one_must_be_chosen() -> None:
+    assert await served_beside("a", "a") == "a"
+    assert await served_beside("a", "b", wanted="b") == "b"
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await served_beside("b", "a")
+    assert "this bus serves a, b: choose one with --model" in str(first_error(raised.value))
+
+
+async def test_a_path_means_the_model_that_it_is_served_as() -> None:
+    assert await served_beside("my-model", wanted="./models/my-model.gguf") == "my-model"
+    assert await served_beside("Qwen/Qwen3-0.6B", wanted="Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+    assert await served_beside("my-model", wanted="/srv/my-model/") == "my-model"
+
+
 async def test_noise_on_the_presence_subject_is_ignored() -> None:
     broker = MemoryBroker()
     bus, other = broker.connect("client"), broker.connect("other")
@@ -352,12 +410,14 @@ def test_status_as_json_names_every_field() -> None:
     msgspec.json.encode(fields)
 
 
-def test_every_finding_that_is_not_ok_says_what_to_do(tmp_path: Path) -> None:
+def test_every_finding_that_is_not_ok_says_what_to_do(tmp_path: Path, smollm2: ModelFiles) -> None:
     findings = [
         doctor.check_shm(tmp_path / "missing"),
         doctor.check_cores(1),
         doctor.check_open_files(1024),
-        doctor.check_model("no-such-model"),
+        doctor.check_model("no-such-model", tmp_path, {}),
+        doctor.check_model(DEFAULT_MODEL, tmp_path, {"PENSTOCK_KV_CACHE_MB": "1"}),
+        doctor.check_environment({"PENSTOCK_NATS_ULR": "nats://10.0.0.1:4222"}),
     ]
     assert all(finding.level != "ok" for finding in findings)
     assert all(finding.advice for finding in findings)
@@ -365,6 +425,7 @@ def test_every_finding_that_is_not_ok_says_what_to_do(tmp_path: Path) -> None:
 
 def test_a_healthy_machine_has_nothing_to_complain_about(tmp_path: Path) -> None:
     findings = [doctor.check_python(), doctor.check_torch(), doctor.check_cores(2), doctor.check_stale(tmp_path)]
+    findings.append(doctor.check_environment({"PENSTOCK_HOME": "/srv", "PATH": "/bin"}))
     assert {finding.level for finding in findings} == {"ok"}
 
 

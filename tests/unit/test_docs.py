@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import inspect
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+from typer.core import TyperGroup as Group
+from typer.main import get_command
 
+from common.cli import up_settings
 from common.cli.main import app
 from common.protocol import messages
 from common.protocol.document import document
+from common.runtime import config as configuration
+from common.runtime.sections import config_type
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -43,6 +49,33 @@ def test_commands_that_the_readme_names_exist() -> None:
     assert set(re.findall(r"\bpenstock (pull|up|[a-z]+)\b(?=[ `\n])", code_of(text))) <= commands
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z]+)", code_of(text))) <= targets
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """Words of each of our commands in the page's shell blocks, without variables before them and comments behind."""
+    found: list[list[str]] = []
+    for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.DOTALL):
+        for line in block.splitlines():
+            for command in re.split(r"\s\|\s|\s&$", line.split(" #")[0]):
+                if match := re.match(r"(?:[A-Z_]+=\S+ )*((?:penstock|python -m services).*)", command):
+                    found.append(shlex.split(match[1]))
+    return found
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "performance.md"], ids=lambda page: page.name)
+def test_commands_in_the_documents_are_understood_as_typed(page: Path) -> None:
+    """Flags and their values; what they do is tested elsewhere."""
+    cli = get_command(app)
+    assert isinstance(cli, Group)
+    assert commands_of(page)
+    for words in commands_of(page):
+        if words[:2] == ["penstock", "up"]:
+            assert up_settings.read(words[2:], {}) is not None, words
+        elif words[0] == "penstock":
+            cli.commands[words[1]].make_context(words[1], words[2:]).close()
+        else:
+            role = words[2].removeprefix("services.")
+            configuration.load(config_type(role), section=role, argv=words[3:], environ={})
 
 
 def code_of(text: str) -> str:

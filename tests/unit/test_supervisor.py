@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import anyio
+import psutil
 import pytest
 
 from common.cli.console import first_error
@@ -123,3 +125,70 @@ async def test_children_know_their_supervisor_and_have_a_session_of_their_own(tm
     async with supervisor.running():
         await until(lambda: supervisor.children[0].tail())
     assert supervisor.children[0].tail() == f"{os.getpid()} True"
+
+
+def starts(path: Path) -> list[float]:
+    return [float(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+async def test_a_child_that_crashes_again_and_again_is_started_less_and_less_often(tmp_path: Path) -> None:
+    log = tmp_path / "starts"
+    program = f"import time; open({str(log)!r}, 'a').write(f'{{time.monotonic()}}\\n'); time.sleep(0.1); raise SystemExit(3)"
+    reports: list[str] = []
+    supervisor = Supervisor([Command(name="worker", argv=python(program))], log_dir=tmp_path, report=reports.append)
+    supervisor.started_once = True
+    async with supervisor.running():
+        await until(lambda: len(starts(log)) == 5, 20)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(starts(log))]
+    assert all(gap >= delay for gap, delay in zip(gaps, (0.0, 0.5, 1.0, 2.0), strict=True)), gaps
+    delays = [report.partition("starting it again ")[2].partition(" (")[0] for report in reports if "starting" in report]
+    assert delays[:4] == ["at once", "in 0.5 s", "in 1.0 s", "in 2.0 s"]
+
+
+async def test_a_child_that_ran_well_comes_back_at_once_beside_one_that_crashes(tmp_path: Path) -> None:
+    commands = [
+        Command(name="crashing", argv=python("raise SystemExit(3)")),
+        Command(name="worker", argv=python(f"print('up', flush=True); {SLEEPER}")),
+    ]
+    supervisor = Supervisor(commands, log_dir=tmp_path, report=lambda line: None)
+    supervisor.started_once = True
+    crashing, worker = supervisor.children
+    async with supervisor.running():
+        await until(lambda: crashing.crashes >= 3 and "up" in worker.tail())
+        killed, first = time.monotonic(), worker.pid
+        worker.signal(signal.SIGKILL)
+        await until(lambda: worker.pid not in (None, first))
+        assert time.monotonic() - killed < 0.5
+
+
+async def test_stopping_takes_no_longer_than_the_drain_timeout_if_children_of_every_stage_hang(tmp_path: Path) -> None:
+    commands = [
+        Command(name=f"stage-{stage}", argv=python(f"print('up', flush=True); {SLEEPER}"), stage=stage) for stage in range(3)
+    ]
+    reports: list[str] = []
+    supervisor = Supervisor(commands, log_dir=tmp_path, report=reports.append, drain_timeout_s=2.0)
+    async with supervisor.running():
+        await until(lambda: all("up" in child.tail() for child in supervisor.children))
+        for child in supervisor.children:
+            child.signal(signal.SIGSTOP)
+        await until(lambda: all(psutil.Process(child.pid).status() == psutil.STATUS_STOPPED for child in supervisor.children))
+        began = time.monotonic()
+    assert 1.0 < time.monotonic() - began < 3.0
+    assert [report.split()[0] for report in reports] == ["stage-0", "stage-1", "stage-2"]
+    assert all(child.pid is not None and gone(child.pid) for child in supervisor.children)
+
+
+async def test_cancelling_while_children_are_started_leaves_none(tmp_path: Path) -> None:
+    commands = [Command(name=f"child-{number}", argv=python(SLEEPER)) for number in range(8)]
+    supervisor = Supervisor(commands, log_dir=tmp_path, report=lambda line: None, drain_timeout_s=2.0)
+
+    async def cancel_early() -> None:
+        await until(lambda: supervisor.children[2].pid is not None)
+        group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(cancel_early)
+        async with supervisor.running():
+            await anyio.sleep(30)
+    pids = [child.pid for child in supervisor.children if child.pid is not None]
+    assert len(pids) >= 3 and all(gone(pid) for pid in pids)

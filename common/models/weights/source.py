@@ -7,15 +7,11 @@ from typing import Protocol
 
 import torch
 
+from common.models.weights.errors import WeightsError as WeightsError
 from common.models.weights.upload import Upload
-from common.protocol.errors import ConfigError
 
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes) of the files after each tensor."""
-
-
-class WeightsError(ConfigError):
-    """The weights don't fit the model's configuration, or can't be read."""
 
 
 class WeightSource(Protocol):

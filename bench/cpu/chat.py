@@ -1,0 +1,80 @@
+"""What a setting does to free chat, prompt by prompt: `python -m bench.cpu.chat "--draft=0" "--draft=1"`.
+
+Every arrangement runs at the same time, and they answer each prompt in turn, so that a change of the machine's speed meets all.
+Ratios are to the first one's tokens per second (of the tokens after the first), the median of a prompt's turns. A turn in which
+other processes had more than `--max-others` of the machine is taken again. Prints a table in Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import ExitStack
+from statistics import median
+
+import anyio
+import httpx
+
+from bench.common.machine import describe
+from bench.cpu.others import Others, wait_for_quiet
+from bench.cpu.up import model_of, penstock_up, stream_chat
+
+PROMPTS = (
+    "Why is the sky blue?",
+    "Write a short story about a lighthouse keeper and a lost whale.",
+    "Explain how vaccines work to a ten-year-old.",
+    "What should I cook tonight with eggs, spinach and old bread?",
+    "Give me three arguments for and three against working from home.",
+    "Describe the city of Lisbon to somebody who has never been there.",
+    "How does a bicycle stay upright?",
+    "Write a polite letter to my landlord about a broken heater.",
+    "What is the difference between a virus and a bacterium?",
+    "Tell me about the history of chess.",
+)
+
+
+async def rates(urls: list[str], prompt: str, tokens: int) -> list[float]:
+    """Tokens per second of one answer of each system, one after the other."""
+    found: list[float] = []
+    for url in urls:
+        async with httpx.AsyncClient(base_url=url, timeout=300) as http:
+            timing = await stream_chat(http, await model_of(http), prompt, tokens)
+            found.append(timing.tokens_per_s)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.cpu.chat", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("arrangements", nargs="+", metavar="FLAGS", help="of `penstock up`, the baseline first")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--max-others", type=float, default=0.1)
+    options = parser.parse_args()
+    ratios: dict[str, list[list[float]]] = {prompt: [] for prompt in PROMPTS}
+    with ExitStack() as running:
+        urls = [running.enter_context(penstock_up(flags.split())) for flags in options.arrangements]
+        anyio.run(rates, urls, "Hello", 16)
+        for turn in range(options.turns):
+            for prompt in PROMPTS:
+                while True:
+                    wait_for_quiet(options.max_others)
+                    others = Others()
+                    found = anyio.run(rates, urls, prompt, options.tokens)
+                    if others.share() <= options.max_others:
+                        break
+                ratios[prompt].append([rate / found[0] for rate in found[1:]])
+                print(f"turn {turn + 1}, {prompt}: {', '.join(f'{rate:.1f}' for rate in found)}", file=sys.stderr, flush=True)
+    print(f"{describe()}\n")
+    print(f"| prompt | {' | '.join(options.arrangements[1:])} |\n|{'---|' * len(options.arrangements)}")
+    medians = {prompt: [median(column) for column in zip(*turns, strict=True)] for prompt, turns in ratios.items()}
+    for prompt, row in medians.items():
+        print(f"| {prompt} | {' | '.join(f'{ratio:.2f}' for ratio in row)} |")
+    columns = list(zip(*medians.values(), strict=True))
+    print(f"| median | {' | '.join(f'{median(column):.2f}' for column in columns)} |")
+    print(f"| worst | {' | '.join(f'{min(column):.2f}' for column in columns)} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""How much of the machine others used during a measurement: a figure from a busy machine says nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from bench.common.stack import psutil_module
+
+QUIET_S = 3.0
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class Others:
+    """Start it before a measurement; `share` afterwards, while the processes that were measured still live."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._busy_s = _busy_s()
+        self._mine_s = _mine_s()
+
+    def share(self) -> float:
+        """CPU seconds of processes that are neither this one nor its descendants, over all that the machine had: 0 to 1."""
+        cores = os.cpu_count() or 1
+        others_s = (_busy_s() - self._busy_s) - (_mine_s() - self._mine_s)
+        return max(0.0, others_s / (cores * max(1e-6, time.monotonic() - self._began)))
+
+
+def wait_for_quiet(max_share: float) -> None:
+    """Block until others take no more than this share of the machine for some seconds."""
+    while True:
+        others = Others()
+        time.sleep(QUIET_S)
+        if others.share() <= max_share:
+            return
+
+
+def _busy_s() -> float:
+    """CPU seconds that the machine has spent on processes since it started (user, nice, system)."""
+    user, nice, system = Path("/proc/stat").read_text().split()[1:4]
+    return (int(user) + int(nice) + int(system)) / _TICKS
+
+
+def _mine_s() -> float:
+    """Of this process and its descendants, those included that have ended and been waited for.
+
+    :raises ConfigError: psutil is not installed.
+    """
+    psutil = psutil_module()
+    me = psutil.Process()
+    total = 0.0
+    for process in (me, *me.children(recursive=True)):
+        try:
+            times = process.cpu_times()
+        except psutil.Error:
+            continue
+        total += times.user + times.system + times.children_user + times.children_system
+    return total

@@ -1,0 +1,72 @@
+"""A whole Penstock as a user starts it, for a measurement: `penstock up` on ports of its own, and streams over HTTP."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import httpx
+import msgspec
+
+from bench.common.stack import ROOT, free_ports
+from common.cli.client import Chunk, Timing
+
+READY_TIMEOUT_S = 180.0
+
+
+@contextmanager
+def penstock_up(flags: Sequence[str]) -> Iterator[str]:
+    """A whole system; its URL, once it is ready.
+
+    :raises SystemExit: if it is not ready in time.
+    """
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "common.cli", "up", f"--http-port={port}", "--nats-port=0", *flags]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            ends = time.monotonic() + READY_TIMEOUT_S
+            while not _ready(url):
+                if process.poll() is not None or time.monotonic() > ends:
+                    log.seek(0)
+                    raise SystemExit(f"penstock up is not ready: {log.read()[-2000:].decode(errors='replace')}")
+                time.sleep(0.1)
+            yield url
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready", timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+async def model_of(http: httpx.AsyncClient) -> str:
+    return str((await http.get("/v1/models")).raise_for_status().json()["data"][0]["id"])
+
+
+async def stream_chat(http: httpx.AsyncClient, model: str, prompt: str, tokens: int, **body: object) -> Timing:
+    """One greedy answer: when its text came and how many tokens it had."""
+    request = {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": tokens, "temperature": 0}
+    request |= {"stream": True, "stream_options": {"include_usage": True}, **body}
+    timing = Timing(time.monotonic())
+    async with http.stream("POST", "/v1/chat/completions", json=request) as response:
+        response.raise_for_status()
+        async for line in response.aiter_lines():
+            data = line.removeprefix("data: ")
+            if data == line or data == "[DONE]":
+                continue
+            chunk = msgspec.json.decode(data, type=Chunk)
+            if chunk.text:
+                timing.saw_text(time.monotonic())
+            if chunk.usage is not None:
+                timing.tokens = chunk.usage.completion_tokens
+    return timing

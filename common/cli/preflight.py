@@ -1,0 +1,145 @@
+"""Can this model be served here? Asked by `pull`, `doctor` and `up`, before any process starts. Torch is not imported.
+
+    files here and whole ─► configuration understood ─► precision fits device ─► weights of known types ─► tokenizer, template
+    ─► KV pool holds a useful context ─► memory and shared memory suffice
+
+What a GPU's memory holds is known to its driver alone: the worker says it once it has loaded.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from common.engine.layout import EngineConfig, cache_layout, check_pool, limit_context, resolve_engine_precision
+from common.engine.precision import DeviceKind, Precision
+from common.models.config import ModelConfig, load_config
+from common.models.source import ModelFiles, resolve
+from common.models.weights.inventory import Inventory, take_inventory
+from common.protocol.errors import ConfigError
+from common.runtime.memory import available_bytes
+from common.text.bundle import load_bundle
+
+ENGINE_BYTES = 350 << 20
+"""What an engine's process takes beside weights and KV: torch, and kernels compiled at run time."""
+
+_GIB = 1 << 30
+_MIB = 1 << 20
+_WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+
+
+class Servable(msgspec.Struct, frozen=True, kw_only=True):
+    """A model that can be served under some settings. `model.max_context` is what these allow.
+
+    `engine_bytes`: main memory of each engine's process without KV; `pool_bytes`: shared memory of each. 0 on a GPU.
+    `longest`: tokens that a sequence may have, as far as known; less than `model.max_context` if the KV pool is small.
+    """
+
+    files: ModelFiles
+    model: ModelConfig
+    precision: Precision
+    longest: int
+    engine_bytes: int = 0
+    pool_bytes: int = 0
+    warnings: list[str] = []
+
+    def __str__(self) -> str:
+        model, weights = self.model, self.precision.weights if self.precision.weights != "none" else self.precision.compute
+        return (
+            f"{self.files.name}: {model.architecture}, {model.num_layers} layers, {weights} weights, context {self.longest:,}"
+        )
+
+
+def check_model(spec: str, engine: EngineConfig | None = None, device: DeviceKind = "cpu") -> Servable:
+    """Look at everything about `spec` that can be known without loading it. Takes about half a second.
+
+    :raises UnknownModel: it is not on this machine. :raises ConfigError: why it can't be served.
+    """
+    engine = engine or EngineConfig()
+    files = resolve(spec, weights=engine.load_format != "dummy")
+    model = limit_context(load_config(files), engine)
+    precision = resolve_engine_precision(model, engine, device)
+    made_up = engine.load_format == "dummy" or files.format == "dummy"
+    inventory = take_inventory(msgspec.structs.replace(files, format="dummy") if made_up else files, model)
+    warnings = _check_text(files, model, engine)
+    if device == "cuda":
+        return Servable(files=files, model=model, precision=precision, longest=model.max_context, warnings=warnings)
+    layout = cache_layout(model, engine)
+    longest = check_pool(model, engine, layout)
+    if longest < model.max_context:
+        warnings.append(
+            f"the KV pool holds sequences of {longest:,} tokens, the model takes {model.max_context:,}: "
+            "raise --kv-cache-mb for longer ones"
+        )
+    return Servable(
+        files=files,
+        model=model,
+        precision=precision,
+        longest=longest,
+        engine_bytes=ENGINE_BYTES + (0 if engine.engine == "simulated" else _weight_bytes(inventory, precision)),
+        pool_bytes=layout.num_blocks * layout.block_bytes,
+        warnings=warnings,
+    )
+
+
+def check_machine(servable: Servable, num_engines: int, shm_dir: Path, *, store_bytes: int = 0) -> list[str]:
+    """Whether the machine has room for `num_engines` engines on its CPU, and for KV stores that may grow to `store_bytes`.
+    Returns what is tight, as sentences.
+
+    :raises ConfigError: if the engines can't be loaded, or their KV pools don't fit.
+    """
+    if not servable.engine_bytes:
+        return []
+    warnings: list[str] = []
+    engines, pools = num_engines * servable.engine_bytes, num_engines * servable.pool_bytes
+    free = shutil.disk_usage(shm_dir).free if shm_dir.is_dir() else 0
+    if pools > free:
+        raise ConfigError(
+            f"{num_engines} KV pools need {pools / _GIB:.1f} GiB of shared memory, {shm_dir} has {free / _GIB:.1f} free: "
+            "lower --kv-cache-mb, enlarge it, or choose another with --shm-dir",
+            param="kv_cache_mb",
+        )
+    if pools + store_bytes > free:
+        warnings.append(
+            f"{shm_dir} has {free / _MIB:.0f} MiB free; with full KV stores {(pools + store_bytes) / _MIB:.0f} are needed: "
+            "lower --capacity-mb or --kv-cache-mb"
+        )
+    memory = available_bytes()
+    if engines > memory:
+        raise ConfigError(
+            f"{servable.files.name} takes {engines / _GIB:.1f} GiB in {num_engines} engines, {memory / _GIB:.1f} GiB of memory "
+            "are free: start fewer (--prefill 0), choose --quantization int8, or a smaller model",
+            param="model",
+        )
+    if engines + pools > memory:
+        warnings.append(
+            f"{memory / _GIB:.1f} GiB of memory are free; engines and full KV pools take {(engines + pools) / _GIB:.1f}: "
+            "lower --kv-cache-mb"
+        )
+    return warnings
+
+
+def _check_text(files: ModelFiles, model: ModelConfig, engine: EngineConfig) -> list[str]:
+    """:raises ConfigError: if tokenizer or template can't be loaded."""
+    try:
+        bundle = load_bundle(files, max_model_len=engine.max_model_len)
+    except ConfigError as error:  # a template's compiler draws where it stopped, over many lines
+        raise ConfigError(str(error).splitlines()[0], param=error.param) from error
+    warnings: list[str] = []
+    if bundle.template is None:
+        warnings.append("the model has no chat template: it answers completions, not chats")
+    if bundle.tokenizer.vocab_size > model.vocab_size:
+        warnings.append(
+            f"the tokenizer has {bundle.tokenizer.vocab_size} tokens and the model {model.vocab_size}: are they one model's?"
+        )
+    return warnings
+
+
+def _weight_bytes(inventory: Inventory, precision: Precision) -> int:
+    """Of an engine on a CPU. Embeddings are as computed; 8-bit weights have an 8-bit head beside them."""
+    each = _WEIGHT_BYTES[precision.compute]
+    if precision.weights != "int8":
+        return int(each * (inventory.embedding + inventory.others))
+    return int((each + 1) * inventory.embedding + inventory.others)

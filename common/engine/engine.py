@@ -1,0 +1,23 @@
+"""What `open_engine` gives a worker: a runner, and the segment that holds its KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.engine.plan import Runner
+from common.transfer.segment import Segment
+
+
+@dataclass(slots=True)
+class Engine:
+    """A runner and the segment that holds its KV blocks. `identity`: what its weights are, see `Presence`."""
+
+    runner: Runner
+    segment: Segment
+    on_gpu: bool = False
+    identity: str = ""
+
+
+OpenEngine = Callable[[str, Callable[[int, int], None]], Engine]
+"""`open_engine(segment_name, on_progress)`; blocks (loads weights), called in a thread. `on_progress(done, total)`: bytes."""

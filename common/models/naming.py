@@ -1,0 +1,53 @@
+"""What a model is called when the operator gave it no name: after what was typed as `--model`. No file is opened.
+
+smollm2-135m-instruct, dummy:tiny     as typed
+./my-model.gguf                       my-model; a link's own name, not its target's
+./Qwen3-0.6B, ./Qwen3-0.6B/           Qwen3-0.6B, the folder's own name
+owner/name[@revision]                 owner/name, unless there is a local folder of that name
+…/models--owner--name/snapshots/…     owner/name: such a folder of a Hugging Face cache is named by a commit
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+DUMMY_PREFIX = "dummy:"
+HUB_ID = re.compile(r"(?P<repo>[\w.-]{1,96}/[\w.-]{1,96})(@(?P<revision>[\w./-]{1,128}))?")
+GGUF_SUFFIX = ".gguf"
+
+
+def local_path(spec: str) -> Path:
+    """`spec` as a path, with `~` expanded where there is such a user."""
+    try:
+        return Path(spec).expanduser()
+    except RuntimeError:
+        return Path(spec)
+
+
+def is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == GGUF_SUFFIX
+
+
+def hub_id(spec: str) -> re.Match[str] | None:
+    """The match of a Hugging Face id (groups `repo` and `revision`); None for anything that can only be a path."""
+    if spec.startswith(".") or is_gguf(Path(spec)):
+        return None
+    return HUB_ID.fullmatch(spec)
+
+
+def model_name(spec: str) -> str:
+    """The name of the model that `spec` (the setting `model`) means."""
+    if spec.startswith(DUMMY_PREFIX):
+        return spec
+    path = local_path(spec)
+    if (match := hub_id(spec)) and not path.exists():
+        return match["repo"]
+    absolute = Path(os.path.abspath(path))  # noqa: PTH100 — resolve() would follow links
+    if is_gguf(absolute):
+        return absolute.stem
+    repository = absolute.parent.parent.name
+    if absolute.parent.name == "snapshots" and repository.startswith("models--"):
+        return repository.removeprefix("models--").replace("--", "/", 1)
+    return absolute.name or "model"

@@ -1,0 +1,158 @@
+"""Which tensors a GGUF file holds, of which type and where: its tensor table, read without torch and without the tensors."""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from common.models.weights.errors import WeightsError
+from common.models.weights.gguf_metadata import InvalidGguf
+
+_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_STRING, _ARRAY = 8, 9
+_MAX_DIMS = 4
+_DEFAULT_ALIGNMENT = 32
+
+
+class GgufTensor(msgspec.Struct, frozen=True):
+    """An entry of the tensor table. `shape` is row-major (GGUF stores it reversed); `offset` is from the file's start."""
+
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+    offset: int
+    num_bytes: int
+
+
+def map_file(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """:raises InvalidGguf: if it can't be read."""
+    try:
+        return np.memmap(path, np.uint8, mode="r")
+    except (OSError, ValueError) as error:
+        raise InvalidGguf(f"{path} can't be read as a GGUF file: {error}") from error
+
+
+def read_tensors(path: Path, data: np.ndarray[Any, np.dtype[np.uint8]]) -> dict[str, GgufTensor]:
+    """Every tensor of the mapped file `path`, by its Hugging Face name.
+
+    :raises InvalidGguf: if the file is damaged or cut short. :raises WeightsError: if a tensor's type is unknown.
+    """
+    try:
+        tensors = _TensorTable(data).read()
+    except (OSError, ValueError, struct.error, UnicodeDecodeError) as error:
+        raise InvalidGguf(f"{path} can't be read as a GGUF file: {error}") from error
+    return {hugging_face_name(name): tensor for name, tensor in tensors.items()}
+
+
+def check_type(kind: GGMLQuantizationType) -> None:
+    """:raises WeightsError: for a type that the gguf package can't dequantise."""
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError as error:
+        raise WeightsError(f"GGUF tensors of type {kind.name} can't be dequantised") from error
+
+
+def hugging_face_name(name: str) -> str:
+    """`blk.3.attn_q.weight` → `model.layers.3.self_attn.q_proj.weight`; an unknown name stays as it is."""
+    if name in _NAMES:
+        return _NAMES[name]
+    match = _LAYER_NAME.fullmatch(name)
+    if match and match[2] in _LAYER_NAMES:
+        return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+    return name
+
+
+class _TensorTable:
+    """Walks over the metadata (see `gguf_metadata`) to the tensor table behind it."""
+
+    def __init__(self, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        self._data: memoryview = data.data
+        self._at = 0
+
+    def read(self) -> dict[str, GgufTensor]:
+        magic, version, num_tensors, num_keys = self._unpack("<4sIQQ")
+        if magic != b"GGUF" or version not in (2, 3):
+            raise ValueError("not GGUF of version 2 or 3, little-endian")
+        alignment = _DEFAULT_ALIGNMENT
+        for _ in range(num_keys):
+            key = self._string()
+            (kind,) = self._unpack("<I")
+            if key == b"general.alignment":
+                (alignment,) = self._unpack("<I")
+            else:
+                self._skip(kind)
+        entries = [self._entry() for _ in range(num_tensors)]
+        begin = -(-self._at // max(1, alignment)) * max(1, alignment)
+        return {name: self._tensor(name, dims, kind, begin + offset) for name, dims, kind, offset in entries}
+
+    def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self._string().decode()
+        (num_dims,) = self._unpack("<I")
+        if not 1 <= num_dims <= _MAX_DIMS:
+            raise ValueError(f"{name} has {num_dims} dimensions")
+        dims = self._unpack(f"<{num_dims}Q")
+        kind, offset = self._unpack("<IQ")
+        return name, dims, kind, offset
+
+    def _tensor(self, name: str, dims: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
+        try:
+            known = GGMLQuantizationType(kind)
+        except ValueError as error:
+            raise WeightsError(f"{name} has the unknown GGUF type {kind}: the gguf package may be too old") from error
+        block_size, block_bytes = GGML_QUANT_SIZES[known]
+        num_bytes = math.prod(dims) // block_size * block_bytes
+        if dims[0] % block_size or offset + num_bytes > len(self._data):
+            raise ValueError(f"{name} does not fit into the file")
+        return GgufTensor(shape=tuple(reversed(dims)), kind=known, offset=offset, num_bytes=num_bytes)
+
+    def _unpack(self, format: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(format, self._data, self._at)
+        self._at += struct.calcsize(format)
+        return values
+
+    def _string(self) -> bytes:
+        (length,) = self._unpack("<Q")
+        begin = self._at
+        self._at += length
+        return bytes(self._data[begin : self._at])
+
+    def _skip(self, kind: int) -> None:
+        if kind == _STRING:
+            self._string()
+        elif kind == _ARRAY:
+            element, count = self._unpack("<IQ")
+            if element in _SCALAR_BYTES:
+                self._at += count * _SCALAR_BYTES[element]
+            else:
+                for _ in range(count):
+                    self._skip(element)
+        elif kind in _SCALAR_BYTES:
+            self._at += _SCALAR_BYTES[kind]
+        else:
+            raise ValueError(f"metadata of unknown type {kind}")

@@ -1,0 +1,210 @@
+"""What can't be served is refused before a process starts, by `pull`, `doctor` and `up` alike, in one line that says why."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from common.cli.preflight import check_machine, check_model
+from common.engine.layout import EngineConfig
+from common.models.source import ModelFiles
+from common.protocol.errors import ConfigError, UnknownModel
+from common.runtime.memory import available_bytes
+from tests.fixtures.hub import hub_of
+from tests.fixtures.tiny_model import edit_config, write_tiny_model
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "Tiny-1.5")
+
+
+def cut_short(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 1000)
+
+
+def hold_integers(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"model.layers.0.self_attn.q_proj.qweight": np.zeros(4, np.int32)}, folder / "model.safetensors")
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "architecture": (lambda folder: edit_config(folder, model_type="mamba"), "model_type 'mamba' is not supported"),
+    "quantisation": (
+        lambda folder: edit_config(folder, quantization_config={"quant_method": "awq", "bits": 4}),
+        "quant_method 'awq' is not supported",
+    ),
+    "activation": (lambda folder: edit_config(folder, hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
+    "sizes": (lambda folder: edit_config(folder, num_attention_heads=0), "num_attention_heads"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), "has no config.json"),
+    "config is damaged": (lambda folder: (folder / "config.json").write_text("{"), "config.json can't be read"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has no .safetensors file"),
+    "half a download": (lambda folder: cut_short(folder / "model.safetensors"), "it may be cut short"),
+    "integer weights": (hold_integers, "qweight"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer.json"),
+    "tokenizer is damaged": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer.json can't be loaded"),
+    "template is damaged": (lambda folder: (folder / "chat_template.jinja").write_text("{% for %}"), "template"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_what_cannot_be_served_says_why(what: str, model: Path) -> None:
+    damage, says = BROKEN[what]
+    damage(model)
+    with pytest.raises((ConfigError, UnknownModel)) as caught:
+        check_model(str(model))
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_model_that_can_be_served_is_described(model: Path) -> None:
+    found = check_model(str(model))
+    assert str(found) == "Tiny-1.5: llama, 2 layers, int8 weights, context 4,096"
+    assert (found.warnings, found.longest) == ([], 4096)
+    assert found.pool_bytes > 1000 << 20
+    assert "bfloat16 weights" in str(check_model(str(model), device="cuda"))
+    assert check_model(str(model), EngineConfig(max_model_len=100)).model.max_context == 100
+
+
+def test_a_gguf_file_is_looked_through(smollm2: ModelFiles, tmp_path: Path) -> None:
+    found = check_model(str(smollm2.path))
+    assert found.files.name == smollm2.path.stem and found.longest == 8192
+    cut = tmp_path / "cut.gguf"
+    with smollm2.path.open("rb") as whole:
+        cut.write_bytes(whole.read(smollm2.path.stat().st_size // 2))
+    with pytest.raises(ConfigError, match="does not fit into the file"):
+        check_model(str(cut))
+    (tmp_path / "none.gguf").write_bytes(b"")
+    with pytest.raises(ConfigError, match="can't be read as a GGUF file"):
+        check_model(str(tmp_path / "none.gguf"))
+
+
+def test_gguf_types_that_cannot_be_computed_with_are_named(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "ints.gguf", "llama")
+    for name, value in {"block_count": 1, "embedding_length": 64, "feed_forward_length": 64, "context_length": 128}.items():
+        writer.add_uint32(f"llama.{name}", value)
+    writer.add_uint32("llama.attention.head_count", 4)
+    writer.add_uint32("llama.vocab_size", 8)
+    writer.add_tensor("token_embd.weight", np.zeros((8, 64), np.int8))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match="type I8 can't be dequantised"):
+        check_model(str(tmp_path / "ints.gguf"))
+
+
+def test_settings_that_do_not_fit_the_model_are_found(model: Path) -> None:
+    with pytest.raises(ConfigError, match="max_model_len 5000 is more than the 4096"):
+        check_model(str(model), EngineConfig(max_model_len=5000))
+    with pytest.raises(ConfigError, match="fp8 needs a GPU"):
+        check_model(str(model), EngineConfig(quantization="fp8"))
+    check_model(str(model), EngineConfig(quantization="fp8"), "cuda")
+
+
+def test_a_small_pool_is_announced_and_a_useless_one_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block_bytes = 2 * 2 * 16 * 16 * 2 * 2  # layers, K and V, tokens, head_dim, KV heads, bytes
+    [warning] = check_model(str(model), EngineConfig(kv_cache_mb=1)).warnings
+    holds = ((1 << 20) // block_bytes - 1) * 16
+    assert f"sequences of {holds:,} tokens, the model takes 4,096" in warning
+    exactly = check_model(str(model), EngineConfig(num_blocks=3))
+    assert exactly.longest == 32, "who says a number of blocks means it"
+
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
+    larger = "dummy:smollm2-135m"  # 0.35 MiB a block
+    with pytest.raises(ConfigError, match=r"sequences of 16 tokens, and 256 is the least .* raise kv_cache_mb to 6 or more"):
+        check_model(larger, EngineConfig(kv_cache_mb=1))
+    assert check_model(larger, EngineConfig(kv_cache_mb=6)).longest == 256
+
+
+def test_memory_and_shared_memory_must_suffice(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = check_model(str(model), EngineConfig(kv_cache_mb=64))
+    assert check_machine(found, 1, tmp_path) == []
+    with pytest.raises(ConfigError, match=r"100000 KV pools need .* lower --kv-cache-mb"):
+        check_machine(found, 100_000, tmp_path)
+    [tight] = check_machine(found, 1, tmp_path, store_bytes=1 << 60)
+    assert "--capacity-mb" in tight
+    monkeypatch.setattr("common.cli.preflight.available_bytes", lambda: found.engine_bytes + 1)
+    [tight] = check_machine(found, 1, tmp_path)
+    assert "full KV pools" in tight
+    with pytest.raises(ConfigError, match=r"Tiny-1\.5 takes .* in 2 engines"):
+        check_machine(found, 2, tmp_path)
+
+
+def test_memory_is_what_the_machine_and_the_container_have_left(tmp_path: Path) -> None:
+    def write(path: str, text: str) -> None:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    assert available_bytes(tmp_path) == 1 << 60
+    write("proc/meminfo", "MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
+    assert available_bytes(tmp_path) == 8000 << 10
+    write("proc/self/cgroup", "0::/a/b\n")
+    write("sys/fs/cgroup/a/b/memory.max", "max\n")
+    write("sys/fs/cgroup/a/memory.max", "5000000\n")
+    write("sys/fs/cgroup/a/memory.current", "2000000\n")
+    write("sys/fs/cgroup/a/memory.stat", "anon 5\ninactive_file 500000\n")
+    assert available_bytes(tmp_path) == 3_500_000
+    write("proc/self/cgroup", "4:cpu,memory:/c\n0::/\n")
+    write("sys/fs/cgroup/memory/c/memory.limit_in_bytes", "1000\n")
+    write("sys/fs/cgroup/memory/c/memory.usage_in_bytes", "400\n")
+    assert available_bytes(tmp_path) == 600
+
+
+@pytest.mark.parametrize("command", ["pull {}", "doctor --model {}", "up --model {} --http-port 0 --nats-port 0"])
+def test_all_three_commands_refuse_before_a_process_starts(command: str, model: Path, tmp_path: Path) -> None:
+    edit_config(model, model_type="mamba")
+    words = command.format(model).split()
+    logs = tmp_path / "logs"
+    if words[0] == "up":
+        words += ["--log-dir", str(logs)]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
+    ended = subprocess.run(
+        [sys.executable, "-m", "common.cli", *words], capture_output=True, text=True, timeout=60, env=environment, check=False
+    )
+    assert ended.returncode == 1
+    assert "model_type 'mamba' is not supported" in " ".join((ended.stdout + ended.stderr).split())
+    assert "Traceback" not in ended.stderr and not logs.exists()
+
+
+def test_the_shape_of_a_dummy_model_needs_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
+    tiny = check_model("dummy:tiny")
+    assert tiny.files.name == "dummy:tiny" and tiny.longest == 4096
+    large = check_model("dummy:llama-3.1-8b")
+    assert 7.9e9 < large.engine_bytes < 13e9
+    assert msgspec.structs.replace(large, warnings=[]).model.num_layers == 32
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_a_repository_is_judged_by_its_configuration_before_its_weights_come(
+    supported: bool, model: Path, tmp_path: Path
+) -> None:
+    if not supported:
+        edit_config(model, quantization_config={"quant_method": "gptq", "bits": 4})
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "HF_"))}
+    with hub_of(model) as hub:
+        ended = subprocess.run(
+            [sys.executable, "-m", "common.cli", "pull", "owner/name"],
+            env=clean | {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_XET": "1"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert ended.returncode == (0 if supported else 1), ended.stderr
+    assert "Traceback" not in ended.stderr and "Fetching" not in ended.stderr
+    assert ("it can be served: owner/name: llama, 2 layers" if supported else "quant_method 'gptq'") in ended.stderr
+    assert ("model.safetensors" in hub.fetched) == supported
+    assert len(hub.fetched) == len(set(hub.fetched)), "nothing comes twice"
