@@ -115,7 +115,7 @@ class GatewayActor(Actor):
             no_workers_grace_s=config.no_workers_grace_s,
             now=clock(),
         )
-        model = bundle.name if bundle is not None else config.served_model_name or config.model
+        model = bundle.name if bundle is not None else config.served_name
         self.telemetry = Telemetry(self.metrics, self.dispatcher, model=model)
         self.intake = Intake(config)
         self.placement.on_placed = self.telemetry.waited
