@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 help:
 	@echo "make demo     install, start everything, stream one answer, stop everything"
-	@echo "make test     install, run the tests"
+	@echo "make test     install, run the tests but the slow ones (SLOW_MINUTES=60: those too)"
 	@echo "make lint     formatting, types and import rules"
 	@echo "make format   let ruff rewrite the files"
 	@echo "make docs     write docs/protocol.md again from the message definitions"
@@ -46,8 +46,9 @@ setup: $(VENV)/.dev
 demo: $(VENV)/.run
 	@$(BIN)/penstock demo
 
+# SLOW_MINUTES=20: tests marked `slow` as well, after the others, as long as the run is younger than this.
 test: $(VENV)/.dev
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest --slow-minutes $(or $(SLOW_MINUTES),0)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Fixtures live in `tests/fixtures`: `nats.py` starts a real nats-server, `model.py` fetches real weights."""
+"""Fixtures live in `tests/fixtures`: `nats.py` starts a real nats-server, `model.py` fetches real weights; `slow.py` orders."""
 
 import os
 
@@ -6,4 +6,4 @@ import os
 if os.environ.setdefault("TRITON_INTERPRET", "1") == "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # engines would take a GPU that is there, whose memory the interpreter can't read
 
-pytest_plugins = ["tests.fixtures.model", "tests.fixtures.nats"]
+pytest_plugins = ["tests.fixtures.model", "tests.fixtures.nats", "tests.fixtures.slow"]

@@ -1,7 +1,7 @@
 """Which pools a small machine without a GPU should start, and with how many threads: `python -m bench.cpu.arrangements`.
 
     python -m bench.cpu.arrangements                                          today's defaults and others, three turns
-    python -m bench.cpu.arrangements "" "--prefill=1 --threads=1"             these flags of `penstock up`
+    python -m bench.cpu.arrangements -- "" "--prefill=1 --threads=1"          these flags of `penstock up`
 
 Arrangements take turns, because a machine's speed changes: in each turn every one of them is started, measured and stopped.
 `start`: from the command to /ready. Then a closed loop, as `penstock bench` has it: `--clients` of them, prompts of

@@ -1,4 +1,4 @@
-"""What a setting does to free chat, prompt by prompt: `python -m bench.cpu.chat "--draft=0" "--draft=1"`.
+"""What a setting does to free chat, prompt by prompt: `python -m bench.cpu.chat -- "--draft=0" "--draft=1"`.
 
 Every arrangement runs at the same time, and they answer each prompt in turn, so that a change of the machine's speed meets all.
 Ratios are to the first one's tokens per second (of the tokens after the first), the median of a prompt's turns. A turn in which

@@ -1,4 +1,4 @@
-"""How much of the machine others used during a measurement: a figure from a busy machine says nothing."""
+"""Measure how much CPU time other processes took during a measurement, so that a disturbed one can be repeated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Others:
         self._mine_s = _mine_s()
 
     def share(self) -> float:
-        """CPU seconds of processes that are neither this one nor its descendants, over all that the machine had: 0 to 1."""
+        """Return the share of the machine's CPU time that went to processes other than this one and its descendants, 0 to 1."""
         cores = os.cpu_count() or 1
         others_s = (_busy_s() - self._busy_s) - (_mine_s() - self._mine_s)
         return max(0.0, others_s / (cores * max(1e-6, time.monotonic() - self._began)))
@@ -43,7 +43,7 @@ def _busy_s() -> float:
 
 
 def _mine_s() -> float:
-    """Of this process and its descendants, those included that have ended and been waited for.
+    """Return the CPU seconds of this process and its descendants, including those that have ended.
 
     :raises ConfigError: psutil is not installed.
     """

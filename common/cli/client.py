@@ -40,9 +40,9 @@ from common.runtime.routing import is_no_responders
 
 CONNECT_TIMEOUT_S = 3.0
 LISTEN_S = 0.6
-"""Two heartbeats: every gateway on the bus was heard by then."""
+"""Seconds to listen for gateways: more than two heartbeats."""
 STARTING_S = 1.4
-"""So much longer, when none was."""
+"""Additional seconds to listen if no gateway was heard."""
 HOW_TO_START = "start Penstock with `penstock up`, or name a bus with --nats-url"
 
 
@@ -264,15 +264,15 @@ def decode_presence(message: BusMessage) -> Presence | None:
 
 
 def gateway_models(heard: Mapping[str, Presence], *, ready: bool = False) -> list[str]:
-    """What the gateways among `heard` serve; the ready ones alone, if `ready`."""
+    """Return the models that gateways among `heard` serve; with `ready`, only those of gateways that are ready."""
     gateways = (presence for presence in heard.values() if presence.worker.role == "gateway")
     return sorted({gateway.model for gateway in gateways if not ready or gateway.state == "ready"})
 
 
 async def served_model(bus: Bus, wanted: str = "") -> str:
-    """`wanted`, or the one model that the gateways on the bus serve.
+    """Return `wanted`, or the only model on the bus.
 
-    What looks like a path, and is no gateway's model, means the model that it is served as.
+    A path that no gateway serves under that name stands for the name that it is served as.
 
     :raises NoWorkers: no gateway was heard within two seconds. :raises InvalidParameter: several models are served.
     """
@@ -295,7 +295,7 @@ async def served_model(bus: Bus, wanted: str = "") -> str:
 
 
 async def not_served(bus: Bus, model: str) -> PenstockError:
-    """Why nobody listens to requests for `model`: `UnknownModel` names what gateways on this bus do serve."""
+    """Return the reason why nobody listens to requests for `model`; an `UnknownModel` names the models that are served."""
     names = gateway_models(await watch_presence(bus, LISTEN_S))
     if not names:
         return NoWorkers(f"nobody listens on {subjects.chat(subjects.slug(model))}: start Penstock with `penstock up`")

@@ -26,7 +26,7 @@ _Count = Annotated[int, Meta(ge=0, le=256)]
 
 
 class UpConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is started. Settings of `penstock up` itself; those of the services are theirs."""
+    """What is started. The settings of `penstock up` itself; its help has the first sentence as a heading."""
 
     gateway: Annotated[int, Meta(ge=1, le=64, description="gateways; several share the port")] = 1
     prefill: Annotated[
@@ -90,7 +90,7 @@ def placements(count: int, gpus: list[int]) -> list[Placement]:
 
 
 def settled(config: UpConfig, num_gpus: int, cores: int) -> UpConfig:
-    """`config` with the sizes of pools that nobody named: the fastest on a machine of this size (docs/performance.md).
+    """Return `config` with the default size of each pool: what is fastest on a machine of this size (docs/performance.md).
 
     Two engines help where each has a GPU, or a full team of cores, of its own. Where they would share one, prompts and answers
     slow each other down, and a decode worker that computes both is faster at either.
@@ -177,13 +177,13 @@ def gateway_drain_s(drain_timeout_s: float) -> float:
 
 
 def threads_of(settings: EngineServiceConfig, cores: int, num_engines: int) -> int:
-    """CPU threads of an engine that was told no number."""
+    """Return the CPU threads of an engine whose settings name no number."""
     int8 = settings.dtype == "auto" and settings.quantization == "auto"
     return min(cores, MAX_THREADS) if int8 or settings.quantization == "int8" else threads_per_worker(cores, num_engines)
 
 
 def _flags(fields: Mapping[str, Field], given: Mapping[str, str]) -> list[str]:
-    """A command line: `--name value`, and `--name=value` where a value alone would be taken for something else."""
+    """Return settings as flags: `--name value`, or `--name=value` for switches and for values that begin with `--`."""
     argv: list[str] = []
     for name, value in given.items():
         flag = "--" + name.replace("_", "-")

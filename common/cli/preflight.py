@@ -53,7 +53,7 @@ class Servable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_model(spec: str, engine: EngineConfig | None = None, device: DeviceKind = "cpu") -> Servable:
-    """Look at everything about `spec` that can be known without loading it. Takes about half a second.
+    """Check everything about `spec` that can be known without loading it. Takes about half a second.
 
     :raises UnknownModel: it is not on this machine. :raises ConfigError: why it can't be served.
     """
@@ -85,8 +85,9 @@ def check_model(spec: str, engine: EngineConfig | None = None, device: DeviceKin
 
 
 def check_machine(servable: Servable, num_engines: int, shm_dir: Path, *, store_bytes: int = 0) -> list[str]:
-    """Whether the machine has room for `num_engines` engines on its CPU, and for KV stores that may grow to `store_bytes`.
-    Returns what is tight, as sentences.
+    """Check that the machine has memory for `num_engines` engines on its CPU, and for KV stores that may grow to `store_bytes`.
+
+    Return warnings about what may run short, as sentences.
 
     :raises ConfigError: if the engines can't be loaded, or their KV pools don't fit.
     """
@@ -122,7 +123,10 @@ def check_machine(servable: Servable, num_engines: int, shm_dir: Path, *, store_
 
 
 def _check_text(files: ModelFiles, model: ModelConfig, engine: EngineConfig) -> list[str]:
-    """:raises ConfigError: if tokenizer or template can't be loaded."""
+    """Return warnings about tokenizer and template.
+
+    :raises ConfigError: if either can't be loaded.
+    """
     try:
         bundle = load_bundle(files, max_model_len=engine.max_model_len)
     except ConfigError as error:  # a template's compiler draws where it stopped, over many lines
@@ -138,7 +142,7 @@ def _check_text(files: ModelFiles, model: ModelConfig, engine: EngineConfig) -> 
 
 
 def _weight_bytes(inventory: Inventory, precision: Precision) -> int:
-    """Of an engine on a CPU. Embeddings are as computed; 8-bit weights have an 8-bit head beside them."""
+    """Return the bytes of an engine's weights on a CPU. Embeddings have the compute type; int8 adds a copy of the head."""
     each = _WEIGHT_BYTES[precision.compute]
     if precision.weights != "int8":
         return int(each * (inventory.embedding + inventory.others))

@@ -89,7 +89,7 @@ def command(ctx: typer.Context) -> None:
 
 
 def _checked(asked: UpSettings, *, on_gpus: bool) -> tuple[UpSettings, list[str]]:
-    """`asked`, once it is sure that the model can be served so, with the context that the KV pools hold; and warnings.
+    """Check that the model can be served so. Return the settings with the context that the KV pools hold, and warnings.
 
     :raises UnknownModel, ConfigError: why it can't be served.
     """
@@ -115,7 +115,7 @@ def _checked(asked: UpSettings, *, on_gpus: bool) -> tuple[UpSettings, list[str]
 
 
 def _open_api(asked: UpSettings) -> list[str]:
-    """A warning when everyone on the network may use the model."""
+    """Return a warning if everyone on the network may use the model."""
     host, gateway = asked.config.http_host, asked.services["gateway"]
     if is_loopback(host) or getattr(gateway, "api_key", "") or getattr(gateway, "api_key_file", ""):
         return []

@@ -117,7 +117,7 @@ class EngineWorker(Actor):
         )
         self.counters = EngineMetrics(
             self.metrics,
-            model=self.config.served_model_name or self.config.model,
+            model=self.config.served_name,
             usage=self.pool.usage,
             running=lambda: self.scheduler.num_running,
             waiting=lambda: self.scheduler.num_waiting,

@@ -69,10 +69,11 @@ class FileLimit:
         return max(limit - self._others - _FEW_OTHERS - reserve, _MIN_CONNECTIONS), reserve
 
     def check(self, now: float) -> None:
-        """Call now and then: logs what happened since, at most every 10 s."""
+        """Call now and then: logs that descriptors ran out when they do, and what was refused since, at most every 10 s."""
         exhausted = _none_left()
         if exhausted and not self._was_exhausted:
             self._exhausted.inc()
+            self._quiet_until = now
         ended = self._was_exhausted and not exhausted
         self._was_exhausted = exhausted
         if ended:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """The smaller of what the kernel calls available and what the control groups of this process still allow."""
+    """Return the smaller of what the kernel reports as available and what the control groups of this process still allow."""
     return min([_of_the_machine(root), *_of_control_groups(root)])
 
 
 def _of_the_machine(root: Path) -> int:
-    """1 EiB where the kernel does not say: nothing is refused then."""
+    """Return what the kernel reports as available; 1 EiB if it reports nothing, so that nothing is refused."""
     try:
         for line in (root / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -22,7 +22,7 @@ def _of_the_machine(root: Path) -> int:
 
 
 def _of_control_groups(root: Path) -> list[int]:
-    """What each group from this process's up to the root allows; version 2, and version 1's memory controller."""
+    """Return what each control group from this process's to the root still allows, in version 1 or 2."""
     left: list[int] = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()

@@ -40,7 +40,7 @@ OTHER_VARIABLES = frozenset(
         "TORCH_INDEX",
     )
 )
-"""Variables that are no settings."""
+"""Variables that are read but are not settings."""
 
 _KUBERNETES = re.compile(r"\w+_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
 """What Kubernetes sets in every container for each Service of the namespace, here for one named penstock-something."""
@@ -64,14 +64,14 @@ def service_fields(role: str) -> Mapping[str, Field]:
 
 @functools.cache
 def up_fields() -> Mapping[str, Field]:
-    """What `penstock up` itself reads."""
+    """The settings of `penstock up` itself."""
     kind: type[msgspec.Struct] = importlib.import_module("common.cli.fleet").UpConfig
     return fields_of(kind)
 
 
 def unknown_variables(environ: Mapping[str, str], known: Mapping[str, Field]) -> list[str]:
-    """Variables with our prefix that nobody reads: not a setting among `known`, of a service or of `penstock up`, nor one of
-    the others that exist."""
+    """Return the variables with our prefix that are neither a setting (in `known`, of any service, of `penstock up`) nor in
+    `OTHER_VARIABLES`."""
     mine = {field.variable for field in known.values()}
     left = sorted(name for name in environ if name.startswith(ENV_PREFIX) and name not in mine | OTHER_VARIABLES)
     if not left:
@@ -81,7 +81,7 @@ def unknown_variables(environ: Mapping[str, str], known: Mapping[str, Field]) ->
 
 
 def all_variables() -> frozenset[str]:
-    """Every variable that somebody reads."""
+    """Return every variable that Penstock reads."""
     sections = [*(service_fields(role) for role in ROLES), up_fields()]
     return OTHER_VARIABLES | {field.variable for fields in sections for field in fields.values()}
 

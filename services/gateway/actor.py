@@ -64,7 +64,8 @@ SETTLED_AFTER_S = 0.5
 BEHIND_S = 0.3
 """A frame that has waited so long, or a heartbeat so late, says that silence of workers may be our own."""
 SHED_S = 1.0
-"""And then new requests are refused."""
+SHED_AFTER_S = 2.0
+"""When that is as much as `SHED_S`, and for so long that smaller windows did not help, new requests are refused."""
 BEHIND_FOR_S = 1.0
 DRAIN_RESERVE_S = 2.0
 """Kept of the drain's time for telling clients that their stream ends here."""
@@ -114,7 +115,7 @@ class GatewayActor(Actor):
             no_workers_grace_s=config.no_workers_grace_s,
             now=clock(),
         )
-        model = bundle.name if bundle is not None else config.served_model_name or config.model
+        model = bundle.name if bundle is not None else config.served_name
         self.telemetry = Telemetry(self.metrics, self.dispatcher, model=model)
         self.intake = Intake(config)
         self.placement.on_placed = self.telemetry.waited
@@ -131,7 +132,7 @@ class GatewayActor(Actor):
         self._outages = 0
         self._settled_at = clock()
         self._inflow = Inflow(self._take_frames, self._frames_taken, clock)
-        self._ticked_at = self._busy_until = self._shed_until = clock()
+        self._ticked_at = self._kept_up_at = self._busy_until = self._shed_until = clock()
         self._freeing = anyio.Event()
         self._idle = anyio.Event()
         self._front: NatsFront | None = None
@@ -208,11 +209,16 @@ class GatewayActor(Actor):
 
     def _measure_lag(self, now: float) -> None:
         """Frames that have waited here for long, or heartbeats that come late, show that this process can't keep up."""
-        late_s = max(self._inflow.lag_s, now - self._ticked_at - self.config.heartbeat_s)
+        lag_s, beat_late_s = self._inflow.lag_s, now - self._ticked_at - self.config.heartbeat_s
+        late_s = max(lag_s, beat_late_s)
         self._ticked_at = now
         if late_s > BEHIND_S:
             self._busy_until = now + BEHIND_FOR_S
-        if late_s > SHED_S:
+        if late_s <= SHED_S:
+            self._kept_up_at = now
+        elif now - self._kept_up_at > SHED_AFTER_S:
+            if now >= self._shed_until:
+                log.warning("can_not_keep_up", frames_waited_s=round(lag_s, 2), heartbeat_late_s=round(beat_late_s, 2))
             self._shed_until = now + BEHIND_FOR_S
 
     def peer_lost(self, peer: Presence) -> None:
@@ -257,7 +263,8 @@ class GatewayActor(Actor):
         self.dispatcher.frames(message, self.clock())
         self._carry_out()
 
-    def _frames_taken(self, worker: WorkerRef, number: int, units: int) -> None:
+    def _frames_taken(self, worker: WorkerRef, number: int, units: int, waited_s: float) -> None:
+        self.windows.waited(waited_s, units, self.clock())
         if number and self.windows.took(worker, number, units, self.clock()):
             self._acknowledge(worker)
 

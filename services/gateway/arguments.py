@@ -2,7 +2,7 @@
 
 An argument that would change the answer is refused by name, unless its value asks for nothing (`tools: []`). One that changes
 nothing but speed, storage or bookkeeping is ignored, and so is one that no known API has; the answer's warning names both.
-With `strict`, all of them are refused. See docs/decisions/0013-unknown-arguments.md.
+With `strict`, all of them are refused. See docs/decisions/0019-unknown-arguments.md.
 
 The tables hold what OpenAI, vLLM, SGLang, llama.cpp, Ollama, OpenRouter and LiteLLM document for these endpoints.
 """
@@ -264,14 +264,20 @@ class Notes:
                 return
             complaint = f"{param} has no effect here: leave it out"
         else:
-            near = difflib.get_close_matches(name[:_MAX_NAME_CHARS], scope.obeyed, n=1, cutoff=_LIKENESS)
-            hint, label = f"did you mean {near[0]}?" if near else "", UNKNOWN
+            hint, label = self._nearest(scope, name), UNKNOWN
             complaint = f"unknown argument {shown!r}" + (f": {hint}" if hint else "")
         if self.strict:
             raise InvalidParameter(complaint, param=param)
         if scope.where + shown not in self._named:
             self._named[scope.where + shown] = f" ({hint})" if hint else ""
             self.labels.append(label)
+
+    def _nearest(self, scope: Scope, name: str) -> str:
+        """Looking for it takes up to 0.1 ms, so only those that will be named are looked at."""
+        if len(self._named) >= _MAX_NAMED or scope.where + _printable(name) in self._named:
+            return ""
+        near = difflib.get_close_matches(name[:_MAX_NAME_CHARS], scope.obeyed, n=1, cutoff=_LIKENESS)
+        return f"did you mean {near[0]}?" if near else ""
 
 
 def _asks_for_nothing(raw: bytes | memoryview, neutral: tuple[Any, ...]) -> bool:

@@ -30,12 +30,12 @@ class _Message(msgspec.Struct):
 
 
 class Inflow:
-    """`take(message)` is called with each slice, and `taken(worker, number, units)` after the last one of a message."""
+    """`take(message)` is called with each slice; `taken(worker, number, units, waited_s)` after the last one of a message."""
 
     def __init__(
         self,
         take: Callable[[TokenFrames], None],
-        taken: Callable[[WorkerRef, int, int], None],
+        taken: Callable[[WorkerRef, int, int, float], None],
         clock: Callable[[], float],
     ) -> None:
         self._take = take
@@ -54,7 +54,7 @@ class Inflow:
         units = sum(map(frame_units, message.frames))
         if not self._waiting and len(message.frames) <= SLICE_FRAMES:
             self._take(message)
-            self._taken(message.worker, message.number, units)
+            self._taken(message.worker, message.number, units, 0.0)
             return
         first, rest = [], deque[TokenFrame]()
         for frame in message.frames:
@@ -72,11 +72,14 @@ class Inflow:
         while self._waiting:
             message = self._waiting.popleft()
             self._take(TokenFrames(worker=message.worker, frames=list(message.frames)))
-            self._taken(message.worker, message.number, message.units)
+            self._is_taken(message)
 
     def clear(self) -> None:
         """Forget what waits."""
         self._waiting.clear()
+
+    def _is_taken(self, message: _Message) -> None:
+        self._taken(message.worker, message.number, message.units, self._clock() - message.arrived_at)
 
     async def run(self) -> None:
         """Take what waits, a slice per turn, for ever."""
@@ -90,6 +93,6 @@ class Inflow:
                     self._waiting.popleft()
                 self._take(TokenFrames(worker=message.worker, frames=part))
                 if not frames:
-                    self._taken(message.worker, message.number, message.units)
+                    self._is_taken(message)
                 await anyio.lowlevel.checkpoint()
             await self._arrived.wait()

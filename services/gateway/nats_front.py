@@ -10,8 +10,9 @@ counted: no reply subject, or one that is not among `reply_prefixes`, or would m
 `penstock.v1.…`). Who may cancel what is in `live_requests.py`.
 
 A client that is gone is noticed through its inbox: now and then a chunk carries a control subject of ours as its reply, and
-the server answers there when nobody listens any more. While many requests wait for their first token, the server is asked
-before work on another one begins: requests of clients that left must not fill the queue that all clients share.
+the server answers there when nobody listens any more. While many requests wait for their first token, and for a while after
+one of them had nobody who listened, the server is asked before work on another one begins: requests of clients that left must
+not fill the queue that all clients share.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ _LOG_PERIOD_S = 1.0
 _LAST_WORD_S = 0.5
 CROWD = 16
 """With more requests than this before their first token, inboxes are looked at before work begins."""
+SUSPICION_S = 5.0
+"""And for so long after one was found where nobody listens: short answers would keep a flood of them below the crowd."""
 MAX_PROBES = 64
 """Inboxes looked at at a time: in a flood, the server's answers must not wait behind thousands of each other."""
 
@@ -93,6 +96,7 @@ class NatsFront:
         self._control = bus.new_inbox()
         self._live = LiveRequests[Reply]()
         self._num_unstarted = 0
+        self._suspicious_until = 0.0
         self._probing = anyio.CapacityLimiter(MAX_PROBES)
         slug, queue = subjects.slug(bundle.name), subjects.GATEWAY_QUEUE
         self._namesakes = Namesakes(lambda: gateway.ref)
@@ -238,10 +242,11 @@ class NatsFront:
 
     async def _answer(self, incoming: _Incoming, reply: Reply, record: AccessRecord) -> None:
         """:raises PenstockError: what the client is told; nothing is held for it any more then."""
-        if self._num_unstarted > CROWD:
+        if self._num_unstarted > CROWD or time.monotonic() < self._suspicious_until:
             async with self._probing:
                 reply.gone = await reply.is_deserted()
             if reply.gone:
+                self._suspicious_until = time.monotonic() + SUSPICION_S
                 self._drop("nobody_listens", incoming.subject)
                 return
         body, incoming.body = incoming.body, b""

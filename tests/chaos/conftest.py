@@ -15,7 +15,9 @@ from tests.e2e.stack import Stack
 from tests.fixtures.nats import LocalNatsServer
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["smollm2", "simulated"])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["simulated", pytest.param("smollm2", marks=pytest.mark.slow)]
+)
 async def shared_site(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, smollm2: ModelFiles
 ) -> AsyncIterator[Site]:

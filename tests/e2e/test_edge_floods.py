@@ -158,6 +158,66 @@ async def test_large_whole_answers_disturb_nobody(stack: Stack, kind: str) -> No
     assert watch.longest_silence_s < LONGEST_SILENCE_S
 
 
+@pytest.mark.parametrize("shape", ["ids", "text", "choices"])
+async def test_many_long_prompts_disturb_nobody(stack: Stack, shape: str) -> None:
+    """A million tokens in one request, all of them valid."""
+    long = [1000 + number % 9000 for number in range(8000)]
+    body: dict[str, Any] = {"max_tokens": 1}
+    if shape == "ids":
+        body["prompt"] = [[1000 + number, *long] for number in range(128)]
+    elif shape == "text":
+        body["prompt"] = [f"{number} " + "some words " * 3500 for number in range(128)]
+    else:
+        body |= {"prompt": [[1000 + number, *long] for number in range(8)], "n": 16}
+    statuses: Counter[int] = Counter()
+
+    async def one() -> None:
+        statuses[(await stack.client.post(f"{stack.url()}/v1/completions", json=body)).status_code] += 1
+
+    async with watching(stack) as watch, anyio.create_task_group() as group:
+        for _ in range(4):
+            group.start_soon(one)
+    print(shape, statuses, watch)  # noqa: T201
+    assert set(statuses) <= {200, 429} and statuses[200]
+    assert watch.longest_answer_s < LONGEST_ANSWER_S
+    assert watch.longest_silence_s < LONGEST_SILENCE_S
+
+
+async def test_four_of_the_largest_answers_disturb_nobody(stack: Stack) -> None:
+    """280 MB of log-probabilities each: whoever does not fit into the memory for whole answers is told so."""
+    body = {"prompt": "x", "logprobs": 20, "n": 16, "max_tokens": 8000, "ignore_eos": True, "stream": False}
+    outcomes: Counter[str] = Counter()
+    bystanders = [Reply() for _ in range(8)]
+    most = before = rss(stack)
+
+    async def one() -> None:
+        async with stack.client.stream("POST", f"{stack.url()}/v1/completions", json=body) as answer:
+            if answer.status_code != 200:
+                outcomes[json.loads(await answer.aread())["error"]["code"]] += 1
+                return
+            tail = b""
+            async for piece in answer.aiter_raw():
+                tail = (tail + piece)[-300:]
+            outcomes["whole" if b'"completion_tokens":128000' in tail else "cut"] += 1
+
+    async def others(reply: Reply) -> None:
+        await stack.complete([1, 2, 3], reply=reply, max_tokens=2000, ignore_eos=True)
+
+    async with watching(stack) as watch, anyio.create_task_group() as group:
+        for reply in bystanders:
+            group.start_soon(others, reply)
+        for _ in range(4):
+            group.start_soon(one)
+        while sum(outcomes.values()) < 4:
+            most = max(most, rss(stack))
+            await anyio.sleep(0.1)
+    print(outcomes, watch, f"{(most - before) / MIB:.0f} MiB more")  # noqa: T201
+    assert [(reply.finish, reply.error) for reply in bystanders] == [("length", None)] * len(bystanders)
+    assert sum(outcomes.values()) == 4 and set(outcomes) <= {"whole", "overloaded"} and outcomes["whole"] >= 2
+    assert watch.longest_answer_s < LONGEST_ANSWER_S
+    assert watch.longest_silence_s < LONGEST_SILENCE_S
+
+
 async def dropped(stack: Stack, reason: str) -> float:
     page = (await stack.client.get(f"{stack.url()}/metrics")).text
     lines = [line for line in page.splitlines() if f'nats_dropped_total{{reason="{reason}"}}' in line]
@@ -221,7 +281,7 @@ async def test_running_out_of_file_descriptors_is_told_and_passes(stack: Stack) 
             with anyio.move_on_after(0.02), suppress(anyio.EndOfStream, anyio.BrokenResourceError):
                 refused += b" 503 " in await stream.receive()
         assert refused >= 3, "and others are cut off"
-        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (process.num_fds(), before[1]))
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (10, before[1]))  # numbers below are in use since the start
         with anyio.fail_after(10):
             while "out_of_file_descriptors" not in stack.log("gateway-0"):
                 await anyio.sleep(0.1)

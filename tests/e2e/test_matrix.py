@@ -1,8 +1,8 @@
 """Every command with every kind of model that a user may name: what works with the default model works with one's own.
 
-A row is a model as it is typed (a name, a file, a link, a folder, an alias), served by one `penstock up`; a column is a command
-or an example, run as a user runs it, on that `up`. Engines are simulated where weights don't matter to the question. The row of
-a folder has an engine with real (random) weights; `test_up.py` has the real default model.
+A row is a model as it is typed (a name, a file, a link into a hub's cache, a folder, an alias, one of two on a bus), served by
+one `penstock up`; a column is a command or an example, run as a user runs it, on that `up`. Engines are simulated where weights
+don't matter to the question; `test_up.py` has the real default model, and the demo, which is real, stands at the end.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import pytest
 
 from common.cli.demo import Site, leftovers
+from common.models.naming import model_name
 from common.models.source import DEFAULT_MODEL, ModelFiles
 from common.protocol import subjects
 from tests.e2e.test_up import ROOT, STOP_TIMEOUT_S, penstock_up
@@ -34,11 +36,13 @@ EVERY_POOL = ("--prefill", "1", "--draft", "1", "--kvstore", "1")
 
 @dataclass(frozen=True)
 class Row:
-    """`name`: what clients call what `typed` means. `flags`: for `penstock up`, beside the model."""
+    """`name`: what clients call what `typed` means. `flags`: for `penstock up`, beside the model. `beside`: another model,
+    which a second `penstock up` serves on the same bus."""
 
     typed: str
     name: str
-    flags: tuple[str, ...] = ()
+    flags: tuple[str, ...] = SIMULATED
+    beside: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,11 @@ class Served:
     def http(self) -> str:
         return f"http://127.0.0.1:{self.site.http_port}"
 
+    @property
+    def chosen(self) -> list[str]:
+        """Flags that choose the model, where a command can't do so by itself."""
+        return ["--model", self.row.name] if self.row.beside else []
+
     def penstock(self, *words: str, stdin: str = "", bus: bool = True) -> str:
         return self.run(
             [sys.executable, "-m", "common.cli", *words, *(("--nats-url", self.site.nats_url) if bus else ())], stdin
@@ -60,28 +69,37 @@ class Served:
 
     def run(self, command: Sequence[str], stdin: str = "") -> str:
         """Stdout of a command that must succeed."""
-        environment = os.environ | {"PENSTOCK_URL": self.http, "PYTHONPATH": str(ROOT)}
-        ended = subprocess.run(
-            command, input=stdin, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=90, check=False
-        )
+        ended = self.ended(command, stdin)
         assert ended.returncode == 0, f"{command}\n{ended.stdout}{ended.stderr}"
         return ended.stdout
+
+    def ended(self, command: Sequence[str], stdin: str = "") -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"PENSTOCK_URL": self.http, "PYTHONPATH": str(ROOT)}
+        return subprocess.run(
+            command, input=stdin, cwd=self.folder, env=environment, capture_output=True, text=True, timeout=90, check=False
+        )
 
 
 def lay_out(kind: str, folder: Path, gguf: Path) -> Row:
     """Put a model of this kind into `folder`."""
     match kind:
         case "default":
-            return Row(DEFAULT_MODEL, DEFAULT_MODEL, (*SIMULATED, *EVERY_POOL))
+            return Row(DEFAULT_MODEL, DEFAULT_MODEL)
         case "gguf":
             _copy(gguf, folder / "My Model v1.5.gguf")
             return Row("./My Model v1.5.gguf", "My Model v1.5", (*SIMULATED, *EVERY_POOL))
         case "symlink":
-            blob = folder / "blobs" / "0123456789abcdef0123456789abcdef"
-            blob.parent.mkdir()
+            # as a hub's client keeps it: the name is the link's, its target is called by a digest
+            repository = folder / "hub" / "models--owner--größe-GGUF"
+            link, blob = (
+                repository / "snapshots" / ("a" * 40) / "größe-Q4.gguf",
+                repository / "blobs" / ("0123456789abcdef" * 4),
+            )
+            blob.parent.mkdir(parents=True)
+            link.parent.mkdir(parents=True)
             _copy(gguf, blob)
-            (folder / "größe-Q4.gguf").symlink_to(blob)
-            return Row(str(folder / "größe-Q4.gguf"), "größe-Q4", SIMULATED)
+            link.symlink_to(os.path.relpath(blob, link.parent))
+            return Row(str(link), "größe-Q4")
         case "folder":
             write_tiny_model(folder / "models" / "Tiny-1.5B_Instruct")
             return Row("models/Tiny-1.5B_Instruct/", "Tiny-1.5B_Instruct")
@@ -89,6 +107,10 @@ def lay_out(kind: str, folder: Path, gguf: Path) -> Row:
             _copy(gguf, folder / "m.gguf")
             alias = "Org/An Alias (2)"
             return Row("m.gguf", alias, (*SIMULATED, "--served-model-name", alias))
+        case "two models":
+            write_tiny_model(folder / "the tiny one")
+            _copy(gguf, folder / "large.gguf")
+            return Row("the tiny one", "the tiny one", beside="large.gguf")
     raise AssertionError(kind)
 
 
@@ -99,18 +121,31 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copy(source, target)
 
 
-@pytest.fixture(
-    scope="module",
-    params=["gguf", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("default", "symlink", "folder", "alias"))],
-)
+KINDS = ("default", "gguf", "symlink", "folder", "alias", "two models")
+
+
+@pytest.fixture(scope="module", params=KINDS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, smollm2: ModelFiles) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp(f"matrix-{request.param}")
+    folder = tmp_path_factory.mktemp("matrix of " + request.param)
     row = lay_out(request.param, folder, smollm2.path)
     with penstock_up(folder, "--model", row.typed, *row.flags, cwd=folder) as (site, up):
-        yield Served(row, site, folder)
+        with _beside(row, site, folder):
+            yield Served(row, site, folder)
         up.terminate()
         assert up.wait(STOP_TIMEOUT_S) == 0, (folder / "up.log").read_text()
     assert leftovers(site) == []
+
+
+@contextmanager
+def _beside(row: Row, site: Site, folder: Path) -> Iterator[None]:
+    """The second model of a bus, served while the block runs."""
+    if not row.beside:
+        yield
+        return
+    (folder / "beside").mkdir()
+    flags = ("--model", row.beside, "--nats-url", site.nats_url, "--kvstore", "0", *SIMULATED)
+    with penstock_up(folder / "beside", *flags, cwd=folder, own_bus=False):
+        yield
 
 
 # ── the columns ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -123,40 +158,47 @@ def test_up_says_the_name(served: Served) -> None:
     assert f"model       {served.row.name}," in said
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_generate(served: Served, named: bool) -> None:
-    model = ["--model", served.row.name] if named else []
-    assert served.penstock("generate", "Why is the sky blue?", "--max-tokens", "8", *model).strip()
+def test_generate(served: Served) -> None:
+    said = served.penstock("generate", "Why is the sky blue?", "--max-tokens", "8", "--model", served.row.name)
+    assert said.strip()
 
 
-def test_generate_from_a_pipe(served: Served) -> None:
-    assert served.penstock("generate", "-", "--max-tokens", "8", stdin="Why is the sky blue?\n").strip()
+def test_generate_from_a_pipe_for_the_only_model(served: Served) -> None:
+    words = ["generate", "-", "--max-tokens", "8"]
+    if not served.row.beside:
+        assert served.penstock(*words, stdin="Why is the sky blue?\n").strip()
+        return
+    command = [sys.executable, "-m", "common.cli", *words, "--nats-url", served.site.nats_url]
+    ended = served.ended(command, "Why is the sky blue?\n")
+    assert ended.returncode == 1
+    assert "this bus serves large, the tiny one: choose one with --model" in ended.stderr
 
 
 def test_generate_by_what_was_typed_for_up(served: Served) -> None:
     """A path is understood as the model that it is served as; an alias has no path."""
-    if served.row.name != "Org/An Alias (2)":
+    if "--served-model-name" not in served.row.flags:
         assert served.penstock("generate", "Hi", "--max-tokens", "4", "--model", served.row.typed.rstrip("/")).strip()
 
 
 def test_chat(served: Served) -> None:
-    said = served.penstock("chat", "--max-tokens", "8", stdin="Hello\nAnd now?\n\n")
+    said = served.penstock("chat", "--max-tokens", "8", *served.chosen, stdin="Hello\nAnd now?\n\n")
     assert len(said.strip().splitlines()) >= 2
 
 
-@pytest.mark.parametrize("way", ["nats", "http", "http with /v1", "named"])
+@pytest.mark.parametrize("way", ["nats", "http"])
 def test_bench(served: Served, way: str) -> None:
-    words = ["bench", "--requests", "3", "--concurrency", "2", "--max-tokens", "4", "--prompt-words", "10"]
-    if way.startswith("http"):
-        said = served.penstock(*words, "--url", served.http + ("/v1" if way.endswith("/v1") else ""), bus=False)
+    words = ["bench", "--requests", "6", "--concurrency", "2", "--max-tokens", "4", "--prompt-words", "10"]
+    if way == "http":
+        said = served.penstock(*words, "--url", f"{served.http}/v1", bus=False)
     else:
-        said = served.penstock(*words, *(["--model", served.row.name] if way == "named" else []))
-    assert "3 requests" in said and "0 failed" in said
+        said = served.penstock(*words, *served.chosen)
+    assert "6 requests" in said and "0 failed" in said
 
 
 def test_status(served: Served) -> None:
     listed = json.loads(served.penstock("status", "--json"))
-    assert {worker["model"] for worker in listed} == {served.row.name}
+    names = {served.row.name, *([model_name(served.row.beside)] if served.row.beside else [])}
+    assert {worker["model"] for worker in listed} == names
     shown = served.penstock("status")
     assert "gateway" in shown and "ready" in shown and max(map(len, shown.splitlines())) <= 80
 
@@ -181,6 +223,7 @@ def test_the_curl_example(served: Served) -> None:
     assert "chat.completion" in said and "[DONE]" in said
 
 
+@pytest.mark.slow
 def test_a_worker_by_hand_joins_under_another_spelling(served: Served) -> None:
     """The absolute path of what `up` was given as it was typed, and no alias."""
     typed = served.row.typed
@@ -216,12 +259,13 @@ def test_a_worker_by_hand_joins_under_another_spelling(served: Served) -> None:
         worker.wait(30)
 
 
-# ── the demo starts and stops a system of its own ────────────────────────────────────────────────────────────────────────
+# ── the demo starts and stops a system of its own, with real engines ─────────────────────────────────────────────────────
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gguf", "symlink", "folder", "alias"])
+@pytest.mark.parametrize("kind", KINDS[1:-1])
 def test_demo(kind: str, tmp_path: Path, smollm2: ModelFiles) -> None:
+    """The default model's is in `test_up.py`; each demo has a bus of its own."""
     row = lay_out(kind, tmp_path, smollm2.path)
     command = [sys.executable, "-m", "common.cli", "demo", "Hello", "--max-tokens", "8", "--model", row.typed]
     if kind == "alias":

@@ -212,7 +212,7 @@ async def test_what_vllm_adds_goes_through_extra_body(client: AsyncOpenAI) -> No
     [
         ({"model": "gpt-4"}, openai.NotFoundError, "model_not_found", MODEL),
         ({"temperature": -1}, openai.BadRequestError, "invalid_parameter", "temperature"),
-        ({"extra_body": {"topk": 3}}, openai.BadRequestError, "invalid_parameter", "did you mean top_k"),
+        ({"extra_body": {"repeat_penalty": 2}}, openai.BadRequestError, "invalid_parameter", "send repetition_penalty"),
         ({"max_completion_tokens": 9000}, openai.BadRequestError, "context_length_exceeded", "at most 8155"),
         ({"messages": []}, openai.BadRequestError, "invalid_parameter", "at least one message"),
         ({"user": "x" * (9 << 20)}, openai.APIStatusError, "payload_too_large", "8388608 bytes"),

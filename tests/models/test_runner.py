@@ -93,7 +93,7 @@ def test_logprobs_are_those_of_untouched_logits(runner: Runner) -> None:
     assert row.logprobs is not None
     for found, logits in zip(row.logprobs, seen[0].log_softmax(-1), strict=True):
         assert found.logprob == pytest.approx(logits[7].item(), abs=1e-5)
-        assert found.top_tokens == logits.topk(3).indices.tolist()
+        assert list(found.top_tokens) == logits.topk(3).indices.tolist()
     silent = runner.execute(StepPlan(0, [StepRow(prompt, 0, [0, 1, 2, 3], 1, GREEDY, len(prompt))])).rows[0]
     assert silent.logprobs is None
 

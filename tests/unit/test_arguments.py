@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from common.protocol.errors import InvalidParameter
-from services.gateway.arguments import IGNORED, REFUSED, UNKNOWN, Notes
+from services.gateway.arguments import (
+    IGNORED,
+    MESSAGE_IGNORED,
+    MESSAGE_REFUSED,
+    PART_IGNORED,
+    PART_REFUSED,
+    REFUSED,
+    UNKNOWN,
+    Notes,
+)
 from services.gateway.openai import ChatRequest, CompletionRequest
 from tests.unit.parsing import decode_chat, decode_completion
 
@@ -154,6 +165,27 @@ def test_values_that_ask_for_nothing_are_not_even_named(name: str, values: tuple
     for value in (None, *(value for value in values if isinstance(value, str | int | float | list | dict))):
         if name not in ChatRequest.__struct_fields__:
             assert noted({"messages": MESSAGES, name: value}, strict=True).text == ""
+
+
+def test_thousands_of_unknown_arguments_cost_milliseconds() -> None:
+    body = {"messages": MESSAGES, **{f"temperatur{number}": 1 for number in range(3000)}}
+    began = time.perf_counter()
+    notes = noted(body)
+    assert time.perf_counter() - began < 0.1
+    assert len(notes.labels) == 3000 and "did you mean temperature?" in notes.text
+
+
+def test_an_argument_is_in_one_table() -> None:
+    obeyed_everywhere = set(ChatRequest.__struct_fields__) & set(CompletionRequest.__struct_fields__)
+    assert not obeyed_everywhere & (REFUSED.keys() | IGNORED.keys())
+    for refused, ignored in ((REFUSED, IGNORED), (MESSAGE_REFUSED, MESSAGE_IGNORED), (PART_REFUSED, PART_IGNORED)):
+        assert not refused.keys() & ignored.keys()
+
+
+def test_every_argument_that_is_obeyed_is_documented() -> None:
+    documented = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
+    fields = {*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__}
+    assert [name for name in sorted(fields) if f"`{name}`" not in documented] == []
 
 
 @pytest.mark.parametrize("name", ["tool_calls", "function_call", "tool_call_id"])

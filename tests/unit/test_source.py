@@ -259,6 +259,7 @@ class TestGgufMetadata:
         ("data", "reason"),
         [
             (b"PK\x03\x04" + bytes(100), "begins with"),
+            (b"hello\n", "begins with"),
             (struct.pack("<4sIQQ", b"GGUF", 1, 0, 0), "version 1"),
             (struct.pack(">4sIQQ", b"GGUF", 3, 0, 0), "big-endian"),
             (struct.pack("<4sIQQ", b"GGUF", 3, 0, 2**60), "metadata keys"),

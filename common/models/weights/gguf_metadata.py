@@ -56,10 +56,10 @@ class _Header:
         self._at = 0
 
     def read(self) -> dict[str, Any]:
-        magic, version, _, num_keys = _FILE_HEAD.unpack_from(self._data, 0)
+        if self._data[: len(_MAGIC)] != _MAGIC:
+            raise InvalidGguf(f"it begins with {self._data[: len(_MAGIC)]!r}, not {_MAGIC!r}")
+        _, version, _, num_keys = _FILE_HEAD.unpack_from(self._data, 0)
         self._at = _FILE_HEAD.size
-        if magic != _MAGIC:
-            raise InvalidGguf(f"it begins with {magic!r}, not {_MAGIC!r}")
         if version not in (2, 3):
             kind = "big-endian" if version & 0xFFFF == 0 else f"version {version}"
             raise InvalidGguf(f"it is {kind}; versions 2 and 3, little-endian, are supported")

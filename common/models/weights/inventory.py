@@ -1,4 +1,4 @@
-"""What weights a model's files hold, found without loading them and without torch: are they whole, of known types, how many?"""
+"""Count the weights in a model's files, and check that they are complete and of known types, without loading them or torch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ _SAFETENSORS_TYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3"})
 
 
 class Inventory(msgspec.Struct, frozen=True):
-    """Numbers in the embedding (and in a head of its own), and in everything else."""
+    """How many weights are in the embedding (and in an output head of its own), and in everything else."""
 
     embedding: int
     others: int
 
 
 def take_inventory(files: ModelFiles, config: ModelConfig) -> Inventory:
-    """:raises WeightsError, InvalidGguf: if a file is damaged or cut short, or holds a type that can't be computed with."""
+    """Count the weights of a model.
+
+    :raises WeightsError, InvalidGguf: if a file is damaged or cut short, or holds a type that can't be computed with."""
     if files.format == "dummy":
         return _of_shape(config)
     shapes = _gguf_shapes(files.path) if files.format == "gguf" else _safetensors_shapes(files.path)
@@ -65,7 +67,7 @@ def _safetensors_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _of_shape(config: ModelConfig) -> Inventory:
-    """Of a model without weights, from its sizes."""
+    """Count the weights that a model of this shape has."""
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     layer = config.hidden_size * (heads + config.num_heads * config.head_dim + 3 * config.intermediate_size)
     tables = 1 if config.tie_embeddings else 2
