@@ -22,8 +22,11 @@ import msgspec
 
 from common.models.source import default_cache_dir
 from common.protocol.errors import ConfigError
+from common.runtime import logs
 from common.runtime.http_access import is_loopback
 from common.runtime.nats_access import Credentials, inbox_prefix, parse_credentials
+
+log = logs.get("bus_login")
 
 DEFAULT_PORT = 4222
 DEFAULT_INBOX_PREFIX = "_INBOX"
@@ -51,7 +54,8 @@ class BusLogin(msgspec.Struct, frozen=True, kw_only=True):
 
         :raises ConfigError: a file is missing or wrong, or says something else than another one.
         """
-        known = self._credentials(url, user)
+        path = self._path(url, user)
+        known = Credentials() if path is None else read_credentials(path)
         creds, nkey = self.creds or known.creds, self.nkey or known.nkey
         if creds and nkey:
             raise ConfigError("both nats_creds and nats_nkey are given: use one of them", param="nats_nkey")
@@ -62,8 +66,9 @@ class BusLogin(msgspec.Struct, frozen=True, kw_only=True):
             options["user_credentials"] = _readable(creds, "nats_creds")
         elif nkey:
             options["nkeys_seed"] = _readable(nkey, "nats_nkey")
-        elif known.user:
-            options |= {"user": known.user, "password": known.password}
+        elif path is not None and known.user:
+            source = _Source(path, known)
+            options |= {"user": source.user, "password": source.password}
         context = _tls(url, self.tls_ca or known.ca, self.tls_cert or known.cert, self.tls_key or known.key)
         if context is not None:
             options["tls"] = context
@@ -71,13 +76,33 @@ class BusLogin(msgspec.Struct, frozen=True, kw_only=True):
         prefix = known.inbox_prefix or (DEFAULT_INBOX_PREFIX if user == "client" else inbox_prefix(user))
         return ResolvedLogin(options, prefix)
 
-    def _credentials(self, url: str, user: str) -> Credentials:
+    def _path(self, url: str, user: str) -> Path | None:
+        """The file with the credentials of `user`, if there is to be one."""
         if self.credentials_file:
-            return read_credentials(Path(self.credentials_file))
+            return Path(self.credentials_file)
         if self.creds or self.nkey or urlsplit(url).username is not None:
-            return Credentials()
+            return None
         found = credentials_path(url, user)
-        return read_credentials(found) if found is not None and found.is_file() else Credentials()
+        return found if found is not None and found.is_file() else None
+
+
+class _Source:
+    """Credentials that are read again for each connection: a bus that starts again on this machine has new ones."""
+
+    def __init__(self, path: Path, known: Credentials) -> None:
+        self._path = path
+        self._known = known
+
+    def user(self) -> str:
+        try:
+            self._known = read_credentials(self._path)
+        except ConfigError as error:
+            log.debug("credentials_kept", reason=str(error))
+        return self._known.user
+
+    def password(self) -> str:
+        """Called after `user`, and of the same reading."""
+        return self._known.password
 
 
 class ResolvedLogin(msgspec.Struct, frozen=True):

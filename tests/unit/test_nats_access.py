@@ -10,7 +10,7 @@ import pytest
 
 from common.protocol.errors import ConfigError, InvalidParameter
 from common.runtime import nats_access
-from common.runtime.bus_login import BusLogin, credentials_path, read_credentials, run_folder, write_private
+from common.runtime.bus_login import BusLogin, ResolvedLogin, credentials_path, read_credentials, run_folder, write_private
 from common.runtime.nats_access import Credentials, draw_credentials, server_config
 from services.decode.actor import DecodeActor
 from services.draft.actor import DraftActor
@@ -80,12 +80,17 @@ def save(path: Path, credentials: Credentials) -> Path:
     return path
 
 
+def said(login: ResolvedLogin) -> tuple[str, str]:
+    """User and password, as nats-py asks for them."""
+    return login.options["user"](), login.options["password"]()
+
+
 def test_credentials_of_a_bus_of_this_machine_are_found_by_its_address(home: Path) -> None:
     known = draw_credentials(URL)["client"]
     save(run_folder(4321) / "client.json", known)
     for url in (URL, "nats://localhost:4321", "127.0.0.1:4321", "tls://[::1]:4321"):
         login = BusLogin().resolve(url, user="client")
-        assert login.options.items() >= {"user": "client", "password": known.password}.items()
+        assert said(login) == ("client", known.password)
         assert login.inbox_prefix == "_INBOX.client"
     for url in (
         "nats://127.0.0.1:4322",
@@ -106,7 +111,17 @@ def test_where_nothing_is_known_a_client_and_a_role_keep_their_inboxes_apart(hom
 def test_a_named_file_is_used_wherever_the_bus_is(home: Path, tmp_path: Path) -> None:
     path = save(tmp_path / "elsewhere" / "c.json", Credentials(user="alice", password="x", inbox_prefix="_INBOX.alice"))
     login = BusLogin(credentials_file=str(path)).resolve("nats://10.0.0.1:4222", user="client")
-    assert (login.options, login.inbox_prefix) == ({"user": "alice", "password": "x"}, "_INBOX.alice")
+    assert (said(login), login.inbox_prefix) == (("alice", "x"), "_INBOX.alice")
+
+
+def test_credentials_are_read_again_for_each_connection(home: Path) -> None:
+    path = save(run_folder(4321) / "client.json", Credentials(user="client", password="before"))
+    login = BusLogin().resolve(URL, user="client")
+    assert said(login) == ("client", "before")
+    save(path, Credentials(user="client", password="after"))
+    assert said(login) == ("client", "after")
+    path.unlink()
+    assert said(login) == ("client", "after"), "while the bus is away, so is its file"
 
 
 def test_a_context_of_the_nats_tool_is_understood(tmp_path: Path) -> None:
