@@ -76,9 +76,10 @@ class Outflow:
                 book.waiting.setdefault(sequence, start)
                 touched[gateway] = book
         for gateway, frames in at_once.items():
-            self._post(gateway, self._books[gateway], frames)
+            self._flush(gateway, self._books[gateway], frames)
         for gateway, book in touched.items():
-            self._flush(gateway, book)
+            if gateway not in at_once:
+                self._flush(gateway, book)
 
     def again(self, sequence: Sequence, start: int) -> None:
         """The gateway lacks this sequence's tokens from `start` on."""
@@ -123,11 +124,11 @@ class Outflow:
         book.num_units = 0
         self._flush(gateway, book)
 
-    def _flush(self, gateway: WorkerRef, book: _Book) -> None:
-        """Send what waits, the longest waiting first, as far as there is room."""
-        while book.waiting and (not book.window or book.num_units < book.window):
-            frames: list[TokenFrame] = []
-            cost = 0
+    def _flush(self, gateway: WorkerRef, book: _Book, frames: list[TokenFrame] | None = None) -> None:
+        """Send `frames`, and what waits, the longest waiting first, as far as there is room."""
+        frames = frames or []
+        while frames or (book.waiting and (not book.window or book.num_units < book.window)):
+            cost = sum(map(frame_units, frames))
             while book.waiting and cost < MESSAGE_UNITS and (not book.window or book.num_units + cost < book.window):
                 sequence = next(iter(book.waiting))
                 frame = sequence.frame(book.waiting.pop(sequence), max_entries=FRAME_ENTRIES)
@@ -136,10 +137,10 @@ class Outflow:
                 if (end := frame.start + len(frame.tokens)) < sequence.num_outputs:
                     book.waiting[sequence] = end
             self._post(gateway, book, frames, cost)
+            frames = []
 
-    def _post(self, gateway: WorkerRef, book: _Book, frames: list[TokenFrame], cost: int = 0) -> None:
+    def _post(self, gateway: WorkerRef, book: _Book, frames: list[TokenFrame], cost: int) -> None:
         book.number += 1
-        cost = cost or sum(map(frame_units, frames))
         if book.window:
             book.under_way.append((book.number, cost))
             book.num_units += cost

@@ -63,8 +63,8 @@ SETTLED_AFTER_S = 0.5
 """After the bus came back: workers return a little later than we do, and would miss what is sent before."""
 BEHIND_S = 0.3
 """A frame that has waited so long, or a heartbeat so late, says that silence of workers may be our own."""
-SHED_S = 1.0
-SHED_AFTER_S = 2.0
+SHED_S = 2.0
+SHED_AFTER_S = 3.0
 """When that is as much as `SHED_S`, and for so long that smaller windows did not help, new requests are refused."""
 BEHIND_FOR_S = 1.0
 DRAIN_RESERVE_S = 2.0

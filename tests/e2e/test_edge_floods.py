@@ -28,9 +28,10 @@ from common.protocol import headers, subjects
 from tests.e2e.stack import Reply, Stack
 from tests.e2e.watcher import watching
 from tests.fixtures.nats import LocalNatsServer
+from tests.fixtures.slow import some_slow
 
 MODEL = "smollm2-135m-instruct"
-LONGEST_ANSWER_S = 0.5
+LONGEST_ANSWER_S = 1.0
 LONGEST_SILENCE_S = 1.5
 MIB = 1024 * 1024
 HUGE = 8 * MIB - 4096
@@ -86,7 +87,7 @@ def rss(stack: Stack) -> int:
     return psutil.Process(stack.processes["gateway-0"].pid).memory_info().rss
 
 
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("name", some_slow(BODIES, quick=("ids", "parts")))
 async def test_huge_bodies_over_http_disturb_nobody(stack: Stack, name: str) -> None:
     path, body = BODIES[name]
     codes: Counter[str] = Counter()
@@ -113,7 +114,7 @@ async def test_huge_bodies_over_http_disturb_nobody(stack: Stack, name: str) -> 
     assert most - before < MAX_RSS_BYTES
 
 
-@pytest.mark.parametrize("name", ["ids", "parts", "text"])
+@pytest.mark.parametrize("name", some_slow(["ids", "parts", "text"], quick=("ids",)))
 async def test_huge_bodies_over_nats_disturb_nobody(stack: Stack, name: str) -> None:
     path, body = BODIES[name]
     subject = subjects.chat(MODEL) if path.startswith("chat") else subjects.completions(MODEL)
@@ -158,7 +159,7 @@ async def test_large_whole_answers_disturb_nobody(stack: Stack, kind: str) -> No
     assert watch.longest_silence_s < LONGEST_SILENCE_S
 
 
-@pytest.mark.parametrize("shape", ["ids", "text", "choices"])
+@pytest.mark.parametrize("shape", some_slow(["ids", "text", "choices"], quick=("ids",)))
 async def test_many_long_prompts_disturb_nobody(stack: Stack, shape: str) -> None:
     """A million tokens in one request, all of them valid."""
     long = [1000 + number % 9000 for number in range(8000)]

@@ -26,6 +26,7 @@ from common.models.naming import model_name
 from common.models.source import DEFAULT_MODEL, ModelFiles
 from common.protocol import subjects
 from tests.e2e.test_up import ROOT, STOP_TIMEOUT_S, penstock_up
+from tests.fixtures.slow import some_slow
 from tests.fixtures.tiny_model import write_tiny_model
 
 pytestmark = pytest.mark.timeout(240)
@@ -124,7 +125,7 @@ def _copy(source: Path, target: Path) -> None:
 KINDS = ("default", "gguf", "symlink", "folder", "alias", "two models")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=some_slow(KINDS, quick=("gguf", "two models")))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, smollm2: ModelFiles) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("matrix of " + request.param)
     row = lay_out(request.param, folder, smollm2.path)

@@ -150,6 +150,7 @@ async def one_and_one(nats_url: str, smollm2: ModelFiles, tmp_path_factory: pyte
 class TestOnePrefillOneDecode:
     """Whole prompts in one step, roomy pools, nothing guessed, nobody else's KV."""
 
+    @pytest.mark.slow
     async def test_every_length_alone_with_nothing_cached(self, one_and_one: Stack, oracle: Oracle, alone: list[Case]) -> None:
         replies = await run_alone(one_and_one, alone, gateway="gateway-prefill")
         await check(oracle, alone, replies)
@@ -170,6 +171,7 @@ class TestOnePrefillOneDecode:
     async def test_a_ragged_batch_of_32(self, one_and_one: Stack, oracle: Oracle, batch: list[Case]) -> None:
         await check(oracle, batch, await run(one_and_one, batch, gateway="gateway-prefill"))
 
+    @pytest.mark.slow
     async def test_every_length_out_of_the_prefix_cache(self, one_and_one: Stack, oracle: Oracle, alone: list[Case]) -> None:
         replies = await run_alone(one_and_one, alone, gateway="gateway-direct")
         await check(oracle, alone, replies)
@@ -214,6 +216,7 @@ class TestTwoPrefillTwoDecode:
         accepted = await counted(two_and_two, "decode", "vllm:spec_decode_num_accepted_tokens_total")
         assert 0 < accepted < proposed
 
+    @pytest.mark.slow
     async def test_every_length_with_kv_of_other_workers(self, two_and_two: Stack, oracle: Oracle, alone: list[Case]) -> None:
         """Others take the place of those that decoded them, so that nobody has any KV but the store."""
         await check(oracle, alone, await run(two_and_two, alone, gateway="gateway-prefill"))

@@ -86,6 +86,7 @@ def test_helpers_that_never_come_are_not_missed(runner: Any, smollm2: ModelFiles
     assert torch.equal(found, all_logits(runner, tokens))
 
 
+@pytest.mark.slow
 def test_compiled_steps_are_kept_and_two_processes_steps_go_together_in_a_third(tmp_path: Path) -> None:
     """The first two compile one each, for heads of other sizes; what they kept bears names that the third must tell apart."""
     program = """

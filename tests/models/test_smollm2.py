@@ -42,6 +42,7 @@ def test_greedy_text_is_that_of_transformers(
     assert output == greedy_choices(smollm2_in_transformers, prompt, output)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_batch_of_32_that_starts_and_ends_raggedly(smollm2_in_transformers: Any, runner: Runner, smollm2: ModelFiles) -> None:
     rng = random.Random(7)

@@ -219,6 +219,7 @@ def builds() -> Builds:
     return compile_cases(CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_compiles(case: KernelCase, arch: int, builds: Builds) -> None:
