@@ -15,7 +15,9 @@ ENV PYTHONUNBUFFERED=1 \
     PENSTOCK_HOME=/var/lib/penstock
 
 RUN useradd --uid 10001 --user-group --home-dir /var/lib/penstock --create-home penstock \
-    && install -d -o penstock -g penstock /var/cache/penstock
+    && install -d -o penstock -g penstock /var/cache/penstock \
+    && for user in nats gateway prefill decode draft kvstore client monitor; do \
+        install -d -o penstock -g penstock -m 700 "/run/penstock-access/$user"; done
 
 WORKDIR /opt/penstock
 # The largest layer first: it changes only with the version of torch. pip does nothing where the base image has it.

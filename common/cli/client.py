@@ -23,6 +23,7 @@ from common.models.naming import is_gguf, model_name
 from common.protocol import headers, messages, subjects
 from common.protocol.errors import (
     BusError,
+    BusRefused,
     InvalidParameter,
     NoWorkers,
     PenstockError,
@@ -34,6 +35,7 @@ from common.protocol.errors import (
 from common.protocol.handles import Role
 from common.protocol.messages import Presence
 from common.runtime.bus import Bus, BusMessage, Subscription
+from common.runtime.bus_login import BusLogin
 from common.runtime.routing import is_no_responders
 
 CONNECT_TIMEOUT_S = 3.0
@@ -46,16 +48,25 @@ HOW_TO_START = "start Penstock with `penstock up`, or name a bus with --nats-url
 
 @asynccontextmanager
 async def connected(
-    url: str, command: str, *, timeout_s: float = CONNECT_TIMEOUT_S, advice: str = HOW_TO_START
+    url: str,
+    command: str,
+    *,
+    login: BusLogin | None = None,
+    timeout_s: float = CONNECT_TIMEOUT_S,
+    advice: str = HOW_TO_START,
 ) -> AsyncIterator[Bus]:
-    """A connection for one command, closed with the block.
+    """A connection for one command, closed with the block. `login`: by default what the environment says.
 
     :raises BusError: nothing answers on `url` within `timeout_s`; the message ends with `advice`.
+    :raises BusRefused: the server wants other credentials.
     """
     from common.runtime.nats_bus import connect, redacted  # nats-py takes a while to import
 
     try:
-        bus = await connect(url, name=f"penstock-{command}", connect_timeout_s=timeout_s)
+        login = BusLogin.of_environment(os.environ) if login is None else login
+        bus = await connect(url, name=f"penstock-{command}", login=login, connect_timeout_s=timeout_s)
+    except BusRefused:
+        raise
     except BusError as error:
         raise BusError(f"no NATS server on {redacted(url)}: {advice}") from error
     try:
@@ -140,6 +151,7 @@ class ChatStream:
         self._body = msgspec.json.encode({"stream_options": {"include_usage": True}, **body, "model": model, "stream": True})
         self._timeout_s = timeout_s
         self._send, self._receive = anyio.create_memory_object_stream[BusMessage](100_000)
+        self._inbox = bus.new_inbox()
         self._subscription: Subscription | None = None
         self._expected = 0
         self._ended = False
@@ -147,7 +159,7 @@ class ChatStream:
         self.timing = Timing(0.0)
 
     async def __aenter__(self) -> ChatStream:
-        inbox = self._bus.new_inbox()
+        inbox = self._inbox
         self._subscription = await self._bus.subscribe(inbox, self._arrived)
         self.timing = Timing(time.monotonic())
         await self._bus.publish(self._subject, self._body, reply=inbox, headers={headers.REQUEST_ID: self.request_id})
@@ -158,7 +170,7 @@ class ChatStream:
     ) -> None:
         with anyio.CancelScope(shield=True), anyio.move_on_after(2):
             if not self._ended:
-                await self._bus.publish(subjects.cancel(self.request_id), b"")
+                await self._bus.publish(subjects.cancel(self.request_id), b"", reply=self._inbox)
                 await self._bus.flush()
             if self._subscription is not None:
                 await self._subscription.unsubscribe()
@@ -245,7 +257,10 @@ def decode_presence(message: BusMessage) -> Presence | None:
         decoded = messages.decode(message.data)
     except PenstockError:
         return None
-    return decoded if isinstance(decoded, Presence) else None
+    if not isinstance(decoded, Presence):
+        return None
+    worker = decoded.worker
+    return decoded if subjects.is_presence_of(message.subject, worker.role, worker.id) else None
 
 
 def gateway_models(heard: Mapping[str, Presence], *, ready: bool = False) -> list[str]:
@@ -270,6 +285,8 @@ async def served_model(bus: Bus, wanted: str = "") -> str:
     if not gateway_models(heard, ready=True):
         heard |= await watch_presence(bus, STARTING_S, until_role="gateway")
     served = gateway_models(heard, ready=True) or gateway_models(heard)
+    if not served and getattr(bus, "denied", ()):
+        raise NoWorkers("this user of the bus may not hear who is there: name the model with --model")
     if not served:
         raise NoWorkers("no gateway on this bus: start one with `penstock up`, or name another bus with --nats-url")
     if len(served) > 1:

@@ -29,6 +29,7 @@ from common.cli.pull import Spec, ensure
 from common.cli.supervisor import python_module
 from common.models.source import DEFAULT_MODEL
 from common.protocol.errors import InternalError
+from common.runtime.bus_login import BusLogin
 from common.runtime.sections import ROLES
 
 READY_TIMEOUT_S = 180.0
@@ -117,7 +118,7 @@ async def _until_ready(site: Site, up: subprocess.Popen[bytes]) -> None:
 
 
 async def _ask(site: Site, prompt: str, max_tokens: int) -> Timing:
-    async with connected(site.nats_url, "demo") as bus:
+    async with connected(site.nats_url, "demo", login=BusLogin()) as bus:
         model = await served_model(bus)
         err.print(f"[bold]{prompt}[/]")
         body = chat_body(conversation("", prompt), max_tokens=max_tokens, temperature=0, seed=1)

@@ -21,7 +21,7 @@ from common.cli.console import DEFAULT_NATS_URL, NatsUrl, out, run, usable_cores
 from common.cli.gpus import visible_gpus
 from common.cli.net import is_free
 from common.models.source import DEFAULT_MODEL
-from common.protocol.errors import BusError, PenstockError
+from common.protocol.errors import BusError, BusRefused, PenstockError
 from common.runtime.fields import ENV_PREFIX
 from common.runtime.sections import all_variables, unknown_variables
 
@@ -182,6 +182,8 @@ async def check_bus(url: str) -> Finding:
     try:
         async with connected(url, "doctor") as bus:
             heard = await watch_presence(bus, 0.8)
+    except BusRefused as error:
+        return Finding("problem", "bus", "refused", str(error))
     except BusError:
         return Finding("warning", "bus", f"nothing answers on {url}", "`penstock up` starts one; or name yours with --nats-url")
     ready = sum(presence.state == "ready" for presence in heard.values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -40,6 +41,9 @@ class UpConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     http_port: Annotated[int, Meta(ge=0, le=65535, description="port of the OpenAI API; 0: any free one")] = 8000
     nats_url: Annotated[str, Meta(description="a bus that runs already; empty: start one", extra=SECRET)] = ""
     nats_port: Annotated[int, Meta(ge=0, le=65535, description="port of the bus that is started; 0: any free one")] = 4222
+    nats_clients: Annotated[
+        tuple[str, ...], Meta(description="further users of the bus that is started, who may send requests, each with a file")
+    ] = ()
     log_dir: Annotated[str, Meta(description="folder for the processes' logs; empty: one of /tmp, removed in the end")] = ""
 
 
@@ -109,11 +113,13 @@ def processes(
     services: Mapping[Role, ServiceConfig] | None = None,
     config_file: str = "",
     run_id: str = "",
+    credentials: Path | None = None,
 ) -> list[ProcessSpec]:
     """Every process, the gateway first. `config` is `settled`, and its ports and the bus's URL are real ones by now.
 
     `passed`: the settings that each role's processes are given. `services`: what a role's settings are, these included.
     `run_id`: part of each worker's id, which a process keeps when it is started again, so that gateways remember its failures.
+    `credentials`: a folder with a file for each role to log in to the bus with.
     """
     passed, services = passed or {}, services or {}
     prefill, kvstore = config.prefill or 0, config.kvstore or 0
@@ -125,6 +131,8 @@ def processes(
         given = {"http_port": "0", **own, **passed.get(role, {})}
         if run_id:
             given["worker_id"] = f"{name}-{run_id}"
+        if credentials is not None:
+            given["nats_credentials_file"] = str(credentials / f"{role}.json")
         if role == "gateway":
             given |= {"http_host": config.http_host, "http_port": str(config.http_port)}
             given["drain_timeout_s"] = f"{gateway_drain_s(config.drain_timeout_s):g}"

@@ -80,7 +80,7 @@ async def wait_ready(config: UpConfig, specs: Sequence[ProcessSpec]) -> Starting
         if not err.is_terminal:
             err.print(f"starting {', '.join(spec.name for spec in specs)} with {config.model}", markup=False)
         task = bar.add_task(f"loading {config.model}", total=len(specs))
-        async with connected(config.nats_url, "up", timeout_s=BUS_START_TIMEOUT_S) as bus:
+        async with connected(config.nats_url, "up", login=config.bus_login, timeout_s=BUS_START_TIMEOUT_S) as bus:
             await bus.subscribe(subjects.any_presence(), heard)
             host = reachable(config.http_host)
             while (

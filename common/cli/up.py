@@ -6,7 +6,7 @@ SIGINT or SIGTERM ─► gateway drains ─► workers drain ─► nats-server 
 
 from __future__ import annotations
 
-import ipaddress
+import contextlib
 import os
 import shutil
 import signal
@@ -22,7 +22,7 @@ import typer
 from rich.table import Table
 from typer.core import TyperCommand
 
-from common.cli import up_settings
+from common.cli import own_bus, up_settings
 from common.cli.client import connected
 from common.cli.console import err, out, run, usable_cores
 from common.cli.fleet import ProcessSpec, UpConfig, processes, settled
@@ -35,12 +35,10 @@ from common.cli.up_settings import UpSettings
 from common.protocol import subjects
 from common.protocol.errors import ConfigError
 from common.protocol.handles import Role
+from common.runtime.http_access import is_loopback
 from common.runtime.nats_server import find_binary
 
 GATEWAY_STAGE, WORKER_STAGE, BUS_STAGE = range(3)
-MAX_PAYLOAD_BYTES = 8 << 20
-"""Prompts travel as token ids, four bytes each: two million of them."""
-MAX_PENDING_BYTES = 256 << 20
 
 
 class RawCommand(TyperCommand):
@@ -62,26 +60,32 @@ def command(ctx: typer.Context) -> None:
     starts_bus = not asked.config.nats_url
     if starts_bus and not asked.config.decode:
         raise ConfigError("--decode 0: nobody would write answers; start at least one, or join workers with --nats-url")
+    own_bus.check_login(asked.config)
     asked, warnings = _checked(asked, on_gpus=bool(gpus))
     config = asked.config
     http = claim_port(config.http_port, "--http-port", host=config.http_host)
-    if starts_bus:
-        hint = "; if a nats-server is there, join it with --nats-url"
-        port = claim_port(config.nats_port, "--nats-port", hint=hint)
-        config = msgspec.structs.replace(config, nats_url=f"nats://127.0.0.1:{port}")
-    config = msgspec.structs.replace(config, http_port=http)
-    specs = processes(
-        config,
-        cores=usable_cores(),
-        gpus=gpus,
-        passed=asked.passed,
-        services=asked.services,
-        config_file=asked.config_file,
-        run_id=os.urandom(3).hex(),
-    )
-    for warning in [*_open_api(asked), *warnings]:
-        err.print(f"[bold yellow]warning[/] {warning}")
-    run(lambda: serve(config, specs, starts_bus=starts_bus))
+    with contextlib.ExitStack() as stack:
+        credentials: Path | None = None
+        if starts_bus:
+            hint = "; if a nats-server is there, join it with --nats-url"
+            port = claim_port(config.nats_port, "--nats-port", hint=hint)
+            config = msgspec.structs.replace(config, nats_url=f"nats://127.0.0.1:{port}")
+            prefixes = getattr(asked.services["gateway"], "reply_prefixes", ())
+            credentials = stack.enter_context(own_bus.prepared(port, clients=config.nats_clients, reply_prefixes=prefixes))
+        config = msgspec.structs.replace(config, http_port=http)
+        specs = processes(
+            config,
+            cores=usable_cores(),
+            gpus=gpus,
+            passed=asked.passed,
+            services=asked.services,
+            config_file=asked.config_file,
+            run_id=os.urandom(3).hex(),
+            credentials=credentials,
+        )
+        for warning in [*_open_api(asked), *warnings]:
+            err.print(f"[bold yellow]warning[/] {warning}")
+        run(lambda: serve(config, specs, credentials=credentials))
 
 
 def _checked(asked: UpSettings, *, on_gpus: bool) -> tuple[UpSettings, list[str]]:
@@ -112,32 +116,30 @@ def _checked(asked: UpSettings, *, on_gpus: bool) -> tuple[UpSettings, list[str]
 
 def _open_api(asked: UpSettings) -> list[str]:
     """Return a warning if everyone on the network may use the model."""
-    host = asked.config.http_host
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if loopback or getattr(asked.services["gateway"], "api_key", ""):
+    host, gateway = asked.config.http_host, asked.services["gateway"]
+    if is_loopback(host) or getattr(gateway, "api_key", "") or getattr(gateway, "api_key_file", ""):
         return []
     return [
         f"the API listens on {host} without a key: whoever reaches this machine may use it. "
-        "Set PENSTOCK_API_KEY, or keep to 127.0.0.1"
+        "Set PENSTOCK_API_KEY or --api-key-file, or keep to 127.0.0.1"
     ]
 
 
-async def serve(config: UpConfig, specs: Sequence[ProcessSpec], *, starts_bus: bool) -> None:
-    """Run `specs`, and a bus for them if `starts_bus`, until SIGINT or SIGTERM. Addresses in `config` are real ones by now.
+async def serve(config: UpConfig, specs: Sequence[ProcessSpec], *, credentials: Path | None) -> None:
+    """Run `specs` until SIGINT or SIGTERM, with a bus for them if there is a folder with `credentials` for one. Addresses in
+    `config` are real ones by now.
 
     :raises ChildFailed: (in a group) if a process keeps crashing before everything was ready once.
     """
-    if not starts_bus:
-        async with connected(config.nats_url, "up", advice="start one there, or leave --nats-url out: then `up` starts one"):
+    if credentials is None:
+        advice = "start one there, or leave --nats-url out: then `up` starts one"
+        async with connected(config.nats_url, "up", login=config.bus_login, advice=advice):
             pass  # better said now than by processes that wait
     _sweep(config.shm_dir)
     log_dir = _log_dir(config)
     commands = [_command(spec) for spec in specs]
-    if starts_bus:
-        commands.insert(0, _bus_command(config, log_dir))
+    if credentials is not None:
+        commands.insert(0, _bus_command(credentials))
     supervisor = Supervisor(
         commands,
         log_dir=log_dir,
@@ -153,7 +155,7 @@ async def serve(config: UpConfig, specs: Sequence[ProcessSpec], *, starts_bus: b
                 async with supervisor.running():
                     starting = await wait_ready(config, specs)
                     supervisor.started_once = True
-                    _announce(config, specs, supervisor, log_dir, starting)
+                    _announce(config, specs, supervisor, log_dir, starting, credentials)
                     await anyio.sleep_forever()
             watchers.cancel_scope.cancel()
         succeeded = True
@@ -200,12 +202,10 @@ def _command(spec: ProcessSpec) -> Command:
     return Command(name=spec.name, argv=argv, environment=spec.environment, stage=stage)
 
 
-def _bus_command(config: UpConfig, folder: Path) -> Command:
-    """nats-server on the port of `config.nats_url`; supervised like the rest, so that it returns after a crash."""
-    settings = folder / "nats-server.conf"
-    address = config.nats_url.removeprefix("nats://")
-    settings.write_text(f"listen: {address}\nmax_payload: {MAX_PAYLOAD_BYTES}\nmax_pending: {MAX_PENDING_BYTES}\n")
-    argv = python_module("common.runtime.parent_death", ["SIGKILL", str(find_binary()), "-c", str(settings)])
+def _bus_command(folder: Path) -> Command:
+    """nats-server; supervised like the rest, so that it returns after a crash."""
+    settings = str(own_bus.config_path(folder))
+    argv = python_module("common.runtime.parent_death", ["SIGKILL", str(find_binary()), "-c", settings])
     return Command(name="nats-server", argv=argv, stage=BUS_STAGE)
 
 
@@ -218,7 +218,12 @@ def _sweep(shm_dir: str) -> list[str]:
 
 
 def _announce(
-    config: UpConfig, specs: Sequence[ProcessSpec], supervisor: Supervisor, log_dir: Path, starting: Starting
+    config: UpConfig,
+    specs: Sequence[ProcessSpec],
+    supervisor: Supervisor,
+    log_dir: Path,
+    starting: Starting,
+    credentials: Path | None,
 ) -> None:
     from common.runtime.nats_bus import redacted
 
@@ -235,5 +240,7 @@ def _announce(
     out.print(
         f"NATS        {redacted(config.nats_url)}, subject {subjects.chat(subjects.slug(config.served_name))}", markup=False
     )
+    if credentials is not None:
+        out.print(f"            with the credentials in {credentials / 'client.json'}", markup=False)
     out.print(f"logs        {log_dir}", markup=False)
     out.print("[bold green]ready[/]")

@@ -3,11 +3,14 @@
     PenstockError
     ├── RequestError            the client can mend it (4xx)
     │   ├── InvalidParameter        400  invalid_parameter
+    │   ├── ReplyNotAllowed         400  reply_not_allowed  told to nobody: there is no subject to say it on
     │   ├── EmptyPrompt             400  empty_prompt
     │   ├── ContextLengthExceeded   400  context_length_exceeded
+    │   ├── OriginNotAllowed        403  origin_not_allowed
     │   ├── UnknownModel            404  model_not_found
     │   ├── DuplicateRequest        409  duplicate_request
-    │   └── PayloadTooLarge         413  payload_too_large
+    │   ├── PayloadTooLarge         413  payload_too_large
+    │   └── HostNotAllowed          421  host_not_allowed
     ├── ServiceError            the service can't do it now (5xx, 429)
     │   ├── Overloaded              429  overloaded
     │   ├── Cancelled               499  cancelled
@@ -25,6 +28,7 @@
     │   └── WorkerLost                   worker_lost
     ├── BusError
     │   ├── NoResponders                 nobody listens on the subject: the process is gone
+    │   ├── BusRefused                   the server wants other credentials
     │   ├── RequestTimeout               somebody listens but did not answer
     │   └── BusClosed
     ├── ProtocolError           a message that can't be decoded
@@ -58,12 +62,21 @@ class InvalidParameter(RequestError):
     code = "invalid_parameter"
 
 
+class ReplyNotAllowed(RequestError):
+    code = "reply_not_allowed"
+
+
 class EmptyPrompt(RequestError):
     code = "empty_prompt"
 
 
 class ContextLengthExceeded(RequestError):
     code = "context_length_exceeded"
+
+
+class OriginNotAllowed(RequestError):
+    code = "origin_not_allowed"
+    http_status = 403
 
 
 class UnknownModel(RequestError):
@@ -79,6 +92,11 @@ class DuplicateRequest(RequestError):
 class PayloadTooLarge(RequestError):
     code = "payload_too_large"
     http_status = 413
+
+
+class HostNotAllowed(RequestError):
+    code = "host_not_allowed"
+    http_status = 421
 
 
 class ServiceError(PenstockError):
@@ -160,6 +178,10 @@ class BusError(PenstockError):
 
 class NoResponders(BusError):
     code = "no_responders"
+
+
+class BusRefused(BusError):
+    code = "bus_refused"
 
 
 class RequestTimeout(BusError):

@@ -8,7 +8,10 @@ so that standard tools show them).
 from __future__ import annotations
 
 REQUEST_ID = "Penstock-Request-Id"
-"""Names the request, for `subjects.cancel`. The gateway mints one when the client sends none."""
+"""Names the request, for `subjects.cancel`. The gateway mints one when the client sends none.
+
+A minted id is a secret of the client's: whoever publishes to `subjects.cancel` of it cancels the request. A name that the
+client chose is no secret and belongs to its inbox: others may choose it too, and a cancel has that inbox as reply subject."""
 
 DEADLINE_MS = "Penstock-Deadline-Ms"
 """Milliseconds the request may take, from when the gateway takes it."""

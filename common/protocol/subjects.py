@@ -2,10 +2,10 @@
 
     penstock.v1.chat.<model-slug>           client → a gateway of this model (queue group): OpenAI chat JSON
     penstock.v1.completions.<model-slug>    client → a gateway of this model (queue group): OpenAI completion JSON
-    penstock.v1.cancel.<request-id>         client → every gateway
+    penstock.v1.cancel.<request-id>         client → every gateway, with the request's inbox as reply subject
     penstock.v1.int.inbox.<role>.<worker>   anyone inside → one worker's mailbox
     penstock.v1.int.presence.<role>.<worker>  a worker's heartbeat
-    penstock.v1.int.reply.<connection>.<n>  an answer to one request of one connection
+    penstock.v1.int.reply.<role>.<connection>.<n>  an answer to one request of one connection
 
 A gateway listens to its own model's subjects only, so gateways of several models share a bus, and several of one model share
 its load. A request for a model that nobody serves is answered by the server at once: no responders, an empty message with
@@ -81,12 +81,21 @@ def inbox(role: str, worker: str) -> str:
     return f"{INTERNAL}.inbox.{token(role, what='role')}.{token(worker, what='worker id')}"
 
 
+def any_inbox_of(role: str) -> str:
+    return f"{INTERNAL}.inbox.{token(role, what='role')}.*"
+
+
 def presence(role: str, worker: str) -> str:
     return f"{INTERNAL}.presence.{token(role, what='role')}.{token(worker, what='worker id')}"
 
 
 def presence_of(role: str) -> str:
     return f"{INTERNAL}.presence.{token(role, what='role')}.*"
+
+
+def is_presence_of(subject: str, role: str, worker: str) -> bool:
+    """Whether a heartbeat on `subject` may be one of this worker: permissions of a role restrict subjects, not contents."""
+    return subject == f"{INTERNAL}.presence.{role}.{worker}"
 
 
 def any_presence() -> str:
@@ -99,8 +108,17 @@ def last_token(subject: str) -> str:
 
 
 def reply_prefix(connection: str) -> str:
-    """Where answers to the requests of one connection arrive, one more token each. Tenants can't listen there."""
+    """Where answers to the requests of one connection of no role arrive, one more token each. Tenants can't listen there."""
     return f"{INTERNAL}.reply.{token(connection, what='connection')}"
+
+
+def replies_of(role: str) -> str:
+    """Where answers to the requests of a role's connections arrive, a token for the connection and one more each."""
+    return f"{INTERNAL}.reply.{token(role, what='role')}"
+
+
+def any_reply() -> str:
+    return f"{INTERNAL}.reply.>"
 
 
 def is_client_inbox(subject: str) -> bool:

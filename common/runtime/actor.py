@@ -362,7 +362,9 @@ class Actor:
             presence = messages.decode(message.data)
         except ProtocolError:
             presence = None
-        if not isinstance(presence, Presence) or subjects.last_token(message.subject) != presence.worker.id:
+        if not isinstance(presence, Presence) or not subjects.is_presence_of(
+            message.subject, presence.worker.role, presence.worker.id
+        ):
             self.metrics.messages_undecodable.inc()  # a worker speaks for itself alone
             return
         if presence.worker.id != self.ref.id:

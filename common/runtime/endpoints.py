@@ -9,16 +9,19 @@ import time
 from collections.abc import Iterator
 
 import anyio
+import msgspec
 import uvicorn
+from prometheus_client import Counter
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from common.protocol.errors import ConfigError
+from common.protocol.errors import ConfigError, RequestError
 from common.runtime.actor import Actor
 from common.runtime.file_limit import FileLimit
+from common.runtime.http_access import HttpAccess
 from common.runtime.http_protocol import SEND_BUFFER_BYTES, BoundedHttpProtocol, HttpLimits
 
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -109,6 +112,23 @@ class HttpServer(uvicorn.Server):
         if at_once:
             self.config.timeout_graceful_shutdown = BREAK_OFF_S
         self.should_exit = True
+
+
+def guarded(app: ASGIApp, access: HttpAccess, refused: Counter) -> ASGIApp:
+    """`app` for the requests that `access` lets in. The others get an error in OpenAI's form, and are counted by its code."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            access.check(scope["headers"])
+        except RequestError as error:
+            refused.labels(error.code).inc()
+            body = {"message": str(error), "type": "invalid_request_error", "param": None, "code": error.code}
+            content = msgspec.json.encode({"error": body})
+            await Response(content, error.http_status, media_type="application/json")(scope, receive, send)
+        else:
+            await app(scope, receive, send)
+
+    return serve
 
 
 def worker_app(actor: Actor) -> Starlette:

@@ -21,10 +21,19 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
-from common.protocol import subjects
-from common.protocol.errors import BusClosed, BusError, ConfigError, InvalidParameter, PayloadTooLarge, RequestTimeout
+from common.protocol.errors import (
+    BusClosed,
+    BusError,
+    BusRefused,
+    ConfigError,
+    InvalidParameter,
+    PayloadTooLarge,
+    RequestTimeout,
+)
 from common.runtime import logs
 from common.runtime.bus import BusMessage, Handler, ServiceInfo
+from common.runtime.bus_login import BusLogin, ResolvedLogin
+from common.runtime.nats_access import CLIENT
 from common.runtime.nats_micro import MicroService
 from common.runtime.routing import PendingReplies, check_size, check_subject, leads_on
 
@@ -41,18 +50,30 @@ POLL_S = 0.01
 MESSAGES_PER_TURN = 32
 TRACING_SINCE = (2, 11)
 TRACE_TIMEOUT_S = 1.0
+MAX_DENIED = 100
 
 _NO_HEADERS: dict[str, str] = {}
 
 
-async def connect(url: str, *, name: str, connect_timeout_s: float = 10) -> NatsBus:
-    """:raises BusError: if no server answers at `url` in time. :raises ConfigError: if `url` is not a NATS URL."""
-    bus = NatsBus(url, name)
+async def connect(
+    url: str, *, name: str, user: str = CLIENT, login: BusLogin | None = None, connect_timeout_s: float = 10
+) -> NatsBus:
+    """Connect as `user`, a role or a client, with what `login` says or what is found for a bus of this machine.
+
+    :raises BusError: if no server answers at `url` in time. :raises BusRefused: if it wants other credentials.
+    :raises ConfigError: if `url` is not a NATS URL, or `login` names a file that is wrong.
+    """
+    bus = NatsBus(url, name, (login or BusLogin()).resolve(url, user=user))
     try:
         async with asyncio.timeout(connect_timeout_s):
             await bus._open()
     except TimeoutError:
         await bus.close()
+        if "authorization violation" in bus.last_error.lower():
+            raise BusRefused(
+                f"the NATS server at {redacted(url)} wants other credentials: name a file of yours with nats_credentials_file "
+                "(PENSTOCK_NATS_CREDENTIALS_FILE), nats_creds or nats_nkey"
+            ) from None
         reason = f" ({bus.last_error})" if bus.last_error else ""
         raise BusError(f"no NATS server answers at {redacted(url)}{reason}; is one running?") from None
     return bus
@@ -110,19 +131,22 @@ class BusSubscription:
 class NatsBus:
     """One connection to NATS; implements `Bus`. Make one with `connect`."""
 
-    def __init__(self, url: str, name: str) -> None:
+    def __init__(self, url: str, name: str, login: ResolvedLogin) -> None:
         self.name = name
+        self.denied: list[str] = []
+        """What the server did not let this connection do, the first few times."""
         self.num_dropped = 0
         self.num_slow_consumer = 0
         self.last_error = ""
         self._url = url
+        self._login = login
         self._client = Client()
         self._connected = False
         self._closed = False
         self._callbacks: list[Callable[[bool], None]] = []
         self._subscriptions: set[BusSubscription] = set()
         self._service: ServiceInfo | None = None
-        self._replies = PendingReplies(subjects.reply_prefix(os.urandom(8).hex()))
+        self._replies = PendingReplies(f"{login.inbox_prefix}.{os.urandom(8).hex()}")
 
     @property
     def connected(self) -> bool:
@@ -260,6 +284,7 @@ class NatsBus:
                     drain_timeout=DRAIN_TIMEOUT_S,
                     pending_size=4 * MAX_PENDING_BYTES,
                     dont_randomize=True,
+                    **self._login.options,
                 )
                 for subscription in list(self._subscriptions):
                     await self._attach(subscription)
@@ -353,4 +378,8 @@ class NatsBus:
                 log.warning("slow_consumer", subject=error.subject, dropped=self.num_slow_consumer)
             return
         self.last_error = str(error) or type(error).__name__
-        log.debug("nats_error", reason=self.last_error)
+        if "permissions violation" in self.last_error.lower() and len(self.denied) < MAX_DENIED:
+            self.denied.append(self.last_error)
+            log.warning("nats_denied", reason=self.last_error)
+        else:
+            log.debug("nats_error", reason=self.last_error)

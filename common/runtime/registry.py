@@ -7,12 +7,17 @@ can be heard, so nobody is lost, and afterwards everybody has `dead_after_s` to 
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 
 from common.protocol.handles import Role
 from common.protocol.messages import Presence
 
 MAX_REMEMBERED_EPOCHS = 65536
+MAX_WORKERS_PER_ROLE = 4096
+"""Beyond it new workers are not listened to. Those that are known stay: whoever floods the bus with heartbeats of workers that
+do not exist must not drive out those that do."""
 
 
 class _Entry(msgspec.Struct):
@@ -27,6 +32,9 @@ class Registry:
         self._newest_epoch: dict[str, int] = {}
         self._newly_lost: list[Presence] = []
         self._paused = False
+        self._num_by_role: Counter[Role] = Counter()
+        self.num_ignored = 0
+        """Heartbeats of workers for whom there was no room."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -43,9 +51,13 @@ class Registry:
             entry.heard_at = now
             return False
         if entry is not None:
-            self._newly_lost.append(entry.presence)
+            self._drop(worker.id)
+        if self._num_by_role[worker.role] >= MAX_WORKERS_PER_ROLE:
+            self.num_ignored += 1
+            return False
         self._remember(worker.id, worker.epoch)
         self._entries[worker.id] = _Entry(presence, now)
+        self._num_by_role[worker.role] += 1
         return True
 
     def superseded_by(self, presence: Presence) -> int:
@@ -90,15 +102,14 @@ class Registry:
             return []
         for worker_id, entry in list(self._entries.items()):
             if self._is_dead(entry, now):
-                self._newly_lost.append(self._entries.pop(worker_id).presence)
+                self._drop(worker_id)
         newly_lost, self._newly_lost = self._newly_lost, []
         return newly_lost
 
     def mark_lost(self, worker_id: str) -> None:
         """Somebody knows that the worker is gone. The next `lost` reports it. A heartbeat brings it back."""
-        entry = self._entries.pop(worker_id, None)
-        if entry is not None:
-            self._newly_lost.append(entry.presence)
+        if worker_id in self._entries:
+            self._drop(worker_id)
 
     def pause(self, now: float) -> None:
         self._paused = True
@@ -108,6 +119,12 @@ class Registry:
         self._paused = False
         for entry in self._entries.values():
             entry.heard_at = max(entry.heard_at, now)
+
+    def _drop(self, worker_id: str) -> None:
+        """The next `lost` reports it."""
+        lost = self._entries.pop(worker_id).presence
+        self._num_by_role[lost.worker.role] -= 1
+        self._newly_lost.append(lost)
 
     def _remember(self, worker_id: str, epoch: int) -> None:
         self._newest_epoch[worker_id] = epoch

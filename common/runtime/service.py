@@ -30,6 +30,7 @@ from common.runtime import endpoints, logs, nats_bus, parent_death
 from common.runtime.actor import Actor
 from common.runtime.bus import Bus, ServiceInfo
 from common.runtime.file_limit import FileLimit, raise_file_limit
+from common.runtime.http_access import HttpAccess
 from common.runtime.settings import ServiceConfig
 
 C = TypeVar("C", bound=ServiceConfig)
@@ -145,7 +146,13 @@ async def _connect(config: ServiceConfig, section: str) -> Bus:
     """Waits for the server for ever: in a cluster, nobody says that it starts first."""
     while True:
         try:
-            return await nats_bus.connect(config.nats_url, name=f"penstock-{section}", connect_timeout_s=CONNECT_ATTEMPT_S)
+            return await nats_bus.connect(
+                config.nats_url,
+                name=f"penstock-{section}",
+                user=section,
+                login=config.bus_login,
+                connect_timeout_s=CONNECT_ATTEMPT_S,
+            )
         except BusError as error:
             log.warning("waiting_for_nats", reason=str(error))
 
@@ -168,8 +175,10 @@ async def _run(actor: Actor, config: ServiceConfig) -> None:
                 await actor.run()
                 return
             actor.http_port = listener.getsockname()[1]
+            app = actor.http_app() or endpoints.worker_app(actor)
+            access = HttpAccess(config.http_host, allowed_hosts=config.allowed_hosts, allowed_origins=config.allowed_origins)
             server = endpoints.HttpServer(
-                actor.http_app() or endpoints.worker_app(actor),
+                endpoints.guarded(app, access, actor.metrics.http_refused),
                 stall_timeout_s=config.slow_reader_timeout_s,
                 files=FileLimit(actor.metrics),
             )

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from common.models.naming import model_name
+from common.runtime.bus_login import BusLogin
 from common.runtime.fields import SECRET
 
 
@@ -30,11 +31,23 @@ class ServiceConfig(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fie
     """Every process. Times are seconds. `config.load` reads it from flags, environment and file."""
 
     nats_url: Annotated[str, Meta(description="the NATS server", extra=SECRET)] = "nats://127.0.0.1:4222"
+    nats_credentials_file: Annotated[str, Meta(description="JSON with user and password, or a context of the `nats` tool")] = ""
+    nats_creds: Annotated[str, Meta(description="file with a NATS user's JWT and seed")] = ""
+    nats_nkey: Annotated[str, Meta(description="file with a NATS user's nkey seed")] = ""
+    nats_tls_ca: Annotated[str, Meta(description="file with the authority that signed the NATS server's certificate")] = ""
+    nats_tls_cert: Annotated[str, Meta(description="file with the certificate to show to the NATS server")] = ""
+    nats_tls_key: Annotated[str, Meta(description="file with the key of nats_tls_cert")] = ""
     worker_id: Annotated[str, Meta(pattern="^[A-Za-z0-9_-]{0,128}$", description="unique name; empty: drawn at start")] = ""
     log_level: Annotated[Literal["debug", "info", "warning", "error"], Meta(description="least severe level logged")] = "info"
     log_format: Annotated[Literal["console", "json"], Meta(description="shape of log lines on stderr")] = "console"
     http_host: Annotated[str, Meta(description="address of the HTTP endpoints")] = "127.0.0.1"
     http_port: Annotated[int, Meta(ge=-1, le=65535, description="0: any free port; -1: no HTTP")] = 0
+    allowed_hosts: Annotated[
+        tuple[str, ...], Meta(description="names that HTTP clients may use for this host, `*` for any; addresses always may")
+    ] = ()
+    allowed_origins: Annotated[
+        tuple[str, ...], Meta(description="web pages of other hosts that may send requests: https://chat.example.com, or `*`")
+    ] = ()
     http_reuse_port: Annotated[bool, Meta(description="the port is shared: connections are spread over its processes")] = False
     slow_reader_timeout_s: Annotated[float, Meta(gt=0, description="a connection nobody reads for so long is cut off")] = 30.0
     shm_dir: Annotated[str, Meta(description="where shared-memory segments live")] = "/dev/shm"
@@ -42,3 +55,8 @@ class ServiceConfig(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fie
     dead_after_s: Annotated[float, Meta(gt=0, le=600, description="silence after which a worker counts as dead")] = 2.0
     lease_s: Annotated[float, Meta(gt=0, le=3600, description="what nobody renews is freed after this")] = 5.0
     drain_timeout_s: Annotated[float, Meta(ge=0, le=86400, description="after SIGTERM: time to finish requests and end")] = 30.0
+
+    @property
+    def bus_login(self) -> BusLogin:
+        """What this process logs in to the bus with."""
+        return BusLogin(**{name: getattr(self, f"nats_{name}") for name in BusLogin.__struct_fields__})

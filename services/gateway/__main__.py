@@ -6,18 +6,26 @@ import sys
 
 from common.models.config import load_config, weights_identity
 from common.models.source import resolve
+from common.runtime import logs
 from common.runtime.bus import Bus
+from common.runtime.http_access import is_loopback
 from common.runtime.service import main
 from common.text.bundle import load_bundle
 from services.gateway.actor import GatewayActor
 from services.gateway.config import GatewayConfig
+
+log = logs.get("gateway")
 
 SWITCH_INTERVAL_S = 0.0005
 """How soon a thread that tokenizes gives way to the event loop; with Python's 5 ms, every callback might wait that long."""
 
 
 def make_gateway(bus: Bus, config: GatewayConfig) -> GatewayActor:
-    """:raises UnknownModel, ConfigError: if the model's tokenizer and template can't be loaded."""
+    """:raises UnknownModel, ConfigError: if the model's tokenizer and template can't be loaded, or the settings are wrong."""
+    if not config.key and config.http_port >= 0 and not is_loopback(config.http_host):
+        log.warning(
+            "api_without_key", host=config.http_host, advice="whoever reaches it may use it: set api_key or api_key_file"
+        )
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     files = resolve(config.model, weights=False)
     bundle = load_bundle(

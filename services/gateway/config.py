@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from common.protocol.errors import ConfigError
 from common.runtime.fields import SECRET
 from common.runtime.settings import ServiceConfig
+
+ReplyPrefix = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^\s$*>.][^\s*>]*\.$")]
+"""Whole tokens, with the dot after them."""
 
 
 class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -17,6 +22,12 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
     api_key: Annotated[
         str, Meta(description="HTTP clients must send it as a bearer token; empty lets everyone in", extra=SECRET)
     ] = ""
+
+    api_key_file: Annotated[str, Meta(description="file with the API key, in place of api_key")] = ""
+
+    reply_prefixes: Annotated[
+        tuple[ReplyPrefix, ...], Meta(description="NATS subjects that requests may be answered on begin with one of these")
+    ] = ("_INBOX.",)
 
     max_body_bytes: Annotated[int, Meta(description="largest request body over HTTP", ge=1)] = 8 * 1024 * 1024
     max_bodies_bytes: Annotated[int, Meta(description="what bodies being read may hold in all; more are refused", ge=1)] = (
@@ -61,3 +72,21 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
     ] = True
     canary_interval_s: Annotated[float, Meta(description="between canaries to a worker that gives no tokens", gt=0)] = 30.0
     canary_timeout_s: Annotated[float, Meta(description="deadline of one canary request", gt=0)] = 30.0
+
+    @property
+    def key(self) -> str:
+        """What HTTP clients must send; empty: nothing.
+
+        :raises ConfigError: api_key_file can't be read or is empty, or api_key is given, too.
+        """
+        if not self.api_key_file:
+            return self.api_key
+        if self.api_key:
+            raise ConfigError("both api_key and api_key_file are given: use one of them", param="api_key_file")
+        try:
+            key = Path(self.api_key_file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"can't read {self.api_key_file}, which is to hold the API key", param="api_key_file") from error
+        if not key:
+            raise ConfigError(f"{self.api_key_file} is empty: it is to hold the API key", param="api_key_file")
+        return key

@@ -107,7 +107,7 @@ class _Api:
         self._names = TokenNames.of(bundle.tokenizer)
         self._metrics = EdgeMetrics.of(gateway.metrics, bundle.name)
         self._created = int(time.time())
-        self._key = config.api_key.encode()
+        self._key = config.key.encode()
         self._active = 0
 
     async def models(self, request: Request) -> Response:

@@ -32,7 +32,9 @@ class Namesakes:
             presence = messages.decode(message.data)
         except ProtocolError:
             return  # the actor counts it
-        if not isinstance(presence, Presence) or subjects.last_token(message.subject) != presence.worker.id:
+        if not isinstance(presence, Presence) or not subjects.is_presence_of(
+            message.subject, presence.worker.role, presence.worker.id
+        ):
             return
         me = self._me()
         if presence.worker.id == me.id:

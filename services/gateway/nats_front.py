@@ -6,7 +6,8 @@ finish reason and the usage (not streamed: the one message with the whole body).
 headers and OpenAI's error object.
 
 The handler of a message only starts a task: requests never wait for each other. What can't be answered safely is dropped and
-counted: no reply subject, or one that would make us publish where clients may not (`$…`, `penstock.v1.…`).
+counted: no reply subject, or one that is not among `reply_prefixes`, or would make us publish where clients may not (`$…`,
+`penstock.v1.…`). Who may cancel what is in `live_requests.py`.
 
 A client that is gone is noticed through its inbox: now and then a chunk carries a control subject of ours as its reply, and
 the server answers there when nobody listens any more. While many requests wait for their first token, and for a while after
@@ -17,7 +18,6 @@ not fill the queue that all clients share.
 from __future__ import annotations
 
 import functools
-import itertools
 import time
 
 import anyio
@@ -27,10 +27,10 @@ from common.protocol import headers, subjects
 from common.protocol.errors import (
     BusError,
     Cancelled,
-    DuplicateRequest,
     Overloaded,
     PayloadTooLarge,
     PenstockError,
+    ReplyNotAllowed,
     ShuttingDown,
     drop_frames,
 )
@@ -45,10 +45,11 @@ from services.gateway.bodies import ChunkWriter, Kind
 from services.gateway.collect import Collector
 from services.gateway.config import GatewayConfig
 from services.gateway.intake import Intake, Room
+from services.gateway.live_requests import LiveRequests
 from services.gateway.logprobs import TokenNames
 from services.gateway.metrics import EdgeMetrics
 from services.gateway.namesakes import Namesakes
-from services.gateway.nats_reply import Link, Reply, is_safe_reply
+from services.gateway.nats_reply import Link, Reply, check_reply
 from services.gateway.prepare import Preparer, new_id
 
 log = logs.get(__name__)
@@ -68,12 +69,11 @@ class _Incoming:
     """A request that was let in. `body` is forgotten once it has been read, for the request may go on for long; `room` is its
     memory."""
 
-    def __init__(self, kind: Kind, message: BusMessage, number: str, room: Room) -> None:
+    def __init__(self, kind: Kind, message: BusMessage, room: Room) -> None:
         self.kind: Kind = kind
         self.subject = message.subject
         self.body = message.data
         self.deadline_ms = message.headers.get(headers.DEADLINE_MS)
-        self.number = number
         self.room = room
 
 
@@ -94,9 +94,7 @@ class NatsFront:
         self._names = TokenNames.of(bundle.tokenizer)
         self._metrics = EdgeMetrics.of(gateway.metrics, bundle.name)
         self._control = bus.new_inbox()
-        self._numbers = itertools.count()
-        self._live: dict[str, Reply] = {}
-        self._by_control: dict[str, Reply] = {}
+        self._live = LiveRequests[Reply]()
         self._num_unstarted = 0
         self._suspicious_until = 0.0
         self._probing = anyio.CapacityLimiter(MAX_PROBES)
@@ -160,19 +158,22 @@ class NatsFront:
         """Starts a task for the request, or refuses it; nothing here waits."""
         endpoint = self._endpoints[kind]
         endpoint.num_requests += 1
-        if not message.reply or not is_safe_reply(message.reply):
+        try:
+            check_reply(message.reply, self._config.reply_prefixes)
+        except ReplyNotAllowed as error:
             endpoint.num_errors += 1
-            self._drop("unsafe_reply" if message.reply else "no_reply", message.subject)
+            endpoint.last_error = error.code
+            self._drop("unsafe_reply" if message.reply else "no_reply", message.subject, message.reply)
             return
         if self._group is None:
             return
-        number = format(next(self._numbers), "x")
+        minted = new_id(kind)
         asked = message.headers.get(headers.REQUEST_ID)
         reply = Reply(
             self._link,
             message.reply,
-            new_id(kind),
-            f"{self._control}.{number}",
+            minted,
+            f"{self._control}.{minted}",
             message.headers.get(headers.TRACEPARENT, ""),
         )
         room = self._intake.room()
@@ -183,8 +184,7 @@ class NatsFront:
                 raise PayloadTooLarge(f"the body is larger than {self._config.max_body_bytes} bytes")
             if asked is not None:
                 id = subjects.token(asked, what="request id")
-                if id in self._live:
-                    raise DuplicateRequest("a request with this id is running: use another id, or cancel that one")
+                self._live.check_new(id, message.reply)
                 reply.request = id
             room.take(len(message.data))
         except PenstockError as error:
@@ -195,9 +195,9 @@ class NatsFront:
             except anyio.WouldBlock:
                 self._drop("flood", message.subject)
             return
-        self._live[reply.request] = self._by_control[number] = reply
+        self._live.add(reply)
         self._num_unstarted += 1
-        self._group.start_soon(self._serve, _Incoming(kind, message, number, room), reply)
+        self._group.start_soon(self._serve, _Incoming(kind, message, room), reply)
 
     def _has_started(self, reply: Reply) -> None:
         if not reply.started:
@@ -236,7 +236,7 @@ class NatsFront:
                 with anyio.move_on_after(_LAST_WORD_S, shield=True):
                     await self._send_failure(reply, failure)
             self._endpoints[incoming.kind].processing_ns += time.perf_counter_ns() - began
-            del self._live[reply.request], self._by_control[incoming.number]
+            self._live.remove(reply)
             if self._idle is not None and not self._live:
                 self._idle.set()
 
@@ -316,7 +316,7 @@ class NatsFront:
 
     def _on_control(self, message: BusMessage) -> None:
         """The server says that nobody listens on an inbox any more."""
-        reply = self._by_control.get(subjects.last_token(message.subject))
+        reply = self._live.get(subjects.last_token(message.subject))
         if reply is not None and is_no_responders(message):
             reply.nobody_listens()
             if reply.gone:
@@ -324,7 +324,7 @@ class NatsFront:
 
     def _on_cancel(self, message: BusMessage) -> None:
         self._cancels.num_requests += 1
-        reply = self._live.get(subjects.last_token(message.subject))
+        reply = self._live.cancelled_by(subjects.last_token(message.subject), message.reply)
         if reply is not None:
             reply.scope.cancel()
 
@@ -333,9 +333,9 @@ class NatsFront:
         endpoint.num_errors += 1
         endpoint.last_error = error.code
 
-    def _drop(self, reason: str, subject: str) -> None:
+    def _drop(self, reason: str, subject: str, reply: str = "") -> None:
         self._metrics.dropped(reason)
         now = time.monotonic()
         if now >= self._quiet_until:
             self._quiet_until = now + _LOG_PERIOD_S
-            log.warning("request_dropped", reason=reason, subject=subject[:128])
+            log.warning("request_dropped", reason=reason, subject=subject[:128], reply=reply[:128])

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import anyio
 
 from common.protocol import headers, subjects
-from common.protocol.errors import PenstockError, RequestTimeout
+from common.protocol.errors import PenstockError, ReplyNotAllowed, RequestTimeout
 from common.runtime.bus import Bus
 from services.gateway import bodies
 
@@ -44,6 +44,17 @@ def is_safe_reply(subject: str) -> bool:
     if subject == subjects.ROOT or subject.startswith(f"{subjects.ROOT}."):
         return subjects.is_client_inbox(subject)
     return not subject.startswith("$")
+
+
+def check_reply(subject: str, prefixes: Sequence[str]) -> None:
+    """Check what a client named as its inbox: it must begin with one of `prefixes`, or be one that `Bus.new_inbox` made.
+
+    :raises ReplyNotAllowed: nothing may be published there, not even this error.
+    """
+    if not is_safe_reply(subject):
+        raise ReplyNotAllowed("the reply subject is no inbox")
+    if not subject.startswith((*prefixes, f"{subjects.ROOT}.")):
+        raise ReplyNotAllowed(f"reply subjects must begin with {' or '.join(prefixes)}")
 
 
 class Link:
@@ -86,7 +97,7 @@ class Reply:
         self._link = link
         self._outages = link.outages  # until then, the client was there
         self._unheard = False
-        self._subject = subject
+        self.inbox = subject
         self._control = control
         self._traceparent = traceparent if _TRACEPARENT.fullmatch(traceparent) else ""
         self._sequence = 0
@@ -97,7 +108,7 @@ class Reply:
         link = self._link
         if self._outages != link.outages or time.monotonic() - link.back_at < RETURN_GRACE_S or not link.bus.connected:
             return False
-        return await link.bus.has_listener(self._subject) is False
+        return await link.bus.has_listener(self.inbox) is False
 
     async def chunk(self, body: bytes) -> None:
         now = time.monotonic()
@@ -140,11 +151,11 @@ class Reply:
         link = self._link
         await link.connected()
         if self._outages == link.outages:
-            await link.bus.publish(self._subject, body, reply=control, headers=fields)
+            await link.bus.publish(self.inbox, body, reply=control, headers=fields)
             return
         while True:
             outages, self._unheard = link.outages, False
-            await link.bus.publish(self._subject, body, reply=self._control, headers=fields)
+            await link.bus.publish(self.inbox, body, reply=self._control, headers=fields)
             try:
                 await link.bus.flush()
             except RequestTimeout:

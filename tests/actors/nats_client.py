@@ -43,8 +43,8 @@ class Client:
         sent = {name.replace("_", "-"): value for name, value in fields.items()}
         await self.bus.publish(subject, data, reply=self.inbox if reply is None else reply, headers=sent)
 
-    async def cancel(self, request: str) -> None:
-        await self.bus.publish(subjects.cancel(request), b"")
+    async def cancel(self, request: str, *, reply: str | None = None) -> None:
+        await self.bus.publish(subjects.cancel(request), b"", reply=self.inbox if reply is None else reply)
 
     @property
     def finals(self) -> list[BusMessage]:

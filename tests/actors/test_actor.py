@@ -160,11 +160,21 @@ async def test_workers_know_each_other_from_presence_and_state_follows_their_lif
         assert worker.healthy and gateway.registry.get(gateway.ref.id) is None
 
 
-@pytest.mark.parametrize("id", ["decode-9", "a.b", "", "x" * 200, "*"])
-async def test_a_heartbeat_under_anothers_name_is_ignored(id: str):
+@pytest.mark.parametrize(
+    ("role", "id"),
+    [
+        ("decode", "decode-9"),
+        ("decode", "a.b"),
+        ("decode", ""),
+        ("decode", "x" * 200),
+        ("decode", "*"),
+        ("prefill", "decode-8"),
+    ],
+)
+async def test_a_heartbeat_under_anothers_name_is_ignored(role: Role, id: str):
     _, gateway, worker = pair()
     async with running(gateway, worker):
-        forged = Presence(worker=WorkerRef("decode", id, 2**62), state="ready")
+        forged = Presence(worker=WorkerRef(role, id, 2**62), state="ready")
         await worker.bus.publish(subjects.presence("decode", "decode-8"), messages.encode(forged))
         await until(lambda: b"penstock_messages_undecodable_total 1.0" in gateway.metrics.render())
         assert gateway.registry.get(id) is None

@@ -8,11 +8,14 @@ import anyio
 import pytest
 
 from common.protocol import headers
+from common.protocol.errors import ConfigError
 from common.runtime.bus import BusMessage
+from common.runtime.config import load
 from common.runtime.memory_bus import MemoryBroker
+from services.gateway.config import GatewayConfig
 from services.gateway.nats_reply import is_safe_reply
 from tests.actors.edge import ScriptedCore, ScriptedStream, until
-from tests.actors.nats_client import HI, SLUG, front
+from tests.actors.nats_client import HI, SLUG, Client, front, says
 
 
 @pytest.mark.parametrize(
@@ -47,16 +50,48 @@ def test_which_inboxes_are_answered(subject: str, safe: bool) -> None:
     assert is_safe_reply(subject) == safe
 
 
-@pytest.mark.parametrize("reply", ["$JS.API.STREAM.DELETE.PROD", f"penstock.v1.chat.{SLUG}", "penstock.v1.int.inbox.decode.d"])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "$JS.API.STREAM.DELETE.PROD",
+        f"penstock.v1.chat.{SLUG}",
+        "penstock.v1.int.inbox.decode.d",
+        "billing.events",
+        "_INBOX",
+        "_INBOXES.a",
+    ],
+)
 async def test_a_reply_that_would_make_us_publish_elsewhere_is_dropped_and_counted(reply: str) -> None:
     async with front() as setup:
         seen: list[BusMessage] = []
-        await setup.client.bus.subscribe("$JS.>", seen.append)
-        await setup.client.bus.subscribe("penstock.v1.int.inbox.>", seen.append)
+        for subject in ("$JS.>", "penstock.v1.int.inbox.>", "billing.>", "_INBOX", "_INBOXES.>"):
+            await setup.client.bus.subscribe(subject, seen.append)
         await setup.client.ask(HI, reply=reply)
         await until(lambda: setup.dropped("unsafe_reply").endswith(" 1.0"))
         assert not seen
         assert not setup.core.streams
+        assert setup.front.endpoints[0].last_error == "reply_not_allowed"
+
+
+async def test_answers_go_to_inboxes_of_the_configured_prefixes() -> None:
+    async with front(says("hi"), reply_prefixes=("_INBOX.", "billing.replies.")) as setup:
+        for number, (reply, allowed) in enumerate(
+            {"_INBOX.a.1": True, "billing.replies.7": True, "billing.events": False, "_INBOX": False}.items()
+        ):
+            seen: list[BusMessage] = []
+            await setup.client.bus.subscribe(reply, seen.append)
+            await setup.client.ask(HI, reply=reply)
+            if allowed:
+                await until(lambda seen=seen: any(headers.FINAL in message.headers for message in seen))
+            else:
+                await until(lambda count=number - 1: setup.dropped("unsafe_reply").endswith(f" {count}.0"))
+                assert not seen
+
+
+@pytest.mark.parametrize("prefix", ["$JS.", "a.*", ">", "a b", ".a"])
+def test_a_prefix_that_would_open_everything_is_refused(prefix: str) -> None:
+    with pytest.raises(ConfigError):
+        load(GatewayConfig, section="gateway", argv=[f"--reply-prefixes=_INBOX.,{prefix}"], environ={})
 
 
 async def test_a_request_without_a_reply_is_dropped_and_counted() -> None:
@@ -118,6 +153,48 @@ async def test_the_id_of_a_live_request_cannot_be_used_again() -> None:
         await setup.client.ask(HI, Penstock_Request_Id="mine")
         (await setup.core.nth(1)).say("y", finish="stop")
         await until(lambda: len(setup.client.finals) == 3)
+
+
+async def test_clients_may_choose_the_same_id_and_each_cancels_its_own() -> None:
+    async with front() as setup:
+        other = Client(setup.broker.connect("other"))
+        await other.listen()
+        await setup.client.ask(HI, Penstock_Request_Id="mine")
+        first = await setup.core.nth(0)
+        await other.ask(HI, Penstock_Request_Id="mine")
+        second = await setup.core.nth(1)
+        await other.cancel("mine")
+        await other.final()
+        other.check_error("cancelled")
+        assert setup.core.live == [first] and second.cancelled
+        first.say("x", finish="stop")
+        await setup.client.final()
+        assert setup.client.text == "x"
+
+
+async def test_nobody_cancels_a_request_by_the_id_that_its_client_chose() -> None:
+    async with front() as setup:
+        other = Client(setup.broker.connect("other"))
+        await setup.client.ask(HI, Penstock_Request_Id="mine")
+        stream = await setup.core.nth(0)
+        for reply in ("", other.inbox, "_INBOX.guess"):
+            await other.cancel("mine", reply=reply)
+        await anyio.sleep(0.02)
+        assert setup.core.live == [stream]
+        stream.say("x", finish="stop")
+        await setup.client.final()
+        assert headers.ERROR_CODE not in setup.client.last.headers
+
+
+async def test_a_request_whose_id_was_minted_is_cancelled_by_that_alone() -> None:
+    async with front() as setup:
+        await setup.client.ask(HI)
+        stream = await setup.core.nth(0)
+        stream.say("a")
+        await until(lambda: setup.client.text == "a")
+        await setup.client.cancel(setup.client.last.headers[headers.REQUEST_ID], reply="")
+        await setup.client.final()
+        setup.client.check_error("cancelled")
 
 
 async def test_a_cancel_of_anything_else_does_nothing() -> None:

@@ -54,10 +54,10 @@ class NatsStream:
         self.repeated = self.different = 0
 
     async def start(self) -> None:
-        inbox = self.nats_py.new_inbox()
-        await self.nats_py.subscribe(inbox, cb=self._take)
+        self.inbox = self.nats_py.new_inbox()
+        await self.nats_py.subscribe(self.inbox, cb=self._take)
         body = msgspec.json.encode(self.body)
-        await self.nats_py.publish(COMPLETIONS, body, reply=inbox, headers={headers.REQUEST_ID: self.request})
+        await self.nats_py.publish(COMPLETIONS, body, reply=self.inbox, headers={headers.REQUEST_ID: self.request})
 
     async def _take(self, message: Msg) -> None:
         """A number again is the same reply (see `headers.SEQUENCE`)."""
@@ -214,7 +214,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing_behind(site: Site,
         await client.start()
         await anyio.sleep(after_s)
         if not client.ended:
-            await nats_py.publish(subjects.cancel(client.request), b"")
+            await nats_py.publish(subjects.cancel(client.request), b"", reply=client.inbox)
             await site.until(lambda: client.ended, within_s=10)
             refused.append(client.error_code)
 

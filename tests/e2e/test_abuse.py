@@ -167,7 +167,7 @@ def connection(stack: Stack, sent: bytes = b"") -> socket.socket:
 
 
 def post(length: int | None, more: bytes = b"", kind: bytes = b"application/json") -> bytes:
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: " + kind + b"\r\n"
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: " + kind + b"\r\n"
     return (
         head + (b"Content-Length: %d\r\n\r\n" % length if length is not None else b"Transfer-Encoding: chunked\r\n\r\n") + more
     )
@@ -185,8 +185,8 @@ async def test_what_is_no_request_of_ours_is_a_4xx(stack: Stack) -> None:
             (post(10**30), 400),
             (post(2, b"{}", kind=b"text/plain"), 415),
             (post(2, b"{}", kind=b"application/x-www-form-urlencoded"), 415),
-            (b"GET /v1/chat/completions HTTP/1.1\r\nHost: x\r\n\r\n", 405),
-            (b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n", 404),
+            (b"GET /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
+            (b"GET /nowhere HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
             (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc" + b"\r\n\r\n", 400),  # somebody speaks TLS
             (b"HELLO\r\n\r\n", 400),
             (post(-1), 400),

@@ -209,7 +209,9 @@ def test_a_worker_that_is_to_have_a_gpu_and_sees_none_ends_with_a_line(
     project: Project, command: tuple[str, ...], said: str
 ) -> None:
     """What compose.gpu.yaml starts, on a machine without a GPU."""
-    run = ["docker", "run", "--rm", "--network", f"{project.name}_default", "-e", "PENSTOCK_LOG_LEVEL=error", IMAGE, *command]
+    run = ["docker", "run", "--rm", "--network", f"{project.name}_default", "-e", "PENSTOCK_LOG_LEVEL=error"]
+    run += ["-v", f"{project.name}_access-decode:/run/penstock-login:ro,nocopy"]
+    run += ["-e", "PENSTOCK_NATS_CREDENTIALS_FILE=/run/penstock-login/login.json", IMAGE, *command]
     ended = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode in (1, 2)
     (line,) = ended.stderr.splitlines()
@@ -220,7 +222,7 @@ def test_the_gpu_file_builds_torch_with_cuda_and_claims_gpus() -> None:
     assert COMPOSE is not None
     command = [*COMPOSE, "-f", "compose.yaml", "-f", "compose.gpu.yaml", "config"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert shown.count("image: penstock-gpu") == shown.count("TORCH_INDEX: https://pypi.org/simple") == 5
+    assert shown.count("image: penstock-gpu") == shown.count("TORCH_INDEX: https://pypi.org/simple") == 6
     assert shown.count("common.runtime.gpu_claim") == shown.count("driver: nvidia") == 2
 
 

@@ -121,6 +121,21 @@ def test_a_service_serves_health_readiness_and_metrics_and_drains_on_sigterm(sta
     assert status == 0 and out == b"" and "drained" in log and "Traceback" not in log
 
 
+def test_a_name_that_an_attacker_made_to_resolve_to_loopback_is_refused(start: Callable[..., Process]):
+    service = start("--allowed-hosts=api.example", "--allowed-origins=https://chat.example")
+    url = f"http://127.0.0.1:{service.port()}/health"
+    service.wait_for("ready")
+    for sent in ({"host": "attacker.example"}, {"host": f"attacker.example:{service.port()}"}):
+        refused = httpx.get(url, headers=sent)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (421, "host_not_allowed")
+    refused = httpx.get(url, headers={"origin": "https://attacker.example"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "origin_not_allowed")
+    for sent in ({"host": "localhost"}, {"host": "api.example"}, {"origin": "https://chat.example"}):
+        assert httpx.get(url, headers=sent).status_code == 200
+    metrics = httpx.get(url.replace("health", "metrics")).text
+    assert 'penstock_http_refused_total{code="host_not_allowed"} 2.0' in metrics
+
+
 def test_health_turns_bad_while_the_server_is_away_and_good_again(
     start: Callable[..., Process], nats_server_factory: Callable[[], LocalNatsServer]
 ):

@@ -285,12 +285,20 @@ async def test_nats_errors_are_typed_and_final(wire: Client) -> None:
         assert json.loads(replies[-1].data)["error"]["code"] == code
 
 
-async def test_a_published_cancel_ends_a_stream_and_frees_its_workers(stack: Stack, wire: Client) -> None:
+@pytest.mark.parametrize("chosen", ["", "endless"])
+async def test_a_published_cancel_ends_a_stream_and_frees_its_workers(stack: Stack, wire: Client, chosen: str) -> None:
+    """By the id that the gateway minted alone; by one that the client chose, with its inbox, which nobody else knows."""
     body = {"prompt": CAPITAL, "max_tokens": 4000, "ignore_eos": True}
-    stream = ask(wire, subjects.completions(MODEL), body, {headers.REQUEST_ID: "endless"})
+    stream = ask(wire, subjects.completions(MODEL), body, {headers.REQUEST_ID: chosen} if chosen else {})
     first = [await anext(stream) for _ in range(3)]
     assert headers.FINAL not in (first[-1].headers or {})
-    await wire.publish(subjects.cancel("endless"), b"")
+    request = (first[-1].headers or {})[headers.REQUEST_ID]
+    if chosen:
+        await wire.publish(subjects.cancel(request), b"")
+        await wire.publish(subjects.cancel(request), b"", reply=wire.new_inbox())
+        later = [await anext(stream) for _ in range(50)]
+        assert headers.FINAL not in (later[-1].headers or {})
+    await wire.publish(subjects.cancel(request), b"", reply=first[0].subject if chosen else "")
     with anyio.fail_after(2):
         rest = [reply async for reply in stream]
     assert (rest[-1].headers or {})[headers.ERROR_CODE] == "cancelled"

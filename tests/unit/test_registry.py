@@ -6,7 +6,7 @@ from typing import Literal
 
 from common.protocol.handles import Role, WorkerRef
 from common.protocol.messages import Presence
-from common.runtime.registry import Registry
+from common.runtime.registry import MAX_WORKERS_PER_ROLE, Registry
 
 
 def presence(
@@ -94,3 +94,27 @@ def test_memory_stays_bounded_over_many_workers():
         registry.lost(0.0)
     assert len(registry) == 1 and len(registry._newest_epoch) <= 65_536
     assert not registry.observe(presence("kept", epoch=6), 0.0)
+
+
+def test_a_flood_of_workers_that_do_not_exist_takes_bounded_memory_and_drives_nobody_out():
+    registry = Registry(2.0)
+    registry.observe(presence("real", role="prefill"), 0.0)
+    for number in range(100_000):
+        registry.observe(presence(f"fake{number}"), 0.1)
+    assert len(registry) <= MAX_WORKERS_PER_ROLE + 1
+    assert registry.num_ignored == 100_000 - MAX_WORKERS_PER_ROLE
+    assert registry.observe(presence("late", role="prefill"), 0.2), "each role has room of its own"
+    assert not registry.observe(presence("late"), 0.2)
+    registry.observe(presence("real", role="prefill"), 1.5)
+    assert len(registry.lost(2.3)) == MAX_WORKERS_PER_ROLE + 1
+    assert ids(registry.alive(None, 2.3)) == ["real"]
+    assert registry.observe(presence("late"), 2.4), "there is room again"
+
+
+def test_a_worker_that_begins_anew_keeps_its_place_in_a_crowd():
+    registry = Registry(2.0)
+    for number in range(MAX_WORKERS_PER_ROLE):
+        registry.observe(presence(f"d{number}"), 0.0)
+    assert registry.observe(presence("d7", epoch=2), 0.1)
+    assert [lost.worker.epoch for lost in registry.lost(0.1)] == [1]
+    assert len(registry) == MAX_WORKERS_PER_ROLE

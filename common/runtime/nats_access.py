@@ -1,0 +1,136 @@
+"""Who may say and hear what on the bus: one NATS user for each role, with a password drawn at random. Pure.
+
+    user      may publish to                                          may subscribe to
+    gateway   inboxes of workers, its heartbeat, clients' inboxes     requests, cancels, heartbeats, its inbox, its answers
+    prefill   inboxes of roles it works with, its heartbeat           heartbeats, its inbox, its answers
+    decode    the same                                                the same
+    draft     the same                                                the same
+    kvstore   the same                                                the same
+    client    requests, cancels                                       its own inboxes, heartbeats
+    monitor   $SRV.PING, $SRV.INFO, $SRV.STATS                        its own inboxes, heartbeats
+
+The inboxes of a user begin with its name, so that no user hears what another one is answered. Internal answers go to subjects
+below the role that asked. A role's processes share its user: they trust each other.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import get_args
+
+import msgspec
+
+from common.protocol import subjects
+from common.protocol.errors import ConfigError
+from common.protocol.handles import Role
+
+CLIENT, MONITOR = "client", "monitor"
+ROLES: tuple[Role, ...] = get_args(Role)
+USERS: tuple[str, ...] = (*ROLES, CLIENT, MONITOR)
+
+WRITES_TO: Mapping[str, tuple[Role, ...]] = {
+    "gateway": ("prefill", "decode", "draft", "kvstore"),
+    "prefill": ("gateway", "decode", "kvstore"),
+    "decode": ("gateway", "prefill", "draft", "kvstore"),
+    "draft": ("decode",),
+    "kvstore": ("prefill", "decode"),
+}
+"""Whose inboxes a role sends messages to, or looks whether they are there."""
+
+PASSWORD_BYTES = 32
+
+
+class Credentials(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a process connects with. The file format is that of a context of NATS's own command line, whose other fields are
+    ignored. `creds`, `nkey`, `ca`, `cert` and `key` are paths."""
+
+    url: str = ""
+    user: str = ""
+    password: str = ""
+    creds: str = ""
+    nkey: str = ""
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+    inbox_prefix: str = ""
+    description: str = ""
+
+    def __repr__(self) -> str:
+        return f"Credentials(url={self.url!r}, user={self.user!r})"
+
+
+class Permissions(msgspec.Struct, frozen=True):
+    """Subjects, wildcards included, that a user may publish and subscribe to, and no others."""
+
+    publish: Sequence[str]
+    subscribe: Sequence[str]
+
+
+def permissions(user: str, *, reply_prefixes: Sequence[str] = ("_INBOX.",)) -> Permissions:
+    """What one of `USERS`, or a further client, may do. `reply_prefixes`: the gateways' setting."""
+    if user in WRITES_TO:
+        return _of_role(user, reply_prefixes)
+    own = [f"{inbox_prefix(user)}.>", subjects.any_presence()]
+    if user == MONITOR:
+        return Permissions([f"$SRV.{verb}{rest}" for verb in ("PING", "INFO", "STATS") for rest in ("", ".>")], own)
+    return Permissions([subjects.any_chat(), subjects.any_completions(), subjects.any_cancel()], own)
+
+
+def _of_role(role: str, reply_prefixes: Sequence[str]) -> Permissions:
+    publish = [
+        subjects.presence_of(role),
+        *(subjects.any_inbox_of(other) for other in WRITES_TO[role]),
+        subjects.any_reply(),
+        f"{inbox_prefix(MONITOR)}.>",
+    ]
+    subscribe = [subjects.any_inbox_of(role), subjects.any_presence(), f"{inbox_prefix(role)}.>", "$SRV.>"]
+    if role == "gateway":
+        publish += [f"{prefix}>" for prefix in reply_prefixes]
+        subscribe += [subjects.any_chat(), subjects.any_completions(), subjects.any_cancel()]
+    return Permissions(publish, subscribe)
+
+
+def inbox_prefix(user: str) -> str:
+    """Where a user is answered: a role inside, anyone else below `_INBOX`."""
+    return subjects.replies_of(user) if user in WRITES_TO else f"_INBOX.{user}"
+
+
+def draw_credentials(url: str, users: Sequence[str] = USERS) -> dict[str, Credentials]:
+    """New passwords for `users` of the server at `url`.
+
+    :raises InvalidParameter: a name that can't be part of a subject.
+    """
+    return {
+        user: Credentials(
+            url=url,
+            user=subjects.token(user, what="user"),
+            password=secrets.token_urlsafe(PASSWORD_BYTES),
+            inbox_prefix=inbox_prefix(user),
+            description=f"Penstock, as {user}",
+        )
+        for user in users
+    }
+
+
+def server_config(credentials: Mapping[str, Credentials], *, reply_prefixes: Sequence[str] = ("_INBOX.",)) -> str:
+    """The `authorization` block of a nats-server's configuration."""
+    lines = ["authorization {", "  users: ["]
+    for user, known in credentials.items():
+        allowed = permissions(user, reply_prefixes=reply_prefixes)
+        lines += [
+            f"    {{ user: {json.dumps(known.user)}, password: {json.dumps(known.password)}, permissions: {{",
+            f"      publish: {{ allow: {json.dumps(list(allowed.publish))} }}",
+            f"      subscribe: {{ allow: {json.dumps(list(allowed.subscribe))} }}",
+            "    } }",
+        ]
+    return "\n".join([*lines, "  ]", "}", ""])
+
+
+def parse_credentials(data: bytes, name: str) -> Credentials:
+    """:raises ConfigError: `data`, the content of the file `name`, is not in the format; the message holds nothing of it."""
+    try:
+        return msgspec.json.decode(data, type=Credentials)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{name} holds no NATS credentials: expected JSON with url, user and password") from error
