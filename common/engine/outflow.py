@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -26,6 +27,7 @@ FRAME_ENTRIES = 2048
 SILENT_S = 1.0
 """A gateway that has acknowledged nothing for so long has lost what was on its way, or its acknowledgement was lost."""
 FORGET_AFTER_S = 60.0
+UNBOUNDED = 1 << 60
 
 Send = Callable[[WorkerRef, list[TokenFrame], int], None]
 """`send(gateway, frames, number)`"""
@@ -41,6 +43,16 @@ class _Book(msgspec.Struct):
     under_way: deque[tuple[int, int]] = msgspec.field(default_factory=deque)
     num_units: int = 0
     heard_at: float = 0.0
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What one step has for one gateway, and the room that there is for it, in units."""
+
+    book: _Book
+    room: int
+    frames: list[TokenFrame] = field(default_factory=list)
+    cost: int = 0
 
 
 class Outflow:
@@ -65,21 +77,29 @@ class Outflow:
 
         First tokens, and all that are urgent, go whether there is room or not.
         """
-        at_once: dict[WorkerRef, list[TokenFrame]] = {}
-        touched: dict[WorkerRef, _Book] = {}
+        batches: dict[WorkerRef, _Batch] = {}
         for sequence, start in news:
             gateway = sequence.generation.gateway
-            book = self._books.setdefault(gateway, _Book())
-            if (start == 0 or urgent) and sequence not in book.waiting:
-                at_once.setdefault(gateway, []).append(sequence.frame(start))
+            batch = batches.get(gateway)
+            if batch is None:
+                batch = batches[gateway] = self._begin(gateway)
+            waiting = batch.book.waiting
+            if sequence in waiting:
+                continue
+            if start == 0 or urgent or (batch.cost < batch.room and not waiting):
+                frame = sequence.frame(start)
+                batch.frames.append(frame)
+                batch.cost += frame_units(frame)
             else:
-                book.waiting.setdefault(sequence, start)
-                touched[gateway] = book
-        for gateway, frames in at_once.items():
-            self._flush(gateway, self._books[gateway], frames)
-        for gateway, book in touched.items():
-            if gateway not in at_once:
-                self._flush(gateway, book)
+                waiting[sequence] = start
+        for gateway, batch in batches.items():
+            self._flush(gateway, batch.book, batch.frames, batch.cost)
+
+    def _begin(self, gateway: WorkerRef) -> _Batch:
+        book = self._books.get(gateway)
+        if book is None:
+            book = self._books[gateway] = _Book()
+        return _Batch(book, book.window - book.num_units if book.window else UNBOUNDED)
 
     def again(self, sequence: Sequence, start: int) -> None:
         """The gateway lacks this sequence's tokens from `start` on."""
@@ -124,11 +144,10 @@ class Outflow:
         book.num_units = 0
         self._flush(gateway, book)
 
-    def _flush(self, gateway: WorkerRef, book: _Book, frames: list[TokenFrame] | None = None) -> None:
-        """Send `frames`, and what waits, the longest waiting first, as far as there is room."""
+    def _flush(self, gateway: WorkerRef, book: _Book, frames: list[TokenFrame] | None = None, cost: int = 0) -> None:
+        """Send `frames`, of so many units, and what waits, the longest waiting first, as far as there is room."""
         frames = frames or []
         while frames or (book.waiting and (not book.window or book.num_units < book.window)):
-            cost = sum(map(frame_units, frames))
             while book.waiting and cost < MESSAGE_UNITS and (not book.window or book.num_units + cost < book.window):
                 sequence = next(iter(book.waiting))
                 frame = sequence.frame(book.waiting.pop(sequence), max_entries=FRAME_ENTRIES)
@@ -137,7 +156,7 @@ class Outflow:
                 if (end := frame.start + len(frame.tokens)) < sequence.num_outputs:
                     book.waiting[sequence] = end
             self._post(gateway, book, frames, cost)
-            frames = []
+            frames, cost = [], 0
 
     def _post(self, gateway: WorkerRef, book: _Book, frames: list[TokenFrame], cost: int) -> None:
         book.number += 1

@@ -156,18 +156,20 @@ class Sequence:
 
         max_entries: tokens and their alternatives that it may hold; at least one token is in it.
         """
-        first = self.generation.prompt_tokens + max(start, 0)
-        end = min(len(self.tokens), first + max(1, max_entries // (1 + max(self.sampling.logprobs, 0))))
-        logprobs = None
-        if self.sampling.logprobs >= 0 and first >= self.held_from:
+        generation, tokens, start = self.generation, self.tokens, max(start, 0)  # for each token of each step: no properties
+        first, end = generation.prompt_tokens + start, len(tokens)
+        alternatives, logprobs = generation.sampling.logprobs, None
+        if end - first > 1:
+            end = min(end, first + max(1, max_entries // (1 + max(alternatives, 0))))
+        if alternatives >= 0 and first >= self.held_from:
             logprobs = self.logprobs[first - self.held_from : end - self.held_from]
         return TokenFrame(
-            request=self.request,
-            attempt=self.attempt,
-            start=first - self.generation.prompt_tokens,
-            tokens=self.tokens[first:end],
+            request=generation.request,
+            attempt=generation.attempt,
+            start=start,
+            tokens=tokens[first:end],
             logprobs=logprobs,
-            finish=self.finish if end == len(self.tokens) else None,
+            finish=self.finish if end == len(tokens) else None,
             cached_tokens=self.num_cached,
         )
 
