@@ -38,6 +38,10 @@ SEND_BUFFER_BYTES = 128 * 1024
 ABORT = "penstock.abort"
 """ASGI extension: a callable that breaks the connection off and forgets what it still had to send."""
 
+SEND_BODY = "penstock.send_body"
+"""ASGI extension: `send` for parts of a body, without the layers that an application wraps around it. A stream has one for each
+token. Whoever takes it removes it from the scope: otherwise each would hold the other."""
+
 _TOO_LATE = b"408 Request Timeout"
 _TOO_LARGE = b"431 Request Header Fields Too Large"
 _NO_ROOM = b"503 Service Unavailable"
@@ -115,6 +119,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         # the cycle was made by uvicorn, and its task has not run yet
         self.cycle.__class__ = BoundedCycle
         self.cycle.protocol = self  # pyright: ignore[reportAttributeAccessIssue]
+        scope: dict[str, Any] = self.cycle.scope  # pyright: ignore[reportAssignmentType]
+        scope["extensions"][SEND_BODY] = self.cycle.send
 
     def on_body(self, body: bytes) -> None:
         if self.cycle.response_complete:

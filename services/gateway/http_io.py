@@ -17,7 +17,7 @@ from common.protocol.errors import (
     ServiceError,
     ShuttingDown,
 )
-from common.runtime.http_protocol import ABORT
+from common.runtime.http_protocol import ABORT, SEND_BODY
 from services.gateway import bodies
 from services.gateway.http_body import header
 
@@ -57,7 +57,9 @@ class Exchange:
         self.status = 0
         self.gone = ""
         self._send = send
-        self._abort: Callable[[], None] | None = (scope.get("extensions") or {}).get(ABORT)
+        extensions = scope.get("extensions") or {}
+        self._send_body: Send = extensions.pop(SEND_BODY, send)
+        self._abort: Callable[[], None] | None = extensions.get(ABORT)
         self._clock = clock
         self._started = False
         self._ended = False
@@ -75,7 +77,7 @@ class Exchange:
         """Blocks while the client's buffers are full."""
         self._ended = not more
         self._writing_since = self._last_write = self._clock()
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        await self._send_body({"type": "http.response.body", "body": body, "more_body": more})
         self._writing_since = None
 
     async def respond(

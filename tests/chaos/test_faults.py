@@ -24,6 +24,7 @@ from common.protocol.handles import Role
 from tests.chaos.site import SIMULATED_ENGINE, Site, simulated_jobs
 from tests.e2e.stack import ROOT, Reply, Stack
 from tests.fixtures.nats import LocalNatsServer
+from tests.fixtures.slow import some_slow
 
 log = logging.getLogger("chaos")
 
@@ -165,7 +166,7 @@ async def test_a_step_that_raises_once_ends_nothing(site: Site, tmp_path: Path) 
     await site.clean()
 
 
-@pytest.mark.parametrize(("decode_s", "prefill_s"), [(3600, -3600), (-30, 30)])
+@pytest.mark.parametrize(("decode_s", "prefill_s"), some_slow([(3600, -3600), (-30, 30)], quick=[(3600, -3600)]))
 async def test_wall_clocks_may_be_off(site: Site, decode_s: int, prefill_s: int) -> None:
     await start(site, decode=chaos(f"clock={decode_s}"), prefill=chaos(f"clock={prefill_s}"))
     async with site.crowd(timeout=20) as crowd:

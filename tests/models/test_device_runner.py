@@ -145,7 +145,14 @@ def test_verified_proposals_give_the_same_text(llama: tuple[Any, ModelFiles]) ->
     assert runner.execute(StepPlan(1, [row])).rows[0].tokens[:3] == expected[:3]
 
 
-@pytest.mark.parametrize(("kv", "weights"), [(None, "none"), (torch.float8_e4m3fn, "none"), (torch.float8_e4m3fn, "fp8")])
+@pytest.mark.parametrize(
+    ("kv", "weights"),
+    [
+        (None, "none"),
+        pytest.param(torch.float8_e4m3fn, "none", marks=pytest.mark.slow),
+        pytest.param(torch.float8_e4m3fn, "fp8", marks=pytest.mark.slow),
+    ],
+)
 def test_reduced_precision_stays_close(llama: tuple[Any, ModelFiles], kv: torch.dtype | None, weights: LinearFormat) -> None:
     prompt = oracle_prompt()
     runner = device_runner(llama[1], dtype=torch.bfloat16, kv=kv, weights=weights)
@@ -189,6 +196,7 @@ def test_a_row_that_cannot_be_run_is_refused_and_harms_nobody(llama: tuple[Any, 
     assert runner.execute(StepPlan(0, [])).rows == []
 
 
+@pytest.mark.slow
 def test_block_lists_that_grow_or_are_replaced_are_noticed(llama: tuple[Any, ModelFiles]) -> None:
     """The packer remembers the ids of decoding rows."""
 
@@ -265,6 +273,7 @@ def test_draws_that_cannot_be_packed_leave_nothing_for_the_next_step() -> None:
     assert (sampler.draws.temperature[0], sampler.draws.seed[0], sampler.draws.position[0]) == (0.5, 7, 5)
 
 
+@pytest.mark.slow
 def test_warming_up_leaves_no_trace(llama: tuple[Any, ModelFiles]) -> None:
     requests = [Request(oracle_prompt(length=20), 3), Request(oracle_prompt(seed=1, length=9), 3, SAMPLED[2])]
     expected = run(open_runner(llama[1]), [Request(r.prompt, r.num_tokens, r.sampling) for r in requests])
@@ -322,6 +331,7 @@ def test_padded_steps_give_the_same_text(llama: tuple[Any, ModelFiles]) -> None:
     assert all(graph.count for graph in graphs.values())
 
 
+@pytest.mark.slow
 def test_padded_verification_gives_the_same_text(llama: tuple[Any, ModelFiles]) -> None:
     prompts = [oracle_prompt(seed=i, length=20 - 3 * i) for i in range(2)]
     expected = run(open_runner(llama[1]), [Request(prompt, 3) for prompt in prompts])

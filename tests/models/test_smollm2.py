@@ -10,6 +10,7 @@ import torch
 
 from common.engine.plan import Runner
 from common.models.source import ModelFiles
+from tests.fixtures.slow import some_slow
 from tests.models.driver import Request, logits_of_first, open_runner, run
 from tests.models.oracles import greedy_choices
 
@@ -33,7 +34,7 @@ def text_tokens(smollm2: ModelFiles, length: int, seed: int) -> list[int]:
     return tokens[start : start + length]
 
 
-@pytest.mark.parametrize("length", [1, 2, 16, 129, 512, 1500])
+@pytest.mark.parametrize("length", some_slow([1, 2, 16, 129, 512, 1500], quick=(1, 2, 16, 129)))
 def test_greedy_text_is_that_of_transformers(
     smollm2_in_transformers: Any, runner: Runner, smollm2: ModelFiles, length: int
 ) -> None:
@@ -59,6 +60,7 @@ def test_a_batch_of_32_that_starts_and_ends_raggedly(smollm2_in_transformers: An
         assert output == greedy_choices(smollm2_in_transformers, request.prompt, output), len(request.prompt)
 
 
+@pytest.mark.slow
 def test_logits_have_the_same_bits_alone_in_a_batch_in_chunks_and_on_two_threads(runner: Any, smollm2: ModelFiles) -> None:
     prompt = text_tokens(smollm2, 270, seed=5)
     threads = torch.get_num_threads()
