@@ -27,6 +27,9 @@ from common.runtime.http_protocol import SEND_BUFFER_BYTES, BoundedHttpProtocol,
 METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_TIMEOUT_S = 5
 """What responses get to finish after the actor has drained: all that is left to do is to write."""
+KEEP_ALIVE_S = 75
+"""An idle connection stays open for so long. Clients that keep connections give them up after 4 to 60 s, and one that sends its
+next request just as the server closes gets a reset."""
 BREAK_OFF_S = 1
 """What they get when the process ends at once. Not 0: uvicorn would call that an error even when nothing was running."""
 
@@ -81,6 +84,7 @@ class HttpServer(uvicorn.Server):
                 http=functools.partial(BoundedHttpProtocol, limits=limits),  # pyright: ignore[reportArgumentType]
                 ws="none",
                 log_config=None,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 log_level="warning",
                 access_log=False,
                 proxy_headers=False,

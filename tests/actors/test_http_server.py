@@ -8,7 +8,7 @@ import pytest
 
 from common.runtime import http_protocol
 from tests.actors.edge import ScriptedCore, ids, until
-from tests.actors.http_site import CHAT, HI, asking, serving
+from tests.actors.http_site import CHAT, HI, asking, request_bytes, serving
 
 
 async def test_one_connection_serves_one_request_after_another() -> None:
@@ -20,6 +20,17 @@ async def test_one_connection_serves_one_request_after_another() -> None:
             assert "hello" in response.text
         assert (await client.post(CHAT, json={**HI, "n": 0})).status_code == 400
     assert not core.live
+
+
+async def test_a_connection_may_be_idle_for_longer_than_clients_keep_one() -> None:
+    core = ScriptedCore(lambda stream: stream.say("hello", finish="stop"))
+    async with serving(core) as port:
+        stream = await anyio.connect_tcp("127.0.0.1", port)
+        for idle_s in (6, 0):  # httpx, and with it openai, gives a connection up after 5 s
+            await stream.send(request_bytes(HI))
+            assert b"hello" in await stream.receive()
+            await anyio.sleep(idle_s)
+        await stream.aclose()
 
 
 async def test_a_closed_connection_frees_its_request_within_a_second() -> None:
