@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import Callable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,7 +206,12 @@ class BoundedCycle(RequestResponseCycle):
     protocol: BoundedHttpProtocol
     _ends_with_connection = False
 
-    async def send(self, message: MutableMapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def send(self, message: MutableMapping[str, Any]) -> Awaitable[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if message.get("more_body") and not self._ends_with_connection:  # for each token of a stream: one layer less
+            return super().send(message)  # pyright: ignore[reportArgumentType]
+        return self._send(message)
+
+    async def _send(self, message: MutableMapping[str, Any]) -> None:
         if self.flow.write_paused and not self.disconnected:
             await self.flow.drain()
         event: Any = message

@@ -209,8 +209,15 @@ class Answer:
         """
         if self._backlog:
             await anyio.lowlevel.checkpoint()
+        elif len(self._choices) == 1:
+            output = await self._choices[0].stream.next()
+            self._measure()
+            if len(output.tokens) <= self._slice:  # as a rule
+                return [(0, self._take(0, output))]
+            self._backlog.append(_Arrived(0, output))
         else:
             await self._arrive()
+            self._measure()
         deltas: list[tuple[int, Delta]] = []
         room = self._slice
         while self._backlog and room > 0:
@@ -226,17 +233,17 @@ class Answer:
         return deltas
 
     async def _arrive(self) -> None:
-        if len(self._choices) == 1:
-            self._backlog.append(_Arrived(0, await self._choices[0].stream.next()))
-        else:
-            try:
-                self._backlog.append(_Arrived(*await self._receive.receive()))
-                while True:
-                    self._backlog.append(_Arrived(*self._receive.receive_nowait()))
-            except anyio.WouldBlock:
-                pass
-            except (anyio.EndOfStream, anyio.ClosedResourceError) as error:
-                raise Cancelled("the request was cancelled") from error
+        try:
+            self._backlog.append(_Arrived(*await self._receive.receive()))
+            while True:
+                self._backlog.append(_Arrived(*self._receive.receive_nowait()))
+        except anyio.WouldBlock:
+            pass
+        except (anyio.EndOfStream, anyio.ClosedResourceError) as error:
+            raise Cancelled("the request was cancelled") from error
+
+    def _measure(self) -> None:
+        """Something has arrived."""
         now = time.monotonic()
         if self._last_at:
             self._metrics.gap(now - self._last_at)
