@@ -21,6 +21,7 @@ TAKES_LOAD_WITHIN_S = 2.0
 """After a new worker has said that it is ready."""
 
 
+@pytest.mark.slow
 async def test_new_workers_take_load_and_leaving_ones_drain_under_64_streams(
     tmp_path: Path, nats_server_factory: Callable[[], LocalNatsServer], smollm2: ModelFiles
 ) -> None:

@@ -207,6 +207,7 @@ async def start_decoders(stack: Stack) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 class TestTwoPrefillTwoDecode:
     """Prompts in small chunks, pools that hold one long prompt or many, a drafter, and a store between workers."""
 

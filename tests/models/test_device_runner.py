@@ -82,6 +82,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ModelFiles]:
     return model, save(model, tmp_path_factory.mktemp("llama"))
 
 
+@pytest.mark.slow
 def test_every_way_of_sampling_draws_what_the_cpu_draws(llama: tuple[Any, ModelFiles]) -> None:
     def requests() -> list[Request]:
         return [Request(oracle_prompt(seed=i, length=9 + i), 4, params) for i, params in enumerate(SAMPLED)]
@@ -108,6 +109,7 @@ def test_logprobs_are_those_of_the_cpu(llama: tuple[Any, ModelFiles]) -> None:
         assert other.top_logprobs == pytest.approx(one.top_logprobs, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_rows_are_fed_on_the_device_while_nobody_has_seen_their_tokens(llama: tuple[Any, ModelFiles]) -> None:
     """Four steps of three rows, each submitted before the result of the one before it is taken."""
     prompts = [oracle_prompt(seed=i, length=5 + 7 * i) for i in range(3)]
@@ -313,6 +315,7 @@ def with_graphs(runner: DeviceRunner, *shapes: StepShape) -> dict[StepShape, Rep
     return graphs
 
 
+@pytest.mark.slow
 def test_padded_steps_give_the_same_text(llama: tuple[Any, ModelFiles]) -> None:
     """Prompts and decoding rows in the shapes of graphs: unused rows and tokens change nothing."""
 
