@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from common.models.source import ModelFiles
 from common.protocol.handles import Role
 from tests.chaos.site import SIMULATED_ENGINE, Site, simulated_jobs
