@@ -177,6 +177,7 @@ class TestOnePrefillOneDecode:
         await check(oracle, alone, replies)
         assert cached(replies) > 0.9 * sum(LENGTHS)
 
+    @pytest.mark.slow
     async def test_sampled_text_is_the_same_in_any_company(
         self, one_and_one: Stack, oracle: Oracle, alone: list[Case], batch: list[Case]
     ) -> None:
