@@ -25,6 +25,11 @@ Handler = Callable[[BusMessage], None]
 
 
 class Subscription(Protocol):
+    @property
+    def num_waiting(self) -> int:
+        """Messages that have arrived and whose handler has not returned yet."""
+        ...
+
     async def unsubscribe(self) -> None: ...
 
 

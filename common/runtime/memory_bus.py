@@ -62,6 +62,10 @@ class MemorySubscription:
         self.pending = 0
         self.active = True
 
+    @property
+    def num_waiting(self) -> int:
+        return self.pending
+
     async def unsubscribe(self) -> None:
         """Messages that have arrived but were not handled yet are dropped. Harmless twice."""
         self.active = False
@@ -344,11 +348,13 @@ class MemoryBus:
             if not self._arrived:  # a handler disconnected or killed this bus
                 return
             subscription, message = self._arrived.popleft()
-            subscription.pending -= 1
             if not subscription.active:
+                subscription.pending -= 1
                 continue
             self._broker.num_delivered += 1
             try:
                 subscription.handler(message)
             except Exception:
                 log.exception("bus_handler_failed", bus=self.name, subject=message.subject)
+            finally:
+                subscription.pending -= 1

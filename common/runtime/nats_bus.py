@@ -107,15 +107,23 @@ class BusSubscription:
         self.max_pending = max_pending
         self.inner: NatsSubscription | None = None
         self._delivered = 0
+        self._delivering = False
+
+    @property
+    def num_waiting(self) -> int:
+        return (self.inner.pending_msgs if self.inner is not None else 0) + self._delivering
 
     async def deliver(self, message: Msg) -> None:
         self._delivered += 1
+        self._delivering = True
         if self._delivered % MESSAGES_PER_TURN == 0:  # nats-py would hand over all that has arrived in one turn of the loop
             await asyncio.sleep(0)
         try:
             self.handler(BusMessage(message.subject, message.data, message.reply, message.headers or _NO_HEADERS))
         except Exception:
             log.exception("bus_handler_failed", subject=message.subject)
+        finally:
+            self._delivering = False
 
     async def unsubscribe(self) -> None:
         """Messages that have arrived but were not handled yet are dropped. Harmless twice."""

@@ -4,6 +4,9 @@ The bus does not say who sent a message. What only the sender of a request knows
 to a gateway alone, and nobody else may subscribe to requests or to others' inboxes. So a name that a client chose belongs to
 the inbox it came with; two clients may choose the same. An id that the gateway minted is a secret itself, told to that inbox
 alone.
+
+Requests and cancels come by subscriptions of their own, and one that arrived second may be handled first: a cancel that meets
+nobody holds for the requests that had arrived before it.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ class Owned(Protocol):
 
 R = TypeVar("R", bound=Owned)
 
+MAX_EARLY = 1024
+"""Cancels to keep for requests that wait to be handled; the oldest go first."""
+
 
 class LiveRequests(dict[str, R]):
     """Requests by minted id; change it with `add` and `remove` alone."""
@@ -30,6 +36,7 @@ class LiveRequests(dict[str, R]):
     def __init__(self) -> None:
         super().__init__()
         self._by_inbox: dict[tuple[str, str], R] = {}
+        self._early: dict[tuple[str, str], int] = {}
 
     def check_new(self, name: str, inbox: str) -> None:
         """:raises DuplicateRequest: a request of that name is answered on the same inbox."""
@@ -48,3 +55,14 @@ class LiveRequests(dict[str, R]):
         if request is not None and request.request == request.minted:
             return request
         return self._by_inbox.get((inbox, id))
+
+    def expect_cancelled(self, id: str, inbox: str, *, until: int) -> None:
+        """A cancel met nobody, and requests are waiting: it holds for the first `until` of all that ever came."""
+        self._early.pop((inbox, id), None)
+        if len(self._early) >= MAX_EARLY:
+            del self._early[next(iter(self._early))]
+        self._early[inbox, id] = until
+
+    def was_cancelled(self, request: R, *, number: int) -> bool:
+        """Whether a cancel of `request` was handled before it; it was the `number`-th of all, from 1."""
+        return number <= self._early.pop((request.inbox, request.request), 0)

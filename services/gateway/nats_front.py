@@ -196,8 +196,14 @@ class NatsFront:
                 self._drop("flood", message.subject)
             return
         self._live.add(reply)
+        if self._live.was_cancelled(reply, number=self._num_arrived):
+            reply.scope.cancel()
         self._num_unstarted += 1
         self._group.start_soon(self._serve, _Incoming(kind, message, room), reply)
+
+    @property
+    def _num_arrived(self) -> int:
+        return sum(endpoint.num_requests for endpoint in self._endpoints.values())
 
     def _has_started(self, reply: Reply) -> None:
         if not reply.started:
@@ -324,9 +330,12 @@ class NatsFront:
 
     def _on_cancel(self, message: BusMessage) -> None:
         self._cancels.num_requests += 1
-        reply = self._live.cancelled_by(subjects.last_token(message.subject), message.reply)
+        id = subjects.last_token(message.subject)
+        reply = self._live.cancelled_by(id, message.reply)
         if reply is not None:
             reply.scope.cancel()
+        elif waiting := sum(subscription.num_waiting for subscription in self._public):
+            self._live.expect_cancelled(id, message.reply, until=self._num_arrived + waiting)
 
     def _count_error(self, kind: Kind, error: PenstockError) -> None:
         endpoint = self._endpoints[kind]
