@@ -7,7 +7,6 @@ it, not classes.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -16,6 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from common.models.json_files import read_object, read_object_if_any
 from common.models.naming import DUMMY_PREFIX
 from common.models.source import ModelFiles
 from common.models.weights.fp8_scheme import WeightFormat, weight_format
@@ -87,14 +87,16 @@ def load_config(files: ModelFiles) -> ModelConfig:
         config = config_from_gguf(read_metadata(files.path))
         weights = [files.path]
     else:
-        config = config_from_json(_read_json(files.path / "config.json"), _generation_config(files.path))
+        config = config_from_json(
+            read_object(files.path / "config.json"), read_object_if_any(files.path / "generation_config.json")
+        )
         weights = sorted(files.path.glob("*.safetensors"))
     return msgspec.structs.replace(config, identity=_identity(config, weights))
 
 
 def check_config_file(path: Path) -> None:
     """:raises ConfigError: if this config.json is no supported model's; see `load_config`."""
-    config_from_json(_read_json(path))
+    config_from_json(read_object(path))
 
 
 def weights_identity(files: ModelFiles, config: ModelConfig, *, dummy: bool = False) -> str:
@@ -278,21 +280,6 @@ def _ids(value: object) -> list[int]:
     if len(ids) < len(values):
         raise ConfigError(f"eos_token_id must be an id or a list of ids, not {value!r}")
     return ids
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} can't be read: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold a JSON object")
-    return data
-
-
-def _generation_config(folder: Path) -> dict[str, Any]:
-    path = folder / "generation_config.json"
-    return _read_json(path) if path.is_file() else {}
 
 
 def _identity(config: ModelConfig, weights: list[Path]) -> str:

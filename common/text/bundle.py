@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 
 from common.models.config import context_of
+from common.models.json_files import read_object_if_any
 from common.models.source import ModelFiles
 from common.models.weights.gguf_metadata import read_metadata
 from common.protocol.errors import ConfigError, ContextLengthExceeded, InvalidParameter
 from common.text.detokenize import Detokenizer, WindowDetokenizer, detokenizer
 from common.text.generation_config import SamplingDefaults, load_sampling_defaults
 from common.text.model_templates import DEFAULT, load_templates
-from common.text.special_tokens import read_json
 from common.text.template import ChatTemplate, Message, guard_messages, normalize_messages
 from common.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -133,7 +133,7 @@ def _max_context(files: ModelFiles, metadata: Mapping[str, Any] | None) -> int:
     if metadata is not None:
         value = metadata.get(f"{metadata.get('general.architecture')}.context_length")
     else:
-        value = read_json(files.path / "config.json").get("max_position_embeddings")
+        value = read_object_if_any(files.path / "config.json").get("max_position_embeddings")
     if not isinstance(value, int) or value < 1:
         raise ConfigError(f"{files.path} does not say how long a context the model takes")
     return value

@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
+from common.models.json_files import read_object_if_any
 from common.models.source import ModelFiles
 from common.models.weights.gguf_metadata import read_metadata
 from common.protocol.errors import ConfigError
-from common.text.special_tokens import read_json
 
 _MAX_TEMPERATURE = 100.0
 
@@ -53,7 +53,7 @@ def load_sampling_defaults(files: ModelFiles, *, metadata: Mapping[str, Any] | N
         given = {name: header.get(key) for name, key in _GGUF_KEYS.items()}
         where = files.path.name
     else:
-        content = read_json(files.path / "generation_config.json")
+        content = read_object_if_any(files.path / "generation_config.json")
         given = {name: content.get(name) for name in _BOUNDS}
         if content.get("do_sample") is False:
             given["temperature"] = 0.0

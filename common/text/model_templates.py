@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from common.models.json_files import read_object_if_any
 from common.models.source import ModelFiles
 from common.models.weights.gguf_metadata import read_metadata
 from common.protocol.errors import ConfigError
 from common.runtime import logs
-from common.text.special_tokens import SpecialTokens, read_json
+from common.text.special_tokens import SpecialTokens
 from common.text.template import ChatTemplate
 
 log = logs.get(__name__)
@@ -64,7 +65,7 @@ def _in_folder(folder: Path) -> Iterator[tuple[str, str]]:
         yield DEFAULT, own.read_text(encoding="utf-8")
         return
     for file in ("chat_template.json", "tokenizer_config.json"):
-        source = read_json(folder / file).get("chat_template")
+        source = read_object_if_any(folder / file).get("chat_template")
         if isinstance(source, str) and source:
             yield DEFAULT, source
             return

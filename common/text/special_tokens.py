@@ -6,12 +6,11 @@ older models keep them), and the list `additional_special_tokens`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from common.protocol.errors import ConfigError
+from common.models.json_files import read_object_if_any
 
 SpecialTokens = dict[str, str | list[str]]
 
@@ -33,7 +32,7 @@ def names_in_folder(folder: Path) -> SpecialTokens:
     """:raises ConfigError: if one of the files is damaged."""
     names: SpecialTokens = {}
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
-        for name, value in read_json(folder / file).items():
+        for name, value in read_object_if_any(folder / file).items():
             if name in names:
                 continue
             if name.endswith("_token") and (text := _content(value)) is not None:
@@ -56,22 +55,6 @@ def ids_in_gguf(metadata: Mapping[str, Any]) -> dict[str, int]:
 def names_in_gguf(metadata: Mapping[str, Any]) -> SpecialTokens:
     tokens, ids = metadata["tokenizer.ggml.tokens"], ids_in_gguf(metadata)
     return {name: tokens[ids[key]] for key, name in _GGUF_KEYS.items() if key in ids}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`; empty when there is no such file.
-
-    :raises ConfigError: if the file is not a JSON object.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{path.name} can't be read: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path.name} holds no JSON object")
-    return value
 
 
 def _content(value: Any) -> str | None:

@@ -16,12 +16,13 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from common.models.json_files import read_object_if_any
 from common.models.source import ModelFiles
 from common.models.weights.gguf_metadata import read_metadata
 from common.protocol.errors import ConfigError, ContextLengthExceeded, InvalidParameter
 from common.text import gguf_tokenizer, special_tokens, token_bytes
 from common.text.detokenize import detokenizer
-from common.text.special_tokens import SpecialTokens, read_json
+from common.text.special_tokens import SpecialTokens
 
 _PROBE_CHARS = 8  # characters per token that hardly any real text exceeds
 _MIN_LONGEST_BYTES = 128  # for tokenizers whose longest word is one unknown token
@@ -282,7 +283,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     names = special_tokens.names_in_folder(folder)
-    generation, model = read_json(folder / "generation_config.json"), read_json(folder / "config.json")
+    generation, model = read_object_if_any(folder / "generation_config.json"), read_object_if_any(folder / "config.json")
     eos: list[Any] = []
     for value in (generation.get("eos_token_id", model.get("eos_token_id")), _id_of(backend, names.get("eos_token"))):
         eos += value if isinstance(value, list) else [value]

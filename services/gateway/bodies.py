@@ -37,6 +37,25 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
+class Heading(msgspec.Struct, frozen=True, kw_only=True):
+    """What every answer says first, and how much it tells of each choice.
+
+    `top_logprobs`: -1 none, else how many alternatives each token lists.
+    """
+
+    kind: Kind
+    id: str
+    created: int
+    model: str
+    num_choices: int
+    top_logprobs: int = -1
+
+    def encoded(self, chat_object: str) -> bytes:
+        """The members that open the body, without a brace behind them; `chat_object` is what a chat answer is called."""
+        name = chat_object if self.kind == "chat" else "text_completion"
+        return _encode({"id": self.id, "object": name, "created": self.created, "model": self.model})[:-1]
+
+
 class ChunkWriter:
     """Encodes the chunks of one stream.
 
@@ -47,27 +66,21 @@ class ChunkWriter:
 
     def __init__(
         self,
-        kind: Kind,
-        *,
-        id: str,
-        created: int,
-        model: str,
-        num_choices: int,
+        heading: Heading,
         names: TokenNames,
-        top_logprobs: int = -1,
+        *,
         null_usage: bool = False,
         before: bytes = b"data: ",
         after: bytes = b"\n\n",
     ) -> None:
-        object_name = "chat.completion.chunk" if kind == "chat" else "text_completion"
-        head = before + _encode({"id": id, "object": object_name, "created": created, "model": model})[:-1]
-        self._kind: Kind = kind
-        self._chat = kind == "chat"
+        head = before + heading.encoded("chat.completion.chunk")
+        self._kind: Kind = heading.kind
+        self._chat = heading.kind == "chat"
         self._names = names
-        self._top = top_logprobs
+        self._top = heading.top_logprobs
         self.usage_so_far: Usage | None = None
         self._bare = head + b',"choices":[],"usage":'
-        self._choices = [head + b',"choices":[{"index":%d,' % index for index in range(num_choices)]
+        self._choices = [head + b',"choices":[{"index":%d,' % index for index in range(heading.num_choices)]
         self._usage_tail = b',"usage":null}' if null_usage else b"}"
         self._after = after
         content = b'"delta":{"content":' if self._chat else b'"text":'

@@ -37,16 +37,8 @@ class Collector:
         :raises PayloadTooLarge: if it gets longer than `max_bytes`.
         :raises PenstockError: a choice failed.
         """
-        answer, job = self._answer, self._answer.job
-        whole = WholeBody(
-            job.kind,
-            id=job.shown_id,
-            created=job.created,
-            model=job.model,
-            num_choices=job.num_choices,
-            names=self._names,
-            top_logprobs=job.top_logprobs,
-        )
+        answer = self._answer
+        whole = WholeBody(answer.job.heading, self._names)
         while not answer.finished:
             for index, delta in await answer.next():
                 whole.add(index, delta)

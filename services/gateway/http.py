@@ -178,16 +178,7 @@ class _Api:
 
     async def _stream(self, answer: Answer, exchange: Exchange) -> None:
         job = answer.job
-        writer = ChunkWriter(
-            job.kind,
-            id=job.shown_id,
-            created=job.created,
-            model=job.model,
-            num_choices=job.num_choices,
-            names=self._names,
-            top_logprobs=job.top_logprobs,
-            null_usage=job.include_usage,
-        )
+        writer = ChunkWriter(job.heading, self._names, null_usage=job.include_usage)
         if job.usage_so_far:
             writer.usage_so_far = answer.usage()
         parts = writer.opening()

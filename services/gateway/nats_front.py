@@ -280,18 +280,7 @@ class NatsFront:
 
     async def _stream(self, answer: Answer, reply: Reply) -> None:
         job = answer.job
-        writer = ChunkWriter(
-            job.kind,
-            id=job.shown_id,
-            created=job.created,
-            model=job.model,
-            num_choices=job.num_choices,
-            names=self._names,
-            top_logprobs=job.top_logprobs,
-            null_usage=job.include_usage,
-            before=b"",
-            after=b"",
-        )
+        writer = ChunkWriter(job.heading, self._names, null_usage=job.include_usage, before=b"", after=b"")
         if job.usage_so_far:
             writer.usage_so_far = answer.usage()
         opening = writer.opening()

@@ -25,7 +25,7 @@ from common.protocol.messages import SamplingParams
 from common.text.bundle import TextBundle
 from services.gateway import openai
 from services.gateway.arguments import Notes
-from services.gateway.bodies import Kind
+from services.gateway.bodies import Heading, Kind
 from services.gateway.choices import StopStrings
 from services.gateway.config import GatewayConfig
 from services.gateway.intake import Intake
@@ -70,6 +70,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_choices(self) -> int:
         return self.n * len(self.prompts)
+
+    @property
+    def heading(self) -> Heading:
+        return Heading(
+            kind=self.kind,
+            id=self.shown_id,
+            created=self.created,
+            model=self.model,
+            num_choices=self.num_choices,
+            top_logprobs=self.top_logprobs,
+        )
 
     def sampling_of(self, seed: int) -> SamplingParams:
         return self.sampling if seed == self.sampling.seed else msgspec.structs.replace(self.sampling, seed=seed)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from services.gateway.bodies import Kind, Usage
+from services.gateway.bodies import Heading, Usage
 from services.gateway.choices import Delta
 from services.gateway.logprobs import BUFFER_BYTES, Columns, Sink, TokenNames
 
@@ -25,16 +25,13 @@ class _Choice:
 
 
 class WholeBody:
-    """`top_logprobs`: -1 none, else how many alternatives each token lists. `size`: bytes so far, but for a few."""
+    """`size`: bytes so far, but for a few."""
 
-    def __init__(
-        self, kind: Kind, *, id: str, created: int, model: str, num_choices: int, names: TokenNames, top_logprobs: int
-    ) -> None:
-        self._chat = kind == "chat"
-        object_name = "chat.completion" if self._chat else "text_completion"
-        self._head = _encode({"id": id, "object": object_name, "created": created, "model": model})[:-1]
-        scored = top_logprobs >= 0
-        self._choices = [_Choice(Columns(kind, names, top_logprobs) if scored else None) for _ in range(num_choices)]
+    def __init__(self, heading: Heading, names: TokenNames) -> None:
+        self._chat = heading.kind == "chat"
+        self._head = heading.encoded("chat.completion")
+        kind, top = heading.kind, heading.top_logprobs
+        self._choices = [_Choice(Columns(kind, names, top) if top >= 0 else None) for _ in range(heading.num_choices)]
         self.size = 0
 
     def add(self, index: int, delta: Delta) -> None:
