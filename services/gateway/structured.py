@@ -89,7 +89,7 @@ def _outputs_json(schema: Any, options: Mapping[str, Any]) -> str:
     if isinstance(schema, str):
         try:
             schema = msgspec.json.decode(schema)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise InvalidParameter(f"the schema is not valid JSON: {error}", param=place) from error
     return _json(_checked_schema(schema, place), options)
 
@@ -153,7 +153,10 @@ def _json(schema: Mapping[str, Any], options: Mapping[str, Any] | None = None) -
     if options.get("disable_any_whitespace"):
         spaces = {"whitespace_flexible": False}
     text = msgspec.json.encode(schema).decode()
-    return LLMatcher.grammar_from_json_schema(text, overrides=spaces)  # pyright: ignore[reportArgumentType]
+    try:
+        return LLMatcher.grammar_from_json_schema(text, overrides=spaces)  # pyright: ignore[reportArgumentType]
+    except ValueError as error:
+        raise InvalidParameter(f"the schema can't be used: {str(error)[:200]}", param="schema") from error
 
 
 def _refuse_others(given: Mapping[str, Any], known: Any, place: str) -> None:
