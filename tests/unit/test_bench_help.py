@@ -27,6 +27,9 @@ class WithoutExtras:
             return None
         return next((spec for finder in finders if (spec := finder.find_spec(name, path, target)) is not None), None)
 
+    def find_distributions(self, *context):  # packages ask for their own versions
+        return (found for finder in finders if hasattr(finder, "find_distributions") for found in finder.find_distributions(*context))
+
 extras, finders = set(json.loads(sys.argv[1])), list(sys.meta_path)
 sys.meta_path[:] = [WithoutExtras()]
 import torch  # once, and not in each child
