@@ -28,7 +28,8 @@ class WithoutExtras:
         return next((spec for finder in finders if (spec := finder.find_spec(name, path, target)) is not None), None)
 
     def find_distributions(self, *context):  # packages ask for their own versions
-        return (found for finder in finders if hasattr(finder, "find_distributions") for found in finder.find_distributions(*context))
+        for finder in finders:
+            yield from finder.find_distributions(*context) if hasattr(finder, "find_distributions") else ()
 
 extras, finders = set(json.loads(sys.argv[1])), list(sys.meta_path)
 sys.meta_path[:] = [WithoutExtras()]
