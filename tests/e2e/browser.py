@@ -88,6 +88,9 @@ class Page:
         answer = await self.command("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(answer["data"]))
 
+    async def close(self) -> None:
+        await self.command("Page.close")
+
     def note(self, method: str, parameters: dict[str, Any]) -> None:
         match method:
             case "Runtime.exceptionThrown":

@@ -65,25 +65,25 @@ export class Pools {
     for (const pool of shown) {
       const card = this.cards.get(`${pool.role} ${pool.model}`);
       text(card.name, nameOf(pool, shown, NAMES));
-      const facts = [`${pool.ready} of ${plural(pool.workers, "worker")} ready`, `${count(pool.running)} running`];
+      const facts = [`${count(pool.ready)} of ${plural(pool.workers, "worker")} ready`, `${count(pool.running)} running`];
       if (pool.waiting) facts.push(`${count(pool.waiting)} waiting`);
       if (pool.role !== "kvstore") facts.push(`${plural(pool.credits, "credit")} left`);
       if (pool.role === "prefill" && pool.prefill_tokens_per_s) facts.push(`${count(pool.prefill_tokens_per_s)} tokens/s`);
       if (pool.role !== "prefill" && pool.tokens_per_s) facts.push(`${count(pool.tokens_per_s)} tokens/s`);
       text(card.facts, facts.join(" · "));
-      text(card.trouble, pool.troubled ? `${pool.troubled} unwell` : "");
+      text(card.trouble, pool.troubled ? `${count(pool.troubled)} unwell` : "");
       card.canvas.setAttribute("aria-label", `${pool.workers} ${NAMES[pool.role]}, ${pool.troubled} unwell`);
       card.root.className = `pool ${pool.role}`;
     }
     this.redraw();
-    const withKv = shown.filter((pool) => pool.kv[0] > 0);
+    const withKv = shown.filter((pool) => pool.kv[0] > 0 || pool.role === "kvstore");
     this.keep(this.tiers, this.meters, withKv, () => this.meter(), "No KV yet.");
     for (const pool of withKv) {
       const meter = this.meters.get(`${pool.role} ${pool.model}`);
       const [total, ...parts] = pool.kv;
       text(meter.name, nameOf(pool, withKv, TIERS));
-      text(meter.facts, `${percent((parts[0] + parts[1]) / total)} in use · ${percent(parts[2] / total)} cached · ${count(total)} blocks`);
-      meter.parts.forEach((part, index) => width(part, parts[index] / total));
+      text(meter.facts, !total ? "nothing stored yet" : `${percent((parts[0] + parts[1]) / total)} in use · ${percent(parts[2] / total)} cached · ${count(total)} blocks`);
+      meter.parts.forEach((part, index) => width(part, total ? parts[index] / total : 0));
     }
   }
 
