@@ -25,6 +25,7 @@ from common.runtime.metrics import Metrics
 from services.gateway import request_rows
 from services.gateway.census import SLICE, Census, PoolRow, ServedModel, WorkerList
 from services.gateway.curves import Acceptance, Curves, Point, Totals, added
+from services.gateway.discovery import targets_of
 from services.gateway.metrics import EdgeMetrics
 from services.gateway.request_rows import EndedRequests, Flow, RequestRow
 
@@ -56,6 +57,8 @@ class Watched(Protocol):
     def metrics(self) -> Metrics: ...
 
     def workers(self) -> list[Presence]: ...
+
+    def announcement(self) -> Presence: ...
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
@@ -147,6 +150,10 @@ class Dashboard:
         if row is None:
             raise NotFound(f"no request {name[:100]!r} is known to this gateway: another one may have it, or it ended long ago")
         return self._encoder.encode(row)
+
+    def targets(self) -> bytes:
+        """Return where the metrics of this gateway and of all its workers are, in Prometheus's format for discovery."""
+        return self._encoder.encode(targets_of([*self._gateway.workers(), self._gateway.announcement()]))
 
     # -- viewers
 

@@ -3,6 +3,7 @@
     GET /                               the page; GET /dashboard/<file>: its script, style and icon
     GET /dashboard/events?search=…      SSE: `history` once, then `snapshot`, `workers` and `ended` every second
     GET /dashboard/requests/<name>      what became of one request
+    GET /sd                             where Prometheus finds everybody's metrics
 
 The page loads nothing from elsewhere, and its Content-Security-Policy has the browser see to that. A browser's `EventSource`
 can't send a header, so the page reads the events with `fetch`.
@@ -63,6 +64,7 @@ def dashboard_routes(dashboard: Dashboard, config: GatewayConfig, authorize: Aut
         Route("/", functools.partial(_file, "index.html"), methods=["GET"]),
         Route("/dashboard/events", _Events(dashboard, config, authorize), methods=["GET"]),
         Route("/dashboard/requests/{name}", data.request, methods=["GET"]),
+        Route("/sd", data.targets, methods=["GET"]),
         *(
             Route(f"/dashboard/{name}", functools.partial(_file, name), methods=["GET"])
             for name in _files()
@@ -97,11 +99,17 @@ class _Data:
         name = request.path_params["name"]
         if len(name) > 256:
             raise NotFound("no request has so long a name")
-        return Response(
-            self._dashboard.request(name),
-            media_type="application/json",
-            headers={"cache-control": "no-store", "x-content-type-options": "nosniff"},
-        )
+        return _json(self._dashboard.request(name))
+
+    async def targets(self, request: Request) -> Response:
+        """:raises Unauthorized: without the API key."""
+        self._authorize(request.scope)
+        return _json(self._dashboard.targets())
+
+
+def _json(content: bytes) -> Response:
+    headers = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+    return Response(content, media_type="application/json", headers=headers)
 
 
 class _Events:

@@ -153,7 +153,7 @@ async def test_with_an_api_key_the_page_loads_and_its_data_does_not() -> None:
     async with serving(api_key="secret") as (made, client):
         page = await client.get("/")
         assert page.status_code == 200 and "<title>Penstock</title>" in page.text
-        for path in (EVENTS, "/dashboard/requests/r1"):
+        for path in (EVENTS, "/dashboard/requests/r1", "/sd"):
             for headers in ({}, {"authorization": "Bearer wrong"}):
                 refused = await client.get(path, headers=headers)
                 assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
