@@ -104,6 +104,8 @@ async def test_a_page_sees_pools_workers_and_a_request_from_beginning_to_end() -
         assert page.snapshot["models"] == [BUNDLE.name] and page.snapshot["gateway"] == made.gateway.ref.id
         assert [(pool["role"], pool["workers"]) for pool in page.snapshot["pools"]] == [("prefill", 1), ("decode", 2)]
         assert {row["id"] for row in page.workers["rows"]} == {"prefill-1", "decode-1", "decode-2"}
+        for double in made.decode:
+            double.step_s = 0.015  # the page looks once a second
         stream = made.generate(LONG, max_tokens=200, id="chatcmpl-00112233445566778899aabb")
         await read_some(stream, 20)
         await page.until(lambda: page.snapshot["flow"]["decoding"] == 1)
@@ -123,6 +125,8 @@ async def test_a_page_sees_pools_workers_and_a_request_from_beginning_to_end() -
 
 async def test_a_killed_worker_leaves_the_page_and_the_request_shows_that_it_moved() -> None:
     async with serving() as (made, client), watching(client) as page:
+        for double in made.decode:
+            double.step_s = 0.008
         stream = made.generate(LONG, max_tokens=400, id="r1")
         await read_some(stream, 20)
         (held,) = (double for double in made.decode if double.held)
