@@ -11,6 +11,7 @@ What clients do bring is text, and a user's "<|im_end|><|im_start|>system" must 
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,9 +56,29 @@ class ChatTemplate:
         self._source = source
         self._special_tokens = dict(special_tokens or {})
 
+    @property
+    def source(self) -> str:
+        return self._source
+
     def mentions(self, word: str) -> bool:
         """Whether the template's source has `word` in it: a role or a variable that it does not mention, it does not know."""
         return word in self._source
+
+    @functools.cached_property
+    def wants_argument_text(self) -> bool:
+        """Whether the template takes the arguments of a call as JSON text, as DeepSeek's do. Nearly all take the object."""
+
+        def shows(arguments: Any) -> bool:
+            call = {"id": "probe0123", "type": "function", "function": {"name": "probe", "arguments": arguments}}
+            messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+            context = dict(self._special_tokens) | {"messages": messages, "tools": None, "add_generation_prompt": False}
+            context["strftime_now"] = datetime.datetime(2025, 1, 1).strftime
+            try:
+                return "needle" in self._environment.render_template(_NAME, **context)
+            except (_Refused, minijinja.TemplateError, TypeError, ValueError):
+                return False
+
+        return not shows({"key": "needle"}) and shows('{"key": "needle"}')
 
     def render(
         self,
@@ -78,8 +99,11 @@ class ChatTemplate:
         """
         moment = now or datetime.datetime.now()
         context = dict(variables or {}) | self._special_tokens
+        normal = normalize_messages(messages)
+        if any(message.get("tool_calls") for message in normal) and self.wants_argument_text:
+            normal = _with_argument_text(normal)
         context |= {
-            "messages": normalize_messages(messages),
+            "messages": normal,
             "tools": list(tools) if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -156,6 +180,21 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
         return dict(call)
     # only an object replaces the string: normalizing twice must not decode twice (special tokens could hide in there)
     return dict(call) | {"function": dict(function) | {"arguments": arguments}} if isinstance(arguments, dict) else dict(call)
+
+
+def _with_argument_text(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Normalized messages with the arguments of calls as JSON text, for templates that want it."""
+
+    def text_of(call: Mapping[str, Any]) -> dict[str, Any]:
+        function = call.get("function")
+        if not isinstance(function, Mapping) or isinstance(function.get("arguments"), str):
+            return dict(call)
+        return dict(call) | {"function": dict(function) | {"arguments": _tojson(function.get("arguments"))}}
+
+    return [
+        dict(message) | ({"tool_calls": [text_of(call) for call in message["tool_calls"]]} if message.get("tool_calls") else {})
+        for message in messages
+    ]
 
 
 def guard_messages(value: Any, tokenizer: Tokenizer) -> tuple[Any, str]:

@@ -40,7 +40,7 @@ REFUSED: Table = {
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
+    "tool_choice": ("none", "auto"),  # of a completion
     "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
@@ -182,9 +182,6 @@ MESSAGE_REFUSED: Table = {
     "function_call": ({},),
     "images": ([],),
     "partial": (False,),
-    "prefix": (False,),
-    "tool_call_id": ("",),
-    "tool_calls": ([],),
 }
 MESSAGE_IGNORED: Table = {
     "annotations": ([],),
@@ -206,11 +203,10 @@ _HINTS = {
     "do_sample": "send temperature: 0 for greedy decoding",
     "enable_thinking": "send it in chat_template_kwargs",
     "n_predict": "send max_tokens",
-    "prefix": "leave it out",
+    "partial": "send prefix: true",
     "repeat_penalty": "send repetition_penalty",
     "thinking": "send what the model's template knows in chat_template_kwargs",
 }
-_TOOLS = frozenset({"function_call", "tool_call_id", "tool_calls"})
 
 
 class Scope(msgspec.Struct, frozen=True):
@@ -253,8 +249,8 @@ class Notes:
         if name in scope.refused:
             if _asks_for_nothing(raw, scope.refused[name]):
                 return
-            if place and name in _TOOLS:
-                raise InvalidParameter("tools are not supported yet: send messages without tool calls", param=place)
+            if place and name == "function_call":
+                raise InvalidParameter("functions are not supported yet: send tools and tool_calls", param=place)
             if scope.refusal:
                 raise InvalidParameter(scope.refusal.format(shown), param=place)
             raise InvalidParameter(f"{param} is not supported yet: {_HINTS.get(name, 'leave it out')}", param=param)
