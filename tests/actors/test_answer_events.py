@@ -71,9 +71,9 @@ def message_of(seen: Seen, index: int = 0) -> dict[str, Any]:
     return message
 
 
-def bytewise(text: str, **end: Any) -> Callable[[ScriptedStream], None]:
+def bytewise(text: str) -> Callable[[ScriptedStream], None]:
     """A script that says `text` in one go, ended as a model does."""
-    return lambda stream: stream.give([*ids(text), EOS], **({"finish": "stop"} | end))
+    return lambda stream: stream.give([*ids(text), EOS], finish="stop")
 
 
 async def asked(
