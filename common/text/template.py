@@ -65,20 +65,22 @@ class ChatTemplate:
         return word in self._source
 
     @functools.cached_property
-    def wants_argument_text(self) -> bool:
-        """Whether the template takes the arguments of a call as JSON text, as DeepSeek's do. Nearly all take the object."""
-
-        def shows(arguments: Any) -> bool:
-            call = {"id": "probe0123", "type": "function", "function": {"name": "probe", "arguments": arguments}}
-            messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-            context = dict(self._special_tokens) | {"messages": messages, "tools": None, "add_generation_prompt": False}
-            context["strftime_now"] = datetime.datetime(2025, 1, 1).strftime
-            try:
-                return "needle" in self._environment.render_template(_NAME, **context)
-            except (_Refused, minijinja.TemplateError, TypeError, ValueError):
-                return False
-
-        return not shows({"key": "needle"}) and shows('{"key": "needle"}')
+    def _call_form(self) -> tuple[str | None, bool]:
+        """How the template takes a message that has calls and no text: its content (nearly all take None), and whether the
+        arguments are JSON text, as DeepSeek's want them, or the object."""
+        for content in (None, ""):
+            for as_text in (False, True):
+                arguments: Any = '{"key": "needle"}' if as_text else {"key": "needle"}
+                call = {"id": "probe0123", "type": "function", "function": {"name": "probe", "arguments": arguments}}
+                messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
+                context = dict(self._special_tokens) | {"messages": messages, "tools": None, "add_generation_prompt": False}
+                context["strftime_now"] = datetime.datetime(2025, 1, 1).strftime
+                try:
+                    if "needle" in self._environment.render_template(_NAME, **context):
+                        return content, as_text
+                except (_Refused, minijinja.TemplateError, TypeError, ValueError):
+                    pass
+        return None, False
 
     def render(
         self,
@@ -100,8 +102,8 @@ class ChatTemplate:
         moment = now or datetime.datetime.now()
         context = dict(variables or {}) | self._special_tokens
         normal = normalize_messages(messages)
-        if any(message.get("tool_calls") for message in normal) and self.wants_argument_text:
-            normal = _with_argument_text(normal)
+        if any(message.get("tool_calls") for message in normal):
+            normal = [_in_form(message, *self._call_form) if message.get("tool_calls") else message for message in normal]
         context |= {
             "messages": normal,
             "tools": list(tools) if tools else None,
@@ -182,19 +184,19 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
     return dict(call) | {"function": dict(function) | {"arguments": arguments}} if isinstance(arguments, dict) else dict(call)
 
 
-def _with_argument_text(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Normalized messages with the arguments of calls as JSON text, for templates that want it."""
+def _in_form(message: Message, content: str | None, as_text: bool) -> dict[str, Any]:
+    """A normalized message with calls as a template takes it, see `ChatTemplate._call_form`."""
+    calls: list[dict[str, Any]] = message["tool_calls"]
+    if as_text:
+        calls = [_with_argument_text(call) for call in calls]
+    return dict(message) | {"content": message["content"] or content, "tool_calls": calls}
 
-    def text_of(call: Mapping[str, Any]) -> dict[str, Any]:
-        function = call.get("function")
-        if not isinstance(function, Mapping) or isinstance(function.get("arguments"), str):
-            return dict(call)
-        return dict(call) | {"function": dict(function) | {"arguments": _tojson(function.get("arguments"))}}
 
-    return [
-        dict(message) | ({"tool_calls": [text_of(call) for call in message["tool_calls"]]} if message.get("tool_calls") else {})
-        for message in messages
-    ]
+def _with_argument_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, Mapping) or isinstance(function.get("arguments"), str):
+        return dict(call)
+    return dict(call) | {"function": dict(function) | {"arguments": _tojson(function.get("arguments"))}}
 
 
 def guard_messages(value: Any, tokenizer: Tokenizer) -> tuple[Any, str]:

@@ -203,13 +203,15 @@ async def test_the_template_gets_tools_calls_and_results() -> None:
     assert EOS not in core.streams[-1].request.prompt
 
 
-async def test_a_template_that_wants_arguments_as_text_gets_text() -> None:
+@pytest.mark.parametrize("content", ["{% if m.content is none %}", "{% if m.content == '' %}", "{% if true %}"])
+@pytest.mark.parametrize("sent", [None, ""])
+async def test_calls_reach_the_template_in_the_form_it_takes(content: str, sent: str | None) -> None:
     shown = "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}"
-    source = "{% for m in messages %}" + shown + "{% endfor %}"
+    source = "{% for m in messages %}" + content + shown + "{% endif %}{% endfor %}"
     bundle = msgspec.structs.replace(QWEN, template=ChatTemplate(source))
     call = {"id": "call_1", "function": {"name": "weather", "arguments": ARGUMENTS}}
     core = ScriptedCore(says("ok"))
-    messages = [HI, {"role": "assistant", "content": None, "tool_calls": [call]}, HI]
+    messages = [HI, {"role": "assistant", "content": sent, "tool_calls": [call]}, HI]
     assert (await asked("http", False, core, bundle=bundle, messages=messages, tools=None)).error is None
     assert prompt_of(core) == 'weather{"city": "München"}'
 
