@@ -58,12 +58,17 @@ def template_of(bundle: TextBundle, request: ChatRequest) -> ChatTemplate:
     return template
 
 
-def format_of(bundle: TextBundle, request: ChatRequest, prompt: list[int]) -> AnswerFormat | None:
-    """Return how answers to `prompt` are read; None if they are text and nothing else.
+def format_of(bundle: TextBundle, request: ChatRequest, prompt: list[int], *, constrained: bool = False) -> AnswerFormat | None:
+    """Return how answers to `prompt` are read; None if they are text and nothing else. `constrained`: a grammar holds from the
+    first token on, so there is neither reasoning nor a call.
 
-    :raises InvalidParameter: as `template_of`.
+    :raises InvalidParameter: as `template_of`; or tools are offered to an answer that can't call any.
     """
     offered = request.offered_tools
+    if constrained:
+        if offered:
+            raise InvalidParameter("tools together with a form of the answer are not supported yet: send one", param="tools")
+        return None
     dialect = bundle.dialect_of(template_of(bundle, request))
     reasons = dialect.reasoning != "none"
     if not offered and not reasons and dialect.tools != "harmony":

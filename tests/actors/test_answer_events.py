@@ -244,6 +244,17 @@ async def test_reasoning_that_the_prompt_has_opened_needs_no_mark() -> None:
     assert (message["reasoning_content"], message["content"]) == ("hm", "So.")
 
 
+async def test_an_answer_with_a_form_has_no_reasoning_and_no_calls() -> None:
+    source = TEMPLATE.replace("'<|bot|>'", "'<|bot|><think>\\n'")
+    bundle = msgspec.structs.replace(QWEN, template=ChatTemplate(source))
+    form: dict[str, Any] = {"response_format": {"type": "json_object"}}
+    core = ScriptedCore(bytewise("{}"))
+    message = message_of(await asked("http", False, core, bundle=bundle, tools=None, **form))
+    assert message["content"] == "{}" and "reasoning_content" not in message
+    seen = await asked("http", False, core, bundle=bundle, **form)
+    assert seen.error is not None and seen.error["param"] == "tools"
+
+
 @pytest.mark.parametrize("edge", ["http", "nats"])
 @pytest.mark.parametrize(
     "more",
