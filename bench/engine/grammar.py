@@ -41,6 +41,7 @@ _PERSON = {
     "required": ["name", "age", "email", "tags", "score"],
     "additionalProperties": False,
 }
+_TOKEN_BUDGET = 8192
 _GRAMMAR = LLMatcher.grammar_from_json_schema({"type": "array", "items": _PERSON, "minItems": 100_000})
 
 
@@ -86,9 +87,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of the engine's")
     options = parser.parse_args(argv)
-    settings = {"device": options.device, "max_running": options.rows} | settings_of(options.set)
+    settings = {"device": options.device, "max_running": options.rows, "token_budget": _TOKEN_BUDGET} | settings_of(options.set)
     opening = open_runner(options.model, options.precision, **settings)
-    driver = Driver(opening.runner, token_budget=8192, max_rows=options.rows)
+    driver = Driver(opening.runner, token_budget=_TOKEN_BUDGET, max_rows=options.rows)
     template = _template(opening, options.model)
     dice = random.Random(1)
     fill = step_masks.fill_masks

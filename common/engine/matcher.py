@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Sequence
 
-from llguidance import LLMatcher
+from llguidance import LLExecutor, LLMatcher
 
 from common.engine.plan import Masks
 
 MAX_FORCED = 16
 """Forced tokens that are proposed at once."""
+
+MAX_THREADS = 8
 
 _FEW = 8
 
@@ -92,3 +96,30 @@ class Matcher:
 
     def _fail(self, reason: str) -> None:
         self.error = " ".join(reason.split())[:200] or "the grammar's state is lost"
+
+
+def fill_together(cases: Sequence[tuple[Matcher, Sequence[int], int]], out: Masks) -> None:
+    """Do what `fill` does for each (matcher, output, row of `out`), without proposals, in several threads at once."""
+    running: list[tuple[Matcher, int]] = []
+    for matcher, output, row in cases:
+        matcher._follow(output)
+        if matcher.error:
+            out[row] = -1
+        else:
+            running.append((matcher, row))
+    together = [(matcher._inner, row) for matcher, row in running]
+    _executor().unsafe_compute_mask_ptr(together, out.ctypes.data, out.shape[1] * 4, len(out))
+    for matcher, row in running:
+        if matcher._inner.is_error():
+            matcher._fail(matcher._inner.get_error())
+            out[row] = -1
+
+
+def num_threads() -> int:
+    """Return how many threads fill masks: half of this process's cores, since a runner and others need some, too."""
+    return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
+
+
+@functools.cache
+def _executor() -> LLExecutor:
+    return LLExecutor(num_threads())

@@ -278,7 +278,9 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     `model` is the name that clients ask for: a gateway uses the workers that serve its own. `identity` names what a worker's
     weights are, so that another model under the same name is left alone; empty: unknown. `max_context`: tokens that one
-    sequence may have on this worker, which its KV pool may limit; 0: unknown.
+    sequence may have on this worker, which its KV pool may limit; 0: unknown. `draft_tokens`: proposed tokens that a decode
+    worker has verified since its start; `accepted_tokens`: those of them that held. `http_host`: where `http_port` is, an
+    address or the machine's name; empty: unknown.
     """
 
     worker: WorkerRef
@@ -300,6 +302,9 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     max_context: int = 0
     steps: int = 0
     step_age_ms: float = 0.0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    http_host: str = ""
 
 
 Message = (

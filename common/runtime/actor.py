@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, get_args
 
 import anyio
+import msgspec
 from anyio.abc import TaskGroup, TaskStatus
 from starlette.types import ASGIApp
 
@@ -29,6 +30,7 @@ from common.protocol.handles import Role, WorkerRef, new_epoch, new_worker_id
 from common.protocol.messages import EpochTaken, Message, Presence, Rejected
 from common.runtime import logs
 from common.runtime.bus import Bus, BusMessage, Endpoint, Subscription
+from common.runtime.http_access import reachable_host
 from common.runtime.metrics import Metrics
 from common.runtime.outbox import Outbox
 from common.runtime.peers import PROBE, Peers
@@ -56,6 +58,7 @@ class Actor:
         self.bus = bus
         self.config = config
         self.clock = clock
+        self._http_host = reachable_host(config.http_host)
         self.ref = WorkerRef(self.role, config.worker_id or new_worker_id(self.role), new_epoch())
         self.peers = Peers(
             bus,
@@ -100,6 +103,11 @@ class Actor:
     def presence(self, state: WorkerState) -> Presence:
         """What this worker tells everyone, four times a second."""
         return Presence(worker=self.ref, state=state, model=self.config.served_name, http_port=self.http_port)
+
+    def announcement(self) -> Presence:
+        """`presence`, and where its HTTP port is to be reached."""
+        said = self.presence(self.state)
+        return msgspec.structs.replace(said, http_host=self._http_host) if said.http_port else said
 
     async def drain(self) -> None:
         """Refuse new work from now on; return when nothing is held."""
@@ -268,7 +276,7 @@ class Actor:
             self._last_beat = now
             self._nudge = anyio.Event()
             try:
-                presence = messages.encode(self.presence(self.state))
+                presence = messages.encode(self.announcement())
                 await self.bus.publish(subjects.presence(self.role, self.ref.id), presence)
             except PenstockError as error:
                 log.warning("heartbeat_not_sent", worker=self.ref.id, reason=str(error))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import socket
 from collections.abc import Iterable, Sequence
 from urllib.parse import urlsplit
 
@@ -86,6 +87,15 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def reachable_host(bound_to: str) -> str:
+    """Return where others reach what listens on this address: there, or by the machine's name if it is every address."""
+    try:
+        everywhere = ipaddress.ip_address(bound_to).is_unspecified
+    except ValueError:
+        everywhere = not bound_to
+    return socket.gethostname() if everywhere else bound_to
 
 
 def _is_address(host: str) -> bool:

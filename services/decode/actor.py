@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 
 import anyio
+import msgspec
 
 from common.engine.plan import StepPlan, StepResult
 from common.engine.sequence import Sequence
@@ -24,6 +25,7 @@ from common.protocol.errors import PenstockError, ProtocolError, StaleHandle, Tr
 from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef
 from common.protocol.messages import DecodeTask, KvReady, Message, Presence, ReleaseLease, RenewLeases
 from common.runtime import logs
+from common.runtime.actor import WorkerState
 from common.runtime.bus import Bus
 from common.transfer.base import RemoteBlocks, Transport
 from services.decode.config import DecodeConfig
@@ -173,6 +175,15 @@ class DecodeActor(EngineWorker):
         self.drafts.close(sequence.request)
 
     # -- heartbeat
+
+    def presence(self, state: WorkerState) -> Presence:
+        said = super().presence(state)
+        if not self.loaded:
+            return said
+        counters = self.drafts.counters
+        return msgspec.structs.replace(
+            said, draft_tokens=counters.num_draft_tokens, accepted_tokens=counters.num_accepted_tokens
+        )
 
     def tick(self, now: float) -> None:
         super().tick(now)

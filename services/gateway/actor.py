@@ -39,7 +39,9 @@ from common.runtime.bus import Bus
 from common.text.bundle import TextBundle
 from services.gateway.actions import Ask, Limits, Path
 from services.gateway.canary import Canary
+from services.gateway.census import ServedModel
 from services.gateway.config import GatewayConfig
+from services.gateway.dashboard import Dashboard
 from services.gateway.dispatch import Dispatcher
 from services.gateway.health import Health
 from services.gateway.http import create_app
@@ -119,6 +121,9 @@ class GatewayActor(Actor):
         self.telemetry = Telemetry(self.metrics, self.dispatcher, model=model)
         self.intake = Intake(config)
         self.placement.on_placed = self.telemetry.waited
+        served = ServedModel(model, self.dispatcher)
+        self.dashboard = Dashboard(self, lambda: (served,), clock)
+        self.dispatcher.on_ended = lambda request, now: self.dashboard.ended.add(request, model, now)
         self.canary = Canary(
             router=self.router,
             health=self.health,
@@ -152,7 +157,9 @@ class GatewayActor(Actor):
         return self._start(request, "auto", None)
 
     def http_app(self) -> ASGIApp | None:
-        return None if self.bundle is None else create_app(self, self.bundle, self.config, intake=self.intake)
+        if self.bundle is None:
+            return None
+        return create_app(self, self.bundle, self.config, intake=self.intake, dashboard=self.dashboard)
 
     @property
     def fence_after_s(self) -> float:
@@ -167,6 +174,7 @@ class GatewayActor(Actor):
         self.task_group.start_soon(self._renew_for_ever)
         self.task_group.start_soon(self.canary.run)
         if self.bundle is not None:
+            self.task_group.start_soon(self.dashboard.run)
             self._front = NatsFront(self, self.bundle, self.bus, self.config, intake=self.intake)
             await self._front.run()
         await anyio.sleep_forever()

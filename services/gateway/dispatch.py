@@ -11,7 +11,7 @@ here longest is placed first, also when it comes back for another attempt; nobod
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 
@@ -41,7 +41,8 @@ class Stats(msgspec.Struct):
 
 
 class Dispatcher:
-    """All requests, by the id that workers know. `placement` says who is next and where."""
+    """All requests, by the id that workers know. `placement` says who is next and where. `on_ended(request, now)` is called
+    after the end of each that was taken."""
 
     def __init__(
         self,
@@ -60,6 +61,7 @@ class Dispatcher:
         self.no_workers_grace_s = no_workers_grace_s
         self.requests: dict[str, Request] = {}
         self.stats = Stats()
+        self.on_ended: Callable[[Request, float], None] = lambda request, now: None
         self.connected = True
         self._wire_ids: dict[str, str] = {}
         self._hoped_at = now
@@ -284,6 +286,7 @@ class Dispatcher:
                 case Ended():
                     self.placement.ended(request)
                     self._forget_ended(request)
+                    self.on_ended(request, now)
         self.placement.settle(request)
 
     def _free(self, worker: WorkerRef, request_id: str, attempt: int) -> None:

@@ -36,6 +36,8 @@ from services.gateway.answer import Answer, Core
 from services.gateway.bodies import SSE_DONE, ChunkWriter, Kind
 from services.gateway.collect import Collector
 from services.gateway.config import GatewayConfig
+from services.gateway.dashboard import Dashboard
+from services.gateway.dashboard_http import dashboard_routes
 from services.gateway.http_body import ClientGone, header, read_body
 from services.gateway.http_io import Exchange, Unauthorized, error_headers, safe_request_id
 from services.gateway.intake import Intake
@@ -62,9 +64,11 @@ def create_app(
     config: GatewayConfig,
     *,
     intake: Intake | None = None,
+    dashboard: Dashboard | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Starlette:
-    """`/v1/models`, `/v1/chat/completions`, `/v1/completions`, `/health`, `/ready` and `/metrics`.
+    """`/v1/models`, `/v1/chat/completions`, `/v1/completions`, `/health`, `/ready` and `/metrics`; with a `dashboard`, `/` and
+    what is below `/dashboard`.
 
     `intake` is what this edge shares with the NATS edge.
     """
@@ -78,6 +82,7 @@ def create_app(
             Route("/health", api.health, methods=["GET"]),
             Route("/ready", api.is_ready, methods=["GET"]),
             Route("/metrics", api.metrics_page, methods=["GET"]),
+            *([] if dashboard is None else dashboard_routes(dashboard, config, api.authorize)),
         ],
         exception_handlers={HTTPException: _routing_error, PenstockError: _typed_error},
     )
@@ -111,11 +116,11 @@ class _Api:
         self._active = 0
 
     async def models(self, request: Request) -> Response:
-        self._authorize(request.scope)
+        self.authorize(request.scope)
         return _json({"object": "list", "data": [self._model_body()]})
 
     async def model(self, request: Request) -> Response:
-        self._authorize(request.scope)
+        self.authorize(request.scope)
         name = request.path_params["model"]
         if name != self._bundle.name:
             raise UnknownModel(f"the model {name[:100]!r} is not served here; {self._bundle.name} is", param="model")
@@ -159,7 +164,7 @@ class _Api:
 
     async def _serve(self, kind: Kind, id: str, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:
         """:raises PenstockError: what the client is told; nothing is held for it any more then."""
-        self._authorize(scope)
+        self.authorize(scope)
         if self._active > self._config.max_requests:
             raise Overloaded("too many requests at once: try again in a moment")
         with self._intake.room() as room:
@@ -218,7 +223,7 @@ class _Api:
     def _model_body(self) -> dict[str, Any]:
         return bodies.model_body(self._bundle.name, self._created, self._bundle.max_context)
 
-    def _authorize(self, scope: Scope) -> None:
+    def authorize(self, scope: Scope) -> None:
         if not self._key:
             return
         sent = header(scope, b"authorization") or b""

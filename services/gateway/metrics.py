@@ -44,6 +44,15 @@ class FastHistogram(Collector):
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        return self._bounds
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Observations so far in each bucket, the last one without an upper bound. Not cumulative."""
+        return tuple(self._counts)
+
     def collect(self) -> Iterator[Metric]:
         cumulative = 0
         buckets: list[tuple[str, float]] = []
@@ -66,6 +75,11 @@ class EdgeMetrics:
         if metrics not in cls._known:
             cls._known[metrics] = cls(metrics, model)
         return cls._known[metrics]
+
+    @classmethod
+    def known(cls, metrics: Metrics) -> list[EdgeMetrics]:
+        """All that are registered with `metrics`."""
+        return [cls._known[metrics]] if metrics in cls._known else []
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         by_model = [MODEL_LABEL]
@@ -92,18 +106,18 @@ class EdgeMetrics:
             ["argument"],
         )
         registry = metrics.registry
-        self._ttft = FastHistogram(
+        self.ttft = FastHistogram(
             "vllm:time_to_first_token_seconds", "To a request's first tokens", _SHORT_S, registry, model=model
         )
-        self._itl = FastHistogram(
+        self.itl = FastHistogram(
             "vllm:inter_token_latency_seconds", "Between a request's outputs", _SHORT_S, registry, model=model
         )
         self._e2e = FastHistogram(
             "vllm:e2e_request_latency_seconds", "From admission to the end", _LONG_S, registry, model=model
         )
         self._model = model
-        self.first_token = self._ttft.observe
-        self.gap = self._itl.observe
+        self.first_token = self.ttft.observe
+        self.gap = self.itl.observe
 
     def began(self, num_choices: int) -> None:
         self._open.inc(num_choices)

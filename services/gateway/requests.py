@@ -45,6 +45,7 @@ from services.gateway.actions import (
 )
 from services.gateway.failures import for_client, is_final, is_loss, is_refusal
 from services.gateway.generation import GenerationRequest as GenerationRequest  # the edges take both from here
+from services.gateway.history import History
 from services.gateway.losses import Losses, Suspicion
 from services.gateway.silence import Silence
 from services.gateway.transcript import Output as Output
@@ -108,6 +109,7 @@ class Request:
         self.dropped_frames = 0
         self.sent_fetches = 0
         self.stuck = False
+        self.history = History(now)
 
     # -- placing
 
@@ -279,7 +281,7 @@ class Request:
             return self.end(None, for_client(error))
         freed = self._free_all()
         self.prefill = self.decode = None
-        self.enter(State.QUEUED, now)
+        self.enter(State.QUEUED, now, error.code)
         delay_s = 0.1 * (1 << self.failures) if counted and self.failures > 1 else 0.0
         return [*freed, Requeue(now + delay_s)]
 
@@ -338,9 +340,11 @@ class Request:
         message = FetchFrames(gateway=self.gateway, request=self.id, attempt=self.attempt, start=len(self.tokens))
         return Tell(worker, message)
 
-    def enter(self, state: State, now: float) -> None:
+    def enter(self, state: State, now: float, reason: str = "") -> None:
+        """`reason`: the code of the error that ended the attempt before."""
         self.state = state
         self.since = now
+        self.history.note(now, state, self.attempt, self.prefill, self.decode, reason)
         self.is_unsettled = True
         self.silence.began(now)
 

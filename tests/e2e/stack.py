@@ -60,12 +60,12 @@ class Stack:
         self.heard: dict[str, tuple[float, Presence]] = {}
         self._started: Counter[str] = Counter()
         self.shm_dir = directory / "shm"
-        self._bus: Bus
+        self.bus: Bus
 
     async def __aenter__(self) -> Stack:
         self.shm_dir.mkdir()
-        self._bus = await connect(self.nats_url, name="test")
-        await self._bus.subscribe(subjects.any_presence(), self._hear)
+        self.bus = await connect(self.nats_url, name="test")
+        await self.bus.subscribe(subjects.any_presence(), self._hear)
         self.client = httpx.AsyncClient(timeout=HTTP_TIMEOUT, limits=httpx.Limits(max_connections=None))
         return self
 
@@ -75,7 +75,7 @@ class Stack:
         with anyio.CancelScope(shield=True):
             await self.client.aclose()
             await self.stop()
-            await self._bus.close()
+            await self.bus.close()
         if kind is not None:
             for log in sorted(self.directory.glob("*.log")):
                 print(f"--- {log.name}\n{log.read_text()[-3000:]}")  # noqa: T201

@@ -11,6 +11,7 @@ import jsonschema
 import numpy as np
 import pytest
 
+from common.engine import masks as step_masks
 from common.engine.masks import allowed_tokens, fill_masks
 from common.engine.matcher import Matcher
 from common.engine.plan import Masks, StepPlan, StepRow, resolve_feeds
@@ -177,6 +178,29 @@ def test_only_constrained_samples_of_a_step_have_masks() -> None:
     assert found.samples.tolist() == [1, 2, 3] and found.words.shape == (3, WORDS)
     assert (found.words == masks(matcher(PERSON), [], ids('{"'))).all()
     assert fill_masks([free, waiting], VOCAB) is None
+
+
+def test_many_rows_filled_at_once_are_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = [walk(matcher(SCHEMAS["array"]), random.Random(seed)) for seed in range(12)]
+    outputs = [output[: seed * len(output) // 12] for seed, output in enumerate(outputs)]
+    broken = ids("nothing")
+
+    def found() -> tuple[Any, list[Matcher]]:
+        rows = [
+            StepRow([5], 3, [0], 1, SamplingParams(), 3, constraint=matcher(SCHEMAS["array"]), output=output)
+            for output in [*outputs, broken]
+        ]
+        rows.insert(4, StepRow([5, *ids("[")], 3, [0], 2, SamplingParams(), 3, constraint=matcher(SCHEMAS["array"]), output=[]))
+        filled = fill_masks(rows, VOCAB)
+        assert filled is not None
+        return filled.words, [row.constraint for row in rows]  # pyright: ignore[reportReturnType]
+
+    monkeypatch.setattr(step_masks, "num_threads", lambda: 1)
+    alone, _ = found()
+    monkeypatch.setattr(step_masks, "num_threads", lambda: 2)
+    together, matchers = found()
+    assert (together == alone).all()
+    assert [bool(one.error) for one in matchers] == [False] * 13 + [True]
 
 
 def test_a_fed_row_gets_the_token_into_its_output() -> None:

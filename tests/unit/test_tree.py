@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,12 @@ def test_a_service_without_an_engine_starts_without_torch(service: str) -> None:
     program = f"import sys, services.{service}.__main__; sys.exit(' '.join({heavy} & sys.modules.keys()) or 0)"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_the_page_is_part_of_the_package() -> None:
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert "services*" in setuptools["packages"]["find"]["include"]
+    gateway = ROOT / "services" / "gateway"
+    packed = {path for pattern in setuptools["package-data"]["services.gateway"] for path in gateway.glob(pattern)}
+    assert packed == set((gateway / "page").iterdir())
+    assert gateway / "page" / "index.html" in packed
