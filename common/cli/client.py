@@ -78,6 +78,7 @@ async def connected(
 
 class Delta(msgspec.Struct, frozen=True):
     content: str | None = None
+    reasoning_content: str | None = None
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -105,6 +106,10 @@ class Chunk(msgspec.Struct, frozen=True):
     @property
     def text(self) -> str:
         return "".join(choice.delta.content or "" for choice in self.choices)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(choice.delta.reasoning_content or "" for choice in self.choices)
 
 
 class Timing(msgspec.Struct):
@@ -221,7 +226,7 @@ class ChatStream:
             chunk = msgspec.json.decode(message.data, type=Chunk)
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"the gateway sent a chunk that is no OpenAI chunk: {error}") from error
-        if chunk.text:
+        if chunk.text or chunk.reasoning:
             self.timing.saw_text(time.monotonic())
         if chunk.usage is not None:
             self.timing.tokens = chunk.usage.completion_tokens

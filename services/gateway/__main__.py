@@ -33,6 +33,8 @@ def make_gateway(bus: Bus, config: GatewayConfig) -> GatewayActor:
         name=config.served_name,
         generation_config=config.generation_config == "auto",
         max_model_len=config.max_model_len,
+        tool_parser=config.tool_parser,
+        reasoning_parser=config.reasoning_parser,
     )
     return GatewayActor(bus=bus, config=config, bundle=bundle, identity=weights_identity(files, load_config(files)))
 

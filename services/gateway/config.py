@@ -10,6 +10,7 @@ from msgspec import Meta
 from common.protocol.errors import ConfigError
 from common.runtime.fields import SECRET
 from common.runtime.settings import ServiceConfig
+from common.text.output.formats import ReasoningParser, ToolParser
 
 ReplyPrefix = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^\s$*>.][^\s*>]*\.$")]
 """Whole tokens, with the dot after them."""
@@ -46,6 +47,12 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
     strict: Annotated[bool, Meta(description="refuse arguments without effect, instead of warning of them")] = False
     generation_config: Annotated[
         Literal["auto", "none"], Meta(description="auto: the model's own sampling values where a request names none")
+    ] = "auto"
+    tool_parser: Annotated[
+        ToolParser, Meta(description="how the model writes calls of tools; auto: as its chat template says; none: no tools")
+    ] = "auto"
+    reasoning_parser: Annotated[
+        ReasoningParser, Meta(description="how the model marks reasoning; auto: as its chat template says; none: it is text")
     ] = "auto"
     access_log: Annotated[bool, Meta(description="log one line per answered request; never its text")] = True
 

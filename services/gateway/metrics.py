@@ -123,11 +123,14 @@ class EdgeMetrics:
         self._open.inc(num_choices)
 
     def ended(self, finish: str, elapsed_s: float, usage: Usage, num_choices: int) -> None:
-        """`finish`: the first choice's finish reason; empty if the request was not answered to its end."""
+        """`finish`: the first choice's finish reason; empty if the request was not answered to its end. An answer that ends
+        with calls of tools has stopped, as far as vLLM's dashboards know."""
         self._open.dec(num_choices)
         self._prompt_tokens.inc(usage.prompt_tokens)
         self._cached_tokens.inc(usage.cached_tokens)
         self._generated.inc(usage.completion_tokens)
+        if finish == "tool_calls":
+            finish = "stop"
         if finish in SUCCESSES:
             self._success.labels(self._model, finish).inc()
         self._e2e.observe(elapsed_s)

@@ -296,7 +296,10 @@ class NatsFront:
                     await reply.chunk(chunk)
             if answer.finished:
                 index, delta = deltas[-1]
-                await reply.last(writer.last(index, delta, answer.usage()))
+                *chunks, last = writer.last(index, delta, answer.usage())
+                for chunk in chunks:
+                    await reply.chunk(chunk)
+                await reply.last(last)
                 return
 
     async def _send_refusals(self, refusals: ObjectReceiveStream[tuple[Reply, PenstockError]]) -> None:
