@@ -266,6 +266,17 @@ class KvUsage(msgspec.Struct, frozen=True, array_like=True):
     cached: int = 0
 
 
+class ServedModel(msgspec.Struct, frozen=True, array_like=True):
+    """One of a gateway's models: the name that it announces, further names for clients, whether a request would be answered
+    now, and how many of this gateway's run and wait."""
+
+    name: str
+    aliases: list[str] = []
+    ready: bool = False
+    running: int = 0
+    waiting: int = 0
+
+
 class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """everyone → everyone, four times a second: I am alive, this is my load, and this many requests I would accept.
 
@@ -276,7 +287,7 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     `model` is the name that clients ask for: a gateway uses the workers that serve its own. `identity` names what a worker's
     weights are, so that another model under the same name is left alone; empty: unknown. `max_context`: tokens that one
-    sequence may have on this worker, which its KV pool may limit; 0: unknown.
+    sequence may have on this worker, which its KV pool may limit; 0: unknown. `models`: what a gateway serves, `model` first.
     """
 
     worker: WorkerRef
@@ -298,6 +309,12 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     max_context: int = 0
     steps: int = 0
     step_age_ms: float = 0.0
+    models: list[ServedModel] = []
+
+    @property
+    def served(self) -> list[ServedModel]:
+        """What a gateway serves, also one of a version that announced its only model by name."""
+        return self.models or [ServedModel(self.model, ready=self.state == "ready", running=self.running, waiting=self.waiting)]
 
 
 Message = (
