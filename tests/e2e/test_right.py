@@ -147,10 +147,10 @@ async def one_and_one(nats_url: str, smollm2: ModelFiles, tmp_path_factory: pyte
         yield stack
 
 
+@pytest.mark.slow
 class TestOnePrefillOneDecode:
     """Whole prompts in one step, roomy pools, nothing guessed, nobody else's KV."""
 
-    @pytest.mark.slow
     async def test_every_length_alone_with_nothing_cached(self, one_and_one: Stack, oracle: Oracle, alone: list[Case]) -> None:
         replies = await run_alone(one_and_one, alone, gateway="gateway-prefill")
         await check(oracle, alone, replies)
@@ -171,13 +171,11 @@ class TestOnePrefillOneDecode:
     async def test_a_ragged_batch_of_32(self, one_and_one: Stack, oracle: Oracle, batch: list[Case]) -> None:
         await check(oracle, batch, await run(one_and_one, batch, gateway="gateway-prefill"))
 
-    @pytest.mark.slow
     async def test_every_length_out_of_the_prefix_cache(self, one_and_one: Stack, oracle: Oracle, alone: list[Case]) -> None:
         replies = await run_alone(one_and_one, alone, gateway="gateway-direct")
         await check(oracle, alone, replies)
         assert cached(replies) > 0.9 * sum(LENGTHS)
 
-    @pytest.mark.slow
     async def test_sampled_text_is_the_same_in_any_company(
         self, one_and_one: Stack, oracle: Oracle, alone: list[Case], batch: list[Case]
     ) -> None:

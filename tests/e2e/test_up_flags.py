@@ -14,6 +14,7 @@ from common.cli.demo import MARK, marked_processes
 from common.models.source import ModelFiles
 from tests.e2e.test_up import penstock_up, run
 from tests.fixtures.nats import LocalNatsServer
+from tests.fixtures.slow import some_slow
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -21,7 +22,7 @@ SIMULATED = ("--engine", "simulated", "--time-scale", "0", "--draft", "1", "--pr
 KEY, PASSWORD = "a-very-s3cret-key", "pa55word-of-the-bus"
 
 
-@pytest.mark.parametrize("way", ["variables", "flags", "file"])
+@pytest.mark.parametrize("way", some_slow(["variables", "flags", "file"], quick=["variables"]))
 def test_no_secret_stands_on_a_command_line_or_in_a_log(
     way: str, tmp_path: Path, smollm2: ModelFiles, nats_server_factory: Callable[[], LocalNatsServer]
 ) -> None:
@@ -52,7 +53,7 @@ def test_naming_a_port_starts_a_bus_whatever_is_exported(tmp_path: Path, smollm2
         assert "ready" in run([sys.executable, "-m", "common.cli", "status", "--nats-url", site.nats_url])
 
 
-@pytest.mark.parametrize("flags", [("--max-model-len", "300"), ("--num-blocks", "20")])
+@pytest.mark.parametrize("flags", [("--max-model-len", "300"), pytest.param(("--num-blocks", "20"), marks=pytest.mark.slow)])
 def test_the_context_is_one_for_gateway_and_engines(flags: tuple[str, ...], tmp_path: Path, smollm2: ModelFiles) -> None:
     """Limited by the operator, or by a small KV pool: clients are told, and a prompt beyond it is a 400 at the gateway."""
     context = 300 if flags[0] == "--max-model-len" else 19 * 16

@@ -37,6 +37,7 @@ def all_logits(runner: Any, tokens: list[int]) -> torch.Tensor:
     return seen[0]
 
 
+@pytest.mark.slow
 def test_logits_have_the_same_bits_alone_in_a_batch_in_chunks_and_on_two_threads(runner: Any, smollm2: ModelFiles) -> None:
     assert isinstance(runner, Int8Runner) and runner.pool.dtype == torch.bfloat16
     prompt = text_tokens(smollm2, 200, seed=5)

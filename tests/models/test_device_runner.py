@@ -25,6 +25,7 @@ from common.ops.hadamard_reference import hadamard
 from common.ops.linear_candidates import Candidate
 from common.protocol.errors import InvalidParameter
 from common.protocol.messages import SamplingParams
+from tests.fixtures.slow import some_slow
 from tests.models.driver import GREEDY, Request, open_runner, run
 from tests.models.oracles import build, greedy_choices, oracle_prompt, save
 from tests.ops.interpreter import act_as_a_gpu
@@ -54,7 +55,9 @@ def device_runner(
     return DeviceRunner(decoder, pool, fingerprint="test", max_rows=16, token_budget=512)
 
 
-@pytest.mark.parametrize("name", ["llama-untied-biases", "llama-wide-heads", "qwen3-tied-groups-of-three"])
+@pytest.mark.parametrize(
+    "name", some_slow(["llama-untied-biases", "llama-wide-heads", "qwen3-tied-groups-of-three"], quick=["llama-wide-heads"])
+)
 def test_a_ragged_batch_in_chunks_gives_the_text_of_transformers(name: str, tmp_path: Path) -> None:
     model = build(name)
     runner = device_runner(save(model, tmp_path))
@@ -147,12 +150,13 @@ def test_verified_proposals_give_the_same_text(llama: tuple[Any, ModelFiles]) ->
     assert runner.execute(StepPlan(1, [row])).rows[0].tokens[:3] == expected[:3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv", "weights"),
     [
         (None, "none"),
-        pytest.param(torch.float8_e4m3fn, "none", marks=pytest.mark.slow),
-        pytest.param(torch.float8_e4m3fn, "fp8", marks=pytest.mark.slow),
+        (torch.float8_e4m3fn, "none"),
+        (torch.float8_e4m3fn, "fp8"),
     ],
 )
 def test_reduced_precision_stays_close(llama: tuple[Any, ModelFiles], kv: torch.dtype | None, weights: LinearFormat) -> None:

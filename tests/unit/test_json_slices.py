@@ -93,12 +93,17 @@ def test_of_two_members_with_one_name_the_last_counts() -> None:
         b"{" + b",".join(b'"%d":1' % index for index in range(2000)) + b"}",
         b'{"' + b"n" * 5000 + b'":1}',
         b" " * 10**6 + b'{"a":1}',
-        b'{"a":' + b" " * 10**6 + b"1}",
     ],
 )
 def test_what_is_no_object_is_refused(body: bytes) -> None:
     with pytest.raises(InvalidParameter):
         finish(members(body))
+
+
+@pytest.mark.parametrize("slice_bytes", [64], indirect=True)
+def test_an_object_of_blanks_is_refused() -> None:
+    with pytest.raises(InvalidParameter):
+        finish(members(b'{"a":' + b" " * 10**6 + b"1}"))
 
 
 @pytest.mark.parametrize("array", [b"[1,]", b"[,1]", b"[1,,2]", b"[,]", b"{}", b"1"])

@@ -157,6 +157,7 @@ def test_a_mistake_in_a_large_body_is_named_by_place(body: dict[str, Any], param
     assert caught.value.param == param
 
 
+@pytest.mark.parametrize("slice_bytes", [64 * 1024], indirect=True)
 @pytest.mark.parametrize("name", HUGE)
 def test_no_step_of_a_huge_body_holds_the_loop(name: str, slice_bytes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (json_slices, parse):
@@ -167,6 +168,7 @@ def test_no_step_of_a_huge_body_holds_the_loop(name: str, slice_bytes: None, mon
     assert longest_s < 0.012
 
 
+@pytest.mark.parametrize("slice_bytes", [64 * 1024], indirect=True)
 @pytest.mark.parametrize("character", ["x", "é", "\U0001f600", "\\n", "\\u00e9", "\\ud83d\\ude00", "\\\\", '\\"'])
 def test_a_long_text_is_read_in_steps(character: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (json_slices, parse):
@@ -179,6 +181,7 @@ def test_a_long_text_is_read_in_steps(character: str, monkeypatch: pytest.Monkey
     assert longest_s < 0.015
 
 
+@pytest.mark.parametrize("slice_bytes", [64 * 1024], indirect=True)
 def test_many_ids_that_fit_are_read_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (json_slices, parse):
         monkeypatch.setattr(module, "SLICE_BYTES", 64 * 1024)
