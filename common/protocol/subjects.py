@@ -9,8 +9,9 @@
     penstock.v1.int.reply.<role>.<connection>.<n>  an answer to one request of one connection
 
 A gateway listens to the subjects of its own models only, one for each name, so gateways of several models share a bus, and
-several of one model share its load. A request for a model that nobody serves is answered by the server at once: no responders, an empty message with
-`Status: 503`. `$SRV.INFO` lists the subjects and queue groups that each gateway listens to, `$SRV.STATS` what came there.
+several of one model share its load. A request for a model that nobody serves is answered by the server at once: no responders,
+an empty message with `Status: 503`. `$SRV.INFO` lists the subjects and queue groups that each gateway listens to, `$SRV.STATS`
+what came there.
 
 Names that differ may have the same slug (`Org/Model` and `org-model`), and a name may mean another model elsewhere. Gateways
 for two such names can't share a bus: the one that started later ends with a line that names both.

@@ -52,6 +52,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.http import create_app
 from services.gateway.inflow import Inflow
 from services.gateway.intake import Intake
+from services.gateway.lag import Lag
 from services.gateway.model_core import ModelCore, Served, names_of_workers
 from services.gateway.nats_front import NatsFront
 from services.gateway.requests import GenerationRequest, Request
@@ -67,12 +68,6 @@ FREE_AFTER_S = 0.01
 """Requests that end within this time are let go of with one message per worker."""
 SETTLED_AFTER_S = 0.5
 """After the bus came back: workers return a little later than we do, and would miss what is sent before."""
-BEHIND_S = 0.3
-"""A frame that has waited so long, or a heartbeat so late, says that silence of workers may be our own."""
-SHED_S = 2.0
-SHED_AFTER_S = 3.0
-"""When that is as much as `SHED_S`, and for so long that smaller windows did not help, new requests are refused."""
-BEHIND_FOR_S = 1.0
 DRAIN_RESERVE_S = 2.0
 """Kept of the drain's time for telling clients that their stream ends here."""
 
@@ -114,7 +109,7 @@ class GatewayActor(Actor):
         self._outages = 0
         self._settled_at = clock()
         self._inflow = Inflow(self._take_frames, self._frames_taken, clock)
-        self._ticked_at = self._kept_up_at = self._busy_until = self._shed_until = clock()
+        self._lag = Lag(heartbeat_s=config.heartbeat_s, now=clock())
         self._freeing = anyio.Event()
         self._idle = anyio.Event()
         self._front: NatsFront | None = None
@@ -199,29 +194,15 @@ class GatewayActor(Actor):
 
     def tick(self, now: float) -> None:
         self._look_around(now)
-        self._measure_lag(now)
+        self._lag.measure(self._inflow.lag_s, now)
         for worker in self.windows.tick(now):
             self._acknowledge(worker)
         alive = [peer.worker.id for peer in self.registry.alive(None, now)]
         for core in self.cores:
-            core.dispatcher.tick(now, behind=now < self._busy_until)
+            core.dispatcher.tick(now, behind=self._lag.is_behind(now))
             core.health.forget(alive, now)
             core.canary.tick(now, connected=self.bus.connected)
         self._carry_out_all()
-
-    def _measure_lag(self, now: float) -> None:
-        """Frames that have waited here for long, or heartbeats that come late, show that this process can't keep up."""
-        lag_s, beat_late_s = self._inflow.lag_s, now - self._ticked_at - self.config.heartbeat_s
-        late_s = max(lag_s, beat_late_s)
-        self._ticked_at = now
-        if late_s > BEHIND_S:
-            self._busy_until = now + BEHIND_FOR_S
-        if late_s <= SHED_S:
-            self._kept_up_at = now
-        elif now - self._kept_up_at > SHED_AFTER_S:
-            if now >= self._shed_until:
-                log.warning("can_not_keep_up", frames_waited_s=round(lag_s, 2), heartbeat_late_s=round(beat_late_s, 2))
-            self._shed_until = now + BEHIND_FOR_S
 
     def peer_lost(self, peer: Presence) -> None:
         self._inflow.flush()
@@ -301,7 +282,7 @@ class GatewayActor(Actor):
         if self.state != "ready":
             raise ShuttingDown("this gateway is starting or stopping; send the request to another one, or again in a moment")
         now = self.clock()
-        if now < self._shed_until and path == "auto":
+        if self._lag.sheds(now) and path == "auto":
             raise GatewayBusy("this gateway can't keep up; try again in a moment")
         num_requests = sum(len(each.dispatcher.requests) for each in self.cores)
         if num_requests >= self.config.max_requests:
