@@ -138,8 +138,8 @@ def _table(content: Any, number: int, path: Path) -> ModelTable:
         for name in said.value if isinstance(said.value, list) else [said.value]:
             names.append(configuration.convert(known["served_model_name"], Given(name, said.source, False)))
     values = {key: configuration.convert(known[key], value) for key, value in given.items()}
-    names = [name for name in names if name] or [model_name(values["model"])]
-    names += values.get("aliases", ())
+    first, *aliases = names or [""]
+    names = [first or model_name(values["model"]), *filter(None, aliases), *values.get("aliases", ())]
     settings = {key: value for key, value in given.items() if key not in ("model", "aliases")}
     return ModelTable(values["model"], tuple(dict.fromkeys(names)), settings)
 

@@ -51,7 +51,8 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
 
     strict: Annotated[bool, Meta(description="refuse arguments without effect, instead of warning of them")] = False
     aliases: Annotated[
-        tuple[str, ...], Meta(description="further names that clients may use for the model", extra=PER_MODEL)
+        tuple[Annotated[str, Meta(min_length=1)], ...],
+        Meta(description="further names that clients may use for the model", extra=PER_MODEL),
     ] = ()
     generation_config: Annotated[
         Literal["auto", "none"],

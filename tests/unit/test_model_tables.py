@@ -173,6 +173,15 @@ def test_a_mistake_is_named(tmp_path: Path, text: str, says: str) -> None:
         assert says.format(path=path) in str(caught.value)
 
 
+def test_an_empty_name_is_the_models_own_and_an_alias_may_stand_by_itself(tmp_path: Path) -> None:
+    text = "[[models]]\nmodel = 'a/x'\nserved_model_name = ['', 'y']\n[[models]]\nmodel = 'z'\naliases = ['w']\n"
+    first, second = service("gateway", written(tmp_path, text)).each
+    assert (first.served_name, first.aliases) == ("a/x", ("y",))
+    assert (second.served_name, second.aliases) == ("z", ("w",))
+    with pytest.raises(ConfigError, match="aliases"):
+        service("gateway", written(tmp_path, "[[models]]\nmodel = 'z'\naliases = ['']\n"))
+
+
 def test_an_unknown_choice_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"unknown model in .*: larg; did you mean large"):
         service("gateway", written(tmp_path), "--served-model-name", "larg")
