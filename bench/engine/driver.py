@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.engine.plan import UNKNOWN, PendingStep, Runner, StepPlan, StepResult, StepRow
+from common.engine.plan import UNKNOWN, Constraint, PendingStep, Runner, StepPlan, StepResult, StepRow
 from common.protocol.errors import ConfigError
 from common.protocol.messages import SamplingParams
 
@@ -36,6 +36,7 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     planned: int = 0
     sample: int = -1
+    constraint: Constraint | None = None
 
     @property
     def num_inputs(self) -> int:
@@ -169,6 +170,8 @@ class Driver:
             return self._row(request, [request.output[index]], 1)
         row = self._row(request, [UNKNOWN], 1)
         row.feed = request.sample
+        if request.constraint is not None:
+            row.output.append(UNKNOWN)
         return row
 
     def _row(self, request: Request, tokens: list[int], num_samples: int) -> StepRow:
@@ -179,6 +182,8 @@ class Driver:
             num_samples=num_samples,
             sampling=request.sampling,
             prompt_tokens=len(request.prompt),
+            constraint=request.constraint,
+            output=[] if request.constraint is None else list(request.output),
         )
         request.planned += len(tokens)
         return row

@@ -3,8 +3,10 @@
     submit: pack rows ─► copy to the device ─► graph (embed … logits, draw) ─► filters, penalties ─► copy tokens back, event
     result: wait for the event
 
-The host never waits in `submit`: a row that is fed takes its token from `sampled`, where the step before left it. All work is
-on one stream, so steps run in the order of submission and share every buffer on the device.
+The host never waits in `submit`: a row that is fed takes its token from `sampled`, where the step before left it. There is one
+exception: what a constrained row may be depends on the tokens of the step before. The host waits for those, and fills masks,
+while the device computes this step's logits. All work is on one stream, so steps run in the order of submission and share every
+buffer on the device.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import torch
 
 from common.engine.device_sampling import DeviceSampler, Logprobs
 from common.engine.graphs import PADDING, ShapeTable, StepGraph, exact_shape
+from common.engine.masks import StepMasks, fill_masks
 from common.engine.plan import RowSamples, RunnerLost, StepPlan, StepResult, StepRow
 from common.engine.sampling import penalised
 from common.engine.step_buffers import Fields, PackedStep, StepPacker, StepShape, buffer_bytes, layout
@@ -106,6 +109,7 @@ class DeviceRunner:
         self._shapes = ShapeTable(max_rows, max_tokens, layer_parameters=decoder.layer_parameters)
         self._graphs: dict[StepShape, StepGraph] = {}
         self._launched_sizes: set[tuple[int, int]] = set()
+        self._last: DeviceStep | None = None
         if self._on_gpu:
             torch.cuda.synchronize(self._device)  # what was made above was made on another stream
             if graphs:
@@ -140,14 +144,25 @@ class DeviceRunner:
             self._buffer[: packed.used_bytes].copy_(staging[: packed.used_bytes], non_blocking=True)
             extras = self._sampler.load(rows)
             logits = self._forward(shape, _attention_rows(rows, packed)) if graph is None else graph.replay()
-            logprobs = self._sampler.finish(logits, extras)
+            logprobs = self._sampler.finish(logits, extras, self._masks(rows))
             num_samples = sum(row.num_samples for row in rows)
             tokens = self._tokens[self._turn][:num_samples]
             tokens.copy_(self._sampler.sampled[:num_samples], non_blocking=True)
             event = torch.cuda.Event(blocking=True) if self._on_gpu else None
             if event is not None:
                 event.record()
-        return DeviceStep(rows, begun, tokens, logprobs, event)
+        self._last = DeviceStep(rows, begun, tokens, logprobs, event)
+        return self._last
+
+    def _masks(self, rows: Sequence[StepRow]) -> StepMasks | None:
+        """Waits for the step before, if a constrained row is fed by it."""
+        fed = [row for row in rows if row.is_constrained and row.feed >= 0]
+        if fed:
+            assert self._last is not None
+            sampled = self._last.sampled()
+            for row in fed:
+                row.output[-1] = sampled[row.feed]
+        return fill_masks(rows, self.vocab_size)
 
     def may_compile(self, plan: StepPlan) -> bool:
         """Steps with a graph were compiled when it was captured; others compile what is new of their size."""
@@ -289,12 +304,19 @@ class DeviceStep:
         self._logprobs = logprobs
         self._event = event
 
-    def result(self) -> StepResult:
+    def sampled(self) -> list[int]:
+        """All samples in order, once the step has run.
+
+        :raises RunnerLost: if it can't any more.
+        """
         if self._event is not None:
             # this thread's device, too: a call from a thread without one may set up the first GPU, which is another worker's
             with lost_if_broken(), torch.cuda.device(self._event.device):
                 self._event.synchronize()
-        tokens = [] if self._tokens is None else self._tokens.tolist()
+        return [] if self._tokens is None else self._tokens.tolist()
+
+    def result(self) -> StepResult:
+        tokens = self.sampled()
         logprobs = _logprobs_of(self._logprobs)
         rows: list[RowSamples] = []
         at = 0

@@ -1,7 +1,7 @@
 """Sampling on a GPU, around a step's graph: draws go in before it, and what few rows ask for runs after it.
 
-Every row is drawn in the graph, as if it had no filters. Rows with top-k or top-p, penalties, biases or minimum lengths are
-drawn again behind it, and log-probabilities are taken last; see `engine.sampling` for the order, which is the same.
+Every row is drawn in the graph, as if it had no filters. Rows with top-k or top-p, penalties, biases, minimum lengths or masks
+are drawn again behind it, and log-probabilities are taken last; see `engine.sampling` for the order, which is the same.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from common.engine.masks import StepMasks
 from common.engine.plan import StepRow
-from common.engine.sampling import penalised
+from common.engine.sampling import forbidden_tokens, penalised
 from common.ops.adjust_device import Adjustment, Adjustments, HostAdjustments, apply_adjustments, pack_adjustments
 from common.ops.logprobs import token_logprobs
 from common.ops.sample import Draw
@@ -77,7 +78,8 @@ class DeviceSampler:
         if warm or self._warm:  # greedy rows are drawn alike wherever they are
             self.draws.load(host)
         self._warm = warm
-        extras = _extras(rows, host, len(params)) if any(map(_is_special, params)) else NO_EXTRAS
+        special = any(map(_is_special, params)) or any(row.constraint is not None for row in rows)
+        extras = _extras(rows, host, len(params)) if special else NO_EXTRAS
         if extras.adjustments is not None:
             self._previous.copy_(self.sampled)
         return extras
@@ -86,14 +88,15 @@ class DeviceSampler:
         """In the graph. logits: [samples, vocab_size]; `sampled` gets a token for each."""
         sample_plain(logits, self.draws, self.sampled)
 
-    def finish(self, logits: torch.Tensor, extras: Extras) -> Logprobs | None:
-        """Behind the graph: the rows that asked for more than it does."""
+    def finish(self, logits: torch.Tensor, extras: Extras, masks: StepMasks | None = None) -> Logprobs | None:
+        """Behind the graph: the rows that asked for more than it does. masks: of the step's constrained samples."""
         device = self.sampled.device
         if len(extras.filtered):
             sample_filtered(logits, _moved(extras.filtered, device), self.draws, self.sampled)
         if extras.adjustments is not None:
             adjustments = Adjustments.on(device, extras.adjustments)
-            adjusted = apply_adjustments(logits, adjustments, self._previous)
+            words = None if masks is None else _moved(masks.words, device)
+            adjusted = apply_adjustments(logits, adjustments, self._previous, words)
             sample_filtered(adjusted, adjustments.rows, self.draws, self.sampled, compact=True)
         if not len(extras.asking):
             return None
@@ -123,14 +126,16 @@ def _extras(rows: Sequence[StepRow], host: HostDraws, num_samples: int) -> Extra
     adjustments: list[Adjustment] = []
     asking: list[int] = []
     num_top = 0
-    index = 0
+    index = num_masks = 0
     for row in rows:
         params = row.sampling
         for sample in range(row.num_samples):
             end = row.start + len(row.tokens) - row.num_samples + sample + 1
-            forbidden = params.stop_token_ids if end - row.prompt_tokens < params.min_tokens else []
-            if penalised(params) or params.logit_bias or forbidden:
-                adjustments.append(_adjustment(row, index, end, forbidden))
+            forbidden = forbidden_tokens(row, end - row.prompt_tokens)
+            mask = -1 if row.constraint is None else num_masks
+            num_masks += mask >= 0
+            if penalised(params) or params.logit_bias or forbidden or mask >= 0:
+                adjustments.append(_adjustment(row, index, end, forbidden, mask))
             if params.logprobs >= 0:
                 asking.append(index)
                 num_top = max(num_top, params.logprobs)
@@ -144,7 +149,7 @@ def _extras(rows: Sequence[StepRow], host: HostDraws, num_samples: int) -> Extra
     )
 
 
-def _adjustment(row: StepRow, index: int, end: int, forbidden: Sequence[int]) -> Adjustment:
+def _adjustment(row: StepRow, index: int, end: int, forbidden: Sequence[int], mask: int) -> Adjustment:
     params = row.sampling
     history = row.history if penalised(params) else []
     return Adjustment(
@@ -157,6 +162,7 @@ def _adjustment(row: StepRow, index: int, end: int, forbidden: Sequence[int]) ->
         biases=params.logit_bias,
         forbidden=forbidden,
         feed=max(row.feed, 0),
+        mask=mask,
     )
 
 

@@ -6,17 +6,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.engine.plan import Runner
+from common.models.source import ModelFiles
 from common.transfer.segment import Segment
 
 
 @dataclass(slots=True)
 class Engine:
-    """A runner and the segment that holds its KV blocks. `identity`: what its weights are, see `Presence`."""
+    """A runner and the segment that holds its KV blocks. `identity`: what its weights are, see `Presence`.
+    `files`: the model's; None where nothing is known of its tokenizer."""
 
     runner: Runner
     segment: Segment
     on_gpu: bool = False
     identity: str = ""
+    files: ModelFiles | None = None
 
 
 OpenEngine = Callable[[str, Callable[[int, int], None]], Engine]

@@ -47,7 +47,7 @@ def open_engine(
     settings = msgspec.structs.replace(settings, **config.limits(on_gpu=on_gpu)._asdict())
     if not on_gpu:
         engine = _open_on_cpu(files, model, settings, config.shm_dir, segment_name, on_progress)
-        engine.identity = identity
+        engine.identity, engine.files = identity, files
         return engine
     runner = load_runner(files, settings, on_progress=on_progress)
     pool = runner.pool  # pyright: ignore[reportAttributeAccessIssue]
@@ -61,7 +61,7 @@ def open_engine(
     )
     if transport is not None:
         transport.attach(pool)
-    return Engine(runner, segment, on_gpu=True, identity=identity)
+    return Engine(runner, segment, on_gpu=True, identity=identity, files=files)
 
 
 def _open_on_cpu(

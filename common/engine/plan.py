@@ -12,8 +12,25 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from common.protocol.messages import SamplingParams, TokenLogprobs
+
+Masks = NDArray[np.int32]
+"""Allowed tokens, int32 [samples, ceil(vocab_size / 32)]: bit t % 32 of word t // 32 is token t's."""
+
+
+class Constraint(Protocol):
+    """What a row may be sampled from. Used by one thread at a time: the runner's, or the scheduler's while no step runs."""
+
+    def fill(self, output: Sequence[int], proposal: Sequence[int], out: Masks) -> None:
+        """Write what may follow `output`, and `output` with each beginning of `proposal`.
+
+        out: int32 [1 + len(proposal), words], contiguous; where the proposal is not allowed, nothing is written behind it.
+        """
+        ...
+
 
 UNKNOWN = -1
 """In the place of a token that a step in flight will sample."""
@@ -27,11 +44,12 @@ class StepRow(msgspec.Struct):
     rule, k + 1 to verify k proposed tokens (which are then the last k of `tokens`).
 
     `history` is the sequence's tokens [0, start + len(tokens)) whenever `sampling` needs them (penalties), else empty; the
-    first `prompt_tokens` are the prompt. The sample at input position p is the token at position p + 1, output index
-    p + 1 - prompt_tokens, and draws Gumbel(seed, p + 1, token).
+    first `prompt_tokens` are the prompt. With a `constraint`, `output` is what has been generated, without proposed tokens. The
+    sample at input position p is the token at position p + 1, output index p + 1 - prompt_tokens, and draws
+    Gumbel(seed, p + 1, token).
 
     `feed` >= 0: the row's only token is not known yet. It is that sample of the plan submitted before (counting the samples
-    of all its rows); `tokens` and the end of `history` hold `UNKNOWN` in its place.
+    of all its rows); `tokens` and the ends of `history` and `output` hold `UNKNOWN` in its place.
     """
 
     tokens: list[int]
@@ -42,6 +60,13 @@ class StepRow(msgspec.Struct):
     prompt_tokens: int
     history: list[int] = []
     feed: int = -1
+    constraint: Constraint | None = None
+    output: list[int] = []
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether samples of this step need a mask."""
+        return self.constraint is not None and self.num_samples > 0
 
 
 class StepPlan(msgspec.Struct):
@@ -130,6 +155,8 @@ def resolve_feeds(plan: StepPlan, samples: Sequence[int]) -> None:
             row.tokens[0] = samples[row.feed]
             if row.history:
                 row.history[-1] = row.tokens[0]
+            if row.output:
+                row.output[-1] = row.tokens[0]
 
 
 class LaterStep:

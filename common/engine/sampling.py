@@ -1,8 +1,8 @@
 """From logits and `SamplingParams` to tokens: what `ops.sample` draws, after penalties, biases and minimum lengths.
 
-The order is penalties, logit bias, `min_tokens`; then temperature, min-p, top-k, top-p (see `ops.sample`). Log-probabilities
-are those of the untouched logits. A token depends on its logits, its request's parameters and its position, and on nothing
-else: not on the batch, and not on whether it was guessed before.
+The order is penalties, logit bias, `min_tokens`, the constraint's mask; then temperature, min-p, top-k, top-p (see
+`ops.sample`). Log-probabilities are those of the untouched logits. A token depends on its logits, its request's parameters and
+its position, and on nothing else: not on the batch, and not on whether it was guessed before.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from common.engine.masks import allowed_tokens, fill_masks
 from common.engine.plan import RowSamples, StepRow
 from common.ops.logprobs import top_logprobs
 from common.ops.penalties import apply_penalties
@@ -22,18 +23,22 @@ from common.protocol.messages import SamplingParams, TokenLogprobs
 def sample_rows(logits: torch.Tensor, rows: Sequence[StepRow]) -> list[RowSamples]:
     """logits: float32 [samples, vocab] on the CPU, the samples of all rows one after the other; left as they are.
 
-    Rows that are `penalised` bring their history.
+    Rows that are `penalised` bring their history, constrained ones their output.
     """
     draws: list[Draw] = []
-    changed = logits
+    masks = fill_masks(rows, logits.shape[1])
+    changed = logits if masks is None else logits.clone()
     for row in rows:
         params = row.sampling
         for sample in range(row.num_samples):
             end = row.start + len(row.tokens) - row.num_samples + sample + 1  # position of the token to be drawn
-            if _adjusts(params, end - row.prompt_tokens):
+            if _adjusts(row, end - row.prompt_tokens):
                 changed = logits.clone() if changed is logits else changed
                 _adjust(changed[len(draws)], row, end)
             draws.append(Draw(params.temperature, params.top_k, params.top_p, params.min_p, params.seed, end))
+    if masks is not None:
+        for sample, words in zip(masks.samples.tolist(), masks.words, strict=True):
+            changed[sample].numpy()[~allowed_tokens(words, logits.shape[1])] = -np.inf
     tokens = sample_tokens(changed, draws)
     results: list[RowSamples] = []
     at = 0
@@ -52,8 +57,14 @@ def _scores(logits: torch.Tensor, token: int, num_top: int) -> TokenLogprobs:
     return TokenLogprobs(logprob, tuple(top_tokens), tuple(top))
 
 
-def _adjusts(params: SamplingParams, output_index: int) -> bool:
-    return bool(params.logit_bias) or penalised(params) or (output_index < params.min_tokens and bool(params.stop_token_ids))
+def _adjusts(row: StepRow, output_index: int) -> bool:
+    return bool(row.sampling.logit_bias) or penalised(row.sampling) or bool(forbidden_tokens(row, output_index))
+
+
+def forbidden_tokens(row: StepRow, output_index: int) -> Sequence[int]:
+    """What `min_tokens` forbids at that place of the output; nothing where a constraint says when it ends."""
+    params = row.sampling
+    return params.stop_token_ids if output_index < params.min_tokens and row.constraint is None else []
 
 
 def penalised(params: SamplingParams) -> bool:
@@ -77,5 +88,4 @@ def _adjust(logits: torch.Tensor, row: StepRow, end: int) -> None:
     biases = {token: bias for token, bias in params.logit_bias.items() if 0 <= token < len(values)}
     if biases:
         values[list(biases)] += np.array(list(biases.values()), np.float32)
-    if end - row.prompt_tokens < params.min_tokens:
-        values[[token for token in params.stop_token_ids if 0 <= token < len(values)]] = -np.inf
+    values[[token for token in forbidden_tokens(row, end - row.prompt_tokens) if 0 <= token < len(values)]] = -np.inf

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 from common.cache.pool import BlockPool
 from common.cache.prefix import hash_chain
+from common.engine.matcher import Matcher
 from common.engine.plan import UNKNOWN, RowSamples, StepRow
 from common.protocol import tokens as token_bytes
 from common.protocol.errors import ContextLengthExceeded, EmptyPrompt, ProtocolError
@@ -29,7 +30,8 @@ MAX_SAMPLING_NUMBER = 1000.0
 @dataclass(slots=True, eq=False)
 class Sequence:
     """`held_from`: index in `tokens` of the first token whose logprobs are kept here (what came before, others sent).
-    `ends_at`: the request's deadline in seconds of the worker's clock.
+    `ends_at`: the request's deadline in seconds of the worker's clock. `matcher`: the state of the request's grammar, once that
+    is compiled.
     """
 
     generation: Generation
@@ -49,6 +51,7 @@ class Sequence:
     cancelled: bool = False
     arrival: int = 0
     ends_at: float = math.inf
+    matcher: Matcher | None = None
 
     @classmethod
     def of(cls, generation: Generation, *, vocab_size: int, max_context: int) -> Sequence:
@@ -80,6 +83,15 @@ class Sequence:
         return len(self.tokens) - self.generation.prompt_tokens
 
     @property
+    def is_ready(self) -> bool:
+        """Whether it can be planned: not before its grammar is compiled."""
+        return self.matcher is not None or not self.generation.sampling.grammar
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.generation.prompt_tokens :]
+
+    @property
     def length(self) -> int:
         return len(self.tokens) + self.num_awaited
 
@@ -107,6 +119,9 @@ class Sequence:
         history = []
         if sampled and _needs_history(self.sampling):
             history = [*self.tokens[:end], *proposal] if feed < 0 else [*self.tokens, UNKNOWN]
+        output: list[int] = []
+        if sampled and self.matcher is not None:
+            output = self.output if feed < 0 else [*self.output, UNKNOWN]
         self.num_planned = end
         self.num_steps += 1
         if sampled:
@@ -121,6 +136,8 @@ class Sequence:
             prompt_tokens=self.generation.prompt_tokens,
             history=history,
             feed=feed,
+            constraint=self.matcher,
+            output=output,
         )
 
     def ran(self, row: StepRow) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.engine import roofline
+from common.engine.masks import allowed_tokens, fill_masks
 from common.engine.plan import LaterStep, RowSamples, StepPlan, StepResult, StepRow, resolve_feeds
 from common.protocol.errors import ConfigError
 from common.protocol.messages import SamplingParams, TokenLogprobs
@@ -108,6 +109,12 @@ class TokenRule:
         follow = (drawn >> np.uint64(32)) < np.uint64(self.threshold)
         index = np.where(follow, _mix_array(last), drawn) % np.uint64(len(self.ring))
         return self.ring[index.astype(np.int64)].tolist()
+
+    def choose_allowed(self, allowed: NDArray[np.bool_], drawn: int) -> int:
+        """One of the tokens that a constraint allows, bool [vocab_size]; a reserved one only if there are no others."""
+        ordinary = self.allowed[allowed[self.allowed]]
+        ids = ordinary if len(ordinary) else np.flatnonzero(allowed)
+        return int(ids[drawn % len(ids)])
 
     def settle(self, token: int, drawn: int, sampling: SamplingParams, output_index: int) -> int:
         """`token`, or the stop id that ends the text here, or the next id that may stand before `min_tokens`."""
@@ -278,6 +285,8 @@ class SimulatedRunner:
 
     def _samples(self, rows: Sequence[StepRow], tokens: list[int], drawn: U64) -> list[RowSamples]:
         results: list[RowSamples] = []
+        masks = fill_masks(rows, self.vocab_size)
+        allowed = iter(()) if masks is None else (allowed_tokens(words, self.vocab_size) for words in masks.words)
         at = 0
         for row in rows:
             sampling = row.sampling
@@ -288,6 +297,8 @@ class SimulatedRunner:
                     self.rule.settle(token, int(drawn[at + i]), sampling, output_index + i) for i, token in enumerate(chosen)
                 ]
             at += row.num_samples
+            if masks is not None and row.is_constrained:
+                chosen = [self.rule.choose_allowed(next(allowed), int(drawn[at - len(chosen) + i])) for i in range(len(chosen))]
             logprobs = None if sampling.logprobs < 0 else [self._logprobs(token, sampling.logprobs) for token in chosen]
             results.append(RowSamples(tokens=chosen, logprobs=logprobs))
         return results

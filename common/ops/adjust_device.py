@@ -1,8 +1,8 @@
-"""Penalties, biases and forbidden tokens on a GPU: the bits that `apply_penalties` and numpy give, in copies of the rows.
+"""Penalties, biases, forbidden tokens and masks on a GPU: what `apply_penalties` and numpy give, bit by bit, in copies of rows.
 
 host = pack_adjustments([Adjustment(row=3, …), …])                 numpy → one pinned buffer
 adjustments = Adjustments.on(device, host)                         one asynchronous copy
-adjusted = apply_adjustments(logits, adjustments, previous)        float32 [n, vocab]
+adjusted = apply_adjustments(logits, adjustments, previous, masks) float32 [n, vocab]
 sample_filtered(adjusted, adjustments.rows, batch, out, compact=True)
 """
 
@@ -25,10 +25,10 @@ _FLOATS = {"presence", "frequency", "repetition", "bias_values"}
 
 
 class Adjustment(NamedTuple):
-    """What changes one row of logits: penalties, then biases, then `forbidden` tokens, whose logits become -inf.
+    """What changes one row of logits: penalties, then biases; tokens in `forbidden` or outside the mask get -inf.
 
     prompt and output: token ids, both empty without penalties; output may end with `PENDING`, which stands for
-    `previous_tokens[feed]`.
+    `previous_tokens[feed]`. mask: which of the step's masks holds for the row, -1 none.
     """
 
     row: int
@@ -40,6 +40,7 @@ class Adjustment(NamedTuple):
     biases: Mapping[int, float] = {}
     forbidden: Sequence[int] = ()
     feed: int = 0
+    mask: int = -1
 
 
 class HostAdjustments(NamedTuple):
@@ -53,12 +54,13 @@ class HostAdjustments(NamedTuple):
 @dataclass(frozen=True)
 class Adjustments:
     """Of n rows, on a device. `ids`: int32 histories, one after the other: row i's is [starts[i], starts[i + 1]), and its
-    output begins at outputs[i]. Biases and forbidden tokens name their row by its index among the n.
+    output begins at outputs[i]. Biases and forbidden tokens name their row by its index among the n. `masks`: int32, of each.
     """
 
     rows: torch.Tensor
     outputs: torch.Tensor
     feeds: torch.Tensor
+    masks: torch.Tensor
     presence: torch.Tensor
     frequency: torch.Tensor
     repetition: torch.Tensor
@@ -93,6 +95,7 @@ def pack_adjustments(adjustments: Sequence[Adjustment]) -> HostAdjustments:
     values: dict[str, list[int] | list[float]] = {
         "rows": [one.row for one in adjustments],
         "feeds": [one.feed for one in adjustments],
+        "masks": [one.mask for one in adjustments],
         "presence": [one.presence for one in adjustments],
         "frequency": [one.frequency for one in adjustments],
         "repetition": [one.repetition for one in adjustments],
@@ -122,8 +125,11 @@ def _padded(size: int) -> int:
     return -(-size // 4) * 4  # every part starts at a multiple of 16 bytes
 
 
-def apply_adjustments(logits: torch.Tensor, adjustments: Adjustments, previous_tokens: torch.Tensor) -> torch.Tensor:
+def apply_adjustments(
+    logits: torch.Tensor, adjustments: Adjustments, previous_tokens: torch.Tensor, masks: torch.Tensor | None = None
+) -> torch.Tensor:
     """logits: float32, bfloat16 or float16 [rows, vocab], left as they are. previous_tokens: int32 or int64, at least one.
+    masks: int32 [masks, ceil(vocab / 32)], bit t % 32 of word t // 32 allows token t; None where no row has one.
     Returns float32 [n, vocab], the adjusted logits of `adjustments.rows`.
 
     Repetition divides positive logits of tokens in prompt or output and multiplies others; then frequency is subtracted once
@@ -135,6 +141,8 @@ def apply_adjustments(logits: torch.Tensor, adjustments: Adjustments, previous_t
         raise ValueError(f"adjusted are logits [rows, vocab] on a GPU, not {logits.dtype} {list(logits.shape)}")
     if previous_tokens.ndim != 1 or not len(previous_tokens):
         raise ValueError(f"previous tokens are [tokens], not {list(previous_tokens.shape)}")
+    if masks is not None and (masks.dtype != torch.int32 or masks.ndim != 2 or masks.shape[1] * 32 < logits.shape[1]):
+        raise ValueError(f"masks are int32 [masks, vocab / 32], not {masks.dtype} {list(masks.shape)}")
     from common.ops.penalties_triton import edit_triton, penalise_triton
 
     if not len(adjustments.rows):
@@ -151,6 +159,8 @@ def apply_adjustments(logits: torch.Tensor, adjustments: Adjustments, previous_t
         frequency=adjustments.frequency,
         repetition=adjustments.repetition,
         longest=adjustments.longest,
+        masks=masks,
+        mask_of=adjustments.masks,
     )
     edit_triton(out, adjustments.bias_rows, adjustments.bias_tokens, adjustments.bias_values)
     edit_triton(out, adjustments.forbidden_rows, adjustments.forbidden_tokens, None)

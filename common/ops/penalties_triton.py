@@ -1,4 +1,4 @@
-"""Penalties and edits of logits on a device, in copies of the rows concerned: counts, one pass, then single tokens.
+"""Penalties, masks and edits of logits on a device, in copies of the rows concerned: counts, one pass, then single tokens.
 
 Counts are integers, so the order in which they are added doesn't matter; each float operation is rounded by itself, as on a
 CPU, so these kernels must be launched without fusing products and sums.
@@ -46,8 +46,11 @@ def penalise_kernel(
     presence,
     frequency,
     repetition,  # float32 [n] each
+    masks,  # int32 [masks, words], contiguous: which tokens may be drawn
+    mask_of,  # int32 [n]: which mask; -1 none
     out,  # float32 [n, vocab]
     row_stride,
+    words,
     vocab,
     COUNTED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -66,6 +69,10 @@ def penalise_kernel(
         occurrences = count >> 1
         less = x - tl.load(frequency + index) * occurrences.to(tl.float32)
         x = tl.where(occurrences > 0, less - tl.load(presence + index), x)
+    mask = tl.load(mask_of + index)
+    if mask >= 0:
+        bits = tl.load(masks + mask.to(tl.int64) * words + tokens // 32, mask=there, other=0)
+        x = tl.where((bits >> (tokens % 32)) & 1 != 0, x, -float("inf"))
     tl.store(out + own + tokens, x, mask=there)
 
 
@@ -104,9 +111,12 @@ def penalise_triton(
     frequency: torch.Tensor,
     repetition: torch.Tensor,
     longest: int,
+    masks: torch.Tensor | None,
+    mask_of: torch.Tensor,
     block: int = BLOCK,
 ) -> torch.Tensor:
-    """Returns float32 [n, vocab]; longest: ids of the longest history, 0 if there are none."""
+    """Returns float32 [n, vocab]; longest: ids of the longest history, 0 if there are none. masks: None if all of `mask_of`
+    are -1."""
     count, vocab = len(rows), logits.shape[1]
     out = torch.empty(count, vocab, dtype=torch.float32, device=logits.device)
     counts: torch.Tensor | None = None
@@ -130,8 +140,11 @@ def penalise_triton(
         presence=presence,
         frequency=frequency,
         repetition=repetition,
+        masks=mask_of if masks is None else masks,
+        mask_of=mask_of,
         out=out,
         row_stride=logits.stride(0),
+        words=0 if masks is None else masks.stride(0),
         vocab=vocab,
         COUNTED=counts is not None,
         BLOCK=block,

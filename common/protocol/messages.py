@@ -38,7 +38,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     `seed` is always set (the gateway draws one when the client gave none). Filters off: `top_k=0`, `top_p=1`, `min_p=0`.
     `logprobs`: -1 none, 0 the chosen token only, n > 0 also the n likeliest. `stop_token_ids` holds the model's
-    end-of-sequence ids too, unless the client said `ignore_eos`.
+    end-of-sequence ids too, unless the client said `ignore_eos`. `grammar`, if there is one, is llguidance's text of what the
+    output must match; only tokens that continue a match, or the end of a whole one, are drawn.
     """
 
     seed: int = 0
@@ -54,6 +55,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     max_tokens: int = 16
     min_tokens: int = 0
     stop_token_ids: list[int] = []
+    grammar: str = ""
 
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -63,6 +63,11 @@ class Tokenizer:
         self.anchor_id = None if table is not None else self._anchor()
         self._others_bytes: dict[int, bytes] = {}
 
+    @property
+    def pieces(self) -> list[bytes] | None:
+        """The bytes of each token, special ones included; None where a token's bytes depend on its neighbours."""
+        return None if self._bytes is None else list(self._bytes)
+
     # ── encoding ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def encode(

@@ -146,11 +146,13 @@ class DecodeActor(EngineWorker):
         self.counters.preemptions.inc(self.scheduler.num_preemptions - self.num_preemptions)
         self.num_preemptions = self.scheduler.num_preemptions
         for done in progress:
-            self.drafts.record(done.sequence.request, done.proposed, done.accepted)
+            if not done.forced:
+                self.drafts.record(done.sequence.request, done.proposed, done.accepted)
         return lambda: self.report(progress)
 
     def report(self, progress: list[Progress]) -> None:
         """Tell the gateways and the draft workers what a step did."""
+        self.check_grammars(done.sequence for done in progress)
         self.outflow.put((done.sequence, done.start) for done in progress if self.is_held(done.sequence))
         for done in progress:
             self.counters.generation_tokens.inc(done.sequence.num_outputs - done.start)

@@ -28,12 +28,16 @@ Propose = Callable[[Sequence, int], list[int]]
 
 @dataclass(slots=True)
 class Progress:
-    """What a step did for a sequence: new tokens from output index `start` on, `proposed` of which `accepted` held."""
+    """What a step did for a sequence: new tokens from output index `start` on, `proposed` of which `accepted` held.
+
+    `forced`: a grammar proposed them, not a draft worker.
+    """
 
     sequence: Sequence
     start: int
     proposed: int
     accepted: int
+    forced: bool = False
 
 
 class DecodeScheduler:
@@ -144,7 +148,7 @@ class DecodeScheduler:
         if ahead and (self._verifying or self.speculating()):
             return None
         self._resume()
-        candidates = [s for s in self._running if only is None or s in only]
+        candidates = [s for s in self._running if s.is_ready and (only is None or s in only)]
         decoding = [s for s in candidates if s.num_unplanned == 1 and (not ahead or s.may_go_on(self.max_context))]
         if ahead and not all(self._has_room(sequence) for sequence in decoding):
             return None
@@ -201,7 +205,8 @@ class DecodeScheduler:
             taken = sequence.append(samples, accepted + 1, max_context=self.max_context)
             if proposal:
                 sequence.computed(sequence.num_computed + taken - 1)
-            progress.append(Progress(sequence, start, len(proposal), accepted))
+            forced = sequence.matcher is not None and sequence.matcher.was_forced(proposal, accepted)
+            progress.append(Progress(sequence, start, len(proposal), accepted, forced))
             self.cache.publish(sequence)
             if sequence.finish is not None:
                 self.finishing(sequence)
@@ -244,12 +249,23 @@ class DecodeScheduler:
         limit = min(budget, remaining, self.max_context - len(sequence.tokens) - 1)
         if limit <= 0:
             return []
-        proposal = self.propose(sequence, limit)
+        proposal = self._guess(sequence, limit)
         try:
             self.cache.grow(sequence, len(sequence.tokens) + len(proposal))
         except OutOfBlocks:
             return []
         return proposal
+
+    def _guess(self, sequence: Sequence, limit: int) -> list[int]:
+        """What a grammar forces, else as much of what is proposed as a grammar allows."""
+        matcher = sequence.matcher
+        if matcher is None:
+            return self.propose(sequence, limit)
+        output = sequence.output
+        if forced := matcher.forced(output, limit):
+            return forced
+        proposal = self.propose(sequence, limit)
+        return proposal[: matcher.allowed(output, proposal)] if proposal else proposal
 
     def _has_room(self, sequence: Sequence) -> bool:
         try:

@@ -22,6 +22,7 @@ import msgspec
 from common.protocol.errors import ContextLengthExceeded, EmptyPrompt, InvalidParameter
 from common.protocol.messages import SamplingParams
 from common.text.bundle import TextBundle
+from common.text.grammar import GrammarCompiler
 from services.gateway import openai
 from services.gateway.arguments import Notes
 from services.gateway.bodies import Heading, Kind
@@ -29,6 +30,7 @@ from services.gateway.choices import StopStrings
 from services.gateway.config import GatewayConfig
 from services.gateway.intake import Intake
 from services.gateway.openai import Arguments, ChatRequest, CompletionRequest
+from services.gateway.structured import structure_of
 
 _INLINE_CHARS = 8192
 _COMPLETION_MAX_TOKENS = 16
@@ -97,6 +99,7 @@ class Preparer:
         self._config = config
         self._threads = intake.threads
         self._tokenizer = bundle.tokenizer
+        self._grammars = GrammarCompiler(bundle.tokenizer)
         self._model = bundle.name
 
     async def prepare(
@@ -119,6 +122,7 @@ class Preparer:
         :raises RequestError: what is wrong with the request; nothing has been taken then.
         """
         deadline_s = self._deadline(request.timeout, deadline_ms)
+        grammar = await self._grammar(request)
         if isinstance(request, ChatRequest):
             prompts, echoes = [await self._chat_prompt(request, in_thread=is_large)], [""]
             logprobs = (request.top_logprobs or 0) if request.logprobs else -1
@@ -139,7 +143,7 @@ class Preparer:
             prompts=prompts,
             echoes=echoes,
             n=request.n or 1,
-            sampling=self._sampling(request, max_tokens, logprobs),
+            sampling=self._sampling(request, max_tokens, logprobs, grammar),
             stops=StopStrings(request.stops) if request.stops else None,
             include_stop=bool(request.include_stop_str_in_output),
             top_logprobs=logprobs,
@@ -282,7 +286,21 @@ class Preparer:
     def _past_vocabulary(self, param: str, token: int) -> InvalidParameter:
         return InvalidParameter(f"token id {token} is past the vocabulary of {self._tokenizer.vocab_size}", param=param)
 
-    def _sampling(self, request: Arguments, max_tokens: int, logprobs: int) -> SamplingParams:
+    async def _grammar(self, request: Arguments) -> str:
+        """The grammar that the answer must match, which this model's vocabulary can; empty for none."""
+        grammar, param = structure_of(request.response_format, request.structured_outputs)
+        if not grammar:
+            return ""
+        if request.min_tokens:
+            raise InvalidParameter(f"min_tokens can't be obeyed together with {param}: leave it out", param="min_tokens")
+        if self._grammars.cached(grammar) is None:
+            try:
+                await self._in_thread(lambda: self._grammars.compile(grammar))
+            except InvalidParameter as error:
+                raise InvalidParameter(str(error), param=param) from error
+        return grammar
+
+    def _sampling(self, request: Arguments, max_tokens: int, logprobs: int, grammar: str) -> SamplingParams:
         bias = request.logit_bias or {}
         stop_ids = request.stop_token_ids or []
         for param, ids in (("logit_bias", bias), ("stop_token_ids", stop_ids)):
@@ -311,6 +329,7 @@ class Preparer:
             max_tokens=max_tokens,
             min_tokens=min_tokens,
             stop_token_ids=sorted({*stop_ids, *(() if request.ignore_eos else self._bundle.eos_ids)}),
+            grammar=grammar,
         )
 
 

@@ -108,12 +108,13 @@ class PrefillActor(EngineWorker):
 
     def report(self, done: list[Sequence]) -> None:
         """First tokens go to their gateways, and the KV behind them to the decode workers."""
+        self.check_grammars(done)
         news = [(sequence, sequence.num_outputs - 1) for sequence in done if self.is_held(sequence)]
         self.outflow.put(news, urgent=True)
         self.counters.generation_tokens.inc(len(done))
         for sequence in done:
             self.prefixes.offer_soon(sequence)
-            if sequence.finish is not None:
+            if sequence.finish is not None or not self.is_held(sequence):
                 self.cache.close(sequence)
             else:
                 self.parked[sequence.request] = sequence

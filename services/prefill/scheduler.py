@@ -100,7 +100,9 @@ class PrefillScheduler:
         budget, rows, planned = self.token_budget, [], []
         num_samples = 0
         candidates = self._queued if only is None else [sequence for sequence in self._queued if sequence in only]
-        queued = [sequence for sequence in candidates if not sequence.num_awaited and not sequence.cancelled]
+        queued = [
+            sequence for sequence in candidates if sequence.is_ready and not sequence.num_awaited and not sequence.cancelled
+        ]
         for sequence in sorted(queued, key=lambda s: s.num_unplanned - (now - self._queued[s]) * self.aging_tokens_per_s):
             if budget <= 0:
                 break

@@ -29,7 +29,7 @@ from tests.actors.http_client import CHAT, COMPLETIONS, HI, check_error, client,
         {"logit_bias": {"-1": 1}},
         {"stop_token_ids": [10**6]},
         {"tools": [{"type": "function"}]},
-        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema"}},
         {"timeout": 10**6},
         {"seed": "7"},
     ],
@@ -39,7 +39,7 @@ async def test_a_bad_argument_is_a_400_and_nothing_is_taken(path: str, change: d
     base = HI if path == CHAT else {"prompt": "hi"}
     error = check_error(await post(core, path, {**base, **change}), 400, "invalid_parameter")
     assert error["type"] == "invalid_request_error"
-    assert error["param"] in change
+    assert error["param"].split(".")[0] in change
     assert not core.streams
 
 

@@ -94,7 +94,7 @@ class Project:
 
         async def look(container: str) -> None:
             page = await anyio.to_thread.run_sync(docker, "exec", container, "python", "-c", METRICS)
-            lines = [line for line in page.splitlines() if "num_requests_running" in line and not line.startswith("#")]
+            lines = [line for line in page.splitlines() if "engine_sequences_running" in line and not line.startswith("#")]
             running[container] = float(lines[0].split()[-1])
 
         async with anyio.create_task_group() as group:

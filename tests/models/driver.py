@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from common.engine.load import EngineConfig, cache_layout, load_runner
-from common.engine.plan import Runner, StepPlan, StepRow
+from common.engine.plan import Constraint, Masks, Runner, StepPlan, StepRow
 from common.models.config import load_config
 from common.models.source import ModelFiles
 from common.protocol.messages import SamplingParams
@@ -41,6 +41,7 @@ class Request:
     output: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
+    constraint: Constraint | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -66,6 +67,18 @@ def run(runner: Runner, sequences: Sequence[Request], *, seed: int = 0) -> list[
                 free += one.blocks
         step += 1
     return [one.output for one in sequences]
+
+
+class Whims:
+    """A constraint that allows about a quarter of the tokens after each output, drawn from that output."""
+
+    error = ""
+
+    def fill(self, output: Sequence[int], proposal: Sequence[int], out: Masks) -> None:
+        for index in range(len(proposal) + 1):
+            dice = np.random.default_rng([1, *output, *proposal[:index]])
+            first, second = dice.integers(-(2**31), 2**31, (2, out.shape[1]), np.int64).astype(np.int32)
+            out[index] = first & second
 
 
 @contextmanager
@@ -107,4 +120,6 @@ def _row(one: Request, block_tokens: int, free: list[int]) -> StepRow:
         sampling=one.sampling,
         prompt_tokens=len(one.prompt),
         history=one.tokens[:end],
+        constraint=one.constraint,
+        output=list(one.output),
     )

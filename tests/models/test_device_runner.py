@@ -26,7 +26,7 @@ from common.ops.linear_candidates import Candidate
 from common.protocol.errors import InvalidParameter
 from common.protocol.messages import SamplingParams
 from tests.fixtures.slow import some_slow
-from tests.models.driver import GREEDY, Request, open_runner, run
+from tests.models.driver import GREEDY, Request, Whims, open_runner, run
 from tests.models.oracles import build, greedy_choices, oracle_prompt, save
 from tests.ops.interpreter import act_as_a_gpu
 
@@ -139,6 +139,48 @@ def test_rows_are_fed_on_the_device_while_nobody_has_seen_their_tokens(llama: tu
                 for output, row in zip(outputs, pending.popleft().result().rows, strict=True):
                     output += row.tokens
     assert outputs == expected
+
+
+@pytest.mark.slow
+def test_constrained_rows_draw_what_the_cpu_draws_before_anyone_has_seen_their_tokens(llama: tuple[Any, ModelFiles]) -> None:
+    """Beside free rows; each step is submitted before the result of the one before it is taken."""
+    prompts = [oracle_prompt(seed=i, length=6 + i) for i in range(4)]
+    params = [GREEDY, SAMPLED[0], SAMPLED[4], GREEDY]
+    constraints = [Whims(), Whims(), Whims(), None]
+    cases = list(zip(prompts, params, constraints, strict=True))
+    expected = run(open_runner(llama[1]), [Request(p, 4, s, constraint=c) for p, s, c in cases])
+    free = run(open_runner(llama[1]), [Request(p, 4, s) for p, s, _ in cases])
+    assert [one == other for one, other in zip(expected, free, strict=True)] == [False, False, False, True]
+    runner = device_runner(llama[1])
+    outputs: list[list[int]] = [[] for _ in prompts]
+    before: Any = None
+    for step in range(4):
+        rows = []
+        for index, (prompt, sampling, constraint) in enumerate(cases):
+            fed = [-1] if step else []
+            known = [*outputs[index], *fed]
+            row = StepRow(
+                fed or prompt, len(prompt) + step - 1 if step else 0, [2 * index, 2 * index + 1], 1, sampling, len(prompt)
+            )
+            row.history, row.feed = [*prompt, *known], index if step else -1
+            row.constraint, row.output = constraint, known
+            rows.append(row)
+        submitted = runner.submit(StepPlan(step, rows))
+        for done in (before, submitted if step == 3 else None):
+            if done is not None:
+                for output, row in zip(outputs, done.result().rows, strict=True):
+                    output += row.tokens
+        before = submitted
+    assert outputs == expected
+
+
+def test_constrained_proposals_are_verified_under_the_masks_behind_them(llama: tuple[Any, ModelFiles]) -> None:
+    prompt = oracle_prompt(length=14)
+    [expected] = run(open_runner(llama[1]), [Request(prompt, 5, constraint=Whims())])
+    for runner in (open_runner(llama[1]), device_runner(llama[1])):
+        runner.execute(StepPlan(0, [StepRow(prompt[:-1], 0, [5], 0, GREEDY, 14)]))
+        row = StepRow([prompt[-1], *expected[:2], 0], 13, [5, 3], 4, GREEDY, 14, constraint=Whims())
+        assert runner.execute(StepPlan(1, [row])).rows[0].tokens[:3] == expected[:3]
 
 
 def test_verified_proposals_give_the_same_text(llama: tuple[Any, ModelFiles]) -> None:

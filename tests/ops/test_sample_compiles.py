@@ -97,7 +97,8 @@ _ADJUST = "common.ops.penalties_triton"
 
 def _penalise(dtype: str, counted: bool) -> KernelCase:
     pointers = {"logits": f"*{dtype}", "rows": "*i32", "presence": "*fp32", "frequency": "*fp32", "repetition": "*fp32"}
-    signature = {**pointers, "out": "*fp32", "row_stride": "i32:16", "vocab": "i32:16"}
+    signature = {**pointers, "masks": "*i32", "mask_of": "*i32", "out": "*fp32"}
+    signature |= {"row_stride": "i32:16", "words": "i32", "vocab": "i32:16"}
     return KernelCase(
         f"{dtype}-{counted}",
         _ADJUST,

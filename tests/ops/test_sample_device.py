@@ -218,9 +218,11 @@ def test_adjusted_logits_are_the_bits_of_the_cpu() -> None:
     vocab = 1003
     logits = torch.randn(9, vocab).bfloat16()
     previous = torch.tensor([11, 500, 902], dtype=torch.int32)
+    masks = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32)), dtype=torch.int32)
+    allowed = np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little").astype(bool)[:, :vocab]
     adjustments: list[Adjustment] = []
     expected = []
-    for row in (8, 2, 5, 0):
+    for row, mask in ((8, -1), (2, 2), (5, 0), (0, -1)):
         prompt = [rng.randrange(40) for _ in range(rng.randrange(0, 1500))]
         output = [rng.randrange(vocab) for _ in range(rng.randrange(0, 60))] * 2
         feed = rng.randrange(3)
@@ -236,6 +238,7 @@ def test_adjusted_logits_are_the_bits_of_the_cpu() -> None:
             biases=biases,
             forbidden=forbidden,
             feed=feed,
+            mask=mask,
         )
         adjustments.append(one)
         values = logits[row].float()
@@ -251,9 +254,11 @@ def test_adjusted_logits_are_the_bits_of_the_cpu() -> None:
             if token < vocab:
                 values.numpy()[token] += np.float32(bias)
         values[[token for token in forbidden if token < vocab]] = -math.inf
+        if mask >= 0:
+            values.numpy()[~allowed[mask]] = -math.inf
         expected.append(values)
     before = logits.clone()
-    found = apply_adjustments(logits, Adjustments.on("cpu", pack_adjustments(adjustments)), previous)
+    found = apply_adjustments(logits, Adjustments.on("cpu", pack_adjustments(adjustments)), previous, masks)
     assert torch.equal(found, torch.stack(expected))
     assert torch.equal(logits, before)
 
@@ -322,3 +327,6 @@ def test_what_does_not_fit_is_refused() -> None:
         batch.load(HostDraws(40))
     with pytest.raises(ValueError, match="adjusted are logits"):
         apply_adjustments(torch.randn(5), Adjustments.on("cpu", pack_adjustments([])), out)
+    for masks in (torch.zeros(1, 1, dtype=torch.int32), torch.zeros(1, 2), torch.zeros(2, dtype=torch.int32)):
+        with pytest.raises(ValueError, match="masks are int32"):
+            apply_adjustments(torch.randn(1, 40), Adjustments.on("cpu", pack_adjustments([])), out, masks)

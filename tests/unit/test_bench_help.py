@@ -27,6 +27,10 @@ class WithoutExtras:
             return None
         return next((spec for finder in finders if (spec := finder.find_spec(name, path, target)) is not None), None)
 
+    def find_distributions(self, *context):  # packages ask for their own versions
+        for finder in finders:
+            yield from finder.find_distributions(*context) if hasattr(finder, "find_distributions") else ()
+
 extras, finders = set(json.loads(sys.argv[1])), list(sys.meta_path)
 sys.meta_path[:] = [WithoutExtras()]
 import torch  # once, and not in each child

@@ -146,8 +146,6 @@ def test_an_unknown_argument_with_a_huge_name_makes_no_huge_error() -> None:
         ("tool_choice", "required"),
         ("functions", [{}]),
         ("function_call", {"name": "f"}),
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("modalities", ["text", "audio"]),
         ("audio", {"voice": "x"}),
     ],
@@ -160,7 +158,7 @@ def test_what_is_not_supported_says_so(argument: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("argument", "value"),
-    [("tools", []), ("tool_choice", "none"), ("response_format", {"type": "text"}), ("modalities", ["text"]), ("tools", None)],
+    [("tools", []), ("tool_choice", "none"), ("modalities", ["text"]), ("tools", None)],
 )
 def test_asking_for_nothing_unsupported_is_fine(argument: str, value: Any) -> None:
     decode_chat(chat(**{argument: value}))
