@@ -268,10 +268,12 @@ def decode_presence(message: BusMessage) -> Presence | None:
     return decoded if subjects.is_presence_of(message.subject, worker.role, worker.id) else None
 
 
-def gateway_models(heard: Mapping[str, Presence], *, ready: bool = False) -> list[str]:
-    """Return the models that gateways among `heard` serve; with `ready`, only those of gateways that are ready."""
+def gateway_models(heard: Mapping[str, Presence], *, ready: bool = False, aliases: bool = False) -> list[str]:
+    """Return the models that gateways among `heard` serve; with `ready`, only those of gateways that are ready; with `aliases`,
+    each also by its other names."""
     gateways = (presence for presence in heard.values() if presence.worker.role == "gateway")
-    return sorted({gateway.model for gateway in gateways if not ready or gateway.state == "ready"})
+    served = [model for gateway in gateways if not ready or gateway.state == "ready" for model in gateway.served]
+    return sorted({name for model in served for name in (model.name, *(model.aliases if aliases else ()))})
 
 
 async def served_model(bus: Bus, wanted: str = "") -> str:
@@ -285,7 +287,7 @@ async def served_model(bus: Bus, wanted: str = "") -> str:
         return wanted
     heard = await watch_presence(bus, LISTEN_S)
     if wanted:
-        served = gateway_models(heard)
+        served = gateway_models(heard, aliases=True)
         return wanted if wanted in served or not served else model_name(wanted)
     if not gateway_models(heard, ready=True):
         heard |= await watch_presence(bus, STARTING_S, until_role="gateway")
@@ -301,7 +303,7 @@ async def served_model(bus: Bus, wanted: str = "") -> str:
 
 async def not_served(bus: Bus, model: str) -> PenstockError:
     """Return the reason why nobody listens to requests for `model`; an `UnknownModel` names the models that are served."""
-    names = gateway_models(await watch_presence(bus, LISTEN_S))
+    names = gateway_models(await watch_presence(bus, LISTEN_S), aliases=True)
     if not names:
         return NoWorkers(f"nobody listens on {subjects.chat(subjects.slug(model))}: start Penstock with `penstock up`")
     if model in names:

@@ -195,9 +195,17 @@ def error_body(message: str, *, status: int, code: str | None = None, param: str
     return _encode({"error": {"message": message, "type": kind, "param": param, "code": code or _CODES.get(status, kind)}})
 
 
-def model_body(name: str, created: int, max_context: int) -> dict[str, Any]:
-    """One entry of /v1/models; `max_model_len` as vLLM has it."""
-    return {"id": name, "object": "model", "created": created, "owned_by": "penstock", "max_model_len": max_context}
+def model_body(name: str, created: int, max_context: int, *, root: str) -> dict[str, Any]:
+    """One entry of /v1/models; `max_model_len`, `root` and `parent` as vLLM has them. `root`: the model that an alias means."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "penstock",
+        "root": root,
+        "parent": None if name == root else root,
+        "max_model_len": max_context,
+    }
 
 
 def failure_body(error: PenstockError) -> bytes:

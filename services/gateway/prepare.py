@@ -16,11 +16,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-import anyio
 import anyio.to_thread
 import msgspec
 
-from common.protocol.errors import ContextLengthExceeded, EmptyPrompt, InvalidParameter, UnknownModel
+from common.protocol.errors import ContextLengthExceeded, EmptyPrompt, InvalidParameter
 from common.protocol.messages import SamplingParams
 from common.text.bundle import TextBundle
 from common.text.grammar import GrammarCompiler
@@ -33,7 +32,6 @@ from services.gateway.choices import StopStrings
 from services.gateway.config import GatewayConfig
 from services.gateway.intake import Intake
 from services.gateway.openai import Arguments, ChatRequest, CompletionRequest
-from services.gateway.parse import SMALL_BYTES, parse
 from services.gateway.structured import structure_of
 
 _INLINE_CHARS = 8192
@@ -99,40 +97,35 @@ def new_id(kind: Kind) -> str:
 
 
 class Preparer:
-    """Turns bodies into jobs for one model."""
+    """Turns requests into jobs for one model."""
 
     def __init__(self, bundle: TextBundle, config: GatewayConfig, intake: Intake) -> None:
         self._bundle = bundle
         self._config = config
-        self._intake = intake
+        self._threads = intake.threads
         self._tokenizer = bundle.tokenizer
         self._grammars = GrammarCompiler(bundle.tokenizer)
         self._model = bundle.name
-        self._threads: anyio.CapacityLimiter | None = None
 
     async def prepare(
         self,
         kind: Kind,
-        body: bytes,
+        request: ChatRequest | CompletionRequest,
+        notes: Notes,
         *,
         id: str,
         shown_id: str = "",
         deadline_ms: str | None = None,
         stream_default: bool = False,
-    ) -> tuple[Job, Notes]:
-        """The job, and what of the body had no effect.
+        is_large: bool = False,
+    ) -> Job:
+        """The job of a request for this model. `notes`: what of its body had no effect; `is_large`: the body was.
 
         `shown_id` is `id` unless the client chose one. `deadline_ms` is a header's value; the shorter of it and the body's
         `timeout` holds.
 
         :raises RequestError: what is wrong with the request; nothing has been taken then.
         """
-        notes = Notes(strict=self._config.strict)
-        is_large = len(body) > SMALL_BYTES
-        steps = parse(kind, body, max_prompt_tokens=self._bundle.max_context - 1, notes=notes)
-        request = await self._intake.run(steps, large=is_large)
-        if request.model is not None and request.model != self._model:
-            raise UnknownModel(f"the model {request.model[:100]!r} is not served here; {self._model} is", param="model")
         deadline_s = self._deadline(request.timeout, deadline_ms)
         grammar = await self._grammar(request)
         format: AnswerFormat | None = None
@@ -148,12 +141,12 @@ class Preparer:
         max_tokens = self._max_tokens(request, prompts, logprobs)
         options = request.stream_options
         include_usage = bool(options and options.include_usage)
-        job = Job(
+        return Job(
             id=id,
             shown_id=shown_id or id,
             kind=kind,
             created=int(time.time()),
-            model=self._model,
+            model=request.model or self._model,
             prompts=prompts,
             echoes=echoes,
             n=request.n or 1,
@@ -171,7 +164,6 @@ class Preparer:
             format=format,
             continues=not isinstance(request, ChatRequest) or request.continues,
         )
-        return job, notes
 
     def _check_choices(self, request: Arguments, num_prompts: int) -> None:
         n = request.n or 1
@@ -293,8 +285,6 @@ class Preparer:
             raise ContextLengthExceeded(f"{what} of {size} characters can't fit {limit} tokens", param=param)
 
     async def _in_thread(self, encode: Callable[[], _T]) -> _T:
-        if self._threads is None:
-            self._threads = anyio.CapacityLimiter(2)
         return await anyio.to_thread.run_sync(encode, limiter=self._threads)
 
     def _past_vocabulary(self, param: str, token: int) -> InvalidParameter:

@@ -14,9 +14,8 @@ from openai import AsyncOpenAI
 
 from common.text.template import ChatTemplate
 from services.gateway.config import GatewayConfig
-from services.gateway.http import create_app
 from tests.actors.both_edges import Edge, Seen, ask, body_of, says
-from tests.actors.edge import BUNDLE, EOS, ScriptedCore, ScriptedStream, ids
+from tests.actors.edge import BUNDLE, EOS, ScriptedCore, ScriptedStream, app_of, ids
 
 TEMPLATE = """{%- if tools %}{{- '<tools>' }}{% for tool in tools %}{{- tool | tojson }}{% endfor %}{{- '</tools>' }}{% endif %}
 {%- for m in messages %}
@@ -356,7 +355,7 @@ async def test_a_thousand_tools_that_fit_are_served() -> None:
 
 @asynccontextmanager
 async def openai(core: ScriptedCore) -> AsyncIterator[AsyncOpenAI]:
-    app = create_app(core, QWEN, GatewayConfig())
+    app = app_of(core, GatewayConfig(), bundle=QWEN)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway") as http:
         transport: Any = http
         yield AsyncOpenAI(base_url="http://gateway/v1", api_key="none", http_client=transport, max_retries=0)
