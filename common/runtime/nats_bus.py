@@ -66,7 +66,7 @@ async def connect(
     bus = NatsBus(url, name, (login or BusLogin()).resolve(url, user=user))
     try:
         async with asyncio.timeout(connect_timeout_s):
-            await bus._open()
+            await bus._open(asyncio.get_running_loop().time() + connect_timeout_s)
     except TimeoutError:
         await bus.close()
         if "authorization violation" in bus.last_error.lower():
@@ -271,8 +271,11 @@ class NatsBus:
 
     # -- one client after another
 
-    async def _open(self) -> None:
-        """Connect a new client, which takes over every subscription. Tries until it succeeds or is cancelled."""
+    async def _open(self, give_up_at: float = math.inf) -> None:
+        """Connect a new client, which takes over every subscription. Tries until it succeeds or is cancelled.
+
+        :raises TimeoutError: if an attempt fails after `give_up_at`, in seconds of the loop's clock.
+        """
         while True:
             client = self._client = Client()
             try:
@@ -306,6 +309,8 @@ class NatsBus:
                 if "invalid" in str(error) and "url" in str(error):
                     raise ConfigError(f"{redacted(self._url)} is not a NATS URL; try nats://127.0.0.1:4222") from error
                 self.last_error = str(error)
+                if asyncio.get_running_loop().time() > give_up_at:  # a timeout around this may be lost inside nats-py
+                    raise TimeoutError from error
                 await asyncio.sleep(RECONNECT_WAIT_S)
             else:
                 self._set_connected(True)

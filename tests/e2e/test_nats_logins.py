@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import json
@@ -14,6 +15,7 @@ from typing import Any
 
 import anyio
 import pytest
+from nats.aio.client import Client
 
 from common.protocol.errors import BusError, BusRefused
 from common.runtime import nats_bus
@@ -184,3 +186,22 @@ async def test_a_user_is_known_by_a_file_with_its_jwt_and_seed(nats_server_facto
     await works(server.url, BusLogin(creds=str(creds)))
     with pytest.raises(BusRefused):
         await nats_bus.connect(server.url, name="test", connect_timeout_s=5)
+
+
+async def test_a_timeout_that_the_client_swallows_still_ends_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Python 3.11, `asyncio.wait_for` inside nats-py loses a cancellation that comes together with a result."""
+
+    connect = Client.connect
+
+    async def swallows(self: Client, *given: Any, **more: Any) -> None:
+        try:
+            await connect(self, *given, **more)
+        except asyncio.CancelledError:
+            raise OSError("interrupted") from None
+
+    monkeypatch.setattr(Client, "connect", swallows)
+    silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    port = silent.sockets[0].getsockname()[1]
+    with anyio.fail_after(5), pytest.raises(BusError, match="no NATS server answers"):
+        await nats_bus.connect(f"nats://127.0.0.1:{port}", name="test", connect_timeout_s=0.1)
+    silent.close()
