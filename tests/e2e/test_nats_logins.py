@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -200,8 +201,6 @@ async def test_a_timeout_that_the_client_swallows_still_ends_the_attempt(monkeyp
             raise OSError("interrupted") from None
 
     monkeypatch.setattr(Client, "connect", swallows)
-    silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    port = silent.sockets[0].getsockname()[1]
-    with anyio.fail_after(5), pytest.raises(BusError, match="no NATS server answers"):
-        await nats_bus.connect(f"nats://127.0.0.1:{port}", name="test", connect_timeout_s=0.1)
-    silent.close()
+    answers = pytest.raises(BusError, match="no NATS server answers")
+    with socket.create_server(("127.0.0.1", 0)) as silent, anyio.fail_after(5), answers:
+        await nats_bus.connect(f"nats://127.0.0.1:{silent.getsockname()[1]}", name="test", connect_timeout_s=0.1)
