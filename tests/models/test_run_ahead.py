@@ -74,7 +74,7 @@ class QueuedRunner:
         runner._buffer = Later(runner._buffer, self._queue)
         runner._tokens = [Later(tokens, self._queue) for tokens in runner._tokens]
         runner._forward = lambda shape, rows: self._queue.append(lambda: logits.append(forward(shape, rows)))
-        sampler.finish = lambda _, extras: self._queue.append(lambda: end(extras))
+        sampler.finish = lambda _, extras, masks: self._queue.append(lambda: end(extras))
         sampler._previous = Later(previous, self._queue)
         object.__setattr__(sampler.draws, "load", lambda host: self._queue.append(lambda: load(host)))
 
