@@ -233,7 +233,7 @@ def _read_event(line: str, timing: Timing) -> bool:
         chunk = msgspec.json.decode(data, type=Chunk)
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"the server sent a chunk that is no OpenAI chunk: {error}") from error
-    if chunk.text:
+    if chunk.text or chunk.reasoning:
         timing.saw_text(time.monotonic())
     if chunk.usage is not None:
         timing.tokens = chunk.usage.completion_tokens

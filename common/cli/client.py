@@ -78,6 +78,7 @@ async def connected(
 
 class Delta(msgspec.Struct, frozen=True):
     content: str | None = None
+    reasoning_content: str | None = None
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -105,6 +106,10 @@ class Chunk(msgspec.Struct, frozen=True):
     @property
     def text(self) -> str:
         return "".join(choice.delta.content or "" for choice in self.choices)
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(choice.delta.reasoning_content or "" for choice in self.choices)
 
 
 class Timing(msgspec.Struct):
@@ -221,7 +226,7 @@ class ChatStream:
             chunk = msgspec.json.decode(message.data, type=Chunk)
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"the gateway sent a chunk that is no OpenAI chunk: {error}") from error
-        if chunk.text:
+        if chunk.text or chunk.reasoning:
             self.timing.saw_text(time.monotonic())
         if chunk.usage is not None:
             self.timing.tokens = chunk.usage.completion_tokens
@@ -263,10 +268,12 @@ def decode_presence(message: BusMessage) -> Presence | None:
     return decoded if subjects.is_presence_of(message.subject, worker.role, worker.id) else None
 
 
-def gateway_models(heard: Mapping[str, Presence], *, ready: bool = False) -> list[str]:
-    """Return the models that gateways among `heard` serve; with `ready`, only those of gateways that are ready."""
+def gateway_models(heard: Mapping[str, Presence], *, ready: bool = False, aliases: bool = False) -> list[str]:
+    """Return the models that gateways among `heard` serve; with `ready`, only those of gateways that are ready; with `aliases`,
+    each also by its other names."""
     gateways = (presence for presence in heard.values() if presence.worker.role == "gateway")
-    return sorted({gateway.model for gateway in gateways if not ready or gateway.state == "ready"})
+    served = [model for gateway in gateways if not ready or gateway.state == "ready" for model in gateway.served]
+    return sorted({name for model in served for name in (model.name, *(model.aliases if aliases else ()))})
 
 
 async def served_model(bus: Bus, wanted: str = "") -> str:
@@ -280,7 +287,7 @@ async def served_model(bus: Bus, wanted: str = "") -> str:
         return wanted
     heard = await watch_presence(bus, LISTEN_S)
     if wanted:
-        served = gateway_models(heard)
+        served = gateway_models(heard, aliases=True)
         return wanted if wanted in served or not served else model_name(wanted)
     if not gateway_models(heard, ready=True):
         heard |= await watch_presence(bus, STARTING_S, until_role="gateway")
@@ -296,7 +303,7 @@ async def served_model(bus: Bus, wanted: str = "") -> str:
 
 async def not_served(bus: Bus, model: str) -> PenstockError:
     """Return the reason why nobody listens to requests for `model`; an `UnknownModel` names the models that are served."""
-    names = gateway_models(await watch_presence(bus, LISTEN_S))
+    names = gateway_models(await watch_presence(bus, LISTEN_S), aliases=True)
     if not names:
         return NoWorkers(f"nobody listens on {subjects.chat(subjects.slug(model))}: start Penstock with `penstock up`")
     if model in names:

@@ -162,7 +162,7 @@ def check_model(spec: str, shm_dir: Path, environ: Mapping[str, str]) -> Finding
         asked = up_settings.read([f"--model={spec}"], environ)
         engine = EngineConfig.of(asked.services["decode"]) if asked else EngineConfig()
         servable = preflight.check_model(spec, engine, "cuda" if visible_gpus("auto") else "cpu")
-        tight = preflight.check_machine(servable, 1, shm_dir)
+        tight = preflight.check_machine([(servable, 1)], shm_dir)
     except PenstockError as error:
         return Finding("problem", "model", spec, str(error))
     warnings = [*servable.warnings, *tight]

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from common.cli.supervisor import stage_reserve_s
 from common.engine.settings import EngineServiceConfig
+from common.protocol import subjects
 from common.protocol.handles import Role
 from common.runtime.fields import SECRET, Field
 from common.runtime.sections import config_type, service_fields
@@ -21,6 +22,11 @@ MAX_THREADS = 8
 
 Passed = Mapping[Role, Mapping[str, str]]
 """Settings that a role's processes are given, by name, as they are written in a flag."""
+
+Services = Mapping[Role, ServiceConfig]
+"""The settings of a role's processes."""
+
+MAX_TAG_CHARS = 40
 
 _Count = Annotated[int, Meta(ge=0, le=256)]
 
@@ -45,6 +51,21 @@ class UpConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
         tuple[str, ...], Meta(description="further users of the bus that is started, who may send requests, each with a file")
     ] = ()
     log_dir: Annotated[str, Meta(description="folder for the processes' logs; empty: one of /tmp, removed in the end")] = ""
+
+
+class ModelFleet(msgspec.Struct, frozen=True, kw_only=True):
+    """The workers of one model: how many in `config`, what they are given as flags, and what their settings are. `aliases`: its
+    further names; `gpus`: those that its engines may have."""
+
+    config: UpConfig
+    aliases: Sequence[str] = ()
+    passed: Passed = {}
+    services: Services = {}
+    gpus: Sequence[int] = ()
+
+    @property
+    def num_engines(self) -> int:
+        return (self.config.prefill or 0) + self.config.decode
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,16 +98,17 @@ class Placement(msgspec.Struct, frozen=True):
     share: float = 0.0
 
 
-def placements(count: int, gpus: list[int]) -> list[Placement]:
-    """`count` engines over `gpus`, in turns; without GPUs wherever their own settings say.
+def placements(allowed: Sequence[Sequence[int]]) -> list[Placement]:
+    """Where each engine runs: on the GPU with the fewest engines of those that it may have, or, where it may have none,
+    wherever its own settings say.
 
-    >>> [(place.device, place.share) for place in placements(3, [0, 1])]
-    [('cuda:0', 0.45), ('cuda:1', 0.9), ('cuda:0', 0.45)]
+    >>> [(place.device, place.share) for place in placements([[0, 1], [0, 1], [0, 1], []])]
+    [('cuda:0', 0.45), ('cuda:1', 0.9), ('cuda:0', 0.45), ('', 0.0)]
     """
-    if not gpus:
-        return [Placement("")] * count
-    chosen = [gpus[index % len(gpus)] for index in range(count)]
-    return [Placement(f"cuda:{gpu}", int(90 / chosen.count(gpu)) / 100) for gpu in chosen]
+    chosen: list[int | None] = []
+    for gpus in allowed:
+        chosen.append(min(gpus, key=chosen.count) if gpus else None)
+    return [Placement("") if gpu is None else Placement(f"cuda:{gpu}", int(90 / chosen.count(gpu)) / 100) for gpu in chosen]
 
 
 def settled(config: UpConfig, num_gpus: int, cores: int) -> UpConfig:
@@ -110,7 +132,8 @@ def processes(
     cores: int,
     gpus: Sequence[int] = (),
     passed: Passed | None = None,
-    services: Mapping[Role, ServiceConfig] | None = None,
+    services: Services | None = None,
+    fleets: Sequence[ModelFleet] = (),
     config_file: str = "",
     run_id: str = "",
     credentials: Path | None = None,
@@ -118,53 +141,90 @@ def processes(
     """Every process, the gateway first. `config` is `settled`, and its ports and the bus's URL are real ones by now.
 
     `passed`: the settings that each role's processes are given. `services`: what a role's settings are, these included.
-    `run_id`: part of each worker's id, which a process keeps when it is started again, so that gateways remember its failures.
-    `credentials`: a folder with a file for each role to log in to the bus with.
+    `fleets`: the workers of each model, by default those of the one that `config` names. `run_id`: part of each worker's id,
+    which a process keeps when it is started again, so that gateways remember its failures. `credentials`: a folder with a file
+    for each role to log in to the bus with.
     """
-    passed, services = passed or {}, services or {}
-    prefill, kvstore = config.prefill or 0, config.kvstore or 0
-    places = iter(placements(prefill + config.decode, list(gpus)))
-    common = {"model": config.model} | ({"config": config_file} if config_file else {})
+    fleets = fleets or [ModelFleet(config=config, passed=passed or {}, services=services or {}, gpus=gpus)]
+    start = _Start(config=config, config_file=config_file, run_id=run_id, credentials=credentials)
+    places = iter(placements([fleet.gpus for fleet in fleets for _ in range(fleet.num_engines)]))
+    num_engines = sum(fleet.num_engines for fleet in fleets)
+    tags = _tags([fleet.config.served_name for fleet in fleets])
+    models = [fleet.config.model for fleet in fleets]
+    common = {"model": models[0]} if len(fleets) == 1 else {}  # gateways and KV stores find several in the file
 
-    def process(role: Role, index: int, **own: str) -> ProcessSpec:
-        name = f"{role}-{index}"
-        given = {"http_port": "0", **own, **passed.get(role, {})}
-        if run_id:
-            given["worker_id"] = f"{name}-{run_id}"
-        if credentials is not None:
-            given["nats_credentials_file"] = str(credentials / f"{role}.json")
+    def shared(role: Role, index: int, **own: str) -> ProcessSpec:
+        return start.process(role, f"{role}-{index}", common | own, (passed or {}).get(role, {}))
+
+    def worker(fleet: ModelFleet, tag: str, role: Role, index: int) -> ProcessSpec:
+        own = {"model": fleet.config.model}
+        if role != "draft":
+            place, settings = next(places), fleet.services.get(role) or config_type(role)()
+            assert isinstance(settings, EngineServiceConfig)
+            own["threads"] = str(settings.threads or threads_of(settings, cores, num_engines))
+            if place.device:
+                own |= {"device": place.device, "gpu_memory_utilization": str(place.share)}
+            elif fleet.config.device == "cpu":
+                own["device"] = "cpu"
+        return start.process(role, f"{role}-{tag}{index}", own, fleet.passed.get(role, {}))
+
+    shared_port = {"http_reuse_port": "true"} if config.gateway > 1 else {}
+    return [
+        *(shared("gateway", index, **shared_port) for index in range(config.gateway)),
+        *(
+            worker(fleet, tag, role, index)
+            for fleet, tag in zip(fleets, tags, strict=True)
+            for role, count in _counts(fleet.config).items()
+            for index in range(count)
+        ),
+        *(shared("kvstore", index) for index in range(config.kvstore or 0)),
+    ]
+
+
+class _Start(msgspec.Struct, frozen=True, kw_only=True):
+    """What all processes of one `penstock up` have in common; see `processes`."""
+
+    config: UpConfig
+    config_file: str
+    run_id: str
+    credentials: Path | None
+
+    def process(self, role: Role, name: str, own: Mapping[str, str], passed: Mapping[str, str]) -> ProcessSpec:
+        config = self.config
+        given = ({"config": self.config_file} if self.config_file else {}) | {"http_port": "0", **own, **passed}
+        if self.run_id:
+            given["worker_id"] = f"{name}-{self.run_id}"
+        if self.credentials is not None:
+            given["nats_credentials_file"] = str(self.credentials / f"{role}.json")
         if role == "gateway":
             given |= {"http_host": config.http_host, "http_port": str(config.http_port)}
             given["drain_timeout_s"] = f"{gateway_drain_s(config.drain_timeout_s):g}"
         fields = service_fields(role)
-        secret = {setting for setting in given if fields[setting].secret}
+        secret = {setting for setting in given if setting in fields and fields[setting].secret}
         return ProcessSpec(
             name=name,
             role=role,
             module=f"services.{role}",
-            arguments=_flags(fields, {**common, **{key: value for key, value in given.items() if key not in secret}}),
+            arguments=_flags(fields, {key: value for key, value in given.items() if key not in secret}),
             environment={fields["nats_url"].variable: config.nats_url} | {fields[key].variable: given[key] for key in secret},
             threads=int(given.get("threads", 0)),
         )
 
-    def engine(role: Role, index: int) -> ProcessSpec:
-        place, settings = next(places), services.get(role) or config_type(role)()
-        assert isinstance(settings, EngineServiceConfig)
-        own = {"threads": str(settings.threads or threads_of(settings, cores, prefill + config.decode))}
-        if place.device:
-            own |= {"device": place.device, "gpu_memory_utilization": str(place.share)}
-        elif config.device == "cpu":
-            own["device"] = "cpu"
-        return process(role, index, **own)
 
-    shared_port = {"http_reuse_port": "true"} if config.gateway > 1 else {}
-    return [
-        *(process("gateway", index, **shared_port) for index in range(config.gateway)),
-        *(engine("prefill", index) for index in range(prefill)),
-        *(engine("decode", index) for index in range(config.decode)),
-        *(process("draft", index) for index in range(config.draft)),
-        *(process("kvstore", index) for index in range(kvstore)),
-    ]
+def _counts(config: UpConfig) -> dict[Role, int]:
+    return {"prefill": config.prefill or 0, "decode": config.decode, "draft": config.draft}
+
+
+def _tags(names: Sequence[str]) -> list[str]:
+    """What stands in the names of each model's workers; nothing where there is one model.
+
+    >>> _tags(["Org/A"]), _tags(["Org/A", "b"])
+    ([''], ['org-a-', 'b-'])
+    """
+    if len(names) == 1:
+        return [""]
+    short = [subjects.slug(name)[:MAX_TAG_CHARS].strip("-") for name in names]
+    return [f"{tag}-" if short.count(tag) == 1 else f"{tag}-m{number}-" for number, tag in enumerate(short)]
 
 
 def gateway_drain_s(drain_timeout_s: float) -> float:

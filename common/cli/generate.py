@@ -72,11 +72,18 @@ def chat_body(messages: list[dict[str, str]], *, max_tokens: int, temperature: f
 
 
 async def stream_answer(bus: Bus, model: str, body: dict[str, Any]) -> tuple[str, Timing]:
-    """Stream one answer to stdout as it comes: its text and its timing."""
+    """Stream one answer to stdout as it comes, and its reasoning to stderr: returns its text and its timing."""
     parts: list[str] = []
+    reasons = False
     async with ChatStream(bus, model, body) as stream:
         async for chunk in stream:
+            if chunk.reasoning:
+                reasons = True
+                err.print(chunk.reasoning, end="", markup=False, highlight=False, soft_wrap=True, style="dim")
             if chunk.text:
+                if reasons:
+                    reasons = False
+                    err.print("\n")
                 parts.append(chunk.text)
                 write_answer(chunk.text)
     write_answer("\n")

@@ -9,6 +9,7 @@ What a GPU's memory holds is known to its driver alone: the worker says it once 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -84,17 +85,21 @@ def check_model(spec: str, engine: EngineConfig | None = None, device: DeviceKin
     )
 
 
-def check_machine(servable: Servable, num_engines: int, shm_dir: Path, *, store_bytes: int = 0) -> list[str]:
-    """Check that the machine has memory for `num_engines` engines on its CPU, and for KV stores that may grow to `store_bytes`.
+def check_machine(needed: Sequence[tuple[Servable, int]], shm_dir: Path, *, store_bytes: int = 0) -> list[str]:
+    """Check that the machine has memory for all engines on its CPU, so many of each, and for KV stores that may grow to
+    `store_bytes`.
 
     Return warnings about what may run short, as sentences.
 
     :raises ConfigError: if the engines can't be loaded, or their KV pools don't fit.
     """
-    if not servable.engine_bytes:
+    needed = [(servable, count) for servable, count in needed if servable.engine_bytes]
+    if not needed:
         return []
     warnings: list[str] = []
-    engines, pools = num_engines * servable.engine_bytes, num_engines * servable.pool_bytes
+    num_engines = sum(count for _, count in needed)
+    engines = sum(count * servable.engine_bytes for servable, count in needed)
+    pools = sum(count * servable.pool_bytes for servable, count in needed)
     free = shutil.disk_usage(shm_dir).free if shm_dir.is_dir() else 0
     if pools > free:
         raise ConfigError(
@@ -109,9 +114,12 @@ def check_machine(servable: Servable, num_engines: int, shm_dir: Path, *, store_
         )
     memory = available_bytes()
     if engines > memory:
+        names = list(dict.fromkeys(servable.files.name for servable, _ in needed))
         raise ConfigError(
-            f"{servable.files.name} takes {engines / _GIB:.1f} GiB in {num_engines} engines, {memory / _GIB:.1f} GiB of memory "
-            "are free: start fewer (--prefill 0), choose --quantization int8, or a smaller model",
+            f"{' and '.join(names)} {'takes' if len(names) == 1 else 'take'} {engines / _GIB:.1f} GiB "
+            f"in {num_engines} engines, "
+            f"{memory / _GIB:.1f} GiB of memory are free: start fewer (--prefill 0), choose --quantization int8, "
+            "or a smaller model",
             param="model",
         )
     if engines + pools > memory:

@@ -15,7 +15,7 @@ from common.cli.console import err
 from common.cli.fleet import ProcessSpec, UpConfig
 from common.cli.net import http_status, reachable
 from common.protocol import subjects
-from common.protocol.messages import Presence
+from common.protocol.messages import Presence, ServedModel
 from common.runtime.bus import BusMessage
 
 POLL_S = 0.1
@@ -28,7 +28,8 @@ _PERCENT = re.compile(r"\d+%")
 class Starting:
     """How far the processes of `specs` have come, by their heartbeats."""
 
-    def __init__(self, specs: Sequence[ProcessSpec]) -> None:
+    def __init__(self, specs: Sequence[ProcessSpec], models: Sequence[ServedModel]) -> None:
+        self.models = models
         self._expected = Counter(spec.role for spec in specs)
         self._heard: dict[str, Presence] = {}
 
@@ -45,9 +46,22 @@ class Starting:
         return sum(1.0 if beat.state == "ready" else 0.9 * beat.loaded % 0.9 for beat in self._heard.values())
 
     @property
-    def context(self) -> int:
-        """Tokens that a sequence may have on every engine heard; 0 if none said it."""
-        return min((beat.max_context for beat in self._heard.values() if beat.max_context), default=0)
+    def subjects(self) -> list[str]:
+        """Where each name of each model is asked for chats."""
+        names = [name for model in self.models for name in (model.name, *model.aliases)]
+        return list(dict.fromkeys(subjects.chat(subjects.slug(name)) for name in names))
+
+    def context_of(self, model: str) -> int:
+        """Tokens that a sequence may have on every engine of `model` that was heard; 0 if none said it."""
+        heard = [beat for beat in self._heard.values() if beat.model == model or len(self.models) == 1]
+        return min((beat.max_context for beat in heard if beat.max_context), default=0)
+
+    @property
+    def models_to_come(self) -> list[str]:
+        """The models, of several, that some gateway could not answer a request for when it said so last."""
+        gateways = [beat for beat in self._heard.values() if beat.worker.role == "gateway"]
+        late = {model.name for beat in gateways for model in beat.models if not model.ready}
+        return [model.name for model in self.models if model.name in late] if len(self.models) > 1 else []
 
     def waiting_for(self) -> str:
         """Who is not ready yet, in a line."""
@@ -59,16 +73,18 @@ class Starting:
             parts += [f"{beat.worker.id} ({_stage(beat)})" for beat in sorted(late, key=lambda beat: beat.worker.id)]
             if silent > 0:
                 parts.append(f"{role} to start" if count == 1 else f"{silent} of {count} {role} to start")
-        return ", ".join(parts) or "the gateway's canary: a request through every path"
+        of_models = f" of {', '.join(self.models_to_come)}" if self.models_to_come else ""
+        return ", ".join(parts) or f"the gateway's canary: a request through every path{of_models}"
 
 
 def _stage(beat: Presence) -> str:
     return f"loading {100 * beat.loaded:.0f}%" if beat.loaded < 1 else "starting"
 
 
-async def wait_ready(config: UpConfig, specs: Sequence[ProcessSpec]) -> Starting:
-    """Return once every gateway is ready and its canary went through."""
-    starting = Starting(specs)
+async def wait_ready(config: UpConfig, specs: Sequence[ProcessSpec], models: Sequence[ServedModel]) -> Starting:
+    """Return once every gateway is ready and its canary went through, for each of the `models`."""
+    starting = Starting(specs, models)
+    names = ", ".join(model.name for model in models) if len(models) > 1 else config.model
 
     def heard(message: BusMessage) -> None:
         if presence := decode_presence(message):
@@ -78,13 +94,15 @@ async def wait_ready(config: UpConfig, specs: Sequence[ProcessSpec]) -> Starting
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         if not err.is_terminal:
-            err.print(f"starting {', '.join(spec.name for spec in specs)} with {config.model}", markup=False)
-        task = bar.add_task(f"loading {config.model}", total=len(specs))
+            err.print(f"starting {', '.join(spec.name for spec in specs)} with {names}", markup=False)
+        task = bar.add_task(f"loading {names}", total=len(specs))
         async with connected(config.nats_url, "up", login=config.bus_login, timeout_s=BUS_START_TIMEOUT_S) as bus:
             await bus.subscribe(subjects.any_presence(), heard)
             host = reachable(config.http_host)
             while (
-                starting.num_gateways_ready < config.gateway or await http_status(config.http_port, "/ready", host=host) != 200
+                starting.num_gateways_ready < config.gateway
+                or starting.models_to_come
+                or await http_status(config.http_port, "/ready", host=host) != 200
             ):
                 bar.update(task, completed=min(starting.progress, len(specs)))
                 await anyio.sleep(POLL_S)

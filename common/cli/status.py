@@ -88,14 +88,24 @@ def in_order(workers: Iterable[Presence]) -> list[Presence]:
 
 def table(workers: list[Presence], columns: int = 80) -> RenderableType:
     """One row per worker, within `columns` (80 at least); of several models one table each."""
-    models = dict.fromkeys(worker.model for worker in workers)
-    if len(models) < 2:
+    by_model: dict[str, list[Presence]] = {}
+    for worker in workers:
+        for part in _by_model(worker):
+            by_model.setdefault(part.model, []).append(part)
+    if len(by_model) < 2:
         return _of_one_model(workers, columns)
     parts: list[RenderableType] = []
-    for model in models:
-        members = [worker for worker in workers if worker.model == model]
+    for model, members in by_model.items():
         parts += [Text(model or "no model", style="bold"), _of_one_model(members, columns), Text()]
     return Group(*parts[:-1])
+
+
+def _by_model(worker: Presence) -> list[Presence]:
+    """A gateway of several models once for each, with what runs and waits there; any other worker as it is."""
+    if len(worker.models) < 2:
+        return [worker]
+    replace = msgspec.structs.replace
+    return [replace(worker, model=each.name, running=each.running, waiting=each.waiting) for each in worker.models]
 
 
 def _of_one_model(workers: list[Presence], columns: int) -> Table:
@@ -141,4 +151,5 @@ def as_fields(presence: Presence) -> dict[str, object]:
     worker, kv = presence.worker, presence.kv
     fields["worker"] = {"role": worker.role, "id": worker.id, "epoch": worker.epoch}
     fields["kv"] = {name: getattr(kv, name) for name in kv.__struct_fields__}
+    fields["models"] = [{name: getattr(model, name) for name in model.__struct_fields__} for model in presence.models]
     return fields

@@ -25,16 +25,16 @@ from typer.core import TyperCommand
 from common.cli import own_bus, up_settings
 from common.cli.client import connected
 from common.cli.console import err, out, run, usable_cores
-from common.cli.fleet import ProcessSpec, UpConfig, processes, settled
+from common.cli.fleet import ModelFleet, ProcessSpec, UpConfig, processes, settled
 from common.cli.gpus import visible_gpus
 from common.cli.net import claim_port, reachable
 from common.cli.pull import ensure
 from common.cli.starting import Starting, wait_ready
 from common.cli.supervisor import Command, Supervisor, python_module
 from common.cli.up_settings import UpSettings
-from common.protocol import subjects
 from common.protocol.errors import ConfigError
 from common.protocol.handles import Role
+from common.protocol.messages import ServedModel
 from common.runtime.http_access import is_loopback
 from common.runtime.nats_server import find_binary
 
@@ -55,13 +55,16 @@ def command(ctx: typer.Context) -> None:
     if asked is None:
         sys.stdout.write(up_settings.help_text())
         return
-    gpus = visible_gpus(asked.config.device)
-    asked = msgspec.structs.replace(asked, config=settled(asked.config, len(gpus), usable_cores()))
+    asked = _sized(asked)
     starts_bus = not asked.config.nats_url
-    if starts_bus and not asked.config.decode:
-        raise ConfigError("--decode 0: nobody would write answers; start at least one, or join workers with --nats-url")
+    for fleet in asked.fleets:
+        if starts_bus and not fleet.config.decode:
+            of_it = f" of {fleet.config.served_name}" if len(asked.fleets) > 1 else ""
+            raise ConfigError(
+                f"--decode 0: nobody would write answers{of_it}; start at least one, or join workers with --nats-url"
+            )
     own_bus.check_login(asked.config)
-    asked, warnings = _checked(asked, on_gpus=bool(gpus))
+    asked, warnings = _checked(asked)
     config = asked.config
     http = claim_port(config.http_port, "--http-port", host=config.http_host)
     with contextlib.ExitStack() as stack:
@@ -76,42 +79,67 @@ def command(ctx: typer.Context) -> None:
         specs = processes(
             config,
             cores=usable_cores(),
-            gpus=gpus,
             passed=asked.passed,
             services=asked.services,
+            fleets=asked.fleets,
             config_file=asked.config_file,
             run_id=os.urandom(3).hex(),
             credentials=credentials,
         )
         for warning in [*_open_api(asked), *warnings]:
             err.print(f"[bold yellow]warning[/] {warning}")
-        run(lambda: serve(config, specs, credentials=credentials))
+        served = [ServedModel(fleet.config.served_name, list(fleet.aliases)) for fleet in asked.fleets]
+        run(lambda: serve(config, specs, served, credentials=credentials))
 
 
-def _checked(asked: UpSettings, *, on_gpus: bool) -> tuple[UpSettings, list[str]]:
-    """Check that the model can be served so. Return the settings with the context that the KV pools hold, and warnings.
+def _sized(asked: UpSettings) -> UpSettings:
+    """The same with the size of each pool, and with each model's GPUs. Models share the machine's cores and GPUs.
 
-    :raises UnknownModel, ConfigError: why it can't be served.
+    :raises ConfigError: a device that is not here.
     """
-    from common.cli.preflight import check_machine, check_model  # slow to import
+    number, cores = len(asked.fleets), usable_cores()
+    fleets: list[ModelFleet] = []
+    for fleet in asked.fleets:
+        gpus = visible_gpus(fleet.config.device)
+        config = settled(fleet.config, len(gpus) if number == 1 else len(gpus) // number, cores // number)
+        fleets.append(msgspec.structs.replace(fleet, config=config, gpus=gpus))
+    config = settled(asked.config, max(len(fleet.gpus) for fleet in fleets), cores)
+    return msgspec.structs.replace(asked, config=config, fleets=tuple(fleets))
+
+
+def _checked(asked: UpSettings) -> tuple[UpSettings, list[str]]:
+    """Check that the models can be served so. Return the settings with the contexts that the KV pools hold, and warnings.
+
+    :raises UnknownModel, ConfigError: why one can't be served.
+    """
+    from common.cli.preflight import Servable, check_machine, check_model  # slow to import
     from common.engine.layout import EngineConfig
 
-    config = asked.config
-    _sweep(config.shm_dir)
-    ensure(config.model)
-    engines: dict[Role, int] = {"prefill": config.prefill or 0, "decode": config.decode}
-    stores = config.kvstore or 0
-    num_engines, limits, tight = sum(engines.values()), list[int](), dict[str, None]()
-    asked_of = [EngineConfig.of(asked.services[role]) for role, count in engines.items() if count or not num_engines]
-    for settings in dict.fromkeys(asked_of):
-        on_gpu = on_gpus and settings.engine != "simulated"
-        servable = check_model(config.model, settings, "cuda" if on_gpu else "cpu")
-        if servable.longest < servable.model.max_context:
-            limits.append(servable.longest)
-        store_bytes = stores * (getattr(asked.services["kvstore"], "capacity_mb", 0) << 20)
-        warnings = check_machine(servable, num_engines, Path(config.shm_dir), store_bytes=store_bytes)
-        tight |= dict.fromkeys([*servable.warnings, *warnings])
-    return asked.with_context(min(limits)) if limits else asked, list(tight)
+    _sweep(asked.config.shm_dir)
+    needed: list[tuple[Servable, int]] = []
+    warnings: dict[str, None] = {}
+    for fleet in asked.fleets:
+        config = fleet.config
+        ensure(config.model)
+        engines: dict[Role, int] = {"prefill": config.prefill or 0, "decode": config.decode}
+        limits: list[int] = []
+        known: dict[EngineConfig, Servable] = {}
+        for role, count in engines.items():
+            settings = EngineConfig.of(fleet.services[role])
+            if not count and fleet.num_engines:
+                continue
+            if settings not in known:
+                on_gpu = bool(fleet.gpus) and settings.engine != "simulated"
+                servable = known[settings] = check_model(config.model, settings, "cuda" if on_gpu else "cpu")
+                if servable.longest < servable.model.max_context:
+                    limits.append(servable.longest)
+                warnings |= dict.fromkeys(servable.warnings)
+            needed.append((known[settings], count))
+        if limits:
+            asked = asked.with_context(config.served_name, min(limits))
+    store_bytes = (asked.config.kvstore or 0) * (getattr(asked.services["kvstore"], "capacity_mb", 0) << 20)
+    tight = check_machine(needed, Path(asked.config.shm_dir), store_bytes=store_bytes)
+    return asked, [*warnings, *tight]
 
 
 def _open_api(asked: UpSettings) -> list[str]:
@@ -125,9 +153,11 @@ def _open_api(asked: UpSettings) -> list[str]:
     ]
 
 
-async def serve(config: UpConfig, specs: Sequence[ProcessSpec], *, credentials: Path | None) -> None:
-    """Run `specs` until SIGINT or SIGTERM, with a bus for them if there is a folder with `credentials` for one. Addresses in
-    `config` are real ones by now.
+async def serve(
+    config: UpConfig, specs: Sequence[ProcessSpec], models: Sequence[ServedModel], *, credentials: Path | None
+) -> None:
+    """Run `specs`, which serve `models`, until SIGINT or SIGTERM, with a bus for them if there is a folder with `credentials`
+    for one. Addresses in `config` are real ones by now.
 
     :raises ChildFailed: (in a group) if a process keeps crashing before everything was ready once.
     """
@@ -153,7 +183,7 @@ async def serve(config: UpConfig, specs: Sequence[ProcessSpec], *, credentials: 
             await watchers.start(_watch_signals, body, supervisor)
             with body:
                 async with supervisor.running():
-                    starting = await wait_ready(config, specs)
+                    starting = await wait_ready(config, specs, models)
                     supervisor.started_once = True
                     _announce(config, specs, supervisor, log_dir, starting, credentials)
                     await anyio.sleep_forever()
@@ -235,11 +265,15 @@ def _announce(
         shown.add_row(child.command.name, str(child.pid or "-"), threads.get(child.command.name, "-"))
     out.print(shown)
     host = reachable(config.http_host)
-    out.print(f"\nmodel       {config.served_name}, context {starting.context:,} tokens", markup=False)
+    out.print()
+    for model in starting.models:
+        also = f", also called {', '.join(model.aliases)}" if model.aliases else ""
+        context = starting.context_of(model.name)
+        out.print(f"model       {model.name}{also}, context {context:,} tokens", markup=False)
     out.print(f"OpenAI API  http://{f'[{host}]' if ':' in host else host}:{config.http_port}/v1", markup=False)
-    out.print(
-        f"NATS        {redacted(config.nats_url)}, subject {subjects.chat(subjects.slug(config.served_name))}", markup=False
-    )
+    out.print(f"NATS        {redacted(config.nats_url)}, subject {starting.subjects[0]}", markup=False)
+    for subject in starting.subjects[1:]:
+        out.print(f"            {subject}", markup=False)
     if credentials is not None:
         out.print(f"            with the credentials in {credentials / 'client.json'}", markup=False)
     out.print(f"logs        {log_dir}", markup=False)

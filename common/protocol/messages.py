@@ -268,6 +268,17 @@ class KvUsage(msgspec.Struct, frozen=True, array_like=True):
     cached: int = 0
 
 
+class ServedModel(msgspec.Struct, frozen=True, array_like=True):
+    """One of a gateway's models: the name that it announces, further names for clients, whether a request would be answered
+    now, and how many of this gateway's run and wait."""
+
+    name: str
+    aliases: list[str] = []
+    ready: bool = False
+    running: int = 0
+    waiting: int = 0
+
+
 class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """everyone → everyone, four times a second: I am alive, this is my load, and this many requests I would accept.
 
@@ -280,7 +291,7 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     weights are, so that another model under the same name is left alone; empty: unknown. `max_context`: tokens that one
     sequence may have on this worker, which its KV pool may limit; 0: unknown. `draft_tokens`: proposed tokens that a decode
     worker has verified since its start; `accepted_tokens`: those of them that held. `http_host`: where `http_port` is, an
-    address or the machine's name; empty: unknown.
+    address or the machine's name; empty: unknown. `models`: what a gateway serves, `model` first.
     """
 
     worker: WorkerRef
@@ -305,6 +316,12 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     draft_tokens: int = 0
     accepted_tokens: int = 0
     http_host: str = ""
+    models: list[ServedModel] = []
+
+    @property
+    def served(self) -> list[ServedModel]:
+        """What a gateway serves, also one of a version that announced its only model by name."""
+        return self.models or [ServedModel(self.model, ready=self.state == "ready", running=self.running, waiting=self.waiting)]
 
 
 Message = (

@@ -2,17 +2,19 @@
 
     penstock.v1.chat.<model-slug>           client → a gateway of this model (queue group): OpenAI chat JSON
     penstock.v1.completions.<model-slug>    client → a gateway of this model (queue group): OpenAI completion JSON
+                                            (the slug of the model's name, or of one of its aliases)
     penstock.v1.cancel.<request-id>         client → every gateway, with the request's inbox as reply subject
     penstock.v1.int.inbox.<role>.<worker>   anyone inside → one worker's mailbox
     penstock.v1.int.presence.<role>.<worker>  a worker's heartbeat
     penstock.v1.int.reply.<role>.<connection>.<n>  an answer to one request of one connection
 
-A gateway listens to its own model's subjects only, so gateways of several models share a bus, and several of one model share
-its load. A request for a model that nobody serves is answered by the server at once: no responders, an empty message with
-`Status: 503`. `$SRV.INFO` lists the subjects and queue groups that each gateway listens to, `$SRV.STATS` what came there.
+A gateway listens to the subjects of its own models only, one for each name, so gateways of several models share a bus, and
+several of one model share its load. A request for a model that nobody serves is answered by the server at once: no responders,
+an empty message with `Status: 503`. `$SRV.INFO` lists the subjects and queue groups that each gateway listens to, `$SRV.STATS`
+what came there.
 
-Names that differ may have the same slug (`Org/Model` and `org-model`). Gateways for two such names can't share a bus: the one
-that started later ends with a line that names both.
+Names that differ may have the same slug (`Org/Model` and `org-model`), and a name may mean another model elsewhere. Gateways
+for two such names can't share a bus: the one that started later ends with a line that names both.
 
 Tenants' permissions deny `penstock.v1.int.>`.
 """

@@ -4,7 +4,8 @@
 
     --num-blocks 512, --num-blocks=512      a flag per field; a bool is `--flag` or `--no-flag`; a list is `a,b,c`
     PENSTOCK_NUM_BLOCKS=512                 an environment variable per field
-    --config FILE, PENSTOCK_CONFIG=FILE     TOML with the tables [common] (what every service has) and [<section>]
+    --config FILE, PENSTOCK_CONFIG=FILE     TOML with the tables [common] (what every service has) and [<section>];
+                                            [[models]] are read by `model_tables`
 
 What is unknown is an error that names the nearest known thing. All services share one environment and one file, so a variable
 or a table of another section is none; see `sections`.
@@ -25,13 +26,15 @@ import msgspec
 from common.protocol.errors import ConfigError
 from common.runtime import sections
 from common.runtime.config_help import help_text
-from common.runtime.fields import ENV_PREFIX, Field, as_text, bare, fields_of
+from common.runtime.fields import ENV_PREFIX, Field, as_text, bare, derived, fields_of
 
 T = TypeVar("T", bound=msgspec.Struct)
 Fields = Mapping[str, Field]
 Tables = Mapping[str, Mapping[str, Any]]
 
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
+MODEL_TABLES = "models"
+"""`[[models]]`: what is served, where it is more than one model."""
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -50,10 +53,33 @@ class Flags(msgspec.Struct, frozen=True):
     wants_help: bool = False
 
 
+class Layers(msgspec.Struct, frozen=True):
+    """What is given for the settings of one section: `weak` by the file `path`, `strong` by environment and flags."""
+
+    fields: dict[str, Field]
+    weak: dict[str, Given]
+    strong: dict[str, Given]
+    path: Path | None
+
+    def build(self, kind: type[T]) -> T:
+        """:raises ConfigError: for a value that does not fit its setting."""
+        return build(kind, self.fields, {**self.weak, **self.strong})
+
+
 def load(kind: type[T], *, section: str, argv: Sequence[str], environ: Mapping[str, str], path: Path | None = None) -> T:
     """`--help` prints the fields and ends the process.
 
     :raises ConfigError: names the key, where it was given, what is wrong, and the nearest known key if it is unknown.
+    """
+    return read_layers(kind, section=section, argv=argv, environ=environ, path=path).build(kind)
+
+
+def read_layers(
+    kind: type[msgspec.Struct], *, section: str, argv: Sequence[str], environ: Mapping[str, str], path: Path | None = None
+) -> Layers:
+    """What `load` builds the settings from.
+
+    :raises ConfigError: for what is unknown, and for a file that can't be read.
     """
     fields = fields_of(kind)
     flags = parse_flags(argv, fields)
@@ -62,14 +88,10 @@ def load(kind: type[T], *, section: str, argv: Sequence[str], environ: Mapping[s
         raise SystemExit(0)
     chosen = config_path(flags, environ) or path
     tables = {} if chosen is None else read_tables(chosen, section)
-    given = {
-        **from_table(tables, "common", fields, chosen),
-        **from_table(tables, section, fields, chosen),
-        **from_environment(environ, fields),
-        **flags.given,
-    }
+    weak = {**from_table(tables, "common", fields, chosen), **from_table(tables, section, fields, chosen)}
+    strong = {**from_environment(environ, fields), **flags.given}
     check_variables(environ, fields)
-    return build(kind, fields, given)
+    return Layers(fields, weak, strong, chosen)
 
 
 def config_path(flags: Flags, environ: Mapping[str, str]) -> Path | None:
@@ -149,18 +171,24 @@ def from_environment(environ: Mapping[str, str], fields: Fields) -> dict[str, Gi
 
 
 def read_tables(path: Path, section: str) -> Tables:
-    """The tables of a file. :raises ConfigError: if it can't be read, is no TOML, or has a table that is nobody's."""
+    """The tables of a file, but those of models (`model_tables`).
+
+    :raises ConfigError: if it can't be read, is no TOML, or has a table that is nobody's.
+    """
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"can't read {path}: {error.strerror}", param="config") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}", param="config") from error
+    models = tables.pop(MODEL_TABLES, [])
+    if not isinstance(models, list) or not all(isinstance(table, dict) for table in models):
+        raise ConfigError(f"{path}: models are tables, each under a line [[{MODEL_TABLES}]]", param=MODEL_TABLES)
     for table, content in tables.items():
         if not isinstance(content, dict):
             raise ConfigError(f"{path}: {table} belongs into a table, [common] or [{section}]", param=table)
         if table not in (*sections.SECTIONS, section):
-            unknown(f"table in {path}:", table, (*sections.SECTIONS, section))
+            unknown(f"table in {path}:", table, (*sections.SECTIONS, section, MODEL_TABLES))
     return tables
 
 
@@ -210,6 +238,8 @@ def _decode_path(kind: type, value: Any) -> Any:
 def _build(kind: type[T], path: tuple[str, ...], fields: Fields, values: Mapping[str, Any]) -> T:
     arguments: dict[str, Any] = {}
     for field in msgspec.structs.fields(kind):
+        if field.name in derived(kind):
+            continue
         here = (*path, field.name)
         setting = fields.get(field.name)
         if setting is not None and setting.path == here:

@@ -5,6 +5,7 @@ The fields of a nested Struct are reached by their own names, as if they were wr
 
 from __future__ import annotations
 
+import functools
 import typing
 from types import UnionType
 from typing import Annotated, Any
@@ -14,12 +15,17 @@ import msgspec
 ENV_PREFIX = "PENSTOCK_"
 SECRET = {"secret": True}
 """`Meta(…, extra=SECRET)` marks a setting that may hold a password."""
+PER_MODEL = {"per_model": True}
+"""`Meta(…, extra=PER_MODEL)` marks a gateway's setting that each of its models may have for itself."""
+DERIVED = {"derived": True}
+"""`Meta(…, extra=DERIVED)` marks a field that is no setting: what reads the settings fills it in."""
 
 
 class Field(msgspec.Struct, frozen=True):
     """One setting. `path` leads through nested Structs to it; `owner` is the Struct that declares it.
 
-    `secret`: the value may hold a password, so it is handed on by environment and never on a command line.
+    `secret`: the value may hold a password, so it is handed on by environment and never on a command line. `per_model`: each
+    model of a gateway may have its own.
     """
 
     path: tuple[str, ...]
@@ -28,6 +34,7 @@ class Field(msgspec.Struct, frozen=True):
     description: str
     owner: type[msgspec.Struct]
     secret: bool = False
+    per_model: bool = False
 
     @property
     def name(self) -> str:
@@ -55,6 +62,8 @@ def fields_of(kind: type[msgspec.Struct], path: tuple[str, ...] = ()) -> dict[st
     hints = typing.get_type_hints(kind, include_extras=True)
     found: dict[str, Field] = {}
     for field in msgspec.structs.fields(kind):
+        if field.name in derived(kind):
+            continue
         hint = hints[field.name]
         inside = bare(hint)
         if isinstance(inside, type) and issubclass(inside, msgspec.Struct):
@@ -72,12 +81,20 @@ def fields_of(kind: type[msgspec.Struct], path: tuple[str, ...] = ()) -> dict[st
                     meta.description or "",
                     owner=_owner(kind, field.name),
                     secret=bool((meta.extra or {}).get("secret")),
+                    per_model=bool((meta.extra or {}).get("per_model")),
                 )
             }
         if twice := found.keys() & inner.keys():
             raise TypeError(f"{kind.__name__} has two settings named {sorted(twice)}")
         found |= inner
     return found
+
+
+@functools.cache
+def derived(kind: type[msgspec.Struct]) -> frozenset[str]:
+    """The fields of `kind` that are marked DERIVED."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    return frozenset(name for name, hint in hints.items() if (_meta(hint).extra or {}).get("derived"))
 
 
 def bare(kind: Any) -> Any:

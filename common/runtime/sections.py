@@ -16,11 +16,13 @@ import msgspec
 
 from common.protocol.handles import Role
 from common.runtime.fields import ENV_PREFIX, Field, fields_of
-from common.runtime.settings import ServiceConfig
+from common.runtime.settings import ModelSettings, ServiceConfig
 
 ROLES: tuple[Role, ...] = get_args(Role)
 UP = "up"
 SECTIONS = ("common", *ROLES, UP)
+WORKERS_OF_A_MODEL: tuple[Role, ...] = ("prefill", "decode", "draft")
+"""Those of which each serves one model."""
 
 OTHER_VARIABLES = frozenset(
     ENV_PREFIX + name
@@ -36,6 +38,9 @@ OTHER_VARIABLES = frozenset(
         "IMAGE",
         "IMAGE_MODEL",
         "MODELS",
+        "MODELS_FILE",
+        "FIRST_MODEL",
+        "SECOND_MODEL",
         "SHM_SIZE",
         "TORCH_INDEX",
     )
@@ -67,6 +72,19 @@ def up_fields() -> Mapping[str, Field]:
     """The settings of `penstock up` itself."""
     kind: type[msgspec.Struct] = importlib.import_module("common.cli.fleet").UpConfig
     return fields_of(kind)
+
+
+@functools.cache
+def model_fields() -> Mapping[str, Field]:
+    """What a `[[models]]` table may say: what the model is, all settings of the workers that are one model's but those that
+    every process has, what a gateway has for each model, and how many workers `penstock up` starts."""
+    found = {
+        name: field
+        for role in ROLES
+        for name, field in service_fields(role).items()
+        if field.owner is ModelSettings or field.per_model or (role in WORKERS_OF_A_MODEL and field.owner is not ServiceConfig)
+    }
+    return found | {name: up_fields()[name] for name in WORKERS_OF_A_MODEL}
 
 
 def unknown_variables(environ: Mapping[str, str], known: Mapping[str, Field]) -> list[str]:

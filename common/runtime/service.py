@@ -25,8 +25,7 @@ import msgspec
 from anyio.abc import TaskStatus
 
 from common.protocol.errors import BusError, PenstockError
-from common.runtime import config as configuration
-from common.runtime import endpoints, logs, nats_bus, parent_death
+from common.runtime import endpoints, logs, model_tables, nats_bus, parent_death
 from common.runtime.actor import Actor
 from common.runtime.bus import Bus, ServiceInfo
 from common.runtime.file_limit import FileLimit, raise_file_limit
@@ -52,7 +51,7 @@ def main(config_type: type[C], make_actor: MakeActor[C], *, section: str, argv: 
     parent_death.guard()
     try:
         given = sys.argv[1:] if argv is None else argv
-        config = configuration.load(config_type, section=section, argv=given, environ=os.environ)
+        config = model_tables.load(config_type, section=section, argv=given, environ=os.environ)
         # settled once: whether `owner/name` is a folder of this machine may change while the process lives
         config = msgspec.structs.replace(config, served_model_name=config.served_name)
         logs.configure(config.log_level, config.log_format)

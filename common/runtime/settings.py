@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta
@@ -29,6 +29,9 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 class ServiceConfig(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Every process. Times are seconds. `config.load` reads it from flags, environment and file."""
+
+    of_all_models: ClassVar[bool] = False
+    """Whether such a process serves all models of its file, or one of them."""
 
     nats_url: Annotated[str, Meta(description="the NATS server", extra=SECRET)] = "nats://127.0.0.1:4222"
     nats_credentials_file: Annotated[str, Meta(description="JSON with user and password, or a context of the `nats` tool")] = ""

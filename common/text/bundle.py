@@ -19,14 +19,20 @@ from common.models.weights.gguf_metadata import read_metadata
 from common.protocol.errors import ConfigError, ContextLengthExceeded, InvalidParameter
 from common.text.detokenize import Detokenizer, WindowDetokenizer, detokenizer
 from common.text.generation_config import SamplingDefaults, load_sampling_defaults
-from common.text.model_templates import DEFAULT, load_templates
+from common.text.model_templates import DEFAULT, TOOL_USE, load_templates
+from common.text.output.call_ids import with_short_ids
+from common.text.output.formats import Dialect, ReasoningParser, ToolParser, dialect_of
 from common.text.template import ChatTemplate, Message, guard_messages, normalize_messages
 from common.text.tokenizer import Tokenizer, load_tokenizer
+
+_CONTINUED = "\ue000continued\ue001"
+"""Put behind the last message where the model is to go on with it: what the template writes behind that is cut off."""
 
 
 class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
     """`max_context` is in tokens, prompt and output together. `eos_ids` end a turn (the stop ids of a request). `template` is
-    the default one, `named_templates` are the model's others. `sampling` is what a request gets that does not say."""
+    the default one, `named_templates` are the model's others. `sampling` is what a request gets that does not say.
+    `tool_parser` and `reasoning_parser` say how answers are read; `auto`: as the template says."""
 
     name: str
     files: ModelFiles
@@ -36,9 +42,15 @@ class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
     max_context: int
     named_templates: dict[str, ChatTemplate] = {}
     sampling: SamplingDefaults = SamplingDefaults()
+    tool_parser: ToolParser = "auto"
+    reasoning_parser: ReasoningParser = "auto"
 
-    def template_called(self, name: str) -> ChatTemplate:
-        """The default template for an empty name.
+    def dialect_of(self, template: ChatTemplate) -> Dialect:
+        """How answers to prompts of `template` write reasoning and calls."""
+        return dialect_of(template.source, self.tool_parser, self.reasoning_parser)
+
+    def template_called(self, name: str, *, tools: bool = False) -> ChatTemplate:
+        """The default template for an empty name; with `tools`, the one for tools if the model has one of its own for them.
 
         :raises InvalidParameter: if the model has no such template.
         """
@@ -50,6 +62,8 @@ class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
                     param="chat_template",
                 )
             return self.named_templates[name]
+        if tools and not name and TOOL_USE in self.named_templates:
+            return self.named_templates[TOOL_USE]
         if self.template is None:
             names = f"; name one of its own in chat_template: {', '.join(sorted(self.named_templates))}"
             raise InvalidParameter(
@@ -68,25 +82,36 @@ class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
         variables: Mapping[str, Any] | None = None,
         max_tokens: int | None = None,
         template: str = "",
+        continues: bool = False,
     ) -> list[int]:
         """Token ids of a conversation. Special tokens come from the template only; in messages their text is plain text.
         `template` names another than the default one. The role `developer` is `system` for templates that don't know it.
+        `continues`: the model goes on with the last message, so the prompt ends with its content.
 
         Takes about half a second per megabyte: from 20 kB on, call it in a thread.
 
         :raises InvalidParameter: if the model has no chat template, or it can't render these messages.
         :raises ContextLengthExceeded: if the prompt is longer than `max_tokens`.
         """
-        chat_template = self.template_called(template)
+        chat_template = self.template_called(template, tools=bool(tools))
         normal = normalize_messages(messages)
+        if length := self.dialect_of(chat_template).id_length:
+            normal = with_short_ids(normal, length)
         if not chat_template.mentions("developer"):
             normal = [{**m, "role": "system"} if m["role"] == "developer" else m for m in normal]
         if max_tokens is not None:
             self._check_size(normal, max_tokens)
+        if continues:
+            normal = [*normal[:-1], {**normal[-1], "content": (normal[-1]["content"] or "") + _CONTINUED}]
         (safe, safe_tools, safe_variables), guard = guard_messages((normal, tools, variables), self.tokenizer)
         text = chat_template.render(
-            safe, tools=safe_tools, add_generation_prompt=add_generation_prompt, variables=safe_variables
+            safe,
+            tools=safe_tools,
+            add_generation_prompt=add_generation_prompt and not continues,
+            variables=safe_variables,
         )
+        if continues:
+            text = _up_to_mark(text)
         return self.tokenizer.encode(text, parse_special=True, guard=guard, max_tokens=max_tokens, param="messages")
 
     def encode_prompt(self, prompt: str, *, add_special: bool = True, max_tokens: int | None = None) -> list[int]:
@@ -107,10 +132,27 @@ class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
             raise ContextLengthExceeded(f"messages of {size} characters can't fit {max_tokens} tokens", param="messages")
 
 
-def load_bundle(files: ModelFiles, *, name: str = "", generation_config: bool = True, max_model_len: int = 0) -> TextBundle:
+def _up_to_mark(text: str) -> str:
+    """:raises InvalidParameter: if the template does not show the last message's content as it is."""
+    at = text.rfind(_CONTINUED)
+    if at < 0:
+        raise InvalidParameter("the model's chat template can't show a message that is to be continued", param="messages")
+    return text[:at]
+
+
+def load_bundle(
+    files: ModelFiles,
+    *,
+    name: str = "",
+    generation_config: bool = True,
+    max_model_len: int = 0,
+    tool_parser: ToolParser = "auto",
+    reasoning_parser: ReasoningParser = "auto",
+) -> TextBundle:
     """Read tokenizer, templates, limits and (with `generation_config`) recommended sampling of `files`.
 
     `name` is what clients call the model (default: its own). `max_model_len` limits the context (0: what the model takes).
+    `tool_parser` and `reasoning_parser`: see `TextBundle`.
 
     :raises ConfigError: if any of them is missing, damaged or not supported, or the model takes less than `max_model_len`.
     """
@@ -126,6 +168,8 @@ def load_bundle(files: ModelFiles, *, name: str = "", generation_config: bool = 
         eos_ids=tokenizer.eos_ids,
         max_context=context_of(_max_context(files, metadata), max_model_len),
         sampling=load_sampling_defaults(files, metadata=metadata) if generation_config else SamplingDefaults(),
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
     )
 
 

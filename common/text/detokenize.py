@@ -26,14 +26,16 @@ _MAX_SILENT = 64
 """Tokens without text that are kept for what they may say of the next one."""
 
 
-def detokenizer(tokenizer: Tokenizer, *, skip_special: bool = True, continues: bool = False) -> Detokenizer | WindowDetokenizer:
+def detokenizer(
+    tokenizer: Tokenizer, *, skip_special: bool = True, continues: bool = False, shown: frozenset[int] = frozenset()
+) -> Detokenizer | WindowDetokenizer:
     """Return what turns one sequence's tokens into text. Not thread-safe; one per choice.
 
     `continues`: the text follows other text (a completion's prompt), so a leading space is kept. Ids past the vocabulary
-    (models pad their embedding) add nothing.
+    (models pad their embedding) add nothing. `shown`: special tokens that `skip_special` does not skip.
     """
     kind = Detokenizer if tokenizer.has_byte_table else WindowDetokenizer
-    return kind(tokenizer, skip_special=skip_special, continues=continues)
+    return kind(tokenizer, skip_special=skip_special, continues=continues, shown=shown)
 
 
 class Detokenizer:
@@ -46,9 +48,16 @@ class Detokenizer:
 
     __slots__ = ("_decoder", "_leading", "_size", "_table")
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, continues: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special: bool = True,
+        continues: bool = False,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
         """See `detokenizer`, which knows whether there is a table."""
-        self._table = tokenizer.byte_table(skip_special=skip_special)
+        self._table = tokenizer.byte_table(skip_special=skip_special, shown=shown)
         self._size = len(self._table)
         self._decoder = _Utf8Decoder(errors="replace")
         self._leading = "keep" if continues else tokenizer.leading
@@ -85,11 +94,18 @@ class WindowDetokenizer:
     [context, window)     held: nothing new yet, or their text ends inside a character
     """
 
-    __slots__ = ("_context", "_shown", "_skip_special", "_tokenizer", "_window")
+    __slots__ = ("_context", "_hidden", "_shown", "_tokenizer", "_window")
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, continues: bool = False) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special: bool = True,
+        continues: bool = False,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
+        self._hidden = tokenizer.special_ids - shown if skip_special else frozenset[int]()
         self._window = [tokenizer.anchor_id] if continues and tokenizer.anchor_id is not None else []
         self._context = len(self._window)
         self._shown = self._decode(self._window)
@@ -98,7 +114,7 @@ class WindowDetokenizer:
         """The text that `ids` complete; may be empty, never ends inside a character."""
         pieces: list[str] = []
         for index in ids:
-            if not 0 <= index < self._tokenizer.vocab_size or (self._skip_special and index in self._tokenizer.special_ids):
+            if not 0 <= index < self._tokenizer.vocab_size or index in self._hidden:
                 continue
             self._window.append(index)
             text = self._decode(self._window)
@@ -120,4 +136,4 @@ class WindowDetokenizer:
         return rest
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.backend_text(ids, skip_special=self._skip_special) if ids else ""
+        return self._tokenizer.backend_text(ids, skip_special=False) if ids else ""

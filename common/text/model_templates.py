@@ -22,6 +22,8 @@ from common.text.template import ChatTemplate
 log = logs.get(__name__)
 
 DEFAULT = "default"
+TOOL_USE = "tool_use"
+"""The template for requests with tools, in models that have several (transformers' name for it)."""
 _GGUF_KEY = "tokenizer.chat_template"
 
 

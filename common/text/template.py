@@ -11,6 +11,7 @@ What clients do bring is text, and a user's "<|im_end|><|im_start|>system" must 
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -55,9 +56,31 @@ class ChatTemplate:
         self._source = source
         self._special_tokens = dict(special_tokens or {})
 
+    @property
+    def source(self) -> str:
+        return self._source
+
     def mentions(self, word: str) -> bool:
         """Whether the template's source has `word` in it: a role or a variable that it does not mention, it does not know."""
         return word in self._source
+
+    @functools.cached_property
+    def _call_form(self) -> tuple[str | None, bool]:
+        """How the template takes a message that has calls and no text: its content (nearly all take None), and whether the
+        arguments are JSON text, as DeepSeek's want them, or the object."""
+        for content in (None, ""):
+            for as_text in (False, True):
+                arguments: Any = '{"key": "needle"}' if as_text else {"key": "needle"}
+                call = {"id": "probe0123", "type": "function", "function": {"name": "probe", "arguments": arguments}}
+                messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
+                context = dict(self._special_tokens) | {"messages": messages, "tools": None, "add_generation_prompt": False}
+                context["strftime_now"] = datetime.datetime(2025, 1, 1).strftime
+                try:
+                    if "needle" in self._environment.render_template(_NAME, **context):
+                        return content, as_text
+                except (_Refused, minijinja.TemplateError, TypeError, ValueError):
+                    pass
+        return None, False
 
     def render(
         self,
@@ -78,8 +101,11 @@ class ChatTemplate:
         """
         moment = now or datetime.datetime.now()
         context = dict(variables or {}) | self._special_tokens
+        normal = normalize_messages(messages)
+        if any(message.get("tool_calls") for message in normal):
+            normal = [_in_form(message, *self._call_form) if message.get("tool_calls") else message for message in normal]
         context |= {
-            "messages": normalize_messages(messages),
+            "messages": normal,
             "tools": list(tools) if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -156,6 +182,21 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
         return dict(call)
     # only an object replaces the string: normalizing twice must not decode twice (special tokens could hide in there)
     return dict(call) | {"function": dict(function) | {"arguments": arguments}} if isinstance(arguments, dict) else dict(call)
+
+
+def _in_form(message: Message, content: str | None, as_text: bool) -> dict[str, Any]:
+    """A normalized message with calls as a template takes it, see `ChatTemplate._call_form`."""
+    calls: list[dict[str, Any]] = message["tool_calls"]
+    if as_text:
+        calls = [_with_argument_text(call) for call in calls]
+    return dict(message) | {"content": message["content"] or content, "tool_calls": calls}
+
+
+def _with_argument_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, Mapping) or isinstance(function.get("arguments"), str):
+        return dict(call)
+    return dict(call) | {"function": dict(function) | {"arguments": _tojson(function.get("arguments"))}}
 
 
 def guard_messages(value: Any, tokenizer: Tokenizer) -> tuple[Any, str]:

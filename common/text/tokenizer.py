@@ -58,7 +58,7 @@ class Tokenizer:
         self._is_byte_level, self.leading, table = token_bytes.decoding_of(backend)
         self._steps = token_bytes.decoder_steps(backend)
         self._bytes = table
-        self._visible_bytes = [b"" if index in self.special_ids else piece for index, piece in enumerate(table or ())]
+        self._visible_bytes: dict[frozenset[int], list[bytes]] = {}
         self.longest_token_bytes = max(map(len, table), default=1) or 1 if table is not None else self._longest_bytes()
         self.anchor_id = None if table is not None else self._anchor()
         self._others_bytes: dict[int, bytes] = {}
@@ -209,10 +209,19 @@ class Tokenizer:
         """Whether each token adds the same bytes wherever it stands, so that `byte_table` says all there is to know."""
         return self._bytes is not None
 
-    def byte_table(self, *, skip_special: bool) -> list[bytes]:
-        """Per token id the bytes it adds to a text; with `skip_special`, none for special tokens."""
+    def byte_table(self, *, skip_special: bool, shown: frozenset[int] = frozenset()) -> list[bytes]:
+        """Per token id the bytes it adds to a text; with `skip_special`, none for special tokens but those in `shown`."""
         assert self._bytes is not None, "a tokenizer without a byte table streams through WindowDetokenizer"
-        return self._visible_bytes if skip_special else self._bytes
+        if not skip_special:
+            return self._bytes
+        if shown not in self._visible_bytes:
+            hidden = self.special_ids - shown
+            self._visible_bytes[shown] = [b"" if index in hidden else piece for index, piece in enumerate(self._bytes)]
+        return self._visible_bytes[shown]
+
+    def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
+        """The special tokens among `texts`."""
+        return frozenset(self._specials[text][0] for text in texts if text in self._specials)
 
     def _bytes_after_anchor(self, token: int) -> bytes:
         """What `token` adds between two words, for decoders that look at the tokens around."""

@@ -13,6 +13,7 @@ from common.runtime.service import main
 from common.text.bundle import load_bundle
 from services.gateway.actor import GatewayActor
 from services.gateway.config import GatewayConfig
+from services.gateway.model_core import Served
 
 log = logs.get("gateway")
 
@@ -21,20 +22,30 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 def make_gateway(bus: Bus, config: GatewayConfig) -> GatewayActor:
-    """:raises UnknownModel, ConfigError: if the model's tokenizer and template can't be loaded, or the settings are wrong."""
+    """:raises UnknownModel, ConfigError: if a model's tokenizer and template can't be loaded, or the settings are wrong."""
     if not config.key and config.http_port >= 0 and not is_loopback(config.http_host):
         log.warning(
             "api_without_key", host=config.http_host, advice="whoever reaches it may use it: set api_key or api_key_file"
         )
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    return GatewayActor(bus=bus, config=config, models=[served(each) for each in config.each])
+
+
+def served(config: GatewayConfig) -> Served:
+    """What a gateway needs of one model.
+
+    :raises UnknownModel, ConfigError: if its tokenizer and template can't be loaded.
+    """
     files = resolve(config.model, weights=False)
     bundle = load_bundle(
         files,
         name=config.served_name,
         generation_config=config.generation_config == "auto",
         max_model_len=config.max_model_len,
+        tool_parser=config.tool_parser,
+        reasoning_parser=config.reasoning_parser,
     )
-    return GatewayActor(bus=bus, config=config, bundle=bundle, identity=weights_identity(files, load_config(files)))
+    return Served(config, bundle, weights_identity(files, load_config(files)))
 
 
 if __name__ == "__main__":

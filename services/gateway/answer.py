@@ -27,8 +27,11 @@ from common.protocol.errors import Cancelled, InternalError, PenstockError
 from common.protocol.handles import WorkerRef
 from common.runtime.metrics import Metrics
 from common.text.detokenize import detokenizer
+from common.text.output.call_ids import call_id
+from common.text.output.parser import OutputParser
 from common.text.tokenizer import Tokenizer
 from services.gateway.bodies import Usage
+from services.gateway.choice_events import AnswerFormat, ChoiceEvents
 from services.gateway.choices import ChoiceText, Delta, choice_seed
 from services.gateway.metrics import EdgeMetrics
 from services.gateway.prepare import Job
@@ -36,7 +39,7 @@ from services.gateway.requests import GenerationRequest, Output
 
 SLICE_VALUES = 1024
 """Tokens, and alternatives listed beside them, that are turned into text at a time: about a millisecond."""
-_SEARCH_COST = 4  # looking for stop strings goes character by character
+_SEARCH_COST = 4  # looking for stop strings goes character by character, a parser token by token
 
 
 class OutputStream(Protocol):
@@ -66,7 +69,7 @@ class Core(Protocol):
 
 
 class _Choice:
-    def __init__(self, stream: OutputStream, text: ChoiceText, echo: str, prompt: int) -> None:
+    def __init__(self, stream: OutputStream, text: ChoiceText | ChoiceEvents, echo: str, prompt: int) -> None:
         self.stream = stream
         self.text = text
         self.echo = echo
@@ -122,8 +125,9 @@ class Answer:
         self._begun_at = time.monotonic()
         self._last_at = 0.0
         self.ttft_s: float | None = None
-        cost = 2 + job.top_logprobs if job.top_logprobs >= 0 else _SEARCH_COST if job.stops else 1
+        cost = 2 + job.top_logprobs if job.top_logprobs >= 0 else _SEARCH_COST if job.stops or job.format else 1
         self._slice = max(1, SLICE_VALUES // cost)
+        self._reasons = job.format is not None and job.format.reasons
         self._backlog: deque[_Arrived] = deque()
         self._send, self._receive = anyio.create_memory_object_stream[tuple[int, Output]](0)
 
@@ -184,15 +188,8 @@ class Answer:
 
     def _begin_choice(self, prompt: int, number: int) -> _Choice:
         job = self.job
-        text = ChoiceText(
-            detokenizer(self._tokenizer, skip_special=job.skip_special, continues=job.kind == "completion"),
-            stops=job.stops,
-            include_stop=job.include_stop,
-            min_tokens=job.sampling.min_tokens,
-            stop_token_ids=job.sampling.stop_token_ids,
-            scored=job.top_logprobs >= 0,
-        )
         index = len(self._choices)
+        text = self._reader(job) if job.format is None else self._event_reader(job, job.format, index)
         request = GenerationRequest(
             id=job.id if job.num_choices == 1 else f"{job.id}-{index}",
             prompt=job.prompts[prompt],
@@ -201,6 +198,36 @@ class Answer:
             salt=job.salt,
         )
         return _Choice(self._core.generate(request), text, job.echoes[prompt], prompt)
+
+    def _reader(self, job: Job) -> ChoiceText:
+        return ChoiceText(
+            detokenizer(self._tokenizer, skip_special=job.skip_special, continues=job.continues),
+            stops=job.stops,
+            include_stop=job.include_stop,
+            min_tokens=job.sampling.min_tokens,
+            stop_token_ids=job.sampling.stop_token_ids,
+            scored=job.top_logprobs >= 0,
+        )
+
+    def _event_reader(self, job: Job, format: AnswerFormat, index: int) -> ChoiceEvents:
+        length = format.dialect.id_length
+        parser = OutputParser(
+            format.dialect,
+            tools=format.tools,
+            is_open=format.is_open,
+            call_id=lambda call: call_id(job.id, index, call, length),
+            max_calls=format.max_calls,
+        )
+        return ChoiceEvents(
+            detokenizer(self._tokenizer, skip_special=job.skip_special, continues=job.continues, shown=format.shown),
+            parser,
+            shows_reasoning=format.shows_reasoning,
+            stops=job.stops,
+            include_stop=job.include_stop,
+            min_tokens=job.sampling.min_tokens,
+            stop_token_ids=job.sampling.stop_token_ids,
+            scored=job.top_logprobs >= 0,
+        )
 
     async def next(self) -> list[tuple[int, Delta]]:
         """What is new, by choice; waits until something is. Call only while not `finished`.
@@ -273,6 +300,7 @@ class Answer:
             prompt_tokens=sum(map(len, self.job.prompts)),
             completion_tokens=sum(choice.text.token_count for choice in self._choices),
             cached_tokens=sum(cached),
+            reasoning_tokens=sum(choice.text.reasoning_count for choice in self._choices) if self._reasons else None,
         )
 
     async def _pump(self, index: int) -> None:

@@ -39,7 +39,7 @@ REFUSED: Table = {
     "moderation": (),
     "reasoning_effort": ("none",),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
+    "tool_choice": ("none", "auto"),  # of a completion
     "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
@@ -180,9 +180,6 @@ MESSAGE_REFUSED: Table = {
     "function_call": ({},),
     "images": ([],),
     "partial": (False,),
-    "prefix": (False,),
-    "tool_call_id": ("",),
-    "tool_calls": ([],),
 }
 MESSAGE_IGNORED: Table = {
     "annotations": ([],),
@@ -210,12 +207,11 @@ _HINTS = {
     "guided_regex": "send structured_outputs: {regex: …}",
     "json_schema": "send response_format",
     "n_predict": "send max_tokens",
+    "partial": "send prefix: true",
     "regex": "send structured_outputs: {regex: …}",
-    "prefix": "leave it out",
     "repeat_penalty": "send repetition_penalty",
     "thinking": "send what the model's template knows in chat_template_kwargs",
 }
-_TOOLS = frozenset({"function_call", "tool_call_id", "tool_calls"})
 
 
 class Scope(msgspec.Struct, frozen=True):
@@ -258,8 +254,8 @@ class Notes:
         if name in scope.refused:
             if _asks_for_nothing(raw, scope.refused[name]):
                 return
-            if place and name in _TOOLS:
-                raise InvalidParameter("tools are not supported yet: send messages without tool calls", param=place)
+            if place and name == "function_call":
+                raise InvalidParameter("functions are not supported yet: send tools and tool_calls", param=place)
             if scope.refusal:
                 raise InvalidParameter(scope.refusal.format(shown), param=place)
             raise InvalidParameter(f"{param} is not supported yet: {_HINTS.get(name, 'leave it out')}", param=param)

@@ -11,7 +11,8 @@ from typing import Any, Literal
 import msgspec
 
 from common.protocol.errors import InternalError, PenstockError
-from services.gateway.choices import Delta
+from common.text.output.events import CallArguments, CallStart, Event, Reasoning, Text
+from services.gateway.choices import Delta, ScoredToken
 from services.gateway.logprobs import Columns, TokenNames
 
 Kind = Literal["chat", "completion"]
@@ -22,25 +23,30 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of a whole request; each prompt counts once, however many choices it has."""
+    """Tokens of a whole request; each prompt counts once, however many choices it has. `reasoning_tokens`: of the completion,
+    None for a model that is not known to reason."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    reasoning_tokens: int | None = None
 
     def body(self) -> dict[str, Any]:
-        return {
+        body: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoning_tokens is not None:
+            body["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
+        return body
 
 
 class Heading(msgspec.Struct, frozen=True, kw_only=True):
     """What every answer says first, and how much it tells of each choice.
 
-    `top_logprobs`: -1 none, else how many alternatives each token lists.
+    `top_logprobs`: -1 none, else how many alternatives each token lists. `may_call`: the answer may have no text.
     """
 
     kind: Kind
@@ -49,6 +55,7 @@ class Heading(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     num_choices: int
     top_logprobs: int = -1
+    may_call: bool = False
 
     def encoded(self, chat_object: str) -> bytes:
         """The members that open the body, without a brace behind them; `chat_object` is what a chat answer is called."""
@@ -76,6 +83,7 @@ class ChunkWriter:
         head = before + heading.encoded("chat.completion.chunk")
         self._kind: Kind = heading.kind
         self._chat = heading.kind == "chat"
+        self._first_content = b"null" if heading.may_call else b'""'
         self._names = names
         self._top = heading.top_logprobs
         self.usage_so_far: Usage | None = None
@@ -91,13 +99,15 @@ class ChunkWriter:
         """The chunks before any text: chat names the role, once per choice."""
         if not self._chat:
             return []
-        delta = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
+        delta = b'"delta":{"role":"assistant","content":%s},"logprobs":null,"finish_reason":null}]' % self._first_content
         return [choice + delta + self._tail() + self._after for choice in self._choices]
 
     def delta(self, index: int, delta: Delta) -> list[bytes]:
-        """The chunks of a delta: its text, and its end if it has one. Nothing to tell, no chunk."""
+        """The chunks of a delta: its text or its events, and its end if it has one. Nothing to tell, no chunk."""
         chunks: list[bytes] = []
-        if delta.scored or (delta.text and self.usage_so_far is not None):
+        if delta.events is not None:
+            chunks += self._event_chunks(index, delta.events, delta)
+        elif delta.scored or (delta.text and self.usage_so_far is not None):
             chunks.append(self._chunk(index, delta, None, self._tail()))
         elif delta.text:
             chunks.append(b"".join((self._text_heads[index], _encode(delta.text), self._text_tail)))
@@ -105,13 +115,28 @@ class ChunkWriter:
             chunks.append(self._chunk(index, Delta(""), delta.finish, self._tail()))
         return chunks
 
-    def last(self, index: int, delta: Delta, usage: Usage) -> bytes:
-        """The last delta of a request as one chunk: text, finish reason and usage."""
-        return self._chunk(index, delta, delta.finish, _usage_member(usage))
+    def last(self, index: int, delta: Delta, usage: Usage) -> list[bytes]:
+        """The last delta of a request. Its last chunk has finish reason and usage, and the text where there is nothing else."""
+        tail = _usage_member(usage)
+        if delta.events is None:
+            return [self._chunk(index, delta, delta.finish, tail)]
+        return [*self._event_chunks(index, delta.events, delta), self._chunk(index, Delta(""), delta.finish, tail)]
 
     def usage(self, usage: Usage) -> bytes:
         """The chunk after the last, for `stream_options.include_usage`."""
         return b"".join((self._bare, _encode(usage.body()), b"}", self._after))
+
+    def _event_chunks(self, index: int, events: list[Event], delta: Delta) -> list[bytes]:
+        """A chunk for each event. Log-probabilities are in the first one."""
+        chunks: list[bytes] = []
+        scored = delta.scored
+        for event in events:
+            if member := _event_member(event):
+                chunks.append(self._framed(index, b'"delta":{' + member + b"}", scored, None, self._tail()))
+                scored = None
+        if scored:
+            chunks.append(self._framed(index, b'"delta":{}', scored, None, self._tail()))
+        return chunks
 
     def _chunk(self, index: int, delta: Delta, finish: str | None, tail: bytes) -> bytes:
         if not self._chat:
@@ -120,16 +145,40 @@ class ChunkWriter:
             content = b'"delta":{"content":' + _encode(delta.text) + b"}"
         else:
             content = b'"delta":{}'
+        return self._framed(index, content, delta.scored, finish, tail)
+
+    def _framed(self, index: int, content: bytes, scored: list[ScoredToken] | None, finish: str | None, tail: bytes) -> bytes:
         scores = [b"null"]
-        if delta.scored:
+        if scored:
             columns = Columns(self._kind, self._names, self._top)
-            columns.add(delta.scored)
+            columns.add(scored)
             scores = columns.body()
         ending = (b',"logprobs":', *scores, b',"finish_reason":', _encode(finish), b"}]", tail, self._after)
         return b"".join((self._choices[index], content, *ending))
 
     def _tail(self) -> bytes:
         return self._usage_tail if self.usage_so_far is None else _usage_member(self.usage_so_far)
+
+
+def _event_member(event: Event) -> bytes:
+    """The member of a chunk's delta that tells an event; empty for the end of a call, which OpenAI's chunks don't tell."""
+    match event:
+        case Text():
+            return b'"content":' + _encode(event.text)
+        case Reasoning():
+            return b'"reasoning_content":' + _encode(event.text)
+        case CallStart():
+            head = call_head(event)
+            return b'"tool_calls":[{"index":%d,%s"}}]' % (event.index, head)
+        case CallArguments():
+            return b'"tool_calls":[{"index":%d,"function":{"arguments":%s}}]' % (event.index, _encode(event.text))
+        case _:
+            return b""
+
+
+def call_head(call: CallStart) -> bytes:
+    """A call's members up to where the text of its arguments begins."""
+    return b'"id":%s,"type":"function","function":{"name":%s,"arguments":"' % (_encode(call.id), _encode(call.name))
 
 
 def _usage_member(usage: Usage) -> bytes:
@@ -146,9 +195,17 @@ def error_body(message: str, *, status: int, code: str | None = None, param: str
     return _encode({"error": {"message": message, "type": kind, "param": param, "code": code or _CODES.get(status, kind)}})
 
 
-def model_body(name: str, created: int, max_context: int) -> dict[str, Any]:
-    """One entry of /v1/models; `max_model_len` as vLLM has it."""
-    return {"id": name, "object": "model", "created": created, "owned_by": "penstock", "max_model_len": max_context}
+def model_body(name: str, created: int, max_context: int, *, root: str) -> dict[str, Any]:
+    """One entry of /v1/models; `max_model_len`, `root` and `parent` as vLLM has them. `root`: the model that an alias means."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "penstock",
+        "root": root,
+        "parent": None if name == root else root,
+        "max_model_len": max_context,
+    }
 
 
 def failure_body(error: PenstockError) -> bytes:

@@ -50,8 +50,11 @@ class Canary:
         timeout_s: float,
         interval_s: float,
         enabled: bool,
+        model: str = "",
     ) -> None:
+        """`model`: its name, for the log."""
         self.passed = False
+        self._model = model
         self._router = router
         self._health = health
         self._generate = generate
@@ -69,10 +72,10 @@ class Canary:
         if self._router.decode.usable or not connected:
             self._seen_at = now
         elif self.passed and now - self._seen_at > LOST_AFTER_S:
-            log.warning("not_ready", reason="no decode worker")
+            log.warning("not_ready", reason="no decode worker", model=self._model)
             self.passed = False
         if not self.passed and self._every_path():
-            log.info("canary_passed")
+            log.info("canary_passed", model=self._model)
             self.passed = True
 
     async def run(self) -> None:

@@ -35,7 +35,7 @@ _MILD = {"unused": "o", "unproven": "u"}
 _TROUBLE = frozenset(("quarantined", "stuck", "starting", "draining"))
 
 
-class ServedModel(msgspec.Struct, frozen=True):
+class WatchedModel(msgspec.Struct, frozen=True):
     """A model that this gateway serves, by its name for clients, and the requests and workers of it."""
 
     name: str
@@ -107,7 +107,7 @@ class _Known(msgspec.Struct, frozen=True, gc=False):
 class Census:
     """Of one moment. Call `pools` and `rows` after the last `add`."""
 
-    def __init__(self, models: Sequence[ServedModel], now: float) -> None:
+    def __init__(self, models: Sequence[WatchedModel], now: float) -> None:
         self._models = models
         self._now = now
         self._known: list[tuple[tuple[int, str, str], _Known]] = []

@@ -11,11 +11,14 @@ wherever tokens, frames and chunks were cut.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
 from common.protocol.messages import FinishReason, TokenLogprobs
+from common.text.output.events import Event
+
+Finish = FinishReason | Literal["tool_calls"]
 
 
 class TextSource(Protocol):
@@ -35,11 +38,13 @@ class ScoredToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Delta(msgspec.Struct):
-    """What one `push` adds to a choice. The delta with `finish` set is the last."""
+    """What one `push` adds to a choice. The delta with `finish` set is the last. `events`: where it is more than text, all of
+    it; `text` is empty then."""
 
     text: str
     scored: list[ScoredToken] | None = None
-    finish: FinishReason | None = None
+    finish: Finish | None = None
+    events: list[Event] | None = None
 
 
 class StopStrings:
@@ -85,12 +90,45 @@ class StopStrings:
         return self.next[state].get(character, 0)
 
 
+class StopSearch:
+    """Looks for stop strings in a text that comes in pieces. `held`: what may begin one. `found`: one was found."""
+
+    def __init__(self, stops: StopStrings, *, include: bool) -> None:
+        self.held = ""
+        self.found = False
+        self._stops = stops
+        self._include = include
+        self._state = 0
+
+    def push(self, text: str) -> str:
+        """What can be sent now that `text` follows what is held. After a match, nothing may be pushed any more."""
+        stops = self._stops
+        held, state = self.held + text, self._state
+        for index, character in enumerate(text, start=len(self.held) + 1):
+            state = stops.step(state, character)
+            if length := stops.match[state]:
+                self.found = True
+                self.held = ""
+                return held[: index if self._include else index - length]
+        self._state = state
+        keep = len(held) - stops.depth[state]
+        self.held = held[keep:]
+        return held[:keep]
+
+    def flush(self) -> str:
+        """What is held: the text ends here."""
+        text, self.held, self._state = self.held, "", 0
+        return text
+
+
 class ChoiceText:
     """The text of one choice.
 
     `stop_token_ids`: a token of these that ended the choice counts but is not shown. `min_tokens`: stop strings are looked
     for only behind so many tokens. `token_count` counts the tokens up to the end of the choice, shown or not.
     """
+
+    reasoning_count = 0
 
     def __init__(
         self,
@@ -103,13 +141,10 @@ class ChoiceText:
         scored: bool = False,
     ) -> None:
         self._source = source
-        self._stops = stops
-        self._include_stop = include_stop
+        self._search = None if stops is None else StopSearch(stops, include=include_stop)
         self._min_tokens = min_tokens
         self._stop_token_ids = stop_token_ids
         self._scored = scored
-        self._state = 0
-        self._held = ""
         self._emitted = 0  # characters
         self._unsent: list[ScoredToken] = []
         self._cut = False  # ended by a stop string
@@ -127,7 +162,7 @@ class ChoiceText:
             return Delta("", finish=self.finish)
         hidden = finish == "stop" and bool(tokens) and tokens[-1] in self._stop_token_ids
         shown = tokens[:-1] if hidden else tokens
-        text = self._push_each(shown, scores) if self._stops or self._scored else self._push_all(shown)
+        text = self._push_each(shown, scores) if self._search or self._scored else self._push_all(shown)
         if self.finish is None and finish is not None:
             self.token_count += hidden
             text += self._end(finish)
@@ -143,7 +178,8 @@ class ChoiceText:
         sent: list[str] = []
         for index, token in enumerate(tokens):
             if self._scored and scores is not None and index < len(scores):
-                self._unsent.append(ScoredToken(token, scores[index], self._emitted + len(self._held)))
+                held = 0 if self._search is None else len(self._search.held)
+                self._unsent.append(ScoredToken(token, scores[index], self._emitted + held))
             self.token_count += 1
             text = self._source.push((token,))
             if self.token_count <= self._min_tokens:
@@ -157,34 +193,23 @@ class ChoiceText:
 
     def _release(self, text: str) -> str:
         """What can be sent now that `text` follows what is held. Sets `finish` at a stop string."""
-        stops = self._stops
-        if stops is None:
-            self._emitted += len(text)
-            return text
-        held, state = self._held + text, self._state
-        for index, character in enumerate(text, start=len(self._held) + 1):
-            state = stops.step(state, character)
-            if length := stops.match[state]:
+        search = self._search
+        if search is not None:
+            text = search.push(text)
+            if search.found:
                 self.finish = "stop"
                 self._cut = True
-                self._held = ""
-                sent = held[: index if self._include_stop else index - length]
-                self._emitted += len(sent)
-                return sent
-        self._state = state
-        keep = len(held) - stops.depth[state]
-        self._held = held[keep:]
-        self._emitted += keep
-        return held[:keep]
+        self._emitted += len(text)
+        return text
 
     def _end(self, finish: FinishReason) -> str:
         """The text that was still held, by the detokenizer or here."""
         text = self._release(self._source.finish())
         if self.finish is None:
             self.finish = finish
-            text += self._held
-            self._emitted += len(self._held)
-            self._held = ""
+            held = "" if self._search is None else self._search.flush()
+            self._emitted += len(held)
+            text += held
         return text
 
     def _take_sent(self, *, ended: bool) -> list[ScoredToken] | None:

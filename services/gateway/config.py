@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
 from common.protocol.errors import ConfigError
-from common.runtime.fields import SECRET
+from common.runtime.fields import DERIVED, PER_MODEL, SECRET
 from common.runtime.settings import ServiceConfig
+from common.text.output.formats import ReasoningParser, ToolParser
 
 ReplyPrefix = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^\s$*>.][^\s*>]*\.$")]
 """Whole tokens, with the dot after them."""
@@ -17,6 +18,12 @@ ReplyPrefix = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^\s$
 
 class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Gateways. Times in seconds, sizes in bytes."""
+
+    of_all_models: ClassVar[bool] = True
+
+    models: Annotated[tuple[GatewayConfig, ...], Meta(extra=DERIVED)] = ()
+    """The settings of each model, where there are several: those of a gateway that serves it alone. The first model's are also
+    these here."""
 
     http_port: Annotated[int, Meta(ge=-1, le=65535, description="port of the OpenAI API; 0: any free one; -1: no HTTP")] = 8000
     api_key: Annotated[
@@ -44,8 +51,23 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
     max_requests: Annotated[int, Meta(description="requests in all, waiting or running; more are refused", ge=1)] = 8192
 
     strict: Annotated[bool, Meta(description="refuse arguments without effect, instead of warning of them")] = False
+    aliases: Annotated[
+        tuple[Annotated[str, Meta(min_length=1)], ...],
+        Meta(description="further names that clients may use for the model", extra=PER_MODEL),
+    ] = ()
     generation_config: Annotated[
-        Literal["auto", "none"], Meta(description="auto: the model's own sampling values where a request names none")
+        Literal["auto", "none"],
+        Meta(description="auto: the model's own sampling values where a request names none", extra=PER_MODEL),
+    ] = "auto"
+    tool_parser: Annotated[
+        ToolParser,
+        Meta(
+            description="how the model writes calls of tools; auto: as its chat template says; none: no tools", extra=PER_MODEL
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        ReasoningParser,
+        Meta(description="how the model marks reasoning; auto: as its chat template says; none: it is text", extra=PER_MODEL),
     ] = "auto"
     access_log: Annotated[bool, Meta(description="log one line per answered request; never its text")] = True
 
@@ -72,6 +94,11 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
     ] = True
     canary_interval_s: Annotated[float, Meta(description="between canaries to a worker that gives no tokens", gt=0)] = 30.0
     canary_timeout_s: Annotated[float, Meta(description="deadline of one canary request", gt=0)] = 30.0
+
+    @property
+    def each(self) -> tuple[GatewayConfig, ...]:
+        """The settings of each model, also of an only one."""
+        return self.models or (self,)
 
     @property
     def key(self) -> str:

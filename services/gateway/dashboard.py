@@ -23,7 +23,7 @@ from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
 from common.runtime.metrics import Metrics
 from services.gateway import request_rows
-from services.gateway.census import SLICE, Census, PoolRow, ServedModel, WorkerList
+from services.gateway.census import SLICE, Census, PoolRow, WatchedModel, WorkerList
 from services.gateway.curves import Acceptance, Curves, Point, Totals, added
 from services.gateway.discovery import targets_of
 from services.gateway.metrics import EdgeMetrics
@@ -83,7 +83,7 @@ class Dashboard:
     """`models()`: what is served now."""
 
     def __init__(
-        self, gateway: Watched, models: Callable[[], Sequence[ServedModel]], clock: Callable[[], float] = time.monotonic
+        self, gateway: Watched, models: Callable[[], Sequence[WatchedModel]], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._gateway = gateway
         self._models = models

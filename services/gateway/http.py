@@ -1,9 +1,9 @@
 """The OpenAI API over HTTP, as raw ASGI under starlette's routes.
 
-The life of a request: authorize → read the body (bounded in bytes and time) → `prepare` → `Answer.begin` → wait for the first
-output, so that whatever fails before it has a status of its own → stream or collect → one line in the access log. Beside it one
-task watches the client: it ends the request when the client is gone or has read nothing for `slow_reader_timeout_s` (then the
-connection is broken off, with what it had still to send), and keeps idle streams open.
+The life of a request: authorize → read the body (bounded in bytes and time) → `Catalog.prepare` → `Answer.begin` → wait for the
+first output, so that whatever fails before it has a status of its own → stream or collect → one line in the access log. Beside
+it one task watches the client: it ends the request when the client is gone or has read nothing for `slow_reader_timeout_s`
+(then the connection is broken off, with what it had still to send), and keeps idle streams open.
 
 A stream's chunk is written straight to the server's `send`: no task, timer or middleware of its own. Whatever has arrived
 while a write was blocked goes into the next chunk.
@@ -27,23 +27,21 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from common.protocol import headers
-from common.protocol.errors import Overloaded, PenstockError, UnknownModel, drop_frames
+from common.protocol.errors import Overloaded, PenstockError, drop_frames
 from common.runtime import logs
-from common.text.bundle import TextBundle
 from services.gateway import bodies
 from services.gateway.access_log import GONE_CODE, GONE_STATUS, AccessRecord
 from services.gateway.answer import Answer, Core
 from services.gateway.bodies import SSE_DONE, ChunkWriter, Kind
+from services.gateway.catalog import Catalog, OfferedModel
 from services.gateway.collect import Collector
 from services.gateway.config import GatewayConfig
 from services.gateway.dashboard import Dashboard
 from services.gateway.dashboard_http import dashboard_routes
 from services.gateway.http_body import ClientGone, header, read_body
 from services.gateway.http_io import Exchange, Unauthorized, error_headers, safe_request_id
-from services.gateway.intake import Intake
 from services.gateway.logprobs import TokenNames
-from services.gateway.metrics import EdgeMetrics
-from services.gateway.prepare import Preparer, new_id
+from services.gateway.prepare import new_id
 
 log = logs.get(__name__)
 
@@ -60,19 +58,18 @@ _SSE_HEADERS = [
 
 def create_app(
     gateway: Core,
-    bundle: TextBundle,
+    catalog: Catalog,
     config: GatewayConfig,
     *,
-    intake: Intake | None = None,
     dashboard: Dashboard | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Starlette:
     """`/v1/models`, `/v1/chat/completions`, `/v1/completions`, `/health`, `/ready` and `/metrics`; with a `dashboard`, `/` and
     what is below `/dashboard`.
 
-    `intake` is what this edge shares with the NATS edge.
+    `catalog` is what this edge shares with the NATS edge.
     """
-    api = _Api(gateway, bundle, config, intake or Intake(config), clock)
+    api = _Api(gateway, catalog, config, clock)
     return Starlette(
         routes=[
             Route("/v1/models", api.models, methods=["GET"]),
@@ -100,37 +97,37 @@ class _Generate:
 
 
 class _Api:
-    def __init__(
-        self, gateway: Core, bundle: TextBundle, config: GatewayConfig, intake: Intake, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, gateway: Core, catalog: Catalog, config: GatewayConfig, clock: Callable[[], float]) -> None:
         self._gateway = gateway
-        self._bundle = bundle
+        self._catalog = catalog
         self._config = config
         self._clock = clock
-        self._intake = intake
-        self._preparer = Preparer(bundle, config, intake)
-        self._names = TokenNames.of(bundle.tokenizer)
-        self._metrics = EdgeMetrics.of(gateway.metrics, bundle.name)
+        self._intake = catalog.intake
+        self._metrics = catalog.models[0].metrics  # errors, which may come before a model is known, are counted for all
         self._created = int(time.time())
         self._key = config.key.encode()
         self._active = 0
 
     async def models(self, request: Request) -> Response:
         self.authorize(request.scope)
-        return _json({"object": "list", "data": [self._model_body()]})
+        data = [self._model_body(model, name) for model in self._catalog.models for name in model.names]
+        return _json({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
         self.authorize(request.scope)
         name = request.path_params["model"]
-        if name != self._bundle.name:
-            raise UnknownModel(f"the model {name[:100]!r} is not served here; {self._bundle.name} is", param="model")
-        return _json(self._model_body())
+        return _json(self._model_body(self._catalog.find(name), name))
 
     async def health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok", "worker": self._gateway.ref.id})
+        """200 for as long as the process answers, whatever it could serve: it must not be restarted for want of workers."""
+        models = [{"id": model.name, "ready": model.core.ready} for model in self._catalog.models]
+        return JSONResponse({"status": "ok", "worker": self._gateway.ref.id, "models": models})
 
     async def is_ready(self, request: Request) -> Response:
-        return Response("ready\n") if self._gateway.ready else Response("not ready\n", status_code=503)
+        """Whether `?model=` could be served now, by default any model."""
+        name = request.query_params.get("model")
+        ready = self._gateway.ready if name is None else self._catalog.find(name).core.ready
+        return Response("ready\n") if ready else Response("not ready\n", status_code=503)
 
     async def metrics_page(self, request: Request) -> Response:
         return Response(self._gateway.metrics.render(), media_type="text/plain; version=0.0.4")
@@ -170,20 +167,20 @@ class _Api:
         with self._intake.room() as room:
             body = await read_body(scope, exchange.receive, self._config.max_body_bytes, room)
             deadline = header(scope, DEADLINE_HEADER)
-            job, notes = await self._preparer.prepare(
+            model, job, notes = await self._catalog.prepare(
                 kind, body, id=id, deadline_ms=None if deadline is None else deadline.decode("latin-1")
             )
             del body
         self._metrics.ignored(notes.labels)
         if job.warning:
             exchange.headers.append((b"warning", WARNING % job.warning.encode()))
-        answer = record.answer = Answer(self._gateway, job, self._bundle.tokenizer, self._metrics)
-        send = functools.partial(self._stream if job.stream else self._collect, answer, exchange)
+        answer = record.answer = Answer(model.core, job, model.bundle.tokenizer, model.metrics)
+        send = functools.partial(self._stream if job.stream else self._collect, answer, model.token_names, exchange)
         await answer.run(send, watch=functools.partial(self._watch, exchange, id))
 
-    async def _stream(self, answer: Answer, exchange: Exchange) -> None:
+    async def _stream(self, answer: Answer, names: TokenNames, exchange: Exchange) -> None:
         job = answer.job
-        writer = ChunkWriter(job.heading, self._names, null_usage=job.include_usage)
+        writer = ChunkWriter(job.heading, names, null_usage=job.include_usage)
         if job.usage_so_far:
             writer.usage_so_far = answer.usage()
         parts = writer.opening()
@@ -204,8 +201,8 @@ class _Api:
             parts.append(writer.usage(answer.usage()))
         await exchange.write(b"".join((*parts, SSE_DONE)), more=False)
 
-    async def _collect(self, answer: Answer, exchange: Exchange) -> None:
-        with Collector(answer, self._names, self._intake) as collector:
+    async def _collect(self, answer: Answer, names: TokenNames, exchange: Exchange) -> None:
+        with Collector(answer, names, self._intake) as collector:
             body = await collector.body()
             await exchange.respond(200, body, body.size)
 
@@ -220,8 +217,8 @@ class _Api:
             exchange.abort()
         scope.cancel()
 
-    def _model_body(self) -> dict[str, Any]:
-        return bodies.model_body(self._bundle.name, self._created, self._bundle.max_context)
+    def _model_body(self, model: OfferedModel, name: str) -> dict[str, Any]:
+        return bodies.model_body(name, self._created, model.bundle.max_context, root=model.name)
 
     def authorize(self, scope: Scope) -> None:
         if not self._key:

@@ -25,6 +25,9 @@ _T = TypeVar("_T")
 LARGE_SHARE = 0.75
 """Of the memory for bodies, what large ones may take; the rest is for small ones alone."""
 
+TOKENIZING_THREADS = 2
+"""Long prompts, of all models, that are tokenized at a time."""
+
 WAIT_S = 10.0
 """How long a large body waits for room."""
 
@@ -68,7 +71,7 @@ class Room:
 
 
 class Intake:
-    """One per gateway process."""
+    """One per gateway process, whatever the number of its models. `threads` limits those that tokenize."""
 
     def __init__(self, config: GatewayConfig) -> None:
         self._limit = config.max_bodies_bytes
@@ -78,6 +81,7 @@ class Intake:
         self._lane = anyio.Lock()
         self._answers_limit = config.max_collected_bytes
         self._answers_used = 0
+        self.threads = anyio.CapacityLimiter(TOKENIZING_THREADS)
 
     @property
     def body_bytes(self) -> int:

@@ -9,6 +9,7 @@ Prometheus's form only when it is scraped.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from typing import ClassVar
@@ -26,111 +27,131 @@ _LONG_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 
 SUCCESSES = ("stop", "length")
 
 
-class FastHistogram(Collector):
-    """A histogram of one model whose `observe` costs a bisection and two additions. One event loop only."""
+class Observations:
+    """One model's part of a histogram, whose buckets end at `bounds`."""
 
-    def __init__(
-        self, name: str, description: str, bounds: tuple[float, ...], registry: CollectorRegistry, *, model: str
-    ) -> None:
-        self._name = name
-        self._description = description
-        self._bounds = bounds
-        self._model = model
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-        registry.register(self)
+        self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    @property
-    def bounds(self) -> tuple[float, ...]:
-        return self._bounds
+        self._counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
 
     @property
     def counts(self) -> tuple[int, ...]:
         """Observations so far in each bucket, the last one without an upper bound. Not cumulative."""
         return tuple(self._counts)
 
+    def cumulative(self) -> list[tuple[str, float]]:
+        counts = itertools.accumulate(self._counts)
+        return list(zip((*map(str, self.bounds), "+Inf"), counts, strict=True))
+
+
+class FastHistogram(Collector):
+    """A histogram by model, whose observations cost a bisection and two additions. One event loop only."""
+
+    def __init__(self, name: str, description: str, bounds: tuple[float, ...], registry: CollectorRegistry) -> None:
+        self._name = name
+        self._description = description
+        self._bounds = bounds
+        self._by_model: dict[str, Observations] = {}
+        registry.register(self)
+
+    def of(self, model: str) -> Observations:
+        """What has been observed of this model."""
+        return self._by_model.setdefault(model, Observations(self._bounds))
+
     def collect(self) -> Iterator[Metric]:
-        cumulative = 0
-        buckets: list[tuple[str, float]] = []
-        for bound, count in zip((*map(str, self._bounds), "+Inf"), self._counts, strict=True):
-            cumulative += count
-            buckets.append((bound, cumulative))
         family = HistogramMetricFamily(self._name, self._description, labels=[MODEL_LABEL])
-        family.add_metric([self._model], buckets, self._sum)
+        for model, seen in self._by_model.items():
+            family.add_metric([model], seen.cumulative(), seen.sum)
         yield family
 
 
-class EdgeMetrics:
-    """What the HTTP and the NATS edge of one gateway count together; see `of`."""
+class _Families:
+    """What all models of one gateway share: each metric once, with a label for the model where dashboards expect it."""
 
-    _known: ClassVar[WeakKeyDictionary[Metrics, EdgeMetrics]] = WeakKeyDictionary()
+    known: ClassVar[WeakKeyDictionary[Metrics, _Families]] = WeakKeyDictionary()
 
-    @classmethod
-    def of(cls, metrics: Metrics, model: str) -> EdgeMetrics:
-        """The one instance that is registered with `metrics`. `model` is the name that clients use."""
-        if metrics not in cls._known:
-            cls._known[metrics] = cls(metrics, model)
-        return cls._known[metrics]
-
-    @classmethod
-    def known(cls, metrics: Metrics) -> list[EdgeMetrics]:
-        """All that are registered with `metrics`."""
-        return [cls._known[metrics]] if metrics in cls._known else []
-
-    def __init__(self, metrics: Metrics, model: str) -> None:
+    def __init__(self, metrics: Metrics) -> None:
         by_model = [MODEL_LABEL]
-        self._open = metrics.gauge("open_choices", "Choices that clients wait for, queued ones included")
-        self._prompt_tokens = metrics.counter("vllm:prompt_tokens", "Tokens of prompts of ended requests", by_model).labels(
-            model
-        )
-        self._generated = metrics.counter("vllm:generation_tokens", "Generated tokens of ended requests", by_model).labels(
-            model
-        )
-        self._success = metrics.counter(
+        self.models: dict[str, EdgeMetrics] = {}
+        self.open = metrics.gauge("open_choices", "Choices that clients wait for, queued ones included")
+        self.prompt_tokens = metrics.counter("vllm:prompt_tokens", "Tokens of prompts of ended requests", by_model)
+        self.generated = metrics.counter("vllm:generation_tokens", "Generated tokens of ended requests", by_model)
+        self.success = metrics.counter(
             "vllm:request_success",
             "Requests that were answered to their end, by finish reason",
             [MODEL_LABEL, "finished_reason"],
         )
-        self._cached_tokens = metrics.counter(
+        self.cached_tokens = metrics.counter(
             "cached_prompt_tokens_total", "Prompt tokens of ended requests that did not have to be computed"
         )
-        self._errors = metrics.counter("request_errors_total", "Refused, failed and cancelled requests", ["edge", "code"])
-        self._dropped = metrics.counter("nats_dropped_total", "NATS messages dropped without an answer", ["reason"])
-        self._ignored = metrics.counter(
+        self.errors = metrics.counter("request_errors_total", "Refused, failed and cancelled requests", ["edge", "code"])
+        self.dropped = metrics.counter("nats_dropped_total", "NATS messages dropped without an answer", ["reason"])
+        self.ignored = metrics.counter(
             "ignored_arguments_total",
             "Arguments that had no effect, named in a warning; `unknown`: in no known API",
             ["argument"],
         )
         registry = metrics.registry
-        self.ttft = FastHistogram(
-            "vllm:time_to_first_token_seconds", "To a request's first tokens", _SHORT_S, registry, model=model
-        )
-        self.itl = FastHistogram(
-            "vllm:inter_token_latency_seconds", "Between a request's outputs", _SHORT_S, registry, model=model
-        )
-        self._e2e = FastHistogram(
-            "vllm:e2e_request_latency_seconds", "From admission to the end", _LONG_S, registry, model=model
-        )
+        self.ttft = FastHistogram("vllm:time_to_first_token_seconds", "To a request's first tokens", _SHORT_S, registry)
+        self.itl = FastHistogram("vllm:inter_token_latency_seconds", "Between a request's outputs", _SHORT_S, registry)
+        self.e2e = FastHistogram("vllm:e2e_request_latency_seconds", "From admission to the end", _LONG_S, registry)
+
+
+class EdgeMetrics:
+    """What the HTTP and the NATS edge of one gateway count together of one model; see `of`."""
+
+    @classmethod
+    def of(cls, metrics: Metrics, model: str) -> EdgeMetrics:
+        """The one instance for this model that is registered with `metrics`. `model` is its name for clients, no alias."""
+        if metrics not in _Families.known:
+            _Families.known[metrics] = _Families(metrics)
+        families = _Families.known[metrics]
+        if model not in families.models:
+            families.models[model] = cls(families, model)
+        return families.models[model]
+
+    @classmethod
+    def known(cls, metrics: Metrics) -> list[EdgeMetrics]:
+        """Those of all models that are registered with `metrics`."""
+        families = _Families.known.get(metrics)
+        return [] if families is None else list(families.models.values())
+
+    def __init__(self, families: _Families, model: str) -> None:
+        self._open = families.open
+        self._prompt_tokens = families.prompt_tokens.labels(model)
+        self._generated = families.generated.labels(model)
+        self._success = families.success
+        self._cached_tokens = families.cached_tokens
+        self._errors = families.errors
+        self._dropped = families.dropped
+        self._ignored = families.ignored
         self._model = model
+        self.ttft = families.ttft.of(model)
+        self.itl = families.itl.of(model)
         self.first_token = self.ttft.observe
         self.gap = self.itl.observe
+        self._observe_e2e = families.e2e.of(model).observe
 
     def began(self, num_choices: int) -> None:
         self._open.inc(num_choices)
 
     def ended(self, finish: str, elapsed_s: float, usage: Usage, num_choices: int) -> None:
-        """`finish`: the first choice's finish reason; empty if the request was not answered to its end."""
+        """`finish`: the first choice's finish reason; empty if the request was not answered to its end. An answer that ends
+        with calls of tools has stopped, as far as vLLM's dashboards know."""
         self._open.dec(num_choices)
         self._prompt_tokens.inc(usage.prompt_tokens)
         self._cached_tokens.inc(usage.cached_tokens)
         self._generated.inc(usage.completion_tokens)
+        if finish == "tool_calls":
+            finish = "stop"
         if finish in SUCCESSES:
             self._success.labels(self._model, finish).inc()
-        self._e2e.observe(elapsed_s)
+        self._observe_e2e(elapsed_s)
 
     def failed(self, edge: str, code: str) -> None:
         """A request ended with this error's code, whether or not anything had been generated."""

@@ -1,4 +1,5 @@
-"""Gateways whose models' names differ and have the same slug: they would share subjects, and answer each other's requests.
+"""Gateways that would answer each other's requests: names of their models differ and have the same slug, or one name means
+two models.
 
 Every gateway hears the others' heartbeats. Of two such namesakes the one that started later gives way, so that whoever served
 a subject first goes on.
@@ -13,16 +14,17 @@ import anyio
 from common.protocol import messages, subjects
 from common.protocol.errors import ConfigError, ProtocolError
 from common.protocol.handles import WorkerRef
-from common.protocol.messages import Presence
+from common.protocol.messages import Presence, ServedModel
 from common.runtime.bus import BusMessage
 
 
 class Namesakes:
-    """`me`: who this gateway is now. Its own name is what its own heartbeat says."""
+    """`me`: who this gateway is now. The names of its models are what its own heartbeat says."""
 
     def __init__(self, me: Callable[[], WorkerRef]) -> None:
         self._me = me
-        self._name = ""
+        self._mine: dict[str, dict[str, str]] = {}
+        """By slug: my names, and whose each is."""
         self._error: ConfigError | None = None
         self._found = anyio.Event()
 
@@ -38,15 +40,11 @@ class Namesakes:
             return
         me = self._me()
         if presence.worker.id == me.id:
-            self._name = presence.model
-        elif self._name and self._collides(presence) and (presence.worker.epoch, presence.worker.id) < (me.epoch, me.id):
-            subject = subjects.chat(subjects.slug(self._name))
-            self._error = ConfigError(
-                f"{self._name!r} and {presence.model!r}, which {presence.worker.id} serves, would share the NATS subject "
-                f"{subject}: serve this one under another name with --served-model-name",
-                param="served_model_name",
-            )
-            self._found.set()
+            if not self._mine:
+                self._know(presence.served)
+        elif self._mine and (presence.worker.epoch, presence.worker.id) < (me.epoch, me.id):
+            for model in presence.served:
+                self._compare(model, presence.worker.id)
 
     async def collision(self) -> ConfigError:
         """Wait for a namesake that this gateway must give way to; returns what to tell the operator."""
@@ -54,5 +52,24 @@ class Namesakes:
         assert self._error is not None
         return self._error
 
-    def _collides(self, presence: Presence) -> bool:
-        return presence.model != self._name and subjects.slug(presence.model) == subjects.slug(self._name)
+    def _know(self, served: list[ServedModel]) -> None:
+        for model in served:
+            for name in (model.name, *model.aliases):
+                self._mine.setdefault(subjects.slug(name), {})[name] = model.name
+
+    def _compare(self, theirs: ServedModel, gateway: str) -> None:
+        for name in (theirs.name, *theirs.aliases):
+            slug = subjects.slug(name)
+            for mine, model in self._mine.get(slug, {}).items():
+                if model == theirs.name:
+                    continue
+                if mine == name:
+                    problem = f"{mine!r} is {model!r} here and {theirs.name!r} at {gateway}, and requests for it"
+                else:
+                    problem = f"{mine!r} and {name!r}, which {gateway} serves,"
+                self._error = ConfigError(
+                    f"{problem} would share the NATS subject {subjects.chat(slug)}: "
+                    "serve this one under another name with --served-model-name",
+                    param="served_model_name",
+                )
+                self._found.set()

@@ -1,4 +1,4 @@
-"""The OpenAI API on NATS: `penstock.v1.chat.<model-slug>` and `penstock.v1.completions.<model-slug>` of one model.
+"""The OpenAI API on NATS: `penstock.v1.chat.<slug>` and `penstock.v1.completions.<slug>` for each name of each model.
 
 A request is OpenAI's JSON with a reply inbox; headers as in `common/protocol/headers.py`. `stream` is true unless the body
 says otherwise. The answer is one message per chunk, each with its sequence number; the last has the final marker, and holds a
@@ -21,6 +21,7 @@ import functools
 import time
 
 import anyio
+import msgspec
 from anyio.abc import ObjectReceiveStream, TaskGroup
 
 from common.protocol import headers, subjects
@@ -37,20 +38,19 @@ from common.protocol.errors import (
 from common.runtime import logs
 from common.runtime.bus import Bus, BusMessage, Endpoint, Subscription
 from common.runtime.routing import is_no_responders
-from common.text.bundle import TextBundle
 from services.gateway import bodies
 from services.gateway.access_log import GONE_CODE, GONE_STATUS, AccessRecord
 from services.gateway.answer import Answer, Core
 from services.gateway.bodies import ChunkWriter, Kind
+from services.gateway.catalog import Catalog, OfferedModel
 from services.gateway.collect import Collector
 from services.gateway.config import GatewayConfig
-from services.gateway.intake import Intake, Room
+from services.gateway.intake import Room
 from services.gateway.live_requests import LiveRequests
 from services.gateway.logprobs import TokenNames
-from services.gateway.metrics import EdgeMetrics
 from services.gateway.namesakes import Namesakes
 from services.gateway.nats_reply import Link, Reply, check_reply
-from services.gateway.prepare import Preparer, new_id
+from services.gateway.prepare import new_id
 
 log = logs.get(__name__)
 
@@ -65,12 +65,37 @@ MAX_PROBES = 64
 """Inboxes looked at at a time: in a flood, the server's answers must not wait behind thousands of each other."""
 
 
+class _Listed(msgspec.Struct, frozen=True):
+    """A public subject: what is asked for there, of which model."""
+
+    kind: Kind
+    model: OfferedModel
+    endpoint: Endpoint
+
+
+def _listed(catalog: Catalog) -> list[_Listed]:
+    """The subjects of every name of `catalog`. Names with one slug, which are one model's, share a subject."""
+    found: dict[str, _Listed] = {}
+    for model in catalog.models:
+        for name in model.names:
+            slug = subjects.slug(name)
+            suffix = f"-{slug}" if found and name != catalog.models[0].name else ""
+            public: tuple[tuple[Kind, str, str], ...] = (
+                ("chat", "chat", subjects.chat(slug)),
+                ("completion", "completions", subjects.completions(slug)),
+            )
+            for kind, title, subject in public:
+                endpoint = Endpoint(name=f"{title}{suffix}", subject=subject, queue=subjects.GATEWAY_QUEUE)
+                found.setdefault(subject, _Listed(kind, model, endpoint))
+    return list(found.values())
+
+
 class _Incoming:
     """A request that was let in. `body` is forgotten once it has been read, for the request may go on for long; `room` is its
     memory."""
 
-    def __init__(self, kind: Kind, message: BusMessage, room: Room) -> None:
-        self.kind: Kind = kind
+    def __init__(self, listed: _Listed, message: BusMessage, room: Room) -> None:
+        self.listed = listed
         self.subject = message.subject
         self.body = message.data
         self.deadline_ms = message.headers.get(headers.DEADLINE_MS)
@@ -80,30 +105,22 @@ class _Incoming:
 class NatsFront:
     """Run `run` in a task group of the gateway's; `drain` before it ends."""
 
-    def __init__(
-        self, gateway: Core, bundle: TextBundle, bus: Bus, config: GatewayConfig, *, intake: Intake | None = None
-    ) -> None:
-        """`intake` is what this edge shares with the HTTP edge."""
-        self._gateway = gateway
-        self._bundle = bundle
+    def __init__(self, gateway: Core, catalog: Catalog, bus: Bus, config: GatewayConfig) -> None:
+        """`catalog` is what this edge shares with the HTTP edge."""
+        self._catalog = catalog
         self._bus = bus
         self._link = Link(bus)
         self._config = config
-        self._intake = intake or Intake(config)
-        self._preparer = Preparer(bundle, config, self._intake)
-        self._names = TokenNames.of(bundle.tokenizer)
-        self._metrics = EdgeMetrics.of(gateway.metrics, bundle.name)
+        self._intake = catalog.intake
+        self._metrics = catalog.models[0].metrics  # errors, which may come before a model is known, are counted for all
         self._control = bus.new_inbox()
         self._live = LiveRequests[Reply]()
         self._num_unstarted = 0
         self._suspicious_until = 0.0
         self._probing = anyio.CapacityLimiter(MAX_PROBES)
-        slug, queue = subjects.slug(bundle.name), subjects.GATEWAY_QUEUE
+        self._num_arrived = 0
         self._namesakes = Namesakes(lambda: gateway.ref)
-        self._endpoints: dict[Kind, Endpoint] = {
-            "chat": Endpoint(name="chat", subject=subjects.chat(slug), queue=queue),
-            "completion": Endpoint(name="completions", subject=subjects.completions(slug), queue=queue),
-        }
+        self._listed = _listed(catalog)
         self._cancels = Endpoint(name="cancel", subject=subjects.any_cancel())
         self._public: list[Subscription] = []
         self._group: TaskGroup | None = None
@@ -118,7 +135,7 @@ class NatsFront:
     @property
     def endpoints(self) -> list[Endpoint]:
         """What it listens to now: nothing before `run` and after `drain`."""
-        return [*self._endpoints.values(), self._cancels] if self._public else []
+        return [*(listed.endpoint for listed in self._listed), self._cancels] if self._public else []
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Serves until cancelled; started once the server knows of every subscription.
@@ -133,8 +150,8 @@ class NatsFront:
                 private.append(await self._bus.subscribe(f"{self._control}.*", self._on_control))
                 private.append(await self._bus.subscribe(subjects.any_cancel(), self._on_cancel))
                 private.append(await self._bus.subscribe(subjects.presence_of("gateway"), self._namesakes.hear))
-                for kind, endpoint in self._endpoints.items():
-                    handler = functools.partial(self._admit, kind)
+                for listed in self._listed:
+                    handler, endpoint = functools.partial(self._admit, listed), listed.endpoint
                     self._public.append(await self._bus.subscribe(endpoint.subject, handler, queue=endpoint.queue))
                 task_status.started()
                 await self._namesakes.collision()
@@ -154,10 +171,11 @@ class NatsFront:
         if self._live:
             await self._idle.wait()
 
-    def _admit(self, kind: Kind, message: BusMessage) -> None:
+    def _admit(self, listed: _Listed, message: BusMessage) -> None:
         """Starts a task for the request, or refuses it; nothing here waits."""
-        endpoint = self._endpoints[kind]
+        endpoint = listed.endpoint
         endpoint.num_requests += 1
+        self._num_arrived += 1
         try:
             check_reply(message.reply, self._config.reply_prefixes)
         except ReplyNotAllowed as error:
@@ -167,7 +185,7 @@ class NatsFront:
             return
         if self._group is None:
             return
-        minted = new_id(kind)
+        minted = new_id(listed.kind)
         asked = message.headers.get(headers.REQUEST_ID)
         reply = Reply(
             self._link,
@@ -189,7 +207,7 @@ class NatsFront:
             room.take(len(message.data))
         except PenstockError as error:
             self._record(message.subject, reply).close(error.http_status, error.code)
-            self._count_error(kind, error)
+            _count_error(endpoint, error)
             try:
                 self._refuse.send_nowait((reply, error))
             except anyio.WouldBlock:
@@ -199,11 +217,7 @@ class NatsFront:
         if self._live.was_cancelled(reply, number=self._num_arrived):
             reply.scope.cancel()
         self._num_unstarted += 1
-        self._group.start_soon(self._serve, _Incoming(kind, message, room), reply)
-
-    @property
-    def _num_arrived(self) -> int:
-        return sum(endpoint.num_requests for endpoint in self._endpoints.values())
+        self._group.start_soon(self._serve, _Incoming(listed, message, room), reply)
 
     def _has_started(self, reply: Reply) -> None:
         if not reply.started:
@@ -237,11 +251,11 @@ class NatsFront:
             else:
                 record.close(200 if failure is None else failure.http_status, "" if failure is None else failure.code)
             if failure is not None and not reply.gone:
-                self._count_error(incoming.kind, failure)
+                _count_error(incoming.listed.endpoint, failure)
                 # also when this front was cancelled: the client would wait for ever
                 with anyio.move_on_after(_LAST_WORD_S, shield=True):
                     await self._send_failure(reply, failure)
-            self._endpoints[incoming.kind].processing_ns += time.perf_counter_ns() - began
+            incoming.listed.endpoint.processing_ns += time.perf_counter_ns() - began
             self._live.remove(reply)
             if self._idle is not None and not self._live:
                 self._idle.set()
@@ -256,31 +270,32 @@ class NatsFront:
                 self._drop("nobody_listens", incoming.subject)
                 return
         body, incoming.body = incoming.body, b""
-        job, notes = await self._preparer.prepare(
-            incoming.kind,
+        model, job, notes = await self._catalog.prepare(
+            incoming.listed.kind,
             body,
             id=reply.minted,
             shown_id=reply.request,
             deadline_ms=incoming.deadline_ms,
             stream_default=True,
+            of_subject=incoming.listed.model,
         )
         del body
         incoming.room.give_back()
         self._metrics.ignored(notes.labels)
         reply.warning = job.warning
         on_start = functools.partial(self._has_started, reply)
-        answer = Answer(self._gateway, job, self._bundle.tokenizer, self._metrics, on_start=on_start)
+        answer = Answer(model.core, job, model.bundle.tokenizer, model.metrics, on_start=on_start)
         record.answer = answer
-        await answer.run(functools.partial(self._stream if job.stream else self._collect, answer, reply))
+        await answer.run(functools.partial(self._stream if job.stream else self._collect, answer, model.token_names, reply))
 
-    async def _collect(self, answer: Answer, reply: Reply) -> None:
-        with Collector(answer, self._names, self._intake, max_bytes=self._bus.max_payload) as collector:
+    async def _collect(self, answer: Answer, names: TokenNames, reply: Reply) -> None:
+        with Collector(answer, names, self._intake, max_bytes=self._bus.max_payload) as collector:
             body = await collector.body()
             await reply.last(b"".join(body))
 
-    async def _stream(self, answer: Answer, reply: Reply) -> None:
+    async def _stream(self, answer: Answer, names: TokenNames, reply: Reply) -> None:
         job = answer.job
-        writer = ChunkWriter(job.heading, self._names, null_usage=job.include_usage, before=b"", after=b"")
+        writer = ChunkWriter(job.heading, names, null_usage=job.include_usage, before=b"", after=b"")
         if job.usage_so_far:
             writer.usage_so_far = answer.usage()
         opening = writer.opening()
@@ -296,7 +311,10 @@ class NatsFront:
                     await reply.chunk(chunk)
             if answer.finished:
                 index, delta = deltas[-1]
-                await reply.last(writer.last(index, delta, answer.usage()))
+                *chunks, last = writer.last(index, delta, answer.usage())
+                for chunk in chunks:
+                    await reply.chunk(chunk)
+                await reply.last(last)
                 return
 
     async def _send_refusals(self, refusals: ObjectReceiveStream[tuple[Reply, PenstockError]]) -> None:
@@ -326,14 +344,14 @@ class NatsFront:
         elif waiting := sum(subscription.num_waiting for subscription in self._public):
             self._live.expect_cancelled(id, message.reply, until=self._num_arrived + waiting)
 
-    def _count_error(self, kind: Kind, error: PenstockError) -> None:
-        endpoint = self._endpoints[kind]
-        endpoint.num_errors += 1
-        endpoint.last_error = error.code
-
     def _drop(self, reason: str, subject: str, reply: str = "") -> None:
         self._metrics.dropped(reason)
         now = time.monotonic()
         if now >= self._quiet_until:
             self._quiet_until = now + _LOG_PERIOD_S
             log.warning("request_dropped", reason=reason, subject=subject[:128], reply=reply[:128])
+
+
+def _count_error(endpoint: Endpoint, error: PenstockError) -> None:
+    endpoint.num_errors += 1
+    endpoint.last_error = error.code

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from common.protocol.errors import InvalidParameter
+from services.gateway.tools import check_calls, check_tool_choice, check_tools, template_call
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -54,11 +55,15 @@ class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fa
 
 
 class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """`reasoning` is another name of `reasoning_content`, which some templates show."""
+    """`reasoning` is another name of `reasoning_content`, which some templates show. `prefix`: the model goes on with this
+    message, the last one."""
 
     role: str
     content: str | list[ContentPart] | None = None
     name: Annotated[str, Meta(max_length=256)] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: Annotated[str, Meta(max_length=256)] | None = None
+    prefix: bool | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
 
@@ -101,7 +106,8 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatRequest(Arguments, frozen=True, kw_only=True):
-    """POST /v1/chat/completions. `chat_template` names one of the model's own templates."""
+    """POST /v1/chat/completions. `chat_template` names one of the model's own templates. `continue_final_message`: the model
+    goes on with the last message."""
 
     messages: list[ChatMessage]
     max_completion_tokens: Count | None = None
@@ -111,6 +117,22 @@ class ChatRequest(Arguments, frozen=True, kw_only=True):
     chat_template: Annotated[str, Meta(max_length=65536)] | None = None
     chat_template_kwargs: dict[str, Scalar] | None = None
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    enable_thinking: bool | None = None
+    include_reasoning: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def continues(self) -> bool:
+        """Whether the model goes on with the last message."""
+        return bool(self.continue_final_message or (self.messages and self.messages[-1].prefix))
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """The tools that may be called; none with `tool_choice: none`, and the template shows none then."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
 
 class CompletionRequest(Arguments, frozen=True, kw_only=True):
@@ -152,6 +174,19 @@ def check_chat(request: ChatRequest) -> None:
         raise InvalidParameter(
             f"chat_template_kwargs has more than {MAX_TEMPLATE_ARGUMENTS} entries", param="chat_template_kwargs"
         )
+    check_tool_choice(request.tool_choice)
+    check_tools(request.tools or [])
+    if request.continues:
+        _check_continued(request)
+
+
+def _check_continued(request: ChatRequest) -> None:
+    param = "continue_final_message" if request.continue_final_message else f"messages[{len(request.messages) - 1}].prefix"
+    last = request.messages[-1]
+    if request.add_generation_prompt:
+        raise InvalidParameter(f"{param} and add_generation_prompt exclude each other: send one", param=param)
+    if last.role != "assistant" or last.tool_calls or not last.content:
+        raise InvalidParameter("only an assistant's message with content can be continued", param=param)
 
 
 def check_completion(request: CompletionRequest) -> None:
@@ -172,7 +207,7 @@ def _check(request: Arguments) -> None:
         raise InvalidParameter(f"logit_bias has more than {MAX_LOGIT_BIAS} entries", param="logit_bias")
 
 
-_ROLES = ("system", "developer", "user", "assistant")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def check_message(message: ChatMessage, index: int) -> int:
@@ -181,12 +216,18 @@ def check_message(message: ChatMessage, index: int) -> int:
     :raises InvalidParameter: if it can't be served.
     """
     where = f"messages[{index}]"
-    if message.role in ("tool", "function"):
-        raise InvalidParameter("tools are not supported yet: send messages without tool calls", param=where)
+    if message.role == "function":
+        raise InvalidParameter("functions are not supported yet: send tools, and results with the role tool", param=where)
     if message.role not in _ROLES:
         raise InvalidParameter(f"unknown role {message.role[:64]!r}: use one of {', '.join(_ROLES)}", param=f"{where}.role")
     if message.content is None and message.role != "assistant":
         raise InvalidParameter("content is missing", param=f"{where}.content")
+    if message.tool_calls:
+        if message.role != "assistant":
+            raise InvalidParameter("only an assistant's message can have tool_calls", param=f"{where}.tool_calls")
+        check_calls(message.tool_calls, where)
+    if message.prefix and message.role != "assistant":
+        raise InvalidParameter("only an assistant's message can be continued", param=f"{where}.prefix")
     if not isinstance(message.content, list):
         return 0
     for part in message.content:
@@ -203,6 +244,11 @@ def template_message(message: ChatMessage) -> dict[str, Any]:
     if isinstance(content, list):
         content = [{"type": "text", "text": part.refusal if part.type == "refusal" else part.text} for part in content]
     body: dict[str, Any] = {"role": message.role, "content": content or ""}
+    if message.tool_calls:
+        body["content"] = content
+        body["tool_calls"] = [template_call(call) for call in message.tool_calls]
+    if message.tool_call_id is not None:
+        body["tool_call_id"] = message.tool_call_id
     if message.name is not None:
         body["name"] = message.name
     reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content

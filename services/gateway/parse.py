@@ -11,15 +11,16 @@ they are known to be too long.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import Raw
 
 from common.protocol.errors import ContextLengthExceeded, InvalidParameter
-from services.gateway import arguments, openai
+from services.gateway import arguments, openai, tools
 from services.gateway.arguments import Notes, Scope
+from services.gateway.decoding import decode, joined, malformed
 from services.gateway.json_slices import SLICE_BYTES, Span, Steps, elements, members
 from services.gateway.openai import ChatMessage, ChatRequest, CompletionRequest, ContentPart, TokenId
 
@@ -50,6 +51,7 @@ _completion = msgspec.json.Decoder(CompletionRequest)
 _messages = msgspec.json.Decoder(list[ChatMessage])
 _message = msgspec.json.Decoder(ChatMessage)
 _parts = msgspec.json.Decoder(list[ContentPart])
+_objects = msgspec.json.Decoder(list[dict[str, Any]])
 _text = msgspec.json.Decoder(str)
 _ids = msgspec.json.Decoder(list[TokenId])
 _entries = msgspec.json.Decoder(list[str | TokenId | list[TokenId]])
@@ -98,13 +100,13 @@ def _decode_object(decoder: msgspec.json.Decoder[_T], body: bytes, scope: Scope,
         if not openai.is_unknown_field(error):
             raise openai.explain(error) from error
     except Exception as error:
-        raise _malformed(error) from error
+        raise malformed(error) from error
     known = {name: raw for name, raw in found.items() if name in scope.obeyed}
     if (options := known.get("stream_options")) is not None:
         known["stream_options"] = Raw(_cleaned(options, _STREAM_OPTIONS, notes, "stream_options"))
     if (messages := known.get("messages")) is not None:
         known["messages"] = Raw(_cleaned_messages(messages, notes, 0))
-    return decode(decoder, _joined(known))
+    return decode(decoder, joined(known))
 
 
 def _cleaned(raw: Raw, scope: Scope, notes: Notes, place: str) -> bytes:
@@ -115,7 +117,7 @@ def _cleaned(raw: Raw, scope: Scope, notes: Notes, place: str) -> bytes:
     for name, value in found.items():
         if name not in scope.obeyed:
             notes.judge(scope, name, value, place=place)
-    return _joined({name: value for name, value in found.items() if name in scope.obeyed})
+    return joined({name: value for name, value in found.items() if name in scope.obeyed})
 
 
 def _cleaned_messages(raw: Raw | bytes, notes: Notes, first: int) -> bytes:
@@ -130,7 +132,7 @@ def _cleaned_messages(raw: Raw | bytes, notes: Notes, first: int) -> bytes:
         content = fields.get("content")
         if content is not None and bytes(memoryview(content)[:1]) == b"[":
             parts = [_cleaned(part, _PART, notes, f"{place}.content") for part in decode(_shallow_list, content)]
-            known = _joined({**fields, "content": b"[" + b",".join(parts) + b"]"})
+            known = joined({**fields, "content": b"[" + b",".join(parts) + b"]"})
         cleaned.append(known)
     return b"[" + b",".join(cleaned) + b"]"
 
@@ -161,13 +163,37 @@ def _parse_large_completion(body: bytes, max_prompt_tokens: int, notes: Notes) -
 
 def _parse_large_chat(body: bytes, notes: Notes) -> Steps[ChatRequest]:
     found = yield from _judged_members(body, None, _CHAT, notes)
+    offered = found.pop("tools", None)
     request = cast(ChatRequest, _decode_small_members(_chat, body, found, "messages", b"[]", notes, _CHAT))
     if "messages" not in found:
         raise InvalidParameter("messages is missing", param="messages")
     messages = yield from _large_messages(body, found["messages"], notes)
     if not messages:
         raise InvalidParameter("messages is empty: send at least one message", param="messages")
+    if offered is not None and body[offered.start : offered.end] != b"null":
+        if offered.size > tools.MAX_TOOLS_BYTES:
+            raise InvalidParameter(f"tools is larger than {tools.MAX_TOOLS_BYTES} bytes", param="tools")
+        objects = yield from _large_objects(body, offered, "tools", tools.MAX_TOOLS, tools.MAX_TOOL_BYTES, tools.too_many_tools)
+        request = msgspec.structs.replace(request, tools=objects)
     return msgspec.structs.replace(request, messages=messages)
+
+
+def _large_objects(
+    body: bytes, span: Span, place: str, limit: int, max_bytes: int, too_many: Callable[[], InvalidParameter]
+) -> Steps[list[dict[str, Any]]]:
+    """An array of at most `limit` objects of at most `max_bytes` each, decoded in pieces."""
+    if body[span.start : span.start + 1] != b"[":
+        raise InvalidParameter(f"invalid {place}: expected an array", param=place)
+    array = yield from elements(body, span, limit=limit)
+    if array.total > limit:
+        raise too_many()
+    objects: list[dict[str, Any]] = []
+    for piece in array.pieces:
+        if piece.size > max(max_bytes, 2 * SLICE_BYTES):
+            raise InvalidParameter(f"{place} has an entry of more than {max_bytes} bytes", param=place)
+        objects += decode(_objects, b"[" + body[piece.start : piece.end] + b"]", place=place, first=len(objects))
+        yield
+    return objects
 
 
 def _judged_members(body: bytes, span: Span | None, scope: Scope, notes: Notes, place: str = "") -> Steps[dict[str, Span]]:
@@ -198,7 +224,7 @@ def _decode_small_members(
         largest = max(others, key=lambda name: others[name].size)
         raise InvalidParameter(f"{largest} is too large", param=largest)
     small: dict[str, bytes] = {name: body[span.start : span.end] for name, span in others.items()}
-    return _decode_object(decoder, _joined({**small, large: stand_in}), scope, notes)
+    return _decode_object(decoder, joined({**small, large: stand_in}), scope, notes)
 
 
 def _prompt(body: bytes, span: Span, max_tokens: int) -> Steps[str | list[Any]]:
@@ -294,7 +320,7 @@ def _decode_messages(raw: bytes, notes: Notes, first: int) -> list[ChatMessage]:
         if not openai.is_unknown_field(error):
             raise openai.explain(error, place="messages", first=first) from error
     except Exception as error:
-        raise _malformed(error) from error
+        raise malformed(error) from error
     return decode(_messages, _cleaned_messages(raw, notes, first), place="messages", first=first)
 
 
@@ -302,8 +328,16 @@ def _large_message(body: bytes, span: Span, notes: Notes, place: str) -> Steps[C
     if body[span.start : span.start + 1] != b"{":
         raise InvalidParameter(f"{place} must be an object with a role and a content", param=place)
     found = yield from _judged_members(body, span, _MESSAGE, notes, place)
-    content = found.pop("content", None)
-    message = decode(_message, _joined({name: body[at.start : at.end] for name, at in found.items()}), place=place)
+    content, calls = found.pop("content", None), found.pop("tool_calls", None)
+    message = decode(_message, joined({name: body[at.start : at.end] for name, at in found.items()}), place=place)
+    if calls is not None and body[calls.start : calls.end] != b"null":
+
+        def too_many() -> InvalidParameter:
+            return tools.too_many_calls(place)
+
+        limit, size = tools.MAX_CALLS, tools.MAX_CALL_BYTES
+        objects = yield from _large_objects(body, calls, f"{place}.tool_calls", limit, size, too_many)
+        message = msgspec.structs.replace(message, tool_calls=objects)
     if content is None or body[content.start : content.end] == b"null":
         return message
     if body[content.start : content.start + 1] != b"[":
@@ -319,7 +353,7 @@ def _large_message(body: bytes, span: Span, notes: Notes, place: str) -> Steps[C
         else:
             part = yield from _judged_members(body, piece, _PART, notes, f"{place}.content")
             fields = {name: body[at.start : at.end] for name, at in part.items()}
-            parts += decode(_parts, b"[" + _joined(fields) + b"]", place=f"{place}.content")
+            parts += decode(_parts, b"[" + joined(fields) + b"]", place=f"{place}.content")
         yield
     return msgspec.structs.replace(message, content=parts)
 
@@ -331,39 +365,12 @@ def _decode_parts(raw: bytes, notes: Notes, place: str) -> list[ContentPart]:
         if not openai.is_unknown_field(error):
             raise openai.explain(error, place=place) from error
     except Exception as error:
-        raise _malformed(error) from error
+        raise malformed(error) from error
     cleaned = [_cleaned(part, _PART, notes, place) for part in decode(_shallow_list, raw)]
     return decode(_parts, b"[" + b",".join(cleaned) + b"]", place=place)
 
 
 # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def decode(decoder: msgspec.json.Decoder[_T], raw: bytes | Raw, *, place: str = "", first: int = 0) -> _T:
-    """:raises InvalidParameter: for whatever is wrong with `raw`, which stands at `place`."""
-    try:
-        return decoder.decode(raw)
-    except msgspec.ValidationError as error:
-        raise openai.explain(error, place=place, first=first) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _malformed(error) from error
-
-
-def _malformed(error: Exception) -> InvalidParameter:
-    match error:
-        case UnicodeDecodeError():
-            return InvalidParameter("the body is not valid UTF-8")
-        case RecursionError():
-            return InvalidParameter("the body is nested too deeply")
-        case msgspec.DecodeError():
-            return InvalidParameter(f"the body is not valid JSON: {error}")
-        case _:
-            raise error
-
-
-def _joined(fields: Mapping[str, Any]) -> bytes:
-    """An object of members that are JSON already."""
-    return b"{" + b",".join([msgspec.json.encode(name) + b":" + bytes(raw) for name, raw in fields.items()]) + b"}"
 
 
 def _too_many_ids(limit: int) -> ContextLengthExceeded:

@@ -49,14 +49,22 @@ class Seat(msgspec.Struct):
 
 
 class Placement:
-    """`on_placed(seconds)` is called with how long a request waited, each time it is sent to a worker."""
+    """`on_placed(seconds)` is called with how long a request waited, each time it is sent to a worker. `windows`: how much may
+    be on its way to this gateway, which its models share."""
 
-    def __init__(self, router: Router, health: Health, on_placed: Callable[[float], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        router: Router,
+        health: Health,
+        on_placed: Callable[[float], None] = lambda _: None,
+        *,
+        windows: Windows | None = None,
+    ) -> None:
         self.router = router
         self.health = health
         self.on_placed = on_placed
         self.seats: dict[str, Seat] = {}
-        self.windows = Windows()
+        self.windows = windows or Windows()
         self._waiting = WaitingRoom()
         self._homeless: dict[str, Request] = {}
         self._doubtful = frozenset[str]()

@@ -16,29 +16,28 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-import anyio
 import anyio.to_thread
 import msgspec
 
-from common.protocol.errors import ContextLengthExceeded, EmptyPrompt, InvalidParameter, UnknownModel
+from common.protocol.errors import ContextLengthExceeded, EmptyPrompt, InvalidParameter
 from common.protocol.messages import SamplingParams
 from common.text.bundle import TextBundle
 from common.text.grammar import GrammarCompiler
-from services.gateway import openai
+from services.gateway import openai, tools
+from services.gateway.answer_format import format_of, template_of, template_variables
 from services.gateway.arguments import Notes
 from services.gateway.bodies import Heading, Kind
+from services.gateway.choice_events import AnswerFormat
 from services.gateway.choices import StopStrings
 from services.gateway.config import GatewayConfig
 from services.gateway.intake import Intake
 from services.gateway.openai import Arguments, ChatRequest, CompletionRequest
-from services.gateway.parse import SMALL_BYTES, parse
 from services.gateway.structured import structure_of
 
 _INLINE_CHARS = 8192
 _COMPLETION_MAX_TOKENS = 16
 _SALT_BYTES = 16
 _T = TypeVar("_T")
-_RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now"})
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +45,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     `sampling.seed` is the first choice's (see `choices.choice_seed`). `echoes[p]` is sent before the text of prompt p's
     choices. `top_logprobs`: -1 none, else how many alternatives each token lists. `usage_so_far`: every chunk of the stream
-    tells the usage up to it. `salt` keeps the prompt's KV apart. `warning`: what of the request had no effect.
+    tells the usage up to it. `salt` keeps the prompt's KV apart. `warning`: what of the request had no effect. `format`: how
+    answers are read that may be more than text. `continues`: an answer follows text, so a leading space is kept.
     """
 
     id: str
@@ -68,6 +68,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     skip_special: bool = True
     salt: bytes = b""
     warning: str = ""
+    format: AnswerFormat | None = None
+    continues: bool = False
 
     @property
     def num_choices(self) -> int:
@@ -82,6 +84,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             model=self.model,
             num_choices=self.num_choices,
             top_logprobs=self.top_logprobs,
+            may_call=self.format is not None and self.format.tools is not None,
         )
 
     def sampling_of(self, seed: int) -> SamplingParams:
@@ -94,45 +97,42 @@ def new_id(kind: Kind) -> str:
 
 
 class Preparer:
-    """Turns bodies into jobs for one model."""
+    """Turns requests into jobs for one model."""
 
     def __init__(self, bundle: TextBundle, config: GatewayConfig, intake: Intake) -> None:
         self._bundle = bundle
         self._config = config
-        self._intake = intake
+        self._threads = intake.threads
         self._tokenizer = bundle.tokenizer
         self._grammars = GrammarCompiler(bundle.tokenizer)
         self._model = bundle.name
-        self._threads: anyio.CapacityLimiter | None = None
 
     async def prepare(
         self,
         kind: Kind,
-        body: bytes,
+        request: ChatRequest | CompletionRequest,
+        notes: Notes,
         *,
         id: str,
         shown_id: str = "",
         deadline_ms: str | None = None,
         stream_default: bool = False,
-    ) -> tuple[Job, Notes]:
-        """The job, and what of the body had no effect.
+        is_large: bool = False,
+    ) -> Job:
+        """The job of a request for this model. `notes`: what of its body had no effect; `is_large`: the body was.
 
         `shown_id` is `id` unless the client chose one. `deadline_ms` is a header's value; the shorter of it and the body's
         `timeout` holds.
 
         :raises RequestError: what is wrong with the request; nothing has been taken then.
         """
-        notes = Notes(strict=self._config.strict)
-        is_large = len(body) > SMALL_BYTES
-        steps = parse(kind, body, max_prompt_tokens=self._bundle.max_context - 1, notes=notes)
-        request = await self._intake.run(steps, large=is_large)
-        if request.model is not None and request.model != self._model:
-            raise UnknownModel(f"the model {request.model[:100]!r} is not served here; {self._model} is", param="model")
         deadline_s = self._deadline(request.timeout, deadline_ms)
         grammar = await self._grammar(request)
+        format: AnswerFormat | None = None
         if isinstance(request, ChatRequest):
             prompts, echoes = [await self._chat_prompt(request, in_thread=is_large)], [""]
             logprobs = (request.top_logprobs or 0) if request.logprobs else -1
+            format = format_of(self._bundle, request, prompts[0], constrained=bool(grammar))
         else:
             self._check_choices(request, len(request.prompts))
             prompts, echoes = await self._completion_prompts(request)
@@ -141,12 +141,12 @@ class Preparer:
         max_tokens = self._max_tokens(request, prompts, logprobs)
         options = request.stream_options
         include_usage = bool(options and options.include_usage)
-        job = Job(
+        return Job(
             id=id,
             shown_id=shown_id or id,
             kind=kind,
             created=int(time.time()),
-            model=self._model,
+            model=request.model or self._model,
             prompts=prompts,
             echoes=echoes,
             n=request.n or 1,
@@ -161,8 +161,9 @@ class Preparer:
             skip_special=request.skip_special_tokens is not False,
             salt=_salt(request.cache_salt),
             warning=notes.text,
+            format=format,
+            continues=not isinstance(request, ChatRequest) or request.continues,
         )
-        return job, notes
 
     def _check_choices(self, request: Arguments, num_prompts: int) -> None:
         n = request.n or 1
@@ -211,17 +212,10 @@ class Preparer:
         return asked
 
     async def _chat_prompt(self, request: ChatRequest, *, in_thread: bool) -> list[int]:
-        variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
-        if taken := _RESERVED_VARIABLES.intersection(variables):
-            raise InvalidParameter(f"chat_template_kwargs can't set {min(taken)}", param="chat_template_kwargs")
-        template = request.chat_template or ""
-        if request.reasoning_effort is not None:
-            if self._bundle.template_called(template).mentions("reasoning_effort"):
-                variables.setdefault("reasoning_effort", request.reasoning_effort)
-            elif request.reasoning_effort != "none":
-                raise InvalidParameter(
-                    "reasoning_effort is not supported by this model: leave it out", param="reasoning_effort"
-                )
+        template, offered = request.chat_template or "", request.offered_tools
+        variables = template_variables(template_of(self._bundle, request), request)
+        num_tools_chars = tools.size_of(offered)
+        self._check_size(num_tools_chars, self._bundle.max_context - 1, "tools")
         limit = self._bundle.max_context - 1
 
         def size_of(messages: list[dict[str, Any]]) -> int:
@@ -232,6 +226,8 @@ class Preparer:
         def encode(messages: list[dict[str, Any]]) -> list[int]:
             return self._bundle.encode_chat(
                 messages,
+                tools=offered,
+                continues=request.continues,
                 add_generation_prompt=request.add_generation_prompt is not False,
                 variables=variables,
                 max_tokens=limit,
@@ -247,7 +243,7 @@ class Preparer:
             prompt = await self._in_thread(convert_and_encode)
         else:
             messages = [openai.template_message(message) for message in request.messages]
-            is_long = size_of(messages) > _INLINE_CHARS or len(messages) > 64
+            is_long = size_of(messages) + num_tools_chars > _INLINE_CHARS or len(messages) > 64
             prompt = await self._in_thread(lambda: encode(messages)) if is_long else encode(messages)
         if not prompt:
             raise EmptyPrompt("the chat template made an empty prompt of these messages", param="messages")
@@ -285,12 +281,10 @@ class Preparer:
 
     def _check_size(self, size: int, limit: int, param: str) -> None:
         if size > limit * self._tokenizer.longest_token_bytes:
-            what = "messages" if param == "messages" else "a prompt"
+            what = "a prompt" if param == "prompt" else param
             raise ContextLengthExceeded(f"{what} of {size} characters can't fit {limit} tokens", param=param)
 
     async def _in_thread(self, encode: Callable[[], _T]) -> _T:
-        if self._threads is None:
-            self._threads = anyio.CapacityLimiter(2)
         return await anyio.to_thread.run_sync(encode, limiter=self._threads)
 
     def _past_vocabulary(self, param: str, token: int) -> InvalidParameter:
@@ -356,8 +350,7 @@ def _salt(text: str | None) -> bytes:
 
 def _size(message: Mapping[str, Any]) -> int:
     """Characters of text in a template's message."""
-    content = message["content"]
+    content = message["content"] or ""
     parts = content if isinstance(content, list) else [content]
-    return sum(len(part["text"] if isinstance(part, Mapping) else part) for part in parts) + len(
-        str(message.get("reasoning_content", ""))
-    )
+    size = sum(len(part["text"] if isinstance(part, Mapping) else part) for part in parts)
+    return size + len(str(message.get("reasoning_content", ""))) + tools.size_of(message.get("tool_calls", []))

@@ -2,47 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from common.runtime.metrics import MODEL_LABEL, Metrics
-from services.gateway.dispatch import Dispatcher
+from services.gateway.dispatch import Dispatcher, Stats
 
 _QUEUE_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_COUNTERS: tuple[tuple[str, str, Callable[[Stats], int]], ...] = (
+    ("penstock_request_retries", "Attempts beyond a request's first", lambda stats: stats.retries),
+    ("penstock_request_resumes", "Streams that went on at another worker", lambda stats: stats.resumes),
+    (
+        "penstock_frames_dropped",
+        "Frames late, repeated, beyond a gap or of a fenced worker",
+        lambda stats: stats.dropped_frames,
+    ),
+    ("penstock_frames_fetched", "Times that frames were asked for again", lambda stats: stats.fetches),
+)
 
 
 class Telemetry(Collector):
-    """Reads the dispatcher's own counters when it is scraped."""
+    """Reads the dispatchers' own counters when it is scraped."""
 
-    def __init__(self, metrics: Metrics, dispatcher: Dispatcher, *, model: str) -> None:
-        """`model`: its name for clients."""
-        self._stats = dispatcher.stats
-        for name, description, read in (
-            ("vllm:num_requests_running", "Requests that workers hold", lambda: float(dispatcher.num_running)),
-            ("vllm:num_requests_waiting", "Requests that wait for a worker", lambda: float(dispatcher.num_waiting)),
-        ):
-            metrics.gauge(name, description, [MODEL_LABEL]).labels(model).set_function(read)
-        queue_time = metrics.histogram(
-            "vllm:request_queue_time_seconds", "Before a request is sent to a worker, for each attempt", _QUEUE_S, [MODEL_LABEL]
+    def __init__(self, metrics: Metrics) -> None:
+        self._all_stats: list[Stats] = []
+        by_model = [MODEL_LABEL]
+        self._running = metrics.gauge("vllm:num_requests_running", "Requests that workers hold", by_model)
+        self._waiting = metrics.gauge("vllm:num_requests_waiting", "Requests that wait for a worker", by_model)
+        self._queue_time = metrics.histogram(
+            "vllm:request_queue_time_seconds", "Before a request is sent to a worker, for each attempt", _QUEUE_S, by_model
         )
-        self.waited = queue_time.labels(model).observe
         metrics.registry.register(self)
 
+    def watch(self, model: str, dispatcher: Dispatcher) -> Callable[[float], None]:
+        """Count for `model`, its name for clients. Return what observes how long a request of it waited."""
+        self._all_stats.append(dispatcher.stats)
+        self._running.labels(model).set_function(lambda: float(dispatcher.num_running))
+        self._waiting.labels(model).set_function(lambda: float(dispatcher.num_waiting))
+        return self._queue_time.labels(model).observe
+
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats
-        for name, description, value in (
-            ("penstock_request_retries", "Attempts beyond a request's first", stats.retries),
-            ("penstock_request_resumes", "Streams that went on at another worker", stats.resumes),
-            (
-                "penstock_frames_dropped",
-                "Frames late, repeated, beyond a gap or of a fenced worker",
-                stats.dropped_frames,
-            ),
-            ("penstock_frames_fetched", "Times that frames were asked for again", stats.fetches),
-        ):
+        for name, description, read in _COUNTERS:
             family = CounterMetricFamily(name, description)
-            family.add_metric([], value)
+            family.add_metric([], sum(map(read, self._all_stats)))
             yield family

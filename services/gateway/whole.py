@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from services.gateway.bodies import Heading, Usage
+from common.text.output.events import CallArguments, CallStart, Event, Reasoning, Text
+from services.gateway.bodies import Heading, Usage, call_head
 from services.gateway.choices import Delta
 from services.gateway.logprobs import BUFFER_BYTES, Columns, Sink, TokenNames
 
@@ -20,8 +21,37 @@ _encode = msgspec.json.Encoder().encode
 class _Choice:
     def __init__(self, columns: Columns | None) -> None:
         self.text = Sink()
+        self.reasoning = Sink()
+        self.calls: list[tuple[bytes, Sink]] = []
         self.finish = "stop"
         self.columns = columns
+
+    def add(self, event: Event) -> int:
+        """Return how many bytes it added."""
+        match event:
+            case Text():
+                return _add(self.text, event.text)
+            case Reasoning():
+                return _add(self.reasoning, event.text)
+            case CallStart():
+                self.calls.append((call_head(event), Sink()))
+                return len(self.calls[-1][0])
+            case CallArguments():
+                return _add(self.calls[-1][1], event.text)
+            case _:
+                return 0
+
+    def message(self) -> list[bytes | bytearray]:
+        """The message of a chat. Without text, its content is null if there is anything else."""
+        has_more = self.calls or self.reasoning.buffers
+        parts: list[bytes | bytearray] = [b'"message":{"role":"assistant","content":']
+        parts += [b'"', *self.text.buffers, b'"'] if self.text.buffers or not has_more else [b"null"]
+        parts.append(b',"refusal":null')
+        if self.reasoning.buffers:
+            parts += [b',"reasoning_content":"', *self.reasoning.buffers, b'"']
+        for index, (head, arguments) in enumerate(self.calls):
+            parts += [b",{" if index else b',"tool_calls":[{', head, *arguments.buffers, b'"}}']
+        return [*parts, b"]}" if self.calls else b"}"]
 
 
 class WholeBody:
@@ -37,9 +67,9 @@ class WholeBody:
     def add(self, index: int, delta: Delta) -> None:
         choice = self._choices[index]
         if delta.text:
-            text = _encode(delta.text)[1:-1]
-            choice.text.add(text)
-            self.size += len(text)
+            self.size += _add(choice.text, delta.text)
+        for event in delta.events or ():
+            self.size += choice.add(event)
         if choice.columns is not None and delta.scored:
             self.size += choice.columns.add(delta.scored)
         if delta.finish is not None:
@@ -50,12 +80,18 @@ class WholeBody:
         parts: list[bytes | bytearray] = [self._head, b',"choices":[']
         for index, choice in enumerate(self._choices):
             head = b'%s{"index":%d,' % (b"," if index else b"", index)
-            opening = b'"message":{"role":"assistant","content":"' if self._chat else b'"text":"'
-            parts += [head, opening, *choice.text.buffers, b'","refusal":null}' if self._chat else b'"', b',"logprobs":']
+            text = choice.message() if self._chat else [b'"text":"', *choice.text.buffers, b'"']
+            parts += [head, *text, b',"logprobs":']
             parts += choice.columns.body() if choice.columns is not None else [b"null"]
             parts += [b',"finish_reason":', _encode(choice.finish), b"}"]
         parts += [b'],"usage":', _encode(usage.body()), b"}"]
         return Pieces(parts)
+
+
+def _add(sink: Sink, text: str) -> int:
+    encoded = _encode(text)[1:-1]
+    sink.add(encoded)
+    return len(encoded)
 
 
 class Pieces:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
@@ -11,6 +11,8 @@ from common.runtime.settings import ServiceConfig
 
 class KvstoreConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """KV stores."""
+
+    of_all_models: ClassVar[bool] = True
 
     capacity_mb: Annotated[int, Meta(ge=1, description="MiB of shared memory for KV blocks, at most")] = 1024
     max_fingerprints: Annotated[

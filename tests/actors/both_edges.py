@@ -16,9 +16,7 @@ from common.protocol import headers
 from common.runtime.memory_bus import MemoryBroker
 from common.text.bundle import TextBundle
 from services.gateway.config import GatewayConfig
-from services.gateway.http import create_app
-from services.gateway.nats_front import NatsFront
-from tests.actors.edge import BUNDLE, ScriptedCore, ScriptedStream
+from tests.actors.edge import BUNDLE, ScriptedCore, ScriptedStream, app_of, front_of
 from tests.actors.http_client import CHAT, COMPLETIONS
 from tests.actors.nats_client import Client
 
@@ -69,7 +67,7 @@ async def ask(
     if edge == "nats":
         return await _ask_nats(core, kind, body, bundle, settings)
     seen = Seen()
-    app = create_app(core, bundle, GatewayConfig(**settings))
+    app = app_of(core, GatewayConfig(**settings), bundle=bundle)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway") as http:
         response = await http.post(CHAT if kind == "chat" else COMPLETIONS, json=body)
     warning = response.headers.get("warning", "")
@@ -88,7 +86,7 @@ async def ask(
 @asynccontextmanager
 async def nats_edge(core: ScriptedCore, bundle: TextBundle = BUNDLE, **settings: Any) -> AsyncIterator[Client]:
     broker = MemoryBroker()
-    front = NatsFront(core, bundle, broker.connect("gateway"), GatewayConfig(**settings))
+    front = front_of(core, broker.connect("gateway"), GatewayConfig(**settings), bundle=bundle)
     client = Client(broker.connect("client"))
     await client.listen()
     async with anyio.create_task_group() as group:

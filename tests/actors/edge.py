@@ -16,10 +16,17 @@ from common.models.source import ModelFiles
 from common.protocol.errors import Cancelled, Overloaded, PenstockError, ShuttingDown
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import TokenLogprobs
+from common.runtime.bus import Bus
 from common.runtime.metrics import Metrics
 from common.text.bundle import TextBundle
 from common.text.template import ChatTemplate
 from common.text.tokenizer import Tokenizer
+from services.gateway.answer import Core
+from services.gateway.catalog import Catalog
+from services.gateway.config import GatewayConfig
+from services.gateway.http import create_app
+from services.gateway.intake import Intake
+from services.gateway.nats_front import NatsFront
 from services.gateway.requests import GenerationRequest, Output
 
 MAX_CONTEXT = 512
@@ -43,6 +50,16 @@ def small_bundle() -> TextBundle:
         eos_ids=[eos],
         max_context=MAX_CONTEXT,
     )
+
+
+def app_of(core: Core, config: GatewayConfig, *, bundle: TextBundle | None = None, intake: Intake | None = None) -> ASGIApp:
+    """The HTTP edge of a gateway with one model."""
+    return create_app(core, Catalog.of_one(core, bundle or BUNDLE, config, intake), config)
+
+
+def front_of(core: Core, bus: Bus, config: GatewayConfig, *, bundle: TextBundle | None = None) -> NatsFront:
+    """The NATS edge of a gateway with one model."""
+    return NatsFront(core, Catalog.of_one(core, bundle or BUNDLE, config), bus, config)
 
 
 BUNDLE = small_bundle()

@@ -1,12 +1,13 @@
 """A gateway on the memory bus between worker doubles that speak the real protocol, follow a script and count what they hold.
 
-The doubles' tokens are a checksum of everything before them, so a gap, a duplicate or a foreign token changes all that follow.
+The doubles' tokens are a checksum of their model and of everything before them, so a gap, a duplicate, a foreign token or
+another model's worker changes all that follow.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -42,6 +43,7 @@ from common.runtime.settings import ServiceConfig
 from common.text.bundle import TextBundle
 from services.gateway.actor import GatewayActor
 from services.gateway.config import GatewayConfig
+from services.gateway.model_core import ModelCore, Served
 from services.gateway.requests import GenerationRequest
 from services.gateway.stream import Stream
 
@@ -52,14 +54,14 @@ SHORT = [7, 8, 9]
 TIMES: dict[str, Any] = {"heartbeat_s": 0.05, "dead_after_s": 0.6, "lease_s": 2.0, "drain_timeout_s": 3.0}
 
 
-def next_token(tokens: list[int]) -> int:
-    return zlib.crc32(token_bytes.pack(tokens)) % VOCABULARY
+def next_token(tokens: list[int], model: str = MODEL) -> int:
+    return zlib.crc32(token_bytes.pack(tokens), zlib.crc32(model.encode())) % VOCABULARY
 
 
-def expected(prompt: list[int], count: int) -> list[int]:
+def expected(prompt: list[int], count: int, *, model: str = MODEL) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, model))
     return tokens[len(prompt) :]
 
 
@@ -73,8 +75,9 @@ async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None
 
 
 class Held:
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, model: str) -> None:
         self.generation = generation
+        self.model = model
         self.tokens = token_bytes.unpack(generation.tokens)
         self.paused = False
 
@@ -87,7 +90,7 @@ class Held:
         return len(self.outputs) >= self.generation.sampling.max_tokens
 
     def step(self) -> None:
-        self.tokens.append(next_token(self.tokens))
+        self.tokens.append(next_token(self.tokens, self.model))
 
     def frame(self, start: int) -> TokenFrame:
         generation = self.generation
@@ -98,9 +101,10 @@ class Held:
 class Double(Actor):
     """`refuse`: a code that tasks are rejected with. `lose(frame)`: frames that never leave. `frozen`: no step, no answer."""
 
-    def __init__(self, bus: MemoryBus, number: int, *, credits: int = 64, **said: Any) -> None:
+    def __init__(self, bus: MemoryBus, number: int, *, credits: int = 64, model: str = MODEL, **said: Any) -> None:
         super().__init__(bus=bus, config=ServiceConfig(worker_id=f"{self.role}-{number}", **TIMES))
         self.memory_bus = bus
+        self.model = model
         self.held: dict[str, Held] = {}
         self.credits = credits
         self.said = said
@@ -114,7 +118,7 @@ class Double(Actor):
     def presence(self, state: WorkerState) -> Presence:
         spare = max(0, self.credits - len(self.held))
         more = {"fingerprint": "f", "host": "h", **self.said}
-        return Presence(worker=self.ref, state=state, model=MODEL, running=len(self.held), credits=spare, **more)
+        return Presence(worker=self.ref, state=state, model=self.model, running=len(self.held), credits=spare, **more)
 
     def admit(self, generation: Generation, reply: str) -> Held | None:
         self.tasks.append(generation)
@@ -125,7 +129,7 @@ class Double(Actor):
         if code:
             self.answer(reply, Rejected(worker=self.ref, code=code, message="no"))
             return None
-        held = self.held[generation.request] = Held(generation)
+        held = self.held[generation.request] = Held(generation, self.model)
         self.answer(reply, Accepted(worker=self.ref))
         return held
 
@@ -241,11 +245,13 @@ class PrefillDouble(Double):
 class Site:
     """Everything in one event loop. `prefill` and `decode` are the doubles, in the order in which they were added."""
 
-    def __init__(self, group: TaskGroup, config: GatewayConfig, bundle: TextBundle | None) -> None:
+    def __init__(
+        self, group: TaskGroup, config: GatewayConfig, models: Sequence[Served] = (), *, broker: MemoryBroker | None = None
+    ) -> None:
         self.group = group
-        self.broker = MemoryBroker()
+        self.broker = broker or MemoryBroker()
         self.gateway_bus = self.broker.connect("gateway")
-        self.gateway = GatewayActor(bus=self.gateway_bus, config=config, bundle=bundle)
+        self.gateway = GatewayActor(bus=self.gateway_bus, config=config, models=models)
         self.prefill: list[PrefillDouble] = []
         self.decode: list[DecodeDouble] = []
         self._numbers = 0
@@ -253,6 +259,11 @@ class Site:
     @property
     def workers(self) -> list[Double]:
         return [*self.prefill, *self.decode]
+
+    @property
+    def core(self) -> ModelCore:
+        """The only, or the first, model."""
+        return self.gateway.cores[0]
 
     async def add(self, role: Role, **options: Any) -> Any:
         kind, pool = (PrefillDouble, self.prefill) if role == "prefill" else (DecodeDouble, self.decode)
@@ -279,10 +290,10 @@ class Site:
     async def nothing_held(self, timeout_s: float = 1.0) -> None:
         """Every worker has let go of everything, and so has the gateway."""
         await self.until(lambda: not any(double.held for double in self.workers), timeout_s)
-        assert not self.gateway.dispatcher.requests
-        router = self.gateway.router
-        members = [*router.prefill.members.values(), *router.decode.members.values()]
-        assert [(worker.ours, worker.tokens) for worker in members] == [(0, 0)] * len(members)
+        for core in self.gateway.cores:
+            assert not core.dispatcher.requests
+            members = [*core.router.prefill.members.values(), *core.router.decode.members.values()]
+            assert [(worker.ours, worker.tokens) for worker in members] == [(0, 0)] * len(members)
 
 
 async def read(stream: Stream) -> list[int]:
@@ -311,14 +322,15 @@ async def site(*, prefill: int = 1, decode: int = 1, bundle: TextBundle | None =
     """A running site whose workers the gateway has heard of. No canary unless `canary=True`."""
     options: dict[str, Any] = {"canary": False, "task_timeout_s": 0.5, "stall_s": 0.2, "direct_max_tokens": 4, **TIMES}
     async with anyio.create_task_group() as group:
-        made = Site(group, GatewayConfig(**{**options, **settings}), bundle)
+        config = GatewayConfig(**{**options, **settings})
+        made = Site(group, config, [Served(config, bundle)])
         for _ in range(prefill):
             await made.add("prefill")
         for _ in range(decode):
             await made.add("decode")
         await group.start(made.gateway.run)
-        gateway = made.gateway
-        await made.until(lambda: gateway.router.prefill.usable == prefill and gateway.router.decode.usable == decode)
+        router = made.core.router
+        await made.until(lambda: router.prefill.usable == prefill and router.decode.usable == decode)
         yield made
         group.cancel_scope.cancel()
 

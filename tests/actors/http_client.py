@@ -10,8 +10,7 @@ import anyio
 import httpx
 
 from services.gateway.config import GatewayConfig
-from services.gateway.http import create_app
-from tests.actors.edge import BUNDLE, AsgiClient, ScriptedCore, ScriptedStream
+from tests.actors.edge import AsgiClient, ScriptedCore, ScriptedStream, app_of
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -28,7 +27,7 @@ def says(text: str, *, finish: str = "length", **more: Any) -> Callable[[Scripte
 
 
 def client(core: ScriptedCore, **settings: Any) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app=create_app(core, BUNDLE, config(**settings)))
+    transport = httpx.ASGITransport(app=app_of(core, config(**settings)))
     return httpx.AsyncClient(transport=transport, base_url="http://gateway")
 
 
@@ -54,7 +53,7 @@ async def streaming(
 ) -> AsyncIterator[tuple[AsgiClient, ScriptedCore]]:
     """A streamed request that the core has taken, with as many streams as there are choices."""
     core = ScriptedCore()
-    request = AsgiClient(create_app(core, BUNDLE, config(**settings)), path, {**body, "stream": True})
+    request = AsgiClient(app_of(core, config(**settings)), path, {**body, "stream": True})
     async with anyio.create_task_group() as group:
         group.start_soon(request.run)
         await core.nth(streams - 1)

@@ -14,9 +14,8 @@ import anyio
 from common.runtime import endpoints
 from common.runtime.file_limit import FileLimit
 from services.gateway.config import GatewayConfig
-from services.gateway.http import create_app
 from services.gateway.intake import Intake
-from tests.actors.edge import BUNDLE, ScriptedCore, until
+from tests.actors.edge import ScriptedCore, app_of, until
 
 CHAT = "/v1/chat/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -29,7 +28,7 @@ async def serving(
     """The port of a running server."""
     config = GatewayConfig(**settings)
     listener = endpoints.bind("127.0.0.1", 0, stall_timeout_s=config.slow_reader_timeout_s)
-    app = create_app(core, BUNDLE, config, intake=intake)
+    app = app_of(core, config, intake=intake)
     server = endpoints.HttpServer(app, stall_timeout_s=config.slow_reader_timeout_s, files=files)
     try:
         async with anyio.create_task_group() as group:

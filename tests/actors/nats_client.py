@@ -15,7 +15,7 @@ from common.runtime.bus import BusMessage
 from common.runtime.memory_bus import MemoryBroker, MemoryBus
 from services.gateway.config import GatewayConfig
 from services.gateway.nats_front import NatsFront
-from tests.actors.edge import BUNDLE, ScriptedCore, until
+from tests.actors.edge import BUNDLE, ScriptedCore, front_of, until
 
 SLUG = subjects.slug(BUNDLE.name)
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -89,7 +89,7 @@ async def front(
     broker = broker or MemoryBroker()
     core = core or ScriptedCore()
     bundle = msgspec.structs.replace(BUNDLE, name=name)
-    served = NatsFront(core, bundle, broker.connect("gateway"), GatewayConfig(**settings))
+    served = front_of(core, broker.connect("gateway"), GatewayConfig(**settings), bundle=bundle)
     client = Client(broker.connect("client"))
     await client.listen()
     async with anyio.create_task_group() as group:

@@ -18,7 +18,7 @@ import pytest
 
 from common.runtime import endpoints
 from common.runtime.http_access import HttpAccess
-from services.gateway.census import MAX_ROWS, ServedModel
+from services.gateway.census import MAX_ROWS, WatchedModel
 from services.gateway.dashboard import MAX_VIEWERS, Dashboard
 from services.gateway.dashboard_http import FILES, _files
 from tests.actors.edge import BUNDLE
@@ -262,7 +262,7 @@ async def test_a_thousand_workers_do_not_hold_the_event_loop_for_long() -> None:
     async with site(bundle=BUNDLE) as made:
         workers = [presence("decode", n, model=BUNDLE.name, running=n % 5, credits=4) for n in range(1000)]
         made.gateway.workers = lambda: workers  # pyright: ignore[reportAttributeAccessIssue]
-        dashboard = Dashboard(made.gateway, lambda: (ServedModel("m", made.gateway.dispatcher),))
+        dashboard = Dashboard(made.gateway, lambda: (WatchedModel("m", made.core.dispatcher),))
         turns: list[float] = []
 
         async def watch_turns() -> None:

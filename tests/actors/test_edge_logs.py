@@ -13,9 +13,8 @@ import pytest
 
 from common.protocol.errors import NoWorkers
 from common.runtime import logs
-from services.gateway.http import create_app
 from tests.actors.both_edges import Edge, Kind, ask, body_of, everywhere, nats_edge, says
-from tests.actors.edge import BUNDLE, EOS, AsgiClient, ScriptedCore, ids, until
+from tests.actors.edge import EOS, AsgiClient, ScriptedCore, app_of, ids, until
 from tests.actors.http_client import CHAT, MODEL, client, config
 
 
@@ -132,7 +131,7 @@ async def test_a_client_that_leaves_is_no_fault_of_ours(
 ) -> None:
     core = ScriptedCore()
     path = "/v1/chat/completions" if kind == "chat" else "/v1/completions"
-    request = AsgiClient(create_app(core, BUNDLE, config()), path, body_of(kind, stream, n))
+    request = AsgiClient(app_of(core, config()), path, body_of(kind, stream, n))
     async with anyio.create_task_group() as group:
         group.start_soon(request.run)
         await core.nth(n - 1)

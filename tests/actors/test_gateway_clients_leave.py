@@ -36,7 +36,7 @@ async def test_a_cancel_frees_the_queue() -> None:
         at.decode[0].credits = 0
         await anyio.sleep(0.15)
         await cancel_when(at, None)
-        assert at.gateway.dispatcher.num_waiting == 0
+        assert at.core.dispatcher.num_waiting == 0
 
 
 async def test_a_cancel_while_the_task_is_on_its_way_frees_the_worker_that_takes_it() -> None:
@@ -64,7 +64,7 @@ async def test_a_reader_that_stalls_is_cut_off() -> None:
     async with site(slow_reader_timeout_s=0.3) as at:
         stream = at.generate(LONG, max_tokens=10_000)
         await read_some(stream, 1)
-        await at.until(lambda: not at.gateway.dispatcher.requests)
+        await at.until(lambda: not at.core.dispatcher.requests)
         await at.nothing_held()
         with pytest.raises(errors.Cancelled):
             await read(stream)

@@ -46,7 +46,7 @@ async def test_a_killed_decode_worker_does_not_change_the_streams() -> None:
             await at.until(lambda: len(at.decode[0].held) >= 8)
             await anyio.sleep(0.05)
             await at.kill(at.decode[0])
-        assert at.gateway.dispatcher.stats.resumes > 0
+        assert at.core.dispatcher.stats.resumes > 0
         await at.nothing_held()
 
 
@@ -114,7 +114,7 @@ async def test_lost_frames_are_fetched_and_the_stream_has_no_gap() -> None:
             count = iter(range(10**6))
             double.lose = lambda frame, count=count: next(count) % 7 == 3
         await many(at, 10, max_tokens=40)
-        assert at.gateway.dispatcher.stats.fetches > 0
+        assert at.core.dispatcher.stats.fetches > 0
         await at.nothing_held()
 
 
@@ -167,7 +167,7 @@ async def test_a_bus_restart_leaves_no_gap_and_loses_nobody() -> None:
             await at.until(lambda: any(len(double.held) > 3 for double in at.decode))
             at.broker.stop()
             await anyio.sleep(1.0)  # longer than dead_after_s and the grace
-            assert len(at.gateway.dispatcher.requests) > 0
+            assert len(at.core.dispatcher.requests) > 0
             at.broker.start()
         await at.nothing_held()
 

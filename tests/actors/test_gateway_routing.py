@@ -62,7 +62,7 @@ async def test_a_request_rejected_everywhere_waits_until_credits_return() -> Non
             double.refuse = "out_of_credits"
         stream = at.generate(LONG)
         await at.until(lambda: len(at.prefill[0].tasks) >= 2)
-        await at.until(lambda: at.gateway.dispatcher.num_waiting == 1)
+        await at.until(lambda: at.core.dispatcher.num_waiting == 1)
         for double in at.workers:
             double.refuse = ""
         assert await read(stream) == expected(LONG, 32)
@@ -115,7 +115,7 @@ async def test_a_worker_that_does_not_answer_is_avoided_and_freed() -> None:
 async def test_no_decode_worker_for_longer_than_the_grace_is_a_typed_error() -> None:
     async with site(prefill=0, no_workers_grace_s=0.3) as at:
         await at.kill(at.decode[0])
-        await at.until(lambda: not at.gateway.router.hopeful)
+        await at.until(lambda: not at.core.router.hopeful)
         with pytest.raises(errors.NoWorkers):
             await read(at.generate(SHORT))
         await at.nothing_held()
@@ -140,7 +140,7 @@ async def test_a_refused_handoff_goes_to_another_decode_worker() -> None:
             prompt = [number, *LONG]
             assert await read(at.generate(prompt)) == expected(prompt, 32)
         assert any(not double.refuse and double.tasks for double in at.decode)
-        assert at.gateway.dispatcher.stats.retries == 0  # the KV was used where it was
+        assert at.core.dispatcher.stats.retries == 0  # the KV was used where it was
         await at.nothing_held()
 
 
@@ -149,7 +149,7 @@ async def test_a_planned_decode_worker_that_dies_is_replaced_without_computing_t
         at.prefill[0].prefill_s = 0.2
         stream = at.generate(LONG)
         await at.until(lambda: at.prefill[0].held)
-        (request,) = at.gateway.dispatcher.requests.values()
+        (request,) = at.core.dispatcher.requests.values()
         planned = request.decode
         await at.kill(next(double for double in at.decode if double.ref == planned))
         assert await read(stream) == expected(LONG, 32)

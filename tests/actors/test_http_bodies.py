@@ -21,10 +21,9 @@ import pytest
 from common.runtime import http_protocol
 from services.gateway import intake
 from services.gateway.config import GatewayConfig
-from services.gateway.http import create_app
 from services.gateway.intake import Intake
 from services.gateway.parse import SMALL_BYTES
-from tests.actors.edge import BUNDLE, MAX_CONTEXT, AsgiClient, ScriptedCore, until
+from tests.actors.edge import MAX_CONTEXT, AsgiClient, ScriptedCore, app_of, until
 from tests.actors.http_client import CHAT, COMPLETIONS, HI, check_error, client, config, says
 from tests.actors.http_site import request_bytes, server_sockets, serving
 
@@ -191,7 +190,7 @@ async def test_bodies_hold_no_more_memory_than_they_may() -> None:
     """Forty of a megabyte through three: they wait for each other, and all are answered."""
     settings = config(max_bodies_bytes=4 * MIB, max_body_bytes=2 * MIB)
     shared = Intake(settings)
-    app = create_app(ScriptedCore(), BUNDLE, settings, intake=shared)
+    app = app_of(ScriptedCore(), settings, intake=shared)
     announced = {"content-length": str(len(large()))}
     clients = [AsgiClient(app, COMPLETIONS, large(), headers=announced) for _ in range(40)]
     most = 0
@@ -220,7 +219,7 @@ async def test_while_large_bodies_wait_small_ones_pass_and_in_the_end_some_are_t
     core = ScriptedCore(says("x", finish="stop"))
     settings = config(max_bodies_bytes=4 * MIB, max_body_bytes=2 * MIB)
     shared = Intake(settings)
-    app = create_app(core, BUNDLE, settings, intake=shared)
+    app = app_of(core, settings, intake=shared)
     announced = {"content-length": str(MIB), "content-type": "application/json"}
     slow = [AsgiClient(app, COMPLETIONS, b"", headers=announced) for _ in range(6)]
     for one in slow:
@@ -254,7 +253,7 @@ async def test_who_leaves_gives_its_room_back(leaves: str) -> None:
 
 async def test_one_large_body_is_decoded_at_a_time_and_others_go_on() -> None:
     core = ScriptedCore(says("x", finish="stop"))
-    app = create_app(core, BUNDLE, GatewayConfig())
+    app = app_of(core, GatewayConfig())
     huge = [AsgiClient(app, COMPLETIONS, large(7 * MIB)) for _ in range(4)]
     for one in huge:
         one.parts_read = 0

@@ -9,8 +9,7 @@ import anyio
 import pytest
 
 from services.gateway import http_body
-from services.gateway.http import create_app
-from tests.actors.edge import BUNDLE, EOS, MAX_CONTEXT, AsgiClient, ScriptedCore
+from tests.actors.edge import BUNDLE, EOS, MAX_CONTEXT, AsgiClient, ScriptedCore, app_of
 from tests.actors.http_client import CHAT, COMPLETIONS, HI, check_error, client, config, post, says
 
 
@@ -104,7 +103,7 @@ async def test_a_body_is_refused_as_soon_as_it_is_too_large() -> None:
     core = ScriptedCore()
     huge = b'{"prompt":"' + b"x" * 50_000_000 + b'"}'
     check_error(await post(core, COMPLETIONS, huge), 413, "payload_too_large")
-    chunked = AsgiClient(create_app(core, BUNDLE, config(max_body_bytes=10_000)), COMPLETIONS, huge[:1_000_000])
+    chunked = AsgiClient(app_of(core, config(max_body_bytes=10_000)), COMPLETIONS, huge[:1_000_000])
     await chunked.run()
     assert chunked.status == 413
     assert chunked.parts_read <= 11, "the rest is not read"
@@ -125,7 +124,7 @@ async def test_a_charset_is_fine() -> None:
 
 async def test_a_body_that_never_comes_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_body, "BODY_TIMEOUT_S", 0.05)
-    slow = AsgiClient(create_app(ScriptedCore(), BUNDLE, config()), CHAT, HI)
+    slow = AsgiClient(app_of(ScriptedCore(), config()), CHAT, HI)
     slow.parts_read = 10**6
     await slow.run()
     assert slow.status == 408
@@ -133,7 +132,7 @@ async def test_a_body_that_never_comes_times_out(monkeypatch: pytest.MonkeyPatch
 
 async def test_a_client_that_leaves_while_sending_its_body_takes_nothing() -> None:
     core = ScriptedCore()
-    leaving = AsgiClient(create_app(core, BUNDLE, config()), CHAT, HI)
+    leaving = AsgiClient(app_of(core, config()), CHAT, HI)
     leaving.parts_read = 10**6
     leaving.hang_up()
     await leaving.run()
@@ -202,7 +201,7 @@ async def test_a_full_queue_is_a_429_and_the_choices_that_got_in_are_freed() -> 
 
 async def test_requests_beyond_the_limit_are_refused_before_their_body_is_read() -> None:
     core = ScriptedCore()
-    app = create_app(core, BUNDLE, config(max_requests=1))
+    app = app_of(core, config(max_requests=1))
     first, second = AsgiClient(app, CHAT, HI), AsgiClient(app, CHAT, HI)
     async with anyio.create_task_group() as group:
         group.start_soon(first.run)

@@ -6,8 +6,7 @@ import anyio
 import pytest
 
 from common.protocol.errors import WorkerLost
-from services.gateway.http import create_app
-from tests.actors.edge import BUNDLE, EOS, AsgiClient, ScriptedCore, ids, until
+from tests.actors.edge import EOS, AsgiClient, ScriptedCore, app_of, ids, until
 from tests.actors.http_client import CHAT, COMPLETIONS, HI, config, streaming
 
 
@@ -144,7 +143,7 @@ async def test_a_client_that_hangs_up_frees_everything_at_once(n: int, tokens_be
 async def test_a_client_of_a_whole_answer_that_hangs_up_frees_everything() -> None:
     core = ScriptedCore()
     async with anyio.create_task_group() as group:
-        request = AsgiClient(create_app(core, BUNDLE, config()), CHAT, HI)
+        request = AsgiClient(app_of(core, config()), CHAT, HI)
         group.start_soon(request.run)
         await core.nth(0)
         request.hang_up()

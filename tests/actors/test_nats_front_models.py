@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 import anyio
@@ -10,12 +11,12 @@ import pytest
 from common.protocol import headers, messages, subjects
 from common.protocol.errors import ConfigError
 from common.protocol.handles import WorkerRef
-from common.protocol.messages import Presence
+from common.protocol.messages import Presence, ServedModel
 from common.runtime.memory_bus import MemoryBroker, MemoryBus
 from common.runtime.routing import is_no_responders
 from services.gateway.config import GatewayConfig
 from services.gateway.nats_front import NatsFront
-from tests.actors.edge import BUNDLE, ScriptedCore, until
+from tests.actors.edge import BUNDLE, ScriptedCore, front_of, until
 from tests.actors.nats_client import HI, SLUG, front, says
 
 
@@ -81,25 +82,26 @@ async def test_a_draining_gateway_listens_to_nothing() -> None:
         assert is_no_responders(setup.client.last)
 
 
-async def beat(bus: MemoryBus, worker: str, epoch: int, model: str) -> None:
-    presence = Presence(worker=WorkerRef("gateway", worker, epoch), state="ready", model=model)
+async def beat(bus: MemoryBus, worker: str, epoch: int, model: str, *served: ServedModel) -> None:
+    presence = Presence(worker=WorkerRef("gateway", worker, epoch), state="ready", model=model, models=list(served))
     await bus.publish(subjects.presence("gateway", worker), messages.encode(presence))
 
 
-async def run_beside(model: str, *, epoch: int) -> NatsFront:
-    """A front for Small/Model-1 of epoch 1000, which hears a gateway of `model` and of `epoch`.
+async def run_beside(model: str, *theirs: ServedModel, epoch: int, mine: Sequence[ServedModel] = ()) -> NatsFront:
+    """A front for Small/Model-1 of epoch 1000, which hears a gateway of `model` and of `epoch`, that serves all of `theirs`.
+    `mine`: what this front's gateway serves, if not that model alone.
 
     :raises ConfigError: what ended it.
     """
     broker = MemoryBroker()
     core = ScriptedCore()
     core.ref = WorkerRef("gateway", "gateway-mine", 1000)
-    served, bus = NatsFront(core, BUNDLE, broker.connect("gateway"), GatewayConfig()), broker.connect("other")
+    served, bus = front_of(core, broker.connect("gateway"), GatewayConfig()), broker.connect("other")
     async with AsyncExitStack() as stack:
         group = await stack.enter_async_context(anyio.create_task_group())
         await group.start(served.run)
-        await beat(bus, "gateway-mine", 1000, BUNDLE.name)
-        await beat(bus, "gateway-theirs", epoch, model)
+        await beat(bus, "gateway-mine", 1000, BUNDLE.name, *mine)
+        await beat(bus, "gateway-theirs", epoch, model, *theirs)
         await anyio.sleep(0.02)
         group.cancel_scope.cancel()
     return served
@@ -117,6 +119,30 @@ async def test_of_two_names_with_one_subject_the_later_gateway_ends_with_a_line(
 @pytest.mark.parametrize(("model", "epoch"), [("small-model-1", 1001), (BUNDLE.name, 999), ("other", 999)])
 async def test_the_earlier_one_goes_on_and_so_do_two_of_one_name(model: str, epoch: int) -> None:
     await run_beside(model, epoch=epoch)
+
+
+MINE = (ServedModel("One", ["assistant"]), ServedModel("two"))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "says"),
+    [
+        (ServedModel("TWO"), "'two' and 'TWO', which gateway-theirs serves,"),
+        (ServedModel("other", ["Assistant"]), "'assistant' and 'Assistant', which gateway-theirs serves,"),
+        (ServedModel("other", ["two"]), "'two' is 'two' here and 'other' at gateway-theirs"),
+        (ServedModel("other", ["assistant"]), "'assistant' is 'One' here and 'other' at gateway-theirs"),
+    ],
+)
+async def test_every_name_of_every_model_is_protected(theirs: ServedModel, says: str) -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        await run_beside("x", ServedModel("x"), theirs, epoch=999, mine=MINE)
+    assert caught.group_contains(ConfigError, match=says)
+    await run_beside("x", ServedModel("x"), theirs, epoch=1001, mine=MINE)
+
+
+@pytest.mark.parametrize("served", [MINE, MINE[:1], MINE[1:], (ServedModel("One", ["assistant", "gpt"]),), (ServedModel("x"),)])
+async def test_gateways_share_models_as_they_like(served: tuple[ServedModel, ...]) -> None:
+    await run_beside(served[0].name, *served, epoch=999, mine=MINE)
 
 
 async def test_noise_on_the_presence_subject_ends_nobody() -> None:

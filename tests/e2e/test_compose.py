@@ -226,6 +226,14 @@ def test_the_gpu_file_builds_torch_with_cuda_and_claims_gpus() -> None:
     assert shown.count("common.runtime.gpu_claim") == shown.count("driver: nvidia") == 2
 
 
+def test_the_models_file_gives_each_model_its_workers() -> None:
+    assert COMPOSE is not None
+    command = [*COMPOSE, "-f", "compose.yaml", "-f", "compose.models.yaml", "config"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert shown.count("PENSTOCK_CONFIG: /etc/penstock/models.toml") == 6
+    assert shown.count("PENSTOCK_SERVED_MODEL_NAME: smol") == 3 and shown.count("PENSTOCK_SERVED_MODEL_NAME: tiny") == 1
+
+
 def test_services_are_healthy_and_run_without_root(project: Project) -> None:
     services = ("gateway", "prefill", "draft", "kvstore")
     containers = [container for service in services for container in project.containers(service)]

@@ -11,8 +11,7 @@ from nats.aio.msg import Msg
 from common.protocol import headers, subjects
 from common.runtime import nats_bus
 from services.gateway.config import GatewayConfig
-from services.gateway.nats_front import NatsFront
-from tests.actors.edge import BUNDLE, ScriptedCore, until
+from tests.actors.edge import ScriptedCore, front_of, until
 from tests.actors.nats_client import HI, SLUG
 
 
@@ -20,7 +19,7 @@ async def test_a_cancel_right_behind_its_request_is_never_lost(nats_server: str)
     """Requests and cancels have subscriptions of their own: one that waits behind another cancel overtakes its request."""
     core = ScriptedCore()
     bus = await nats_bus.connect(nats_server, name="gateway")
-    front = NatsFront(core, BUNDLE, bus, GatewayConfig(reply_prefixes=("_INBOX.",)))
+    front = front_of(core, bus, GatewayConfig(reply_prefixes=("_INBOX.",)))
     client = await nats.connect(nats_server)
     inbox = client.new_inbox()
     codes: dict[str, str] = {}

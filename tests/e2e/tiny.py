@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 
-def save_tokenizer(folder: Path) -> None:
-    """A tokenizer of 256 tokens, two letters each, so that a text tells its tokens."""
+def save_tokenizer(folder: Path, *special: str) -> None:
+    """A tokenizer of 256 tokens, two letters each, so that a text tells its tokens. `special`: the last ones, from the end."""
     letters = "ABCDEFGHIJKLMNOP"
     vocabulary = {high + low: 16 * i + j for i, high in enumerate(letters) for j, low in enumerate(letters)}
+    for name, token in zip(special, sorted(vocabulary, reverse=True), strict=False):
+        vocabulary[name] = vocabulary.pop(token)
     backend = Backend(models.WordLevel(vocabulary, unk_token="AA"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(".."), "isolated")
     backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(name, special=True) for name in special])
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"clean_up_tokenization_spaces": False}))

@@ -9,7 +9,7 @@ import pytest
 
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import KvUsage, Presence
-from services.gateway.census import MAX_NAME, MAX_ROWS, MAX_WORKERS, SLICE, Census, PoolRow, ServedModel
+from services.gateway.census import MAX_NAME, MAX_ROWS, MAX_WORKERS, SLICE, Census, PoolRow, WatchedModel
 from services.gateway.dispatch import Dispatcher
 from services.gateway.health import STRIKES, Health
 from services.gateway.placement import Placement
@@ -19,14 +19,14 @@ from tests.unit.presences import presence
 KV = KvUsage(total=100, free=50, owned=20, leased=5, cached=25)
 
 
-def served(*presences: Presence, trusting: bool = True) -> ServedModel:
+def served(*presences: Presence, trusting: bool = True) -> WatchedModel:
     placement = Placement(Router(direct_max_tokens=4, models=("tiny",)), Health(trusting=trusting))
     dispatcher = Dispatcher(placement=placement, max_queue=8, max_requests=8, no_workers_grace_s=1.0, now=0.0)
     dispatcher.refresh(presences, 0.0)
-    return ServedModel("tiny", dispatcher)
+    return WatchedModel("tiny", dispatcher)
 
 
-def census(model: ServedModel, *presences: Presence) -> Census:
+def census(model: WatchedModel, *presences: Presence) -> Census:
     made = Census([model], 0.0)
     made.add(presences)
     return made

@@ -11,8 +11,7 @@ import pytest
 
 from common.protocol.errors import ConfigError
 from services.gateway.config import GatewayConfig
-from services.gateway.http import create_app
-from tests.actors.edge import BUNDLE, ScriptedCore
+from tests.actors.edge import ScriptedCore, app_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,14 +32,14 @@ def test_a_file_that_gives_no_key_is_an_error_and_not_an_open_door(tmp_path: Pat
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(ConfigError) as refused:
-        create_app(ScriptedCore(), BUNDLE, GatewayConfig(api_key_file=str(file), api_key=api_key))
+        app_of(ScriptedCore(), GatewayConfig(api_key_file=str(file), api_key=api_key))
     assert "secret-1" not in str(refused.value)
 
 
 async def test_the_key_of_the_file_is_asked_for(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("from-a-file\n")
-    app = create_app(ScriptedCore(), BUNDLE, GatewayConfig(api_key_file=str(file)))
+    app = app_of(ScriptedCore(), GatewayConfig(api_key_file=str(file)))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway") as http:
         assert (await http.get("/v1/models")).status_code == 401
         assert (await http.get("/v1/models", headers={"authorization": "Bearer from-a-file"})).status_code == 200

@@ -203,7 +203,10 @@ def test_what_is_ignored_is_not_even_built(argument: str) -> None:
         ({"role": "user", "content": 5}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content"),
-        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0]"),
+        ({"role": "function", "content": "x", "name": "f"}, "messages[0]"),
+        ({"role": "tool", "tool_call_id": "1"}, "messages[0].content"),
+        ({"role": "user", "content": "x", "tool_calls": [{}]}, "messages[0].tool_calls"),
+        ({"role": "user", "content": "x", "prefix": True}, "messages[0].prefix"),
         ({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, "messages[0]"),
     ],
 )

@@ -146,7 +146,7 @@ HUGE: dict[str, tuple[Literal["chat", "completion"], str, type[PenstockError]]] 
         ({"messages": [*[{"role": "user", "content": "x"}] * 900, {"role": "user"}]}, "messages[900].content"),
         ({"messages": [*[{"role": "user", "content": "x"}] * 900, {"content": "x"}]}, "messages[900].role"),
         ({"messages": [*[{"role": "user", "content": "x"}] * 900, {"role": "user", "content": 5}]}, "messages[900].content"),
-        ({"messages": [*[{"role": "user", "content": "x"}] * 900, {"role": "tool", "content": "x"}]}, "messages[900]"),
+        ({"messages": [*[{"role": "user", "content": "x"}] * 900, {"role": "function", "content": "x"}]}, "messages[900]"),
         ({"prompt": [*range(9000), -1]}, "prompt[9000]"),
     ],
 )

@@ -130,16 +130,16 @@ def test_a_small_pool_is_announced_and_a_useless_one_refused(
 
 def test_memory_and_shared_memory_must_suffice(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = check_model(str(model), EngineConfig(kv_cache_mb=64))
-    assert check_machine(found, 1, tmp_path) == []
+    assert check_machine([(found, 1)], tmp_path) == []
     with pytest.raises(ConfigError, match=r"100000 KV pools need .* lower --kv-cache-mb"):
-        check_machine(found, 100_000, tmp_path)
-    [tight] = check_machine(found, 1, tmp_path, store_bytes=1 << 60)
+        check_machine([(found, 100_000)], tmp_path)
+    [tight] = check_machine([(found, 1)], tmp_path, store_bytes=1 << 60)
     assert "--capacity-mb" in tight
     monkeypatch.setattr("common.cli.preflight.available_bytes", lambda: found.engine_bytes + 1)
-    [tight] = check_machine(found, 1, tmp_path)
+    [tight] = check_machine([(found, 1)], tmp_path)
     assert "full KV pools" in tight
     with pytest.raises(ConfigError, match=r"Tiny-1\.5 takes .* in 2 engines"):
-        check_machine(found, 2, tmp_path)
+        check_machine([(found, 2)], tmp_path)
 
 
 def test_memory_is_what_the_machine_and_the_container_have_left(tmp_path: Path) -> None:

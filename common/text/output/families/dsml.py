@@ -1,0 +1,82 @@
+"""DeepSeek V3.2 and V4:
+
+    <｜DSML｜function_calls>
+    <｜DSML｜invoke name="f">
+    <｜DSML｜parameter name="x" string="false">1</｜DSML｜parameter>
+    </｜DSML｜invoke>
+    </｜DSML｜function_calls>
+
+V4 says `tool_calls` for `function_calls`. The attribute `string` says which values are JSON.
+
+Source: the encoding that DeepSeek publishes with V3.2, and vLLM's parser for V4.
+"""
+
+from __future__ import annotations
+
+import re
+
+from common.text.output.json_calls import is_name
+from common.text.output.scan import Markers, Reading, Scan
+from common.text.output.sink import Sink
+from common.text.output.tagged_arguments import TaggedArguments
+from common.text.output.tools import ToolSet
+
+_BLOCKS = ("<｜DSML｜function_calls>", "<｜DSML｜tool_calls>")
+_BLOCK_ENDS = ("</｜DSML｜function_calls>", "</｜DSML｜tool_calls>")
+_INVOKE, _INVOKE_END = "<｜DSML｜invoke", "</｜DSML｜invoke>"
+_PARAMETER, _PARAMETER_END = "<｜DSML｜parameter", "</｜DSML｜parameter>"
+_START = Markers(*_BLOCKS)
+_BRACKET = Markers(">")
+_VALUE_ENDS = Markers(_PARAMETER_END)
+_NAME = re.compile(r'\s+name="([^"]+)"\s*')
+_ARGUMENT = re.compile(r'\s+name="([^"]+)"(?:\s+string="(true|false)")?\s*')
+_MAX_TAG = 512
+
+
+def read(scan: Scan, sink: Sink, tools: ToolSet) -> Reading[None]:
+    while marker := (yield from scan.until(_START, sink.text)):
+        scan.keep(marker)
+        while True:
+            yield from scan.skip_space()
+            found = yield from scan.accept_any((_INVOKE, *_BLOCK_ENDS))
+            if found in _BLOCK_ENDS:
+                scan.kept()
+                break
+            tag, _ = (yield from scan.read_until(_BRACKET, _MAX_TAG)) if found else ("", "")
+            name = _NAME.fullmatch(tag)
+            if name is None or not is_name(name[1]):
+                sink.text(scan.kept())
+                break
+            scan.kept()
+            sink.start(name[1])
+            yield from _body(scan, sink, tools, name[1])
+            scan.keep()
+
+
+def _body(scan: Scan, sink: Sink, tools: ToolSet, name: str) -> Reading[None]:
+    arguments = TaggedArguments(sink, tools, name, wraps_lines=False, unknown_is_text=False)
+    while True:
+        scan.keep()
+        yield from scan.skip_space()
+        marker = yield from scan.accept_any((_PARAMETER, _INVOKE_END))
+        if marker == _INVOKE_END:
+            scan.kept()
+            arguments.close()
+            return
+        if marker:
+            tag, _ = yield from scan.read_until(_BRACKET, _MAX_TAG)
+            if found := _ARGUMENT.fullmatch(tag):
+                scan.kept()
+                kind = {"true": "string", "false": "json", None: None}[found[2]]
+                if not (yield from arguments.read(scan, found[1], _VALUE_ENDS, kind)):
+                    sink.end()
+                    return
+                continue
+        is_cut = scan.is_cut(_PARAMETER, _INVOKE_END)
+        read = scan.kept()
+        if is_cut:
+            sink.end()
+        else:
+            arguments.close()
+            sink.text(read)
+        return

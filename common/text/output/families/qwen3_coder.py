@@ -1,0 +1,78 @@
+"""Qwen3-Coder, and models that follow it:
+
+    <tool_call>
+    <function=f>
+    <parameter=x>
+    1
+    </parameter>
+    </function>
+    </tool_call>
+
+Values stand as they are, so the tool's schema says what is a string. Models leave out the outer tags now and then.
+
+Source: the chat template of Qwen3-Coder and its `qwen3coder_tool_parser.py`.
+"""
+
+from __future__ import annotations
+
+from common.text.output.json_calls import is_name
+from common.text.output.scan import Markers, Reading, Scan
+from common.text.output.sink import Sink
+from common.text.output.tagged_arguments import TaggedArguments
+from common.text.output.tools import ToolSet
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_FUNCTION, _END = "<function=", "</function>"
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_START = Markers(OPEN, _FUNCTION)
+_BRACKET = Markers(">")
+_MAX_NAME = 256
+_VALUE_ENDS = Markers(_PARAMETER_END)
+
+
+def read(scan: Scan, sink: Sink, tools: ToolSet) -> Reading[None]:
+    while marker := (yield from scan.until(_START, sink.text)):
+        scan.keep(marker)
+        if marker == OPEN:
+            yield from scan.skip_space()
+            if not (yield from scan.accept(_FUNCTION)):
+                sink.text(scan.kept())
+                continue
+        name, bracket = yield from scan.read_until(_BRACKET, _MAX_NAME)
+        name = name.strip()
+        if not bracket or not is_name(name):
+            sink.text(scan.kept())
+            continue
+        scan.kept()
+        sink.start(name)
+        yield from _body(scan, sink, tools, name)
+
+
+def _body(scan: Scan, sink: Sink, tools: ToolSet, name: str) -> Reading[None]:
+    arguments = TaggedArguments(sink, tools, name, wraps_lines=True, unknown_is_text=True)
+    while True:
+        scan.keep()
+        yield from scan.skip_space()
+        marker = yield from scan.accept_any((_PARAMETER, _END, CLOSE))
+        if marker == _PARAMETER:
+            argument, bracket = yield from scan.read_until(_BRACKET, _MAX_NAME)
+            if bracket:
+                scan.kept()
+                if not (yield from arguments.read(scan, argument.strip(), _VALUE_ENDS)):
+                    sink.end()
+                    return
+                continue
+        if not marker and scan.is_cut(_PARAMETER, _END, CLOSE):
+            scan.kept()
+            sink.end()
+            return
+        read = scan.kept()
+        arguments.close()
+        if marker == _END:
+            scan.keep()
+            yield from scan.skip_space()
+            sink.text("" if (yield from scan.accept(CLOSE)) else scan.kept())
+            scan.kept()
+        elif marker != CLOSE:
+            sink.text(read)
+        return

@@ -1,0 +1,96 @@
+"""What a chat request says of reasoning and tools, against what the model's template knows of them. Pure."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from common.protocol.errors import InvalidParameter
+from common.text.bundle import TextBundle
+from common.text.output.tools import ToolSet
+from common.text.template import ChatTemplate
+from services.gateway.choice_events import AnswerFormat
+from services.gateway.openai import ChatRequest
+
+_RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now"})
+_SWITCHES = ("enable_thinking", "thinking")
+"""Names that templates have for whether the model reasons."""
+_PROMPT_END_TOKENS = 16
+
+
+def template_variables(template: ChatTemplate, request: ChatRequest) -> dict[str, Any]:
+    """Return the variables that a request sets in `template`; those of `chat_template_kwargs` come first.
+
+    :raises InvalidParameter: if one can't be set, or the template does not know what the request asks for.
+    """
+    variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
+    if taken := _RESERVED.intersection(variables):
+        raise InvalidParameter(f"chat_template_kwargs can't set {min(taken)}", param="chat_template_kwargs")
+    switch = next((name for name in _SWITCHES if re.search(rf"\b{name}\b", template.source)), None)
+    effort = request.reasoning_effort
+    if effort is not None:
+        if template.mentions("reasoning_effort"):
+            variables.setdefault("reasoning_effort", effort)
+        elif effort == "none":
+            if switch is not None:
+                variables.setdefault(switch, False)
+        else:
+            raise _unknown("reasoning_effort")
+    if request.enable_thinking is not None:
+        if switch is None:
+            raise _unknown("enable_thinking")
+        variables.setdefault(switch, request.enable_thinking)
+    return variables
+
+
+def template_of(bundle: TextBundle, request: ChatRequest) -> ChatTemplate:
+    """Return the template that renders a request.
+
+    :raises InvalidParameter: if there is none, or the request offers tools, and the model can't be shown any or its calls can't
+        be read.
+    """
+    offered = request.offered_tools
+    template = bundle.template_called(request.chat_template or "", tools=bool(offered))
+    if offered and not template.mentions("tools"):
+        raise InvalidParameter("the chat template of this model shows no tools: send none", param="tools")
+    if offered and bundle.dialect_of(template).tool_format is None:
+        raise InvalidParameter("it is not known how this model calls tools (tool_parser): send none", param="tools")
+    return template
+
+
+def format_of(bundle: TextBundle, request: ChatRequest, prompt: list[int], *, constrained: bool = False) -> AnswerFormat | None:
+    """Return how answers to `prompt` are read; None if they are text and nothing else. `constrained`: a grammar holds from the
+    first token on, so there is neither reasoning nor a call.
+
+    :raises InvalidParameter: as `template_of`; or tools are offered to an answer that can't call any.
+    """
+    offered = request.offered_tools
+    if constrained:
+        if offered:
+            raise InvalidParameter("tools together with a form of the answer are not supported yet: send one", param="tools")
+        return None
+    dialect = bundle.dialect_of(template_of(bundle, request))
+    reasons = dialect.reasoning != "none"
+    if not offered and not reasons and dialect.tools != "harmony":
+        return None
+    end = _end_of(bundle, request, prompt) if reasons else ""
+    return AnswerFormat(
+        dialect=dialect,
+        tools=ToolSet(offered) if offered else None,
+        is_open=dialect.is_open(end, continues=request.continues),
+        shows_reasoning=request.include_reasoning is not False,
+        max_calls=1 if request.parallel_tool_calls is False else None,
+        shown=bundle.tokenizer.special_ids_of(dialect.marks(tools=bool(offered), reasoning=reasons)),
+    )
+
+
+def _end_of(bundle: TextBundle, request: ChatRequest, prompt: list[int]) -> str:
+    """Return the prompt's last words, or the message that is continued."""
+    if not request.continues:
+        return bundle.tokenizer.decode(prompt[-_PROMPT_END_TOKENS:], skip_special=False)
+    content = request.messages[-1].content
+    return content if isinstance(content, str) else "\n".join(part.text or "" for part in content or ())
+
+
+def _unknown(argument: str) -> InvalidParameter:
+    return InvalidParameter(f"{argument} is not supported by this model: leave it out", param=argument)

@@ -1,0 +1,131 @@
+"""The models of a gateway, by the names that clients ask for. Both edges read requests through it.
+
+    body ─► parsed once ─► `model` names one of them ─► checked and tokenized for that one ─► a `Job`
+
+A model has a name and may have aliases. A request that names none is for the only model that there is, or, over NATS, for the
+one whose subject it came on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.protocol.errors import InvalidParameter, UnknownModel
+from common.text.bundle import TextBundle
+from services.gateway.answer import Core
+from services.gateway.arguments import Notes
+from services.gateway.bodies import Kind
+from services.gateway.config import GatewayConfig
+from services.gateway.intake import Intake
+from services.gateway.logprobs import TokenNames
+from services.gateway.metrics import EdgeMetrics
+from services.gateway.parse import SMALL_BYTES, parse
+from services.gateway.prepare import Job, Preparer
+
+MAX_LISTED = 32
+"""Names that an error lists."""
+
+
+class OfferedModel:
+    """One model as the edges see it. `core` runs its requests; `config` is that of a gateway which serves it alone."""
+
+    def __init__(self, core: Core, bundle: TextBundle, config: GatewayConfig, intake: Intake) -> None:
+        self.core = core
+        self.bundle = bundle
+        self.name = bundle.name
+        self.aliases = tuple(alias for alias in dict.fromkeys(config.aliases) if alias != bundle.name)
+        self.preparer = Preparer(bundle, config, intake)
+        self.token_names = TokenNames.of(bundle.tokenizer)
+        self.metrics = EdgeMetrics.of(core.metrics, bundle.name)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The model's name, then its aliases."""
+        return self.name, *self.aliases
+
+
+class Catalog:
+    """`models` are one at least, and no two share a name."""
+
+    def __init__(self, models: Sequence[OfferedModel], config: GatewayConfig, intake: Intake) -> None:
+        self.models = models
+        self.intake = intake
+        self._strict = config.strict
+        self._by_name = {name: model for model in models for name in model.names}
+        self._longest_prompt = max(model.bundle.max_context for model in models) - 1
+
+    @classmethod
+    def of_one(cls, core: Core, bundle: TextBundle, config: GatewayConfig, intake: Intake | None = None) -> Catalog:
+        """The catalog of a gateway with one model."""
+        intake = intake or Intake(config)
+        return cls([OfferedModel(core, bundle, config, intake)], config, intake)
+
+    @property
+    def names(self) -> list[str]:
+        """Every model's name and aliases."""
+        return list(self._by_name)
+
+    def find(self, name: str) -> OfferedModel:
+        """:raises UnknownModel: no model has that name; the message lists what there is."""
+        model = self._by_name.get(name)
+        if model is None:
+            raise UnknownModel(f"the model {name[:100]!r} is not served here; {self._listed()}", param="model")
+        return model
+
+    def choose(self, name: str | None, *, of_subject: OfferedModel | None = None) -> OfferedModel:
+        """The model for a request that says `name`. `of_subject`: whose subject it came on, over NATS.
+
+        :raises UnknownModel: no model has that name, or the subject is another one's.
+        :raises InvalidParameter: none is named, and there are several.
+        """
+        if name is None:
+            if of_subject is not None:
+                return of_subject
+            if len(self.models) > 1:
+                raise InvalidParameter(f"model is missing: {self._listed()} served here", param="model")
+            return self.models[0]
+        model = self.find(name)
+        if of_subject is not None and model is not of_subject:
+            raise UnknownModel(
+                f"the model {name[:100]!r} is not served on this subject; {of_subject.name} is: publish to the subject of "
+                f"{model.name}",
+                param="model",
+            )
+        return model
+
+    async def prepare(
+        self,
+        kind: Kind,
+        body: bytes,
+        *,
+        id: str,
+        shown_id: str = "",
+        deadline_ms: str | None = None,
+        stream_default: bool = False,
+        of_subject: OfferedModel | None = None,
+    ) -> tuple[OfferedModel, Job, Notes]:
+        """The model that `body` is for, the job, and what of the body had no effect.
+
+        :raises RequestError: what is wrong with the request; nothing has been taken then.
+        """
+        notes = Notes(strict=self._strict)
+        is_large = len(body) > SMALL_BYTES
+        steps = parse(kind, body, max_prompt_tokens=self._longest_prompt, notes=notes)
+        request = await self.intake.run(steps, large=is_large)
+        model = self.choose(request.model, of_subject=of_subject)
+        job = await model.preparer.prepare(
+            kind,
+            request,
+            notes,
+            id=id,
+            shown_id=shown_id,
+            deadline_ms=deadline_ms,
+            stream_default=stream_default,
+            is_large=is_large,
+        )
+        return model, job, notes
+
+    def _listed(self) -> str:
+        names = self.names
+        shown = ", ".join(names[:MAX_LISTED]) + (", …" if len(names) > MAX_LISTED else "")
+        return f"{shown} {'is' if len(names) == 1 else 'are'}"

@@ -1,0 +1,149 @@
+"""One model of a gateway: whose workers are its own, and every request for it. Models share nothing that could mix them up.
+
+The gateway's actor owns one `ModelCore` for each model, tells it what it hears, and carries out what its dispatcher decides.
+Frames, heartbeats, the inbox, flow control and the epoch are the actor's: there is one of each, however many models there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import msgspec
+
+from common.models.naming import model_name
+from common.protocol.handles import WorkerRef
+from common.protocol.messages import Presence, ServedModel
+from common.runtime import logs
+from common.runtime.metrics import Metrics
+from common.text.bundle import TextBundle
+from services.gateway.actions import Path
+from services.gateway.canary import Canary
+from services.gateway.config import GatewayConfig
+from services.gateway.dispatch import Dispatcher
+from services.gateway.health import Health
+from services.gateway.membership import Membership
+from services.gateway.placement import Placement
+from services.gateway.requests import GenerationRequest
+from services.gateway.router import Router
+from services.gateway.stream import Stream
+from services.gateway.telemetry import Telemetry
+from services.gateway.windows import Windows
+
+log = logs.get("gateway")
+
+
+class Served(msgspec.Struct, frozen=True):
+    """A model to serve. `config`: the settings of a gateway that serves it alone. `bundle`: its tokenizer and template; without
+    them there are no edges. `identity`: what its weights are here, empty if they are not (see `membership`)."""
+
+    config: GatewayConfig
+    bundle: TextBundle | None = None
+    identity: str = ""
+
+    @property
+    def name(self) -> str:
+        """What clients call it."""
+        return self.bundle.name if self.bundle is not None else self.config.served_name
+
+
+class Host(Protocol):
+    """What a model's core needs of the gateway's actor. `begin` raises what `ModelCore.generate` does."""
+
+    windows: Windows
+    telemetry: Telemetry
+
+    @property
+    def ref(self) -> WorkerRef: ...
+
+    @property
+    def serving(self) -> bool: ...
+
+    @property
+    def metrics(self) -> Metrics: ...
+
+    def begin(self, core: ModelCore, request: GenerationRequest, path: Path, only: WorkerRef | None) -> Stream: ...
+
+
+class ModelCore:
+    """`worker_names`: under which workers may announce the model, its own name first (see `names_of_workers`)."""
+
+    def __init__(self, host: Host, served: Served, worker_names: Iterable[str], clock: Callable[[], float]) -> None:
+        config = served.config
+        self.config = config
+        self.bundle = served.bundle
+        self.name = served.name
+        self._host = host
+        self.membership = Membership(tuple(worker_names), served.identity)
+        self.router = Router(
+            direct_max_tokens=config.direct_max_tokens,
+            affinity_blocks=config.affinity_blocks,
+            models=self.membership.names,
+        )
+        self.health = Health(trusting=not config.canary)
+        self.placement = Placement(self.router, self.health, windows=host.windows)
+        self.dispatcher = Dispatcher(
+            placement=self.placement,
+            max_queue=config.max_queue,
+            max_requests=config.max_requests,
+            no_workers_grace_s=config.no_workers_grace_s,
+            now=clock(),
+        )
+        self.placement.on_placed = host.telemetry.watch(self.name, self.dispatcher)
+        self.canary = Canary(
+            router=self.router,
+            health=self.health,
+            generate=self._start,
+            clock=clock,
+            timeout_s=config.canary_timeout_s,
+            interval_s=config.canary_interval_s,
+            enabled=config.canary,
+            model=self.name,
+        )
+
+    # -- for the edges
+
+    @property
+    def ref(self) -> WorkerRef:
+        return self._host.ref
+
+    @property
+    def metrics(self) -> Metrics:
+        return self._host.metrics
+
+    @property
+    def ready(self) -> bool:
+        """Whether a request for this model would be answered now."""
+        return self._host.serving and self.canary.passed
+
+    def generate(self, request: GenerationRequest) -> Stream:
+        """:raises GatewayBusy, Overloaded, ShuttingDown, DuplicateRequest: nothing has been taken then."""
+        return self._start(request, "auto", None)
+
+    def said(self) -> ServedModel:
+        """This model in the gateway's heartbeat."""
+        dispatcher, aliases = self.dispatcher, list(self.config.aliases)
+        return ServedModel(self.name, aliases, self.ready, dispatcher.num_running, dispatcher.num_waiting)
+
+    # -- for the actor
+
+    def look_around(self, workers: Iterable[Presence], now: float) -> None:
+        """`workers`: all that are alive, but those that announce another model of this gateway."""
+        self.dispatcher.refresh(self.membership.members(workers), now)
+        for stranger in self.membership.take_strangers():
+            log.warning("worker_left_alone", worker=stranger.worker.id, reason=stranger.reason, advice=stranger.advice)
+
+    def _start(self, request: GenerationRequest, path: Path, only: WorkerRef | None) -> Stream:
+        return self._host.begin(self, request, path, only)
+
+
+def names_of_workers(models: Iterable[Served]) -> list[tuple[str, ...]]:
+    """For each model the names under which workers may announce it, no name twice: its name, its aliases, and what it would be
+    called without a name, unless several would be called so."""
+    models = list(models)
+    given = [dict.fromkeys((served.config.served_name, *served.config.aliases)) for served in models]
+    plain = [model_name(served.config.model) for served in models]
+    taken = {name for names in given for name in names}
+    return [
+        tuple(names) if own in taken or plain.count(own) > 1 else (*names, own) for names, own in zip(given, plain, strict=True)
+    ]
