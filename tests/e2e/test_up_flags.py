@@ -48,6 +48,7 @@ def test_no_secret_stands_on_a_command_line_or_in_a_log(
         assert KEY not in log.read_text() and PASSWORD not in log.read_text(), log
 
 
+@pytest.mark.slow
 def test_naming_a_port_starts_a_bus_whatever_is_exported(tmp_path: Path, smollm2: ModelFiles) -> None:
     with penstock_up(tmp_path, *SIMULATED, environment={"PENSTOCK_NATS_URL": "nats://127.0.0.1:9"}) as (site, _):
         assert "ready" in run([sys.executable, "-m", "common.cli", "status", "--nats-url", site.nats_url])
@@ -83,6 +84,7 @@ def test_an_open_api_without_a_key_is_warned_of(tmp_path: Path, smollm2: ModelFi
         assert ("without a key: whoever reaches this machine may use it" in (folder / "up.log").read_text()) == warned
 
 
+@pytest.mark.slow
 def test_without_a_terminal_up_says_what_it_waits_for(tmp_path: Path, smollm2: ModelFiles) -> None:
     with penstock_up(tmp_path, *SIMULATED):
         pass

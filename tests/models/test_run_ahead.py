@@ -118,6 +118,7 @@ def generate(runner: Any) -> list[list[int]]:
     return [request.output for request in requests]
 
 
+@pytest.mark.slow
 def test_a_late_device_gives_the_same_text(files: ModelFiles) -> None:
     assert generate(QueuedRunner(device_runner(files))) == generate(open_runner(files))
 

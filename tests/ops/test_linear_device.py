@@ -93,7 +93,9 @@ def test_one_to_four_rows_without_tensor_cores(kind: str, rows: int, block_m: in
         _check("linear", x, weight, Candidate("gemv", block_n=2, block_m=block_m, block_k=512, warps=8))
 
 
-@pytest.mark.parametrize("kind", ["plain", "channel", "blocks"])
+@pytest.mark.parametrize(
+    "kind", ["plain", pytest.param("channel", marks=pytest.mark.slow), pytest.param("blocks", marks=pytest.mark.slow)]
+)
 def test_many_rows_by_persistent_programs(kind: str) -> None:
     weight = _weight(392, 272, kind, biased=True)
     x = torch.randn(150, 272).bfloat16()

@@ -225,6 +225,7 @@ def test_no_item_has_more_than_its_share() -> None:
         assert [items[slot + i][6:] for i in range(slots)] == [[slot, i + slots * 65536] for i in range(slots)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
 def test_every_way_to_cut_gives_the_same(kind: attention_configs.Kind, dtype: torch.dtype) -> None:
