@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.protocol.errors import InvalidParameter, UnknownModel
+from common.protocol.errors import InvalidParameter, RequestError, UnknownModel
 from common.text.bundle import TextBundle
 from services.gateway.answer import Core
 from services.gateway.arguments import Notes
-from services.gateway.bodies import Kind
 from services.gateway.config import GatewayConfig
 from services.gateway.intake import Intake
 from services.gateway.logprobs import TokenNames
 from services.gateway.metrics import EdgeMetrics
-from services.gateway.parse import SMALL_BYTES, parse
+from services.gateway.parse import SMALL_BYTES
 from services.gateway.prepare import Job, Preparer
+from services.gateway.views.registry import VIEWS
+from services.gateway.views.view import ViewName
 
 MAX_LISTED = 32
 """Names that an error lists."""
@@ -95,7 +96,7 @@ class Catalog:
 
     async def prepare(
         self,
-        kind: Kind,
+        view_name: ViewName,
         body: bytes,
         *,
         id: str,
@@ -110,19 +111,23 @@ class Catalog:
         """
         notes = Notes(strict=self._strict)
         is_large = len(body) > SMALL_BYTES
-        steps = parse(kind, body, max_prompt_tokens=self._longest_prompt, notes=notes)
-        request = await self.intake.run(steps, large=is_large)
+        view = VIEWS[view_name]
+        steps = view.parse(body, max_prompt_tokens=self._longest_prompt, notes=notes)
+        request, writers = await self.intake.run(steps, large=is_large)
         model = self.choose(request.model, of_subject=of_subject)
-        job = await model.preparer.prepare(
-            kind,
-            request,
-            notes,
-            id=id,
-            shown_id=shown_id,
-            deadline_ms=deadline_ms,
-            stream_default=stream_default,
-            is_large=is_large,
-        )
+        try:
+            job = await model.preparer.prepare(
+                request,
+                notes,
+                writers=writers,
+                id=id,
+                shown_id=shown_id,
+                deadline_ms=deadline_ms,
+                stream_default=stream_default,
+                is_large=is_large,
+            )
+        except RequestError as error:
+            raise view.in_its_terms(error) from error
         return model, job, notes
 
     def _listed(self) -> str:

@@ -32,16 +32,17 @@ from common.runtime import logs
 from services.gateway import bodies
 from services.gateway.access_log import GONE_CODE, GONE_STATUS, AccessRecord
 from services.gateway.answer import Answer, Core
-from services.gateway.bodies import SSE_DONE, ChunkWriter, Kind
 from services.gateway.catalog import Catalog, OfferedModel
-from services.gateway.collect import Collector
+from services.gateway.collect import Collector, Holding
 from services.gateway.config import GatewayConfig
 from services.gateway.dashboard import Dashboard
 from services.gateway.dashboard_http import dashboard_routes
 from services.gateway.http_body import ClientGone, header, read_body
 from services.gateway.http_io import Exchange, Unauthorized, error_headers, safe_request_id
 from services.gateway.logprobs import TokenNames
-from services.gateway.prepare import new_id
+from services.gateway.views.registry import VIEWS, new_id
+from services.gateway.views.view import ViewName
+from services.gateway.whole import Pieces
 
 log = logs.get(__name__)
 
@@ -88,12 +89,12 @@ def create_app(
 class _Generate:
     """One generation endpoint: an ASGI app, so that starlette hands it `receive` and `send` as they are."""
 
-    def __init__(self, api: _Api, kind: Kind) -> None:
+    def __init__(self, api: _Api, view: ViewName) -> None:
         self._api = api
-        self._kind: Kind = kind
+        self._view: ViewName = view
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._api.generate(self._kind, scope, receive, send)
+        await self._api.generate(self._view, scope, receive, send)
 
 
 class _Api:
@@ -132,16 +133,17 @@ class _Api:
     async def metrics_page(self, request: Request) -> Response:
         return Response(self._gateway.metrics.render(), media_type="text/plain; version=0.0.4")
 
-    async def generate(self, kind: Kind, scope: Scope, receive: Receive, send: Send) -> None:
-        id = new_id(kind)
+    async def generate(self, name: ViewName, scope: Scope, receive: Receive, send: Send) -> None:
+        id, view = new_id(name), VIEWS[name]
         shown_id = safe_request_id(scope, id)
-        exchange = Exchange(scope, receive, send, [(b"x-request-id", shown_id)], self._clock)
+        exchange = Exchange(scope, receive, send, [(header, shown_id) for header in view.id_headers], self._clock)
+        exchange.keep_alive, exchange.error_body = view.keep_alive, view.error_body
         record = AccessRecord("http", scope["path"], id, self._metrics, enabled=self._config.access_log)
         record.client_id = shown_id.decode()
         self._active += 1
         code = ""
         try:
-            await self._serve(kind, id, scope, exchange, record)
+            await self._serve(name, id, scope, exchange, record)
         except Exception as error:
             if not isinstance(error, PenstockError):
                 log.exception("request_failed", request=id)
@@ -159,7 +161,7 @@ class _Api:
         else:
             record.close(exchange.status, code)
 
-    async def _serve(self, kind: Kind, id: str, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:
+    async def _serve(self, name: ViewName, id: str, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:
         """:raises PenstockError: what the client is told; nothing is held for it any more then."""
         self.authorize(scope)
         if self._active > self._config.max_requests:
@@ -168,7 +170,7 @@ class _Api:
             body = await read_body(scope, exchange.receive, self._config.max_body_bytes, room)
             deadline = header(scope, DEADLINE_HEADER)
             model, job, notes = await self._catalog.prepare(
-                kind, body, id=id, deadline_ms=None if deadline is None else deadline.decode("latin-1")
+                name, body, id=id, deadline_ms=None if deadline is None else deadline.decode("latin-1")
             )
             del body
         self._metrics.ignored(notes.labels)
@@ -179,27 +181,27 @@ class _Api:
         await answer.run(send, watch=functools.partial(self._watch, exchange, id))
 
     async def _stream(self, answer: Answer, names: TokenNames, exchange: Exchange) -> None:
-        job = answer.job
-        writer = ChunkWriter(job.heading, names, null_usage=job.include_usage)
-        if job.usage_so_far:
-            writer.usage_so_far = answer.usage()
-        parts = writer.opening()
+        writer = answer.job.writers.stream(answer.job, names, answer.usage, sse=True)
+        exchange.stream_failure = writer.failure
         deltas = await answer.next()
         await exchange.start(200, _SSE_HEADERS)
-        while True:
-            if job.usage_so_far:
-                writer.usage_so_far = answer.usage()
-            for index, delta in deltas:
+        parts = writer.opening()
+        with Holding(self._intake) as holding:
+            while not answer.finished:
+                for index, delta in deltas:
+                    parts += writer.delta(index, delta)
+                if writer.size:
+                    holding.hold(writer.size)
+                if parts:
+                    await exchange.write(b"".join(parts))
+                    parts = []
+                deltas = await answer.next()
+            for index, delta in deltas[:-1]:
                 parts += writer.delta(index, delta)
-            if answer.finished:
-                break
-            if parts:
-                await exchange.write(b"".join(parts))
-                parts = []
-            deltas = await answer.next()
-        if job.include_usage:
-            parts.append(writer.usage(answer.usage()))
-        await exchange.write(b"".join((*parts, SSE_DONE)), more=False)
+            *pieces, last = Pieces([*parts, *writer.ending(*deltas[-1])])
+            for piece in pieces:
+                await exchange.write(piece)
+            await exchange.write(last, more=False)
 
     async def _collect(self, answer: Answer, names: TokenNames, exchange: Exchange) -> None:
         with Collector(answer, names, self._intake) as collector:

@@ -9,8 +9,8 @@ from services.gateway import request_rows
 from services.gateway.actions import State
 from services.gateway.handoff import handed_off
 from services.gateway.history import MAX_STEPS
-from services.gateway.prepare import new_id
 from services.gateway.request_rows import MAX_ENDED, MAX_RECENT, EndedRequests, flow_of, request_row, shown_name
+from services.gateway.views.registry import new_id
 from tests.unit.gateway_request import D1, D2, P1, frame, in_state, make
 
 
