@@ -18,10 +18,11 @@ from services.gateway.config import GatewayConfig
 from services.gateway.intake import Intake
 from services.gateway.logprobs import TokenNames
 from services.gateway.metrics import EdgeMetrics
+from services.gateway.openai import ChatRequest
 from services.gateway.parse import SMALL_BYTES
 from services.gateway.prepare import Job, Preparer
 from services.gateway.views.registry import VIEWS
-from services.gateway.views.view import ViewName
+from services.gateway.views.view import Parsed, View, ViewName
 
 MAX_LISTED = 32
 """Names that an error lists."""
@@ -112,8 +113,7 @@ class Catalog:
         notes = Notes(strict=self._strict)
         is_large = len(body) > SMALL_BYTES
         view = VIEWS[view_name]
-        steps = view.parse(body, max_prompt_tokens=self._longest_prompt, notes=notes)
-        request, writers = await self.intake.run(steps, large=is_large)
+        request, writers = await self._read(view, body, notes)
         model = self.choose(request.model, of_subject=of_subject)
         try:
             job = await model.preparer.prepare(
@@ -129,6 +129,23 @@ class Catalog:
         except RequestError as error:
             raise view.in_its_terms(error) from error
         return model, job, notes
+
+    async def count(self, view: View, body: bytes) -> int:
+        """How many tokens the prompt in `body` has.
+
+        :raises RequestError: what is wrong with the request.
+        """
+        request, _ = await self._read(view, body, Notes(strict=self._strict))
+        model = self.choose(request.model)
+        try:
+            assert isinstance(request, ChatRequest)
+            return await model.preparer.count(request, is_large=len(body) > SMALL_BYTES)
+        except RequestError as error:
+            raise view.in_its_terms(error) from error
+
+    async def _read(self, view: View, body: bytes, notes: Notes) -> Parsed:
+        steps = view.parse(body, max_prompt_tokens=self._longest_prompt, notes=notes)
+        return await self.intake.run(steps, large=len(body) > SMALL_BYTES)
 
     def _listed(self) -> str:
         names = self.names

@@ -41,6 +41,12 @@ def error_headers(error: PenstockError) -> Headers:
     return []
 
 
+def sent_key(scope: Scope) -> bytes:
+    """Return the API key of a request: `Authorization: Bearer`, as OpenAI's clients send it, or `x-api-key`, as Anthropic's."""
+    scheme, _, key = (header(scope, b"authorization") or b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else (header(scope, b"x-api-key") or b"")
+
+
 def safe_request_id(scope: Scope, minted: str) -> bytes:
     """The client's `x-request-id` if it is one harmless word, else `minted`. For the answer's header and nothing else."""
     sent = header(scope, b"x-request-id")

@@ -1,9 +1,9 @@
-"""The OpenAI API on NATS: `penstock.v1.chat.<slug>` and `penstock.v1.completions.<slug>` for each name of each model.
+"""The API on NATS: a subject for each view of each name of each model, as `penstock.v1.chat.<slug>`.
 
-A request is OpenAI's JSON with a reply inbox; headers as in `common/protocol/headers.py`. `stream` is true unless the body
-says otherwise. The answer is one message per chunk, each with its sequence number; the last has the final marker, and holds a
-finish reason and the usage (not streamed: the one message with the whole body). An error is a final message with error
-headers and OpenAI's error object.
+A request is the view's JSON with a reply inbox; headers as in `common/protocol/headers.py`. `stream` is true unless the body
+says otherwise. The answer is one message per chunk, each with its sequence number; the last has the final marker, and of a chat
+or completion finish reason and usage (not streamed: the one message with the whole body). An error is a final message with
+error headers and the view's error object.
 
 The handler of a message only starts a task: requests never wait for each other. What can't be answered safely is dropped and
 counted: no reply subject, or one that is not among `reply_prefixes`, or would make us publish where clients may not (`$…`,
@@ -83,6 +83,8 @@ def _listed(catalog: Catalog) -> list[_Listed]:
             public: tuple[tuple[ViewName, str, str], ...] = (
                 ("chat", "chat", subjects.chat(slug)),
                 ("completion", "completions", subjects.completions(slug)),
+                ("responses", "responses", subjects.responses(slug)),
+                ("messages", "messages", subjects.messages(slug)),
             )
             for view, title, subject in public:
                 endpoint = Endpoint(name=f"{title}{suffix}", subject=subject, queue=subjects.GATEWAY_QUEUE)
@@ -297,8 +299,9 @@ class NatsFront:
     async def _stream(self, answer: Answer, names: TokenNames, reply: Reply) -> None:
         writer = answer.job.writers.stream(answer.job, names, answer.usage, sse=False)
         deltas = await answer.next()
-        chunks = writer.opening()
         with Holding(self._intake) as holding:
+            holding.hold(writer.size)
+            chunks = writer.opening()
             while not answer.finished:
                 for index, delta in deltas:
                     chunks += writer.delta(index, delta)

@@ -165,6 +165,13 @@ class Preparer:
             continues=not isinstance(request, ChatRequest) or request.continues,
         )
 
+    async def count(self, request: ChatRequest, *, is_large: bool) -> int:
+        """How many tokens the prompt of a chat has.
+
+        :raises RequestError: as `prepare`.
+        """
+        return len(await self._chat_prompt(request, in_thread=is_large))
+
     def _check_choices(self, request: Arguments, num_prompts: int) -> None:
         n = request.n or 1
         if n > self._config.max_n:
@@ -213,7 +220,8 @@ class Preparer:
 
     async def _chat_prompt(self, request: ChatRequest, *, in_thread: bool) -> list[int]:
         template, offered = request.chat_template or "", request.offered_tools
-        variables = template_variables(template_of(self._bundle, request), request)
+        chosen = template_of(self._bundle, request)
+        variables = template_variables(chosen, request, reasons=self._bundle.dialect_of(chosen).reasoning != "none")
         num_tools_chars = tools.size_of(offered)
         self._check_size(num_tools_chars, self._bundle.max_context - 1, "tools")
         limit = self._bundle.max_context - 1

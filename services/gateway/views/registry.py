@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 
+from services.gateway.views.messages import MESSAGES, MESSAGES_COUNT
 from services.gateway.views.openai_views import CHAT, COMPLETION
-from services.gateway.views.view import View, ViewName
+from services.gateway.views.responses import RESPONSES
+from services.gateway.views.view import CountingView, View, ViewName
 
-VIEWS: dict[ViewName, View] = {"chat": CHAT, "completion": COMPLETION}
+VIEWS: dict[ViewName, View] = {"chat": CHAT, "completion": COMPLETION, "responses": RESPONSES, "messages": MESSAGES}
+COUNTING: dict[ViewName, CountingView] = {"responses": RESPONSES, "messages": MESSAGES_COUNT}
+"""Those that read bodies whose prompt is only counted."""
 
 
 def new_id(view: ViewName) -> str:

@@ -111,3 +111,11 @@ class View(Protocol):
     def error_body(self, error: PenstockError) -> bytes:
         """The body that tells an error."""
         ...
+
+
+class CountingView(View, Protocol):
+    """A view whose prompts can be counted, which are chats."""
+
+    def count_body(self, num_tokens: int) -> bytes:
+        """The body that tells how many tokens a prompt has."""
+        ...

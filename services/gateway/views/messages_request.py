@@ -1,0 +1,397 @@
+"""A body of `/v1/messages`, and the chat request that it is. Pure."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from common.protocol.errors import InvalidParameter
+from services.gateway import arguments, openai, tools
+from services.gateway.arguments import ANY, Notes, Scope
+from services.gateway.json_slices import Steps
+from services.gateway.objects import Objects
+from services.gateway.openai import ChatMessage, ChatRequest, ContentPart, SharedArguments, StopString
+from services.gateway.parse import SMALL_BYTES, TOOLS
+
+Id = Annotated[str, Meta(max_length=256)]
+
+
+class InnerBlock(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """A block of a tool's result, or of the system prompt."""
+
+    type: str
+    text: str | None = None
+
+
+class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A block of a message, of any type. `input` is JSON as it was sent."""
+
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: Id | None = None
+    name: str | None = None
+    input: msgspec.Raw = msgspec.Raw()
+    tool_use_id: Id | None = None
+    content: str | list[InnerBlock] | None = None
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    role: str
+    content: str | list[Block]
+
+
+class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """`budget_tokens` is checked, and has no effect: nothing here ends reasoning early."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Meta(ge=1)] | None = None
+
+
+class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    effort: Annotated[str, Meta(max_length=32)] | None = None
+    format: dict[str, Any] | None = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Annotated[str, Meta(max_length=256)] | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class MessagesRequest(SharedArguments, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """POST /v1/messages. `stop` is another name of `stop_sequences`; `output_format` is one of `output_config.format`."""
+
+    messages: list[Message]
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    system: str | list[InnerBlock] | None = None
+    stop_sequences: Annotated[list[StopString], Meta(max_length=openai.MAX_STOPS)] | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: dict[str, Any] | None = None
+    tool_choice: ToolChoice | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+REFUSED: arguments.Table = {
+    **arguments.REFUSED,
+    "add_generation_prompt": (True,),
+    "chat_template_kwargs": ({},),
+    "container": (),
+    "context_management": ({}, {"edits": []}),
+    "input": (),
+    "instructions": (),
+    "logprobs": (False,),
+    "max_completion_tokens": (),
+    "mcp_servers": ([],),
+    "n": (1,),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": ({},),
+    "top_logprobs": (0,),
+}
+IGNORED: arguments.Table = {
+    **arguments.IGNORED,
+    "inference_geo": (),
+    "metadata": ({},),
+    "service_tier": ("auto", "standard_only"),
+    "speed": ("standard",),
+    "stream_options": ({}, {"include_usage": True}),
+}
+_BLOCK_REFUSED: arguments.Table = dict.fromkeys(("source", "file_id", "image_url", "input_audio"), ())
+_REFUSAL = "content with {} is not supported yet: send text"
+_INNER = Scope(
+    InnerBlock.__struct_fields__,
+    _BLOCK_REFUSED,
+    {"cache_control": (), "citations": (ANY,)},
+    "messages[].content[].content[].",
+    _REFUSAL,
+)
+_SYSTEM = Scope(InnerBlock.__struct_fields__, _BLOCK_REFUSED, _INNER.ignored, "system[].", _REFUSAL)
+_BLOCK = Scope(
+    Block.__struct_fields__,
+    _BLOCK_REFUSED,
+    {
+        "cache_control": (),
+        "caller": (ANY,),
+        "citations": (ANY,),
+        "data": (),  # of redacted_thinking
+        "is_error": (False,),  # no template has a place for it
+        "signature": (ANY,),
+    },
+    "messages[].content[].",
+    _REFUSAL,
+)
+_MESSAGE = Scope(Message.__struct_fields__, {}, {"id": (ANY,), "cache_control": ()}, "messages[].")
+_THINKING = Scope(Thinking.__struct_fields__, {}, {"display": (ANY,)}, "thinking.")
+_OUTPUT = Scope(OutputConfig.__struct_fields__, {"task_budget": ()}, {}, "output_config.")
+_CHOICE = Scope(ToolChoice.__struct_fields__, {}, {}, "tool_choice.")
+_BODY = Scope(
+    MessagesRequest.__struct_fields__,
+    REFUSED,
+    IGNORED,
+    hints={
+        "input": "send messages",
+        "instructions": "send system",
+        "max_completion_tokens": "send max_tokens",
+        "reasoning_effort": "send output_config: {effort: …}",
+        "response_format": "send output_config: {format: …}",
+    },
+)
+_TOOL = Scope(
+    ("name", "description", "input_schema", "type", "strict"),
+    {},
+    {
+        "allowed_callers": (["direct"],),
+        "cache_control": (),
+        "defer_loading": (False,),
+        "eager_input_streaming": (ANY,),
+        "input_examples": ([],),
+    },
+    "tools[].",
+)
+
+
+def _too_many_blocks(_: str = "") -> InvalidParameter:
+    return InvalidParameter(f"messages have more than {openai.MAX_PARTS} content blocks", param="messages")
+
+
+def _too_many_messages(_: str) -> InvalidParameter:
+    return InvalidParameter(f"messages has more than {openai.MAX_MESSAGES} entries", param="messages")
+
+
+_INNERS = Objects(InnerBlock, _INNER, limit=openai.MAX_PARTS, too_many=_too_many_blocks, texts=("text",))
+_SYSTEMS = Objects(InnerBlock, _SYSTEM, limit=openai.MAX_PARTS, too_many=_too_many_blocks, texts=("text",))
+_BLOCKS = Objects(
+    Block,
+    _BLOCK,
+    limit=openai.MAX_PARTS,
+    too_many=_too_many_blocks,
+    texts=("text", "thinking", "content"),
+    lists={"content": _INNERS},
+)
+_MESSAGES = Objects(
+    Message,
+    _MESSAGE,
+    limit=openai.MAX_MESSAGES,
+    too_many=_too_many_messages,
+    texts=("content",),
+    lists={"content": _BLOCKS},
+    required={"content": b'""'},
+)
+_REQUEST = Objects(
+    MessagesRequest,
+    _BODY,
+    texts=("system",),
+    lists={"messages": _MESSAGES, "system": _SYSTEMS},
+    free={"tools": TOOLS},
+    inner={"thinking": _THINKING, "output_config": _OUTPUT, "tool_choice": _CHOICE},
+    required={"messages": b"[]"},
+)
+
+
+def read_messages(body: bytes, notes: Notes) -> Steps[MessagesRequest]:
+    """:raises InvalidParameter: naming the argument."""
+    if len(body) <= SMALL_BYTES:
+        return _REQUEST.one(body, notes)
+    return (yield from _REQUEST.large(body, None, notes))
+
+
+def chat_of(request: MessagesRequest, notes: Notes, *, counts: bool = False) -> ChatRequest:
+    """The chat that a request is. `counts`: its tokens are to be counted, so `max_tokens` may be left out.
+
+    :raises InvalidParameter: for what can't be served, with a chat's names for arguments where it is a chat's mistake.
+    """
+    if request.max_tokens is None and not counts:
+        raise InvalidParameter("max_tokens is missing", param="max_tokens")
+    if request.stop is not None and request.stop_sequences is not None:
+        raise InvalidParameter("stop and stop_sequences are both given: send stop_sequences", param="stop")
+    messages = _messages(request)
+    shared = {name: getattr(request, name) for name in SharedArguments.__struct_fields__}
+    config, choice = request.output_config, request.tool_choice
+    chat = ChatRequest(
+        **{**shared, "stop": request.stop if request.stop_sequences is None else request.stop_sequences or None},
+        messages=messages,
+        max_tokens=request.max_tokens,
+        response_format=_response_format(request.output_format if config is None or config.format is None else config.format),
+        tools=[_chat_tool(tool, f"tools[{index}]", notes) for index, tool in enumerate(request.tools or [])] or None,
+        tool_choice=None if choice is None else _chat_choice(choice),
+        parallel_tool_calls=False if choice is not None and choice.disable_parallel_tool_use else None,
+        continue_final_message=messages[-1].role == "assistant" or None,
+        **_reasoning(request, notes),
+    )
+    openai.check_chat(chat)
+    return chat
+
+
+# ── tools, formats, reasoning ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _chat_tool(tool: dict[str, Any], place: str, notes: Notes) -> dict[str, Any]:
+    """A tool as chats have it. What is wrong with a function is found there."""
+    if tool.get("type", "custom") not in ("custom", None):
+        raise InvalidParameter(
+            f"{place}: tools of type {str(tool['type'])[:64]!r} are not supported yet: send tools with an input_schema",
+            param="tools",
+        )
+    for name, value in tool.items():
+        if name not in _TOOL.obeyed:
+            notes.judge(_TOOL, name, msgspec.json.encode(value)[:80], place=place)
+    if not isinstance(tool.get("input_schema"), dict):
+        raise InvalidParameter(f"{place}.input_schema is missing: send a JSON schema, an object", param=f"{place}.input_schema")
+    function = {name: tool[name] for name in ("name", "description", "strict") if tool.get(name) is not None}
+    return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
+
+
+def _chat_choice(choice: ToolChoice) -> str | dict[str, Any]:
+    if choice.type == "tool":
+        if choice.name is None:
+            raise InvalidParameter("tool_choice.name is missing", param="tool_choice.name")
+        return {"type": "function", "function": {"name": choice.name}}
+    return "required" if choice.type == "any" else choice.type
+
+
+def _response_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
+    if form is None or form.get("type") != "json_schema":
+        return form
+    inner = {name: value for name, value in form.items() if name != "type" and value is not None}
+    return {"type": "json_schema", "json_schema": {"name": "output", **inner}}
+
+
+def _reasoning(request: MessagesRequest, notes: Notes) -> dict[str, Any]:
+    """The chat's arguments about reasoning. Without `thinking`, the model does what it always does."""
+    thinking = request.thinking
+    effort = None if request.output_config is None else request.output_config.effort
+    if thinking is None or thinking.type == "adaptive":
+        return {"reasoning_effort": effort}
+    if thinking.type == "disabled":
+        return {"reasoning_effort": "none", "include_reasoning": False}
+    budget = thinking.budget_tokens
+    if budget is not None:
+        if request.max_tokens is not None and budget >= request.max_tokens:
+            raise InvalidParameter(
+                f"thinking.budget_tokens is {budget}, which must be less than max_tokens, {request.max_tokens}",
+                param="thinking.budget_tokens",
+            )
+        notes.judge(_BUDGET, "budget_tokens", b"1", place="thinking")
+    return {"reasoning_effort": effort, "enable_thinking": True}
+
+
+_BUDGET = Scope((), {}, {"budget_tokens": ()}, "thinking.")
+
+
+# ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _messages(request: MessagesRequest) -> list[ChatMessage]:
+    """:raises InvalidParameter: for a block that can't be served."""
+    if not request.messages:
+        raise InvalidParameter("messages is empty: send at least one message", param="messages")
+    if len(request.messages) > openai.MAX_MESSAGES:
+        raise _too_many_messages("")
+    messages: list[ChatMessage] = []
+    if isinstance(request.system, str):
+        messages.append(ChatMessage("system", content=request.system))
+    elif request.system:
+        parts = [_text_part(block, f"system[{index}]") for index, block in enumerate(request.system)]
+        messages.append(ChatMessage("system", content=parts))
+    used: set[str] = set()
+    num_blocks = 0
+    last = len(request.messages) - 1
+    for index, message in enumerate(request.messages):
+        place = f"messages[{index}]"
+        if isinstance(message.content, list):
+            num_blocks += len(message.content)
+            num_blocks += sum(len(block.content) for block in message.content if isinstance(block.content, list))
+            if num_blocks > openai.MAX_PARTS:
+                raise _too_many_blocks()
+        if message.role == "user":
+            messages += _of_user(message, place, used)
+        elif message.role == "system":
+            content: Any = message.content
+            if isinstance(content, list):
+                content = [_text_part(block, f"{place}.content[{number}]") for number, block in enumerate(content)]
+            messages.append(ChatMessage("system", content=content))
+        elif message.role == "assistant":
+            answer = _of_assistant(message, place)
+            used.update(call["id"] for call in answer.tool_calls or ())
+            if index < last or answer.content or answer.tool_calls:
+                messages.append(answer)
+        else:
+            raise InvalidParameter(f"the role is {message.role[:64]!r}: use user, assistant or system", param=f"{place}.role")
+    if not messages:
+        raise InvalidParameter("messages are empty: send some text", param="messages")
+    return messages
+
+
+def _of_user(message: Message, place: str, used: set[str]) -> list[ChatMessage]:
+    """Results of tools are messages of their own."""
+    if isinstance(message.content, str):
+        return [ChatMessage("user", content=message.content)]
+    if not message.content:
+        raise InvalidParameter("content is empty", param=f"{place}.content")
+    messages: list[ChatMessage] = []
+    parts: list[ContentPart] = []
+    for index, block in enumerate(message.content):
+        inside = f"{place}.content[{index}]"
+        if block.type != "tool_result":
+            parts.append(_text_part(block, inside))
+            continue
+        if parts:
+            messages.append(ChatMessage("user", content=parts))
+            parts = []
+        if block.tool_use_id not in used:
+            shown = "missing" if block.tool_use_id is None else f"{block.tool_use_id[:64]!r}, which no tool_use before has"
+            raise InvalidParameter(f"the tool_use_id of this result is {shown}", param=f"{inside}.tool_use_id")
+        content: Any = block.content or ""
+        if isinstance(content, list):
+            content = [_text_part(part, f"{inside}.content") for part in content]
+        messages.append(ChatMessage("tool", content=content, tool_call_id=block.tool_use_id))
+    return [*messages, ChatMessage("user", content=parts)] if parts else messages
+
+
+def _of_assistant(message: Message, place: str) -> ChatMessage:
+    if isinstance(message.content, str):
+        return ChatMessage("assistant", content=message.content)
+    thoughts: list[str] = []
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for index, block in enumerate(message.content):
+        inside = f"{place}.content[{index}]"
+        match block.type:
+            case "thinking":
+                thoughts.append(block.thinking or "")
+            case "redacted_thinking":
+                pass  # its data is noted as ignored
+            case "tool_use":
+                calls.append(_call(block, inside))
+            case _:
+                texts.append(_text_part(block, inside).text or "")
+    if len(calls) > tools.MAX_CALLS:
+        raise InvalidParameter(f"{place} has more than {tools.MAX_CALLS} calls", param=f"{place}.content")
+    return ChatMessage(
+        "assistant",
+        content="".join(texts) or None,
+        tool_calls=calls or None,
+        reasoning_content="".join(thoughts) or None,
+    )
+
+
+def _call(block: Block, place: str) -> dict[str, Any]:
+    if not block.id:
+        raise InvalidParameter("id is missing", param=f"{place}.id")
+    raw = bytes(block.input) or b"{}"
+    if raw[:1] != b"{":
+        raise InvalidParameter("input must be an object", param=f"{place}.input")
+    if len(raw) > tools.MAX_CALL_BYTES:
+        raise InvalidParameter(f"input has more than {tools.MAX_CALL_BYTES} bytes", param=f"{place}.input")
+    call = {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": raw.decode()}}
+    tools.check_calls([call], place)
+    return call
+
+
+def _text_part(block: Block | InnerBlock, place: str) -> ContentPart:
+    if block.type != "text" or block.text is None:
+        raise InvalidParameter(f"content of type {block.type[:64]!r} is not supported yet: send text", param=place)
+    return ContentPart("text", block.text)
