@@ -51,7 +51,7 @@ class MessagesView(msgspec.Struct, frozen=True):
     def parse(self, body: bytes, *, max_prompt_tokens: int, notes: Notes) -> Steps[Parsed]:
         asked = yield from read_messages(body, notes)
         try:
-            chat = chat_of(asked, notes, counts=self.counts)
+            chat = yield from chat_of(asked, notes, counts=self.counts)
         except RequestError as error:
             raise self.in_its_terms(error) from error
         return Parsed(chat, MESSAGES_WRITERS)

@@ -15,6 +15,8 @@ from services.gateway.objects import Objects
 from services.gateway.openai import ChatMessage, ChatRequest, ContentPart, SharedArguments, StopString
 from services.gateway.parse import SMALL_BYTES, TOOLS
 
+_MESSAGES_AT_A_TIME = 512  # less than three milliseconds
+
 Id = Annotated[str, Meta(max_length=256)]
 
 
@@ -198,7 +200,7 @@ def read_messages(body: bytes, notes: Notes) -> Steps[MessagesRequest]:
     return (yield from _REQUEST.large(body, None, notes))
 
 
-def chat_of(request: MessagesRequest, notes: Notes, *, counts: bool = False) -> ChatRequest:
+def chat_of(request: MessagesRequest, notes: Notes, *, counts: bool = False) -> Steps[ChatRequest]:
     """The chat that a request is. `counts`: its tokens are to be counted, so `max_tokens` may be left out.
 
     :raises InvalidParameter: for what can't be served, with a chat's names for arguments where it is a chat's mistake.
@@ -207,7 +209,7 @@ def chat_of(request: MessagesRequest, notes: Notes, *, counts: bool = False) -> 
         raise InvalidParameter("max_tokens is missing", param="max_tokens")
     if request.stop is not None and request.stop_sequences is not None:
         raise InvalidParameter("stop and stop_sequences are both given: send stop_sequences", param="stop")
-    messages = _messages(request)
+    messages = yield from _messages(request)
     shared = {name: getattr(request, name) for name in SharedArguments.__struct_fields__}
     config, choice = request.output_config, request.tool_choice
     chat = ChatRequest(
@@ -284,7 +286,7 @@ _BUDGET = Scope((), {}, {"budget_tokens": ()}, "thinking.")
 # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _messages(request: MessagesRequest) -> list[ChatMessage]:
+def _messages(request: MessagesRequest) -> Steps[list[ChatMessage]]:
     """:raises InvalidParameter: for a block that can't be served."""
     if not request.messages:
         raise InvalidParameter("messages is empty: send at least one message", param="messages")
@@ -300,6 +302,8 @@ def _messages(request: MessagesRequest) -> list[ChatMessage]:
     num_blocks = 0
     last = len(request.messages) - 1
     for index, message in enumerate(request.messages):
+        if index % _MESSAGES_AT_A_TIME == _MESSAGES_AT_A_TIME - 1:
+            yield
         place = f"messages[{index}]"
         if isinstance(message.content, list):
             num_blocks += len(message.content)

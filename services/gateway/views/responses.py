@@ -79,7 +79,7 @@ class ResponsesView(msgspec.Struct, frozen=True):
     def parse(self, body: bytes, *, max_prompt_tokens: int, notes: Notes) -> Steps[Parsed]:
         asked = yield from read_responses(body, notes)
         try:
-            chat = chat_of(asked, notes)
+            chat = yield from chat_of(asked, notes)
         except RequestError as error:
             raise self.in_its_terms(error) from error
         return Parsed(chat, ResponsesWriters(msgspec.structs.replace(asked, input="")))

@@ -20,6 +20,7 @@ from services.gateway.openai import ChatMessage, ChatRequest, ContentPart, Share
 from services.gateway.parse import SMALL_BYTES, TOOLS
 
 MAX_ITEMS = openai.MAX_MESSAGES
+_ITEMS_AT_A_TIME = 512  # less than three milliseconds
 _ROLES = ("user", "assistant", "system", "developer")
 _STATELESS = "nothing is stored here: send the earlier items in input"
 
@@ -197,16 +198,17 @@ def read_responses(body: bytes, notes: Notes) -> Steps[ResponsesRequest]:
     return (yield from _REQUEST.large(body, None, notes))
 
 
-def chat_of(request: ResponsesRequest, notes: Notes) -> ChatRequest:
+def chat_of(request: ResponsesRequest, notes: Notes) -> Steps[ChatRequest]:
     """The chat that a request is.
 
     :raises InvalidParameter: for what can't be served, with a chat's names for arguments where it is a chat's mistake.
     """
     for entry in request.include or ():
         notes.judge(_INCLUDE, entry, b"true", place="include")
+    messages = yield from _messages(request)
     chat = ChatRequest(
         **{name: getattr(request, name) for name in SharedArguments.__struct_fields__},
-        messages=_messages(request),
+        messages=messages,
         max_completion_tokens=request.max_output_tokens,
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         response_format=_response_format(request.text),
@@ -277,7 +279,7 @@ class _Turn:
         )
 
 
-def _messages(request: ResponsesRequest) -> list[ChatMessage]:
+def _messages(request: ResponsesRequest) -> Steps[list[ChatMessage]]:
     """:raises InvalidParameter: for an item that can't be served."""
     messages = [] if request.instructions is None else [ChatMessage("system", content=request.instructions)]
     if isinstance(request.input, str):
@@ -290,6 +292,8 @@ def _messages(request: ResponsesRequest) -> list[ChatMessage]:
     called: set[str] = set()
     num_parts = 0
     for index, item in enumerate(request.input):
+        if index % _ITEMS_AT_A_TIME == _ITEMS_AT_A_TIME - 1:
+            yield
         place = f"input[{index}]"
         num_parts += sum(len(parts) for parts in (item.content, item.output) if isinstance(parts, list))
         if num_parts > openai.MAX_PARTS:
@@ -302,7 +306,8 @@ def _messages(request: ResponsesRequest) -> list[ChatMessage]:
         if is_ours:
             turn = turn or _Turn()
             _add_to_turn(turn, item, kind, place)
-            called.update(call["id"] for call in turn.calls)
+            if kind == "function_call" and item.call_id:
+                called.add(item.call_id)
         elif kind == "message":
             messages.append(_message(item, place))
         elif kind == "function_call_output":
