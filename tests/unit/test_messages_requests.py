@@ -159,6 +159,21 @@ def test_a_mistake_is_named_in_the_views_words(body: dict[str, Any], param: str,
     assert error.param == param and words in str(error)
 
 
+def test_what_clients_send_by_default_is_not_even_named() -> None:
+    notes = Notes()
+    body = {
+        "system": "",
+        "metadata": {},
+        "tools": [],
+        "stop_sequences": [],
+        "service_tier": "auto",
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    }
+    chat = chat_of(body, notes=notes)
+    assert notes.text == "" and (chat.messages, chat.tools, chat.stop) == ([ChatMessage("user", content="hi")], None, None)
+    assert refusal({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}).param == "context_management"
+
+
 def test_what_has_no_effect_is_named() -> None:
     notes = Notes()
     messages = [

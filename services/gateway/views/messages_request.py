@@ -82,7 +82,7 @@ REFUSED: arguments.Table = {
     "add_generation_prompt": (True,),
     "chat_template_kwargs": ({},),
     "container": (),
-    "context_management": ({}, {"edits": []}),
+    "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
     "input": (),
     "instructions": (),
     "logprobs": (False,),
@@ -293,9 +293,9 @@ def _messages(request: MessagesRequest) -> Steps[list[ChatMessage]]:
     if len(request.messages) > openai.MAX_MESSAGES:
         raise _too_many_messages("")
     messages: list[ChatMessage] = []
-    if isinstance(request.system, str):
+    if isinstance(request.system, str) and request.system:
         messages.append(ChatMessage("system", content=request.system))
-    elif request.system:
+    elif isinstance(request.system, list) and request.system:
         parts = [_text_part(block, f"system[{index}]") for index, block in enumerate(request.system)]
         messages.append(ChatMessage("system", content=parts))
     used: set[str] = set()

@@ -281,7 +281,7 @@ class _Turn:
 
 def _messages(request: ResponsesRequest) -> Steps[list[ChatMessage]]:
     """:raises InvalidParameter: for an item that can't be served."""
-    messages = [] if request.instructions is None else [ChatMessage("system", content=request.instructions)]
+    messages = [ChatMessage("system", content=request.instructions)] if request.instructions else []
     if isinstance(request.input, str):
         return [*messages, ChatMessage("user", content=request.input)]
     if not request.input:
