@@ -36,10 +36,12 @@ _text = msgspec.json.Decoder(str)
 
 
 class FreeObjects(NamedTuple):
-    """An array of at most `limit` objects of any form, of at most `max_bytes` each. `too_many`: the error, by place."""
+    """An array of at most `limit` objects of any form, of at most `max_bytes` each and `max_total` together. `too_many`: the
+    error, by place."""
 
     limit: int
     max_bytes: int
+    max_total: int
     too_many: Callable[[str], InvalidParameter]
 
 
@@ -207,6 +209,8 @@ def large_objects(body: bytes, span: Span, place: str, kind: FreeObjects) -> Ste
     """An array of free objects, decoded in pieces."""
     if body[span.start : span.start + 1] != b"[":
         raise InvalidParameter(f"invalid {place}: expected an array", param=place)
+    if span.size > kind.max_total:
+        raise InvalidParameter(f"{place} is larger than {kind.max_total} bytes", param=place)
     array = yield from elements(body, span, limit=kind.limit)
     if array.total > kind.limit:
         raise kind.too_many(place)

@@ -55,8 +55,13 @@ def _too_many_parts(_: str = "") -> InvalidParameter:
     return InvalidParameter(f"messages have more than {openai.MAX_PARTS} content parts", param="messages")
 
 
-TOOLS = FreeObjects(tools.MAX_TOOLS, tools.MAX_TOOL_BYTES, lambda _: tools.too_many_tools())
-_CALLS = FreeObjects(tools.MAX_CALLS, tools.MAX_CALL_BYTES, lambda place: tools.too_many_calls(place.rsplit(".", 1)[0]))
+TOOLS = FreeObjects(tools.MAX_TOOLS, tools.MAX_TOOL_BYTES, tools.MAX_TOOLS_BYTES, lambda _: tools.too_many_tools())
+_CALLS = FreeObjects(
+    tools.MAX_CALLS,
+    tools.MAX_CALL_BYTES,
+    tools.MAX_CALLS * tools.MAX_CALL_BYTES,
+    lambda place: tools.too_many_calls(place.rsplit(".", 1)[0]),
+)
 _PARTS = Objects(ContentPart, _PART, limit=openai.MAX_PARTS, too_many=_too_many_parts, texts=("text",), numbered=False)
 _MESSAGES = Objects(
     ChatMessage,
@@ -82,7 +87,7 @@ def parse(
         openai.check_chat(request)
         return request
     if len(body) <= SMALL_BYTES:
-        completion = cast(CompletionRequest, _decode_object(_completion, body, _COMPLETION, notes))
+        completion = cast(CompletionRequest, decode_object(_completion, body, _COMPLETION, notes))
     else:
         completion = yield from _parse_large_completion(body, max_prompt_tokens, notes)
     openai.check_completion(completion)
@@ -93,14 +98,14 @@ def parse(
 
 
 def _parse_chat(body: bytes, notes: Notes) -> ChatRequest:
-    request = cast(ChatRequest, _decode_object(_chat, body, _CHAT, notes))
+    request = cast(ChatRequest, decode_object(_chat, body, _CHAT, notes))
     if not request.messages:
         raise InvalidParameter("messages is empty: send at least one message", param="messages")
-    _check_messages(request.messages, 0, 0)
+    check_messages(request.messages, 0, 0)
     return request
 
 
-def _decode_object(decoder: msgspec.json.Decoder[_T], body: bytes, scope: Scope, notes: Notes) -> _T:
+def decode_object(decoder: msgspec.json.Decoder[_T], body: bytes, scope: Scope, notes: Notes) -> _T:
     """The request in `body`. Only one with unknown fields in its inner objects is decoded twice."""
     found = decode(_shallow, body)
     for name, raw in found.items():
@@ -121,7 +126,7 @@ def _decode_object(decoder: msgspec.json.Decoder[_T], body: bytes, scope: Scope,
     return decode(decoder, joined(known))
 
 
-def _check_messages(messages: Iterable[ChatMessage], first: int, parts: int) -> int:
+def check_messages(messages: Iterable[ChatMessage], first: int, parts: int) -> int:
     """Returns how many parts there are, with `parts` of the messages before."""
     index = first
     for index, message in enumerate(messages, start=first):
@@ -138,7 +143,7 @@ def _check_messages(messages: Iterable[ChatMessage], first: int, parts: int) -> 
 
 def _parse_large_completion(body: bytes, max_prompt_tokens: int, notes: Notes) -> Steps[CompletionRequest]:
     found = yield from judged_members(body, None, _COMPLETION, notes)
-    request = cast(CompletionRequest, _decode_small_members(_completion, body, found, "prompt", b'""', notes, _COMPLETION))
+    request = cast(CompletionRequest, decode_small_members(_completion, body, found, "prompt", b'""', notes, _COMPLETION))
     if "prompt" not in found:
         raise InvalidParameter("prompt is missing", param="prompt")
     prompt = yield from _prompt(body, found["prompt"], max_prompt_tokens)
@@ -148,21 +153,24 @@ def _parse_large_completion(body: bytes, max_prompt_tokens: int, notes: Notes) -
 def _parse_large_chat(body: bytes, notes: Notes) -> Steps[ChatRequest]:
     found = yield from judged_members(body, None, _CHAT, notes)
     offered = found.pop("tools", None)
-    request = cast(ChatRequest, _decode_small_members(_chat, body, found, "messages", b"[]", notes, _CHAT))
+    request = cast(ChatRequest, decode_small_members(_chat, body, found, "messages", b"[]", notes, _CHAT))
     if "messages" not in found:
         raise InvalidParameter("messages is missing", param="messages")
-    messages = yield from _large_messages(body, found["messages"], notes)
+    messages = yield from large_messages(body, found["messages"], notes)
     if not messages:
         raise InvalidParameter("messages is empty: send at least one message", param="messages")
-    if offered is not None and body[offered.start : offered.end] != b"null":
-        if offered.size > tools.MAX_TOOLS_BYTES:
-            raise InvalidParameter(f"tools is larger than {tools.MAX_TOOLS_BYTES} bytes", param="tools")
-        objects = yield from large_objects(body, offered, "tools", TOOLS)
-        request = msgspec.structs.replace(request, tools=objects)
-    return msgspec.structs.replace(request, messages=messages)
+    objects = yield from large_tools(body, offered)
+    return msgspec.structs.replace(request, messages=messages, tools=objects)
 
 
-def _decode_small_members(
+def large_tools(body: bytes, span: Span | None) -> Steps[list[dict[str, Any]] | None]:
+    """The tools of a large body; None if there are none."""
+    if span is None or body[span.start : span.end] == b"null":
+        return None
+    return (yield from large_objects(body, span, "tools", TOOLS))
+
+
+def decode_small_members(
     decoder: msgspec.json.Decoder[_T],
     body: bytes,
     found: Mapping[str, Span],
@@ -177,7 +185,7 @@ def _decode_small_members(
         largest = max(others, key=lambda name: others[name].size)
         raise InvalidParameter(f"{largest} is too large", param=largest)
     small: dict[str, bytes] = {name: body[span.start : span.end] for name, span in others.items()}
-    return _decode_object(decoder, joined({**small, large: stand_in}), scope, notes)
+    return decode_object(decoder, joined({**small, large: stand_in}), scope, notes)
 
 
 def _prompt(body: bytes, span: Span, max_tokens: int) -> Steps[str | list[Any]]:
@@ -197,32 +205,35 @@ def _prompt(body: bytes, span: Span, max_tokens: int) -> Steps[str | list[Any]]:
         if piece.size <= 2 * SLICE_BYTES:
             prompt += decode(_entries, b"[" + body[piece.start : piece.end] + b"]", place="prompt", first=len(prompt))
         elif body[piece.start : piece.start + 1] == b"[":
-            prompt.append((yield from _large_ids(body, piece, max_tokens)))
+            prompt.append((yield from large_ids(body, piece, max_tokens)))
         else:
             prompt.append((yield from large_text(body, piece, "prompt")))
         yield
     return prompt
 
 
-def _large_ids(body: bytes, span: Span, max_tokens: int) -> Steps[list[int]]:
+def large_ids(body: bytes, span: Span, max_tokens: int, place: str = "prompt") -> Steps[list[int]]:
+    """An array of at most `max_tokens` token ids, decoded in pieces."""
+    if body[span.start : span.start + 1] != b"[":
+        raise InvalidParameter(f"invalid {place}: expected an array", param=place)
     array = yield from elements(body, span, limit=max_tokens)
     if array.total > max_tokens:
-        raise _too_many_ids(max_tokens)
+        raise _too_many_ids(max_tokens, place)
     ids: list[int] = []
     for piece in array.pieces:
         if piece.size > 2 * SLICE_BYTES:
-            raise InvalidParameter("invalid prompt: expected token ids", param="prompt")
-        ids += decode(_ids, b"[" + body[piece.start : piece.end] + b"]", place="prompt")
+            raise InvalidParameter(f"invalid {place}: expected token ids", param=place)
+        ids += decode(_ids, b"[" + body[piece.start : piece.end] + b"]", place=place, first=len(ids))
         yield
     return ids
 
 
-def _large_messages(body: bytes, span: Span, notes: Notes) -> Steps[list[ChatMessage]]:
+def large_messages(body: bytes, span: Span, notes: Notes) -> Steps[list[ChatMessage]]:
     parts = 0
 
     def check(messages: list[ChatMessage], first: int) -> None:
         nonlocal parts
-        parts = _check_messages(messages, first, parts)
+        parts = check_messages(messages, first, parts)
 
     return (yield from _MESSAGES.large_many(body, span, notes, "messages", check))
 
@@ -230,5 +241,6 @@ def _large_messages(body: bytes, span: Span, notes: Notes) -> Steps[list[ChatMes
 # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _too_many_ids(limit: int) -> ContextLengthExceeded:
-    return ContextLengthExceeded(f"the prompt has more than {limit} tokens; at most {limit} fit", param="prompt")
+def _too_many_ids(limit: int, place: str = "prompt") -> ContextLengthExceeded:
+    what = "the prompt has" if place == "prompt" else f"{place} has"
+    return ContextLengthExceeded(f"{what} more than {limit} tokens; at most {limit} fit", param=place)

@@ -46,6 +46,10 @@ REFUSED: dict[str, tuple[View, str]] = {
     "items": (RESPONSES, '{"input":[' + repeated('{"role":"user","content":""}') + "]}"),
     "parts": (RESPONSES, '{"input":[{"role":"user","content":[' + repeated('{"type":"input_text","text":""}') + "]}]}"),
     "tools": (RESPONSES, '{"input":"x","tools":[' + repeated("{}") + "]}"),
+    "large tools": (
+        RESPONSES,
+        '{"input":"x","tools":[' + repeated('{"type":"function","name":"' + "f" * 30_000 + '"}', 40) + "]}",
+    ),
     "metadata": (RESPONSES, '{"input":"x","metadata":{' + repeated('"a":"b"') + "}}"),
     "messages": (MESSAGES, '{"max_tokens":1,"messages":[' + repeated('{"role":"user","content":""}') + "]}"),
     "input": (
