@@ -21,8 +21,8 @@ from services.gateway.arguments import (
     Notes,
 )
 from services.gateway.openai import ChatRequest, CompletionRequest
-from services.gateway.views.messages_request import MessagesRequest
-from services.gateway.views.responses_request import ResponsesRequest
+from services.gateway.views.messages_body import MessagesRequest
+from services.gateway.views.responses_body import ResponsesRequest
 from tests.unit.parsing import decode_chat, decode_completion
 
 MESSAGES: list[Any] = [{"role": "user", "content": "hi"}]

@@ -13,7 +13,7 @@ from services.gateway.arguments import Notes
 from services.gateway.openai import ChatMessage, ChatRequest, ContentPart
 from services.gateway.parse import SMALL_BYTES
 from services.gateway.views.messages import MESSAGES, MESSAGES_COUNT
-from services.gateway.views.messages_request import IGNORED, REFUSED, MessagesRequest
+from services.gateway.views.messages_body import IGNORED, REFUSED, MessagesRequest
 from tests.unit.parsing import MAX_PROMPT_TOKENS, finish
 
 HI: dict[str, Any] = {"role": "user", "content": "hi"}

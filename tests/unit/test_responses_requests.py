@@ -13,7 +13,7 @@ from services.gateway.arguments import Notes
 from services.gateway.openai import ChatMessage, ChatRequest, ContentPart
 from services.gateway.parse import SMALL_BYTES
 from services.gateway.views.responses import RESPONSES
-from services.gateway.views.responses_request import IGNORED, REFUSED, ResponsesRequest
+from services.gateway.views.responses_body import IGNORED, REFUSED, ResponsesRequest
 from tests.unit.parsing import MAX_PROMPT_TOKENS, finish
 
 HI: dict[str, Any] = {"role": "user", "content": "hi"}

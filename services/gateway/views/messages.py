@@ -14,7 +14,8 @@ from services.gateway.logprobs import TokenNames
 from services.gateway.prepare import Job
 from services.gateway.views import messages_answer
 from services.gateway.views.messages_answer import MessageHead, MessageStream, WholeMessage
-from services.gateway.views.messages_request import chat_of, read_messages
+from services.gateway.views.messages_body import read_messages
+from services.gateway.views.messages_chat import chat_of
 from services.gateway.views.terms import in_terms, terms
 from services.gateway.views.view import Parsed
 

@@ -18,7 +18,8 @@ from services.gateway.json_slices import Steps
 from services.gateway.logprobs import TokenNames
 from services.gateway.prepare import Job
 from services.gateway.views.responses_answer import Envelope, ResponseStream, WholeResponse
-from services.gateway.views.responses_request import ResponsesRequest, chat_of, read_responses
+from services.gateway.views.responses_body import ResponsesRequest, read_responses
+from services.gateway.views.responses_chat import chat_of
 from services.gateway.views.terms import in_terms, terms
 from services.gateway.views.view import Parsed
 

@@ -1,4 +1,4 @@
-"""A body of `/v1/responses`, and the chat request that it is. Pure.
+"""The chat that a body of `/v1/responses` is. Pure.
 
 Nothing is stored here, so a conversation comes whole, as `input`. Its items are one assistant's turn for as long as they are
 the model's: reasoning, then text, then calls are one message of a chat, as the template expects them.
@@ -6,196 +6,27 @@ the model's: reasoning, then text, then calls are one message of a chat, as the 
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-import msgspec
-from msgspec import Meta
+from typing import Any
 
 from common.protocol.errors import InvalidParameter
-from services.gateway import arguments, openai, tools
-from services.gateway.arguments import ANY, Notes, Scope
+from services.gateway import openai, tools
+from services.gateway.arguments import Notes
 from services.gateway.json_slices import Steps
-from services.gateway.objects import Objects
 from services.gateway.openai import ChatMessage, ChatRequest, ContentPart, SharedArguments
-from services.gateway.parse import SMALL_BYTES, TOOLS
+from services.gateway.views.responses_body import (
+    INCLUDE,
+    MAX_ITEMS,
+    STATELESS,
+    InputItem,
+    InputPart,
+    ResponsesRequest,
+    TextOptions,
+    too_many_items,
+    too_many_parts,
+)
 
-MAX_ITEMS = openai.MAX_MESSAGES
 _ITEMS_AT_A_TIME = 512  # less than three milliseconds
 _ROLES = ("user", "assistant", "system", "developer")
-_STATELESS = "nothing is stored here: send the earlier items in input"
-
-Name = Annotated[str, Meta(max_length=256)]
-
-
-class InputPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """A piece of text in an item. `refusal` is the text of a part of that type."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
-class InputItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An item of any type; one without a type is a message. `summary` stands for reasoning that has no `content`."""
-
-    type: Annotated[str, Meta(max_length=64)] | None = None
-    role: str | None = None
-    content: str | list[InputPart] | None = None
-    call_id: Name | None = None
-    name: str | None = None
-    arguments: str | None = None
-    output: str | list[InputPart] | None = None
-    summary: list[InputPart] | None = None
-
-
-class ReasoningOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    effort: Annotated[str, Meta(max_length=32)] | None = None
-
-
-class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    format: dict[str, Any] | None = None
-
-
-class ResponsesRequest(SharedArguments, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """POST /v1/responses. `metadata` and `user` come back in the answer."""
-
-    input: str | list[InputItem]
-    instructions: str | None = None
-    max_output_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
-    include: Annotated[list[Annotated[str, Meta(max_length=64)]], Meta(max_length=32)] | None = None
-    metadata: (
-        Annotated[dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)] | None
-    ) = None
-    parallel_tool_calls: bool | None = None
-    reasoning: ReasoningOptions | None = None
-    text: TextOptions | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
-    user: Annotated[str, Meta(max_length=512)] | None = None
-
-
-REFUSED: arguments.Table = {
-    **arguments.REFUSED,
-    "add_generation_prompt": (True,),
-    "background": (False,),
-    "chat_template_kwargs": ({},),
-    "context_management": ([],),
-    "conversation": (),
-    "logprobs": (False,),
-    "max_completion_tokens": (),
-    "max_tokens": (),
-    "messages": (),
-    "n": (1,),
-    "previous_response_id": ("",),
-    "prompt": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": ({},),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-}
-IGNORED: arguments.Table = {
-    **arguments.IGNORED,
-    "max_tool_calls": (),  # OpenAI's limits its own tools
-    "stream_options": ({}, {"include_obfuscation": False}, {"include_usage": True}),
-}
-_PARTS_REFUSED: arguments.Table = {
-    **arguments.PART_REFUSED,
-    **dict.fromkeys(("file_data", "file_id", "file_url"), ()),
-}
-_PART = Scope(
-    InputPart.__struct_fields__,
-    _PARTS_REFUSED,
-    {"annotations": (ANY,), "cache_control": (), "detail": (ANY,), "id": (ANY,), "logprobs": (ANY,), "parsed": (ANY,)},
-    "input[].content[].",
-    "content with {} is not supported yet: send text",
-)
-_ITEM = Scope(
-    InputItem.__struct_fields__,
-    {},
-    {
-        "async": (False,),
-        "caller": ({"type": "direct"},),
-        "encrypted_content": ("",),
-        "id": (ANY,),
-        "namespace": (),
-        "parsed_arguments": (ANY,),  # what openai's client made of `arguments`
-        "phase": (ANY,),
-        "status": (ANY,),
-    },
-    "input[].",
-)
-_BODY = Scope(
-    ResponsesRequest.__struct_fields__,
-    REFUSED,
-    IGNORED,
-    hints={
-        "chat_template_kwargs": "send reasoning, or use /v1/chat/completions",
-        "conversation": _STATELESS,
-        "max_completion_tokens": "send max_output_tokens",
-        "max_tokens": "send max_output_tokens",
-        "messages": "send input",
-        "previous_response_id": _STATELESS,
-        "reasoning_effort": "send reasoning: {effort: …}",
-        "response_format": "send text: {format: …}",
-        "truncation": "send disabled, and what fits the context",
-    },
-)
-_INCLUDE = Scope(
-    (),
-    {"message.output_text.logprobs": ()},
-    dict.fromkeys(
-        (
-            "code_interpreter_call.outputs",
-            "computer_call_output.output.image_url",
-            "file_search_call.results",
-            "message.input_image.image_url",
-            "reasoning.encrypted_content",  # reasoning is told as it is
-            "web_search_call.action.sources",
-            "web_search_call.results",
-        ),
-        (),
-    ),
-    "include.",
-)
-_REASONING = Scope(
-    ReasoningOptions.__struct_fields__, {}, {"generate_summary": (), "summary": (), "context": ("auto",)}, "reasoning."
-)
-_TEXT = Scope(TextOptions.__struct_fields__, {"verbosity": ("medium",)}, {}, "text.")
-
-
-def _too_many_parts(_: str = "") -> InvalidParameter:
-    return InvalidParameter(f"input has more than {openai.MAX_PARTS} content parts", param="input")
-
-
-def _too_many_items(_: str) -> InvalidParameter:
-    return InvalidParameter(f"input has more than {MAX_ITEMS} items", param="input")
-
-
-_PARTS = Objects(InputPart, _PART, limit=openai.MAX_PARTS, too_many=_too_many_parts, texts=("text",), numbered=False)
-_ITEMS = Objects(
-    InputItem,
-    _ITEM,
-    limit=MAX_ITEMS,
-    too_many=_too_many_items,
-    texts=("content", "arguments", "output"),
-    lists={"content": _PARTS, "output": _PARTS, "summary": _PARTS},
-)
-_REQUEST = Objects(
-    ResponsesRequest,
-    _BODY,
-    texts=("input", "instructions"),
-    lists={"input": _ITEMS},
-    free={"tools": TOOLS},
-    inner={"reasoning": _REASONING, "text": _TEXT},
-    required={"input": b'""'},
-)
-
-
-def read_responses(body: bytes, notes: Notes) -> Steps[ResponsesRequest]:
-    """:raises InvalidParameter: naming the argument."""
-    if len(body) <= SMALL_BYTES:
-        return _REQUEST.one(body, notes)
-    return (yield from _REQUEST.large(body, None, notes))
 
 
 def chat_of(request: ResponsesRequest, notes: Notes) -> Steps[ChatRequest]:
@@ -204,7 +35,7 @@ def chat_of(request: ResponsesRequest, notes: Notes) -> Steps[ChatRequest]:
     :raises InvalidParameter: for what can't be served, with a chat's names for arguments where it is a chat's mistake.
     """
     for entry in request.include or ():
-        notes.judge(_INCLUDE, entry, b"true", place="include")
+        notes.judge(INCLUDE, entry, b"true", place="include")
     messages = yield from _messages(request)
     chat = ChatRequest(
         **{name: getattr(request, name) for name in SharedArguments.__struct_fields__},
@@ -287,7 +118,7 @@ def _messages(request: ResponsesRequest) -> Steps[list[ChatMessage]]:
     if not request.input:
         raise InvalidParameter("input is empty: send at least one item", param="input")
     if len(request.input) > MAX_ITEMS:
-        raise _too_many_items("input")
+        raise too_many_items()
     turn: _Turn | None = None
     called: set[str] = set()
     num_parts = 0
@@ -297,7 +128,7 @@ def _messages(request: ResponsesRequest) -> Steps[list[ChatMessage]]:
         place = f"input[{index}]"
         num_parts += sum(len(parts) for parts in (item.content, item.output) if isinstance(parts, list))
         if num_parts > openai.MAX_PARTS:
-            raise _too_many_parts()
+            raise too_many_parts()
         kind = item.type or "message"
         is_ours = kind in ("reasoning", "function_call") or (kind == "message" and item.role == "assistant")
         if turn is not None and (not is_ours or (turn.has_answer and kind != "function_call")):
@@ -313,7 +144,7 @@ def _messages(request: ResponsesRequest) -> Steps[list[ChatMessage]]:
         elif kind == "function_call_output":
             messages.append(_result(item, place, called))
         else:
-            hint = f": {_STATELESS}" if kind == "item_reference" else ""
+            hint = f": {STATELESS}" if kind == "item_reference" else ""
             raise InvalidParameter(f"items of type {kind!r} are not supported yet{hint}", param=f"{place}.type")
     if turn is not None:
         messages.append(turn.message())
