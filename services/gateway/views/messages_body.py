@@ -89,6 +89,7 @@ REFUSED: arguments.Table = {
     "n": (1,),
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
+    "prompt_logprobs": (False,),
     "top_logprobs": (0,),
 }
 IGNORED: arguments.Table = {

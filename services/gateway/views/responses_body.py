@@ -84,6 +84,7 @@ REFUSED: arguments.Table = {
     "prompt": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
+    "prompt_logprobs": (False,),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
