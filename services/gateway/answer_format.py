@@ -18,8 +18,9 @@ _SWITCHES = ("enable_thinking", "thinking")
 _PROMPT_END_TOKENS = 16
 
 
-def template_variables(template: ChatTemplate, request: ChatRequest) -> dict[str, Any]:
-    """Return the variables that a request sets in `template`; those of `chat_template_kwargs` come first.
+def template_variables(template: ChatTemplate, request: ChatRequest, *, reasons: bool = False) -> dict[str, Any]:
+    """Return the variables that a request sets in `template`; those of `chat_template_kwargs` come first. `reasons`: the
+    model reasons, whether it can be told to or not.
 
     :raises InvalidParameter: if one can't be set, or the template does not know what the request asks for.
     """
@@ -37,9 +38,10 @@ def template_variables(template: ChatTemplate, request: ChatRequest) -> dict[str
         else:
             raise _unknown("reasoning_effort")
     if request.enable_thinking is not None:
-        if switch is None:
+        if switch is not None:
+            variables.setdefault(switch, request.enable_thinking)
+        elif not (request.enable_thinking and reasons):
             raise _unknown("enable_thinking")
-        variables.setdefault(switch, request.enable_thinking)
     return variables
 
 

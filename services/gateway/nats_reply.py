@@ -17,7 +17,7 @@ import anyio
 from common.protocol import headers, subjects
 from common.protocol.errors import PenstockError, ReplyNotAllowed, RequestTimeout
 from common.runtime.bus import Bus
-from services.gateway import bodies
+from services.gateway.views.view import View
 
 CHECK_EVERY_S = 0.25
 """How often a stream asks the server whether its client still listens."""
@@ -87,7 +87,7 @@ class Reply:
     `control`: our subject where the server says so, see `CHECK_EVERY_S`.
     """
 
-    def __init__(self, link: Link, subject: str, minted: str, control: str, traceparent: str) -> None:
+    def __init__(self, link: Link, subject: str, minted: str, control: str, traceparent: str, view: View) -> None:
         self.minted = minted  # names the request inside
         self.request = minted  # and to the client, unless it chose a name itself
         self.scope = anyio.CancelScope()
@@ -95,6 +95,7 @@ class Reply:
         self.started = False  # the first tokens have come
         self.warning = ""
         self._link = link
+        self._view = view
         self._outages = link.outages  # until then, the client was there
         self._unheard = False
         self.inbox = subject
@@ -137,7 +138,7 @@ class Reply:
     async def fail(self, error: PenstockError) -> None:
         text = " ".join(str(error).split())  # a header is one line
         text = text.encode("ascii", "replace").decode()[:512]
-        await self.last(bodies.failure_body(error), {headers.ERROR: text, headers.ERROR_CODE: error.code})
+        await self.last(self._view.error_body(error), {headers.ERROR: text, headers.ERROR_CODE: error.code})
 
     def nobody_listens(self) -> None:
         """The server says so of the last message that asked."""

@@ -33,6 +33,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.intake import Intake
 from services.gateway.openai import Arguments, ChatRequest, CompletionRequest
 from services.gateway.structured import structure_of
+from services.gateway.views.view import Writers
 
 _INLINE_CHARS = 8192
 _COMPLETION_MAX_TOKENS = 16
@@ -46,12 +47,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     `sampling.seed` is the first choice's (see `choices.choice_seed`). `echoes[p]` is sent before the text of prompt p's
     choices. `top_logprobs`: -1 none, else how many alternatives each token lists. `usage_so_far`: every chunk of the stream
     tells the usage up to it. `salt` keeps the prompt's KV apart. `warning`: what of the request had no effect. `format`: how
-    answers are read that may be more than text. `continues`: an answer follows text, so a leading space is kept.
+    answers are read that may be more than text. `continues`: an answer follows text, so a leading space is kept. `writers`:
+    what encodes the answer.
     """
 
     id: str
     shown_id: str
     kind: Kind
+    writers: Writers
     created: int
     model: str
     prompts: list[list[int]]
@@ -91,11 +94,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return self.sampling if seed == self.sampling.seed else msgspec.structs.replace(self.sampling, seed=seed)
 
 
-def new_id(kind: Kind) -> str:
-    """Unguessable: whoever has it may cancel the request."""
-    return f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{os.urandom(12).hex()}"
-
-
 class Preparer:
     """Turns requests into jobs for one model."""
 
@@ -109,17 +107,18 @@ class Preparer:
 
     async def prepare(
         self,
-        kind: Kind,
         request: ChatRequest | CompletionRequest,
         notes: Notes,
         *,
+        writers: Writers,
         id: str,
         shown_id: str = "",
         deadline_ms: str | None = None,
         stream_default: bool = False,
         is_large: bool = False,
     ) -> Job:
-        """The job of a request for this model. `notes`: what of its body had no effect; `is_large`: the body was.
+        """The job of a request for this model. `notes`: what of its body had no effect; `is_large`: the body was. `writers`:
+        what encodes the answer.
 
         `shown_id` is `id` unless the client chose one. `deadline_ms` is a header's value; the shorter of it and the body's
         `timeout` holds.
@@ -144,7 +143,8 @@ class Preparer:
         return Job(
             id=id,
             shown_id=shown_id or id,
-            kind=kind,
+            kind="chat" if isinstance(request, ChatRequest) else "completion",
+            writers=writers,
             created=int(time.time()),
             model=request.model or self._model,
             prompts=prompts,
@@ -164,6 +164,13 @@ class Preparer:
             format=format,
             continues=not isinstance(request, ChatRequest) or request.continues,
         )
+
+    async def count(self, request: ChatRequest, *, is_large: bool) -> int:
+        """How many tokens the prompt of a chat has.
+
+        :raises RequestError: as `prepare`.
+        """
+        return len(await self._chat_prompt(request, in_thread=is_large))
 
     def _check_choices(self, request: Arguments, num_prompts: int) -> None:
         n = request.n or 1
@@ -213,7 +220,8 @@ class Preparer:
 
     async def _chat_prompt(self, request: ChatRequest, *, in_thread: bool) -> list[int]:
         template, offered = request.chat_template or "", request.offered_tools
-        variables = template_variables(template_of(self._bundle, request), request)
+        chosen = template_of(self._bundle, request)
+        variables = template_variables(chosen, request, reasons=self._bundle.dialect_of(chosen).reasoning != "none")
         num_tools_chars = tools.size_of(offered)
         self._check_size(num_tools_chars, self._bundle.max_context - 1, "tools")
         limit = self._bundle.max_context - 1
