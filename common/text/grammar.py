@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
@@ -35,10 +36,10 @@ LIMITS = LLParserLimits(
 class _Vocabulary:
     """The tokenizer as llguidance reads it."""
 
-    def __init__(self, tokenizer: Tokenizer, pieces: list[bytes]) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self.eos_token_id = tokenizer.eos_ids[0]
         self.bos_token_id = tokenizer.bos_id
-        self.tokens = pieces
+        self.tokens = tokenizer.byte_table(skip_special=False)
         self.special_token_ids = sorted(tokenizer.special_ids)
         self._tokenizer = tokenizer
 
@@ -56,6 +57,10 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._vocabulary: LLTokenizer | None = None
+
+    def special_token_ids(self, texts: Iterable[str]) -> dict[str, int]:
+        """The ids of those of `texts` that are special tokens of the vocabulary, which no text matches."""
+        return self._tokenizer.special_token_ids(texts)
 
     def cached(self, grammar: str) -> LLMatcher | None:
         """Return a matcher at the beginning of `grammar` if that has been compiled before."""
@@ -88,10 +93,9 @@ class GrammarCompiler:
     def _tables(self) -> LLTokenizer:
         with self._lock:
             if self._vocabulary is None:
-                pieces = self._tokenizer.pieces
-                if pieces is None or not self._tokenizer.eos_ids:
+                if not self._tokenizer.has_byte_table or not self._tokenizer.eos_ids:
                     raise InvalidParameter("this model's tokenizer does not support structured output")
-                wrapped = TokenizerWrapper(_Vocabulary(self._tokenizer, pieces))
+                wrapped = TokenizerWrapper(_Vocabulary(self._tokenizer))
                 self._vocabulary = LLTokenizer(wrapped, n_vocab=self._vocab_size, eos_token=self._tokenizer.eos_ids)
             return self._vocabulary
 
