@@ -76,13 +76,7 @@ def _body(scan: Scan, sink: Sink, tools: ToolSet, name: str) -> Reading[None]:
                     sink.end()
                     return
                 continue
-        is_cut = scan.is_cut(_PARAMETER, _INVOKE_END)
-        read = scan.kept()
-        if is_cut:
-            sink.end()
-        else:
-            arguments.close()
-            sink.text(read)
+        sink.text(arguments.end(scan, _PARAMETER, _INVOKE_END))
         return
 
 

@@ -68,13 +68,7 @@ def _body(scan: Scan, sink: Sink, arguments: TaggedArguments, marker: str) -> Re
                     return
                 marker = ""
                 continue
-        is_cut = scan.is_cut(_VALUE if marker else _KEY, CLOSE)
-        read = scan.kept()
-        if is_cut:
-            sink.end()
-        else:
-            arguments.close()
-            sink.text(read)
+        sink.text(arguments.end(scan, _VALUE if marker else _KEY, CLOSE))
         return
 
 

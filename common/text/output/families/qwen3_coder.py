@@ -66,19 +66,16 @@ def _body(scan: Scan, sink: Sink, tools: ToolSet, name: str) -> Reading[None]:
                     sink.end()
                     return
                 continue
-        if not marker and scan.is_cut(_PARAMETER, _END, CLOSE):
-            scan.kept()
-            sink.end()
+        if marker not in (_END, CLOSE):
+            sink.text(arguments.end(scan, *(() if marker else (_PARAMETER, _END, CLOSE))))
             return
-        read = scan.kept()
+        scan.kept()
         arguments.close()
         if marker == _END:
             scan.keep()
             yield from scan.skip_space()
             sink.text("" if (yield from scan.accept(CLOSE)) else scan.kept())
             scan.kept()
-        elif marker != CLOSE:
-            sink.text(read)
         return
 
 
