@@ -9,6 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from jsonschema.validators import validator_for
 
 from common.models.source import ModelFiles
 from common.protocol.errors import InvalidParameter
@@ -47,7 +48,7 @@ def test_answers_to_supported_schemas_are_valid_and_others_are_refused(step: int
         if text is None:
             unfinished.append(case["name"])
             continue
-        validator = jsonschema.validators.validator_for(case["schema"], jsonschema.Draft202012Validator)
+        validator = validator_for(case["schema"], jsonschema.Draft202012Validator)
         validator(case["schema"]).validate(json.loads(text))
         valid += 1
     total = len(SCHEMAS[::step])
