@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}} for name, schema in SCHEMAS.items()
 ]
 NAMED = {"type": "function", "function": {"name": "weather"}}
-ENGINES = {"simulated": SIMULATED_ENGINE, "torch": ("--dtype", "float32", "--num-blocks", "200")}
+SIMULATED = tuple("0.2" if before == "--time-scale" else flag for before, flag in pairwise(("", *SIMULATED_ENGINE)))
+ENGINES = {"simulated": SIMULATED, "torch": ("--dtype", "float32", "--num-blocks", "200")}
 ANSWER = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
 FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": ANSWER}}}
 Message = dict[str, Any]

@@ -74,6 +74,7 @@ HINTS = [
     "<｜tool▁calls▁begin｜>", "<｜DSML｜tool_calls>", "<｜DSML｜function_calls>", '{"name": "weather", "parameters": ',
     "[weather(", "[weather_now(", "<|python_start|>", "<|python_tag|>", "<|channel|>commentary",
     "<|end|><|start|>assistant", '{"type": "function", "name": "',
+    "\n[weather_now()]", '\n{"name": "weather_now", "parameters": {}}',
 ]  # fmt: skip
 
 
