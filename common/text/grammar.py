@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -43,10 +44,10 @@ LIMITS = LLParserLimits(
 class _Vocabulary:
     """The tokenizer as llguidance reads it."""
 
-    def __init__(self, tokenizer: Tokenizer, pieces: list[bytes]) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self.eos_token_id = tokenizer.eos_ids[0]
         self.bos_token_id = tokenizer.bos_id
-        self.tokens = pieces
+        self.tokens = tokenizer.byte_table(skip_special=False)
         self.special_token_ids = sorted(tokenizer.special_ids)
         self._tokenizer = tokenizer
 
@@ -70,6 +71,10 @@ class GrammarCompiler:
         other = GrammarCompiler(self._tokenizer, vocab_size=self._vocab_size)
         other._vocabulary = self._tables()
         return other
+
+    def special_token_ids(self, texts: Iterable[str]) -> dict[str, int]:
+        """The ids of those of `texts` that are special tokens of the vocabulary, which no text matches."""
+        return self._tokenizer.special_token_ids(texts)
 
     def cached(self, grammar: str) -> LLMatcher | None:
         """Return a matcher at the beginning of `grammar` if that has been compiled before."""
@@ -102,10 +107,9 @@ class GrammarCompiler:
     def _tables(self) -> LLTokenizer:
         with self._lock:
             if self._vocabulary is None:
-                pieces = self._tokenizer.pieces
-                if pieces is None or not self._tokenizer.eos_ids:
+                if not self._tokenizer.has_byte_table or not self._tokenizer.eos_ids:
                     raise InvalidParameter("this model's tokenizer does not support structured output")
-                wrapped = TokenizerWrapper(_Vocabulary(self._tokenizer, pieces))
+                wrapped = TokenizerWrapper(_Vocabulary(self._tokenizer))
                 self._vocabulary = LLTokenizer(
                     wrapped, n_vocab=self._vocab_size, eos_token=self._tokenizer.eos_ids, slices=SLICES
                 )

@@ -179,8 +179,8 @@ def check_chat(request: ChatRequest) -> None:
         raise InvalidParameter(
             f"chat_template_kwargs has more than {MAX_TEMPLATE_ARGUMENTS} entries", param="chat_template_kwargs"
         )
-    check_tool_choice(request.tool_choice)
     check_tools(request.tools or [])
+    check_tool_choice(request.tool_choice, request.tools or [])
     if request.continues:
         _check_continued(request)
 

@@ -32,7 +32,8 @@ from services.gateway.choices import StopStrings
 from services.gateway.config import GatewayConfig
 from services.gateway.intake import Intake
 from services.gateway.openai import Arguments, ChatRequest, CompletionRequest
-from services.gateway.structured import structure_of
+from services.gateway.structured import Structure, structure_of
+from services.gateway.tool_grammar import calls_of, needs_grammar
 from services.gateway.views.view import Writers
 
 _INLINE_CHARS = 8192
@@ -126,12 +127,16 @@ class Preparer:
         :raises RequestError: what is wrong with the request; nothing has been taken then.
         """
         deadline_s = self._deadline(request.timeout, deadline_ms)
-        grammar = await self._grammar(request)
+        form = structure_of(request.response_format, request.structured_outputs)
+        await self._check_grammar(form, request)
+        grammar = form.grammar
         format: AnswerFormat | None = None
         if isinstance(request, ChatRequest):
             prompts, echoes = [await self._chat_prompt(request, in_thread=is_large)], [""]
             logprobs = (request.top_logprobs or 0) if request.logprobs else -1
-            format = format_of(self._bundle, request, prompts[0], constrained=bool(grammar))
+            format = format_of(self._bundle, request, prompts[0], constrained=bool(form.grammar))
+            if format is not None and format.tools is not None:
+                grammar = await self._call_grammar(request, format, form)
         else:
             self._check_choices(request, len(request.prompts))
             prompts, echoes = await self._completion_prompts(request)
@@ -298,19 +303,31 @@ class Preparer:
     def _past_vocabulary(self, param: str, token: int) -> InvalidParameter:
         return InvalidParameter(f"token id {token} is past the vocabulary of {self._tokenizer.vocab_size}", param=param)
 
-    async def _grammar(self, request: Arguments) -> str:
-        """The grammar that the answer must match, which this model's vocabulary can; empty for none."""
-        grammar, param = structure_of(request.response_format, request.structured_outputs)
-        if not grammar:
-            return ""
+    async def _check_grammar(self, form: Structure, request: Arguments) -> None:
+        """:raises InvalidParameter: if the answer can't match a grammar with this model's vocabulary, or in this request."""
+        if not form.grammar:
+            return
         if request.min_tokens:
-            raise InvalidParameter(f"min_tokens can't be obeyed together with {param}: leave it out", param="min_tokens")
-        if self._grammars.cached(grammar) is None:
+            raise InvalidParameter(f"min_tokens can't be obeyed together with {form.param}: leave it out", param="min_tokens")
+        if self._grammars.cached(form.grammar) is None:
             try:
-                await self._in_thread(lambda: self._grammars.compile(grammar))
+                await self._in_thread(lambda: self._grammars.compile(form.grammar))
             except InvalidParameter as error:
-                raise InvalidParameter(str(error), param=param) from error
-        return grammar
+                raise InvalidParameter(str(error), param=form.param) from error
+
+    async def _call_grammar(self, request: ChatRequest, format: AnswerFormat, form: Structure) -> str:
+        """Return the grammar of an answer that may call tools; empty if it may be anything.
+
+        :raises InvalidParameter: if one is needed that can't be had; it names the tool or the argument.
+        """
+        template = template_of(self._bundle, request)
+
+        def compile() -> Structure:
+            return calls_of(request, format, form.grammar, template=template.source, grammars=self._grammars)
+
+        found = await self._in_thread(compile) if needs_grammar(request, form.grammar) else Structure()
+        await self._check_grammar(found, request)
+        return found.grammar
 
     def _sampling(self, request: Arguments, max_tokens: int, logprobs: int, grammar: str) -> SamplingParams:
         bias = request.logit_bias or {}
