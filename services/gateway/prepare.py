@@ -46,7 +46,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     `sampling.seed` is the first choice's (see `choices.choice_seed`). `echoes[p]` is sent before the text of prompt p's
     choices. `top_logprobs`: -1 none, else how many alternatives each token lists. `usage_so_far`: every chunk of the stream
     tells the usage up to it. `salt` keeps the prompt's KV apart. `warning`: what of the request had no effect. `format`: how
-    answers are read that may be more than text. `continues`: an answer follows text, so a leading space is kept.
+    answers are read that may be more than text. `echo_top`, `prompt_top`: how many alternatives the prompt's tokens list in the
+    answer's log-probabilities and in `prompt_logprobs`, -1: they are not there. `continues`: an answer follows text, so a
+    leading space is kept.
     """
 
     id: str
@@ -70,6 +72,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     warning: str = ""
     format: AnswerFormat | None = None
     continues: bool = False
+    echo_top: int = -1
+    prompt_top: int = -1
+
+    @property
+    def generates(self) -> bool:
+        """Whether there is an answer behind the prompts."""
+        return self.sampling.max_tokens > 0
+
+    def prompt_top_of(self, choice: int) -> int:
+        """How many alternatives the prompt's tokens list in this choice; -1: none are told. A chat tells them once."""
+        return max(self.echo_top, self.prompt_top) if self.kind == "completion" or choice == 0 else -1
 
     @property
     def num_choices(self) -> int:
@@ -84,6 +97,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             model=self.model,
             num_choices=self.num_choices,
             top_logprobs=self.top_logprobs,
+            prompt_top=self.prompt_top,
             may_call=self.format is not None and self.format.tools is not None,
         )
 
@@ -138,7 +152,13 @@ class Preparer:
             prompts, echoes = await self._completion_prompts(request)
             logprobs = -1 if request.logprobs is None else request.logprobs
         self._check_choices(request, len(prompts))
+        prompt_top = request.asks_prompt_logprobs
+        echo_top = logprobs if isinstance(request, CompletionRequest) and request.echo else -1
         max_tokens = self._max_tokens(request, prompts, logprobs)
+        self._check_prompt_scores(request, prompts, max(echo_top, prompt_top), max_tokens, logprobs)
+        stream = stream_default if request.stream is None else request.stream
+        if stream and prompt_top >= 0:
+            raise InvalidParameter("prompt_logprobs can't be streamed: send stream: false", param="prompt_logprobs")
         options = request.stream_options
         include_usage = bool(options and options.include_usage)
         return Job(
@@ -154,7 +174,7 @@ class Preparer:
             stops=StopStrings(request.stops) if request.stops else None,
             include_stop=bool(request.include_stop_str_in_output),
             top_logprobs=logprobs,
-            stream=stream_default if request.stream is None else request.stream,
+            stream=stream,
             include_usage=include_usage,
             usage_so_far=include_usage and bool(options and options.continuous_usage_stats),
             deadline_s=deadline_s,
@@ -163,6 +183,8 @@ class Preparer:
             warning=notes.text,
             format=format,
             continues=not isinstance(request, ChatRequest) or request.continues,
+            echo_top=echo_top,
+            prompt_top=prompt_top,
         )
 
     def _check_choices(self, request: Arguments, num_prompts: int) -> None:
@@ -172,6 +194,21 @@ class Preparer:
         if n * num_prompts > openai.MAX_CHOICES:
             raise InvalidParameter(
                 f"{num_prompts} prompts with n={n} are {n * num_prompts} choices; send at most {openai.MAX_CHOICES}",
+                param="prompt",
+            )
+
+    def _check_prompt_scores(
+        self, request: Arguments, prompts: list[list[int]], top: int, max_tokens: int, logprobs: int
+    ) -> None:
+        if top < 0:
+            return
+        choices = request.n or 1 if isinstance(request, CompletionRequest) else 1
+        asked = sum(map(len, prompts)) * choices * (1 + top)
+        asked += len(prompts) * (request.n or 1) * max_tokens * (1 + max(logprobs, 0))
+        if asked > self._config.max_answer_values:
+            raise InvalidParameter(
+                f"the log-probabilities of the prompt and of the answer are {asked} values; at most "
+                f"{self._config.max_answer_values} are answered",
                 param="prompt",
             )
 

@@ -16,7 +16,8 @@ UNKNOWN_LOGPROBS = TokenLogprobs(-9999.0)
 
 
 class Output(msgspec.Struct):
-    """Everything new since the last one. The one with `finish` or `error` set is the last; an error has no `finish`."""
+    """Everything new since the last one. The one with `finish` or `error` set is the last; an error has no `finish`.
+    `of_prompt`: tokens of the prompt, with their scores (see `prompt_scores.py`)."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs] | None = None
@@ -24,6 +25,7 @@ class Output(msgspec.Struct):
     error: PenstockError | None = None
     cached_tokens: int = 0
     embedding: bytes = b""
+    of_prompt: bool = False
 
 
 class Transcript:
