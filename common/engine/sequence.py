@@ -172,7 +172,7 @@ class Sequence:
 
     def _plan_reading(self, num_tokens: int) -> StepRow:
         start, end = self.num_planned, self.num_planned + num_tokens
-        pooling, known = self.generation.pooling, self.held_from
+        pooling, known = self.generation.pooling, len(self.tokens)  # what is scored may have to be computed again
         first = {"": max(start, known - 1), "mean": start, "last": max(start, len(self.given) - 1)}[pooling]
         self.num_planned = end
         self.num_steps += 1
@@ -350,6 +350,7 @@ class SequenceCache:
         blocks, sequence.blocks = sequence.blocks, []
         self.pool.release(blocks)
         sequence.num_computed = sequence.num_planned = sequence.num_published = 0
+        sequence.total = None
 
 
 def _normalised(vector: NDArray[np.floating[Any]]) -> bytes:

@@ -158,7 +158,8 @@ class PrefillTask(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class ReadTask(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """gateway → prefill: read the prompt for what `generation` asks of it. Nothing is generated; decode has no part in it."""
+    """gateway → prefill, or decode where there is no prefill worker: read the prompt for what `generation` asks of it. Nothing
+    is generated."""
 
     generation: Generation
 

@@ -13,7 +13,7 @@ from common.protocol.messages import DecodeTask, FetchFrames, Generation, Prefil
 
 Path = Literal["auto", "prefill", "direct", "read"]
 """How a prompt is computed: as the router sees fit, by a prefill worker, or by the decode worker itself; or read by a prefill
-worker, with no part for a decode worker."""
+worker, with no part for a decode worker unless that is all there is."""
 
 
 class State(IntEnum):

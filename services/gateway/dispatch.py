@@ -260,9 +260,7 @@ class Dispatcher:
                     self._apply(request, tick(request, now), now)
                 continue
             if (hopeless_to_read if request.is_read else hopeless) and self.placement.waits(request):
-                lacking = "prefill" if request.is_read else "decode"
-                none = errors.NoWorkers(f"no {lacking} worker is running; start one, or wait")
-                self._apply(request, request.fail(none), now)
+                self._apply(request, request.fail(errors.NoWorkers("no decode worker is running; start one, or wait")), now)
                 continue
             holder = request.holder
             patience_s = PATIENCE_STEPS * self.router.step_s(holder) if holder is not None else 0.0

@@ -2,7 +2,7 @@
 
     short uncached prompt, or no prefill worker  ─► (None, decode)      the direct path
     otherwise                                    ─► (prefill, decode)   of one host and fingerprint
-    a prompt that is read, not continued         ─► (prefill, None)
+    a prompt that is read, not continued         ─► (prefill, None)     decode in prefill's place, if there is no prefill worker
     nobody has room                              ─► None: the request stays in the gateway's queue
 
 Costs are seconds, by what workers measured: the prompt's uncached part and the work before it at prefill, the load and the
@@ -63,7 +63,8 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class ReadChoice(msgspec.Struct, frozen=True):
-    """The prefill worker that is to read a prompt, of which so many tokens are computed."""
+    """The worker that is to read a prompt, of which so many tokens are computed. `prefill` is a decode worker where there is no
+    prefill worker."""
 
     prefill: WorkerRef
     uncached_tokens: int
@@ -146,8 +147,8 @@ class Router:
 
     @property
     def hopeful_to_read(self) -> bool:
-        """Is there a prefill worker, or one about to be?"""
-        return any(worker.presence.state != "draining" for worker in self.prefill.members.values())
+        """Is there a worker that could read, or one about to be?"""
+        return self.hopeful or any(worker.presence.state != "draining" for worker in self.prefill.members.values())
 
     @property
     def has_room(self) -> bool:
@@ -155,7 +156,11 @@ class Router:
 
     @property
     def has_room_to_read(self) -> bool:
-        return self.prefill.has_room
+        return self._readers.has_room
+
+    @property
+    def _readers(self) -> Pool:
+        return self.prefill if self.prefill.usable else self.decode
 
     @property
     def can_prefill(self) -> bool:
@@ -199,13 +204,13 @@ class Router:
         return None if idle is None else Choice(None, idle, job.num_tokens)
 
     def choose_alone_to_read(self, job: Job) -> ReadChoice | None:
-        """A prefill worker that has nothing to do, for a prompt that must not be read beside others."""
-        idle = _idle(self.prefill, job)
+        """A worker that has nothing to do, for a prompt that must not be read beside others."""
+        idle = _idle(self._readers, job)
         return None if idle is None else ReadChoice(idle, job.num_tokens)
 
     def choose_to_read(self, job: Job) -> ReadChoice | None:
-        """A prefill worker for a prompt that is read; what is cached of it is mostly computed again. None: all are full."""
-        candidates = self._candidates(self.prefill, {}, job.avoid)
+        """A worker for a prompt that is read; what is cached of it is mostly computed again. None: all are full."""
+        candidates = self._candidates(self._readers, {}, job.avoid)
         if not candidates:
             return None
         return ReadChoice(min(candidates, key=lambda worker: self._prefill_cost(worker, job, {})).ref, job.num_tokens)

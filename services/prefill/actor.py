@@ -108,14 +108,9 @@ class PrefillActor(EngineWorker):
             self.prefixes.fetch(sequence)
 
     def on_read(self, task: ReadTask, reply: str) -> None:
-        sequence = self.admit(task.generation, reply, self._admit_reading)
+        sequence = self.admit(task.generation, reply, lambda s: self.scheduler.admit(s, self.clock()))
         if sequence is not None:
             self.prefixes.fetch(sequence)
-
-    def _admit_reading(self, sequence: Sequence) -> None:
-        if not sequence.is_read:
-            raise ProtocolError("there is nothing to read in this prompt")
-        self.scheduler.admit(sequence, self.clock())
 
     def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
         done = self.scheduler.commit(plan, result, self.clock())
@@ -142,9 +137,8 @@ class PrefillActor(EngineWorker):
     def report_reading(self, sequence: Sequence) -> None:
         if sequence.finish is not None:
             self.cache.close(sequence)
-        if self.is_held(sequence) and (sequence.finish is not None or sequence.num_outputs > sequence.num_reported):
-            self.outflow.again(sequence, sequence.num_reported)
-            sequence.num_reported = sequence.num_outputs
+        if self.is_held(sequence):
+            self.outflow.read(sequence)
 
     def on_redirect(self, redirect: Redirect) -> None:
         sequence = self.parked.get(redirect.request)

@@ -155,11 +155,32 @@ def test_without_a_prefill_worker_it_waits_and_is_told(tmp_path: Path) -> None:
         await anyio.sleep(5)
         assert reader.last is None and late.last is None
         error = (await reader.end()).error
-        assert isinstance(error, NoWorkers) and "prefill" in str(error)
+        assert isinstance(error, NoWorkers)
         await late.end()
         again = Reader(world, scoring("again", LONG))
         await world.start("prefill")
         await again.check_scores(LONG)
+
+    play(tmp_path, story, roles=("gateway",))
+
+
+def test_decode_workers_read_where_there_is_no_prefill_worker(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        first = world.alive("decode")[0]
+        slow_steps(world, first, 0.05)
+        for index in range(4):
+            world.submit(prompt(20, index), max_tokens=40)
+        readers = [Reader(world, scoring(f"s{index}", prompt(150, index))) for index in range(3)]
+        mean, one = Reader(world, embedding("m", LONG[:90])), Reader(world, scoring("one", [5, 6]))
+        while len(readers[0].tokens) < 40:
+            await anyio.sleep(0.01)
+        await world.start("decode")
+        await anyio.sleep(1)
+        await world.kill(first)
+        for index, reader in enumerate(readers):
+            await reader.check_scores(prompt(150, index))
+        await check_mean(mean, LONG[:90])
+        await one.check_scores([5, 6])
 
     play(tmp_path, story, roles=("decode", "gateway"))
 
