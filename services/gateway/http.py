@@ -42,6 +42,7 @@ from services.gateway.http_body import ClientGone, header, read_body
 from services.gateway.http_io import Exchange, Unauthorized, error_headers, safe_request_id
 from services.gateway.logprobs import TokenNames
 from services.gateway.prepare import new_id
+from services.gateway.vector_http import Serve, Vectors
 
 log = logs.get(__name__)
 
@@ -64,8 +65,8 @@ def create_app(
     dashboard: Dashboard | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Starlette:
-    """`/v1/models`, `/v1/chat/completions`, `/v1/completions`, `/health`, `/ready` and `/metrics`; with a `dashboard`, `/` and
-    what is below `/dashboard`.
+    """`/v1/models`, `/v1/chat/completions`, `/v1/completions`, `/v1/embeddings`, `/v1/score`, `/health`, `/ready` and
+    `/metrics`; with a `dashboard`, `/` and what is below `/dashboard`.
 
     `catalog` is what this edge shares with the NATS edge.
     """
@@ -76,6 +77,9 @@ def create_app(
             Route("/v1/models/{model:path}", api.model, methods=["GET"]),
             Route("/v1/chat/completions", _Generate(api, "chat"), methods=["POST"]),
             Route("/v1/completions", _Generate(api, "completion"), methods=["POST"]),
+            Route("/v1/embeddings", Vectors(api, "embedding"), methods=["POST"]),
+            Route("/v1/score", Vectors(api, "score"), methods=["POST"]),
+            Route("/score", Vectors(api, "score"), methods=["POST"]),
             Route("/health", api.health, methods=["GET"]),
             Route("/ready", api.is_ready, methods=["GET"]),
             Route("/metrics", api.metrics_page, methods=["GET"]),
@@ -99,8 +103,8 @@ class _Generate:
 class _Api:
     def __init__(self, gateway: Core, catalog: Catalog, config: GatewayConfig, clock: Callable[[], float]) -> None:
         self._gateway = gateway
-        self._catalog = catalog
-        self._config = config
+        self.catalog = self._catalog = catalog
+        self.config = self._config = config
         self._clock = clock
         self._intake = catalog.intake
         self._metrics = catalog.models[0].metrics  # errors, which may come before a model is known, are counted for all
@@ -133,7 +137,10 @@ class _Api:
         return Response(self._gateway.metrics.render(), media_type="text/plain; version=0.0.4")
 
     async def generate(self, kind: Kind, scope: Scope, receive: Receive, send: Send) -> None:
-        id = new_id(kind)
+        await self.answer(new_id(kind), functools.partial(self._serve, kind), scope, receive, send)
+
+    async def answer(self, id: str, serve: Serve, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request from its arrival to its line in the log; `serve` answers it or raises what the client is told."""
         shown_id = safe_request_id(scope, id)
         exchange = Exchange(scope, receive, send, [(b"x-request-id", shown_id)], self._clock)
         record = AccessRecord("http", scope["path"], id, self._metrics, enabled=self._config.access_log)
@@ -141,7 +148,7 @@ class _Api:
         self._active += 1
         code = ""
         try:
-            await self._serve(kind, id, scope, exchange, record)
+            await serve(id, scope, exchange, record)
         except Exception as error:
             if not isinstance(error, PenstockError):
                 log.exception("request_failed", request=id)
@@ -161,9 +168,7 @@ class _Api:
 
     async def _serve(self, kind: Kind, id: str, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:
         """:raises PenstockError: what the client is told; nothing is held for it any more then."""
-        self.authorize(scope)
-        if self._active > self._config.max_requests:
-            raise Overloaded("too many requests at once: try again in a moment")
+        self.check(scope)
         with self._intake.room() as room:
             body = await read_body(scope, exchange.receive, self._config.max_body_bytes, room)
             deadline = header(scope, DEADLINE_HEADER)
@@ -176,7 +181,7 @@ class _Api:
             exchange.headers.append((b"warning", WARNING % job.warning.encode()))
         answer = record.answer = Answer(model.core, job, model.bundle.tokenizer, model.metrics)
         send = functools.partial(self._stream if job.stream else self._collect, answer, model.token_names, exchange)
-        await answer.run(send, watch=functools.partial(self._watch, exchange, id))
+        await answer.run(send, watch=functools.partial(self.watch, exchange, id))
 
     async def _stream(self, answer: Answer, names: TokenNames, exchange: Exchange) -> None:
         job = answer.job
@@ -206,7 +211,13 @@ class _Api:
             body = await collector.body()
             await exchange.respond(200, body, body.size)
 
-    async def _watch(self, exchange: Exchange, id: str, scope: anyio.CancelScope) -> None:
+    def check(self, scope: Scope) -> None:
+        """:raises Unauthorized, Overloaded: the body is not to be read then."""
+        self.authorize(scope)
+        if self._active > self._config.max_requests:
+            raise Overloaded("too many requests at once: try again in a moment")
+
+    async def watch(self, exchange: Exchange, id: str, scope: anyio.CancelScope) -> None:
         """Ends the request when its client is gone or has stalled."""
         stall_s, keepalive_s = self._config.slow_reader_timeout_s, self._config.sse_keepalive_s
         await exchange.watch(stall_s=stall_s, keepalive_s=keepalive_s)

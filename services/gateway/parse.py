@@ -70,7 +70,7 @@ def parse(
         openai.check_chat(request)
         return request
     if len(body) <= SMALL_BYTES:
-        completion = cast(CompletionRequest, _decode_object(_completion, body, _COMPLETION, notes))
+        completion = cast(CompletionRequest, decode_object(_completion, body, _COMPLETION, notes))
     else:
         completion = yield from _parse_large_completion(body, max_prompt_tokens, notes)
     openai.check_completion(completion)
@@ -81,14 +81,14 @@ def parse(
 
 
 def _parse_chat(body: bytes, notes: Notes) -> ChatRequest:
-    request = cast(ChatRequest, _decode_object(_chat, body, _CHAT, notes))
+    request = cast(ChatRequest, decode_object(_chat, body, _CHAT, notes))
     if not request.messages:
         raise InvalidParameter("messages is empty: send at least one message", param="messages")
     _check_messages(request.messages, 0, 0)
     return request
 
 
-def _decode_object(decoder: msgspec.json.Decoder[_T], body: bytes, scope: Scope, notes: Notes) -> _T:
+def decode_object(decoder: msgspec.json.Decoder[_T], body: bytes, scope: Scope, notes: Notes) -> _T:
     """The request in `body`. Only one with unknown fields in its inner objects is decoded twice."""
     found = decode(_shallow, body)
     for name, raw in found.items():
@@ -153,16 +153,16 @@ def _check_messages(messages: Iterable[ChatMessage], first: int, parts: int) -> 
 
 
 def _parse_large_completion(body: bytes, max_prompt_tokens: int, notes: Notes) -> Steps[CompletionRequest]:
-    found = yield from _judged_members(body, None, _COMPLETION, notes)
+    found = yield from judged_members(body, None, _COMPLETION, notes)
     request = cast(CompletionRequest, _decode_small_members(_completion, body, found, "prompt", b'""', notes, _COMPLETION))
     if "prompt" not in found:
         raise InvalidParameter("prompt is missing", param="prompt")
-    prompt = yield from _prompt(body, found["prompt"], max_prompt_tokens)
+    prompt = yield from text_or_ids(body, found["prompt"], max_prompt_tokens)
     return msgspec.structs.replace(request, prompt=prompt)
 
 
 def _parse_large_chat(body: bytes, notes: Notes) -> Steps[ChatRequest]:
-    found = yield from _judged_members(body, None, _CHAT, notes)
+    found = yield from judged_members(body, None, _CHAT, notes)
     offered = found.pop("tools", None)
     request = cast(ChatRequest, _decode_small_members(_chat, body, found, "messages", b"[]", notes, _CHAT))
     if "messages" not in found:
@@ -196,7 +196,7 @@ def _large_objects(
     return objects
 
 
-def _judged_members(body: bytes, span: Span | None, scope: Scope, notes: Notes, place: str = "") -> Steps[dict[str, Span]]:
+def judged_members(body: bytes, span: Span | None, scope: Scope, notes: Notes, place: str = "") -> Steps[dict[str, Span]]:
     """The members that `scope` obeys."""
     found = yield from members(body, span)
     for name, value in found.items():
@@ -224,29 +224,32 @@ def _decode_small_members(
         largest = max(others, key=lambda name: others[name].size)
         raise InvalidParameter(f"{largest} is too large", param=largest)
     small: dict[str, bytes] = {name: body[span.start : span.end] for name, span in others.items()}
-    return _decode_object(decoder, joined({**small, large: stand_in}), scope, notes)
+    return decode_object(decoder, joined({**small, large: stand_in}), scope, notes)
 
 
-def _prompt(body: bytes, span: Span, max_tokens: int) -> Steps[str | list[Any]]:
+def text_or_ids(
+    body: bytes, span: Span, max_tokens: int, *, place: str = "prompt", limit: int = openai.MAX_CHOICES
+) -> Steps[str | list[Any]]:
+    """A string, strings, token ids or lists of them, decoded in pieces; at most `limit` strings or lists."""
     kind = body[span.start : span.start + 1]
     if kind == b'"':
-        return (yield from _large_text(body, span, "prompt"))
+        return (yield from _large_text(body, span, place))
     if kind != b"[":
-        raise InvalidParameter("invalid prompt: expected a string or an array", param="prompt")
-    array = yield from elements(body, span, limit=max(max_tokens, openai.MAX_CHOICES))
+        raise InvalidParameter(f"invalid {place}: expected a string or an array", param=place)
+    array = yield from elements(body, span, limit=max(max_tokens, limit))
     inner = body[span.start + 1 : span.start + _HEAD_BYTES].lstrip()[:1]
     if inner not in (b'"', b"[") and array.total > max_tokens:
-        raise _too_many_ids(max_tokens)
-    if inner in (b'"', b"[") and array.total > openai.MAX_CHOICES:
-        raise InvalidParameter(f"prompt has more than {openai.MAX_CHOICES} entries", param="prompt")
+        raise _too_many_ids(max_tokens, place)
+    if inner in (b'"', b"[") and array.total > limit:
+        raise InvalidParameter(f"{place} has more than {limit} entries", param=place)
     prompt: list[Any] = []
     for piece in array.pieces:
         if piece.size <= 2 * SLICE_BYTES:
-            prompt += decode(_entries, b"[" + body[piece.start : piece.end] + b"]", place="prompt", first=len(prompt))
+            prompt += decode(_entries, b"[" + body[piece.start : piece.end] + b"]", place=place, first=len(prompt))
         elif body[piece.start : piece.start + 1] == b"[":
-            prompt.append((yield from _large_ids(body, piece, max_tokens)))
+            prompt.append((yield from _large_ids(body, piece, max_tokens, place)))
         else:
-            prompt.append((yield from _large_text(body, piece, "prompt")))
+            prompt.append((yield from _large_text(body, piece, place)))
         yield
     return prompt
 
@@ -281,15 +284,15 @@ def _safe_cut(body: bytes, at: int, end: int) -> int:
     return end
 
 
-def _large_ids(body: bytes, span: Span, max_tokens: int) -> Steps[list[int]]:
+def _large_ids(body: bytes, span: Span, max_tokens: int, place: str) -> Steps[list[int]]:
     array = yield from elements(body, span, limit=max_tokens)
     if array.total > max_tokens:
-        raise _too_many_ids(max_tokens)
+        raise _too_many_ids(max_tokens, place)
     ids: list[int] = []
     for piece in array.pieces:
         if piece.size > 2 * SLICE_BYTES:
-            raise InvalidParameter("invalid prompt: expected token ids", param="prompt")
-        ids += decode(_ids, b"[" + body[piece.start : piece.end] + b"]", place="prompt")
+            raise InvalidParameter(f"invalid {place}: expected token ids", param=place)
+        ids += decode(_ids, b"[" + body[piece.start : piece.end] + b"]", place=place)
         yield
     return ids
 
@@ -327,7 +330,7 @@ def _decode_messages(raw: bytes, notes: Notes, first: int) -> list[ChatMessage]:
 def _large_message(body: bytes, span: Span, notes: Notes, place: str) -> Steps[ChatMessage]:
     if body[span.start : span.start + 1] != b"{":
         raise InvalidParameter(f"{place} must be an object with a role and a content", param=place)
-    found = yield from _judged_members(body, span, _MESSAGE, notes, place)
+    found = yield from judged_members(body, span, _MESSAGE, notes, place)
     content, calls = found.pop("content", None), found.pop("tool_calls", None)
     message = decode(_message, joined({name: body[at.start : at.end] for name, at in found.items()}), place=place)
     if calls is not None and body[calls.start : calls.end] != b"null":
@@ -351,7 +354,7 @@ def _large_message(body: bytes, span: Span, notes: Notes, place: str) -> Steps[C
         if piece.size <= 2 * SLICE_BYTES:
             parts += _decode_parts(b"[" + body[piece.start : piece.end] + b"]", notes, f"{place}.content")
         else:
-            part = yield from _judged_members(body, piece, _PART, notes, f"{place}.content")
+            part = yield from judged_members(body, piece, _PART, notes, f"{place}.content")
             fields = {name: body[at.start : at.end] for name, at in part.items()}
             parts += decode(_parts, b"[" + joined(fields) + b"]", place=f"{place}.content")
         yield
@@ -373,8 +376,8 @@ def _decode_parts(raw: bytes, notes: Notes, place: str) -> list[ContentPart]:
 # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _too_many_ids(limit: int) -> ContextLengthExceeded:
-    return ContextLengthExceeded(f"the prompt has more than {limit} tokens; at most {limit} fit", param="prompt")
+def _too_many_ids(limit: int, place: str) -> ContextLengthExceeded:
+    return ContextLengthExceeded(f"the {place} has more than {limit} tokens; at most {limit} fit", param=place)
 
 
 def _too_many_messages() -> InvalidParameter:

@@ -140,7 +140,7 @@ class Preparer:
 
         :raises RequestError: what is wrong with the request; nothing has been taken then.
         """
-        deadline_s = self._deadline(request.timeout, deadline_ms)
+        deadline_s = deadline_of(self._config, request.timeout, deadline_ms)
         grammar = await self._grammar(request)
         format: AnswerFormat | None = None
         if isinstance(request, ChatRequest):
@@ -179,7 +179,7 @@ class Preparer:
             usage_so_far=include_usage and bool(options and options.continuous_usage_stats),
             deadline_s=deadline_s,
             skip_special=request.skip_special_tokens is not False,
-            salt=_salt(request.cache_salt),
+            salt=salt_of(request.cache_salt),
             warning=notes.text,
             format=format,
             continues=not isinstance(request, ChatRequest) or request.continues,
@@ -211,17 +211,6 @@ class Preparer:
                 f"{self._config.max_answer_values} are answered",
                 param="prompt",
             )
-
-    def _deadline(self, timeout_s: float | None, header: str | None) -> float:
-        limit_s = self._config.max_deadline_s
-        asked: list[float] = [] if timeout_s is None else [timeout_s]
-        if header is not None:
-            if not (header.isascii() and header.isdigit() and len(header) <= 12 and int(header) > 0):
-                raise InvalidParameter("the deadline header must be milliseconds: a positive whole number", param="timeout")
-            asked.append(int(header) / 1000)
-        if any(seconds > limit_s for seconds in asked):
-            raise InvalidParameter(f"the deadline can be at most {limit_s:g} s", param="timeout")
-        return min(asked, default=min(self._config.default_deadline_s, limit_s))
 
     def _max_tokens(self, request: Arguments, prompts: list[list[int]], logprobs: int) -> int:
         """How long each choice may get."""
@@ -381,7 +370,7 @@ def _given(value: _T | None, recommended: _T | None, otherwise: _T) -> _T:
     return otherwise if recommended is None else recommended
 
 
-def _salt(text: str | None) -> bytes:
+def salt_of(text: str | None) -> bytes:
     return b"" if text is None else hashlib.blake2b(text.encode(), digest_size=_SALT_BYTES, person=b"cache_salt").digest()
 
 
@@ -391,3 +380,19 @@ def _size(message: Mapping[str, Any]) -> int:
     parts = content if isinstance(content, list) else [content]
     size = sum(len(part["text"] if isinstance(part, Mapping) else part) for part in parts)
     return size + len(str(message.get("reasoning_content", ""))) + tools.size_of(message.get("tool_calls", []))
+
+
+def deadline_of(config: GatewayConfig, timeout_s: float | None, header: str | None) -> float:
+    """Seconds that a request may take: the shorter of what its body and its header say.
+
+    :raises InvalidParameter: for a header that is no number, or more than `config` allows.
+    """
+    limit_s = config.max_deadline_s
+    asked: list[float] = [] if timeout_s is None else [timeout_s]
+    if header is not None:
+        if not (header.isascii() and header.isdigit() and len(header) <= 12 and int(header) > 0):
+            raise InvalidParameter("the deadline header must be milliseconds: a positive whole number", param="timeout")
+        asked.append(int(header) / 1000)
+    if any(seconds > limit_s for seconds in asked):
+        raise InvalidParameter(f"the deadline can be at most {limit_s:g} s", param="timeout")
+    return min(asked, default=min(config.default_deadline_s, limit_s))
