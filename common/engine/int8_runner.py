@@ -23,7 +23,7 @@ from common.ops.rms_norm import rms_norm
 from common.ops.team_cpu import together
 
 _KEPT_LOGITS = 64
-"""Rows of logits that are kept for the next step; more, for a prompt whose tokens were scored, are given back."""
+"""After a step that scored a prompt, memory for more rows of logits than this is given back."""
 
 
 class Int8Runner(CpuRunner):
@@ -39,6 +39,7 @@ class Int8Runner(CpuRunner):
         self._room = self._new_room(1)
         self._logits = self._new_logits(1)
         self._first_read = self._num_kept = 0
+        self._has_scored = False
 
     def logits(self, rows: Sequence[StepRow]) -> torch.Tensor:
         """Samples come first, then positions with targets, then those that are only added up and need no logits."""
@@ -62,8 +63,10 @@ class Int8Runner(CpuRunner):
         samples = every[np.repeat(counts - wanted, counts) <= every - np.repeat(ends - counts, counts)]
         if num_tokens > len(self._room.residual):
             self._room = self._new_room(num_tokens)
-        if num_logits > len(self._logits) or len(self._logits) > max(num_logits, _KEPT_LOGITS):
+        shrinks = self._has_scored and num_logits <= _KEPT_LOGITS < len(self._logits)
+        if num_logits > len(self._logits) or shrinks:
             self._logits = self._new_logits(num_logits)
+        self._has_scored = any(row.targets for row in rows)
         self._first_read, self._num_kept = sum(row.num_samples for row in rows), len(samples)
         self._run(where, num_logits, tokens, every, samples)
         return torch.from_numpy(self._logits[: self._first_read, : self.vocab_size])
