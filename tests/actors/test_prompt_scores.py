@@ -1,4 +1,4 @@
-"""`echo` with `logprobs`, and `prompt_logprobs`: what clients see of the scores of a prompt, and what the core is asked for."""
+"""Scores of prompts at both edges: what clients see of them, and what the core is asked for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from common.protocol.errors import Overloaded
 from services.gateway.config import GatewayConfig
 from tests.actors.edge import EOS, AsgiClient, ScriptedCore, ScriptedStream, app_of, ids
 from tests.actors.http_site import CHAT
+from tests.actors.nats_client import front
 
 COMPLETIONS = "/v1/completions"
 
@@ -162,3 +163,36 @@ async def test_what_can_not_be_told_is_refused_by_name_before_anything_is_asked(
 async def test_false_asks_for_nothing() -> None:
     body = await answer({"prompt": "a", "prompt_logprobs": False, "max_tokens": 1})
     assert "prompt_logprobs" not in body["choices"][0]
+
+
+async def test_over_nats_scores_come_in_chunks_and_prompt_logprobs_in_one_answer() -> None:
+    async with front(ScriptedCore(play)) as setup:
+        for tokens, asked in ((1, "abc"), (0, "abc"), (0, "a")):
+            setup.client.replies.clear()
+            body = {"prompt": asked, "echo": True, "logprobs": 0, "max_tokens": tokens}
+            await setup.client.ask(body, kind="completion")
+            await setup.client.final()
+            choices = [json.loads(reply.data)["choices"][0] for reply in setup.client.replies]
+            assert "".join(choice["text"] for choice in choices) == asked + "z" * tokens
+            told = [token for choice in choices for token in (choice["logprobs"] or {"tokens": []})["tokens"]]
+            assert told == list(asked) + ["z"] * tokens
+        setup.client.replies.clear()
+        await setup.client.ask({"prompt": "abc", "prompt_logprobs": 0, "max_tokens": 0}, kind="completion")
+        await setup.client.final()
+        assert setup.client.check_error("invalid_parameter")["param"] == "prompt_logprobs"
+        setup.client.replies.clear()
+        whole = {"prompt": "abc", "prompt_logprobs": 0, "max_tokens": 0, "stream": False}
+        await setup.client.ask(whole, kind="completion")
+        await setup.client.final()
+        assert len(json.loads(setup.client.last.data)["choices"][0]["prompt_logprobs"]) == 3
+
+
+async def test_a_long_prompt_is_told_in_chunks_that_a_message_holds() -> None:
+    async with front(ScriptedCore(play)) as setup:
+        body = {"prompt": "x" * 500, "echo": True, "logprobs": 20, "max_tokens": 1}
+        await setup.client.ask(body, kind="completion")
+        await setup.client.final()
+        choices = [json.loads(reply.data)["choices"][0] for reply in setup.client.replies]
+        assert sum(len((choice["logprobs"] or {"tokens": []})["tokens"]) for choice in choices) == 501
+        assert len(choices) > 10
+        assert max(len(reply.data) for reply in setup.client.replies) < 64 * 1024
