@@ -15,6 +15,7 @@ from typing import Literal
 from common.runtime import logs
 from services.gateway.answer import Answer
 from services.gateway.metrics import EdgeMetrics
+from services.gateway.vector_answer import VectorAnswer
 
 log = logs.get_fast("access")
 
@@ -26,7 +27,7 @@ class AccessRecord:
 
     def __init__(self, edge: Literal["http", "nats"], path: str, request: str, metrics: EdgeMetrics, *, enabled: bool) -> None:
         self.client_id = ""
-        self.answer: Answer | None = None
+        self.answer: Answer | VectorAnswer | None = None
         self._edge = edge
         self._path = path
         self._request = request

@@ -13,10 +13,11 @@ from typing import Literal
 from services.gateway.actions import State
 from services.gateway.requests import Request
 
-Line = Literal["alone", "canary", "direct", "prefill"]
-"""For a worker that has nothing else to do; for one certain worker; for room at decode; for room at prefill."""
+Line = Literal["alone", "canary", "direct", "prefill", "read"]
+"""For a worker that has nothing else to do; for one certain worker; for room at decode; for room at prefill, and at decode
+afterwards; for room at prefill alone."""
 
-_LINES: tuple[Line, ...] = ("alone", "canary", "direct", "prefill")
+_LINES: tuple[Line, ...] = ("alone", "canary", "direct", "prefill", "read")
 
 
 class WaitingLine:
