@@ -32,6 +32,8 @@ from common.runtime import logs
 from services.gateway import bodies
 from services.gateway.access_log import GONE_CODE, GONE_STATUS, AccessRecord
 from services.gateway.answer import Answer, Core
+from services.gateway.batches.http import batch_routes
+from services.gateway.batches.service import Batches
 from services.gateway.bodies import SSE_DONE, ChunkWriter, Kind
 from services.gateway.catalog import Catalog, OfferedModel
 from services.gateway.collect import Collector
@@ -62,10 +64,11 @@ def create_app(
     config: GatewayConfig,
     *,
     dashboard: Dashboard | None = None,
+    batches: Batches | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Starlette:
     """`/v1/models`, `/v1/chat/completions`, `/v1/completions`, `/health`, `/ready` and `/metrics`; with a `dashboard`, `/` and
-    what is below `/dashboard`.
+    what is below `/dashboard`; with `batches`, what is below `/v1/files` and `/v1/batches`.
 
     `catalog` is what this edge shares with the NATS edge.
     """
@@ -80,6 +83,7 @@ def create_app(
             Route("/ready", api.is_ready, methods=["GET"]),
             Route("/metrics", api.metrics_page, methods=["GET"]),
             *([] if dashboard is None else dashboard_routes(dashboard, config, api.authorize)),
+            *([] if batches is None else batch_routes(batches, catalog, api.authorize)),
         ],
         exception_handlers={HTTPException: _routing_error, PenstockError: _typed_error},
     )
