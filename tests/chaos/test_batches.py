@@ -129,13 +129,15 @@ async def run(site: Site, jobs: list[Job], *, every_s: float, within_s: float) -
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 async def test_a_batch_survives_kills_of_everything(site: Site, smollm2: ModelFiles) -> None:
     jobs = list(itertools.islice(simulated_jobs(smollm2, 1, tokens=range(100, 300)), 300))
-    await run(site, jobs, every_s=1.5, within_s=240)
+    await run(site, jobs, every_s=4.0, within_s=240)
     assert site.kills["nats"] and site.kills["gateway"] and site.kills["decode"]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1600)
 async def test_ten_thousand_lines_survive_kills_of_everything(site: Site, smollm2: ModelFiles) -> None:
     jobs = list(itertools.islice(simulated_jobs(smollm2, 2, tokens=range(5, 30)), 10_000))
     await run(site, jobs, every_s=8.0, within_s=1500)

@@ -199,6 +199,7 @@ def test_a_batch_moves_along_its_states_and_no_other_way() -> None:
         ({"metadata": {"a": "x" * 600}}, "metadata"),
         ({"metadata": {str(n): "x" for n in range(20)}}, "metadata"),
         ({"metadata": {"a": 1}}, "metadata"),
+        ({"output_expires_after": {"seconds": 3600}}, "output_expires_after"),
     ],
 )
 def test_a_wrong_request_for_a_batch_names_its_argument(change: dict[str, Any], param: str) -> None:

@@ -125,7 +125,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-class BatchRequest(msgspec.Struct, frozen=True, kw_only=True):
+class BatchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The body of `POST /v1/batches`."""
 
     input_file_id: str
@@ -145,7 +145,7 @@ def parse_request(body: bytes) -> tuple[BatchRequest, float]:
     try:
         request = _request.decode(body)
     except msgspec.ValidationError as error:
-        where = re.search(r"`\$\.?(\w+)|missing required field `(\w+)", str(error))
+        where = re.search(r"`\$\.?(\w+)|(?:missing required|unknown) field `(\w+)", str(error))
         raise InvalidParameter(str(error), param=(where[1] or where[2]) if where else None) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidParameter("the body is not valid JSON") from error

@@ -48,6 +48,7 @@ class Batches:
         self._looked = anyio.Event()
         self._news = anyio.Event()
         self._scope = anyio.CancelScope()
+        self._started = False
         self._stopped = anyio.Event()
         self.submissions = Submissions(catalog, bus, self._store, config, max_line_bytes=self.max_line_bytes)
 
@@ -109,18 +110,13 @@ class Batches:
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Until `drain`, or cancelled."""
         self._bus.on_connection_change(lambda connected: self._news.set())
+        self._started = True
         task_status.started()
         try:
             with self._scope:
-                while not await self._open():
-                    self._looked.set()
+                while True:
+                    await self._serve()
                     await self._wait()
-                self._looked.set()
-                async with anyio.create_task_group() as group:
-                    group.start_soon(self._stay_open)
-                    group.start_soon(self._runner().run, self._bus.streams)
-                    group.start_soon(self._keeper().run, self._bus.streams)
-                    group.start_soon(self.submissions.run)
         finally:
             self._is_open = False
             self._stopped.set()
@@ -128,7 +124,23 @@ class Batches:
     async def drain(self) -> None:
         """Give back what runs, and take no more."""
         self._scope.cancel()
-        await self._stopped.wait()
+        if self._started:
+            await self._stopped.wait()
+
+    async def _serve(self) -> None:
+        """For as long as nothing unforeseen happens: whatever it is must not end the gateway."""
+        is_open = await self._open()
+        self._looked.set()
+        if not is_open:
+            return
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(self._stay_open)
+                group.start_soon(self._runner().run, self._bus.streams)
+                group.start_soon(self._keeper().run, self._bus.streams)
+                group.start_soon(self.submissions.run)
+        except* Exception:
+            log.exception("batches_failed")
 
     async def _open(self) -> bool:
         config = self.config

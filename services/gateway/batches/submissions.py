@@ -34,7 +34,7 @@ from common.runtime import logs
 from common.runtime.bus import Bus, BusMessage, Endpoint, Subscription
 from services.gateway import bodies
 from services.gateway.batches.lines import WrongLine, parse_line
-from services.gateway.batches.store import Store
+from services.gateway.batches.store import Store, insist
 from services.gateway.catalog import Catalog, OfferedModel
 from services.gateway.config import GatewayConfig
 from services.gateway.nats_reply import check_reply
@@ -85,7 +85,8 @@ class Submissions:
             async with anyio.create_task_group() as self._group:
                 for endpoint, answer in self._listed:
                     handler = functools.partial(self._admit, endpoint, answer)
-                    subscriptions.append(await self._bus.subscribe(endpoint.subject, handler, queue=endpoint.queue))
+                    subscribe = functools.partial(self._bus.subscribe, endpoint.subject, handler, queue=endpoint.queue)
+                    subscriptions.append(await insist(subscribe))
                 await anyio.sleep_forever()
         finally:
             self._group = None

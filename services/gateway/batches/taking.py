@@ -8,10 +8,9 @@ from types import TracebackType
 import anyio
 
 from common.protocol import subjects
-from common.protocol.errors import BusError
+from common.protocol.errors import BusError, PenstockError
 from common.runtime import logs
 from common.runtime.streams import Delivery, Streams, WorkQueue
-from services.gateway.batches.store import insist
 
 log = logs.get("batches")
 
@@ -42,13 +41,11 @@ class Taker:
 
     async def take(self, count: int) -> list[Delivery]:
         """Up to `count`; empty if there was nothing for a while."""
-        if self._queue is None:
-            self._queue = await insist(
-                lambda: self._streams.queue(subjects.LINES, self._name, [self._pattern], ack_wait_s=ACK_WAIT_S)
-            )
         try:
+            if self._queue is None:
+                self._queue = await self._streams.queue(subjects.LINES, self._name, [self._pattern], ack_wait_s=ACK_WAIT_S)
             return await self._queue.fetch(count, FETCH_WAIT_S)
-        except BusError as error:
+        except PenstockError as error:
             log.info("queue_lost", queue=self._name, reason=str(error))
             await self._close()
             await anyio.sleep(RETRY_S)
