@@ -126,10 +126,15 @@ class ModelCore:
         those who do."""
         if self.dispatcher.num_waiting:
             return 0
-        workers = [worker for worker in self.router.decode.members.values() if worker.usable]
-        spare = sum(max(0, worker.spare) for worker in workers)
-        reserved = (spare + sum(worker.load for worker in workers)) // RESERVED_SHARE
-        return max(0, spare - reserved)
+        free = places = 0
+        for worker in self.router.decode.members.values():
+            if worker.usable:
+                said = worker.presence
+                own = said.credits + said.running + said.waiting
+                places += own
+                # a heartbeat that had not heard of what is on its way there tells of room that is taken
+                free += max(0, min(worker.spare, own - worker.load))
+        return max(0, free - places // RESERVED_SHARE)
 
     def generate(self, request: GenerationRequest) -> Stream:
         """:raises GatewayBusy, Overloaded, ShuttingDown, DuplicateRequest: nothing has been taken then."""

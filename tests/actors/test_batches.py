@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,9 +15,10 @@ import httpx
 import pytest
 
 from common.protocol import headers, subjects
-from common.protocol.errors import InternalError, NoWorkers
+from common.protocol.errors import InternalError, NoWorkers, RequestTimeout
 from common.runtime.bus import BusMessage
 from common.runtime.memory_bus import MemoryBroker, MemoryBus
+from common.runtime.memory_streams import MemoryStreams
 from services.gateway.batches import keeper, runner, taking
 from services.gateway.batches.service import Batches
 from services.gateway.catalog import Catalog
@@ -23,6 +26,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.http import create_app
 from tests.actors.edge import BUNDLE, ScriptedCore, ScriptedStream
 from tests.actors.http_client import CHAT, MODEL
+from tests.actors.test_many_models import ONE, models, over_http
 
 Script = Callable[[ScriptedStream], None]
 SLUG = subjects.slug(MODEL)
@@ -63,14 +67,7 @@ class Gateway:
                 await anyio.sleep(0.01)
 
     async def batch(self, lines: list[dict[str, Any]]) -> str:
-        await self.until_on()
-        content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
-        file = await self.http.post("/v1/files", files={"file": ("x.jsonl", content)}, data={"purpose": "batch"})
-        assert file.status_code == 200, file.text
-        body = {"input_file_id": file.json()["id"], "endpoint": CHAT, "completion_window": "24h"}
-        batch = await self.http.post("/v1/batches", json=body)
-        assert batch.status_code == 200, batch.text
-        return batch.json()["id"]
+        return await batch_of(self.http, lines)
 
     async def until(self, id: str, done: Callable[[dict[str, Any]], bool], within_s: float = 15) -> dict[str, Any]:
         with anyio.fail_after(within_s):
@@ -86,6 +83,17 @@ class Gateway:
     async def results(self, file: str | None) -> list[dict[str, Any]]:
         text = "" if file is None else (await self.http.get(f"/v1/files/{file}/content")).text
         return [json.loads(line) for line in text.splitlines()]
+
+
+async def batch_of(http: httpx.AsyncClient, lines: list[dict[str, Any]]) -> str:
+    """The id of a new batch."""
+    content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    file = await http.post("/v1/files", files={"file": ("x.jsonl", content)}, data={"purpose": "batch"})
+    assert file.status_code == 200, file.text
+    body = {"input_file_id": file.json()["id"], "endpoint": CHAT, "completion_window": "24h"}
+    batch = await http.post("/v1/batches", json=body)
+    assert batch.status_code == 200, batch.text
+    return batch.json()["id"]
 
 
 def lines(count: int) -> list[dict[str, Any]]:
@@ -185,6 +193,29 @@ async def test_a_server_that_is_away_for_a_while_costs_nothing_but_time(broker: 
         await check_whole(one, await one.ended(id), 200)
 
 
+@pytest.mark.parametrize("what", ['"status":"completed"', '"status":"finalizing"', "custom_id"])
+async def test_an_answer_of_the_server_that_is_lost_loses_no_file(
+    broker: MemoryBroker, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = MemoryStreams.append
+    lost: list[str] = []
+
+    async def lossy(self: MemoryStreams, subject: str, data: bytes, **more: Any) -> int:
+        sequence = await append(self, subject, data, **more)
+        if what.encode() in data and subject not in lost:
+            lost.append(subject)
+            raise RequestTimeout("lost")
+        return sequence
+
+    monkeypatch.setattr(MemoryStreams, "append", lossy)
+    one = Gateway(broker, answers)
+    async with running(one):
+        batch = await one.ended(await one.batch(lines(5)))
+        await anyio.sleep(0.4)  # until the gateway has asked again, and made of the answer what it will
+        await check_whole(one, batch, 5)
+    assert lost and len(one.core.streams) == 5
+
+
 async def test_what_is_nobodys_fault_is_no_result(broker: MemoryBroker) -> None:
     def refuses_first(stream: ScriptedStream) -> None:
         if len(one.core.streams) == 1:
@@ -278,3 +309,31 @@ async def test_a_line_without_a_name_gets_one_that_nobody_guesses(broker: Memory
             while len(heard) < 4:
                 await anyio.sleep(0.01)
         assert {message.headers[headers.ERROR_CODE] for message in heard[2:]} == {"invalid_parameter"}
+
+
+async def test_a_batch_leaves_room_and_waits_behind_interactive_requests(broker: MemoryBroker) -> None:
+    """A whole gateway, with a worker of eight places."""
+    async with models(ONE, broker=broker, direct_max_tokens=1000) as at, over_http(at) as http:
+        (decode,) = at.decode
+
+        def num_running() -> int:
+            return sum(not held.finished for held in decode.held.values())
+
+        decode.credits, decode.step_s = 8, 0.02
+        await at.until(lambda: at.gateway.cores[0].room_behind == 6)
+        body = {"model": ONE, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 25, "ignore_eos": True}
+        id = await batch_of(http, [{"custom_id": str(n), "method": "POST", "url": CHAT, "body": body} for n in range(30)])
+        await at.until(lambda: num_running() == 6)
+        for _ in range(20):
+            await anyio.sleep(0.02)
+            assert num_running() <= 6, "a quarter of the places stays free"
+        began = time.monotonic()
+        async with anyio.create_task_group() as group:
+            for number in range(2):
+                asked = {"prompt": [number + 1, 7], "max_tokens": 2, "ignore_eos": True}
+                group.start_soon(functools.partial(http.post, "/v1/completions", json=asked))
+        assert time.monotonic() - began < 0.4, "they waited for no line, which takes half a second"
+        with anyio.fail_after(20):
+            while (await http.get(f"/v1/batches/{id}")).json()["status"] != "completed":
+                await anyio.sleep(0.05)
+        assert at.gateway.endpoints()[-1].subject == subjects.any_result()

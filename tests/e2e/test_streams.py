@@ -157,6 +157,18 @@ async def test_a_server_without_streams_is_an_error_by_name(nats_server: str) ->
         await bus.close()
 
 
+async def test_a_server_without_room_for_the_bounds_says_so(
+    nats_server_factory: Callable[[str], LocalNatsServer], tmp_path: Path
+) -> None:
+    server = nats_server_factory(f'jetstream {{ store_dir: "{tmp_path / "small"}", max_file_store: 100KB }}\n')
+    bus = await nats_bus.connect(server.url, name="test")
+    try:
+        with pytest.raises(StorageFull):
+            await bus.streams.ensure(EVENTS)
+    finally:
+        await bus.close()
+
+
 async def test_a_server_that_is_away_is_a_timeout() -> None:
     broker = MemoryBroker()
     broker.store.enabled = True

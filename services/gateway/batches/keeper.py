@@ -235,27 +235,34 @@ class Keeper:
                 number += 1
 
     async def _written(self, batch: Batch) -> Batch:
-        """Write the files, and end the batch."""
+        """Write the files, and end the batch. Files that may be the batch's by now are left, whatever happens."""
         output = self._store.writer(f"{batch.id}_output.jsonl", "batch_output")
         errors = self._store.writer(f"{batch.id}_error.jsonl", "batch_output")
         try:
-            counts = await self._write(batch.id, output, errors)
+            completed, failed = await self._write(batch.id, output, errors)
             written = [await writer.finish() if writer.num_bytes else None for writer in (output, errors)]
-            output_id, error_id = [None if record is None else record.id for record in written]
-
-            def ended(now: Batch) -> Batch:
-                status = _END[now.status]
-                completed, failed = counts
-                return now.moved(
-                    status, time.time(), output_file=output_id, error_file=error_id, completed=completed, failed=failed
-                )
-
-            return await self._change(batch.id, ended)
         except BaseException:
             with anyio.move_on_after(5, shield=True):
-                await quietly(output.discard)
-                await quietly(errors.discard)
+                await self._discard(output, errors)
             raise
+        output_id, error_id = [None if record is None else record.id for record in written]
+
+        def ended(now: Batch) -> Batch:
+            files = {"output_file": output_id, "error_file": error_id}
+            return now.moved(_END[now.status], time.time(), completed=completed, failed=failed, **files)
+
+        try:
+            return await self._change(batch.id, ended)
+        except Superseded:
+            now = await self._store.batch(batch.id)
+            if now.has_ended and (now.output_file, now.error_file) == (output_id, error_id):
+                return now  # it was this gateway's own change, whose answer was lost
+            await self._discard(output, errors)
+            raise
+
+    async def _discard(self, *writers: FileWriter) -> None:
+        for writer in writers:
+            await quietly(writer.discard)
 
     async def _write(self, id: str, output: FileWriter, errors: FileWriter) -> tuple[int, int]:
         """Write every result into its file; returns how many have completed and failed."""

@@ -35,7 +35,7 @@ from services.gateway.prepare import new_id
 log = logs.get("batches")
 
 LOOK_EVERY_S = 0.05
-"""How often a gateway without room for a line looks whether it has some now."""
+"""How often a gateway without room for a line looks whether it has some now; and whenever a line ends."""
 MAX_DELAY_S = 15.0
 MAX_DOUBTFUL_RUNS = 3
 """How often a line is run that ends in a way which may be its own fault or not."""
@@ -86,6 +86,7 @@ class Runner:
         self._max_running = max_running
         self._max_answer_bytes = max_answer_bytes
         self._access_log = access_log
+        self._one_ended = anyio.Event()
         self._running: dict[str, dict[int, _Running]] = {model.name: {} for model in catalog.models}
 
     async def run(self, streams: Streams) -> None:
@@ -102,7 +103,8 @@ class Runner:
                 unsubmitted = sum(not line.submitted for line in running.values())
                 free = min(self._max_running - len(running), self._room(model) - unsubmitted)
                 if free <= 0 or not model.core.ready:
-                    await anyio.sleep(LOOK_EVERY_S)
+                    with anyio.move_on_after(LOOK_EVERY_S):
+                        await self._one_ended.wait()
                     continue
                 for delivery in await taker.take(free):
                     sequence = delivery.message.sequence
@@ -133,6 +135,8 @@ class Runner:
             log.warning("line_given_back", batch=batch, line=id, code=error.code, reason=str(error))
         finally:
             del self._running[model.name][message.sequence]
+            self._one_ended.set()
+            self._one_ended = anyio.Event()
             self._metrics.running.dec()
             if not settled:
                 self._metrics.lines.labels("given_back").inc()

@@ -11,7 +11,7 @@ import time
 import anyio
 
 from common.protocol import subjects
-from common.protocol.errors import BusError, JetStreamOff, PenstockError
+from common.protocol.errors import BusError, JetStreamOff, StorageFull
 from common.runtime import logs
 from common.runtime.bus import Bus, Endpoint
 from services.gateway.answer import Core
@@ -45,6 +45,7 @@ class Batches:
         self._name = f"{gateway.ref.id}-{os.urandom(4).hex()}"
         self._store = Store(bus.streams, patience_s=CLIENT_PATIENCE_S)
         self._is_open = False
+        self._problem = ""
         self._looked = anyio.Event()
         self._news = anyio.Event()
         self._scope = anyio.CancelScope()
@@ -64,10 +65,12 @@ class Batches:
     async def store(self) -> Store:
         """Where files and batches are.
 
-        :raises JetStreamOff: nowhere.
+        :raises JetStreamOff: nowhere. :raises StorageFull: the server has too little room to begin with.
         """
         with anyio.move_on_after(CLIENT_PATIENCE_S):
             await self._looked.wait()
+        if self._problem:
+            raise StorageFull(self._problem)
         if not self._is_open:
             raise JetStreamOff(
                 "files and batches need a NATS server with JetStream, which this one has not: `penstock up` starts one, "
@@ -149,12 +152,14 @@ class Batches:
                 return False
             for spec in stream_specs(config.batch_storage_mb << 20, config.batch_retention_s, config.batch_replicas):
                 await self._bus.streams.ensure(spec)
-        except BusError as error:
+        except (BusError, JetStreamOff) as error:
             log.debug("jetstream_does_not_answer", reason=str(error))
             return False
-        except PenstockError as error:
-            log.error("batches_off", code=error.code, reason=str(error))
+        except StorageFull:
+            self._problem = f"the NATS server has no room for batch_storage_mb = {config.batch_storage_mb}: set less"
+            log.error("batches_off", reason=self._problem)
             return False
+        self._problem = ""
         if not self._is_open:
             log.info("batches_on", keeper=self._name)
         self._is_open = True

@@ -132,7 +132,9 @@ class FileWriter:
     async def discard(self) -> None:
         """Remove what was written."""
         if self._num_parts:
-            await insist(lambda: self._store.streams.purge(subjects.FILES, subjects.parts_of(self._id)), within_s=5)
+            streams, record = self._store.streams, subjects.record("file", self._id)
+            await insist(lambda: streams.purge(subjects.RECORDS, record), within_s=5)
+            await insist(lambda: streams.purge(subjects.FILES, subjects.parts_of(self._id)), within_s=5)
 
     async def _flush(self, size: int) -> None:
         await self._store.add(subjects.file_part(self._id, self._num_parts), bytes(self._held[:size]))
