@@ -93,13 +93,16 @@ def _penstock_up(site: Site, model: str, served_model_name: str) -> Iterator[sub
     flags += ["--shm-dir", str(site.shm_dir), "--served-model-name", served_model_name]
     flags += [f"--{role}=1" for role in ROLES]  # all there are, wanted by this machine or not
     clean = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_") or name in KEPT}
-    with subprocess.Popen(
-        python_module("common.cli", ["up", *flags]),
-        env=clean | {MARK: site.mark},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    ) as up:
+    with (
+        tempfile.TemporaryDirectory(prefix="demo-penstock-data-") as data,
+        subprocess.Popen(
+            python_module("common.cli", ["up", *flags, "--data-dir", data]),
+            env=clean | {MARK: site.mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        ) as up,
+    ):
         try:
             yield up
         finally:

@@ -50,6 +50,9 @@ class UpConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     nats_clients: Annotated[
         tuple[str, ...], Meta(description="further users of the bus that is started, who may send requests, each with a file")
     ] = ()
+    data_dir: Annotated[
+        str, Meta(description="folder where the bus that is started keeps files and batches; empty: one for its port")
+    ] = ""
     log_dir: Annotated[str, Meta(description="folder for the processes' logs; empty: one of /tmp, removed in the end")] = ""
 
 

@@ -3,10 +3,13 @@
 <PENSTOCK_HOME>/run/<host>-<port>/      only this user can look into it; gone when `up` has ended
   nats-server.conf                      users, passwords, permissions
   gateway.json … client.json            what each role logs in with; commands find theirs by the bus's address
+<PENSTOCK_HOME>/data/<host>-<port>/     files and batches, unless --data-dir names another folder; stays
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from common.cli.fleet import UpConfig
+from common.models.source import default_cache_dir
 from common.protocol.errors import ConfigError
 from common.runtime.bus_login import BusLogin, read_credentials, run_folder, write_private
 from common.runtime.nats_access import CLIENT, USERS, Credentials, draw_credentials, server_config
@@ -35,8 +39,9 @@ def check_login(config: UpConfig) -> None:
 
 
 @contextmanager
-def prepared(port: int, *, clients: Sequence[str], reply_prefixes: Sequence[str]) -> Iterator[Path]:
-    """The folder of a bus on `port` of this machine, with credentials for every role and further `clients`.
+def prepared(port: int, *, clients: Sequence[str], reply_prefixes: Sequence[str], data: Path | None = None) -> Iterator[Path]:
+    """The folder of a bus on `port` of this machine, with credentials for every role and further `clients`. `data`: where it
+    keeps its streams, by default a folder that goes with the other one.
 
     :raises ConfigError: it can't be written.
     """
@@ -48,12 +53,48 @@ def prepared(port: int, *, clients: Sequence[str], reply_prefixes: Sequence[str]
         write_private(
             config_path(folder),
             f"listen: 127.0.0.1:{port}\nmax_payload: {MAX_PAYLOAD_BYTES}\nmax_pending: {MAX_PENDING_BYTES}\n"
+            + jetstream_config(str(data or folder / "jetstream"))
             + server_config(known, reply_prefixes=reply_prefixes),
         )
         yield folder
     finally:
         if _is_ours(folder, known[CLIENT]):  # and not that of a bus that began on this port meanwhile
             shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def data_folder(config: UpConfig, port: int) -> Iterator[Path | None]:
+    """Where the bus on `port` keeps files and batches, for as long as it is this process's alone. None: nowhere that lasts,
+    since neither a folder nor a port was chosen.
+
+    :raises ConfigError: it can't be written, or another server keeps its own there.
+    """
+    if not config.data_dir and not config.nats_port:
+        yield None
+        return
+    folder = (
+        Path(config.data_dir).expanduser().resolve()
+        if config.data_dir
+        else default_cache_dir() / "data" / run_folder(port).name
+    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = (folder / ".lock").open("a")
+    except OSError as error:
+        raise ConfigError(
+            f"can't write {folder}: {error.strerror}; choose another folder with --data-dir", param="data_dir"
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"another `penstock up` keeps its files in {folder}", param="data_dir") from error
+        yield folder
+
+
+def jetstream_config(folder: str) -> str:
+    """The `jetstream` block of a nats-server's configuration: what was accepted is on the disk."""
+    return f"jetstream {{ store_dir: {json.dumps(folder)}, sync_interval: always }}\n"
 
 
 def _is_ours(folder: Path, client: Credentials) -> bool:

@@ -74,7 +74,11 @@ def command(ctx: typer.Context) -> None:
             port = claim_port(config.nats_port, "--nats-port", hint=hint)
             config = msgspec.structs.replace(config, nats_url=f"nats://127.0.0.1:{port}")
             prefixes = getattr(asked.services["gateway"], "reply_prefixes", ())
-            credentials = stack.enter_context(own_bus.prepared(port, clients=config.nats_clients, reply_prefixes=prefixes))
+            data = stack.enter_context(own_bus.data_folder(config, port))
+            credentials = stack.enter_context(
+                own_bus.prepared(port, clients=config.nats_clients, reply_prefixes=prefixes, data=data)
+            )
+            config = msgspec.structs.replace(config, data_dir=str(data or ""))
         config = msgspec.structs.replace(config, http_port=http)
         specs = processes(
             config,
@@ -276,5 +280,7 @@ def _announce(
         out.print(f"            {subject}", markup=False)
     if credentials is not None:
         out.print(f"            with the credentials in {credentials / 'client.json'}", markup=False)
+        kept = config.data_dir or "a folder that goes with this process: --data-dir names one that stays"
+        out.print(f"batches     in {kept}", markup=False)
     out.print(f"logs        {log_dir}", markup=False)
     out.print("[bold green]ready[/]")

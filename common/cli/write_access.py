@@ -13,10 +13,13 @@ from pathlib import Path
 
 import msgspec
 
-from common.cli.own_bus import MAX_PAYLOAD_BYTES, MAX_PENDING_BYTES
+from common.cli.own_bus import MAX_PAYLOAD_BYTES, MAX_PENDING_BYTES, jetstream_config
 from common.protocol.errors import PenstockError
 from common.runtime.bus_login import write_private
 from common.runtime.nats_access import USERS, draw_credentials, server_config
+
+DATA_FOLDER = "/data"
+"""Of the server's container: a volume, so that files and batches survive it."""
 
 
 def write(folder: Path, url: str) -> bool:
@@ -32,7 +35,7 @@ def write(folder: Path, url: str) -> bool:
     for user, path in logins.items():
         write_private(path, msgspec.json.format(msgspec.json.encode(known[user])).decode())
     limits = f"listen: 0.0.0.0:4222\nmax_payload: {MAX_PAYLOAD_BYTES}\nmax_pending: {MAX_PENDING_BYTES}\n"
-    write_private(server, limits + server_config(known))
+    write_private(server, limits + jetstream_config(DATA_FOLDER) + server_config(known))
     return True
 
 

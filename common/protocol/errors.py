@@ -19,6 +19,8 @@
     │   ├── ShuttingDown            503  shutting_down
     │   ├── DeadlineExceeded        504  deadline_exceeded
     │   ├── WorkersDied             500  workers_died       workers ended each time that they ran it
+    │   ├── JetStreamOff            501  no_jetstream       the NATS server keeps nothing, and this needs it
+    │   ├── StorageFull             507  storage_full       files and batches fill the space there is for them
     │   └── InternalError           500  internal_error     carries an id, never a repr
     ├── WorkerError             between workers; the gateway retries elsewhere
     │   ├── OutOfBlocks                  out_of_blocks
@@ -30,6 +32,7 @@
     │   ├── NoResponders                 nobody listens on the subject: the process is gone
     │   ├── BusRefused                   the server wants other credentials
     │   ├── RequestTimeout               somebody listens but did not answer
+    │   ├── StreamConflict               somebody else has written there meanwhile
     │   └── BusClosed
     ├── ProtocolError           a message that can't be decoded
     └── ConfigError             names the key and the nearest known one
@@ -137,6 +140,16 @@ class WorkersDied(ServiceError):
     code = "workers_died"
 
 
+class JetStreamOff(ServiceError):
+    code = "no_jetstream"
+    http_status = 501
+
+
+class StorageFull(ServiceError):
+    code = "storage_full"
+    http_status = 507
+
+
 class InternalError(ServiceError):
     code = "internal_error"
 
@@ -186,6 +199,11 @@ class BusRefused(BusError):
 
 class RequestTimeout(BusError):
     code = "request_timeout"
+
+
+class StreamConflict(BusError):
+    code = "stream_conflict"
+    http_status = 409
 
 
 class BusClosed(BusError):

@@ -34,3 +34,6 @@ ERROR = "Nats-Service-Error"
 
 ERROR_CODE = "Nats-Service-Error-Code"
 """One of the codes of `errors.py`, for programs."""
+
+OUTCOME = "Penstock-Outcome"
+"""On the kept result of a line: `completed` or `failed`."""

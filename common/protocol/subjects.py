@@ -6,6 +6,9 @@
     penstock.v1.messages.<model-slug>       client → a gateway of this model (queue group): Anthropic messages JSON
                                             (the slug of the model's name, or of one of its aliases)
     penstock.v1.cancel.<request-id>         client → every gateway, with the request's inbox as reply subject
+    penstock.v1.batch.<model-slug>          client → a gateway of this model (queue group): one line of a batch, to be kept
+    penstock.v1.result.<line-id>            client → any gateway (queue group): what became of a line
+    penstock.v1.int.batch.…                 a gateway → what is kept of files and batches (JetStream)
     penstock.v1.int.inbox.<role>.<worker>   anyone inside → one worker's mailbox
     penstock.v1.int.presence.<role>.<worker>  a worker's heartbeat
     penstock.v1.int.reply.<role>.<connection>.<n>  an answer to one request of one connection
@@ -31,6 +34,10 @@ from common.protocol.errors import InvalidParameter
 ROOT = "penstock.v1"
 INTERNAL = f"{ROOT}.int"
 GATEWAY_QUEUE = "penstock-gateway"
+
+RECORDS, FILES, LINES, RESULTS = "PENSTOCK_RECORDS", "PENSTOCK_FILES", "PENSTOCK_LINES", "PENSTOCK_RESULTS"
+"""Streams: what files and batches are, files' bytes, lines that wait for an answer, and answers."""
+STREAMS = (RECORDS, FILES, LINES, RESULTS)
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _CLIENT_INBOX = re.compile(rf"{re.escape(INTERNAL)}\.reply\.[A-Za-z0-9_-]{{1,128}}-inbox\.[A-Za-z0-9_-]{{1,128}}")
@@ -88,6 +95,94 @@ def cancel(request: str) -> str:
 
 def any_cancel() -> str:
     return f"{ROOT}.cancel.*"
+
+
+def batch(model_slug: str) -> str:
+    return f"{ROOT}.batch.{token(model_slug, what='model')}"
+
+
+def any_batch() -> str:
+    return f"{ROOT}.batch.*"
+
+
+def result(line: str) -> str:
+    return f"{ROOT}.result.{token(line, what='line id')}"
+
+
+def any_result() -> str:
+    return f"{ROOT}.result.*"
+
+
+def kept() -> str:
+    """Everything of files and batches."""
+    return f"{INTERNAL}.batch.>"
+
+
+def record(kind: str, id: str) -> str:
+    """What a file or a batch is."""
+    return f"{INTERNAL}.batch.record.{token(kind)}.{token(id)}"
+
+
+def records_of(kind: str) -> str:
+    return f"{INTERNAL}.batch.record.{token(kind)}.*"
+
+
+def any_record() -> str:
+    return f"{INTERNAL}.batch.record.*.*"
+
+
+def file_part(file: str, number: int) -> str:
+    return f"{INTERNAL}.batch.file.{token(file)}.{number}"
+
+
+def parts_of(file: str) -> str:
+    return f"{INTERNAL}.batch.file.{token(file)}.*"
+
+
+def any_file_part() -> str:
+    return f"{INTERNAL}.batch.file.*.*"
+
+
+def line(model_slug: str, batch: str, id: str) -> str:
+    """A line that waits for its answer. `id`: its number in a batch's file, or what its sender called it."""
+    return f"{INTERNAL}.batch.line.{token(model_slug, what='model')}.{token(batch)}.{token(id, what='line id')}"
+
+
+def lines_of_model(model_slug: str) -> str:
+    return f"{INTERNAL}.batch.line.{token(model_slug, what='model')}.*.*"
+
+
+def lines_of_batch(batch: str) -> str:
+    return f"{INTERNAL}.batch.line.*.{token(batch)}.*"
+
+
+def any_line() -> str:
+    return f"{INTERNAL}.batch.line.*.*.*"
+
+
+def keep(model_slug: str, batch: str) -> str:
+    """That a batch needs a gateway to see it through. `model_slug`: of the first model of the gateway that took it."""
+    return f"{INTERNAL}.batch.keep.{token(model_slug, what='model')}.{token(batch)}"
+
+
+def batches_to_keep(model_slug: str) -> str:
+    return f"{INTERNAL}.batch.keep.{token(model_slug, what='model')}.*"
+
+
+def any_keep() -> str:
+    return f"{INTERNAL}.batch.keep.*.*"
+
+
+def line_result(batch: str, id: str) -> str:
+    return f"{INTERNAL}.batch.result.{token(batch)}.{token(id, what='line id')}"
+
+
+def results_of(batch: str) -> str:
+    return f"{INTERNAL}.batch.result.{token(batch)}.*"
+
+
+def any_line_result() -> str:
+    return f"{INTERNAL}.batch.result.*.*"
 
 
 def inbox(role: str, worker: str) -> str:

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import msgspec
 
+from common.runtime.streams import Streams
+
 
 class BusMessage(msgspec.Struct, frozen=True):
     """One delivered message. `reply` is the subject to answer on, empty when none is asked for."""
@@ -71,6 +73,11 @@ class Bus(Protocol):
     @property
     def max_payload(self) -> int:
         """Bytes; a larger publish raises before anything is sent."""
+        ...
+
+    @property
+    def streams(self) -> Streams:
+        """What the server keeps, where it does."""
         ...
 
     def on_connection_change(self, callback: Callable[[bool], None]) -> None:

@@ -26,6 +26,7 @@ from common.protocol import subjects
 from common.protocol.errors import BusClosed, RequestTimeout
 from common.runtime import logs
 from common.runtime.bus import BusMessage, Handler, ServiceInfo
+from common.runtime.memory_streams import MemoryStore, MemoryStreams
 from common.runtime.routing import (
     NO_RESPONDERS_STATUS,
     STATUS_HEADER,
@@ -77,6 +78,7 @@ class MemoryBroker:
 
     def __init__(self, *, max_payload: int = 8 * 1024 * 1024) -> None:
         self.max_payload = max_payload
+        self.store = MemoryStore()
         self.running = True
         self.num_delivered = 0
         self._buses: list[MemoryBus] = []
@@ -206,6 +208,7 @@ class MemoryBus:
         self._is_cut = False
         self._inboxes = itertools.count()
         self._context = _delivery_context()
+        self.streams = MemoryStreams(broker.store, lambda: self._connected and not self._killed, broker.max_payload)
         self._add(self._replies.pattern, self._replies.deliver, "", 65536)
 
     @property

@@ -1,7 +1,8 @@
 """Who may say and hear what on the bus: one NATS user for each role, with a password drawn at random. Pure.
 
     user      may publish to                                          may subscribe to
-    gateway   inboxes of workers, its heartbeat, clients' inboxes     requests, cancels, heartbeats, its inbox, its answers
+    gateway   inboxes of workers, its heartbeat, clients' inboxes,    requests, cancels, heartbeats, its inbox, its answers
+              its streams
     prefill   inboxes of roles it works with, its heartbeat           heartbeats, its inbox, its answers
     decode    the same                                                the same
     draft     the same                                                the same
@@ -75,7 +76,11 @@ def permissions(user: str, *, reply_prefixes: Sequence[str] = ("_INBOX.",)) -> P
     own = [f"{inbox_prefix(user)}.>", subjects.any_presence()]
     if user == MONITOR:
         return Permissions([f"$SRV.{verb}{rest}" for verb in ("PING", "INFO", "STATS") for rest in ("", ".>")], own)
-    return Permissions([*subjects.any_request(), subjects.any_cancel()], own)
+    return Permissions([*_public(), subjects.any_cancel()], own)
+
+
+def _public() -> list[str]:
+    return [*subjects.any_request(), subjects.any_batch(), subjects.any_result()]
 
 
 def _of_role(role: str, reply_prefixes: Sequence[str]) -> Permissions:
@@ -88,8 +93,20 @@ def _of_role(role: str, reply_prefixes: Sequence[str]) -> Permissions:
     subscribe = [subjects.any_inbox_of(role), subjects.any_presence(), f"{inbox_prefix(role)}.>", "$SRV.>"]
     if role == "gateway":
         publish += [f"{prefix}>" for prefix in reply_prefixes]
-        subscribe += [*subjects.any_request(), subjects.any_cancel()]
+        publish += [subjects.kept(), *_stream_api()]
+        subscribe += [*_public(), subjects.any_cancel()]
     return Permissions(publish, subscribe)
+
+
+def _stream_api() -> list[str]:
+    """What JetStream asks of whoever makes the streams of files and batches, writes, reads, and works on what waits there."""
+    api = "$JS.API"
+    found = [f"{api}.INFO", f"$JS.ACK.{subjects.LINES}.>", f"{api}.CONSUMER.CREATE.{subjects.LINES}.>"]
+    found.append(f"{api}.CONSUMER.MSG.NEXT.{subjects.LINES}.>")
+    for stream in subjects.STREAMS:
+        found += [f"{api}.STREAM.{verb}.{stream}" for verb in ("CREATE", "UPDATE", "PURGE")]
+        found += [f"{api}.DIRECT.GET.{stream}", f"{api}.DIRECT.GET.{stream}.>"]
+    return found
 
 
 def inbox_prefix(user: str) -> str:

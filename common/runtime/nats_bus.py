@@ -33,6 +33,7 @@ from common.protocol.errors import (
 from common.runtime import logs
 from common.runtime.bus import BusMessage, Handler, ServiceInfo
 from common.runtime.bus_login import BusLogin, ResolvedLogin
+from common.runtime.jetstream import JetStream
 from common.runtime.nats_access import CLIENT
 from common.runtime.nats_micro import MicroService
 from common.runtime.routing import PendingReplies, check_size, check_subject, leads_on
@@ -146,6 +147,7 @@ class NatsBus:
         self.num_dropped = 0
         self.num_slow_consumer = 0
         self.last_error = ""
+        self.streams = JetStream(self)
         self._url = url
         self._login = login
         self._client = Client()

@@ -1,4 +1,4 @@
-"""One line in the log per answered request, over HTTP and over NATS; never a word of its text.
+"""One line in the log per answered request, over HTTP, over NATS and of a batch; never a word of its text.
 
     request_answered request=chatcmpl-… client_id=… edge=http path=/v1/chat/completions model=… status=200 code= finish=stop
                      stream=True choices=1 prompt_tokens=12 completion_tokens=80 cached_tokens=0 ttft_s=0.031 duration_s=0.912
@@ -25,7 +25,9 @@ GONE_CODE, GONE_STATUS = "client_closed_request", 499
 class AccessRecord:
     """A request from its arrival to `close`."""
 
-    def __init__(self, edge: Literal["http", "nats"], path: str, request: str, metrics: EdgeMetrics, *, enabled: bool) -> None:
+    def __init__(
+        self, edge: Literal["http", "nats", "batch"], path: str, request: str, metrics: EdgeMetrics, *, enabled: bool
+    ) -> None:
         self.client_id = ""
         self.answer: Answer | VectorAnswer | None = None
         self._edge = edge

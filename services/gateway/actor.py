@@ -47,6 +47,7 @@ from common.runtime import logs
 from common.runtime.actor import Actor, WorkerState
 from common.runtime.bus import Bus
 from services.gateway.actions import Ask, Limits, Path
+from services.gateway.batches.service import Batches
 from services.gateway.catalog import Catalog, OfferedModel
 from services.gateway.census import WatchedModel
 from services.gateway.config import GatewayConfig
@@ -55,7 +56,7 @@ from services.gateway.http import create_app
 from services.gateway.inflow import Inflow
 from services.gateway.intake import Intake
 from services.gateway.lag import Lag
-from services.gateway.model_core import ModelCore, Served, names_of_workers
+from services.gateway.model_core import ModelCore, Served, names_of_workers, room_behind
 from services.gateway.nats_front import NatsFront
 from services.gateway.requests import GenerationRequest, Request
 from services.gateway.stream import Stream
@@ -119,7 +120,8 @@ class GatewayActor(Actor):
         self._freeing = anyio.Event()
         self._idle = anyio.Event()
         self._front: NatsFront | None = None
-        self.endpoints = lambda: self._front.endpoints if self._front is not None else ()
+        self.batches = None if self.catalog is None else Batches(self, self.catalog, bus, config, room=room_behind)
+        self.endpoints = lambda: [each for part in (self._front, self.batches) if part is not None for each in part.endpoints]
 
     def _catalog(self) -> Catalog | None:
         """None where a model has no text."""
@@ -152,7 +154,9 @@ class GatewayActor(Actor):
         return self.cores[0].generate(request)
 
     def http_app(self) -> ASGIApp | None:
-        return None if self.catalog is None else create_app(self, self.catalog, self.config, dashboard=self.dashboard)
+        if self.catalog is None:
+            return None
+        return create_app(self, self.catalog, self.config, dashboard=self.dashboard, batches=self.batches)
 
     @property
     def fence_after_s(self) -> float:
@@ -169,6 +173,8 @@ class GatewayActor(Actor):
             self.task_group.start_soon(core.canary.run)
         if self.catalog is not None:
             self.task_group.start_soon(self.dashboard.run)
+            if self.batches is not None:
+                self.task_group.start_soon(self.batches.run)
             self._front = NatsFront(self, self.catalog, self.bus, self.config)
             await self._front.run()
         await anyio.sleep_forever()
@@ -184,6 +190,8 @@ class GatewayActor(Actor):
             await self._all_answered()
 
     async def _all_answered(self) -> None:
+        if self.batches is not None:
+            await self.batches.drain()
         if self._front is not None:
             await self._front.drain()
         self._idle = anyio.Event()

@@ -95,6 +95,19 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
     canary_interval_s: Annotated[float, Meta(description="between canaries to a worker that gives no tokens", gt=0)] = 30.0
     canary_timeout_s: Annotated[float, Meta(description="deadline of one canary request", gt=0)] = 30.0
 
+    batch_storage_mb: Annotated[
+        int, Meta(description="MiB that files and batches may take of the NATS server's disk, with all gateways", ge=16)
+    ] = 2048
+    batch_retention_s: Annotated[float, Meta(description="files, batches and results are removed at this age", ge=60)] = (
+        30 * 24 * 3600.0
+    )
+    batch_replicas: Annotated[int, Meta(description="servers of a NATS cluster that keep each of them", ge=1, le=5)] = 1
+    batch_max_running: Annotated[
+        int, Meta(description="lines of batches that a gateway runs at once, for each model; 0: none", ge=0)
+    ] = 64
+    batch_max_lines: Annotated[int, Meta(description="lines of one batch", ge=1, le=1_000_000)] = 50_000
+    max_file_bytes: Annotated[int, Meta(description="largest file that can be uploaded", ge=1)] = 200 * 1024 * 1024
+
     @property
     def each(self) -> tuple[GatewayConfig, ...]:
         """The settings of each model, also of an only one."""

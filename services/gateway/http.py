@@ -32,6 +32,8 @@ from common.runtime import logs
 from services.gateway import bodies
 from services.gateway.access_log import GONE_CODE, GONE_STATUS, AccessRecord
 from services.gateway.answer import Answer, Core
+from services.gateway.batches.http import batch_routes
+from services.gateway.batches.service import Batches
 from services.gateway.catalog import Catalog, OfferedModel
 from services.gateway.collect import Collector, Holding
 from services.gateway.config import GatewayConfig
@@ -64,10 +66,11 @@ def create_app(
     config: GatewayConfig,
     *,
     dashboard: Dashboard | None = None,
+    batches: Batches | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Starlette:
     """`/v1/models`, the views (`views/`), `/v1/embeddings`, `/v1/score`, `/health`, `/ready` and `/metrics`; with a
-    `dashboard`, `/` and what is below `/dashboard`.
+    `dashboard`, `/` and what is below `/dashboard`; with `batches`, what is below `/v1/files` and `/v1/batches`.
 
     `catalog` is what this edge shares with the NATS edge.
     """
@@ -89,6 +92,7 @@ def create_app(
             Route("/ready", api.is_ready, methods=["GET"]),
             Route("/metrics", api.metrics_page, methods=["GET"]),
             *([] if dashboard is None else dashboard_routes(dashboard, config, api.authorize)),
+            *([] if batches is None else batch_routes(batches, catalog, api.authorize)),
         ],
         exception_handlers={HTTPException: _routing_error, PenstockError: _typed_error},
     )

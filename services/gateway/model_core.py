@@ -19,6 +19,7 @@ from common.runtime.metrics import Metrics
 from common.text.bundle import TextBundle
 from services.gateway.actions import Path
 from services.gateway.canary import Canary
+from services.gateway.catalog import OfferedModel
 from services.gateway.config import GatewayConfig
 from services.gateway.dispatch import Dispatcher
 from services.gateway.health import Health
@@ -31,6 +32,9 @@ from services.gateway.telemetry import Telemetry
 from services.gateway.windows import Windows
 
 log = logs.get("gateway")
+
+RESERVED_SHARE = 4
+"""Of a pool's places, one in so many is kept free of lines of batches."""
 
 
 class Served(msgspec.Struct, frozen=True):
@@ -116,6 +120,22 @@ class ModelCore:
         """Whether a request for this model would be answered now."""
         return self._host.serving and self.canary.passed
 
+    @property
+    def room_behind(self) -> int:
+        """How many more requests decode workers would take now that nobody waits for: a quarter of their places stays free for
+        those who do."""
+        if self.dispatcher.num_waiting:
+            return 0
+        free = places = 0
+        for worker in self.router.decode.members.values():
+            if worker.usable:
+                said = worker.presence
+                own = said.credits + said.running + said.waiting
+                places += own
+                # a heartbeat that had not heard of what is on its way there tells of room that is taken
+                free += max(0, min(worker.spare, own - worker.load))
+        return max(0, free - places // RESERVED_SHARE)
+
     def generate(self, request: GenerationRequest) -> Stream:
         """:raises GatewayBusy, Overloaded, ShuttingDown, DuplicateRequest: nothing has been taken then."""
         return self._start(request, "read" if request.is_read else "auto", None)
@@ -135,6 +155,11 @@ class ModelCore:
 
     def _start(self, request: GenerationRequest, path: Path, only: WorkerRef | None) -> Stream:
         return self._host.begin(self, request, path, only)
+
+
+def room_behind(model: OfferedModel) -> int:
+    """See `ModelCore.room_behind`."""
+    return model.core.room_behind if isinstance(model.core, ModelCore) else 0
 
 
 def names_of_workers(models: Iterable[Served]) -> list[tuple[str, ...]]:

@@ -108,7 +108,31 @@ def site(nats_server_factory: Callable[[str], LocalNatsServer]) -> Site:
     return Site(nats_server_factory(config), known)
 
 
-REQUESTS = ["penstock.v1.chat.some-model", "penstock.v1.completions.some-model", "penstock.v1.cancel.some-id"]
+REQUESTS = [
+    "penstock.v1.chat.some-model",
+    "penstock.v1.completions.some-model",
+    "penstock.v1.cancel.some-id",
+    "penstock.v1.batch.some-model",
+    "penstock.v1.result.some-line",
+]
+KEPT = [
+    subjects.record("batch", "batch-1"),
+    subjects.file_part("file-1", 0),
+    subjects.line("some-model", "batch-1", "0"),
+    subjects.keep("some-model", "batch-1"),
+    subjects.line_result("batch-1", "0"),
+]
+"""What gateways keep of files and batches."""
+STREAM_API = [
+    "$JS.API.INFO",
+    "$JS.API.STREAM.CREATE.PENSTOCK_LINES",
+    "$JS.API.STREAM.PURGE.PENSTOCK_RESULTS",
+    "$JS.API.DIRECT.GET.PENSTOCK_FILES",
+    "$JS.API.DIRECT.GET.PENSTOCK_RECORDS.penstock.v1.int.batch.record.batch.b",
+    "$JS.API.CONSUMER.CREATE.PENSTOCK_LINES.lines-some-model",
+    "$JS.API.CONSUMER.MSG.NEXT.PENSTOCK_LINES.lines-some-model",
+    "$JS.ACK.PENSTOCK_LINES.lines-some-model.1.1.1.1.0",
+]
 SRV = ["$SRV.PING", "$SRV.INFO.penstock-decode", "$SRV.STATS"]
 INTERNAL = [
     *(subjects.inbox(role, "w-1") for role in ROLES),
@@ -116,8 +140,18 @@ INTERNAL = [
     *(f"{subjects.replies_of(role)}.connection.7" for role in ROLES),
 ]
 INBOXES = [f"_INBOX.{user}.abc" for user in CLIENTS] + ["_INBOX.abc"]
-OTHERS = ["billing.events", "$JS.API.STREAM.DELETE.PROD", "$SYS.REQ.SERVER.PING", "penstock.v1.else", "penstock.v2.chat.x"]
-EVERY_SUBJECT = [*REQUESTS, *SRV, *INTERNAL, *INBOXES, *OTHERS]
+OTHERS = [
+    "billing.events",
+    "$JS.API.STREAM.DELETE.PROD",
+    "$JS.API.STREAM.PURGE.PROD",
+    "$JS.API.STREAM.DELETE.PENSTOCK_LINES",
+    "$JS.API.CONSUMER.DELETE.PENSTOCK_LINES.lines-some-model",
+    "$JS.API.STREAM.MSG.GET.PENSTOCK_FILES",
+    "$SYS.REQ.SERVER.PING",
+    "penstock.v1.else",
+    "penstock.v2.chat.x",
+]
+EVERY_SUBJECT = [*REQUESTS, *SRV, *INTERNAL, *KEPT, *STREAM_API, *INBOXES, *OTHERS]
 
 
 @pytest.mark.parametrize("user", ["client", "alice"])
@@ -141,7 +175,7 @@ async def test_clients_hear_heartbeats_and_their_own_inboxes_alone(site: Site, u
 async def test_a_worker_is_no_gateway_and_no_other_worker(site: Site, role: str) -> None:
     said = await site.publishable(role, EVERY_SUBJECT)
     assert {subject for subject in said if ".presence." in subject} == {subjects.presence(role, "w-1")}
-    assert not said & {*REQUESTS, *SRV, *OTHERS, "_INBOX.client.abc", "_INBOX.alice.abc", "_INBOX.abc"}
+    assert not said & {*REQUESTS, *SRV, *KEPT, *STREAM_API, *OTHERS, "_INBOX.client.abc", "_INBOX.alice.abc", "_INBOX.abc"}
     heard = await site.audible(role, [">", *EVERY_SUBJECT], EVERY_SUBJECT)
     assert not heard & {*REQUESTS, *INBOXES, *OTHERS}
     assert {subject for subject in heard if ".inbox." in subject} == {subjects.inbox(role, "w-1")}
@@ -150,7 +184,7 @@ async def test_a_worker_is_no_gateway_and_no_other_worker(site: Site, role: str)
 
 async def test_a_gateway_answers_clients_and_asks_workers_and_touches_nothing_else(site: Site) -> None:
     said = await site.publishable("gateway", EVERY_SUBJECT)
-    assert said >= {*INBOXES, *(subjects.inbox(role, "w-1") for role in WORKERS)}
+    assert said >= {*INBOXES, *KEPT, *STREAM_API, *(subjects.inbox(role, "w-1") for role in WORKERS)}
     assert not said & {*REQUESTS, *SRV, *OTHERS, *(subjects.presence(role, "w-1") for role in WORKERS)}
     assert not await site.audible("gateway", [">", *EVERY_SUBJECT], EVERY_SUBJECT) & {*INBOXES, *OTHERS}
 

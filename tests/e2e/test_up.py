@@ -34,10 +34,10 @@ def penstock_up(
     """A whole Penstock on ports of its own, ready; ended with the block if it still runs. It starts its own bus, or `flags` and
     `environment` say which one it joins."""
     shm_dir = folder / "shm"
-    shm_dir.mkdir()
+    shm_dir.mkdir(exist_ok=True)
     site = Site(free_port(), free_port(), shm_dir, f"test-{os.getpid()}-{time.time_ns()}")
     command = [sys.executable, "-m", "common.cli", "up", "--http-port", str(site.http_port)]
-    command += ["--nats-port", str(site.nats_port)] if own_bus else []
+    command += ["--nats-port", str(site.nats_port), "--data-dir", str(folder / "data")] if own_bus else []
     command += ["--shm-dir", str(shm_dir), "--log-dir", str(folder / "logs"), "--kv-cache-mb", "256", *flags]
     with (folder / "up.log").open("wb") as log:
         up = subprocess.Popen(
