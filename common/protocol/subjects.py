@@ -2,6 +2,8 @@
 
     penstock.v1.chat.<model-slug>           client → a gateway of this model (queue group): OpenAI chat JSON
     penstock.v1.completions.<model-slug>    client → a gateway of this model (queue group): OpenAI completion JSON
+    penstock.v1.tokenize.<model-slug>       client → a gateway of this model (queue group): vLLM's /tokenize JSON
+    penstock.v1.detokenize.<model-slug>     client → a gateway of this model (queue group): vLLM's /detokenize JSON
                                             (the slug of the model's name, or of one of its aliases)
     penstock.v1.cancel.<request-id>         client → every gateway, with the request's inbox as reply subject
     penstock.v1.int.inbox.<role>.<worker>   anyone inside → one worker's mailbox
@@ -63,12 +65,28 @@ def completions(model_slug: str) -> str:
     return f"{ROOT}.completions.{token(model_slug, what='model')}"
 
 
+def tokenize(model_slug: str) -> str:
+    return f"{ROOT}.tokenize.{token(model_slug, what='model')}"
+
+
+def detokenize(model_slug: str) -> str:
+    return f"{ROOT}.detokenize.{token(model_slug, what='model')}"
+
+
 def any_chat() -> str:
     return f"{ROOT}.chat.*"
 
 
 def any_completions() -> str:
     return f"{ROOT}.completions.*"
+
+
+def any_tokenize() -> str:
+    return f"{ROOT}.tokenize.*"
+
+
+def any_detokenize() -> str:
+    return f"{ROOT}.detokenize.*"
 
 
 def cancel(request: str) -> str:

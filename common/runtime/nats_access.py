@@ -61,6 +61,9 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
         return f"Credentials(url={self.url!r}, user={self.user!r})"
 
 
+_REQUESTS = (subjects.any_chat(), subjects.any_completions(), subjects.any_tokenize(), subjects.any_detokenize())
+
+
 class Permissions(msgspec.Struct, frozen=True):
     """Subjects, wildcards included, that a user may publish and subscribe to, and no others."""
 
@@ -75,7 +78,7 @@ def permissions(user: str, *, reply_prefixes: Sequence[str] = ("_INBOX.",)) -> P
     own = [f"{inbox_prefix(user)}.>", subjects.any_presence()]
     if user == MONITOR:
         return Permissions([f"$SRV.{verb}{rest}" for verb in ("PING", "INFO", "STATS") for rest in ("", ".>")], own)
-    return Permissions([subjects.any_chat(), subjects.any_completions(), subjects.any_cancel()], own)
+    return Permissions([*_REQUESTS, subjects.any_cancel()], own)
 
 
 def _of_role(role: str, reply_prefixes: Sequence[str]) -> Permissions:
@@ -88,7 +91,7 @@ def _of_role(role: str, reply_prefixes: Sequence[str]) -> Permissions:
     subscribe = [subjects.any_inbox_of(role), subjects.any_presence(), f"{inbox_prefix(role)}.>", "$SRV.>"]
     if role == "gateway":
         publish += [f"{prefix}>" for prefix in reply_prefixes]
-        subscribe += [subjects.any_chat(), subjects.any_completions(), subjects.any_cancel()]
+        subscribe += [*_REQUESTS, subjects.any_cancel()]
     return Permissions(publish, subscribe)
 
 

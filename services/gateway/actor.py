@@ -46,6 +46,7 @@ from common.protocol.messages import (
 from common.runtime import logs
 from common.runtime.actor import Actor, WorkerState
 from common.runtime.bus import Bus
+from common.runtime.http_cors import with_cors
 from services.gateway.actions import Ask, Limits, Path
 from services.gateway.catalog import Catalog, OfferedModel
 from services.gateway.census import WatchedModel
@@ -152,7 +153,10 @@ class GatewayActor(Actor):
         return self.cores[0].generate(request)
 
     def http_app(self) -> ASGIApp | None:
-        return None if self.catalog is None else create_app(self, self.catalog, self.config, dashboard=self.dashboard)
+        if self.catalog is None:
+            return None
+        app = create_app(self, self.catalog, self.config, dashboard=self.dashboard)
+        return with_cors(app, self.config.allow_origin)
 
     @property
     def fence_after_s(self) -> float:

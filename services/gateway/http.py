@@ -29,9 +29,11 @@ from starlette.types import Receive, Scope, Send
 from common.protocol import headers
 from common.protocol.errors import Overloaded, PenstockError, drop_frames
 from common.runtime import logs
+from common.runtime.version import version
 from services.gateway import bodies
 from services.gateway.access_log import GONE_CODE, GONE_STATUS, AccessRecord
 from services.gateway.answer import Answer, Core
+from services.gateway.arguments import Notes
 from services.gateway.bodies import SSE_DONE, ChunkWriter, Kind
 from services.gateway.catalog import Catalog, OfferedModel
 from services.gateway.collect import Collector
@@ -42,6 +44,7 @@ from services.gateway.http_body import ClientGone, header, read_body
 from services.gateway.http_io import Exchange, Unauthorized, error_headers, safe_request_id
 from services.gateway.logprobs import TokenNames
 from services.gateway.prepare import new_id
+from services.gateway.token_bodies import TokenKind
 
 log = logs.get(__name__)
 
@@ -64,8 +67,7 @@ def create_app(
     dashboard: Dashboard | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Starlette:
-    """`/v1/models`, `/v1/chat/completions`, `/v1/completions`, `/health`, `/ready` and `/metrics`; with a `dashboard`, `/` and
-    what is below `/dashboard`.
+    """All that `openapi.py` describes; `/` and what is below `/dashboard` with a `dashboard` alone.
 
     `catalog` is what this edge shares with the NATS edge.
     """
@@ -76,6 +78,10 @@ def create_app(
             Route("/v1/models/{model:path}", api.model, methods=["GET"]),
             Route("/v1/chat/completions", _Generate(api, "chat"), methods=["POST"]),
             Route("/v1/completions", _Generate(api, "completion"), methods=["POST"]),
+            Route("/tokenize", _Generate(api, "tokenize"), methods=["POST"]),
+            Route("/detokenize", _Generate(api, "detokenize"), methods=["POST"]),
+            Route("/version", api.version, methods=["GET"]),
+            Route("/ping", api.ping, methods=["GET", "POST"]),
             Route("/health", api.health, methods=["GET"]),
             Route("/ready", api.is_ready, methods=["GET"]),
             Route("/metrics", api.metrics_page, methods=["GET"]),
@@ -86,11 +92,11 @@ def create_app(
 
 
 class _Generate:
-    """One generation endpoint: an ASGI app, so that starlette hands it `receive` and `send` as they are."""
+    """One endpoint that reads a body: an ASGI app, so that starlette hands it `receive` and `send` as they are."""
 
-    def __init__(self, api: _Api, kind: Kind) -> None:
+    def __init__(self, api: _Api, kind: Kind | TokenKind) -> None:
         self._api = api
-        self._kind: Kind = kind
+        self._kind: Kind | TokenKind = kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._api.generate(self._kind, scope, receive, send)
@@ -132,7 +138,14 @@ class _Api:
     async def metrics_page(self, request: Request) -> Response:
         return Response(self._gateway.metrics.render(), media_type="text/plain; version=0.0.4")
 
-    async def generate(self, kind: Kind, scope: Scope, receive: Receive, send: Send) -> None:
+    async def version(self, request: Request) -> Response:
+        return _json({"version": version()})
+
+    async def ping(self, request: Request) -> Response:
+        """As SageMaker asks: 200 once requests would be answered, with an empty body."""
+        return Response(status_code=200 if self._gateway.ready else 503)
+
+    async def generate(self, kind: Kind | TokenKind, scope: Scope, receive: Receive, send: Send) -> None:
         id = new_id(kind)
         shown_id = safe_request_id(scope, id)
         exchange = Exchange(scope, receive, send, [(b"x-request-id", shown_id)], self._clock)
@@ -141,7 +154,10 @@ class _Api:
         self._active += 1
         code = ""
         try:
-            await self._serve(kind, id, scope, exchange, record)
+            if kind == "tokenize" or kind == "detokenize":
+                await self._serve_tokens(kind, scope, exchange)
+            else:
+                await self._serve(kind, id, scope, exchange, record)
         except Exception as error:
             if not isinstance(error, PenstockError):
                 log.exception("request_failed", request=id)
@@ -161,9 +177,7 @@ class _Api:
 
     async def _serve(self, kind: Kind, id: str, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:
         """:raises PenstockError: what the client is told; nothing is held for it any more then."""
-        self.authorize(scope)
-        if self._active > self._config.max_requests:
-            raise Overloaded("too many requests at once: try again in a moment")
+        self._admit(scope)
         with self._intake.room() as room:
             body = await read_body(scope, exchange.receive, self._config.max_body_bytes, room)
             deadline = header(scope, DEADLINE_HEADER)
@@ -171,12 +185,33 @@ class _Api:
                 kind, body, id=id, deadline_ms=None if deadline is None else deadline.decode("latin-1")
             )
             del body
-        self._metrics.ignored(notes.labels)
-        if job.warning:
-            exchange.headers.append((b"warning", WARNING % job.warning.encode()))
+        self._warn(notes, exchange)
         answer = record.answer = Answer(model.core, job, model.bundle.tokenizer, model.metrics)
         send = functools.partial(self._stream if job.stream else self._collect, answer, model.token_names, exchange)
         await answer.run(send, watch=functools.partial(self._watch, exchange, id))
+
+    async def _serve_tokens(self, kind: TokenKind, scope: Scope, exchange: Exchange) -> None:
+        """:raises PenstockError: what the client is told."""
+        self._admit(scope)
+        with self._intake.room() as room:
+            body = await read_body(scope, exchange.receive, self._config.max_body_bytes, room)
+            _, answer, notes = await self._catalog.tokens(kind, body)
+            del body
+        self._warn(notes, exchange)
+        with self._intake.holding(answer.size):
+            await exchange.respond(200, answer, answer.size)
+
+    def _admit(self, scope: Scope) -> None:
+        """:raises Unauthorized, Overloaded:"""
+        self.authorize(scope)
+        if self._active > self._config.max_requests:
+            raise Overloaded("too many requests at once: try again in a moment")
+
+    def _warn(self, notes: Notes, exchange: Exchange) -> None:
+        """Count what had no effect, and say so in the answer."""
+        self._metrics.ignored(notes.labels)
+        if notes.text:
+            exchange.headers.append((b"warning", WARNING % notes.text.encode()))
 
     async def _stream(self, answer: Answer, names: TokenNames, exchange: Exchange) -> None:
         job = answer.job

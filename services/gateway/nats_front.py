@@ -1,4 +1,5 @@
-"""The OpenAI API on NATS: `penstock.v1.chat.<slug>` and `penstock.v1.completions.<slug>` for each name of each model.
+"""The API on NATS: `penstock.v1.chat.<slug>`, `penstock.v1.completions.<slug>`, `penstock.v1.tokenize.<slug>` and
+`penstock.v1.detokenize.<slug>` for each name of each model.
 
 A request is OpenAI's JSON with a reply inbox; headers as in `common/protocol/headers.py`. `stream` is true unless the body
 says otherwise. The answer is one message per chunk, each with its sequence number; the last has the final marker, and holds a
@@ -51,6 +52,7 @@ from services.gateway.logprobs import TokenNames
 from services.gateway.namesakes import Namesakes
 from services.gateway.nats_reply import Link, Reply, check_reply
 from services.gateway.prepare import new_id
+from services.gateway.token_bodies import TokenKind
 
 log = logs.get(__name__)
 
@@ -68,7 +70,7 @@ MAX_PROBES = 64
 class _Listed(msgspec.Struct, frozen=True):
     """A public subject: what is asked for there, of which model."""
 
-    kind: Kind
+    kind: Kind | TokenKind
     model: OfferedModel
     endpoint: Endpoint
 
@@ -80,9 +82,11 @@ def _listed(catalog: Catalog) -> list[_Listed]:
         for name in model.names:
             slug = subjects.slug(name)
             suffix = f"-{slug}" if found and name != catalog.models[0].name else ""
-            public: tuple[tuple[Kind, str, str], ...] = (
+            public: tuple[tuple[Kind | TokenKind, str, str], ...] = (
                 ("chat", "chat", subjects.chat(slug)),
                 ("completion", "completions", subjects.completions(slug)),
+                ("tokenize", "tokenize", subjects.tokenize(slug)),
+                ("detokenize", "detokenize", subjects.detokenize(slug)),
             )
             for kind, title, subject in public:
                 endpoint = Endpoint(name=f"{title}{suffix}", subject=subject, queue=subjects.GATEWAY_QUEUE)
@@ -270,8 +274,12 @@ class NatsFront:
                 self._drop("nobody_listens", incoming.subject)
                 return
         body, incoming.body = incoming.body, b""
+        kind = incoming.listed.kind
+        if kind == "tokenize" or kind == "detokenize":
+            await self._send_tokens(kind, body, incoming, reply)
+            return
         model, job, notes = await self._catalog.prepare(
-            incoming.listed.kind,
+            kind,
             body,
             id=reply.minted,
             shown_id=reply.request,
@@ -287,6 +295,17 @@ class NatsFront:
         answer = Answer(model.core, job, model.bundle.tokenizer, model.metrics, on_start=on_start)
         record.answer = answer
         await answer.run(functools.partial(self._stream if job.stream else self._collect, answer, model.token_names, reply))
+
+    async def _send_tokens(self, kind: TokenKind, body: bytes, incoming: _Incoming, reply: Reply) -> None:
+        """:raises PayloadTooLarge: the answer is larger than a message may be. :raises RequestError: as `Catalog.tokens`."""
+        _, pieces, notes = await self._catalog.tokens(kind, body, of_subject=incoming.listed.model)
+        del body
+        incoming.room.give_back()
+        self._metrics.ignored(notes.labels)
+        reply.warning = notes.text
+        if pieces.size > self._bus.max_payload:
+            raise PayloadTooLarge(f"the answer is longer than a message may be ({self._bus.max_payload} bytes)")
+        await reply.last(b"".join(pieces))
 
     async def _collect(self, answer: Answer, names: TokenNames, reply: Reply) -> None:
         with Collector(answer, names, self._intake, max_bytes=self._bus.max_payload) as collector:

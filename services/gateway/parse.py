@@ -70,7 +70,7 @@ def parse(
         openai.check_chat(request)
         return request
     if len(body) <= SMALL_BYTES:
-        completion = cast(CompletionRequest, _decode_object(_completion, body, _COMPLETION, notes))
+        completion = cast(CompletionRequest, decode_object(_completion, body, _COMPLETION, notes))
     else:
         completion = yield from _parse_large_completion(body, max_prompt_tokens, notes)
     openai.check_completion(completion)
@@ -81,14 +81,14 @@ def parse(
 
 
 def _parse_chat(body: bytes, notes: Notes) -> ChatRequest:
-    request = cast(ChatRequest, _decode_object(_chat, body, _CHAT, notes))
+    request = cast(ChatRequest, decode_object(_chat, body, _CHAT, notes))
     if not request.messages:
         raise InvalidParameter("messages is empty: send at least one message", param="messages")
-    _check_messages(request.messages, 0, 0)
+    check_messages(request.messages, 0, 0)
     return request
 
 
-def _decode_object(decoder: msgspec.json.Decoder[_T], body: bytes, scope: Scope, notes: Notes) -> _T:
+def decode_object(decoder: msgspec.json.Decoder[_T], body: bytes, scope: Scope, notes: Notes) -> _T:
     """The request in `body`. Only one with unknown fields in its inner objects is decoded twice."""
     found = decode(_shallow, body)
     for name, raw in found.items():
@@ -137,7 +137,7 @@ def _cleaned_messages(raw: Raw | bytes, notes: Notes, first: int) -> bytes:
     return b"[" + b",".join(cleaned) + b"]"
 
 
-def _check_messages(messages: Iterable[ChatMessage], first: int, parts: int) -> int:
+def check_messages(messages: Iterable[ChatMessage], first: int, parts: int) -> int:
     """Returns how many parts there are, with `parts` of the messages before."""
     index = first
     for index, message in enumerate(messages, start=first):
@@ -153,8 +153,8 @@ def _check_messages(messages: Iterable[ChatMessage], first: int, parts: int) -> 
 
 
 def _parse_large_completion(body: bytes, max_prompt_tokens: int, notes: Notes) -> Steps[CompletionRequest]:
-    found = yield from _judged_members(body, None, _COMPLETION, notes)
-    request = cast(CompletionRequest, _decode_small_members(_completion, body, found, "prompt", b'""', notes, _COMPLETION))
+    found = yield from judged_members(body, None, _COMPLETION, notes)
+    request = cast(CompletionRequest, decode_small_members(_completion, body, found, "prompt", b'""', notes, _COMPLETION))
     if "prompt" not in found:
         raise InvalidParameter("prompt is missing", param="prompt")
     prompt = yield from _prompt(body, found["prompt"], max_prompt_tokens)
@@ -162,20 +162,25 @@ def _parse_large_completion(body: bytes, max_prompt_tokens: int, notes: Notes) -
 
 
 def _parse_large_chat(body: bytes, notes: Notes) -> Steps[ChatRequest]:
-    found = yield from _judged_members(body, None, _CHAT, notes)
+    found = yield from judged_members(body, None, _CHAT, notes)
     offered = found.pop("tools", None)
-    request = cast(ChatRequest, _decode_small_members(_chat, body, found, "messages", b"[]", notes, _CHAT))
+    request = cast(ChatRequest, decode_small_members(_chat, body, found, "messages", b"[]", notes, _CHAT))
     if "messages" not in found:
         raise InvalidParameter("messages is missing", param="messages")
-    messages = yield from _large_messages(body, found["messages"], notes)
+    messages = yield from large_messages(body, found["messages"], notes)
     if not messages:
         raise InvalidParameter("messages is empty: send at least one message", param="messages")
-    if offered is not None and body[offered.start : offered.end] != b"null":
-        if offered.size > tools.MAX_TOOLS_BYTES:
-            raise InvalidParameter(f"tools is larger than {tools.MAX_TOOLS_BYTES} bytes", param="tools")
-        objects = yield from _large_objects(body, offered, "tools", tools.MAX_TOOLS, tools.MAX_TOOL_BYTES, tools.too_many_tools)
-        request = msgspec.structs.replace(request, tools=objects)
-    return msgspec.structs.replace(request, messages=messages)
+    objects = yield from large_tools(body, offered)
+    return msgspec.structs.replace(request, messages=messages, tools=objects)
+
+
+def large_tools(body: bytes, span: Span | None) -> Steps[list[dict[str, Any]] | None]:
+    """The tools of a large body; None if there are none."""
+    if span is None or body[span.start : span.end] == b"null":
+        return None
+    if span.size > tools.MAX_TOOLS_BYTES:
+        raise InvalidParameter(f"tools is larger than {tools.MAX_TOOLS_BYTES} bytes", param="tools")
+    return (yield from _large_objects(body, span, "tools", tools.MAX_TOOLS, tools.MAX_TOOL_BYTES, tools.too_many_tools))
 
 
 def _large_objects(
@@ -196,7 +201,7 @@ def _large_objects(
     return objects
 
 
-def _judged_members(body: bytes, span: Span | None, scope: Scope, notes: Notes, place: str = "") -> Steps[dict[str, Span]]:
+def judged_members(body: bytes, span: Span | None, scope: Scope, notes: Notes, place: str = "") -> Steps[dict[str, Span]]:
     """The members that `scope` obeys."""
     found = yield from members(body, span)
     for name, value in found.items():
@@ -209,7 +214,7 @@ def _head(body: bytes, span: Span) -> bytes:
     return body[span.start : min(span.end, span.start + _HEAD_BYTES)]
 
 
-def _decode_small_members(
+def decode_small_members(
     decoder: msgspec.json.Decoder[_T],
     body: bytes,
     found: Mapping[str, Span],
@@ -224,13 +229,13 @@ def _decode_small_members(
         largest = max(others, key=lambda name: others[name].size)
         raise InvalidParameter(f"{largest} is too large", param=largest)
     small: dict[str, bytes] = {name: body[span.start : span.end] for name, span in others.items()}
-    return _decode_object(decoder, joined({**small, large: stand_in}), scope, notes)
+    return decode_object(decoder, joined({**small, large: stand_in}), scope, notes)
 
 
 def _prompt(body: bytes, span: Span, max_tokens: int) -> Steps[str | list[Any]]:
     kind = body[span.start : span.start + 1]
     if kind == b'"':
-        return (yield from _large_text(body, span, "prompt"))
+        return (yield from large_text(body, span, "prompt"))
     if kind != b"[":
         raise InvalidParameter("invalid prompt: expected a string or an array", param="prompt")
     array = yield from elements(body, span, limit=max(max_tokens, openai.MAX_CHOICES))
@@ -244,14 +249,14 @@ def _prompt(body: bytes, span: Span, max_tokens: int) -> Steps[str | list[Any]]:
         if piece.size <= 2 * SLICE_BYTES:
             prompt += decode(_entries, b"[" + body[piece.start : piece.end] + b"]", place="prompt", first=len(prompt))
         elif body[piece.start : piece.start + 1] == b"[":
-            prompt.append((yield from _large_ids(body, piece, max_tokens)))
+            prompt.append((yield from large_ids(body, piece, max_tokens)))
         else:
-            prompt.append((yield from _large_text(body, piece, "prompt")))
+            prompt.append((yield from large_text(body, piece, "prompt")))
         yield
     return prompt
 
 
-def _large_text(body: bytes, span: Span, place: str) -> Steps[str]:
+def large_text(body: bytes, span: Span, place: str) -> Steps[str]:
     """A string, decoded in pieces."""
     if body[span.start : span.start + 1] != b'"' or body[span.end - 1 : span.end] != b'"' or span.size < 2:
         raise InvalidParameter(f"invalid {place}: expected a string", param=place)
@@ -281,20 +286,23 @@ def _safe_cut(body: bytes, at: int, end: int) -> int:
     return end
 
 
-def _large_ids(body: bytes, span: Span, max_tokens: int) -> Steps[list[int]]:
+def large_ids(body: bytes, span: Span, max_tokens: int, place: str = "prompt") -> Steps[list[int]]:
+    """An array of at most `max_tokens` token ids, decoded in pieces."""
+    if body[span.start : span.start + 1] != b"[":
+        raise InvalidParameter(f"invalid {place}: expected an array", param=place)
     array = yield from elements(body, span, limit=max_tokens)
     if array.total > max_tokens:
-        raise _too_many_ids(max_tokens)
+        raise _too_many_ids(max_tokens, place)
     ids: list[int] = []
     for piece in array.pieces:
         if piece.size > 2 * SLICE_BYTES:
-            raise InvalidParameter("invalid prompt: expected token ids", param="prompt")
-        ids += decode(_ids, b"[" + body[piece.start : piece.end] + b"]", place="prompt")
+            raise InvalidParameter(f"invalid {place}: expected token ids", param=place)
+        ids += decode(_ids, b"[" + body[piece.start : piece.end] + b"]", place=place, first=len(ids))
         yield
     return ids
 
 
-def _large_messages(body: bytes, span: Span, notes: Notes) -> Steps[list[ChatMessage]]:
+def large_messages(body: bytes, span: Span, notes: Notes) -> Steps[list[ChatMessage]]:
     if body[span.start : span.start + 1] != b"[":
         raise InvalidParameter("invalid messages: expected an array", param="messages")
     array = yield from elements(body, span, limit=openai.MAX_MESSAGES)
@@ -307,7 +315,7 @@ def _large_messages(body: bytes, span: Span, notes: Notes) -> Steps[list[ChatMes
             more = _decode_messages(b"[" + body[piece.start : piece.end] + b"]", notes, len(messages))
         else:
             more = [(yield from _large_message(body, piece, notes, f"messages[{len(messages)}]"))]
-        parts = _check_messages(more, len(messages), parts)
+        parts = check_messages(more, len(messages), parts)
         messages += more
         yield
     return messages
@@ -327,7 +335,7 @@ def _decode_messages(raw: bytes, notes: Notes, first: int) -> list[ChatMessage]:
 def _large_message(body: bytes, span: Span, notes: Notes, place: str) -> Steps[ChatMessage]:
     if body[span.start : span.start + 1] != b"{":
         raise InvalidParameter(f"{place} must be an object with a role and a content", param=place)
-    found = yield from _judged_members(body, span, _MESSAGE, notes, place)
+    found = yield from judged_members(body, span, _MESSAGE, notes, place)
     content, calls = found.pop("content", None), found.pop("tool_calls", None)
     message = decode(_message, joined({name: body[at.start : at.end] for name, at in found.items()}), place=place)
     if calls is not None and body[calls.start : calls.end] != b"null":
@@ -341,7 +349,7 @@ def _large_message(body: bytes, span: Span, notes: Notes, place: str) -> Steps[C
     if content is None or body[content.start : content.end] == b"null":
         return message
     if body[content.start : content.start + 1] != b"[":
-        text = yield from _large_text(body, content, f"{place}.content")
+        text = yield from large_text(body, content, f"{place}.content")
         return msgspec.structs.replace(message, content=text)
     array = yield from elements(body, content, limit=openai.MAX_PARTS)
     if array.total > openai.MAX_PARTS:
@@ -351,7 +359,7 @@ def _large_message(body: bytes, span: Span, notes: Notes, place: str) -> Steps[C
         if piece.size <= 2 * SLICE_BYTES:
             parts += _decode_parts(b"[" + body[piece.start : piece.end] + b"]", notes, f"{place}.content")
         else:
-            part = yield from _judged_members(body, piece, _PART, notes, f"{place}.content")
+            part = yield from judged_members(body, piece, _PART, notes, f"{place}.content")
             fields = {name: body[at.start : at.end] for name, at in part.items()}
             parts += decode(_parts, b"[" + joined(fields) + b"]", place=f"{place}.content")
         yield
@@ -373,8 +381,9 @@ def _decode_parts(raw: bytes, notes: Notes, place: str) -> list[ContentPart]:
 # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _too_many_ids(limit: int) -> ContextLengthExceeded:
-    return ContextLengthExceeded(f"the prompt has more than {limit} tokens; at most {limit} fit", param="prompt")
+def _too_many_ids(limit: int, place: str = "prompt") -> ContextLengthExceeded:
+    what = "the prompt has" if place == "prompt" else f"{place} has"
+    return ContextLengthExceeded(f"{what} more than {limit} tokens; at most {limit} fit", param=place)
 
 
 def _too_many_messages() -> InvalidParameter:

@@ -33,10 +33,12 @@ from services.gateway.config import GatewayConfig
 from services.gateway.intake import Intake
 from services.gateway.openai import Arguments, ChatRequest, CompletionRequest
 from services.gateway.structured import structure_of
+from services.gateway.token_bodies import TokenKind
 
 _INLINE_CHARS = 8192
 _COMPLETION_MAX_TOKENS = 16
 _SALT_BYTES = 16
+_ID_PREFIXES = {"chat": "chatcmpl", "completion": "cmpl"}
 _T = TypeVar("_T")
 
 
@@ -91,9 +93,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return self.sampling if seed == self.sampling.seed else msgspec.structs.replace(self.sampling, seed=seed)
 
 
-def new_id(kind: Kind) -> str:
+def new_id(kind: Kind | TokenKind) -> str:
     """Unguessable: whoever has it may cancel the request."""
-    return f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{os.urandom(12).hex()}"
+    return f"{_ID_PREFIXES.get(kind, kind)}-{os.urandom(12).hex()}"
 
 
 class Preparer:

@@ -108,7 +108,13 @@ def site(nats_server_factory: Callable[[str], LocalNatsServer]) -> Site:
     return Site(nats_server_factory(config), known)
 
 
-REQUESTS = ["penstock.v1.chat.some-model", "penstock.v1.completions.some-model", "penstock.v1.cancel.some-id"]
+REQUESTS = [
+    "penstock.v1.chat.some-model",
+    "penstock.v1.completions.some-model",
+    "penstock.v1.tokenize.some-model",
+    "penstock.v1.detokenize.some-model",
+    "penstock.v1.cancel.some-id",
+]
 SRV = ["$SRV.PING", "$SRV.INFO.penstock-decode", "$SRV.STATS"]
 INTERNAL = [
     *(subjects.inbox(role, "w-1") for role in ROLES),
