@@ -22,7 +22,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -43,6 +43,7 @@ from services.gateway.dashboard_http import dashboard_routes
 from services.gateway.http_body import ClientGone, header, read_body
 from services.gateway.http_io import Exchange, Unauthorized, error_headers, safe_request_id
 from services.gateway.logprobs import TokenNames
+from services.gateway.openapi import openapi_routes
 from services.gateway.prepare import new_id
 from services.gateway.token_bodies import TokenKind
 
@@ -85,6 +86,7 @@ def create_app(
             Route("/health", api.health, methods=["GET"]),
             Route("/ready", api.is_ready, methods=["GET"]),
             Route("/metrics", api.metrics_page, methods=["GET"]),
+            *openapi_routes(config),
             *([] if dashboard is None else dashboard_routes(dashboard, config, api.authorize)),
         ],
         exception_handlers={HTTPException: _routing_error, PenstockError: _typed_error},
@@ -133,7 +135,7 @@ class _Api:
         """Whether `?model=` could be served now, by default any model."""
         name = request.query_params.get("model")
         ready = self._gateway.ready if name is None else self._catalog.find(name).core.ready
-        return Response("ready\n") if ready else Response("not ready\n", status_code=503)
+        return PlainTextResponse("ready\n") if ready else PlainTextResponse("not ready\n", status_code=503)
 
     async def metrics_page(self, request: Request) -> Response:
         return Response(self._gateway.metrics.render(), media_type="text/plain; version=0.0.4")

@@ -36,6 +36,7 @@ _IGNORED: Table = dict.fromkeys((*ChatRequest.__struct_fields__, *CompletionRequ
 
 _TOKENIZE = Scope(TokenizeRequest.__struct_fields__, _REFUSED, _IGNORED)
 _DETOKENIZE = Scope(DetokenizeRequest.__struct_fields__, {}, {})
+TOKEN_SCOPES: dict[type[msgspec.Struct], Scope] = {TokenizeRequest: _TOKENIZE, DetokenizeRequest: _DETOKENIZE}
 _tokenize = msgspec.json.Decoder(TokenizeRequest)
 _detokenize = msgspec.json.Decoder(DetokenizeRequest)
 
