@@ -164,6 +164,19 @@ ANSWERS: dict[str, Schema] = {
     "Health": record(
         {"status": const("ok"), "worker": STRING, "models": array(record({"id": STRING, "ready": BOOLEAN}), minItems=1)}
     ),
+    "TokenizerInfo": {
+        "type": "object",
+        "properties": {
+            "tokenizer_class": STRING,
+            "chat_template": either(STRING, NULL),
+            "model_max_length": COUNT,
+            "eos_token": either(STRING, NULL),
+            "bos_token": either(STRING, NULL),
+            "pad_token": either(STRING, NULL),
+        },
+        "required": ["tokenizer_class", "chat_template", "model_max_length", "eos_token", "bos_token", "pad_token"],
+        "description": "Further special tokens are there by their names in transformers.",
+    },
     "Version": record({"version": STRING}),
     "Targets": array(
         record({"targets": array(STRING), "labels": {"type": "object", "additionalProperties": STRING}}),

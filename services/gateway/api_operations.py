@@ -105,8 +105,7 @@ def _answer(name: str) -> dict[int, dict[str, Schema]]:
 
 def _stream(name: str, chunk: str) -> dict[int, dict[str, Schema]]:
     events = {
-        "type": "string",
-        "description": f"With `stream`: events whose data is a {chunk}, then `[DONE]`; an Error ends a stream that fails.",
+        "description": f"With `stream`: events whose data is a {chunk}, then `[DONE]`; an Error ends a stream that fails."
     }
     return {200: {JSON: reference(name), EVENTS: events}}
 
@@ -172,6 +171,16 @@ OPERATIONS: tuple[Operation, ...] = (
         parameters=(_REQUEST_ID,),
         answers=_answer("DetokenizeAnswer"),
         errors=_READS_A_BODY,
+        keyed=True,
+    ),
+    Operation(
+        method="GET",
+        path="/tokenizer_info",
+        summary="Tell a model's chat template and special tokens.",
+        tag="tokens",
+        parameters=(Parameter("model", "query", "Needed where several models are served."),),
+        answers=_answer("TokenizerInfo"),
+        errors=(InvalidParameter, UnknownModel),
         keyed=True,
     ),
     Operation(

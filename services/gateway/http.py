@@ -46,6 +46,7 @@ from services.gateway.logprobs import TokenNames
 from services.gateway.openapi import openapi_routes
 from services.gateway.prepare import new_id
 from services.gateway.token_bodies import TokenKind
+from services.gateway.tokenizing import tokenizer_info
 
 log = logs.get(__name__)
 
@@ -81,6 +82,7 @@ def create_app(
             Route("/v1/completions", _Generate(api, "completion"), methods=["POST"]),
             Route("/tokenize", _Generate(api, "tokenize"), methods=["POST"]),
             Route("/detokenize", _Generate(api, "detokenize"), methods=["POST"]),
+            Route("/tokenizer_info", api.tokenizer_info, methods=["GET"]),
             Route("/version", api.version, methods=["GET"]),
             Route("/ping", api.ping, methods=["GET", "POST"]),
             Route("/health", api.health, methods=["GET"]),
@@ -139,6 +141,12 @@ class _Api:
 
     async def metrics_page(self, request: Request) -> Response:
         return Response(self._gateway.metrics.render(), media_type="text/plain; version=0.0.4")
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """What vLLM tells of a tokenizer, of the model that `?model=` names."""
+        self.authorize(request.scope)
+        bundle = self._catalog.choose(request.query_params.get("model")).bundle
+        return _json(tokenizer_info(bundle))
 
     async def version(self, request: Request) -> Response:
         return _json({"version": version()})

@@ -8,7 +8,7 @@ answers encoded in a thread, a slice at a time, since an encoder holds the inter
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio.to_thread
 import msgspec
@@ -119,6 +119,18 @@ class Tokenizing:
 
     async def _run(self, work: Callable[[], _T], *, in_thread: bool) -> _T:
         return await anyio.to_thread.run_sync(work, limiter=self._threads) if in_thread else work()
+
+
+def tokenizer_info(bundle: TextBundle) -> dict[str, Any]:
+    """The chat template, and the special tokens by their names in transformers: for clients that make prompts themselves."""
+    template = None if bundle.template is None else bundle.template.source
+    named = {"eos_token": None, "bos_token": None, "pad_token": None, **bundle.tokenizer.special_tokens}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": template,
+        "model_max_length": bundle.max_context,
+        **named,
+    }
 
 
 def _size(message: openai.ChatMessage) -> int:

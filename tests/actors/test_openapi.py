@@ -130,6 +130,8 @@ async def test_everything_else_answers_as_described() -> None:
         for path, url in (
             ("/v1/models", "/v1/models"),
             ("/v1/models/{model}", f"/v1/models/{model}"),
+            ("/tokenizer_info", f"/tokenizer_info?model={model}"),
+            ("/tokenizer_info", "/tokenizer_info"),
             ("/health", "/health"),
             ("/ready", f"/ready?model={model}"),
             ("/ping", "/ping"),
@@ -141,7 +143,11 @@ async def test_everything_else_answers_as_described() -> None:
             response = await http.get(url, headers=key)
             assert response.status_code == 200
             check(response, "get", path)
-        for path, url in (("/v1/models/{model}", "/v1/models/none"), ("/ready", "/ready?model=none")):
+        for path, url in (
+            ("/v1/models/{model}", "/v1/models/none"),
+            ("/ready", "/ready?model=none"),
+            ("/tokenizer_info", "/tokenizer_info?model=none"),
+        ):
             response = await http.get(url, headers=key)
             assert response.status_code == 404
             check(response, "get", path)

@@ -187,6 +187,15 @@ async def test_over_nats_an_answer_is_no_larger_than_a_message() -> None:
         group.cancel_scope.cancel()
 
 
+async def test_what_a_client_needs_that_makes_prompts_itself() -> None:
+    transport = httpx.ASGITransport(app=app_of(ScriptedCore(), config(api_key="key")))
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
+        check_error(await http.get("/tokenizer_info"), 401, "invalid_api_key")
+        told = (await http.get("/tokenizer_info", headers={"authorization": "Bearer key"})).json()
+    assert BUNDLE.template is not None and told["chat_template"] == BUNDLE.template.source
+    assert told["model_max_length"] == MAX_CONTEXT and "eos_token" in told
+
+
 async def test_the_api_key_is_asked_for() -> None:
     transport = httpx.ASGITransport(app=app_of(ScriptedCore(), config(api_key="secret")))
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
