@@ -16,7 +16,7 @@ os.environ.update(
     {"HF_HUB_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false", "DO_NOT_TRACK": "1"}
 )
 
-from running import KEY, PYTHON, ROOT, SIMULATED, Penstock, penstock_up  # noqa: E402
+from running import KEY, PAGE, PYTHON, ROOT, SIMULATED, Penstock, penstock_up  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def penstock(model: Path) -> Iterator[Penstock]:
     """Real weights. Its URL and key are in the environment as well, where clients look for them."""
-    with penstock_up("--model", str(model)) as site:
+    with penstock_up("--model", str(model), "--allow-origin", PAGE) as site:
         os.environ.update({"OPENAI_BASE_URL": site.v1, "OPENAI_API_BASE": site.v1, "OPENAI_API_KEY": KEY})
         yield site
 

@@ -22,6 +22,8 @@ PYTHON = os.environ.get("SERVER_PYTHON") or str(ROOT / ".venv" / "bin" / "python
 
 MODEL = "smollm2-135m-instruct"
 KEY = "sk-penstock"
+PAGE = "https://chat.example"
+"""Whose pages may use the API of `penstock`."""
 SIMULATED = {"PENSTOCK_ENGINE": "simulated", "PENSTOCK_TIME_SCALE": "0"}
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0

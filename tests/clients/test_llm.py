@@ -36,5 +36,6 @@ def test_a_prompt_and_a_conversation() -> None:
 
 @pytest.mark.usefixtures("configured")
 def test_a_schema() -> None:
-    schema = '{"type": "object", "properties": {"age": {"type": "integer", "maximum": 99}}, "required": ["age"]}'
-    assert set(json.loads(script("llm", *ASK, "--schema", schema, "An old dog as JSON."))) >= {"age"}
+    age = {"type": "integer", "minimum": 0, "maximum": 99}
+    schema = {"type": "object", "properties": {"age": age}, "required": ["age"], "additionalProperties": False}
+    assert set(json.loads(script("llm", *ASK, "--schema", json.dumps(schema), "An old dog as JSON."))) == {"age"}

@@ -32,7 +32,10 @@ const checks = {
   async object() {
     const form = { ...asked, prompt: "Paris as JSON.", schema: City, maxOutputTokens: 200 };
     assert.ok(City.safeParse((await generateObject(form)).object).success);
-    assert.ok(City.safeParse(await streamObject(form).object).success);
+    const streamed = streamObject(form);
+    let pieces = 0;
+    for await (const _ of streamed.partialObjectStream) pieces += 1;
+    assert.ok(pieces > 1 && City.safeParse(await streamed.object).success);
   },
   async tools() {
     const { text, toolCalls } = await generateText({ ...asked, tools: { weather }, stopWhen: stepCountIs(3) });
