@@ -257,8 +257,9 @@ async def test_the_page_of_the_api_lists_every_route_and_shows_an_arguments_boun
         await docs.type("#filter", "top_logprobs")
         await docs.until("document.querySelectorAll('#operations details').length === 1")
         await docs.click("#operations summary")
-        await docs.until("document.querySelector('#operations table')")
+        await docs.until("document.querySelector('#operations table') !== null")
         assert "0 to 20" in await docs.text("#operations"), "the bounds of top_logprobs"
+        assert await docs.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing stands beside the page"
         assert not docs.errors
     finally:
         await docs.close()

@@ -59,12 +59,15 @@ function* argumentsOf(api, schema, seen = new Set()) {
   }
 }
 
+const isRefused = (schema) => (schema.description || "").startsWith("Refused");
+const isIgnored = (schema) => (schema.description || "").startsWith("Has no effect");
+const isWithout = (schema) => isRefused(schema) || isIgnored(schema);
+
 function rowsOf(object) {
   const obeyed = [], refused = [], ignored = [];
   for (const [name, schema] of Object.entries(object.properties)) {
-    const described = schema.description || "";
-    if (described.startsWith("Refused")) refused.push(name);
-    else if (described.startsWith("Has no effect")) ignored.push(name);
+    if (isRefused(schema)) refused.push(name);
+    else if (isIgnored(schema)) ignored.push(name);
     else obeyed.push([code(name), typeOf(schema) + ((object.required || []).includes(name) ? " – required" : "")]);
   }
   if (refused.length) obeyed.push(["refused", refused.join(", ")]);
@@ -126,7 +129,8 @@ function argumentNamed(api, described, words) {
   if (!described.requestBody || !words.length) return false;
   const names = [];
   for (const [, object] of argumentsOf(api, described.requestBody.content["application/json"].schema)) {
-    names.push(...Object.keys(object.properties));
+    const obeyed = Object.entries(object.properties).filter(([, schema]) => !isWithout(schema));
+    names.push(...obeyed.map(([name]) => name));
   }
   return words.every((word) => names.some((name) => name.includes(word)));
 }
