@@ -3,6 +3,7 @@
 
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS := .venv-clients
 
 # The first interpreter that runs and is new enough: a pyenv shim may exist and still not run.
 PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.13; do \
@@ -11,15 +12,16 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.13; do \
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format docs clean
+.PHONY: help setup demo test clients lint format docs clean
 
 help:
 	@echo "make demo     install, start everything, stream one answer, stop everything"
 	@echo "make test     install, run the tests but the slow ones (SLOW_MINUTES=60: those too)"
+	@echo "make clients  install clients that people use in .venv-clients, run tests/clients with them"
 	@echo "make lint     formatting, types and import rules"
 	@echo "make format   let ruff rewrite the files"
 	@echo "make docs     write docs/protocol.md again from the message definitions"
-	@echo "make clean    remove .venv and the tools' caches"
+	@echo "make clean    remove .venv, .venv-clients and the tools' caches"
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Penstock needs Python 3.11 to 3.13: install one, or say make PYTHON=/path/to/python3" >&2; exit 1; }
@@ -50,6 +52,28 @@ demo: $(VENV)/.run
 test: $(VENV)/.dev
 	@$(BIN)/python -m pytest --slow-minutes $(or $(SLOW_MINUTES),0)
 
+# torch is not fetched a second time: guidellm gets Penstock's, by links.
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/requirements-no-deps.txt $(VENV)/.torch
+	@echo "setting up $(CLIENTS): the clients"
+	@$(BIN)/python -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --prefer-binary -r tests/clients/requirements.txt
+	@$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/clients/requirements-no-deps.txt
+	@mkdir -p $(CLIENTS)/torch
+	@site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+		for name in torch torchgen functorch triton nvidia; do \
+			if [ -e "$$site/$$name" ]; then ln -sfn "$$(realpath "$$site/$$name")" $(CLIENTS)/torch/; fi; \
+		done
+	@echo $(abspath $(CLIENTS))/torch > $$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/torch.pth
+	@touch $@
+
+# Clients of npm are tested where there is npm and its registry.
+tests/clients/npm/node_modules/.installed: tests/clients/npm/package-lock.json
+	@if command -v npm >/dev/null && (cd tests/clients/npm && npm ci --silent --no-audit --no-fund); then touch $@; \
+		else rm -rf tests/clients/npm/node_modules; echo "the clients of npm are left out: npm ci failed"; fi
+
+clients: $(VENV)/.run $(CLIENTS)/.installed tests/clients/npm/node_modules/.installed
+	@SERVER_PYTHON=$(abspath $(BIN)/python) $(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini tests/clients
+
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -64,4 +88,4 @@ docs: $(VENV)/.run
 	$(BIN)/python -m common.protocol.document > docs/protocol.md
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(CLIENTS) tests/clients/npm/node_modules .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

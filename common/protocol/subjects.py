@@ -4,6 +4,8 @@
     penstock.v1.completions.<model-slug>    client → a gateway of this model (queue group): OpenAI completion JSON
     penstock.v1.responses.<model-slug>      client → a gateway of this model (queue group): OpenAI responses JSON
     penstock.v1.messages.<model-slug>       client → a gateway of this model (queue group): Anthropic messages JSON
+    penstock.v1.tokenize.<model-slug>       client → a gateway of this model (queue group): vLLM's /tokenize JSON
+    penstock.v1.detokenize.<model-slug>     client → a gateway of this model (queue group): vLLM's /detokenize JSON
                                             (the slug of the model's name, or of one of its aliases)
     penstock.v1.cancel.<request-id>         client → every gateway, with the request's inbox as reply subject
     penstock.v1.batch.<model-slug>          client → a gateway of this model (queue group): one line of a batch, to be kept
@@ -80,13 +82,21 @@ def messages(model_slug: str) -> str:
     return f"{ROOT}.messages.{token(model_slug, what='model')}"
 
 
+def tokenize(model_slug: str) -> str:
+    return f"{ROOT}.tokenize.{token(model_slug, what='model')}"
+
+
+def detokenize(model_slug: str) -> str:
+    return f"{ROOT}.detokenize.{token(model_slug, what='model')}"
+
+
 def any_chat() -> str:
     return f"{ROOT}.chat.*"
 
 
 def any_request() -> list[str]:
     """Where clients ask for answers, whatever the model."""
-    return [f"{ROOT}.{view}.*" for view in ("chat", "completions", "responses", "messages")]
+    return [f"{ROOT}.{view}.*" for view in ("chat", "completions", "responses", "messages", "tokenize", "detokenize")]
 
 
 def cancel(request: str) -> str:

@@ -2,7 +2,8 @@
 
     config = load(DecodeConfig, section="decode", argv=sys.argv[1:], environ=os.environ)
 
-    --num-blocks 512, --num-blocks=512      a flag per field; a bool is `--flag` or `--no-flag`; a list is `a,b,c`
+    --num-blocks 512, --num-blocks=512      a flag per field; a bool is `--flag` or `--no-flag`; a list is `a,b,c`, or a
+                                            flag for each
     PENSTOCK_NUM_BLOCKS=512                 an environment variable per field
     --config FILE, PENSTOCK_CONFIG=FILE     TOML with the tables [common] (what every service has) and [<section>];
                                             [[models]] are read by `model_tables`
@@ -158,7 +159,9 @@ def parse_flags(argv: Sequence[str], fields: Fields) -> Flags:
         if flag == "--config":
             path = Path(value)
         else:
-            found[by_flag[flag].name] = Given(value, flag, True)
+            field = by_flag[flag]
+            before = found.get(field.name) if field.is_collection else None
+            found[field.name] = Given(value if before is None else f"{before.value},{value}", flag, True)
     return Flags(found, path)
 
 

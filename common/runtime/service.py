@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib.metadata
 import logging
 import os
 import signal
@@ -31,6 +30,7 @@ from common.runtime.bus import Bus, ServiceInfo
 from common.runtime.file_limit import FileLimit, raise_file_limit
 from common.runtime.http_access import HttpAccess
 from common.runtime.settings import ServiceConfig
+from common.runtime.version import version
 
 C = TypeVar("C", bound=ServiceConfig)
 MakeActor = Callable[[Bus, C], Actor]
@@ -175,7 +175,7 @@ async def _run(actor: Actor, config: ServiceConfig) -> None:
                 return
             actor.http_port = listener.getsockname()[1]
             app = actor.http_app() or endpoints.worker_app(actor)
-            access = HttpAccess(config.http_host, allowed_hosts=config.allowed_hosts, allowed_origins=config.allowed_origins)
+            access = HttpAccess(config.http_host, allowed_hosts=config.allowed_hosts, allowed_origins=config.page_origins)
             server = endpoints.HttpServer(
                 endpoints.guarded(app, access, actor.metrics.http_refused),
                 stall_timeout_s=config.slow_reader_timeout_s,
@@ -201,18 +201,10 @@ def spare_what_is_loaded() -> None:
     gc.freeze()
 
 
-def _version() -> str:
-    """0.0.0 in a working tree that nobody installed."""
-    try:
-        return importlib.metadata.version("penstock")
-    except importlib.metadata.PackageNotFoundError:
-        return "0.0.0"
-
-
 def _describe(actor: Actor) -> ServiceInfo:
     return ServiceInfo(
         name=f"penstock-{actor.role}",
-        version=_version(),
+        version=version(),
         description=f"Penstock {actor.role} worker",
         metadata={
             "model": actor.config.served_name,

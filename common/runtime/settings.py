@@ -60,6 +60,11 @@ class ServiceConfig(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fie
     drain_timeout_s: Annotated[float, Meta(ge=0, le=86400, description="after SIGTERM: time to finish requests and end")] = 30.0
 
     @property
+    def page_origins(self) -> tuple[str, ...]:
+        """Origins of web pages that may send requests."""
+        return self.allowed_origins
+
+    @property
     def bus_login(self) -> BusLogin:
         """What this process logs in to the bus with."""
         return BusLogin(**{name: getattr(self, f"nats_{name}") for name in BusLogin.__struct_fields__})

@@ -90,10 +90,14 @@ class Tokenizer:
             self.check_length(text, max_tokens, parse_special=parse_special, param=param)
         ids = self._encode_checked(text, parse_special, guard, param)
         if add_special:
-            ids = self._prefix + ids + self._suffix
+            ids = self.add_special(ids)
         if max_tokens is not None and len(ids) > max_tokens:
             raise _too_long(param, f"{len(ids)} tokens", max_tokens)
         return ids
+
+    def add_special(self, ids: list[int]) -> list[int]:
+        """`ids` with what `encode` puts around a text by `add_special`."""
+        return [*self._prefix, *ids, *self._suffix]
 
     def check_length(self, text: str, max_tokens: int, *, parse_special: bool = False, param: str = "prompt") -> None:
         """Refuses a text that can't fit, at a cost that does not grow with how much too long it is.
@@ -194,6 +198,10 @@ class Tokenizer:
         if token not in self._others_bytes:
             self._others_bytes[token] = self._bytes_after_anchor(token)
         return self._others_bytes[token]
+
+    def token_name(self, token: int) -> str:
+        """What the vocabulary calls `token`, as in tokenizer.json (`Ġthe`); empty for an id that it lacks."""
+        return self._backend.id_to_token(token) or ""
 
     def token_text(self, token: int) -> str:
         """`token_bytes` as text; a token that is part of a character shows as U+FFFD."""

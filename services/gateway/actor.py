@@ -46,6 +46,7 @@ from common.protocol.messages import (
 from common.runtime import logs
 from common.runtime.actor import Actor, WorkerState
 from common.runtime.bus import Bus
+from common.runtime.http_cors import with_cors
 from services.gateway.actions import Ask, Limits, Path
 from services.gateway.batches.service import Batches
 from services.gateway.catalog import Catalog, OfferedModel
@@ -156,7 +157,8 @@ class GatewayActor(Actor):
     def http_app(self) -> ASGIApp | None:
         if self.catalog is None:
             return None
-        return create_app(self, self.catalog, self.config, dashboard=self.dashboard, batches=self.batches)
+        app = create_app(self, self.catalog, self.config, dashboard=self.dashboard, batches=self.batches)
+        return with_cors(app, self.config.allow_origin)
 
     @property
     def fence_after_s(self) -> float:

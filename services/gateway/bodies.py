@@ -209,9 +209,14 @@ _TYPES = {401: "authentication_error", 429: "rate_limit_error", 499: "cancelled_
 _CODES = {400: "invalid_request", 401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed"}
 
 
+def error_type(status: int) -> str:
+    """OpenAI's `type` of an error with this status."""
+    return _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
 def error_body(message: str, *, status: int, code: str | None = None, param: str | None = None) -> bytes:
     """OpenAI's error object. `type` follows from the status."""
-    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    kind = error_type(status)
     return _encode({"error": {"message": message, "type": kind, "param": param, "code": code or _CODES.get(status, kind)}})
 
 

@@ -20,11 +20,15 @@ from services.gateway.logprobs import TokenNames
 from services.gateway.metrics import EdgeMetrics
 from services.gateway.openai import ChatRequest
 from services.gateway.parse import SMALL_BYTES
+from services.gateway.parse_tokens import parse_detokenize, parse_tokenize
 from services.gateway.prepare import Job, Preparer
+from services.gateway.token_bodies import TokenKind
+from services.gateway.tokenizing import Tokenizing
 from services.gateway.vector_prepare import VectorJob, VectorPreparer
 from services.gateway.vectors import VectorKind, parse_vectors
 from services.gateway.views.registry import VIEWS
 from services.gateway.views.view import Parsed, View, ViewName
+from services.gateway.whole import Pieces
 
 MAX_LISTED = 32
 """Names that an error lists."""
@@ -40,6 +44,7 @@ class OfferedModel:
         self.aliases = tuple(alias for alias in dict.fromkeys(config.aliases) if alias != bundle.name)
         self.preparer = Preparer(bundle, config, intake)
         self.vectors = VectorPreparer(bundle, config, intake)
+        self.tokenizing = Tokenizing(bundle, intake)
         self.token_names = TokenNames.of(bundle.tokenizer)
         self.metrics = EdgeMetrics.of(core.metrics, bundle.name)
 
@@ -163,6 +168,24 @@ class Catalog:
         model = self.choose(request.model)
         job = await model.vectors.prepare(request, notes, id=id, deadline_ms=deadline_ms)
         return model, job, notes
+
+    async def tokens(
+        self, kind: TokenKind, body: bytes, *, of_subject: OfferedModel | None = None
+    ) -> tuple[OfferedModel, Pieces, Notes]:
+        """The model that `body` is for, the answer's body, and what of `body` had no effect.
+
+        :raises RequestError: what is wrong with the request.
+        """
+        notes = Notes(strict=self._strict)
+        is_large = len(body) > SMALL_BYTES
+        if kind == "tokenize":
+            text = await self.intake.run(parse_tokenize(body, notes), large=is_large)
+            model = self.choose(text.model, of_subject=of_subject)
+            return model, await model.tokenizing.tokenize(text), notes
+        limit = max(model.tokenizing.max_tokens for model in self.models)
+        ids = await self.intake.run(parse_detokenize(body, notes, max_tokens=limit), large=is_large)
+        model = self.choose(ids.model, of_subject=of_subject)
+        return model, await model.tokenizing.detokenize(ids), notes
 
     def _listed(self) -> str:
         names = self.names

@@ -16,6 +16,10 @@ ReplyPrefix = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^\s$
 """Whole tokens, with the dot after them."""
 
 
+Origin = Annotated[str, Meta(max_length=256, pattern=r"^(\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@*]+/?)$")]
+"""A scheme, a host and a port if it is not the scheme's own, as a browser says it in `Origin`; or `*`."""
+
+
 class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Gateways. Times in seconds, sizes in bytes."""
 
@@ -31,6 +35,10 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
     ] = ""
 
     api_key_file: Annotated[str, Meta(description="file with the API key, in place of api_key")] = ""
+
+    allow_origin: Annotated[
+        tuple[Origin, ...], Meta(description="web pages that may use the API (CORS): https://chat.example.com, or `*` for all")
+    ] = ()
 
     reply_prefixes: Annotated[
         tuple[ReplyPrefix, ...], Meta(description="NATS subjects that requests may be answered on begin with one of these")
@@ -107,6 +115,11 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 64
     batch_max_lines: Annotated[int, Meta(description="lines of one batch", ge=1, le=1_000_000)] = 50_000
     max_file_bytes: Annotated[int, Meta(description="largest file that can be uploaded", ge=1)] = 200 * 1024 * 1024
+
+    @property
+    def page_origins(self) -> tuple[str, ...]:
+        """Origins of web pages that may send requests; those of `allow_origin` may read the answers, too."""
+        return (*self.allowed_origins, *self.allow_origin)
 
     @property
     def each(self) -> tuple[GatewayConfig, ...]:

@@ -5,17 +5,14 @@
     GET /dashboard/requests/<name>      what became of one request
     GET /sd                             where Prometheus finds everybody's metrics
 
-The page loads nothing from elsewhere, and its Content-Security-Policy has the browser see to that. A browser's `EventSource`
-can't send a header, so the page reads the events with `fetch`.
+A browser's `EventSource` can't send a header, so the page reads the events with `fetch`.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import anyio
 from starlette.datastructures import QueryParams
@@ -27,25 +24,8 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.config import GatewayConfig
 from services.gateway.dashboard import Dashboard, NotFound, Viewer
 from services.gateway.http_io import Exchange
+from services.gateway.page_files import page_file, page_files
 
-FILES = Path(__file__).parent / "page"
-MEDIA_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
-CONTENT_SECURITY_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-HEADERS = {
-    "content-security-policy": CONTENT_SECURITY_POLICY,
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
-    "cross-origin-resource-policy": "same-origin",
-}
 EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -67,25 +47,14 @@ def dashboard_routes(dashboard: Dashboard, config: GatewayConfig, authorize: Aut
         Route("/sd", data.targets, methods=["GET"]),
         *(
             Route(f"/dashboard/{name}", functools.partial(_file, name), methods=["GET"])
-            for name in _files()
-            if name != "index.html"
+            for name in page_files()
+            if not name.endswith(".html")
         ),
     ]
 
 
-@functools.cache
-def _files() -> dict[str, tuple[bytes, str]]:
-    """The page's files by name: content and entity tag."""
-    contents = {path.name: path.read_bytes() for path in sorted(FILES.iterdir()) if path.suffix in MEDIA_TYPES}
-    return {name: (content, f'"{hashlib.sha256(content).hexdigest()[:32]}"') for name, content in contents.items()}
-
-
 async def _file(name: str, request: Request) -> Response:
-    content, tag = _files()[name]
-    headers = {**HEADERS, "etag": tag, "cache-control": "no-cache"}
-    if request.headers.get("if-none-match") == tag:
-        return Response(status_code=304, headers=headers)
-    return Response(content, headers=headers, media_type=MEDIA_TYPES[Path(name).suffix])
+    return page_file(name, request)
 
 
 class _Data:

@@ -22,16 +22,18 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from common.protocol import headers
 from common.protocol.errors import Overloaded, PenstockError, drop_frames
 from common.runtime import logs
+from common.runtime.version import version
 from services.gateway import bodies
 from services.gateway.access_log import GONE_CODE, GONE_STATUS, AccessRecord
 from services.gateway.answer import Answer, Core
+from services.gateway.arguments import Notes
 from services.gateway.batches.http import batch_routes
 from services.gateway.batches.service import Batches
 from services.gateway.catalog import Catalog, OfferedModel
@@ -42,8 +44,11 @@ from services.gateway.dashboard_http import dashboard_routes
 from services.gateway.http_body import ClientGone, header, read_body
 from services.gateway.http_io import Exchange, Unauthorized, error_headers, safe_request_id, sent_key
 from services.gateway.logprobs import TokenNames
+from services.gateway.openapi import openapi_routes
+from services.gateway.token_bodies import TokenKind
+from services.gateway.tokenizing import tokenizer_info
 from services.gateway.vector_http import Serve, Vectors
-from services.gateway.views.registry import COUNTING, VIEWS, new_id
+from services.gateway.views.registry import COUNTING, VIEWS, new_id, view_of
 from services.gateway.views.view import View, ViewName
 from services.gateway.whole import Pieces
 
@@ -69,8 +74,7 @@ def create_app(
     batches: Batches | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Starlette:
-    """`/v1/models`, the views (`views/`), `/v1/embeddings`, `/v1/score`, `/health`, `/ready` and `/metrics`; with a
-    `dashboard`, `/` and what is below `/dashboard`; with `batches`, what is below `/v1/files` and `/v1/batches`.
+    """All that `openapi.py` describes; `/` and what is below `/dashboard` with a `dashboard` alone.
 
     `catalog` is what this edge shares with the NATS edge.
     """
@@ -88,9 +92,15 @@ def create_app(
             Route("/v1/embeddings", Vectors(api, "embedding"), methods=["POST"]),
             Route("/v1/score", Vectors(api, "score"), methods=["POST"]),
             Route("/score", Vectors(api, "score"), methods=["POST"]),
+            Route("/tokenize", _Tokens(api, "tokenize"), methods=["POST"]),
+            Route("/detokenize", _Tokens(api, "detokenize"), methods=["POST"]),
+            Route("/tokenizer_info", api.tokenizer_info, methods=["GET"]),
+            Route("/version", api.version, methods=["GET"]),
+            Route("/ping", api.ping, methods=["GET", "POST"]),
             Route("/health", api.health, methods=["GET"]),
             Route("/ready", api.is_ready, methods=["GET"]),
             Route("/metrics", api.metrics_page, methods=["GET"]),
+            *openapi_routes(config),
             *([] if dashboard is None else dashboard_routes(dashboard, config, api.authorize)),
             *([] if batches is None else batch_routes(batches, catalog, api.authorize)),
         ],
@@ -99,7 +109,7 @@ def create_app(
 
 
 class _Generate:
-    """One generation endpoint: an ASGI app, so that starlette hands it `receive` and `send` as they are."""
+    """One endpoint that reads a body: an ASGI app, so that starlette hands it `receive` and `send` as they are."""
 
     def __init__(self, api: _Api, view: ViewName) -> None:
         self._api = api
@@ -107,6 +117,17 @@ class _Generate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._api.generate(self._view, scope, receive, send)
+
+
+class _Tokens:
+    """`/tokenize` or `/detokenize`."""
+
+    def __init__(self, api: _Api, kind: TokenKind) -> None:
+        self._api = api
+        self._kind: TokenKind = kind
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._api.tokens(self._kind, scope, receive, send)
 
 
 class _Count:
@@ -151,15 +172,31 @@ class _Api:
         """Whether `?model=` could be served now, by default any model."""
         name = request.query_params.get("model")
         ready = self._gateway.ready if name is None else self._catalog.find(name).core.ready
-        return Response("ready\n") if ready else Response("not ready\n", status_code=503)
+        return PlainTextResponse("ready\n") if ready else PlainTextResponse("not ready\n", status_code=503)
 
     async def metrics_page(self, request: Request) -> Response:
         return Response(self._gateway.metrics.render(), media_type="text/plain; version=0.0.4")
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """What vLLM tells of a tokenizer, of the model that `?model=` names."""
+        self.authorize(request.scope)
+        bundle = self._catalog.choose(request.query_params.get("model")).bundle
+        return _json(tokenizer_info(bundle))
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": version()})
+
+    async def ping(self, request: Request) -> Response:
+        """As SageMaker asks: 200 once requests would be answered, with an empty body."""
+        return Response(status_code=200 if self._gateway.ready else 503)
 
     async def generate(self, name: ViewName, scope: Scope, receive: Receive, send: Send, *, counts: bool = False) -> None:
         """Answer one request. `counts`: the answer is how many tokens its prompt has."""
         serve = functools.partial(self._count if counts else self._serve, name)
         await self.answer(new_id(name), VIEWS[name], serve, scope, receive, send)
+
+    async def tokens(self, kind: TokenKind, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.answer(new_id(kind), view_of(kind), functools.partial(self._serve_tokens, kind), scope, receive, send)
 
     async def answer(self, id: str, view: View, serve: Serve, scope: Scope, receive: Receive, send: Send) -> None:
         """One request from its arrival to its line in the log; `serve` answers it or raises what the client is told, in the
@@ -200,9 +237,7 @@ class _Api:
                 name, body, id=id, deadline_ms=None if deadline is None else deadline.decode("latin-1")
             )
             del body
-        self._metrics.ignored(notes.labels)
-        if job.warning:
-            exchange.headers.append((b"warning", WARNING % job.warning.encode()))
+        self._warn(notes, exchange)
         answer = record.answer = Answer(model.core, job, model.bundle.tokenizer, model.metrics)
         send = functools.partial(self._stream if job.stream else self._collect, answer, model.token_names, exchange)
         await answer.run(send, watch=functools.partial(self.watch, exchange, id))
@@ -215,6 +250,23 @@ class _Api:
             num_tokens = await self._catalog.count(COUNTING[name], body)
         answer = COUNTING[name].count_body(num_tokens)
         await exchange.respond(200, [answer], len(answer))
+
+    async def _serve_tokens(self, kind: TokenKind, id: str, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:
+        """:raises PenstockError: what the client is told."""
+        self.check(scope)
+        with self._intake.room() as room:
+            body = await read_body(scope, exchange.receive, self._config.max_body_bytes, room)
+            _, answer, notes = await self._catalog.tokens(kind, body)
+            del body
+        self._warn(notes, exchange)
+        with self._intake.holding(answer.size):
+            await exchange.respond(200, answer, answer.size)
+
+    def _warn(self, notes: Notes, exchange: Exchange) -> None:
+        """Count what had no effect, and say so in the answer."""
+        self._metrics.ignored(notes.labels)
+        if notes.text:
+            exchange.headers.append((b"warning", WARNING % notes.text.encode()))
 
     async def _stream(self, answer: Answer, names: TokenNames, exchange: Exchange) -> None:
         writer = answer.job.writers.stream(answer.job, names, answer.usage, sse=True)

@@ -52,7 +52,8 @@ async def read_body(scope: Scope, receive: Receive, limit: int, room: Room) -> b
         raise WrongContentType("send JSON, with the header `Content-Type: application/json`")
     encoding = (header(scope, b"content-encoding") or b"identity").strip().lower()
     if encoding not in (b"identity", b"gzip", b"x-gzip"):
-        raise WrongContentType("a body may be sent as it is or with `Content-Encoding: gzip`, no other encoding is read")
+        shown = encoding[:32].decode("ascii", "replace")
+        raise WrongContentType(f"Content-Encoding {shown!r} is not read: send the body as it is, or with gzip")
     is_plain = encoding == b"identity"
     announced = header(scope, b"content-length") or b""
     if announced.isdigit() and (len(announced) > 15 or int(announced) > limit):

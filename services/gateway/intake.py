@@ -10,6 +10,8 @@ from __future__ import annotations
 import gc
 import math
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import anyio
@@ -120,6 +122,18 @@ class Intake:
                 f"whole answers hold {self._answers_used} of {self._answers_limit} bytes: stream this one, or ask for less"
             )
         self._answers_used += size
+
+    @contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        """Memory for a whole answer, while it is sent.
+
+        :raises Overloaded: as `collect`.
+        """
+        self.collect(size)
+        try:
+            yield
+        finally:
+            self.dropped(size)
 
     def dropped(self, size: int) -> None:
         self._answers_used -= size

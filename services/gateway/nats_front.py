@@ -1,4 +1,4 @@
-"""The API on NATS: a subject for each view of each name of each model, as `penstock.v1.chat.<slug>`.
+"""The API on NATS: a subject for each view of each name of each model, as `penstock.v1.chat.<slug>`, and for tokens.
 
 A request is the view's JSON with a reply inbox; headers as in `common/protocol/headers.py`. `stream` is true unless the body
 says otherwise. The answer is one message per chunk, each with its sequence number; the last has the final marker, and of a chat
@@ -49,7 +49,8 @@ from services.gateway.live_requests import LiveRequests
 from services.gateway.logprobs import TokenNames
 from services.gateway.namesakes import Namesakes
 from services.gateway.nats_reply import Link, Reply, check_reply
-from services.gateway.views.registry import VIEWS, new_id
+from services.gateway.token_bodies import TokenKind
+from services.gateway.views.registry import new_id, view_of
 from services.gateway.views.view import ViewName
 
 log = logs.get(__name__)
@@ -68,7 +69,7 @@ MAX_PROBES = 64
 class _Listed(msgspec.Struct, frozen=True):
     """A public subject: what is asked for there, of which model."""
 
-    view: ViewName
+    kind: ViewName | TokenKind
     model: OfferedModel
     endpoint: Endpoint
 
@@ -80,11 +81,13 @@ def _listed(catalog: Catalog) -> list[_Listed]:
         for name in model.names:
             slug = subjects.slug(name)
             suffix = f"-{slug}" if found and name != catalog.models[0].name else ""
-            public: tuple[tuple[ViewName, str, str], ...] = (
+            public: tuple[tuple[ViewName | TokenKind, str, str], ...] = (
                 ("chat", "chat", subjects.chat(slug)),
                 ("completion", "completions", subjects.completions(slug)),
                 ("responses", "responses", subjects.responses(slug)),
                 ("messages", "messages", subjects.messages(slug)),
+                ("tokenize", "tokenize", subjects.tokenize(slug)),
+                ("detokenize", "detokenize", subjects.detokenize(slug)),
             )
             for view, title, subject in public:
                 endpoint = Endpoint(name=f"{title}{suffix}", subject=subject, queue=subjects.GATEWAY_QUEUE)
@@ -187,7 +190,7 @@ class NatsFront:
             return
         if self._group is None:
             return
-        minted = new_id(listed.view)
+        minted = new_id(listed.kind)
         asked = message.headers.get(headers.REQUEST_ID)
         reply = Reply(
             self._link,
@@ -195,7 +198,7 @@ class NatsFront:
             minted,
             f"{self._control}.{minted}",
             message.headers.get(headers.TRACEPARENT, ""),
-            VIEWS[listed.view],
+            view_of(listed.kind),
         )
         room = self._intake.room()
         try:
@@ -273,8 +276,12 @@ class NatsFront:
                 self._drop("nobody_listens", incoming.subject)
                 return
         body, incoming.body = incoming.body, b""
+        kind = incoming.listed.kind
+        if kind == "tokenize" or kind == "detokenize":
+            await self._send_tokens(kind, body, incoming, reply)
+            return
         model, job, notes = await self._catalog.prepare(
-            incoming.listed.view,
+            kind,
             body,
             id=reply.minted,
             shown_id=reply.request,
@@ -290,6 +297,17 @@ class NatsFront:
         answer = Answer(model.core, job, model.bundle.tokenizer, model.metrics, on_start=on_start)
         record.answer = answer
         await answer.run(functools.partial(self._stream if job.stream else self._collect, answer, model.token_names, reply))
+
+    async def _send_tokens(self, kind: TokenKind, body: bytes, incoming: _Incoming, reply: Reply) -> None:
+        """:raises PayloadTooLarge: the answer is larger than a message may be. :raises RequestError: as `Catalog.tokens`."""
+        _, pieces, notes = await self._catalog.tokens(kind, body, of_subject=incoming.listed.model)
+        del body
+        incoming.room.give_back()
+        self._metrics.ignored(notes.labels)
+        reply.warning = notes.text
+        if pieces.size > self._bus.max_payload:
+            raise PayloadTooLarge(f"the answer is longer than a message may be ({self._bus.max_payload} bytes)")
+        await reply.last(b"".join(pieces))
 
     async def _collect(self, answer: Answer, names: TokenNames, reply: Reply) -> None:
         with Collector(answer, names, self._intake, max_bytes=self._bus.max_payload) as collector:

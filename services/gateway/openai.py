@@ -222,7 +222,7 @@ def _check(request: Arguments) -> None:
         raise InvalidParameter(f"logit_bias has more than {MAX_LOGIT_BIAS} entries", param="logit_bias")
 
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def check_message(message: ChatMessage, index: int) -> int:
@@ -233,8 +233,8 @@ def check_message(message: ChatMessage, index: int) -> int:
     where = f"messages[{index}]"
     if message.role == "function":
         raise InvalidParameter("functions are not supported yet: send tools, and results with the role tool", param=where)
-    if message.role not in _ROLES:
-        raise InvalidParameter(f"unknown role {message.role[:64]!r}: use one of {', '.join(_ROLES)}", param=f"{where}.role")
+    if message.role not in ROLES:
+        raise InvalidParameter(f"unknown role {message.role[:64]!r}: use one of {', '.join(ROLES)}", param=f"{where}.role")
     if message.content is None and message.role != "assistant":
         raise InvalidParameter("content is missing", param=f"{where}.content")
     if message.tool_calls:

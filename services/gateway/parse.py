@@ -38,6 +38,9 @@ _PART = Scope(
     "messages[].content[].",
     "content with {} is not supported yet: send text",
 )
+SCOPES: dict[type[msgspec.Struct], Scope] = {ChatRequest: _CHAT, CompletionRequest: _COMPLETION}
+SCOPES |= {openai.StreamOptions: _STREAM_OPTIONS, ChatMessage: _MESSAGE, ContentPart: _PART}
+"""Every type that something in a body is decoded with, and how the rest of the object is judged."""
 
 _T = TypeVar("_T")
 _shallow = msgspec.json.Decoder(dict[str, Raw])

@@ -39,6 +39,7 @@ from services.gateway.views.view import Writers
 _INLINE_CHARS = 8192
 _COMPLETION_MAX_TOKENS = 16
 _SALT_BYTES = 16
+_ID_PREFIXES = {"chat": "chatcmpl", "completion": "cmpl"}
 _T = TypeVar("_T")
 
 

@@ -16,7 +16,7 @@ from common.protocol.errors import InvalidParameter
 from common.text.output.grammar_writer import WHITESPACE
 
 MAX_CHOICES = 1024
-_FORMATS = ("text", "json_object", "json_schema")
+FORMATS = ("text", "json_object", "json_schema")
 _ANY_OBJECT = {"type": "object"}
 _SCHEMA_FIELDS = frozenset({"name", "description", "schema", "strict"})
 
@@ -47,9 +47,9 @@ def _of_format(asked: Mapping[str, Any]) -> str:
     if not asked:
         return ""
     kind = asked.get("type")
-    if kind not in _FORMATS:
+    if kind not in FORMATS:
         shown = "missing" if kind is None else f"{str(kind)[:64]!r}"
-        raise InvalidParameter(f"the type is {shown}: use one of {', '.join(_FORMATS)}", param="response_format.type")
+        raise InvalidParameter(f"the type is {shown}: use one of {', '.join(FORMATS)}", param="response_format.type")
     _refuse_others(asked, {"type", "json_schema"} if kind == "json_schema" else {"type"}, "response_format")
     if kind == "text":
         return ""

@@ -6,7 +6,7 @@ puts pieces behind each other.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -111,7 +111,7 @@ def _add(sink: Sink, text: str) -> int:
 class Pieces:
     """A body in parts, which are put together to about BUFFER_BYTES as they are taken."""
 
-    def __init__(self, parts: list[bytes | bytearray]) -> None:
+    def __init__(self, parts: Sequence[bytes | bytearray]) -> None:
         self._parts = parts
         self.size = sum(map(len, parts))
 

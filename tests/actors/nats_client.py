@@ -38,7 +38,13 @@ class Client:
         await self._subscription.unsubscribe()
 
     async def ask(self, body: Any, *, kind: str = "chat", slug: str = SLUG, reply: str | None = None, **fields: str) -> None:
-        of_kind = {"chat": subjects.chat, "responses": subjects.responses, "messages": subjects.messages}
+        of_kind = {
+            "chat": subjects.chat,
+            "responses": subjects.responses,
+            "messages": subjects.messages,
+            "tokenize": subjects.tokenize,
+            "detokenize": subjects.detokenize,
+        }
         subject = of_kind.get(kind, subjects.completions)(slug)
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         sent = {name.replace("_", "-"): value for name, value in fields.items()}

@@ -20,7 +20,7 @@ from common.runtime import endpoints
 from common.runtime.http_access import HttpAccess
 from services.gateway.census import MAX_ROWS, WatchedModel
 from services.gateway.dashboard import MAX_VIEWERS, Dashboard
-from services.gateway.dashboard_http import FILES, _files
+from services.gateway.page_files import FILES, page_files
 from tests.actors.edge import BUNDLE
 from tests.actors.gateway_site import LONG, Site, read, read_some, site
 from tests.unit.presences import presence
@@ -169,8 +169,8 @@ async def test_with_an_api_key_the_page_loads_and_its_data_does_not() -> None:
 
 async def test_the_page_loads_nothing_from_elsewhere_and_browsers_are_told_so() -> None:
     async with serving() as (_, client):
-        for name in _files():
-            path = "/" if name == "index.html" else f"/dashboard/{name}"
+        for name in page_files():
+            path = {"index.html": "/", "docs.html": "/docs"}.get(name, f"/dashboard/{name}")
             answer = await client.get(path)
             assert answer.status_code == 200, path
             policy = answer.headers["content-security-policy"]
@@ -180,7 +180,7 @@ async def test_the_page_loads_nothing_from_elsewhere_and_browsers_are_told_so() 
             assert links <= {"http://www.w3.org"}, name
             again = await client.get(path, headers={"if-none-match": answer.headers["etag"]})
             assert (again.status_code, again.content) == (304, b"")
-        assert sorted(_files()) == sorted(path.name for path in FILES.iterdir())
+        assert sorted(page_files()) == sorted(path.name for path in FILES.iterdir())
         for path in ("/dashboard/nothing.js", "/dashboard/../config.py", "/dashboard/%2e%2e/config.py"):
             assert (await client.get(path)).status_code == 404
 

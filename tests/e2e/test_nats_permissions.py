@@ -111,6 +111,8 @@ def site(nats_server_factory: Callable[[str], LocalNatsServer]) -> Site:
 REQUESTS = [
     "penstock.v1.chat.some-model",
     "penstock.v1.completions.some-model",
+    "penstock.v1.tokenize.some-model",
+    "penstock.v1.detokenize.some-model",
     "penstock.v1.cancel.some-id",
     "penstock.v1.batch.some-model",
     "penstock.v1.result.some-line",

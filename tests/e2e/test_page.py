@@ -245,3 +245,21 @@ async def test_a_killed_worker_shows_up_and_its_request_goes_on(stack: Stack, pa
     assert f"decoding on {other}" in await page.text("#timeline .steps")
     await page.until("document.querySelector('#f-resumes').innerText.includes('1 went on elsewhere')")
     assert await page.evaluate("document.querySelectorAll('.failure').length") == 0
+
+
+async def test_the_page_of_the_api_lists_every_route_and_shows_an_arguments_bounds(stack: Stack, browser: Browser) -> None:
+    docs = await browser.open(f"{stack.url()}/docs")
+    try:
+        await docs.until("document.querySelectorAll('#operations details').length > 10")
+        listed = await docs.evaluate("[...document.querySelectorAll('#operations summary code')].map(code => code.textContent)")
+        described = (await stack.client.get(f"{stack.url()}/openapi.json")).json()["paths"]
+        assert set(listed) == set(described)
+        await docs.type("#filter", "top_logprobs")
+        await docs.until("document.querySelectorAll('#operations details').length === 1")
+        await docs.click("#operations summary")
+        await docs.until("document.querySelector('#operations table') !== null")
+        assert "0 to 20" in await docs.text("#operations"), "the bounds of top_logprobs"
+        assert await docs.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing stands beside the page"
+        assert not docs.errors
+    finally:
+        await docs.close()
