@@ -145,7 +145,7 @@ def _checked(asked: UpSettings) -> tuple[UpSettings, list[str]]:
 def _open_api(asked: UpSettings) -> list[str]:
     """Return a warning if everyone on the network may use the model."""
     host, gateway = asked.config.http_host, asked.services["gateway"]
-    if is_loopback(host) or getattr(gateway, "api_key", "") or getattr(gateway, "api_key_file", ""):
+    if is_loopback(host) or any(getattr(gateway, name, "") for name in ("api_key", "api_key_file", "api_keys")):
         return []
     return [
         f"the API listens on {host} without a key: whoever reaches this machine may use it. "

@@ -1,10 +1,12 @@
 """One line in the log per answered request, over HTTP and over NATS; never a word of its text.
 
-    request_answered request=chatcmpl-… client_id=… edge=http path=/v1/chat/completions model=… status=200 code= finish=stop
-                     stream=True choices=1 prompt_tokens=12 completion_tokens=80 cached_tokens=0 ttft_s=0.031 duration_s=0.912
+    request_answered request=chatcmpl-… client_id=… edge=http path=/v1/chat/completions status=200 code= tenant=acme model=…
+                     stream=True choices=1 finish=stop prompt_tokens=12 completion_tokens=80 cached_tokens=0 ttft_s=0.031
+                     duration_s=0.912
 
-`request` is the id inside Penstock, under which workers log; `client_id` is what the client called it. `code` is the error's,
-if it ended with one, and `status` what HTTP calls that. A client that left is `client_closed_request`, 499.
+`request` is the id inside Penstock, under which workers log; `client_id` is what the client called it; `tenant` is left
+out where it is nobody's in particular. `code` is the error's, if it ended with one, and `status` what HTTP calls that. A client
+that left is `client_closed_request`, 499.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Literal
 from common.runtime import logs
 from services.gateway.answer import Answer
 from services.gateway.metrics import EdgeMetrics
+from services.gateway.tenants import Visit
 
 log = logs.get_fast("access")
 
@@ -22,11 +25,12 @@ GONE_CODE, GONE_STATUS = "client_closed_request", 499
 
 
 class AccessRecord:
-    """A request from its arrival to `close`."""
+    """A request from its arrival to `close`. `visit`: a tenant's, which ends with it."""
 
     def __init__(self, edge: Literal["http", "nats"], path: str, request: str, metrics: EdgeMetrics, *, enabled: bool) -> None:
         self.client_id = ""
         self.answer: Answer | None = None
+        self.visit: Visit | None = None
         self._edge = edge
         self._path = path
         self._request = request
@@ -36,14 +40,16 @@ class AccessRecord:
 
     def close(self, status: int, code: str = "") -> None:
         """Count and log the request; `code` is empty for one that was answered to its end."""
+        if self.visit is not None:
+            self.visit.leave(self._used_tokens(failed=bool(code)), time.monotonic())
         if code:
             self._metrics.failed(self._edge, code)
         if not self._enabled:
             return
-        fields: dict[str, object] = {}
+        fields: dict[str, object] = {} if self.visit is None else {"tenant": self.visit.tenant.name}
         if (answer := self.answer) is not None:
             usage = answer.usage()
-            fields = {
+            fields |= {
                 "model": answer.job.model,
                 "stream": answer.job.stream,
                 "choices": answer.job.num_choices,
@@ -64,3 +70,10 @@ class AccessRecord:
             **fields,
             duration_s=round(time.monotonic() - self._began_at, 4),
         )
+
+    def _used_tokens(self, *, failed: bool) -> int:
+        """Of prompt and answer; none if it failed before the first token."""
+        if self.answer is None:
+            return 0
+        usage = self.answer.usage()
+        return 0 if failed and not usage.completion_tokens else usage.prompt_tokens + usage.completion_tokens

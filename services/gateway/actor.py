@@ -51,6 +51,7 @@ from services.gateway.catalog import Catalog, OfferedModel
 from services.gateway.census import WatchedModel
 from services.gateway.config import GatewayConfig
 from services.gateway.dashboard import Dashboard
+from services.gateway.door import Door
 from services.gateway.http import create_app
 from services.gateway.inflow import Inflow
 from services.gateway.intake import Intake
@@ -107,6 +108,7 @@ class GatewayActor(Actor):
         self._core_of_name = {name: core for core, own in zip(self.cores, names, strict=True) for name in own}
         self.intake = Intake(config)
         self.catalog = self._catalog()
+        self.door = Door(config)
         watched = [WatchedModel(core.name, core.dispatcher) for core in self.cores]
         self.dashboard = Dashboard(self, lambda: watched, clock)
         for core in self.cores:
@@ -152,7 +154,11 @@ class GatewayActor(Actor):
         return self.cores[0].generate(request)
 
     def http_app(self) -> ASGIApp | None:
-        return None if self.catalog is None else create_app(self, self.catalog, self.config, dashboard=self.dashboard)
+        return (
+            None
+            if self.catalog is None
+            else create_app(self, self.catalog, self.config, dashboard=self.dashboard, door=self.door)
+        )
 
     @property
     def fence_after_s(self) -> float:
@@ -169,6 +175,7 @@ class GatewayActor(Actor):
             self.task_group.start_soon(core.canary.run)
         if self.catalog is not None:
             self.task_group.start_soon(self.dashboard.run)
+            self.task_group.start_soon(self.door.watch)
             self._front = NatsFront(self, self.catalog, self.bus, self.config)
             await self._front.run()
         await anyio.sleep_forever()

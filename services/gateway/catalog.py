@@ -21,6 +21,7 @@ from services.gateway.logprobs import TokenNames
 from services.gateway.metrics import EdgeMetrics
 from services.gateway.parse import SMALL_BYTES, parse
 from services.gateway.prepare import Job, Preparer
+from services.gateway.tenants import Tenant
 
 MAX_LISTED = 32
 """Names that an error lists."""
@@ -103,8 +104,9 @@ class Catalog:
         deadline_ms: str | None = None,
         stream_default: bool = False,
         of_subject: OfferedModel | None = None,
+        tenant: Tenant | None = None,
     ) -> tuple[OfferedModel, Job, Notes]:
-        """The model that `body` is for, the job, and what of the body had no effect.
+        """The model that `body` is for, the job, and what of the body had no effect. `tenant`: whose request it is.
 
         :raises RequestError: what is wrong with the request; nothing has been taken then.
         """
@@ -113,6 +115,8 @@ class Catalog:
         steps = parse(kind, body, max_prompt_tokens=self._longest_prompt, notes=notes)
         request = await self.intake.run(steps, large=is_large)
         model = self.choose(request.model, of_subject=of_subject)
+        if tenant is not None:
+            tenant.check_model(model.name)
         job = await model.preparer.prepare(
             kind,
             request,
@@ -122,6 +126,7 @@ class Catalog:
             deadline_ms=deadline_ms,
             stream_default=stream_default,
             is_large=is_large,
+            tenant=tenant,
         )
         return model, job, notes
 

@@ -12,7 +12,6 @@ while a write was blocked goes into the next chunk.
 from __future__ import annotations
 
 import functools
-import hmac
 import time
 from collections.abc import Callable
 from typing import Any
@@ -38,8 +37,9 @@ from services.gateway.collect import Collector
 from services.gateway.config import GatewayConfig
 from services.gateway.dashboard import Dashboard
 from services.gateway.dashboard_http import dashboard_routes
+from services.gateway.door import Door
 from services.gateway.http_body import ClientGone, header, read_body
-from services.gateway.http_io import Exchange, Unauthorized, error_headers, safe_request_id
+from services.gateway.http_io import Exchange, error_headers, safe_request_id
 from services.gateway.logprobs import TokenNames
 from services.gateway.prepare import new_id
 
@@ -62,14 +62,18 @@ def create_app(
     config: GatewayConfig,
     *,
     dashboard: Dashboard | None = None,
+    door: Door | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Starlette:
     """`/v1/models`, `/v1/chat/completions`, `/v1/completions`, `/health`, `/ready` and `/metrics`; with a `dashboard`, `/` and
     what is below `/dashboard`.
 
-    `catalog` is what this edge shares with the NATS edge.
+    `catalog` and `door` are what this edge shares with the NATS edge.
+
+    :raises ConfigError: without a `door`, if keys can't be read.
     """
-    api = _Api(gateway, catalog, config, clock)
+    door = door or Door(config)
+    api = _Api(gateway, catalog, config, door, clock)
     return Starlette(
         routes=[
             Route("/v1/models", api.models, methods=["GET"]),
@@ -79,7 +83,7 @@ def create_app(
             Route("/health", api.health, methods=["GET"]),
             Route("/ready", api.is_ready, methods=["GET"]),
             Route("/metrics", api.metrics_page, methods=["GET"]),
-            *([] if dashboard is None else dashboard_routes(dashboard, config, api.authorize)),
+            *([] if dashboard is None else dashboard_routes(dashboard, config, door.authorize_overview)),
         ],
         exception_handlers={HTTPException: _routing_error, PenstockError: _typed_error},
     )
@@ -97,26 +101,30 @@ class _Generate:
 
 
 class _Api:
-    def __init__(self, gateway: Core, catalog: Catalog, config: GatewayConfig, clock: Callable[[], float]) -> None:
+    def __init__(self, gateway: Core, catalog: Catalog, config: GatewayConfig, door: Door, clock: Callable[[], float]) -> None:
         self._gateway = gateway
         self._catalog = catalog
         self._config = config
+        self._door = door
         self._clock = clock
         self._intake = catalog.intake
         self._metrics = catalog.models[0].metrics  # errors, which may come before a model is known, are counted for all
         self._created = int(time.time())
-        self._key = config.key.encode()
         self._active = 0
 
     async def models(self, request: Request) -> Response:
-        self.authorize(request.scope)
-        data = [self._model_body(model, name) for model in self._catalog.models for name in model.names]
+        tenant = self._door.authorize(request.scope)
+        models = [model for model in self._catalog.models if tenant is None or tenant.may_use(model.name)]
+        data = [self._model_body(model, name) for model in models for name in model.names]
         return _json({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
-        self.authorize(request.scope)
+        tenant = self._door.authorize(request.scope)
         name = request.path_params["model"]
-        return _json(self._model_body(self._catalog.find(name), name))
+        model = self._catalog.find(name)
+        if tenant is not None:
+            tenant.check_model(model.name)
+        return _json(self._model_body(model, name))
 
     async def health(self, request: Request) -> Response:
         """200 for as long as the process answers, whatever it could serve: it must not be restarted for want of workers."""
@@ -130,6 +138,9 @@ class _Api:
         return Response("ready\n") if ready else Response("not ready\n", status_code=503)
 
     async def metrics_page(self, request: Request) -> Response:
+        """Without a key, unless there are tenants: their names and what they use are in it."""
+        if self._door.has_tenants:
+            self._door.authorize_overview(request.scope)
         return Response(self._gateway.metrics.render(), media_type="text/plain; version=0.0.4")
 
     async def generate(self, kind: Kind, scope: Scope, receive: Receive, send: Send) -> None:
@@ -161,19 +172,26 @@ class _Api:
 
     async def _serve(self, kind: Kind, id: str, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:
         """:raises PenstockError: what the client is told; nothing is held for it any more then."""
-        self.authorize(scope)
+        visit = self._door.enter(self._door.authorize(scope))
+        record.visit = visit
         if self._active > self._config.max_requests:
             raise Overloaded("too many requests at once: try again in a moment")
         with self._intake.room() as room:
             body = await read_body(scope, exchange.receive, self._config.max_body_bytes, room)
             deadline = header(scope, DEADLINE_HEADER)
             model, job, notes = await self._catalog.prepare(
-                kind, body, id=id, deadline_ms=None if deadline is None else deadline.decode("latin-1")
+                kind,
+                body,
+                id=id,
+                deadline_ms=None if deadline is None else deadline.decode("latin-1"),
+                tenant=None if visit is None else visit.tenant,
             )
             del body
         self._metrics.ignored(notes.labels)
         if job.warning:
             exchange.headers.append((b"warning", WARNING % job.warning.encode()))
+        if visit is not None:
+            visit.reserve(job.max_tokens_in_all, self._clock())
         answer = record.answer = Answer(model.core, job, model.bundle.tokenizer, model.metrics)
         send = functools.partial(self._stream if job.stream else self._collect, answer, model.token_names, exchange)
         await answer.run(send, watch=functools.partial(self._watch, exchange, id))
@@ -219,14 +237,6 @@ class _Api:
 
     def _model_body(self, model: OfferedModel, name: str) -> dict[str, Any]:
         return bodies.model_body(name, self._created, model.bundle.max_context, root=model.name)
-
-    def authorize(self, scope: Scope) -> None:
-        if not self._key:
-            return
-        sent = header(scope, b"authorization") or b""
-        scheme, _, key = sent.partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key):
-            raise Unauthorized("wrong or missing API key: send it as `Authorization: Bearer <key>`")
 
 
 def _json(body: object) -> Response:

@@ -10,7 +10,6 @@ that nobody's stream waits for somebody's long prompt; what can't fit the contex
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -33,10 +32,10 @@ from services.gateway.config import GatewayConfig
 from services.gateway.intake import Intake
 from services.gateway.openai import Arguments, ChatRequest, CompletionRequest
 from services.gateway.structured import structure_of
+from services.gateway.tenants import Tenant, salt_of
 
 _INLINE_CHARS = 8192
 _COMPLETION_MAX_TOKENS = 16
-_SALT_BYTES = 16
 _T = TypeVar("_T")
 
 
@@ -46,7 +45,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     `sampling.seed` is the first choice's (see `choices.choice_seed`). `echoes[p]` is sent before the text of prompt p's
     choices. `top_logprobs`: -1 none, else how many alternatives each token lists. `usage_so_far`: every chunk of the stream
     tells the usage up to it. `salt` keeps the prompt's KV apart. `warning`: what of the request had no effect. `format`: how
-    answers are read that may be more than text. `continues`: an answer follows text, so a leading space is kept.
+    answers are read that may be more than text. `continues`: an answer follows text, so a leading space is kept. `tenant`: who
+    asked; empty: nobody in particular.
     """
 
     id: str
@@ -70,10 +70,16 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     warning: str = ""
     format: AnswerFormat | None = None
     continues: bool = False
+    tenant: str = ""
 
     @property
     def num_choices(self) -> int:
         return self.n * len(self.prompts)
+
+    @property
+    def max_tokens_in_all(self) -> int:
+        """Of all prompts and the longest answers that they may get."""
+        return sum(map(len, self.prompts)) + self.num_choices * self.sampling.max_tokens
 
     @property
     def heading(self) -> Heading:
@@ -118,11 +124,12 @@ class Preparer:
         deadline_ms: str | None = None,
         stream_default: bool = False,
         is_large: bool = False,
+        tenant: Tenant | None = None,
     ) -> Job:
         """The job of a request for this model. `notes`: what of its body had no effect; `is_large`: the body was.
 
         `shown_id` is `id` unless the client chose one. `deadline_ms` is a header's value; the shorter of it and the body's
-        `timeout` holds.
+        `timeout` holds. `tenant`: whose request it is.
 
         :raises RequestError: what is wrong with the request; nothing has been taken then.
         """
@@ -138,7 +145,7 @@ class Preparer:
             prompts, echoes = await self._completion_prompts(request)
             logprobs = -1 if request.logprobs is None else request.logprobs
         self._check_choices(request, len(prompts))
-        max_tokens = self._max_tokens(request, prompts, logprobs)
+        max_tokens = self._max_tokens(request, prompts, logprobs, tenant)
         options = request.stream_options
         include_usage = bool(options and options.include_usage)
         return Job(
@@ -159,10 +166,11 @@ class Preparer:
             usage_so_far=include_usage and bool(options and options.continuous_usage_stats),
             deadline_s=deadline_s,
             skip_special=request.skip_special_tokens is not False,
-            salt=_salt(request.cache_salt),
+            salt=salt_of("" if tenant is None else tenant.name, request.cache_salt),
             warning=notes.text,
             format=format,
             continues=not isinstance(request, ChatRequest) or request.continues,
+            tenant="" if tenant is None else tenant.name,
         )
 
     def _check_choices(self, request: Arguments, num_prompts: int) -> None:
@@ -186,13 +194,17 @@ class Preparer:
             raise InvalidParameter(f"the deadline can be at most {limit_s:g} s", param="timeout")
         return min(asked, default=min(self._config.default_deadline_s, limit_s))
 
-    def _max_tokens(self, request: Arguments, prompts: list[list[int]], logprobs: int) -> int:
+    def _max_tokens(self, request: Arguments, prompts: list[list[int]], logprobs: int, tenant: Tenant | None) -> int:
         """How long each choice may get."""
         param, asked = "max_tokens", request.max_tokens
         if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
             param, asked = "max_completion_tokens", request.max_completion_tokens
         context = self._bundle.max_context
+        if tenant is not None and tenant.settings.max_context:
+            context = min(context, tenant.settings.max_context)
         room = context - max(map(len, prompts))
+        if room < 1:
+            raise ContextLengthExceeded(f"the prompt takes {context - room} of {context} tokens of context", param=param)
         choices, values = len(prompts) * (request.n or 1), 1 + max(logprobs, 0)
         limit = self._config.max_answer_values
         if asked is None or asked == openai.NO_LIMIT:
@@ -342,10 +354,6 @@ def _given(value: _T | None, recommended: _T | None, otherwise: _T) -> _T:
     if value is not None:
         return value
     return otherwise if recommended is None else recommended
-
-
-def _salt(text: str | None) -> bytes:
-    return b"" if text is None else hashlib.blake2b(text.encode(), digest_size=_SALT_BYTES, person=b"cache_salt").digest()
 
 
 def _size(message: Mapping[str, Any]) -> int:
