@@ -75,6 +75,10 @@ class Sequence:
         return self.generation.attempt
 
     @property
+    def tenant(self) -> str:
+        return self.generation.tenant
+
+    @property
     def sampling(self) -> SamplingParams:
         return self.generation.sampling
 

@@ -67,7 +67,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     of day is there. `deadline_ms`, milliseconds since 1970, is for readers that don't know `remaining_ms`. `salt` separates
     tenants' prefix caches. `alone`: workers have died with this request: run it while you hold nothing else, and take nothing
     else until it has given a token. `window`: units of frames (`frame_units`) that may be on their way to the gateway
-    unacknowledged; 0: any number.
+    unacknowledged; 0: any number. `tenant`: who asked, empty for nobody in particular; tenants share a worker by `weight`,
+    and within a tenant a lower `priority` is earlier.
     """
 
     request: str
@@ -81,6 +82,9 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     remaining_ms: int = 0
     alone: bool = False
     window: int = 0
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -196,6 +196,9 @@ class Answer:
             sampling=job.sampling_of(choice_seed(job.sampling.seed, number)),
             deadline_s=job.deadline_s,
             salt=job.salt,
+            tenant=job.tenant,
+            weight=job.weight,
+            priority=job.priority,
         )
         return _Choice(self._core.generate(request), text, job.echoes[prompt], prompt)
 

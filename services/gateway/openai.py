@@ -70,8 +70,8 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fa
 
 class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     """What both endpoints share. `timeout` is the deadline in seconds; `top_k` 0 or -1 is off; `seed` -1 is a random one;
-    `max_tokens` -1 is no limit; `cache_salt` keeps the prompt's KV apart from that of requests with another one. For
-    `response_format` and `structured_outputs` see `structured.py`."""
+    `max_tokens` -1 is no limit; `cache_salt` keeps the prompt's KV apart from that of requests with another one; a lower
+    `priority` is earlier. For `response_format` and `structured_outputs` see `structured.py`."""
 
     model: Annotated[str, Meta(max_length=512)] | None = None
     stream: bool | None = None
@@ -95,6 +95,7 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool | None = None
     timeout: Annotated[float, Meta(gt=0)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
 

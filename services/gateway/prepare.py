@@ -46,7 +46,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     choices. `top_logprobs`: -1 none, else how many alternatives each token lists. `usage_so_far`: every chunk of the stream
     tells the usage up to it. `salt` keeps the prompt's KV apart. `warning`: what of the request had no effect. `format`: how
     answers are read that may be more than text. `continues`: an answer follows text, so a leading space is kept. `tenant`: who
-    asked; empty: nobody in particular.
+    asked, empty for nobody in particular; `weight`: its share of workers.
     """
 
     id: str
@@ -71,6 +71,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     format: AnswerFormat | None = None
     continues: bool = False
     tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
 
     @property
     def num_choices(self) -> int:
@@ -171,6 +173,8 @@ class Preparer:
             format=format,
             continues=not isinstance(request, ChatRequest) or request.continues,
             tenant="" if tenant is None else tenant.name,
+            weight=1.0 if tenant is None else tenant.settings.weight,
+            priority=request.priority or 0,
         )
 
     def _check_choices(self, request: Arguments, num_prompts: int) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from common.engine.shares import MAX_PRIORITY, PRIORITY_STEP_S
 from common.protocol import errors
 from common.protocol import tokens as token_bytes
 from common.protocol.errors import PenstockError
@@ -57,7 +58,8 @@ UNKNOWN_APART_S = 0.5
 
 class Request:
     """`wake` is called when `transcript` has something new. `wire_id` names it to workers, unlike any other ever; `client_id`
-    is the edge's. `path` forces a path, and `only` the worker that is to compute the prompt (canaries)."""
+    is the edge's. Of a tenant's requests, the least `rank` is placed first. `path` forces a path, and `only` the worker that is to
+    compute the prompt (canaries)."""
 
     def __init__(
         self,
@@ -77,6 +79,10 @@ class Request:
         self.packed_prompt = token_bytes.pack(request.prompt)
         self.sampling = request.sampling
         self.salt = request.salt
+        self.tenant = request.tenant
+        self.weight = request.weight
+        self.priority = max(-MAX_PRIORITY, min(request.priority, MAX_PRIORITY))
+        self.rank = now + self.priority * PRIORITY_STEP_S
         self.gateway = gateway
         self.limits = limits
         self.path: Path = path
@@ -137,6 +143,9 @@ class Request:
             salt=self.salt,
             alone=alone,
             window=window,
+            tenant=self.tenant,
+            weight=self.weight,
+            priority=self.priority,
         )
         task = DecodeTask(generation=generation) if prefill is None else PrefillTask(generation=generation, decode=decode)
         return [Ask(prefill or decode, task, self.attempt)]
