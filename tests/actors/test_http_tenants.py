@@ -199,3 +199,16 @@ def test_without_a_usable_file_the_gateway_does_not_start(tmp_path: Path, conten
     with pytest.raises(ConfigError) as refused:
         Door(GatewayConfig(api_keys=str(path)))
     assert str(path) in str(refused.value)
+
+
+async def test_prompts_of_tenants_never_share_cached_kv_and_have_their_share_and_priority(tmp_path: Path) -> None:
+    core = ScriptedCore(says("hello"))
+    path = key_file(tmp_path, "[tenants.acme]\nweight = 3\n[tenants.zoo]\n")
+    async with gateway(path, core, api_key="operators") as (http, _):
+        for key in (ACME, ZOO, "operators"):
+            for salt in ({}, {"cache_salt": "mine"}):
+                await http.post(CHAT, json={**HI, **salt, "priority": -2}, headers=bearer(key))
+    asked = [stream.request for stream in core.streams]
+    assert len({request.salt for request in asked}) == 6 and asked[4].salt == b""
+    assert [(request.tenant, request.weight) for request in asked[::2]] == [("acme", 3.0), ("zoo", 1.0), ("", 1.0)]
+    assert {request.priority for request in asked} == {-2}

@@ -65,6 +65,7 @@ class Outcome:
     error: PenstockError | None = None
     ended: bool = False
     tenant: str = ""
+    cached_tokens: int = 0
     asked_at: float = 0.0
     first_token_at: float = 0.0
 
@@ -193,12 +194,18 @@ class World:
         deadline_s: float = 600,
         cancel_after_s: float | None = None,
         tenant: str = "",
+        salt: bytes = b"",
     ) -> Outcome:
         sampling = SamplingParams(seed=seed, max_tokens=max_tokens)
         outcome = Outcome(prompt, sampling, tenant=tenant, asked_at=time.monotonic())
         self.outcomes.append(outcome)
         request = GenerationRequest(
-            id=f"request-{len(self.outcomes)}", prompt=prompt, sampling=sampling, deadline_s=deadline_s, tenant=tenant
+            id=f"request-{len(self.outcomes)}",
+            prompt=prompt,
+            sampling=sampling,
+            deadline_s=deadline_s,
+            tenant=tenant,
+            salt=salt,
         )
         self.task_group.start_soon(self._read, self.gateway, request, outcome, cancel_after_s)
         return outcome
@@ -218,6 +225,7 @@ class World:
                     outcome.first_token_at = time.monotonic()
                 outcome.tokens += output.tokens
                 outcome.finish, outcome.error = output.finish, output.error
+                outcome.cached_tokens = max(outcome.cached_tokens, output.cached_tokens)
                 outcome.ended = output.finish is not None or output.error is not None
         if not outcome.ended:
             stream.cancel()
