@@ -3,12 +3,13 @@
 <PENSTOCK_HOME>/run/<host>-<port>/      only this user can look into it; gone when `up` has ended
   nats-server.conf                      users, passwords, permissions
   gateway.json … client.json            what each role logs in with; commands find theirs by the bus's address
+  <tenant>.json                         what each tenant of --api-keys logs in with
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import msgspec
 
 from common.cli.fleet import UpConfig
 from common.protocol.errors import ConfigError
+from common.runtime import api_keys
 from common.runtime.bus_login import BusLogin, read_credentials, run_folder, write_private
 from common.runtime.nats_access import CLIENT, USERS, Credentials, draw_credentials, server_config
 
@@ -34,14 +36,24 @@ def check_login(config: UpConfig) -> None:
         raise ConfigError(f"nats_clients: there is a user {taken[0]} already", param="nats_clients")
 
 
-@contextmanager
-def prepared(port: int, *, clients: Sequence[str], reply_prefixes: Sequence[str]) -> Iterator[Path]:
-    """The folder of a bus on `port` of this machine, with credentials for every role and further `clients`.
+def tenants_of(path: str) -> list[str]:
+    """The tenants of a file of keys, each of which gets a user; none without a file.
 
-    :raises ConfigError: it can't be written.
+    :raises ConfigError: it can't be read, or is no such file.
+    """
+    return list(api_keys.read(Path(path)).tenants) if path else []
+
+
+@contextmanager
+def prepared(
+    port: int, *, clients: Sequence[str], reply_prefixes: Sequence[str], tenants: Collection[str] = ()
+) -> Iterator[Path]:
+    """The folder of a bus on `port` of this machine, with credentials for every role, further `clients`, and `tenants`.
+
+    :raises ConfigError: it can't be written, or a tenant has another user's name.
     """
     folder = run_folder(port)
-    known = draw_credentials(f"nats://127.0.0.1:{port}", (*USERS, *clients))
+    known = draw_credentials(f"nats://127.0.0.1:{port}", (*USERS, *clients), tenants=tenants)
     try:
         for user, credentials in known.items():
             write_private(folder / f"{user}.json", msgspec.json.format(msgspec.json.encode(credentials)).decode())

@@ -74,7 +74,9 @@ def command(ctx: typer.Context) -> None:
             port = claim_port(config.nats_port, "--nats-port", hint=hint)
             config = msgspec.structs.replace(config, nats_url=f"nats://127.0.0.1:{port}")
             prefixes = getattr(asked.services["gateway"], "reply_prefixes", ())
-            credentials = stack.enter_context(own_bus.prepared(port, clients=config.nats_clients, reply_prefixes=prefixes))
+            tenants = own_bus.tenants_of(getattr(asked.services["gateway"], "api_keys", ""))
+            bus = own_bus.prepared(port, clients=config.nats_clients, reply_prefixes=prefixes, tenants=tenants)
+            credentials = stack.enter_context(bus)
         config = msgspec.structs.replace(config, http_port=http)
         specs = processes(
             config,

@@ -1,4 +1,4 @@
-"""The file of `--api-keys`: tenants, their limits, and digests of their keys. Pure.
+"""The file of `--api-keys`: tenants, their limits, and digests of their keys.
 
     [tenants.acme]
     requests_per_minute = 600
@@ -19,6 +19,7 @@ import re
 import secrets
 import tomllib
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -26,6 +27,7 @@ from msgspec import Meta
 
 from common.protocol import subjects
 from common.protocol.errors import ConfigError, InvalidParameter
+from common.runtime.nats_access import USERS
 
 MAX_TENANTS = 10_000
 MAX_KEYS = 100_000
@@ -98,12 +100,28 @@ def parse(text: str, name: str) -> KeyFile:
     return KeyFile(tables.tenants, owners)
 
 
+def read(path: Path) -> KeyFile:
+    """:raises ConfigError: `path` can't be read, or is no file of keys."""
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes", param="api_keys")
+        return parse(content.decode(), str(path))
+    except OSError as error:
+        raise ConfigError(f"can't read {path}, which is to hold API keys: {error.strerror}", param="api_keys") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text", param="api_keys") from error
+
+
 def check_tenant(name: str) -> str:
     """:raises ConfigError: `name` can't be a tenant's, since it can't be part of a subject."""
     try:
         subjects.token(name, what="tenant")
     except InvalidParameter as error:
         raise ConfigError(f"tenant {name[:100]!r}: {error}", param="api_keys") from error
+    if name in USERS:
+        raise ConfigError(f"tenant {name!r}: users of the bus have this name", param="api_keys")
     if len(name) > MAX_TENANT_CHARS:
         raise ConfigError(f"tenant {name!r}: at most {MAX_TENANT_CHARS} characters", param="api_keys")
     return name

@@ -141,6 +141,7 @@ class NatsBus:
 
     def __init__(self, url: str, name: str, login: ResolvedLogin) -> None:
         self.name = name
+        self.tenant = login.tenant
         self.denied: list[str] = []
         """What the server did not let this connection do, the first few times."""
         self.num_dropped = 0

@@ -16,8 +16,10 @@ from typing import Literal
 
 from common.runtime import logs
 from services.gateway.answer import Answer
+from services.gateway.bodies import Usage
 from services.gateway.metrics import EdgeMetrics
 from services.gateway.tenants import Visit
+from services.gateway.usage import UsageEvent
 
 log = logs.get_fast("access")
 
@@ -41,7 +43,7 @@ class AccessRecord:
     def close(self, status: int, code: str = "") -> None:
         """Count and log the request; `code` is empty for one that was answered to its end."""
         if self.visit is not None:
-            self.visit.leave(self._used_tokens(failed=bool(code)), time.monotonic())
+            self._leave(self.visit, status, code)
         if code:
             self._metrics.failed(self._edge, code)
         if not self._enabled:
@@ -71,9 +73,29 @@ class AccessRecord:
             duration_s=round(time.monotonic() - self._began_at, 4),
         )
 
-    def _used_tokens(self, *, failed: bool) -> int:
-        """Of prompt and answer; none if it failed before the first token."""
-        if self.answer is None:
-            return 0
-        usage = self.answer.usage()
-        return 0 if failed and not usage.completion_tokens else usage.prompt_tokens + usage.completion_tokens
+    def _leave(self, visit: Visit, status: int, code: str) -> None:
+        """A tenant's request ends. One that failed before its first token took nothing."""
+        now = time.monotonic()
+        usage, model = Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0), ""
+        if self.answer is not None:
+            model = self.answer.job.model
+            found = self.answer.usage()
+            if found.completion_tokens or not code:
+                usage = found
+        visit.leave(usage.prompt_tokens + usage.completion_tokens, now)
+        visit.tenant.on_usage(
+            UsageEvent(
+                tenant=visit.tenant.name,
+                request=self._request,
+                client_id=self.client_id,
+                edge=self._edge,
+                model=model,
+                status=status,
+                code=code,
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=usage.completion_tokens,
+                cached_tokens=usage.cached_tokens,
+                at=round(time.time(), 3),
+                duration_s=round(now - self._began_at, 4),
+            )
+        )

@@ -61,6 +61,7 @@ from services.gateway.nats_front import NatsFront
 from services.gateway.requests import GenerationRequest, Request
 from services.gateway.stream import Stream
 from services.gateway.telemetry import Telemetry
+from services.gateway.usage import UsageReports
 from services.gateway.windows import Windows
 
 log = logs.get("gateway")
@@ -108,7 +109,8 @@ class GatewayActor(Actor):
         self._core_of_name = {name: core for core, own in zip(self.cores, names, strict=True) for name in own}
         self.intake = Intake(config)
         self.catalog = self._catalog()
-        self.door = Door(config)
+        self.usage = UsageReports(self.metrics)
+        self.door = Door(config, on_usage=self.usage.add)
         watched = [WatchedModel(core.name, core.dispatcher) for core in self.cores]
         self.dashboard = Dashboard(self, lambda: watched, clock)
         for core in self.cores:
@@ -154,11 +156,8 @@ class GatewayActor(Actor):
         return self.cores[0].generate(request)
 
     def http_app(self) -> ASGIApp | None:
-        return (
-            None
-            if self.catalog is None
-            else create_app(self, self.catalog, self.config, dashboard=self.dashboard, door=self.door)
-        )
+        catalog, dashboard = self.catalog, self.dashboard
+        return None if catalog is None else create_app(self, catalog, self.config, dashboard=dashboard, door=self.door)
 
     @property
     def fence_after_s(self) -> float:
@@ -176,7 +175,8 @@ class GatewayActor(Actor):
         if self.catalog is not None:
             self.task_group.start_soon(self.dashboard.run)
             self.task_group.start_soon(self.door.watch)
-            self._front = NatsFront(self, self.catalog, self.bus, self.config)
+            self.task_group.start_soon(self.usage.run, self.bus)
+            self._front = NatsFront(self, self.catalog, self.bus, self.config, self.door)
             await self._front.run()
         await anyio.sleep_forever()
 

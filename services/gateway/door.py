@@ -23,6 +23,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.http_body import header
 from services.gateway.http_io import Unauthorized
 from services.gateway.tenants import Tenant, Visit
+from services.gateway.usage import UsageEvent
 
 log = logs.get("gateway")
 
@@ -34,9 +35,16 @@ _Stamp = tuple[int, int, int]
 class Door:
     """One per gateway process. `tenants` by name."""
 
-    def __init__(self, config: GatewayConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        *,
+        on_usage: Callable[[UsageEvent], None] = lambda event: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """:raises ConfigError: the key or the file of keys can't be used."""
         self._clock = clock
+        self._on_usage = on_usage
         self._operator = api_keys.digest(config.key.encode()) if config.key else b""
         self._path = Path(config.api_keys) if config.api_keys else None
         self._owners: Mapping[bytes, Tenant] = {}
@@ -75,6 +83,16 @@ class Door:
         if tenant is not None and not tenant.settings.dashboard:
             raise Forbidden(f"{tenant.name} may not see this: it shows everyone's requests")
 
+    def tenant(self, name: str) -> Tenant:
+        """The tenant of a subject.
+
+        :raises Forbidden: there is none of that name.
+        """
+        tenant = self.tenants.get(name)
+        if tenant is None:
+            raise Forbidden(f"there is no tenant {name[:100]!r} here")
+        return tenant
+
     def enter(self, tenant: Tenant | None) -> Visit | None:
         """:raises RateLimited: the tenant has taken all that it may."""
         return None if tenant is None else tenant.enter(self._clock())
@@ -107,6 +125,7 @@ class Door:
             tenant = self.tenants.get(name)
             if tenant is None:
                 tenant = Tenant(name, settings, now)
+                tenant.on_usage = self._on_usage
             elif tenant.settings != settings:
                 tenant.change(settings, now)
             tenants[name] = tenant
@@ -133,14 +152,4 @@ def _stamp(path: Path) -> _Stamp | None:
 
 def _read(path: Path) -> tuple[_Stamp | None, KeyFile]:
     """:raises ConfigError: it can't be read, or is no file of keys."""
-    stamp = _stamp(path)
-    try:
-        with path.open("rb") as file:
-            content = file.read(api_keys.MAX_FILE_BYTES + 1)
-        if len(content) > api_keys.MAX_FILE_BYTES:
-            raise ConfigError(f"{path} is larger than {api_keys.MAX_FILE_BYTES} bytes", param="api_keys")
-        return stamp, api_keys.parse(content.decode(), str(path))
-    except OSError as error:
-        raise ConfigError(f"can't read {path}, which is to hold API keys: {error.strerror}", param="api_keys") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text", param="api_keys") from error
+    return _stamp(path), api_keys.read(path)  # in this order: what is written between is read again

@@ -58,8 +58,8 @@ UNKNOWN_APART_S = 0.5
 
 class Request:
     """`wake` is called when `transcript` has something new. `wire_id` names it to workers, unlike any other ever; `client_id`
-    is the edge's. The least `rank` of a tenant's is placed first. `path` forces a path, and `only` the worker that is to compute
-    the prompt (canaries)."""
+    is the edge's. `path` forces a path, and `only` the worker that is to compute the prompt (canaries). Of a tenant's requests,
+    the least `rank` is placed first."""
 
     def __init__(
         self,

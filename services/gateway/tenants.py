@@ -10,9 +10,14 @@ one waits until that has been made up for. Limits are each gateway's own.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from common.protocol.errors import Forbidden, RateLimited
 from common.runtime.api_keys import TenantSettings
+
+if TYPE_CHECKING:
+    from services.gateway.usage import UsageEvent
 
 MINUTE_S = 60.0
 BUSY_RETRY_S = 1.0
@@ -58,12 +63,13 @@ class Bucket:
 
 
 class Tenant:
-    """One tenant of a gateway."""
+    """One tenant of a gateway. `on_usage` is told what each of its requests took."""
 
     def __init__(self, name: str, settings: TenantSettings, now: float) -> None:
         self.name = name
         self.settings = settings
         self.num_running = 0
+        self.on_usage: Callable[[UsageEvent], None] = lambda event: None
         self._requests = Bucket(settings.requests_per_minute, now)
         self._tokens = Bucket(settings.tokens_per_minute, now)
 

@@ -1,5 +1,5 @@
-"""No prefix is found across salts, in any tier: a worker's cache, the kvstore, the gateway's memory of who has what. In virtual time,
-with every worker real. A hit with the same salt shows each time that there was something to find."""
+"""No prefix is found across salts, in any tier: a worker's cache, the kvstore, the gateway's memory of who has what.
+In virtual time, with every worker real. A hit with the same salt shows each time that there was something to find."""
 
 from __future__ import annotations
 
