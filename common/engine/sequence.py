@@ -250,6 +250,8 @@ class SequenceCache:
         `computing` holds the hashes of the blocks that the step, or one in flight, computes already. False: the sequence's next
         block is one of them, and waiting for the next step saves computing it twice.
         """
+        if not self.pool.keeps_content:
+            return True
         first = sequence.num_planned // self.block_tokens
         hashes = self.hash(sequence, len(sequence.tokens) - 1)[first:]
         if not hashes or sequence.num_planned % self.block_tokens:

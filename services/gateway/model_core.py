@@ -77,7 +77,7 @@ class ModelCore:
         self.membership = Membership(tuple(worker_names), served.identity)
         self.router = Router(
             direct_max_tokens=config.direct_max_tokens,
-            affinity_blocks=config.affinity_blocks,
+            affinity_blocks=0 if config.zero_retention else config.affinity_blocks,
             models=self.membership.names,
         )
         self.health = Health(trusting=not config.canary)

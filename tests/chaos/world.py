@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
@@ -84,12 +85,14 @@ class World:
         num_blocks: int = 256,
         run_ahead: int = 1,
         max_running: int = 8,
+        zero_retention: bool = False,
     ) -> None:
         self.task_group = task_group
         self.shm_dir = shm_dir
         self.num_blocks = num_blocks
         self.run_ahead = run_ahead
         self.max_running = max_running
+        self.zero_retention = zero_retention
         self.dice = random.Random(seed)
         self.broker = MemoryBroker()
         self.processes: dict[str, Process] = {}
@@ -118,7 +121,8 @@ class World:
             process.ended.set()
 
     def _actor(self, role: Role, name: str, bus: MemoryBus) -> Actor:
-        shared = {"worker_id": name, "shm_dir": str(self.shm_dir), "http_port": -1, "model": "simulated"}
+        shared: dict[str, Any] = {"worker_id": name, "shm_dir": str(self.shm_dir), "http_port": -1, "model": "simulated"}
+        shared["zero_retention"] = self.zero_retention
         clock = time.monotonic
         match role:
             case "gateway":
