@@ -8,11 +8,19 @@ become free. Pure.
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Protocol
 
 RECENT_S = 10.0
 """For so long after its last request, room is kept for a tenant."""
+NOTED_EVERY_S = 1.0
 PLACES_FOR_ONE = 8
 MIN_KEPT = 2
+
+
+class Spare(Protocol):
+    """A pool: how many places are free, exactly up to `limit`."""
+
+    def spare(self, limit: int) -> int: ...
 
 
 class _Places:
@@ -30,7 +38,8 @@ class _Places:
         else:
             self._taken.pop(tenant, None)
 
-    def are_kept_from(self, tenant: str, share: float, spare: int) -> bool:
+    def are_kept_from(self, tenant: str, share: float, pool: Spare) -> bool:
+        spare = pool.spare(max(MIN_KEPT, self.total // (PLACES_FOR_ONE - 1) + 1))
         capacity = self.total + spare
         kept = min(max(MIN_KEPT, -(-capacity // PLACES_FOR_ONE)), capacity // 2)
         return spare <= kept and self._taken.get(tenant, 0) > share * capacity
@@ -42,9 +51,18 @@ class Headroom:
         self.decode = _Places()
         self._seen: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self._weights = 0.0
+        self._last = ("", -NOTED_EVERY_S)
+
+    @property
+    def several(self) -> bool:
+        """Whether more than one tenant has asked lately."""
+        return len(self._seen) > 1
 
     def came(self, tenant: str, weight: float, now: float) -> None:
         """It sent a request."""
+        if self._last[0] == tenant and now - self._last[1] < NOTED_EVERY_S and tenant in self._seen:
+            return
+        self._last = tenant, now
         _, before = self._seen.pop(tenant, (0.0, 0.0))
         self._weights += weight - before
         self._seen[tenant] = now, weight
@@ -58,12 +76,12 @@ class Headroom:
             del self._seen[tenant]
             self._weights = self._weights - weight if self._seen else 0.0
 
-    def must_wait(self, tenant: str, weight: float, *, prefill_spare: int | None, decode_spare: int) -> bool:
-        """Whether the places that are left are for others. `prefill_spare`: None if it needs no place there."""
+    def must_wait(self, tenant: str, weight: float, *, prefill: Spare | None, decode: Spare) -> bool:
+        """Whether the places that are left are for others. `prefill`: None if it needs no place there."""
         others = self._weights - self._seen[tenant][1] if tenant in self._seen else self._weights
         if len(self._seen) <= (tenant in self._seen):
             return False
         share = weight / (weight + others)
-        if prefill_spare is not None and self.prefill.are_kept_from(tenant, share, prefill_spare):
+        if prefill is not None and self.prefill.are_kept_from(tenant, share, prefill):
             return True
-        return self.decode.are_kept_from(tenant, share, decode_spare)
+        return self.decode.are_kept_from(tenant, share, decode)

@@ -136,12 +136,14 @@ class Placement:
         if prefill != seat.prefill:
             self._count(seat.prefill, -1)
             self._count(prefill, 1)
-            self._headroom.prefill.change(request.tenant, (prefill is not None) - (seat.prefill is not None))
+            if prefill is None or seat.prefill is None:
+                self._headroom.prefill.change(request.tenant, -1 if prefill is None else 1)
             seat.prefill = prefill
         if decode != seat.decode:
             self._count(seat.decode, -1)
             self._count(decode, 1)
-            self._headroom.decode.change(request.tenant, (decode is not None) - (seat.decode is not None))
+            if decode is None or seat.decode is None:
+                self._headroom.decode.change(request.tenant, -1 if decode is None else 1)
             seat.decode = decode
         computing = request.computing
         if computing != seat.computing:
@@ -186,7 +188,7 @@ class Placement:
         unplaced: list[tuple[Line, int, Request]] = []
         while self.router.has_room and (turn := self._waiting.next(closed)) is not None:
             line, _, request = turn
-            if line in SHARED and self._must_wait(line, request):
+            if self._headroom.several and line in SHARED and self._must_wait(line, request):
                 unplaced.append(turn)
                 self._waiting.hold(request.tenant)
                 continue
@@ -237,8 +239,8 @@ class Placement:
         return self._headroom.must_wait(
             request.tenant,
             request.weight,
-            prefill_spare=self.router.prefill.spare if line == "prefill" else None,
-            decode_spare=self.router.decode.spare,
+            prefill=self.router.prefill if line == "prefill" else None,
+            decode=self.router.decode,
         )
 
     def _job(self, request: Request, now: float) -> Job:

@@ -69,16 +69,13 @@ class Worker:
 
 
 class Pool:
-    """Workers of one role. Those with room are kept apart, so that choosing never walks past the full ones. `spare`: requests
-    that all of them would take."""
+    """Workers of one role. Those with room are kept apart, so that choosing never walks past the full ones."""
 
     def __init__(self) -> None:
         self.members: dict[str, Worker] = {}
         self.usable = 0
-        self.spare = 0
         self._open: list[Worker] = []
         self._slots: dict[str, int] = {}
-        self._spares: dict[str, int] = {}
         self._turn = 0
 
     def __len__(self) -> int:
@@ -97,20 +94,24 @@ class Pool:
         if self.members.pop(worker.ref.id, None) is not None:
             self.usable -= worker.usable
             self._close(worker.ref.id)
-            self.spare -= self._spares.pop(worker.ref.id, 0)
 
     def update(self, worker: Worker) -> None:
         """Call after `worker.spare` may have changed."""
         worker_id = worker.ref.id
-        spare = worker.spare
-        counted = max(0, spare)
-        self.spare += counted - self._spares.get(worker_id, 0)
-        self._spares[worker_id] = counted
-        if spare <= 0:
+        if worker.spare <= 0:
             self._close(worker_id)
         elif worker_id not in self._slots:
             self._slots[worker_id] = len(self._open)
             self._open.append(worker)
+
+    def spare(self, limit: int) -> int:
+        """How many requests all of them would take, or some number above `limit`: no more workers are asked than that takes."""
+        total = 0
+        for worker in self._open:
+            total += worker.spare
+            if total > limit:
+                break
+        return total
 
     def sample(self, count: int) -> Iterator[Worker]:
         """At most `count` workers with room, others each time: all of a small pool, an even spread of a large one."""

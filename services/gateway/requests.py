@@ -81,7 +81,7 @@ class Request:
         self.salt = request.salt
         self.tenant = request.tenant
         self.weight = request.weight
-        self.priority = max(-MAX_PRIORITY, min(request.priority, MAX_PRIORITY))
+        self.priority = max(-MAX_PRIORITY, min(request.priority, MAX_PRIORITY)) if request.priority else 0
         self.rank = now + self.priority * PRIORITY_STEP_S
         self.gateway = gateway
         self.limits = limits

@@ -136,6 +136,8 @@ class WaitingRoom:
         self._delayed: list[tuple[float, int, Line, Request]] = []
         self._away: set[int] = set()
         self._held: set[str] = set()
+        self._is_stale = False
+        """Turns of the only tenant that waits were not kept up to date."""
 
     def __len__(self) -> int:
         return sum(len(line.members) for line in self._lines.values()) + len(self._away)
@@ -153,6 +155,10 @@ class WaitingRoom:
     def join(self, line: Line, order: int, request: Request) -> None:
         if request.tenant not in self._num_in_line:
             self._shares.arrive(request.tenant, alone=not self._num_in_line)
+            if self._is_stale:
+                self._is_stale = False
+                for tenant in self._num_in_line:
+                    self._turn(tenant)
         self.put_back(line, order, request)
 
     def put_back(self, line: Line, order: int, request: Request) -> None:
@@ -185,9 +191,10 @@ class WaitingRoom:
 
     def let_go(self) -> None:
         """Whoever was held may have a turn again."""
-        for tenant in self._held:
-            self._turn(tenant)
-        self._held.clear()
+        if self._held:
+            for tenant in self._held:
+                self._turn(tenant)
+            self._held.clear()
 
     def charge(self, tenant: str, tokens: float, weight: float) -> None:
         """Its request was placed, and is expected to take so many tokens."""
@@ -196,12 +203,16 @@ class WaitingRoom:
     def correct(self, tenant: str, tokens: float, weight: float) -> None:
         """It took so many more, or fewer if negative."""
         self._shares.correct(tenant, tokens, weight)
-        if tokens < 0:
+        if len(self._num_in_line) < 2:
+            self._is_stale = True
+        elif tokens < 0:
             self._turn(tenant)
 
     def next(self, closed: Collection[Line]) -> tuple[Line, int, Request] | None:
         """Whose turn it is among the lines that are not `closed`: it leaves its line; `put_back` if there is no place for it.
         Who must run alone comes first, while workers are idle; the others by tenants' shares, and within a tenant by rank."""
+        if not self._num_in_line:
+            return None
         alone = None if "alone" in closed else self._first("alone")
         if alone is not None:
             return self._taken("alone", alone)
@@ -217,7 +228,8 @@ class WaitingRoom:
         return None if best is None else self._taken(line, best)
 
     def _first(self, line: Line) -> _Turn | None:
-        return self._lines[line].first(self._shares, self._held)
+        found = self._lines[line]
+        return found.first(self._shares, self._held) if found.members else None
 
     def _taken(self, line: Line, turn: _Turn) -> tuple[Line, int, Request]:
         order = turn[2]

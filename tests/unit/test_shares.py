@@ -23,6 +23,13 @@ class Work(msgspec.Struct, frozen=True):
     tokens: int
 
 
+class Places(msgspec.Struct):
+    number: int
+
+    def spare(self, limit: int) -> int:
+        return self.number
+
+
 def request(name: int, tenant: str, *, priority: int = 0, now: float = 0.0, weight: float = 1.0) -> Request:
     asked = GenerationRequest(
         id=str(name),
@@ -157,14 +164,14 @@ def test_the_last_places_of_a_pool_are_kept_for_who_has_less_than_its_share() ->
     headroom = Headroom()
     headroom.came("greedy", 1.0, 0.0)
     headroom.decode.change("greedy", 30)
-    assert not headroom.must_wait("greedy", 1.0, prefill_spare=None, decode_spare=2)  # nobody else is there
+    assert not headroom.must_wait("greedy", 1.0, prefill=None, decode=Places(2))  # nobody else is there
     headroom.came("modest", 1.0, 0.0)
-    assert headroom.must_wait("greedy", 1.0, prefill_spare=None, decode_spare=2)
-    assert not headroom.must_wait("modest", 1.0, prefill_spare=None, decode_spare=2)
-    assert not headroom.must_wait("greedy", 1.0, prefill_spare=None, decode_spare=10)
+    assert headroom.must_wait("greedy", 1.0, prefill=None, decode=Places(2))
+    assert not headroom.must_wait("modest", 1.0, prefill=None, decode=Places(2))
+    assert not headroom.must_wait("greedy", 1.0, prefill=None, decode=Places(10))
     headroom.came("greedy", 1.0, RECENT_S)
     headroom.tick(RECENT_S + 1)
-    assert not headroom.must_wait("greedy", 1.0, prefill_spare=None, decode_spare=2)
+    assert not headroom.must_wait("greedy", 1.0, prefill=None, decode=Places(2))
 
 
 def test_a_single_place_is_never_kept_from_everyone() -> None:
@@ -172,7 +179,7 @@ def test_a_single_place_is_never_kept_from_everyone() -> None:
     for tenant in ("a", "b"):
         headroom.came(tenant, 1.0, 0.0)
     for spare in (1, 2):
-        assert not headroom.must_wait("a", 1.0, prefill_spare=spare, decode_spare=spare)
+        assert not headroom.must_wait("a", 1.0, prefill=Places(spare), decode=Places(spare))
 
 
 def test_a_worker_computes_prompts_of_tenants_by_turns() -> None:
