@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ import torch
 from common.engine.device_sampling import DeviceSampler, Logprobs
 from common.engine.graphs import PADDING, ShapeTable, StepGraph, exact_shape
 from common.engine.masks import StepMasks, fill_masks
-from common.engine.plan import RowSamples, RunnerLost, StepPlan, StepResult, StepRow
+from common.engine.plan import Constraint, Masks, RowSamples, RunnerLost, StepPlan, StepResult, StepRow
 from common.engine.sampling import penalised
 from common.engine.step_buffers import Fields, PackedStep, StepPacker, StepShape, buffer_bytes, layout
 from common.models.attention import DeviceAttention
@@ -42,14 +43,27 @@ log = logs.get("engine")
 _DEPTH = 3
 """Sets of pinned buffers: of the step being packed, the one submitted before it, and the one whose result is being taken."""
 
-WARM_UP = (
-    (
-        SamplingParams(temperature=1.0, top_k=8, top_p=0.5, logprobs=1),
-        SamplingParams(temperature=1.0, top_p=0.5, presence_penalty=0.5, logit_bias={0: 1.0}),
-    ),
-    (SamplingParams(temperature=1.0, logit_bias={0: 1.0}), SamplingParams(min_tokens=2, stop_token_ids=[0])),
+
+class _Anything:
+    """A `plan.Constraint` that allows all tokens."""
+
+    def fill(self, output: Sequence[int], proposal: Sequence[int], out: Masks, *, start: int = 0) -> None:
+        out[:] = -1
+
+
+_TOP = SamplingParams(temperature=1.0, top_k=8, top_p=0.5, logprobs=1)
+_PENALISED = SamplingParams(temperature=1.0, top_p=0.5, presence_penalty=0.5, logit_bias={0: 1.0})
+_BIASED = SamplingParams(temperature=1.0, logit_bias={0: 1.0})
+_AT_LEAST = SamplingParams(min_tokens=2, stop_token_ids=[0])
+_FREE = SamplingParams(temperature=1.0)
+
+WARM_UP: tuple[tuple[tuple[SamplingParams, Constraint | None], ...], ...] = (
+    ((_TOP, None), (_PENALISED, None), (_FREE, _Anything())),
+    ((_BIASED, None), (_AT_LEAST, None), (_FREE, None)),
+    ((_TOP, _Anything()), (_FREE, _Anything()), (_FREE, None)),
+    ((_BIASED, _Anything()), (_FREE, None), (_FREE, None)),
 )
-"""The samples of two steps that need every build of the kernels behind a graph: without penalties it is another one."""
+"""The samples of steps that need every build of the kernels behind a graph: with filters, penalties and masks, and without."""
 
 _SPARE_BLOCK_IDS = 4096
 _MAX_BLOCK_IDS = 4 << 20
@@ -142,9 +156,9 @@ class DeviceRunner:
         self._turn = (self._turn + 1) % _DEPTH
         with self._running(), lost_if_broken():
             self._buffer[: packed.used_bytes].copy_(staging[: packed.used_bytes], non_blocking=True)
-            extras = self._sampler.load(rows)
+            special = self._sampler.load(rows)
             logits = self._forward(shape, _attention_rows(rows, packed)) if graph is None else graph.replay()
-            logprobs = self._sampler.finish(logits, extras, self._masks(rows))
+            logprobs = self._sampler.finish(logits, rows, partial(self._masks, rows)) if special else None
             num_samples = sum(row.num_samples for row in rows)
             tokens = self._tokens[self._turn][:num_samples]
             tokens.copy_(self._sampler.sampled[:num_samples], non_blocking=True)
@@ -162,7 +176,7 @@ class DeviceRunner:
             sampled = self._last.sampled()
             for row in fed:
                 row.output[-1] = sampled[row.feed]
-        return fill_masks(rows, self.vocab_size)
+        return fill_masks(rows, self.vocab_size, self._sampler.mask_buffer)
 
     def may_compile(self, plan: StepPlan) -> bool:
         """Steps with a graph were compiled when it was captured; others compile what is new of their size."""
@@ -213,16 +227,16 @@ class DeviceRunner:
         :raises ConfigError: if it does not.
         """
         num_tokens = -(-token_budget // PADDING) * PADDING
-        shape = StepShape(tokens=num_tokens, rows=1, max_queries=num_tokens, samples=2)
+        shape = StepShape(tokens=num_tokens, rows=1, max_queries=num_tokens, samples=len(WARM_UP[0]))
         try:
             with self._running():
-                # a prompt's first part, and one after a prefix
-                for start, samples in zip((0, self.block_tokens), WARM_UP, strict=True):
-                    rows = [StepRow([0], 0, [], 1, params, 0, history=[0]) for params in samples]
+                for index, samples in enumerate(WARM_UP):
+                    start = self.block_tokens * (index % 2)  # a prompt's first part, and one after a prefix
+                    rows = [StepRow([0], 0, [], 1, params, 0, [0], constraint=one) for params, one in samples]
                     self._blank(shape)
-                    extras = self._sampler.load(rows)
+                    self._sampler.load(rows)
                     logits = self._forward(shape, [AttentionRow(0, num_tokens, start, [])])
-                    self._sampler.finish(logits, extras)
+                    self._sampler.finish(logits, rows, partial(self._masks, rows))
                 if self._stream is not None:
                     self._plan_prompts(token_budget)
                     self._stream.synchronize()

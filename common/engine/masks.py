@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import os
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from llguidance import LLExecutor
 from numpy.typing import NDArray
 
-from common.engine.matcher import Matcher, fill_together, num_threads
+from common.engine.matcher import Matcher, fill_together
 from common.engine.plan import Masks, StepRow
 
-MANY = 4
+MANY = 8
 """Rows from which on they are filled in several threads."""
+
+MAX_THREADS = 8
 
 
 class StepMasks(NamedTuple):
@@ -22,11 +27,13 @@ class StepMasks(NamedTuple):
     words: Masks
 
 
-def fill_masks(rows: Sequence[StepRow], vocab_size: int) -> StepMasks | None:
+def fill_masks(rows: Sequence[StepRow], vocab_size: int, buffer: Callable[[int, int], Masks] | None = None) -> StepMasks | None:
     """Ask each constrained row what it may be; None without such rows. Outputs are known to their ends.
 
-    Takes some 20 µs a sample as a rule, and milliseconds where a grammar gets somewhere for the first time; so many rows are
-    filled in several threads, if this process has cores for them.
+    buffer: gives the memory for a number of masks of so many words.
+
+    Takes some 10 µs a sample as a rule, and 1 ms in a string that may have few characters more (`grammar.SLICES`), so many rows
+    are filled in several threads, if this process has cores for them.
     """
     if not any(row.is_constrained for row in rows):
         return None
@@ -36,24 +43,41 @@ def fill_masks(rows: Sequence[StepRow], vocab_size: int) -> StepMasks | None:
         if row.is_constrained:
             samples.extend(range(at, at + row.num_samples))
         at += row.num_samples
-    words = np.full((len(samples), -(-vocab_size // 32)), -1, np.int32)
-    together: list[tuple[Matcher, Sequence[int], int]] = []
+    words = (buffer or _new)(len(samples), -(-vocab_size // 32))
+    together: list[tuple[Matcher, Sequence[int], int, int]] = []
     done = 0
     for row in rows:
         if row.constraint is None or not row.num_samples:
             continue
         count = row.num_samples
-        if isinstance(row.constraint, Matcher) and count == 1:
-            together.append((row.constraint, row.output, done))
+        if count == 1 and isinstance(row.constraint, Matcher):
+            together.append((row.constraint, row.output, row.output_start, done))
         else:
-            row.constraint.fill(row.output, row.tokens[len(row.tokens) - count + 1 :], words[done : done + count])
+            own = words[done : done + count]
+            own.fill(-1)
+            row.constraint.fill(row.output, row.tokens[len(row.tokens) - count + 1 :], own, start=row.output_start)
         done += count
     if len(together) >= MANY and num_threads() > 1:
-        fill_together(together, words)
+        fill_together(_executor(), together, words)
     else:
-        for matcher, output, at in together:
-            matcher.fill(output, [], words[at : at + 1])
+        for matcher, output, start, at in together:
+            matcher.fill(output, (), words[at : at + 1], start=start)
     return StepMasks(np.array(samples, np.int32), words)
+
+
+@functools.cache
+def num_threads() -> int:
+    """Return how many threads fill masks: half of this process's cores, since the event loop and the runner need some, too."""
+    return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
+
+
+@functools.cache
+def _executor() -> LLExecutor:
+    return LLExecutor(num_threads())
+
+
+def _new(count: int, words: int) -> Masks:
+    return np.empty((count, words), np.int32)
 
 
 def allowed_tokens(words: NDArray[np.int32], vocab_size: int) -> NDArray[np.bool_]:

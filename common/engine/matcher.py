@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
 from collections.abc import Sequence
 
 from llguidance import LLExecutor, LLMatcher
@@ -13,27 +11,36 @@ from common.engine.plan import Masks
 MAX_FORCED = 16
 """Forced tokens that are proposed at once."""
 
-MAX_THREADS = 8
-
 _FEW = 8
+
+
+MAX_UNDONE = 64
+"""Tokens at the end of an output that may turn out to be others: those of steps in flight, with their proposals."""
 
 
 class Matcher:
     """`plan.Constraint` of a compiled grammar. It follows whatever output it is given, forwards and back.
 
     `error`: why the grammar can't go on, where that is not the output's end; what was sampled since then is not constrained.
+    `twin`: see `text.grammar.Compiled`.
     """
 
-    def __init__(self, inner: LLMatcher) -> None:
+    def __init__(self, inner: LLMatcher, twin: int = 0) -> None:
         self.error = ""
+        self.twin = twin
         self._inner = inner
         self._consumed: list[int] = []
         self._offered: list[int] = []
         self._num_proposed = 0
         self._num_accepted = 0
 
-    def fill(self, output: Sequence[int], proposal: Sequence[int], out: Masks) -> None:
-        self._follow(output)
+    @property
+    def num_settled(self) -> int:
+        """Tokens of the output that it need not be told again."""
+        return max(0, len(self._consumed) - MAX_UNDONE)
+
+    def fill(self, output: Sequence[int], proposal: Sequence[int], out: Masks, *, start: int = 0) -> None:
+        self.follow(output, start)
         inner, row_bytes, num_consumed = self._inner, out.shape[1] * 4, 0
         for index in range(len(proposal) + 1):
             inner.unsafe_compute_mask_ptr(out.ctypes.data + index * row_bytes, row_bytes)
@@ -49,22 +56,22 @@ class Matcher:
         elif num_consumed:
             inner.rollback(num_consumed)
 
-    def forced(self, output: Sequence[int], limit: int) -> list[int]:
+    def forced(self, output: Sequence[int], limit: int, *, start: int = 0) -> list[int]:
         """Return the tokens that the grammar leaves no choice about.
 
         The same text may come in other tokens; where most of it did, nothing is returned any more.
         """
         if limit <= 0 or self.error or (self._num_proposed >= _FEW and 2 * self._num_accepted < self._num_proposed):
             return []
-        self._follow(output)
+        self.follow(output, start)
         if self.error or self._inner.is_stopped():
             return []
         self._offered = list(self._inner.compute_ff_tokens()[: min(limit, MAX_FORCED)])
         return self._offered
 
-    def allowed(self, output: Sequence[int], proposal: Sequence[int]) -> int:
+    def allowed(self, output: Sequence[int], proposal: Sequence[int], *, start: int = 0) -> int:
         """Return how many tokens of `proposal` the grammar allows after `output`."""
-        self._follow(output)
+        self.follow(output, start)
         return 0 if self.error or self._inner.is_stopped() else self._inner.validate_tokens(list(proposal))
 
     def was_forced(self, proposal: Sequence[int], accepted: int) -> bool:
@@ -75,17 +82,18 @@ class Matcher:
         self._num_accepted += accepted
         return True
 
-    def _follow(self, output: Sequence[int]) -> None:
-        """Go to the state behind `output`."""
+    def follow(self, output: Sequence[int], start: int = 0) -> None:
+        """Go to the state behind `output`, which begins at output index `start`."""
         known = self._consumed
         if self.error:
             return None
-        count = len(known)
-        if count > len(output) or known != list(output[:count]):
-            count = next((at for at, (a, b) in enumerate(zip(known, output, strict=False)) if a != b), min(count, len(output)))
-            if not self._inner.rollback(len(known) - count):
+        tail = known[start:]
+        count = len(tail)
+        if tail != output[:count]:
+            count = next((at for at, (a, b) in enumerate(zip(tail, output, strict=False)) if a != b), min(count, len(output)))
+            if not self._inner.rollback(len(tail) - count):
                 return self._fail(self._inner.get_error())
-            del known[count:]
+            del known[start + count :]
         for token in output[count:]:
             if self._inner.is_stopped():
                 return None  # nothing follows: the end-of-sequence token again, for a request that ignores it
@@ -98,28 +106,25 @@ class Matcher:
         self.error = " ".join(reason.split())[:200] or "the grammar's state is lost"
 
 
-def fill_together(cases: Sequence[tuple[Matcher, Sequence[int], int]], out: Masks) -> None:
-    """Do what `fill` does for each (matcher, output, row of `out`), without proposals, in several threads at once."""
+def fill_together(executor: LLExecutor, cases: Sequence[tuple[Matcher, Sequence[int], int, int]], out: Masks) -> None:
+    """Do what `fill` does for each (matcher, output, start, row of `out`), without proposals, in the executor's threads."""
     running: list[tuple[Matcher, int]] = []
-    for matcher, output, row in cases:
-        matcher._follow(output)
+    for matcher, output, start, row in cases:
+        matcher.follow(output, start)
         if matcher.error:
             out[row] = -1
         else:
             running.append((matcher, row))
-    together = [(matcher._inner, row) for matcher, row in running]
-    _executor().unsafe_compute_mask_ptr(together, out.ctypes.data, out.shape[1] * 4, len(out))
+    if not running:
+        return
+    running.sort(key=_twin)  # a thread takes neighbours, so that few wait for a twin's lock
+    pairs = [(matcher._inner, row) for matcher, row in running]
+    executor.unsafe_compute_mask_ptr(pairs, out.ctypes.data, out.shape[1] * 4, len(out))
     for matcher, row in running:
         if matcher._inner.is_error():
             matcher._fail(matcher._inner.get_error())
             out[row] = -1
 
 
-def num_threads() -> int:
-    """Return how many threads fill masks: half of this process's cores, since a runner and others need some, too."""
-    return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
-
-
-@functools.cache
-def _executor() -> LLExecutor:
-    return LLExecutor(num_threads())
+def _twin(case: tuple[Matcher, int]) -> int:
+    return case[0].twin

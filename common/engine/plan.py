@@ -24,9 +24,10 @@ Masks = NDArray[np.int32]
 class Constraint(Protocol):
     """What a row may be sampled from. Used by one thread at a time: the runner's, or the scheduler's while no step runs."""
 
-    def fill(self, output: Sequence[int], proposal: Sequence[int], out: Masks) -> None:
+    def fill(self, output: Sequence[int], proposal: Sequence[int], out: Masks, *, start: int = 0) -> None:
         """Write what may follow `output`, and `output` with each beginning of `proposal`.
 
+        start: the tokens before this output index are those of an earlier call, and not in `output`.
         out: int32 [1 + len(proposal), words], contiguous; where the proposal is not allowed, nothing is written behind it.
         """
         ...
@@ -44,9 +45,9 @@ class StepRow(msgspec.Struct):
     rule, k + 1 to verify k proposed tokens (which are then the last k of `tokens`).
 
     `history` is the sequence's tokens [0, start + len(tokens)) whenever `sampling` needs them (penalties), else empty; the
-    first `prompt_tokens` are the prompt. With a `constraint`, `output` is what has been generated, without proposed tokens. The
-    sample at input position p is the token at position p + 1, output index p + 1 - prompt_tokens, and draws
-    Gumbel(seed, p + 1, token).
+    first `prompt_tokens` are the prompt. With a `constraint`, `output` is what has been generated from output index
+    `output_start` on, without proposed tokens. The sample at input position p is the token at position p + 1, output index
+    p + 1 - prompt_tokens, and draws Gumbel(seed, p + 1, token).
 
     `feed` >= 0: the row's only token is not known yet. It is that sample of the plan submitted before (counting the samples
     of all its rows); `tokens` and the ends of `history` and `output` hold `UNKNOWN` in its place.
@@ -62,6 +63,7 @@ class StepRow(msgspec.Struct):
     feed: int = -1
     constraint: Constraint | None = None
     output: list[int] = []
+    output_start: int = 0
 
     @property
     def is_constrained(self) -> bool:

@@ -124,8 +124,12 @@ class Sequence:
         if sampled and _needs_history(self.sampling):
             history = [*self.tokens[:end], *proposal] if feed < 0 else [*self.tokens, UNKNOWN]
         output: list[int] = []
+        output_start = 0
         if sampled and self.matcher is not None:
-            output = self.output if feed < 0 else [*self.output, UNKNOWN]
+            output_start = self.matcher.num_settled
+            output = self.tokens[self.generation.prompt_tokens + output_start :]
+            if feed >= 0:
+                output.append(UNKNOWN)
         self.num_planned = end
         self.num_steps += 1
         if sampled:
@@ -142,6 +146,7 @@ class Sequence:
             feed=feed,
             constraint=self.matcher,
             output=output,
+            output_start=output_start,
         )
 
     def ran(self, row: StepRow) -> None:

@@ -24,6 +24,7 @@ from common.cache.pool import BlockPool
 from common.cache.store_client import StoreClient
 from common.engine import stepping
 from common.engine.engine import Engine, OpenEngine
+from common.engine.masks import num_threads
 from common.engine.matcher import Matcher
 from common.engine.metrics import EngineMetrics
 from common.engine.outflow import FRAME_ENTRIES, Outflow
@@ -114,7 +115,7 @@ class EngineWorker(Actor):
         )
         self.scheduler = self.make_scheduler()
         self.prefixes = Prefixes(self)
-        self.grammars = WorkerGrammars(self.engine.files, vocab_size=runner.vocab_size)
+        self.grammars = WorkerGrammars(self.engine.files, vocab_size=runner.vocab_size, twins=num_threads())
         self.loop = StepLoop(
             runner=runner,
             scheduler=self.scheduler,
@@ -256,7 +257,7 @@ class EngineWorker(Actor):
         """Give a sequence the state of its grammar, at once or as soon as it is compiled."""
         known = self.grammars.cached(sequence.sampling.grammar)
         if known is not None:
-            sequence.matcher = Matcher(known)
+            sequence.matcher = Matcher(*known)
         else:
             self.task_group.start_soon(self._compile, sequence)
 
@@ -268,7 +269,7 @@ class EngineWorker(Actor):
             if self.is_held(sequence):
                 self.fail(sequence, error.code, str(error))
             return
-        sequence.matcher = Matcher(compiled)
+        sequence.matcher = Matcher(*compiled)
         self.wake()
 
     def check_grammars(self, sequences: Iterable[Sequence]) -> None:

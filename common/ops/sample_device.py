@@ -29,6 +29,7 @@ _FIELDS = (
     ("position", torch.int64),
     ("top_p", torch.float64),
     ("temperature", torch.float32),
+    ("first_temperature", torch.float32),
     ("log_min_p", torch.float32),
     ("top_k", torch.int32),
 )
@@ -42,7 +43,8 @@ class DrawBatch:
     """How rows are drawn, on the device. `buffer`: uint8; the rest, [rows] each, are views of it.
 
     Greedy rows have temperature 0. top_k: int32, 0 is off; top_p: float64, 1 is off; log_min_p: float32, -inf is off; seed and
-    position (of the token drawn): int64; temperature: float32.
+    position (of the token drawn): int64; temperature: float32; first_temperature: the same, or 0 for rows that are drawn once
+    more anyway, whose first draw need not pay for noise.
     """
 
     buffer: torch.Tensor
@@ -50,6 +52,7 @@ class DrawBatch:
     position: torch.Tensor
     top_p: torch.Tensor
     temperature: torch.Tensor
+    first_temperature: torch.Tensor
     log_min_p: torch.Tensor
     top_k: torch.Tensor
 
@@ -97,6 +100,7 @@ class HostDraws:
         self.position: NDArray[np.int64] = views.position.numpy()
         self.top_p: NDArray[np.float64] = views.top_p.numpy()
         self.temperature: NDArray[np.float32] = views.temperature.numpy()
+        self.first_temperature: NDArray[np.float32] = views.first_temperature.numpy()
         self.log_min_p: NDArray[np.float32] = views.log_min_p.numpy()
         self.top_k: NDArray[np.int32] = views.top_k.numpy()
         self._bytes: NDArray[np.uint8] = self.buffer.numpy()
@@ -116,14 +120,14 @@ def _padded(rows: int) -> int:
 
 
 def pack_draws(draws: Sequence[Draw], into: HostDraws) -> None:
-    """Writes the first len(draws) rows; those after them become greedy.
+    """Writes the first len(draws) rows; those after them become greedy. Rows with top-k or top-p are drawn twice.
 
     :raises ValueError: for more draws than rows, or a position outside [0, 2^32).
     """
     count = len(draws)
     if count > into.rows:
         raise ValueError(f"{count} draws don't fit {into.rows} rows")
-    into.temperature[count:] = 0
+    into.temperature[count:] = into.first_temperature[count:] = 0
     if not count:
         return
     temperature, top_k, top_p, min_p, seed, position = zip(*draws, strict=True)
@@ -138,27 +142,51 @@ def pack_draws(draws: Sequence[Draw], into: HostDraws) -> None:
         into.log_min_p[:count] = [math.log(share) if share > 0 else -math.inf for share in min_p]
     into.seed.view(np.uint64)[:count] = [number & _MASK64 for number in seed]
     into.position[:count] = position
+    into.first_temperature[:count] = into.temperature[:count]
+    into.first_temperature[into.filtered_rows(count)] = 0
 
 
-def sample_plain(logits: torch.Tensor, batch: DrawBatch, out: torch.Tensor) -> None:
-    """logits: float32, bfloat16 or float16 [rows, vocab], rows contiguous, without NaN; at most `batch.rows` rows.
-    out: int32 or int64 [rows] at least, gets a token for every row, top-k and top-p ignored. Greedy rows pay for no noise.
+def sample_plain(
+    logits: torch.Tensor,
+    batch: DrawBatch,
+    out: torch.Tensor,
+    *,
+    rows: torch.Tensor | None = None,
+    masks: torch.Tensor | None = None,
+    compact: bool = False,
+    first: bool = False,
+) -> None:
+    """Draws each row, or `rows` (int32 [n], on the device) alone, top-k and top-p ignored. Greedy rows pay for no noise; nor,
+    the `first` time, do those that are drawn once more, whose tokens mean nothing until then.
+
+    logits: float32, bfloat16 or float16 [rows, vocab], rows contiguous, without NaN; at most `batch.rows` rows; or, `compact`,
+    [n, vocab]: those of `rows` alone. out: int32 or int64 [rows] at least, gets the tokens; others stay.
+    masks: int32 [n, ceil(vocab / 32)] or wider, bit t % 32 of word t // 32 allows token t; as many as rows are drawn.
 
     :raises ValueError: if shapes or dtypes don't fit, or on a CPU (see `sample_tokens`).
     """
     _check(logits, batch, out)
-    if logits.shape[0] > batch.rows or logits.shape[0] > len(out):
+    _check_rows(logits, rows, compact)
+    count = logits.shape[0] if rows is None else len(rows)
+    if not compact and (logits.shape[0] > batch.rows or logits.shape[0] > len(out)):
         raise ValueError(f"{logits.shape[0]} rows don't fit {batch.rows} draws and {len(out)} tokens")
+    if masks is not None and (masks.dtype != torch.int32 or masks.ndim != 2 or masks.shape[1] * 32 < logits.shape[1]):
+        raise ValueError(f"masks are int32 [n, vocab / 32], not {masks.dtype} {list(masks.shape)}")
+    if masks is not None and len(masks) != count:
+        raise ValueError(f"{len(masks)} masks are not those of {count} rows")
     from common.ops.sample_triton import sample_plain_triton
 
-    if logits.shape[0]:
+    if count:
         sample_plain_triton(
             logits,
-            temperature=batch.temperature,
+            temperature=batch.first_temperature if first else batch.temperature,
             log_min_p=batch.log_min_p,
             seed=batch.seed,
             position=batch.position,
             out=out,
+            rows=rows,
+            masks=masks,
+            compact=compact,
         )
 
 
@@ -172,8 +200,7 @@ def sample_filtered(
     :raises ValueError: if shapes or dtypes don't fit, or on a CPU (see `sample_tokens`).
     """
     _check(logits, batch, out)
-    if rows.ndim != 1 or rows.dtype != torch.int32 or (compact and len(rows) != logits.shape[0]):
-        raise ValueError(f"rows are int32 [n], not {rows.dtype} {list(rows.shape)} for logits {list(logits.shape)}")
+    _check_rows(logits, rows, compact)
     from common.ops.filters_triton import sample_rows_triton
 
     if len(rows):
@@ -198,3 +225,11 @@ def _check(logits: torch.Tensor, batch: DrawBatch, out: torch.Tensor) -> None:
         raise ValueError(f"tokens are int32 or int64 [rows], not {out.dtype} {list(out.shape)}")
     if not on_device(logits) or logits.device != batch.buffer.device:
         raise ValueError(f"logits on {logits.device} are not drawn by a batch on {batch.buffer.device}")
+
+
+def _check_rows(logits: torch.Tensor, rows: torch.Tensor | None, compact: bool) -> None:
+    if rows is None:
+        if compact:
+            raise ValueError("compact logits are those of rows that are named")
+    elif rows.ndim != 1 or rows.dtype != torch.int32 or (compact and len(rows) != logits.shape[0]):
+        raise ValueError(f"rows are int32 [n], not {rows.dtype} {list(rows.shape)} for logits {list(logits.shape)}")

@@ -45,11 +45,21 @@ def floor_key(lowest):
 
 
 @triton.jit
-def tempered(row, first, vocab, temperature, TOKENS: tl.constexpr):
-    """Token ids [first, first + TOKENS) and their logits / temperature, -inf beyond the vocabulary."""
+def allowed_logits(row, mask, tokens, vocab):
+    """A row's logits as float32; -inf beyond the vocabulary, and where `mask`, unless it is None, has no bit."""
+    there = tokens < vocab
+    x = tl.load(row + tokens, mask=there, other=-float("inf")).to(tl.float32)
+    if mask is not None:
+        bits = tl.load(mask + tokens // 32, mask=there, other=0)
+        x = tl.where((bits >> (tokens % 32)) & 1 != 0, x, -float("inf"))
+    return x
+
+
+@triton.jit
+def tempered(row, mask, first, vocab, temperature, TOKENS: tl.constexpr):
+    """Token ids [first, first + TOKENS) and their logits / temperature; see `allowed_logits`."""
     tokens = first + tl.arange(0, TOKENS)
-    x = tl.load(row + tokens, mask=tokens < vocab, other=-float("inf")).to(tl.float32)
-    return tokens, tl.math.div_rn(x, temperature)
+    return tokens, tl.math.div_rn(allowed_logits(row, mask, tokens, vocab), temperature)
 
 
 @triton.jit
@@ -66,13 +76,13 @@ def is_ahead(x, tokens, key, last):
 
 
 @triton.jit
-def exact_best(row, first, end, vocab, temperature, seed, position, key, last, reach, best, winner, TOKENS: tl.constexpr):
+def exact_best(row, mask, first, end, vocab, temperature, seed, position, key, last, reach, best, winner, TOKENS: tl.constexpr):
     """`best` and `winner`, or the exact score and the id of a token in [first, end) that beats them.
 
     It is ahead of (key, last), see `is_ahead`. Tokens whose rough score is below `reach` can't win.
     """
     for start in range(first, end, TOKENS):
-        tokens, x = tempered(row, start, vocab, temperature, TOKENS)
+        tokens, x = tempered(row, mask, start, vocab, temperature, TOKENS)
         words = chunk_words(seed, position, start, TOKENS)
         contends = is_ahead(x, tokens, key, last) & (x + rough_noise(words) >= reach)
         if tl.max(contends.to(tl.int32), 0) > 0:
@@ -87,6 +97,8 @@ def exact_best(row, first, end, vocab, temperature, seed, position, key, last, r
 @triton.jit
 def chunks_kernel(
     logits,  # [rows, vocab]
+    rows,  # int32 [n], which of them are drawn; None: all
+    masks,  # int32 [n, words], bit t % 32 of word t // 32 allows token t; None: all tokens
     temperature,
     log_min_p,
     seed,
@@ -94,31 +106,41 @@ def chunks_kernel(
     peaks,  # float32 [4, rows, chunks]: highest logit; best rough score, the next, and the logit of the best
     ids,  # int32 [2, rows, chunks]: of the highest logit, of the best score
     row_stride,
+    words,
     vocab,
     chunks,
+    COMPACT: tl.constexpr,  # logits hold the n rows alone
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     chunk = tl.program_id(0)
-    row = tl.program_id(1)
+    index = tl.program_id(1)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    row = index if rows is None else tl.load(rows + index)
     plane = tl.num_programs(1) * chunks
-    slot = row * chunks + chunk
+    slot = index * chunks + chunk
     first = chunk * BLOCK
     heat = tl.load(temperature + row)
     tokens = first + tl.arange(0, BLOCK)
-    row_logits = logits + row.to(tl.int64) * row_stride
-    x = tl.load(row_logits + tokens, mask=tokens < vocab, other=-float("inf")).to(tl.float32)
+    row_logits = logits + (index if COMPACT else row).to(tl.int64) * row_stride
+    mask = None if masks is None else masks + index.to(tl.int64) * words
+    x = allowed_logits(row_logits, mask, tokens, vocab)
     if heat != 0:
         x = tl.math.div_rn(x, heat)
     peak, place = tl.max(x, 0, return_indices=True)
     tl.store(peaks + slot, peak)
     tl.store(ids + slot, first + place)
+    if masks is not None:  # noqa: SIM102 - what is known when the kernel is compiled, then what is not
+        if (heat != 0) & (peak == -float("inf")):  # nothing is allowed here: no noise is needed
+            for plane_of in tl.static_range(1, 4):
+                tl.store(peaks + plane_of * plane + slot, peak)
+            tl.store(ids + plane + slot, first)
+            heat = 0.0
     if heat != 0:
-        words = chunk_words(tl.load(seed + row), tl.load(position + row), first, BLOCK)
-        scores = tl.where(x >= peak + tl.load(log_min_p + row), x + rough_noise(words), -float("inf"))
+        noise = rough_noise(chunk_words(tl.load(seed + row), tl.load(position + row), first, BLOCK))
+        scores = tl.where(x >= peak + tl.load(log_min_p + row), x + noise, -float("inf"))
         best, place = tl.max(scores, 0, return_indices=True)
         others = tokens != first + place
         tl.store(peaks + plane + slot, best)
@@ -130,6 +152,8 @@ def chunks_kernel(
 @triton.jit
 def rows_kernel(
     logits,
+    rows,
+    masks,
     temperature,
     log_min_p,
     seed,
@@ -138,25 +162,28 @@ def rows_kernel(
     ids,
     out,  # [rows]
     row_stride,
+    words,
     vocab,
     chunks,
+    COMPACT: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,  # power of two, at least `chunks`
     TOKENS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    index = tl.program_id(0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    row = index if rows is None else tl.load(rows + index)
     heat = tl.load(temperature + row)
     plane = tl.num_programs(0) * chunks
     numbers = tl.arange(0, CHUNKS)
-    slots = row * chunks + numbers
+    slots = index * chunks + numbers
     there = numbers < chunks
     peak = tl.load(peaks + slots, mask=there, other=-float("inf"))
     top, place = tl.max(peak, 0, return_indices=True)
-    token = tl.load(ids + row * chunks + tl.minimum(place, chunks - 1))
+    token = tl.load(ids + index * chunks + tl.minimum(place, chunks - 1))
     if (heat != 0) & (tl.abs(top) < float("inf")):
         lowest = top + tl.load(log_min_p + row)
         best = tl.load(peaks + plane + slots, mask=there, other=-float("inf"))
@@ -169,12 +196,13 @@ def rows_kernel(
         unclear = contends & ((second >= reach) | ~certain)
         left = tl.sum(contends.to(tl.int32), 0)
         place = tl.min(tl.where(contends, numbers, CHUNKS), 0)
-        token = tl.load(ids + plane + row * chunks + tl.minimum(place, chunks - 1))
+        token = tl.load(ids + plane + index * chunks + tl.minimum(place, chunks - 1))
         if (left > 1) | (tl.max(unclear.to(tl.int32), 0) > 0):
             score = tl.full((), -float("inf"), tl.float32)
             while left > 0:
                 score, token = exact_best(
-                    logits + row.to(tl.int64) * row_stride,
+                    logits + (index if COMPACT else row).to(tl.int64) * row_stride,
+                    None if masks is None else masks + index.to(tl.int64) * words,
                     place * BLOCK,
                     tl.minimum(place * BLOCK + BLOCK, vocab),
                     vocab,
@@ -203,19 +231,25 @@ def sample_plain_triton(
     seed: torch.Tensor,
     position: torch.Tensor,
     out: torch.Tensor,
+    rows: torch.Tensor | None = None,
+    masks: torch.Tensor | None = None,
+    compact: bool = False,
     block: int | None = None,
 ) -> None:
     """As `sample_plain`, shapes checked by it; block: tokens of a chunk."""
-    rows, vocab = logits.shape
+    count, vocab = logits.shape[0] if rows is None else len(rows), logits.shape[1]
     warps = 4
     if block is None:
-        block, warps = next((block, warps) for most, block, warps in CHUNKS if rows <= most)
+        block, warps = next((block, warps) for most, block, warps in CHUNKS if count <= most)
     chunks = triton.cdiv(vocab, block)
-    pdl = backend.pdl(logits)
-    peaks = torch.empty(4, rows, chunks, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(2, rows, chunks, dtype=torch.int32, device=logits.device)
-    chunks_kernel[(chunks, rows)](
+    pdl = backend.pdl(logits) and rows is None and masks is None  # those are drawn behind a step's graph
+    peaks = torch.empty(4, count, chunks, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(2, count, chunks, dtype=torch.int32, device=logits.device)
+    words = 0 if masks is None else masks.stride(0)
+    chunks_kernel[(chunks, count)](
         logits=logits,
+        rows=rows,
+        masks=masks,
         temperature=temperature,
         log_min_p=log_min_p,
         seed=seed,
@@ -223,15 +257,19 @@ def sample_plain_triton(
         peaks=peaks,
         ids=ids,
         row_stride=logits.stride(0),
+        words=words,
         vocab=vocab,
         chunks=chunks,
+        COMPACT=compact,
         BLOCK=block,
         PDL=pdl,
         num_warps=warps,
         launch_pdl=pdl,
     )
-    rows_kernel[(rows,)](
+    rows_kernel[(count,)](
         logits=logits,
+        rows=rows,
+        masks=masks,
         temperature=temperature,
         log_min_p=log_min_p,
         seed=seed,
@@ -240,8 +278,10 @@ def sample_plain_triton(
         ids=ids,
         out=out,
         row_stride=logits.stride(0),
+        words=words,
         vocab=vocab,
         chunks=chunks,
+        COMPACT=compact,
         BLOCK=block,
         CHUNKS=triton.next_power_of_2(chunks),
         TOKENS=min(block, EXACT_TOKENS),

@@ -21,9 +21,9 @@ _INTRODUCTION = """\
 
 This page is generated from `common/protocol/` by `make docs`; edit the docstrings there, not this page.
 
-Clients speak JSON in OpenAI's shapes. Everything between services is msgpack: each message is a map with its `type` first,
-and the small structures marked *array* are arrays in field order. A field is only ever added, with a default: a reader skips
-what it does not know and fills in what it was not sent.
+Clients speak JSON in OpenAI's shapes, or Anthropic's. Everything between services is msgpack: each message is a map with its
+`type` first, and the small structures marked *array* are arrays in field order. A field is only ever added, with a default: a
+reader skips what it does not know and fills in what it was not sent.
 """
 
 

@@ -2,6 +2,8 @@
 
     penstock.v1.chat.<model-slug>           client → a gateway of this model (queue group): OpenAI chat JSON
     penstock.v1.completions.<model-slug>    client → a gateway of this model (queue group): OpenAI completion JSON
+    penstock.v1.responses.<model-slug>      client → a gateway of this model (queue group): OpenAI responses JSON
+    penstock.v1.messages.<model-slug>       client → a gateway of this model (queue group): Anthropic messages JSON
                                             (the slug of the model's name, or of one of its aliases)
     penstock.v1.cancel.<request-id>         client → every gateway, with the request's inbox as reply subject
     penstock.v1.t.<tenant>.<rest>           the same for a tenant, below a subject of its own: `t.acme.chat.<model-slug>`,
@@ -67,12 +69,21 @@ def completions(model_slug: str) -> str:
     return f"{ROOT}.completions.{token(model_slug, what='model')}"
 
 
+def responses(model_slug: str) -> str:
+    return f"{ROOT}.responses.{token(model_slug, what='model')}"
+
+
+def messages(model_slug: str) -> str:
+    return f"{ROOT}.messages.{token(model_slug, what='model')}"
+
+
 def any_chat() -> str:
     return f"{ROOT}.chat.*"
 
 
-def any_completions() -> str:
-    return f"{ROOT}.completions.*"
+def any_request() -> list[str]:
+    """Where clients ask for answers, whatever the model."""
+    return [f"{ROOT}.{view}.*" for view in ("chat", "completions", "responses", "messages")]
 
 
 def of_tenant(tenant: str, subject: str) -> str:

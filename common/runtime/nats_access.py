@@ -80,7 +80,7 @@ def permissions(user: str, *, reply_prefixes: Sequence[str] = ("_INBOX.",), tena
     if user == MONITOR:
         asked = [f"$SRV.{verb}{rest}" for verb in ("PING", "INFO", "STATS") for rest in ("", ".>")]
         return Permissions(asked, [*own, subjects.any_usage()])
-    return Permissions([subjects.any_chat(), subjects.any_completions(), subjects.any_cancel()], own)
+    return Permissions([*subjects.any_request(), subjects.any_cancel()], own)
 
 
 def _of_role(role: str, reply_prefixes: Sequence[str]) -> Permissions:
@@ -93,7 +93,7 @@ def _of_role(role: str, reply_prefixes: Sequence[str]) -> Permissions:
     subscribe = [subjects.any_inbox_of(role), subjects.any_presence(), f"{inbox_prefix(role)}.>", "$SRV.>"]
     if role == "gateway":
         publish += [*(f"{prefix}>" for prefix in reply_prefixes), subjects.any_usage()]
-        subscribe += [subjects.any_chat(), subjects.any_completions(), subjects.any_cancel(), subjects.any_of_tenants()]
+        subscribe += [*subjects.any_request(), subjects.any_cancel(), subjects.any_of_tenants()]
     return Permissions(publish, subscribe)
 
 

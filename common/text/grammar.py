@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
@@ -19,6 +21,13 @@ from common.text.tokenizer import Tokenizer, load_tokenizer
 MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_CACHED = 128
 """Compiled grammars kept; the least recently used go first."""
+
+SLICES = [
+    *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 30)),
+    r'[^"\\\x00-\x1F\x7F]+',
+]
+"""Tokens by length that strings of JSON may hold: where a grammar allows all of one kind, llguidance need not look at each.
+Those of few characters are for strings that may not be long any more (`maxLength`)."""
 
 LIMITS = LLParserLimits(
     max_items_in_row=2_000,
@@ -35,10 +44,10 @@ LIMITS = LLParserLimits(
 class _Vocabulary:
     """The tokenizer as llguidance reads it."""
 
-    def __init__(self, tokenizer: Tokenizer, pieces: list[bytes]) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self.eos_token_id = tokenizer.eos_ids[0]
         self.bos_token_id = tokenizer.bos_id
-        self.tokens = pieces
+        self.tokens = tokenizer.byte_table(skip_special=False)
         self.special_token_ids = sorted(tokenizer.special_ids)
         self._tokenizer = tokenizer
 
@@ -56,6 +65,16 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._vocabulary: LLTokenizer | None = None
+
+    def twin(self) -> GrammarCompiler:
+        """Return another compiler with the same tables, whose matchers share nothing that changes with this one's."""
+        other = GrammarCompiler(self._tokenizer, vocab_size=self._vocab_size)
+        other._vocabulary = self._tables()
+        return other
+
+    def special_token_ids(self, texts: Iterable[str]) -> dict[str, int]:
+        """The ids of those of `texts` that are special tokens of the vocabulary, which no text matches."""
+        return self._tokenizer.special_token_ids(texts)
 
     def cached(self, grammar: str) -> LLMatcher | None:
         """Return a matcher at the beginning of `grammar` if that has been compiled before."""
@@ -88,36 +107,59 @@ class GrammarCompiler:
     def _tables(self) -> LLTokenizer:
         with self._lock:
             if self._vocabulary is None:
-                pieces = self._tokenizer.pieces
-                if pieces is None or not self._tokenizer.eos_ids:
+                if not self._tokenizer.has_byte_table or not self._tokenizer.eos_ids:
                     raise InvalidParameter("this model's tokenizer does not support structured output")
-                wrapped = TokenizerWrapper(_Vocabulary(self._tokenizer, pieces))
-                self._vocabulary = LLTokenizer(wrapped, n_vocab=self._vocab_size, eos_token=self._tokenizer.eos_ids)
+                wrapped = TokenizerWrapper(_Vocabulary(self._tokenizer))
+                self._vocabulary = LLTokenizer(
+                    wrapped, n_vocab=self._vocab_size, eos_token=self._tokenizer.eos_ids, slices=SLICES
+                )
             return self._vocabulary
 
 
-class WorkerGrammars:
-    """A `GrammarCompiler` for a model whose tokenizer is read when the first grammar comes."""
+class Compiled(NamedTuple):
+    """A matcher at the beginning of a grammar. Those of one grammar and `twin` share a lock: no two of them work at once."""
 
-    def __init__(self, files: ModelFiles | None, *, vocab_size: int) -> None:
+    matcher: LLMatcher
+    twin: int
+
+
+class WorkerGrammars:
+    """Compiled grammars of a model whose tokenizer is read when the first grammar comes.
+
+    llguidance's copies of a matcher share their lexer's states, which saves time, and a lock, which costs it where the masks of
+    a step are filled in several threads. So a grammar is compiled up to `twins` times, and requests get copies in turn.
+    """
+
+    def __init__(self, files: ModelFiles | None, *, vocab_size: int, twins: int = 1) -> None:
         """`files`: None for a model without a tokenizer. `vocab_size`: of its logits."""
         self._files = files
         self._vocab_size = vocab_size
-        self._compiler: GrammarCompiler | None = None
+        self._num_twins = twins
+        self._compilers: list[GrammarCompiler] = []
+        self._next = 0
 
-    def cached(self, grammar: str) -> LLMatcher | None:
-        return None if self._compiler is None else self._compiler.cached(grammar)
+    def cached(self, grammar: str) -> Compiled | None:
+        """Return a matcher of the twin whose turn it is, if that has compiled `grammar` before."""
+        if not self._compilers:
+            return None
+        found = self._compilers[self._next].cached(grammar)
+        return None if found is None else self._taken(found)
 
-    def compile(self, grammar: str) -> LLMatcher:
+    def compile(self, grammar: str) -> Compiled:
         """Call it from one thread at a time.
 
         :raises InvalidParameter, ConfigError: as `GrammarCompiler.compile` and `load_tokenizer`.
         """
-        if self._compiler is None:
+        if not self._compilers:
             if self._files is None:
                 raise InvalidParameter("this worker knows no tokenizer: structured output is not supported")
-            self._compiler = GrammarCompiler(load_tokenizer(self._files), vocab_size=self._vocab_size)
-        return self._compiler.compile(grammar)
+            first = GrammarCompiler(load_tokenizer(self._files), vocab_size=self._vocab_size)
+            self._compilers = [first, *(first.twin() for _ in range(1, self._num_twins))]
+        return self._taken(self._compilers[self._next].compile(grammar))
+
+    def _taken(self, matcher: LLMatcher) -> Compiled:
+        twin, self._next = self._next, (self._next + 1) % len(self._compilers)
+        return Compiled(matcher, twin)
 
 
 def _on_one_line(text: str) -> str:

@@ -63,11 +63,6 @@ class Tokenizer:
         self.anchor_id = None if table is not None else self._anchor()
         self._others_bytes: dict[int, bytes] = {}
 
-    @property
-    def pieces(self) -> list[bytes] | None:
-        """The bytes of each token, special ones included; None where a token's bytes depend on its neighbours."""
-        return None if self._bytes is None else list(self._bytes)
-
     # ── encoding ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def encode(
@@ -215,13 +210,19 @@ class Tokenizer:
         if not skip_special:
             return self._bytes
         if shown not in self._visible_bytes:
-            hidden = self.special_ids - shown
-            self._visible_bytes[shown] = [b"" if index in hidden else piece for index, piece in enumerate(self._bytes)]
+            table = list(self._bytes)
+            for index in self.special_ids - shown:
+                table[index] = b""
+            self._visible_bytes[shown] = table
         return self._visible_bytes[shown]
 
     def special_ids_of(self, texts: Iterable[str]) -> frozenset[int]:
         """The special tokens among `texts`."""
         return frozenset(self._specials[text][0] for text in texts if text in self._specials)
+
+    def special_token_ids(self, texts: Iterable[str]) -> dict[str, int]:
+        """The ids of those of `texts` that are special tokens."""
+        return {text: self._specials[text][0] for text in texts if text in self._specials}
 
     def _bytes_after_anchor(self, token: int) -> bytes:
         """What `token` adds between two words, for decoders that look at the tokens around."""

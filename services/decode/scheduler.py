@@ -265,11 +265,12 @@ class DecodeScheduler:
         matcher = sequence.matcher
         if matcher is None:
             return self.propose(sequence, limit)
-        output = sequence.output
-        if forced := matcher.forced(output, limit):
+        start = matcher.num_settled
+        output = sequence.tokens[sequence.generation.prompt_tokens + start :]
+        if forced := matcher.forced(output, limit, start=start):
             return forced
         proposal = self.propose(sequence, limit)
-        return proposal[: matcher.allowed(output, proposal)] if proposal else proposal
+        return proposal[: matcher.allowed(output, proposal, start=start)] if proposal else proposal
 
     def _has_room(self, sequence: Sequence) -> bool:
         try:

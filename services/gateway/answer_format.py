@@ -11,6 +11,7 @@ from common.text.output.tools import ToolSet
 from common.text.template import ChatTemplate
 from services.gateway.choice_events import AnswerFormat
 from services.gateway.openai import ChatRequest
+from services.gateway.tools import named_tool
 
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now"})
 _SWITCHES = ("enable_thinking", "thinking")
@@ -18,8 +19,9 @@ _SWITCHES = ("enable_thinking", "thinking")
 _PROMPT_END_TOKENS = 16
 
 
-def template_variables(template: ChatTemplate, request: ChatRequest) -> dict[str, Any]:
-    """Return the variables that a request sets in `template`; those of `chat_template_kwargs` come first.
+def template_variables(template: ChatTemplate, request: ChatRequest, *, reasons: bool = False) -> dict[str, Any]:
+    """Return the variables that a request sets in `template`; those of `chat_template_kwargs` come first. `reasons`: the
+    model reasons, whether it can be told to or not.
 
     :raises InvalidParameter: if one can't be set, or the template does not know what the request asks for.
     """
@@ -37,9 +39,10 @@ def template_variables(template: ChatTemplate, request: ChatRequest) -> dict[str
         else:
             raise _unknown("reasoning_effort")
     if request.enable_thinking is not None:
-        if switch is None:
+        if switch is not None:
+            variables.setdefault(switch, request.enable_thinking)
+        elif not (request.enable_thinking and reasons):
             raise _unknown("enable_thinking")
-        variables.setdefault(switch, request.enable_thinking)
     return variables
 
 
@@ -59,15 +62,14 @@ def template_of(bundle: TextBundle, request: ChatRequest) -> ChatTemplate:
 
 
 def format_of(bundle: TextBundle, request: ChatRequest, prompt: list[int], *, constrained: bool = False) -> AnswerFormat | None:
-    """Return how answers to `prompt` are read; None if they are text and nothing else. `constrained`: a grammar holds from the
-    first token on, so there is neither reasoning nor a call.
+    """Return how answers to `prompt` are read; None if they are text and nothing else.
 
-    :raises InvalidParameter: as `template_of`; or tools are offered to an answer that can't call any.
+    `constrained`: a form was asked for. Without tools it holds from the first token on: there is neither reasoning nor a call.
+
+    :raises InvalidParameter: as `template_of`.
     """
     offered = request.offered_tools
-    if constrained:
-        if offered:
-            raise InvalidParameter("tools together with a form of the answer are not supported yet: send one", param="tools")
+    if constrained and not offered:
         return None
     dialect = bundle.dialect_of(template_of(bundle, request))
     reasons = dialect.reasoning != "none"
@@ -79,7 +81,7 @@ def format_of(bundle: TextBundle, request: ChatRequest, prompt: list[int], *, co
         tools=ToolSet(offered) if offered else None,
         is_open=dialect.is_open(end, continues=request.continues),
         shows_reasoning=request.include_reasoning is not False,
-        max_calls=1 if request.parallel_tool_calls is False else None,
+        max_calls=1 if request.parallel_tool_calls is False or named_tool(request.tool_choice) else None,
         shown=bundle.tokenizer.special_ids_of(dialect.marks(tools=bool(offered), reasoning=reasons)),
     )
 

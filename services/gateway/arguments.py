@@ -10,7 +10,7 @@ The tables hold what OpenAI, vLLM, SGLang, llama.cpp, Ollama, OpenRouter and Lit
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -24,7 +24,7 @@ _LIKENESS = 0.75
 UNKNOWN = "unknown"
 """What the counter of ignored arguments calls those that no table knows: a client's words are no labels."""
 
-_ANY: Any = object()
+ANY: Any = object()
 """As a neutral value: every value asks for nothing."""
 
 Table = dict[str, tuple[Any, ...]]
@@ -117,7 +117,7 @@ REFUSED: Table = {
 IGNORED: Table = {
     # OpenAI
     "metadata": ({},),
-    "parallel_tool_calls": (_ANY,),  # says nothing without tools
+    "parallel_tool_calls": (ANY,),  # says nothing without tools
     "prediction": (),  # OpenAI's is for speed
     "prompt_cache_key": ("",),
     "prompt_cache_options": ({},),
@@ -145,20 +145,20 @@ IGNORED: Table = {
     "stream_reasoning": (True,),
     # llama.cpp and the programs around it
     "cache_prompt": (True,),
-    "dry_allowed_length": (_ANY,),  # without dry_multiplier, they say nothing
-    "dry_base": (_ANY,),
-    "dry_penalty_last_n": (_ANY,),
-    "dry_sequence_breakers": (_ANY,),
-    "dynatemp_exponent": (_ANY,),
+    "dry_allowed_length": (ANY,),  # without dry_multiplier, they say nothing
+    "dry_base": (ANY,),
+    "dry_penalty_last_n": (ANY,),
+    "dry_sequence_breakers": (ANY,),
+    "dynatemp_exponent": (ANY,),
     "id_slot": (-1,),
     "min_keep": (0,),
-    "mirostat_eta": (_ANY,),
-    "mirostat_tau": (_ANY,),
-    "penalty_last_n": (_ANY,),
-    "repeat_last_n": (_ANY,),
+    "mirostat_eta": (ANY,),
+    "mirostat_tau": (ANY,),
+    "penalty_last_n": (ANY,),
+    "repeat_last_n": (ANY,),
     "slot_id": (-1,),
     "timings_per_token": (False,),
-    "xtc_threshold": (_ANY,),
+    "xtc_threshold": (ANY,),
     # Ollama, OpenRouter, LiteLLM and others
     "cache_control": (),
     "chat_id": (),
@@ -215,13 +215,15 @@ _HINTS = {
 
 class Scope(msgspec.Struct, frozen=True):
     """An object of a body: what is obeyed in it, and how the rest is judged. `where` is put before names in warnings.
-    `refusal`: an error's text for what is refused in it, where the object as a whole can't be served."""
+    `refusal`: an error's text for what is refused in it, where the object as a whole can't be served. `hints`: what to send
+    instead of what is refused."""
 
     obeyed: Collection[str]
     refused: Table
     ignored: Table
     where: str = ""
     refusal: str = ""
+    hints: Mapping[str, str] = {}
 
 
 class Notes:
@@ -257,7 +259,8 @@ class Notes:
                 raise InvalidParameter("functions are not supported yet: send tools and tool_calls", param=place)
             if scope.refusal:
                 raise InvalidParameter(scope.refusal.format(shown), param=place)
-            raise InvalidParameter(f"{param} is not supported yet: {_HINTS.get(name, 'leave it out')}", param=param)
+            hint = scope.hints.get(name) or _HINTS.get(name, "leave it out")
+            raise InvalidParameter(f"{param} is not supported yet: {hint}", param=param)
         hint, label = "", scope.where + shown
         if name in scope.ignored:
             if _asks_for_nothing(raw, scope.ignored[name]):
@@ -281,7 +284,7 @@ class Notes:
 
 
 def _asks_for_nothing(raw: bytes | memoryview, neutral: tuple[Any, ...]) -> bool:
-    if neutral and neutral[0] is _ANY:
+    if neutral and neutral[0] is ANY:
         return True
     if len(raw) > _MAX_NEUTRAL_BYTES:
         return False

@@ -6,6 +6,7 @@ A chunk is sent for (nearly) every token of every stream, and all of it but the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import msgspec
@@ -18,6 +19,8 @@ from services.gateway.logprobs import Columns, TokenNames
 Kind = Literal["chat", "completion"]
 
 SSE_DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which no client of server-sent events shows."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -64,32 +67,38 @@ class Heading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChunkWriter:
-    """Encodes the chunks of one stream.
+    """Encodes the chunks of one stream, for SSE or as messages.
 
-    `before` and `after` frame each chunk: `data: ` and a blank line for SSE, nothing on NATS. `null_usage`: every chunk but the
-    last says `"usage":null`, as OpenAI does when the client asked for usage. Where the client wants usage all the time, set
-    `usage_so_far` before each delta.
+    `include_usage`: a chunk with the usage comes last, and over SSE the others say `"usage":null`, as OpenAI does.
+    `usage_so_far`: every chunk has the usage. A stream of messages has it in its last chunk in any case.
     """
+
+    size = 0
 
     def __init__(
         self,
         heading: Heading,
         names: TokenNames,
+        usage: Callable[[], Usage],
         *,
-        null_usage: bool = False,
-        before: bytes = b"data: ",
-        after: bytes = b"\n\n",
+        include_usage: bool = False,
+        usage_so_far: bool = False,
+        sse: bool = True,
     ) -> None:
-        head = before + heading.encoded("chat.completion.chunk")
+        head = (b"data: " if sse else b"") + heading.encoded("chat.completion.chunk")
+        after = b"\n\n" if sse else b""
+        self._sse = sse
+        self._include_usage = include_usage
+        self._usage = usage
         self._kind: Kind = heading.kind
         self._chat = heading.kind == "chat"
         self._first_content = b"null" if heading.may_call else b'""'
         self._names = names
         self._top = heading.top_logprobs
-        self.usage_so_far: Usage | None = None
+        self._tells_usage = usage_so_far
         self._bare = head + b',"choices":[],"usage":'
         self._choices = [head + b',"choices":[{"index":%d,' % index for index in range(heading.num_choices)]
-        self._usage_tail = b',"usage":null}' if null_usage else b"}"
+        self._usage_tail = b',"usage":null}' if include_usage else b"}"
         self._after = after
         content = b'"delta":{"content":' if self._chat else b'"text":'
         self._text_heads = [choice + content for choice in self._choices]
@@ -100,14 +109,15 @@ class ChunkWriter:
         if not self._chat:
             return []
         delta = b'"delta":{"role":"assistant","content":%s},"logprobs":null,"finish_reason":null}]' % self._first_content
-        return [choice + delta + self._tail() + self._after for choice in self._choices]
+        tail = _usage_member(msgspec.structs.replace(self._usage(), completion_tokens=0)) if self._tells_usage else self._tail()
+        return [choice + delta + tail + self._after for choice in self._choices]
 
     def delta(self, index: int, delta: Delta) -> list[bytes]:
         """The chunks of a delta: its text or its events, and its end if it has one. Nothing to tell, no chunk."""
         chunks: list[bytes] = []
         if delta.events is not None:
             chunks += self._event_chunks(index, delta.events, delta)
-        elif delta.scored or (delta.text and self.usage_so_far is not None):
+        elif delta.scored or (delta.text and self._tells_usage):
             chunks.append(self._chunk(index, delta, None, self._tail()))
         elif delta.text:
             chunks.append(b"".join((self._text_heads[index], _encode(delta.text), self._text_tail)))
@@ -115,16 +125,24 @@ class ChunkWriter:
             chunks.append(self._chunk(index, Delta(""), delta.finish, self._tail()))
         return chunks
 
-    def last(self, index: int, delta: Delta, usage: Usage) -> list[bytes]:
-        """The last delta of a request. Its last chunk has finish reason and usage, and the text where there is nothing else."""
+    def ending(self, index: int, delta: Delta) -> list[bytes]:
+        """The last delta of a request, and the end.
+
+        The last of messages has finish reason and usage, and the text where there is nothing else.
+        """
+        usage = self._usage()
+        if self._sse:
+            chunks = self.delta(index, delta)
+            if self._include_usage:
+                chunks.append(b"".join((self._bare, _encode(usage.body()), b"}", self._after)))
+            return [*chunks, SSE_DONE]
         tail = _usage_member(usage)
         if delta.events is None:
             return [self._chunk(index, delta, delta.finish, tail)]
         return [*self._event_chunks(index, delta.events, delta), self._chunk(index, Delta(""), delta.finish, tail)]
 
-    def usage(self, usage: Usage) -> bytes:
-        """The chunk after the last, for `stream_options.include_usage`."""
-        return b"".join((self._bare, _encode(usage.body()), b"}", self._after))
+    def failure(self, error: PenstockError) -> bytes:
+        return b"data: " + failure_body(error) + b"\n\n"
 
     def _event_chunks(self, index: int, events: list[Event], delta: Delta) -> list[bytes]:
         """A chunk for each event. Log-probabilities are in the first one."""
@@ -157,7 +175,7 @@ class ChunkWriter:
         return b"".join((self._choices[index], content, *ending))
 
     def _tail(self) -> bytes:
-        return self._usage_tail if self.usage_so_far is None else _usage_member(self.usage_so_far)
+        return _usage_member(self._usage()) if self._tells_usage else self._usage_tail
 
 
 def _event_member(event: Event) -> bytes:

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.protocol.errors import InvalidParameter, UnknownModel
+from common.protocol.errors import InvalidParameter, RequestError, UnknownModel
 from common.text.bundle import TextBundle
 from services.gateway.answer import Core
 from services.gateway.arguments import Notes
-from services.gateway.bodies import Kind
 from services.gateway.config import GatewayConfig
 from services.gateway.intake import Intake
 from services.gateway.logprobs import TokenNames
 from services.gateway.metrics import EdgeMetrics
-from services.gateway.parse import SMALL_BYTES, parse
+from services.gateway.openai import ChatRequest
+from services.gateway.parse import SMALL_BYTES
 from services.gateway.prepare import Job, Preparer
 from services.gateway.tenants import Tenant
+from services.gateway.views.registry import VIEWS
+from services.gateway.views.view import Parsed, View, ViewName
 
 MAX_LISTED = 32
 """Names that an error lists."""
@@ -96,7 +98,7 @@ class Catalog:
 
     async def prepare(
         self,
-        kind: Kind,
+        view_name: ViewName,
         body: bytes,
         *,
         id: str,
@@ -112,23 +114,45 @@ class Catalog:
         """
         notes = Notes(strict=self._strict)
         is_large = len(body) > SMALL_BYTES
-        steps = parse(kind, body, max_prompt_tokens=self._longest_prompt, notes=notes)
-        request = await self.intake.run(steps, large=is_large)
+        view = VIEWS[view_name]
+        request, writers = await self._read(view, body, notes)
         model = self.choose(request.model, of_subject=of_subject)
         if tenant is not None:
             tenant.check_model(model.name)
-        job = await model.preparer.prepare(
-            kind,
-            request,
-            notes,
-            id=id,
-            shown_id=shown_id,
-            deadline_ms=deadline_ms,
-            stream_default=stream_default,
-            is_large=is_large,
-            tenant=tenant,
-        )
+        try:
+            job = await model.preparer.prepare(
+                request,
+                notes,
+                writers=writers,
+                id=id,
+                shown_id=shown_id,
+                deadline_ms=deadline_ms,
+                stream_default=stream_default,
+                is_large=is_large,
+                tenant=tenant,
+            )
+        except RequestError as error:
+            raise view.in_its_terms(error) from error
         return model, job, notes
+
+    async def count(self, view: View, body: bytes, tenant: Tenant | None = None) -> int:
+        """How many tokens the prompt in `body` has. `tenant`: whose request it is.
+
+        :raises RequestError: what is wrong with the request.
+        """
+        request, _ = await self._read(view, body, Notes(strict=self._strict))
+        model = self.choose(request.model)
+        if tenant is not None:
+            tenant.check_model(model.name)
+        try:
+            assert isinstance(request, ChatRequest)
+            return await model.preparer.count(request, is_large=len(body) > SMALL_BYTES)
+        except RequestError as error:
+            raise view.in_its_terms(error) from error
+
+    async def _read(self, view: View, body: bytes, notes: Notes) -> Parsed:
+        steps = view.parse(body, max_prompt_tokens=self._longest_prompt, notes=notes)
+        return await self.intake.run(steps, large=len(body) > SMALL_BYTES)
 
     def _listed(self) -> str:
         names = self.names

@@ -90,9 +90,11 @@ class ChoiceEvents:
             self._end(finish)
         events, self._events = merged(self._events), []
         scored = self._take_scored() if self._scored else None
+        stopped_by = None if self._search is None else self._search.found
         if not events or (len(events) == 1 and isinstance(events[0], Text)):
-            return Delta("".join(event.text for event in events if isinstance(event, Text)), scored, self.finish)
-        return Delta("", scored, self.finish, events)
+            text = "".join(event.text for event in events if isinstance(event, Text))
+            return Delta(text, scored, self.finish, stopped_by=stopped_by)
+        return Delta("", scored, self.finish, events, stopped_by)
 
     def _push_token(self, token: int) -> None:
         parser = self._parser
@@ -138,7 +140,7 @@ class ChoiceEvents:
         if search is not None and self.token_count > self._min_tokens:
             size = len(search.held) + len(text)
             text = search.push(text)
-            if search.found:
+            if search.found is not None:
                 self.finish = "tool_calls" if self._parser.num_calls else "stop"
                 self._settled = self._fed - self._parser.num_held - (size - len(text))
         if text:

@@ -39,12 +39,13 @@ class ScoredToken(msgspec.Struct, frozen=True, array_like=True):
 
 class Delta(msgspec.Struct):
     """What one `push` adds to a choice. The delta with `finish` set is the last. `events`: where it is more than text, all of
-    it; `text` is empty then."""
+    it; `text` is empty then. `stopped_by`: the stop string that ended the choice."""
 
     text: str
     scored: list[ScoredToken] | None = None
     finish: Finish | None = None
     events: list[Event] | None = None
+    stopped_by: str | None = None
 
 
 class StopStrings:
@@ -91,11 +92,11 @@ class StopStrings:
 
 
 class StopSearch:
-    """Looks for stop strings in a text that comes in pieces. `held`: what may begin one. `found`: one was found."""
+    """Looks for stop strings in a text that comes in pieces. `held`: what may begin one. `found`: the one that was found."""
 
     def __init__(self, stops: StopStrings, *, include: bool) -> None:
         self.held = ""
-        self.found = False
+        self.found: str | None = None
         self._stops = stops
         self._include = include
         self._state = 0
@@ -107,7 +108,7 @@ class StopSearch:
         for index, character in enumerate(text, start=len(self.held) + 1):
             state = stops.step(state, character)
             if length := stops.match[state]:
-                self.found = True
+                self.found = held[index - length : index]
                 self.held = ""
                 return held[: index if self._include else index - length]
         self._state = state
@@ -166,7 +167,10 @@ class ChoiceText:
         if self.finish is None and finish is not None:
             self.token_count += hidden
             text += self._end(finish)
-        return Delta(text, self._take_sent(ended=self.finish is not None), self.finish)
+        delta = Delta(text, self._take_sent(ended=self.finish is not None), self.finish)
+        if self._cut and self._search is not None:
+            delta.stopped_by = self._search.found
+        return delta
 
     def _push_all(self, tokens: Sequence[int]) -> str:
         self.token_count += len(tokens)
@@ -196,7 +200,7 @@ class ChoiceText:
         search = self._search
         if search is not None:
             text = search.push(text)
-            if search.found:
+            if search.found is not None:
                 self.finish = "stop"
                 self._cut = True
         self._emitted += len(text)

@@ -20,8 +20,7 @@ from common.protocol.errors import ConfigError, Forbidden
 from common.runtime import api_keys, logs
 from common.runtime.api_keys import KeyFile
 from services.gateway.config import GatewayConfig
-from services.gateway.http_body import header
-from services.gateway.http_io import Unauthorized
+from services.gateway.http_io import Unauthorized, sent_key
 from services.gateway.tenants import Tenant, Visit
 from services.gateway.usage import UsageEvent
 
@@ -66,7 +65,7 @@ class Door:
         """
         if not self._operator and self._path is None:
             return None
-        sent = api_keys.digest(_sent_key(scope))
+        sent = api_keys.digest(sent_key(scope))
         if self._operator and hmac.compare_digest(sent, self._operator):
             return None
         tenant = self._owners.get(sent)
@@ -131,14 +130,6 @@ class Door:
             tenants[name] = tenant
         self.tenants = tenants
         self._owners = {digest: tenants[name] for digest, name in file.owners.items()}
-
-
-def _sent_key(scope: Scope) -> bytes:
-    """The bearer token, else `x-api-key`; empty if there is neither."""
-    scheme, _, key = (header(scope, b"authorization") or b"").partition(b" ")
-    if scheme.lower() != b"bearer":
-        key = header(scope, b"x-api-key") or b""
-    return key.strip()
 
 
 def _stamp(path: Path) -> _Stamp | None:

@@ -1,4 +1,4 @@
-"""The OpenAI API over HTTP, as raw ASGI under starlette's routes.
+"""The API over HTTP, as raw ASGI under starlette's routes.
 
 The life of a request: authorize → read the body (bounded in bytes and time) → `Catalog.prepare` → `Answer.begin` → wait for the
 first output, so that whatever fails before it has a status of its own → stream or collect → one line in the access log. Beside
@@ -31,9 +31,8 @@ from common.runtime import logs
 from services.gateway import bodies
 from services.gateway.access_log import GONE_CODE, GONE_STATUS, AccessRecord
 from services.gateway.answer import Answer, Core
-from services.gateway.bodies import SSE_DONE, ChunkWriter, Kind
 from services.gateway.catalog import Catalog, OfferedModel
-from services.gateway.collect import Collector
+from services.gateway.collect import Collector, Holding
 from services.gateway.config import GatewayConfig
 from services.gateway.dashboard import Dashboard
 from services.gateway.dashboard_http import dashboard_routes
@@ -41,7 +40,10 @@ from services.gateway.door import Door
 from services.gateway.http_body import ClientGone, header, read_body
 from services.gateway.http_io import Exchange, error_headers, safe_request_id
 from services.gateway.logprobs import TokenNames
-from services.gateway.prepare import new_id
+from services.gateway.tenants import Visit
+from services.gateway.views.registry import COUNTING, VIEWS, new_id
+from services.gateway.views.view import ViewName
+from services.gateway.whole import Pieces
 
 log = logs.get(__name__)
 
@@ -65,7 +67,7 @@ def create_app(
     door: Door | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Starlette:
-    """`/v1/models`, `/v1/chat/completions`, `/v1/completions`, `/health`, `/ready` and `/metrics`; with a `dashboard`, `/` and
+    """`/v1/models`, the views (`views/`), `/health`, `/ready` and `/metrics`; with a `dashboard`, `/` and
     what is below `/dashboard`.
 
     `catalog` and `door` are what this edge shares with the NATS edge.
@@ -80,6 +82,10 @@ def create_app(
             Route("/v1/models/{model:path}", api.model, methods=["GET"]),
             Route("/v1/chat/completions", _Generate(api, "chat"), methods=["POST"]),
             Route("/v1/completions", _Generate(api, "completion"), methods=["POST"]),
+            Route("/v1/responses", _Generate(api, "responses"), methods=["POST"]),
+            Route("/v1/responses/input_tokens", _Count(api, "responses"), methods=["POST"]),
+            Route("/v1/messages", _Generate(api, "messages"), methods=["POST"]),
+            Route("/v1/messages/count_tokens", _Count(api, "messages"), methods=["POST"]),
             Route("/health", api.health, methods=["GET"]),
             Route("/ready", api.is_ready, methods=["GET"]),
             Route("/metrics", api.metrics_page, methods=["GET"]),
@@ -92,12 +98,23 @@ def create_app(
 class _Generate:
     """One generation endpoint: an ASGI app, so that starlette hands it `receive` and `send` as they are."""
 
-    def __init__(self, api: _Api, kind: Kind) -> None:
+    def __init__(self, api: _Api, view: ViewName) -> None:
         self._api = api
-        self._kind: Kind = kind
+        self._view: ViewName = view
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._api.generate(self._kind, scope, receive, send)
+        await self._api.generate(self._view, scope, receive, send)
+
+
+class _Count:
+    """An endpoint that counts the tokens of a prompt."""
+
+    def __init__(self, api: _Api, view: ViewName) -> None:
+        self._api = api
+        self._view: ViewName = view
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._api.generate(self._view, scope, receive, send, counts=True)
 
 
 class _Api:
@@ -143,16 +160,21 @@ class _Api:
             self._door.authorize_overview(request.scope)
         return Response(self._gateway.metrics.render(), media_type="text/plain; version=0.0.4")
 
-    async def generate(self, kind: Kind, scope: Scope, receive: Receive, send: Send) -> None:
-        id = new_id(kind)
+    async def generate(self, name: ViewName, scope: Scope, receive: Receive, send: Send, *, counts: bool = False) -> None:
+        """Answer one request. `counts`: the answer is how many tokens its prompt has."""
+        id, view = new_id(name), VIEWS[name]
         shown_id = safe_request_id(scope, id)
-        exchange = Exchange(scope, receive, send, [(b"x-request-id", shown_id)], self._clock)
+        exchange = Exchange(scope, receive, send, [(header, shown_id) for header in view.id_headers], self._clock)
+        exchange.keep_alive, exchange.error_body = view.keep_alive, view.error_body
         record = AccessRecord("http", scope["path"], id, self._metrics, enabled=self._config.access_log)
         record.client_id = shown_id.decode()
         self._active += 1
         code = ""
         try:
-            await self._serve(kind, id, scope, exchange, record)
+            if counts:
+                await self._count(name, scope, exchange, record)
+            else:
+                await self._serve(name, id, scope, exchange, record)
         except Exception as error:
             if not isinstance(error, PenstockError):
                 log.exception("request_failed", request=id)
@@ -170,17 +192,14 @@ class _Api:
         else:
             record.close(exchange.status, code)
 
-    async def _serve(self, kind: Kind, id: str, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:
+    async def _serve(self, name: ViewName, id: str, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:
         """:raises PenstockError: what the client is told; nothing is held for it any more then."""
-        visit = self._door.enter(self._door.authorize(scope))
-        record.visit = visit
-        if self._active > self._config.max_requests:
-            raise Overloaded("too many requests at once: try again in a moment")
+        visit = self._admit(scope, record)
         with self._intake.room() as room:
             body = await read_body(scope, exchange.receive, self._config.max_body_bytes, room)
             deadline = header(scope, DEADLINE_HEADER)
             model, job, notes = await self._catalog.prepare(
-                kind,
+                name,
                 body,
                 id=id,
                 deadline_ms=None if deadline is None else deadline.decode("latin-1"),
@@ -196,28 +215,46 @@ class _Api:
         send = functools.partial(self._stream if job.stream else self._collect, answer, model.token_names, exchange)
         await answer.run(send, watch=functools.partial(self._watch, exchange, id))
 
+    async def _count(self, name: ViewName, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:
+        """:raises PenstockError: what the client is told."""
+        visit = self._admit(scope, record)
+        with self._intake.room() as room:
+            body = await read_body(scope, exchange.receive, self._config.max_body_bytes, room)
+            tenant = None if visit is None else visit.tenant
+            num_tokens = await self._catalog.count(COUNTING[name], body, tenant)
+        answer = COUNTING[name].count_body(num_tokens)
+        await exchange.respond(200, [answer], len(answer))
+
+    def _admit(self, scope: Scope, record: AccessRecord) -> Visit | None:
+        """:raises Unauthorized, RateLimited, Overloaded: nothing of the request has been read."""
+        visit = record.visit = self._door.enter(self._door.authorize(scope))
+        if self._active > self._config.max_requests:
+            raise Overloaded("too many requests at once: try again in a moment")
+        return visit
+
     async def _stream(self, answer: Answer, names: TokenNames, exchange: Exchange) -> None:
-        job = answer.job
-        writer = ChunkWriter(job.heading, names, null_usage=job.include_usage)
-        if job.usage_so_far:
-            writer.usage_so_far = answer.usage()
-        parts = writer.opening()
+        writer = answer.job.writers.stream(answer.job, names, answer.usage, sse=True)
+        exchange.stream_failure = writer.failure
         deltas = await answer.next()
-        await exchange.start(200, _SSE_HEADERS)
-        while True:
-            if job.usage_so_far:
-                writer.usage_so_far = answer.usage()
-            for index, delta in deltas:
+        with Holding(self._intake) as holding:
+            holding.hold(writer.size)
+            await exchange.start(200, _SSE_HEADERS)
+            parts = writer.opening()
+            while not answer.finished:
+                for index, delta in deltas:
+                    parts += writer.delta(index, delta)
+                if writer.size:
+                    holding.hold(writer.size)
+                if parts:
+                    await exchange.write(b"".join(parts))
+                    parts = []
+                deltas = await answer.next()
+            for index, delta in deltas[:-1]:
                 parts += writer.delta(index, delta)
-            if answer.finished:
-                break
-            if parts:
-                await exchange.write(b"".join(parts))
-                parts = []
-            deltas = await answer.next()
-        if job.include_usage:
-            parts.append(writer.usage(answer.usage()))
-        await exchange.write(b"".join((*parts, SSE_DONE)), more=False)
+            *pieces, last = Pieces([*parts, *writer.ending(*deltas[-1])])
+            for piece in pieces:
+                await exchange.write(piece)
+            await exchange.write(last, more=False)
 
     async def _collect(self, answer: Answer, names: TokenNames, exchange: Exchange) -> None:
         with Collector(answer, names, self._intake) as collector:

@@ -45,6 +45,12 @@ def error_headers(error: PenstockError) -> Headers:
     return []
 
 
+def sent_key(scope: Scope) -> bytes:
+    """Return the API key of a request: `Authorization: Bearer`, as OpenAI's clients send it, or `x-api-key`, as Anthropic's."""
+    scheme, _, key = (header(scope, b"authorization") or b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else (header(scope, b"x-api-key") or b"")
+
+
 def safe_request_id(scope: Scope, minted: str) -> bytes:
     """The client's `x-request-id` if it is one harmless word, else `minted`. For the answer's header and nothing else."""
     sent = header(scope, b"x-request-id")
@@ -53,11 +59,15 @@ def safe_request_id(scope: Scope, minted: str) -> bytes:
 
 class Exchange:
     """One request's answer. `receive` is for one task at a time: first whoever reads the body, then `watch`. `headers` are in
-    every answer. `status` is the one sent, 0 before. `gone`: nobody waits for the answer any more."""
+    every answer. `status` is the one sent, 0 before. `gone`: nobody waits for the answer any more. `keep_alive` is
+    written on an idle stream. `error_body` encodes an error, `stream_failure` one that ends a stream."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, headers: Headers, clock: Callable[[], float]) -> None:
         self.receive = receive
         self.headers = headers
+        self.keep_alive = bodies.KEEP_ALIVE
+        self.error_body: Callable[[PenstockError], bytes] = bodies.failure_body
+        self.stream_failure: Callable[[PenstockError], bytes] | None = None
         self.status = 0
         self.gone = ""
         self._send = send
@@ -102,16 +112,16 @@ class Exchange:
 
     async def fail(self, error: PenstockError) -> None:
         """The answer's end: an error body, or in a stream that has begun an event with it."""
-        body = bodies.failure_body(error)
         if not self._started:
+            body = self.error_body(error)
             await self.respond(error.http_status, [body], len(body), error_headers(error))
-        elif self._streams and not self._ended:
-            await self.write(b"data: " + body + b"\n\n", more=False)
+        elif self._streams and not self._ended and self.stream_failure is not None:
+            await self.write(self.stream_failure(error), more=False)
 
     async def watch(self, *, stall_s: float, keepalive_s: float) -> None:
         """Return when the client needs nothing more: it has its answer, or it is `gone`: "disconnected" or "stalled".
 
-        Meanwhile a comment goes out on a stream that has been idle for `keepalive_s`.
+        Meanwhile a sign of life goes out on a stream that has been idle for `keepalive_s`.
         """
         period_s = min(stall_s, keepalive_s) / 4
         while True:
@@ -127,7 +137,7 @@ class Exchange:
                     self.gone = "stalled"
                     return
             elif self._streams and not self._ended and now - self._last_write > keepalive_s:
-                await self.write(b": keep-alive\n\n")
+                await self.write(self.keep_alive)
 
     def abort(self) -> None:
         """Break the connection off: what is still to be sent would wait for ever for a client that does not read."""

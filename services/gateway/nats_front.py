@@ -1,9 +1,9 @@
-"""The OpenAI API on NATS: `penstock.v1.chat.<slug>` and `penstock.v1.completions.<slug>` for each name of each model.
+"""The API on NATS: a subject for each view of each name of each model, as `penstock.v1.chat.<slug>`.
 
-A request is OpenAI's JSON with a reply inbox; headers as in `common/protocol/headers.py`. `stream` is true unless the body
-says otherwise. The answer is one message per chunk, each with its sequence number; the last has the final marker, and holds a
-finish reason and the usage (not streamed: the one message with the whole body). An error is a final message with error
-headers and OpenAI's error object.
+A request is the view's JSON with a reply inbox; headers as in `common/protocol/headers.py`. `stream` is true unless the body
+says otherwise. The answer is one message per chunk, each with its sequence number; the last has the final marker, and of a chat
+or completion finish reason and usage (not streamed: the one message with the whole body). An error is a final message with
+error headers and the view's error object.
 
 The handler of a message only starts a task: requests never wait for each other. What can't be answered safely is dropped and
 counted: no reply subject, or one that is not among `reply_prefixes`, or would make us publish where clients may not (`$…`,
@@ -42,9 +42,8 @@ from common.runtime.routing import is_no_responders
 from services.gateway import bodies
 from services.gateway.access_log import GONE_CODE, GONE_STATUS, AccessRecord
 from services.gateway.answer import Answer, Core
-from services.gateway.bodies import ChunkWriter, Kind
 from services.gateway.catalog import Catalog, OfferedModel
-from services.gateway.collect import Collector
+from services.gateway.collect import Collector, Holding
 from services.gateway.config import GatewayConfig
 from services.gateway.door import Door
 from services.gateway.intake import Room
@@ -52,8 +51,9 @@ from services.gateway.live_requests import LiveRequests
 from services.gateway.logprobs import TokenNames
 from services.gateway.namesakes import Namesakes
 from services.gateway.nats_reply import Link, Reply, check_reply, is_inbox_of
-from services.gateway.prepare import new_id
 from services.gateway.tenants import Visit
+from services.gateway.views.registry import VIEWS, new_id
+from services.gateway.views.view import ViewName
 
 log = logs.get(__name__)
 
@@ -71,7 +71,7 @@ MAX_PROBES = 64
 class _Listed(msgspec.Struct, frozen=True):
     """A public subject: what is asked for there, of which model."""
 
-    kind: Kind
+    view: ViewName
     model: OfferedModel
     endpoint: Endpoint
 
@@ -84,17 +84,19 @@ def _listed(catalog: Catalog, *, tenants: bool) -> list[_Listed]:
         for name in model.names:
             slug = subjects.slug(name)
             suffix = f"-{slug}" if found and name != catalog.models[0].name else ""
-            public: tuple[tuple[Kind, str, str], ...] = (
+            public: tuple[tuple[ViewName, str, str], ...] = (
                 ("chat", "chat", subjects.chat(slug)),
                 ("completion", "completions", subjects.completions(slug)),
+                ("responses", "responses", subjects.responses(slug)),
+                ("messages", "messages", subjects.messages(slug)),
             )
-            for kind, title, subject in public:
+            for view, title, subject in public:
                 endpoint = Endpoint(name=f"{title}{suffix}", subject=subject, queue=subjects.GATEWAY_QUEUE)
-                found.setdefault(subject, _Listed(kind, model, endpoint))
+                found.setdefault(subject, _Listed(view, model, endpoint))
                 if tenants:
                     every = subjects.of_any_tenant(subject)
                     endpoint = Endpoint(name=f"tenants-{title}{suffix}", subject=every, queue=subjects.GATEWAY_QUEUE)
-                    found.setdefault(every, _Listed(kind, model, endpoint))
+                    found.setdefault(every, _Listed(view, model, endpoint))
     return list(found.values())
 
 
@@ -200,7 +202,7 @@ class NatsFront:
             return
         if self._group is None:
             return
-        minted = new_id(listed.kind)
+        minted = new_id(listed.view)
         asked = message.headers.get(headers.REQUEST_ID)
         reply = Reply(
             self._link,
@@ -208,6 +210,7 @@ class NatsFront:
             minted,
             f"{self._control}.{minted}",
             message.headers.get(headers.TRACEPARENT, ""),
+            VIEWS[listed.view],
         )
         reply.tenant = tenant
         visit: Visit | None = None
@@ -291,7 +294,7 @@ class NatsFront:
                 return
         body, incoming.body = incoming.body, b""
         model, job, notes = await self._catalog.prepare(
-            incoming.listed.kind,
+            incoming.listed.view,
             body,
             id=reply.minted,
             shown_id=reply.request,
@@ -317,28 +320,36 @@ class NatsFront:
             await reply.last(b"".join(body))
 
     async def _stream(self, answer: Answer, names: TokenNames, reply: Reply) -> None:
-        job = answer.job
-        writer = ChunkWriter(job.heading, names, null_usage=job.include_usage, before=b"", after=b"")
-        if job.usage_so_far:
-            writer.usage_so_far = answer.usage()
-        opening = writer.opening()
-        while True:
-            deltas = await answer.next()
-            if job.usage_so_far:
-                writer.usage_so_far = answer.usage()
-            for chunk in opening:
-                await reply.chunk(chunk)
-            opening = []
-            for index, delta in deltas[:-1] if answer.finished else deltas:
-                for chunk in writer.delta(index, delta):
-                    await reply.chunk(chunk)
-            if answer.finished:
-                index, delta = deltas[-1]
-                *chunks, last = writer.last(index, delta, answer.usage())
+        writer = answer.job.writers.stream(answer.job, names, answer.usage, sse=False)
+        deltas = await answer.next()
+        with Holding(self._intake) as holding:
+            holding.hold(writer.size)
+            chunks = writer.opening()
+            while not answer.finished:
+                for index, delta in deltas:
+                    chunks += writer.delta(index, delta)
                 for chunk in chunks:
                     await reply.chunk(chunk)
-                await reply.last(last)
-                return
+                chunks = []
+                if writer.size:
+                    self._check_size(writer.size)
+                    holding.hold(writer.size)
+                deltas = await answer.next()
+            for index, delta in deltas[:-1]:
+                chunks += writer.delta(index, delta)
+            *chunks, last = [*chunks, *writer.ending(*deltas[-1])]
+            if writer.size:
+                self._check_size(max(map(len, chunks), default=0), len(last))
+            for chunk in chunks:
+                await reply.chunk(chunk)
+            await reply.last(last)
+
+    def _check_size(self, *sizes: int) -> None:
+        """:raises PayloadTooLarge: if a message of an answer is larger than the bus takes."""
+        if max(sizes) > self._bus.max_payload:
+            raise PayloadTooLarge(
+                f"the answer is longer than a message may be ({self._bus.max_payload} bytes): ask for less, or over HTTP"
+            )
 
     async def _send_refusals(self, refusals: ObjectReceiveStream[tuple[Reply, PenstockError]]) -> None:
         async for reply, error in refusals:

@@ -17,7 +17,7 @@ import anyio
 from common.protocol import headers, subjects
 from common.protocol.errors import PenstockError, RateLimited, ReplyNotAllowed, RequestTimeout
 from common.runtime.bus import Bus
-from services.gateway import bodies
+from services.gateway.views.view import View
 
 CHECK_EVERY_S = 0.25
 """How often a stream asks the server whether its client still listens."""
@@ -97,7 +97,7 @@ class Reply:
     `control`: our subject where the server says so, see `CHECK_EVERY_S`.
     """
 
-    def __init__(self, link: Link, subject: str, minted: str, control: str, traceparent: str) -> None:
+    def __init__(self, link: Link, subject: str, minted: str, control: str, traceparent: str, view: View) -> None:
         self.minted = minted  # names the request inside
         self.request = minted  # and to the client, unless it chose a name itself
         self.scope = anyio.CancelScope()
@@ -106,6 +106,7 @@ class Reply:
         self.warning = ""
         self.tenant = ""
         self._link = link
+        self._view = view
         self._outages = link.outages  # until then, the client was there
         self._unheard = False
         self.inbox = subject
@@ -151,7 +152,7 @@ class Reply:
         fields = {headers.ERROR: text, headers.ERROR_CODE: error.code}
         if isinstance(error, RateLimited):
             fields[headers.RETRY_AFTER] = str(max(1, math.ceil(error.retry_after_s)))
-        await self.last(bodies.failure_body(error), fields)
+        await self.last(self._view.error_body(error), fields)
 
     def nobody_listens(self) -> None:
         """The server says so of the last message that asked."""

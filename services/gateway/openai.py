@@ -68,15 +68,13 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fa
     reasoning: str | None = None
 
 
-class Arguments(msgspec.Struct, frozen=True, kw_only=True):
-    """What both endpoints share. `timeout` is the deadline in seconds; `top_k` 0 or -1 is off; `seed` -1 is a random one;
-    `max_tokens` -1 is no limit; `cache_salt` keeps the prompt's KV apart from that of requests with another one; a lower
-    `priority` is earlier. For `response_format` and `structured_outputs` see `structured.py`."""
+class SharedArguments(msgspec.Struct, frozen=True, kw_only=True):
+    """What every view takes under these names. `timeout` is the deadline in seconds; `top_k` 0 or -1 is off; `seed` -1 is a
+    random one; `cache_salt` keeps the prompt's KV apart from that of requests with another one; a
+    lower `priority` is earlier."""
 
     model: Annotated[str, Meta(max_length=512)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     seed: Annotated[int, Meta(ge=RANDOM_SEED, le=2**63 - 1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -86,7 +84,6 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
     logit_bias: dict[int, Annotated[float, Meta(ge=-100, le=100)]] | None = None
-    max_tokens: Count | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
@@ -96,6 +93,15 @@ class Arguments(msgspec.Struct, frozen=True, kw_only=True):
     timeout: Annotated[float, Meta(gt=0)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
+
+
+class Arguments(SharedArguments, frozen=True, kw_only=True):
+    """What chat and completions share besides. `max_tokens` -1 is no limit. For `response_format` and `structured_outputs` see
+    `structured.py`."""
+
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Count | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
 
@@ -175,8 +181,8 @@ def check_chat(request: ChatRequest) -> None:
         raise InvalidParameter(
             f"chat_template_kwargs has more than {MAX_TEMPLATE_ARGUMENTS} entries", param="chat_template_kwargs"
         )
-    check_tool_choice(request.tool_choice)
     check_tools(request.tools or [])
+    check_tool_choice(request.tool_choice, request.tools or [])
     if request.continues:
         _check_continued(request)
 

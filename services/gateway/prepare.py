@@ -31,8 +31,10 @@ from services.gateway.choices import StopStrings
 from services.gateway.config import GatewayConfig
 from services.gateway.intake import Intake
 from services.gateway.openai import Arguments, ChatRequest, CompletionRequest
-from services.gateway.structured import structure_of
+from services.gateway.structured import Structure, structure_of
 from services.gateway.tenants import Tenant, salt_of
+from services.gateway.tool_grammar import calls_of, needs_grammar
+from services.gateway.views.view import Writers
 
 _INLINE_CHARS = 8192
 _COMPLETION_MAX_TOKENS = 16
@@ -45,13 +47,14 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     `sampling.seed` is the first choice's (see `choices.choice_seed`). `echoes[p]` is sent before the text of prompt p's
     choices. `top_logprobs`: -1 none, else how many alternatives each token lists. `usage_so_far`: every chunk of the stream
     tells the usage up to it. `salt` keeps the prompt's KV apart. `warning`: what of the request had no effect. `format`: how
-    answers are read that may be more than text. `continues`: an answer follows text, so a leading space is kept. `tenant`: who
-    asked, empty for nobody in particular; `weight`: its share of workers.
+    answers are read that may be more than text. `continues`: an answer follows text, so a leading space is kept. `writers`:
+    what encodes the answer. `tenant`: who asked, empty for nobody in particular; `weight`: its share of workers.
     """
 
     id: str
     shown_id: str
     kind: Kind
+    writers: Writers
     created: int
     model: str
     prompts: list[list[int]]
@@ -99,11 +102,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return self.sampling if seed == self.sampling.seed else msgspec.structs.replace(self.sampling, seed=seed)
 
 
-def new_id(kind: Kind) -> str:
-    """Unguessable: whoever has it may cancel the request."""
-    return f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{os.urandom(12).hex()}"
-
-
 class Preparer:
     """Turns requests into jobs for one model."""
 
@@ -117,10 +115,10 @@ class Preparer:
 
     async def prepare(
         self,
-        kind: Kind,
         request: ChatRequest | CompletionRequest,
         notes: Notes,
         *,
+        writers: Writers,
         id: str,
         shown_id: str = "",
         deadline_ms: str | None = None,
@@ -128,7 +126,8 @@ class Preparer:
         is_large: bool = False,
         tenant: Tenant | None = None,
     ) -> Job:
-        """The job of a request for this model. `notes`: what of its body had no effect; `is_large`: the body was.
+        """The job of a request for this model. `notes`: what of its body had no effect; `is_large`: the body was. `writers`:
+        what encodes the answer.
 
         `shown_id` is `id` unless the client chose one. `deadline_ms` is a header's value; the shorter of it and the body's
         `timeout` holds. `tenant`: whose request it is.
@@ -136,12 +135,16 @@ class Preparer:
         :raises RequestError: what is wrong with the request; nothing has been taken then.
         """
         deadline_s = self._deadline(request.timeout, deadline_ms)
-        grammar = await self._grammar(request)
+        form = structure_of(request.response_format, request.structured_outputs)
+        await self._check_grammar(form, request)
+        grammar = form.grammar
         format: AnswerFormat | None = None
         if isinstance(request, ChatRequest):
             prompts, echoes = [await self._chat_prompt(request, in_thread=is_large)], [""]
             logprobs = (request.top_logprobs or 0) if request.logprobs else -1
-            format = format_of(self._bundle, request, prompts[0], constrained=bool(grammar))
+            format = format_of(self._bundle, request, prompts[0], constrained=bool(form.grammar))
+            if format is not None and format.tools is not None:
+                grammar = await self._call_grammar(request, format, form)
         else:
             self._check_choices(request, len(request.prompts))
             prompts, echoes = await self._completion_prompts(request)
@@ -153,7 +156,8 @@ class Preparer:
         return Job(
             id=id,
             shown_id=shown_id or id,
-            kind=kind,
+            kind="chat" if isinstance(request, ChatRequest) else "completion",
+            writers=writers,
             created=int(time.time()),
             model=request.model or self._model,
             prompts=prompts,
@@ -176,6 +180,13 @@ class Preparer:
             weight=1.0 if tenant is None else tenant.settings.weight,
             priority=request.priority or 0,
         )
+
+    async def count(self, request: ChatRequest, *, is_large: bool) -> int:
+        """How many tokens the prompt of a chat has.
+
+        :raises RequestError: as `prepare`.
+        """
+        return len(await self._chat_prompt(request, in_thread=is_large))
 
     def _check_choices(self, request: Arguments, num_prompts: int) -> None:
         n = request.n or 1
@@ -229,7 +240,8 @@ class Preparer:
 
     async def _chat_prompt(self, request: ChatRequest, *, in_thread: bool) -> list[int]:
         template, offered = request.chat_template or "", request.offered_tools
-        variables = template_variables(template_of(self._bundle, request), request)
+        chosen = template_of(self._bundle, request)
+        variables = template_variables(chosen, request, reasons=self._bundle.dialect_of(chosen).reasoning != "none")
         num_tools_chars = tools.size_of(offered)
         self._check_size(num_tools_chars, self._bundle.max_context - 1, "tools")
         limit = self._bundle.max_context - 1
@@ -306,19 +318,31 @@ class Preparer:
     def _past_vocabulary(self, param: str, token: int) -> InvalidParameter:
         return InvalidParameter(f"token id {token} is past the vocabulary of {self._tokenizer.vocab_size}", param=param)
 
-    async def _grammar(self, request: Arguments) -> str:
-        """The grammar that the answer must match, which this model's vocabulary can; empty for none."""
-        grammar, param = structure_of(request.response_format, request.structured_outputs)
-        if not grammar:
-            return ""
+    async def _check_grammar(self, form: Structure, request: Arguments) -> None:
+        """:raises InvalidParameter: if the answer can't match a grammar with this model's vocabulary, or in this request."""
+        if not form.grammar:
+            return
         if request.min_tokens:
-            raise InvalidParameter(f"min_tokens can't be obeyed together with {param}: leave it out", param="min_tokens")
-        if self._grammars.cached(grammar) is None:
+            raise InvalidParameter(f"min_tokens can't be obeyed together with {form.param}: leave it out", param="min_tokens")
+        if self._grammars.cached(form.grammar) is None:
             try:
-                await self._in_thread(lambda: self._grammars.compile(grammar))
+                await self._in_thread(lambda: self._grammars.compile(form.grammar))
             except InvalidParameter as error:
-                raise InvalidParameter(str(error), param=param) from error
-        return grammar
+                raise InvalidParameter(str(error), param=form.param) from error
+
+    async def _call_grammar(self, request: ChatRequest, format: AnswerFormat, form: Structure) -> str:
+        """Return the grammar of an answer that may call tools; empty if it may be anything.
+
+        :raises InvalidParameter: if one is needed that can't be had; it names the tool or the argument.
+        """
+        template = template_of(self._bundle, request)
+
+        def compile() -> Structure:
+            return calls_of(request, format, form.grammar, template=template.source, grammars=self._grammars)
+
+        found = await self._in_thread(compile) if needs_grammar(request, form.grammar) else Structure()
+        await self._check_grammar(found, request)
+        return found.grammar
 
     def _sampling(self, request: Arguments, max_tokens: int, logprobs: int, grammar: str) -> SamplingParams:
         bias = request.logit_bias or {}

@@ -25,7 +25,7 @@ MAX_NAME = 64
 
 _MINTED = re.compile(r"(?P<start>[a-z]+[-_][0-9a-f]{8})[0-9a-f]{8,}(?P<choice>-[0-9]+)?")
 _MAX_WHOLE_NAME = 20
-_COMMON_START = len("cmpl-00000000")
+_COMMON_START = len("msg_00000000")
 """Characters that an id and its shown name begin with, both."""
 
 

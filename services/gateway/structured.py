@@ -13,9 +13,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from common.protocol.errors import InvalidParameter
-
-WHITESPACE = r"[ \t\n\r]{0,32}"
-"""Between the tokens of JSON: enough to indent, and bounded, since models that may write white space for ever sometimes do."""
+from common.text.output.grammar_writer import WHITESPACE
 
 MAX_CHOICES = 1024
 _FORMATS = ("text", "json_object", "json_schema")

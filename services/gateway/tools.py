@@ -50,16 +50,37 @@ def _check_tool(tool: Any, where: str) -> None:
         raise InvalidParameter(f"invalid {where}.function.description: expected a string", param="tools")
     if not isinstance(function.get("parameters"), Mapping | None):
         raise InvalidParameter(f"invalid {where}.function.parameters: expected a JSON schema, an object", param="tools")
-    if function.get("strict"):
-        raise InvalidParameter(f"{where}.function.strict is not supported yet: leave it out", param=f"{where}.function.strict")
+    if not isinstance(function.get("strict"), bool | None):
+        raise InvalidParameter(f"invalid {where}.function.strict: expected true or false", param=f"{where}.function.strict")
     _check_depth(tool, where, "tools")
 
 
-def check_tool_choice(choice: Any) -> None:
-    """:raises InvalidParameter: unless the choice is the model's, or none."""
-    if choice not in (None, "auto", "none"):
+def check_tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> None:
+    """Check the choice between `tools`, which were checked.
+
+    :raises InvalidParameter: if it is none that is known, or there is no such tool.
+    """
+    if choice in (None, "auto", "none"):
+        return
+    name = named_tool(choice)
+    if choice != "required" and name is None:
         shown = f": {choice[:64]!r}" if isinstance(choice, str) else ""
-        raise InvalidParameter(f"tool_choice{shown} is not supported yet: send auto or none", param="tool_choice")
+        raise InvalidParameter(
+            f"tool_choice{shown} is not known: send auto, none, required, or a function with its name", param="tool_choice"
+        )
+    if not tools:
+        raise InvalidParameter("tool_choice asks for a call, but there are no tools", param="tool_choice")
+    if name is not None and name not in [tool["function"]["name"] for tool in tools]:
+        raise InvalidParameter(f"tool_choice names {name[:64]!r}, which is none of the tools", param="tool_choice")
+
+
+def named_tool(choice: Any) -> str | None:
+    """Return the name of the function that a `tool_choice` names, None if it names none."""
+    if not isinstance(choice, Mapping) or choice.get("type", "function") != "function":
+        return None
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
 
 
 def check_calls(calls: Sequence[Any], where: str) -> None:

@@ -38,7 +38,8 @@ class Client:
         await self._subscription.unsubscribe()
 
     async def ask(self, body: Any, *, kind: str = "chat", slug: str = SLUG, reply: str | None = None, **fields: str) -> None:
-        subject = subjects.chat(slug) if kind == "chat" else subjects.completions(slug)
+        of_kind = {"chat": subjects.chat, "responses": subjects.responses, "messages": subjects.messages}
+        subject = of_kind.get(kind, subjects.completions)(slug)
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         sent = {name.replace("_", "-"): value for name, value in fields.items()}
         await self.bus.publish(subject, data, reply=self.inbox if reply is None else reply, headers=sent)

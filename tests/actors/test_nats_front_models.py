@@ -58,6 +58,8 @@ async def test_the_endpoints_are_the_models_subjects_with_what_came_there() -> N
         assert {(endpoint.subject, endpoint.queue) for endpoint in listed.values()} == {
             (subjects.chat(SLUG), subjects.GATEWAY_QUEUE),
             (subjects.completions(SLUG), subjects.GATEWAY_QUEUE),
+            (subjects.responses(SLUG), subjects.GATEWAY_QUEUE),
+            (subjects.messages(SLUG), subjects.GATEWAY_QUEUE),
             (subjects.any_cancel(), ""),
         }
         for body in (HI, HI, {**HI, "temperature": -1}):

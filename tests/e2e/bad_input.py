@@ -25,6 +25,14 @@ def completion(prompt: Any, **arguments: Any) -> bytes:
     return json.dumps({"model": MODEL, "prompt": prompt, **arguments}).encode()
 
 
+def responses(input: Any = "Hello", **arguments: Any) -> bytes:
+    return json.dumps({"model": MODEL, "input": input, **arguments}).encode()
+
+
+def anthropic(**arguments: Any) -> bytes:
+    return json.dumps({"model": MODEL, "max_tokens": 5, "messages": HELLO, **arguments}).encode()
+
+
 BAD_PARAMETERS: list[dict[str, Any]] = [
     {"n": 10**9},
     {"n": 0},
@@ -54,6 +62,16 @@ BAD_PARAMETERS: list[dict[str, Any]] = [
     {"tools": [{"type": "function", "function": {"name": "f"}}]},
 ]
 
+NO_BODIES: list[tuple[bytes, str]] = [
+    (b"", "invalid_parameter"),
+    (b"{", "invalid_parameter"),
+    (b"null", "invalid_parameter"),
+    (b'{"messages": "\xff\xfe"}', "invalid_parameter"),
+    (b'{"messages":' + b"[" * 100_000, "invalid_parameter"),
+    (b'{"metadata":' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}", "invalid_parameter"),
+    (b"\x00" * 1000, "invalid_parameter"),
+]
+
 CHAT: list[tuple[bytes, str]] = [
     *((chat(**arguments), "invalid_parameter") for arguments in BAD_PARAMETERS),
     (chat(model="gpt-4"), "model_not_found"),
@@ -62,13 +80,7 @@ CHAT: list[tuple[bytes, str]] = [
     (chat(messages=[{"role": "user", "content": "word " * 60_000}]), "context_length_exceeded"),
     (chat(messages=HELLO * 70_000), "invalid_parameter"),
     (chat(max_tokens=10**9), "context_length_exceeded"),
-    (b"", "invalid_parameter"),
-    (b"{", "invalid_parameter"),
-    (b"null", "invalid_parameter"),
-    (b'{"messages": "\xff\xfe"}', "invalid_parameter"),
-    (b'{"messages":' + b"[" * 100_000, "invalid_parameter"),
-    (b'{"metadata":' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"}", "invalid_parameter"),
-    (b"\x00" * 1000, "invalid_parameter"),
+    *NO_BODIES,
 ]
 
 COMPLETION: list[tuple[bytes, str]] = [
@@ -83,6 +95,40 @@ COMPLETION: list[tuple[bytes, str]] = [
     (completion(["a"] * 1000), "invalid_parameter"),
     (completion(["a", 5]), "invalid_parameter"),
 ]
+
+_RESULT = {"type": "function_call_output", "call_id": "none", "output": "x"}
+RESPONSES: list[tuple[bytes, str]] = [
+    *((responses(**arguments), "invalid_parameter") for arguments in BAD_PARAMETERS),
+    (responses(model="gpt-4"), "model_not_found"),
+    (responses([]), "invalid_parameter"),
+    (responses([_RESULT]), "invalid_parameter"),
+    (responses([{"type": "computer_call"}]), "invalid_parameter"),
+    (
+        responses([{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,x"}]}]),
+        "invalid_parameter",
+    ),
+    (responses(HELLO * 70_000), "invalid_parameter"),
+    (responses("word " * 60_000), "context_length_exceeded"),
+    (responses(max_output_tokens=10**9), "context_length_exceeded"),
+    (responses(previous_response_id="resp_1"), "invalid_parameter"),
+    *NO_BODIES,
+]
+
+MESSAGES: list[tuple[bytes, str]] = [
+    *((anthropic(**{"max_tokens": 5, **arguments}), "invalid_parameter") for arguments in BAD_PARAMETERS),
+    (anthropic(model="gpt-4"), "model_not_found"),
+    (anthropic(max_tokens=None), "invalid_parameter"),
+    (anthropic(max_tokens=10**9), "context_length_exceeded"),
+    (anthropic(messages=[]), "invalid_parameter"),
+    (anthropic(messages=[{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t"}]}]), "invalid_parameter"),
+    (anthropic(messages=[{"role": "user", "content": [{"type": "image", "source": {}}]}]), "invalid_parameter"),
+    (anthropic(thinking={"type": "enabled", "budget_tokens": -5}), "invalid_parameter"),
+    (anthropic(system="word " * 60_000), "context_length_exceeded"),
+    *NO_BODIES,
+]
+
+BAD_BODIES = {"chat/completions": CHAT, "completions": COMPLETION, "responses": RESPONSES, "messages": MESSAGES}
+"""By path below /v1."""
 
 
 def garbage(stack: Stack, dice: random.Random) -> bytes:

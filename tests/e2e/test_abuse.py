@@ -25,7 +25,7 @@ from nats.aio.client import Client
 from common.models.source import ModelFiles
 from common.protocol import headers, subjects
 from common.protocol.handles import Role
-from tests.e2e.bad_input import CHAT, COMPLETION, MODEL, chat, completion, garbage
+from tests.e2e.bad_input import BAD_BODIES, CHAT, MODEL, chat, completion, garbage
 from tests.e2e.stack import Reply, Stack
 from tests.fixtures.nats import LocalNatsServer
 
@@ -120,7 +120,7 @@ async def beside(stack: Stack, undisturbed: tuple[str, float], abuse: Callable[[
 
 async def test_a_bad_body_over_http_is_a_typed_4xx_and_takes_nothing(stack: Stack) -> None:
     async with nothing_taken(stack):
-        for path, cases in (("chat/completions", CHAT), ("completions", COMPLETION)):
+        for path, cases in BAD_BODIES.items():
             for body, code in cases:
                 answer = await stack.client.post(
                     f"{stack.url()}/v1/{path}", content=body, headers={"content-type": "application/json"}
@@ -133,7 +133,8 @@ async def test_a_bad_body_over_http_is_a_typed_4xx_and_takes_nothing(stack: Stac
 
 async def test_a_bad_body_over_nats_is_a_typed_error_and_takes_nothing(stack: Stack, wire: Client) -> None:
     async with nothing_taken(stack):
-        for subject, cases in ((subjects.chat(MODEL), CHAT), (subjects.completions(MODEL), COMPLETION)):
+        of_path = (subjects.chat, subjects.completions, subjects.responses, subjects.messages)
+        for subject, cases in zip((of(MODEL) for of in of_path), BAD_BODIES.values(), strict=True):
             for body, code in cases:
                 inbox = wire.new_inbox()
                 replies = await wire.subscribe(inbox)

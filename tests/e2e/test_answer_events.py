@@ -94,7 +94,7 @@ async def test_tools_calls_and_results_are_part_of_the_prompt(stack: Stack) -> N
 
 async def test_what_the_gateway_cannot_obey_is_refused(stack: Stack) -> None:
     assert (await ask(stack, PLAIN, tools=TOOLS))["error"]["param"] == "tools"
-    assert (await ask(stack, tools=TOOLS, tool_choice="required"))["error"]["param"] == "tool_choice"
+    assert (await ask(stack, tools=TOOLS, tool_choice="any"))["error"]["param"] == "tool_choice"
     assert (await ask(stack, tools=TOOLS * 10_000))["error"]["param"] == "tools"
 
 

@@ -264,6 +264,22 @@ async def test_nats_chunks_are_numbered_and_say_what_http_says(client: AsyncOpen
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
+async def test_every_view_says_the_same_over_http_and_nats(client: AsyncOpenAI, wire: Client) -> None:
+    said = (await chat(client)).choices[0].message.content
+    response = await client.responses.create(model=MODEL, input=FRANCE, temperature=0, max_output_tokens=12)
+    assert (response.output_text, response.status, response.to_dict()["store"]) == (said, "completed", False)
+    events = [event async for event in await client.responses.create(model=MODEL, input=FRANCE, temperature=0, stream=True)]
+    assert events[-1].type == "response.completed" and events[-1].response.output_text == said
+    body: dict[str, Any] = {"messages": FRANCE, "temperature": 0, "max_tokens": 12}
+    message: Any = await client.post("/messages", cast_to=object, body=body)
+    assert message["content"] == [{"type": "text", "text": said}] and message["stop_reason"] == "end_turn"
+    replies = [json.loads(reply.data) async for reply in ask(wire, subjects.messages(MODEL), body)]
+    assert "".join(reply["delta"]["text"] for reply in replies if reply["type"] == "content_block_delta") == said
+    body = {"input": FRANCE, "temperature": 0}
+    replies = [json.loads(reply.data) async for reply in ask(wire, subjects.responses(MODEL), body)]
+    assert replies[-1]["response"]["output"][0]["content"][0]["text"] == said
+
+
 async def test_a_model_that_nobody_serves_has_no_responders(wire: Client) -> None:
     with pytest.raises(nats.errors.NoRespondersError):
         await wire.request(subjects.chat("gpt-4"), json.dumps({"messages": FRANCE}).encode(), timeout=5)

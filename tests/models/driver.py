@@ -74,7 +74,7 @@ class Whims:
 
     error = ""
 
-    def fill(self, output: Sequence[int], proposal: Sequence[int], out: Masks) -> None:
+    def fill(self, output: Sequence[int], proposal: Sequence[int], out: Masks, *, start: int = 0) -> None:
         for index in range(len(proposal) + 1):
             dice = np.random.default_rng([1, *output, *proposal[:index]])
             first, second = dice.integers(-(2**31), 2**31, (2, out.shape[1]), np.int64).astype(np.int32)

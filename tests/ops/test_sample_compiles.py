@@ -9,29 +9,32 @@ from tests.ops.compiling import ARCHITECTURES, Builds, KernelCase, check, compil
 _PDL = ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
 _DRAW = {"temperature": "*fp32", "log_min_p": "*fp32", "seed": "*i64", "position": "*i64"}
 _PARTS = {"peaks": "*fp32", "ids": "*i32", "chunks": "i32"}
+_SHAPE = {"row_stride": "i32:16", "words": "i32", "vocab": "i32:16"}
+_MASKED = {"rows": "*i32", "masks": "*i32"}
+_UNMASKED = {"rows": None, "masks": None}
 
 
-def _chunks(block: int, dtype: str) -> KernelCase:
+def _chunks(block: int, dtype: str, *, masked: bool = False) -> KernelCase:
     return KernelCase(
-        f"{block}-{dtype}",
+        f"{block}-{dtype}{'-masked' * masked}",
         "common.ops.sample_triton",
         "chunks_kernel",
-        {"logits": f"*{dtype}", **_DRAW, **_PARTS, "row_stride": "i32:16", "vocab": "i32:16"},
-        {"BLOCK": block, "PDL": True},
+        {"logits": f"*{dtype}", **_DRAW, **_PARTS, **_SHAPE, **(_MASKED if masked else {})},
+        {"BLOCK": block, "COMPACT": False, "PDL": not masked, **({} if masked else _UNMASKED)},
         num_warps=8 if block > 2048 else 4,
-        expects=(*_PDL, "ld.global.v4"),
+        expects=("ld.global.v4",) if masked else (*_PDL, "ld.global.v4"),
         max_registers=80,
     )
 
 
-def _rows(block: int, chunks: int, dtype: str) -> KernelCase:
+def _rows(block: int, chunks: int, dtype: str, *, masked: bool = False) -> KernelCase:
     return KernelCase(
-        f"{block}-{chunks}-{dtype}",
+        f"{block}-{chunks}-{dtype}{'-masked' * masked}",
         "common.ops.sample_triton",
         "rows_kernel",
-        {"logits": f"*{dtype}", **_DRAW, **_PARTS, "out": "*i32", "row_stride": "i32:16", "vocab": "i32:16"},
-        {"BLOCK": block, "CHUNKS": chunks, "TOKENS": 512, "PDL": True},
-        expects=_PDL,
+        {"logits": f"*{dtype}", **_DRAW, **_PARTS, "out": "*i32", **_SHAPE, **(_MASKED if masked else {})},
+        {"BLOCK": block, "CHUNKS": chunks, "TOKENS": 512, "COMPACT": False, "PDL": not masked, **({} if masked else _UNMASKED)},
+        expects=() if masked else _PDL,
         max_registers=128,
     )
 
@@ -121,6 +124,8 @@ CASES = [
     KernelCase("set", _ADJUST, "edit_kernel", _EDIT, {"edit_values": None, "BLOCK": 256}, num_warps=2),
     *(_chunks(block, "bf16") for block in (1024, 2048, 4096)),
     _chunks(4096, "fp32"),
+    *(_chunks(block, "bf16", masked=True) for block in (1024, 2048, 4096)),
+    _rows(2048, 64, "bf16", masked=True),
     _rows(1024, 128, "bf16"),
     _rows(4096, 32, "bf16"),
     _maxima("bf16"),

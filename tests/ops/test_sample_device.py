@@ -213,6 +213,32 @@ def test_a_compact_copy_draws_what_its_rows_would() -> None:
     assert [out[row].item() for row in (2, 4, 5, 7, 8, 9)] == [POISON] * 6
 
 
+@pytest.mark.parametrize("vocab", [7, 1003])
+@pytest.mark.parametrize("make", [torch.randn, tied, peaked, partly_forbidden])
+@pytest.mark.filterwarnings("ignore:invalid value encountered in add")
+def test_masked_rows_draw_as_if_other_tokens_were_impossible(make: Callable[[int, int], torch.Tensor], vocab: int) -> None:
+    rng = random.Random(vocab)
+    logits = make(6, vocab)
+    draws = [random_draw(rng)._replace(top_k=0, top_p=1.0) for _ in range(6)]
+    rows = torch.tensor([5, 0, 3, 2], dtype=torch.int32)
+    masks = torch.randint(-(2**31), 2**31, (4, -(-vocab // 32) + 3), dtype=torch.int32)  # wider than the vocabulary
+    masks[1] = 0
+    masks[1, 0] = 2  # one token only
+    allowed = np.unpackbits(masks.numpy().view(np.uint8), axis=1, bitorder="little").astype(bool)[:, :vocab]
+    changed = logits[rows].clone()
+    changed.numpy()[~allowed] = -math.inf
+    expected = sample_tokens(changed, [draws[row] for row in rows])
+    assert expected[1] == 1 or not logits[0].isfinite().any()
+    for given, compact in ((logits, False), (logits[rows], True)):
+        out = torch.full((9,), POISON, dtype=torch.int64)
+        sample_plain(given, batch_of(draws), out, rows=rows, masks=masks, compact=compact)
+        assert out[rows].tolist() == expected
+        assert [out[row].item() for row in (1, 4, 6, 7, 8)] == [POISON] * 5
+    unmasked = torch.full((9,), POISON)
+    sample_plain(logits[rows], batch_of(draws), unmasked, rows=rows, compact=True)
+    assert unmasked[rows].tolist() == sample_tokens(logits[rows], [draws[row] for row in rows])
+
+
 def test_adjusted_logits_are_the_bits_of_the_cpu() -> None:
     rng = random.Random(7)
     vocab = 1003
@@ -319,6 +345,15 @@ def test_what_does_not_fit_is_refused() -> None:
         sample_plain(torch.randn(5), batch, out)
     with pytest.raises(ValueError, match="rows are int32"):
         sample_filtered(torch.randn(2, 5), torch.tensor([0]), batch, out)
+    one = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="rows are int32"):
+        sample_plain(torch.randn(2, 5), batch, out, rows=one, compact=True)
+    with pytest.raises(ValueError, match="rows that are named"):
+        sample_plain(torch.randn(2, 5), batch, out, compact=True)
+    with pytest.raises(ValueError, match="masks are not those"):
+        sample_plain(torch.randn(2, 5), batch, out, masks=torch.zeros(1, 1, dtype=torch.int32))
+    with pytest.raises(ValueError, match="masks are int32"):
+        sample_plain(torch.randn(2, 50), batch, out, masks=torch.zeros(2, 1, dtype=torch.int32))
     with pytest.raises(ValueError, match="positions"):
         pack_draws([PLAIN._replace(position=-1)], HostDraws(1))
     with pytest.raises(ValueError, match="don't fit"):

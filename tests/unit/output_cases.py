@@ -68,7 +68,7 @@ CASES: list[tuple[str, str, str | None, list[Call]]] = [
         [("weather", '{"city": "a\'),]", "days": 3, "tags": [{"x": [1, null]}], "unit": "C"}'), ("now", "{}")],
     ),
     ("pythonic", "<|python_start|>[now()]<|python_end|>", "", [("now", "{}")]),
-    ("pythonic", "[weather(city=Berlin, days=1e999)]", "", [("weather", '{"city": "Berlin", "days": "1e999"}')]),
+    ("pythonic", "[weather(city=Berlin, days=1e999)]", "", [("weather", '{"city": "Berlin", "days": 1e999}')]),
     ("pythonic", "[weather(city='Ber", "", [("weather", '{"city": \'Ber')]),
     ("pythonic", "[weather(3)] said", ")] said", [("weather", "3")]),
     ("pythonic", "[1, 2, now()]\n[x](y)", "[1, 2, now()]\n[x](y)", []),

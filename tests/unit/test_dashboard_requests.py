@@ -9,8 +9,8 @@ from services.gateway import request_rows
 from services.gateway.actions import State
 from services.gateway.handoff import handed_off
 from services.gateway.history import MAX_STEPS
-from services.gateway.prepare import new_id
 from services.gateway.request_rows import MAX_ENDED, MAX_RECENT, EndedRequests, flow_of, request_row, shown_name
+from services.gateway.views.registry import VIEWS, new_id
 from tests.unit.gateway_request import D1, D2, P1, frame, in_state, make
 
 
@@ -56,7 +56,7 @@ def test_the_history_of_a_request_that_never_rests_is_bounded() -> None:
 
 
 def test_a_shown_name_is_not_enough_to_cancel_a_request() -> None:
-    for kind in ("chat", "completion"):
+    for kind in VIEWS:
         minted = new_id(kind)
         shown = shown_name(minted)
         assert minted.startswith(shown) and len(minted) - len(shown) >= 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -13,15 +14,17 @@ import pytest
 
 from common.engine import masks as step_masks
 from common.engine.masks import allowed_tokens, fill_masks
-from common.engine.matcher import Matcher
+from common.engine.matcher import MAX_UNDONE, Matcher
 from common.engine.plan import Masks, StepPlan, StepRow, resolve_feeds
+from common.models.source import ModelFiles
 from common.protocol.errors import InvalidParameter
 from common.protocol.messages import SamplingParams
-from common.text.grammar import MAX_CACHED, MAX_GRAMMAR_BYTES, GrammarCompiler
+from common.text.grammar import MAX_CACHED, MAX_GRAMMAR_BYTES, GrammarCompiler, WorkerGrammars
 from services.gateway.structured import structure_of
 from tests.actors.edge import BUNDLE, EOS, ids
 
 COMPILER = GrammarCompiler(BUNDLE.tokenizer)
+COMPILERS = [COMPILER, COMPILER.twin(), COMPILER.twin()]
 VOCAB = BUNDLE.tokenizer.vocab_size
 WORDS = -(-VOCAB // 32)
 
@@ -60,8 +63,8 @@ def grammar_of(schema: Any) -> str:
     return structure_of({"type": "json_schema", "json_schema": {"schema": schema}}, None).grammar
 
 
-def matcher(schema: Any) -> Matcher:
-    return Matcher(COMPILER.compile(grammar_of(schema)))
+def matcher(schema: Any, twin: int = 0) -> Matcher:
+    return Matcher(COMPILERS[twin].compile(grammar_of(schema)), twin)
 
 
 def masks(one: Matcher, output: Sequence[int], proposal: Sequence[int] = ()) -> Masks:
@@ -180,6 +183,20 @@ def test_only_constrained_samples_of_a_step_have_masks() -> None:
     assert fill_masks([free, waiting], VOCAB) is None
 
 
+def test_a_row_whose_grammar_fails_leaves_its_neighbours_masks_alone() -> None:
+    outputs = [walk(matcher(SCHEMAS["array"]), random.Random(seed)) for seed in range(3)]
+    rows = [
+        StepRow([5], 3, [0], 1, SamplingParams(), 3, constraint=matcher(SCHEMAS["array"]), output=output)
+        for output in [outputs[0], ids("nothing"), *outputs[1:]]
+    ]
+    filled = fill_masks(rows, VOCAB, lambda count, words: np.zeros((count, words), np.int32))
+    assert filled is not None
+    assert (filled.words[1] == -1).all()
+    for index, output in zip((0, 2, 3), outputs, strict=True):
+        assert (filled.words[index] == masks(matcher(SCHEMAS["array"]), output)[0]).all()
+    assert [bool(row.constraint.error) for row in rows if isinstance(row.constraint, Matcher)] == [False, True, False, False]
+
+
 def test_many_rows_filled_at_once_are_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = [walk(matcher(SCHEMAS["array"]), random.Random(seed)) for seed in range(12)]
     outputs = [output[: seed * len(output) // 12] for seed, output in enumerate(outputs)]
@@ -187,8 +204,8 @@ def test_many_rows_filled_at_once_are_as_each_alone(monkeypatch: pytest.MonkeyPa
 
     def found() -> tuple[Any, list[Matcher]]:
         rows = [
-            StepRow([5], 3, [0], 1, SamplingParams(), 3, constraint=matcher(SCHEMAS["array"]), output=output)
-            for output in [*outputs, broken]
+            StepRow([5], 3, [0], 1, SamplingParams(), 3, constraint=matcher(SCHEMAS["array"], index % 3), output=output)
+            for index, output in enumerate([*outputs, broken])
         ]
         rows.insert(4, StepRow([5, *ids("[")], 3, [0], 2, SamplingParams(), 3, constraint=matcher(SCHEMAS["array"]), output=[]))
         filled = fill_masks(rows, VOCAB)
@@ -197,10 +214,39 @@ def test_many_rows_filled_at_once_are_as_each_alone(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(step_masks, "num_threads", lambda: 1)
     alone, _ = found()
+    step_masks._executor.cache_clear()
     monkeypatch.setattr(step_masks, "num_threads", lambda: 2)
     together, matchers = found()
     assert (together == alone).all()
     assert [bool(one.error) for one in matchers] == [False] * 13 + [True]
+
+
+def test_a_long_output_is_told_by_its_end() -> None:
+    long = ids("[" + ", ".join(str(number) for number in range(200)))
+    schema = {"type": "array", "items": {"type": "integer"}}
+    one = matcher(schema)
+    assert one.num_settled == 0
+    for end in (len(long) - 40, len(long) - 90, len(long)):  # forwards, back, and forwards again
+        start = one.num_settled
+        row = StepRow([5], 3, [0], 1, SamplingParams(), 3, constraint=one, output=long[start:end], output_start=start)
+        found = fill_masks([row], VOCAB)
+        assert found is not None
+        assert (found.words == masks(matcher(schema), long[:end])).all()
+    assert one.num_settled == len(long) - MAX_UNDONE
+    assert one.error == ""
+
+
+def test_twins_of_a_grammar_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("common.text.grammar.load_tokenizer", lambda files: BUNDLE.tokenizer)
+    grammars = WorkerGrammars(ModelFiles(name="m", format="gguf", path=Path("none")), vocab_size=VOCAB, twins=3)
+    text = grammar_of(PERSON)
+    assert grammars.cached(text) is None
+    assert [grammars.compile(text).twin for _ in range(3)] == [0, 1, 2]
+    again = [grammars.cached(text) for _ in range(4)]
+    assert [one.twin for one in again if one is not None] == [0, 1, 2, 0]
+    for one in again:
+        assert one is not None
+        assert (masks(Matcher(*one), []) == masks(matcher(PERSON), [])).all()
 
 
 def test_a_fed_row_gets_the_token_into_its_output() -> None:

@@ -143,7 +143,6 @@ def test_an_unknown_argument_with_a_huge_name_makes_no_huge_error() -> None:
     ("argument", "value"),
     [
         ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
         ("functions", [{}]),
         ("function_call", {"name": "f"}),
         ("modalities", ["text", "audio"]),

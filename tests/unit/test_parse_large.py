@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.protocol.errors import ContextLengthExceeded, InvalidParameter, PenstockError
-from services.gateway import json_slices, openai, parse
+from services.gateway import json_slices, objects, openai, parse
 from services.gateway.arguments import Notes
 from tests.unit.parsing import decode_chat, decode_completion
 
@@ -49,7 +49,7 @@ def slice_bytes(request: pytest.FixtureRequest) -> Any:
     patch = pytest.MonkeyPatch()
     patch.setattr(json_slices, "SLICE_BYTES", request.param)
     patch.setattr(parse, "SLICE_BYTES", request.param)
-    patch.setattr(parse, "_TEXT_BYTES", max(16, request.param))
+    patch.setattr(objects, "_TEXT_BYTES", max(16, request.param))
     yield
     patch.undo()
 
@@ -173,7 +173,7 @@ def test_no_step_of_a_huge_body_holds_the_loop(name: str, slice_bytes: None, mon
 def test_a_long_text_is_read_in_steps(character: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (json_slices, parse):
         monkeypatch.setattr(module, "SLICE_BYTES", 64 * 1024)
-    monkeypatch.setattr(parse, "_TEXT_BYTES", MIB)
+    monkeypatch.setattr(objects, "_TEXT_BYTES", MIB)
     text = character * (4 * MIB // len(character.encode()))
     body = '{"prompt":"' + text + '"}'
     request, longest_s = steps_of("completion", body.encode())

@@ -7,12 +7,13 @@ they must be shown to the parser.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import msgspec
 
 from common.text.output.families import deepseek, dsml, glm, harmony, hermes, llama_json, mistral, pythonic, qwen3_coder
+from common.text.output.grammar_writer import Callee, CallSyntax, GrammarWriter
 from common.text.output.scan import Reading
 
 ToolParser = Literal[
@@ -24,12 +25,14 @@ ReasoningParser = Literal["auto", "none", "harmony", "magistral", "think"]
 class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     """How a family writes calls. `signs`: all the texts of one of these stand in its chat template.
 
-    `read` is the parser: (scan, sink, tools). `id_length`: of the ids of calls, where the template insists on one.
+    `read` is the parser: (scan, sink, tools). `grammar` writes what it reads: (writer, callees). `id_length`: of the ids of
+    calls, where the template insists on one.
     """
 
     signs: tuple[tuple[str, ...], ...]
     marks: tuple[str, ...]
     read: Callable[..., Reading[Any]]
+    grammar: Callable[[GrammarWriter, Sequence[Callee]], CallSyntax]
     id_length: int = 0
 
 
@@ -42,20 +45,51 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
-    "harmony": ToolFormat(signs=(("<|channel|>",),), marks=harmony.MARKERS, read=harmony.read),
-    "dsml": ToolFormat(signs=(("｜DSML｜",),), marks=("｜DSML｜",), read=dsml.read),
-    "deepseek": ToolFormat(signs=(("<｜tool▁calls▁begin｜>",),), marks=deepseek.MARKERS, read=deepseek.read),
-    "glm": ToolFormat(signs=(("<tool_call>", "<arg_key>"),), marks=glm.MARKERS, read=glm.read),
-    "qwen3_coder": ToolFormat(
-        signs=(("<function=", "<parameter="),), marks=(qwen3_coder.OPEN, qwen3_coder.CLOSE), read=qwen3_coder.read
+    "harmony": ToolFormat(
+        signs=(("<|channel|>",),),
+        marks=harmony.MARKERS,
+        read=harmony.read,
+        grammar=harmony.grammar,
     ),
-    "mistral": ToolFormat(signs=(("[TOOL_CALLS]",),), marks=mistral.MARKERS, read=mistral.read, id_length=mistral.ID_LENGTH),
-    "hermes": ToolFormat(signs=(("<tool_call>",),), marks=(hermes.OPEN, hermes.CLOSE), read=hermes.read),
-    "pythonic": ToolFormat(signs=(("[func_name1(",),), marks=(pythonic.START, pythonic.END), read=pythonic.read),
+    "dsml": ToolFormat(
+        signs=(("｜DSML｜",),),
+        marks=("｜DSML｜",),
+        read=dsml.read,
+        grammar=dsml.grammar,
+    ),
+    "deepseek": ToolFormat(
+        signs=(("<｜tool▁calls▁begin｜>",),), marks=deepseek.MARKERS, read=deepseek.read, grammar=deepseek.grammar
+    ),
+    "glm": ToolFormat(
+        signs=(("<tool_call>", "<arg_key>"),),
+        marks=glm.MARKERS,
+        read=glm.read,
+        grammar=glm.grammar,
+    ),
+    "qwen3_coder": ToolFormat(
+        signs=(("<function=", "<parameter="),),
+        marks=(qwen3_coder.OPEN, qwen3_coder.CLOSE),
+        read=qwen3_coder.read,
+        grammar=qwen3_coder.grammar,
+    ),
+    "mistral": ToolFormat(
+        signs=(("[TOOL_CALLS]",),),
+        marks=mistral.MARKERS,
+        read=mistral.read,
+        grammar=mistral.grammar,
+        id_length=mistral.ID_LENGTH,
+    ),
+    "hermes": ToolFormat(
+        signs=(("<tool_call>",),), marks=(hermes.OPEN, hermes.CLOSE), read=hermes.read, grammar=hermes.grammar
+    ),
+    "pythonic": ToolFormat(
+        signs=(("[func_name1(",),), marks=(pythonic.START, pythonic.END), read=pythonic.read, grammar=pythonic.grammar
+    ),
     "llama_json": ToolFormat(
         signs=(('{"name": function name, "parameters"',), ("<|python_tag|>", '"parameters"')),
         marks=(llama_json.TAG,),
         read=llama_json.read,
+        grammar=llama_json.grammar,
     ),
 }
 """Looked through in this order: `<tool_call>` alone is Hermes's."""

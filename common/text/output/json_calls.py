@@ -6,9 +6,11 @@ The arguments are delivered while they come, if the name comes before them, as e
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Literal
 
 from common.text.output import json_text
+from common.text.output.grammar_writer import Callee, GrammarWriter, literal
 from common.text.output.scan import MAX_AHEAD, Reading, Scan
 from common.text.output.sink import Sink
 from common.text.output.tools import ToolSet
@@ -112,3 +114,14 @@ def arguments(scan: Scan, sink: Sink, character: str) -> Reading[bool]:
     read = scan.kept()
     sink.arguments("{}" if value == "null" else read)
     return value is not None
+
+
+def object_syntax(writer: GrammarWriter, callees: Sequence[Callee], key: str) -> str:
+    """Return an expression for a call of one of `callees` as an object, whose arguments are its `key`."""
+    begins = [literal(object_begin(callee.name, key)) for callee in callees]
+    return writer.either([f'{begin} {writer.arguments(callee)} "}}"' for begin, callee in zip(begins, callees, strict=True)])
+
+
+def object_begin(name: str, key: str) -> str:
+    """Return the text of a call up to its arguments, as templates write it."""
+    return f'{{"name": {json_text.quoted(name)}, {json_text.quoted(key)}: '

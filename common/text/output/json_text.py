@@ -23,6 +23,7 @@ _STRING_END = Markers('"', "\\")
 _SCALAR = re.compile(r"[-+.0-9a-zA-Z]")
 _MAX_SCALAR = 64
 _loads = msgspec.json.Decoder().decode
+_check = msgspec.json.Decoder(float_hook=len).decode  # numbers past the range of a double are JSON, too
 
 
 def quoted(text: str) -> str:
@@ -38,7 +39,7 @@ def inner(text: str) -> str:
 def is_json(text: str) -> bool:
     """Return whether `text` is one JSON value."""
     try:
-        _loads(text.encode())
+        _check(text.encode())
     except (msgspec.DecodeError, RecursionError, UnicodeError):
         return False
     return True

@@ -53,12 +53,10 @@ def _value(text: str, at: int, depth: int) -> tuple[str, int]:
 
 
 def _number(text: str) -> str:
-    if is_json(text):
-        return text
     value = float(text)
     if value in (float("inf"), float("-inf")):
         raise ValueError(text)
-    return repr(value)
+    return text if is_json(text) else repr(value)
 
 
 def _string(text: str, at: int, quote: str) -> tuple[str, int]:

@@ -72,6 +72,16 @@ class TaggedArguments:
             self._sink.arguments(inner(held))
         return marker
 
+    def end(self, scan: Scan, *expected: str) -> str:
+        """End the call where none of `expected` came; return what was kept, which is text: nothing if one of them was cut."""
+        is_cut = scan.is_cut(*expected)
+        read = scan.kept()
+        if not is_cut:
+            self.close()
+            return read
+        self._sink.end()
+        return ""
+
     def close(self) -> None:
         """End the object and the call. Not called for arguments that were cut off."""
         self._sink.arguments("}" if self._count else "{}")

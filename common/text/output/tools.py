@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from common.text.output.local_schema import resolved
+
 Kind = Literal["string", "nullable", "json", "unknown"]
 """Of an argument: a string; a string or null; anything else; not said."""
 
@@ -36,10 +38,11 @@ class ToolSet:
         return self._schemas.get(name, {})
 
     def kind_of(self, tool: str, argument: str) -> Kind:
-        """Return what the schema says of an argument. References in schemas are not followed."""
-        properties = self.schema(tool).get("properties")
-        schema = properties.get(argument) if isinstance(properties, Mapping) else None
-        types = _types(schema) if isinstance(schema, Mapping) else set()
+        """Return what the schema says of an argument. References are followed within the tool's schema."""
+        root = self.schema(tool)
+        properties = root.get("properties")
+        schema = resolved(properties.get(argument), root) if isinstance(properties, Mapping) else None
+        types = _types(schema, root) if isinstance(schema, Mapping) else set()
         if not types:
             return "unknown"
         if types == {"string"}:
@@ -47,10 +50,11 @@ class ToolSet:
         return "nullable" if types == {"string", "null"} else "json"
 
 
-def _types(schema: Mapping[str, Any]) -> set[str]:
+def _types(schema: Mapping[str, Any], root: Mapping[str, Any]) -> set[str]:
     """Return the JSON types that `schema` allows, as far as it says so directly or one level down."""
     found: set[str] = set()
-    for each in (schema, *(branch for key in _BRANCHES for branch in _list(schema.get(key)) if isinstance(branch, Mapping))):
+    branches = [resolved(branch, root) for key in _BRANCHES for branch in _list(schema.get(key))]
+    for each in (schema, *(branch for branch in branches if isinstance(branch, Mapping))):
         kind = each.get("type")
         found |= {kind} if isinstance(kind, str) else {one for one in _list(kind) if isinstance(one, str)}
         values = [*_list(each.get("enum")), *([each["const"]] if "const" in each else [])]

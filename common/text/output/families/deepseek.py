@@ -10,8 +10,10 @@ Source: the chat templates of DeepSeek-V3, DeepSeek-R1 and DeepSeek-V3.1.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from common.text.output import json_text
+from common.text.output.grammar_writer import Callee, CallSyntax, GrammarWriter
 from common.text.output.json_calls import is_name
 from common.text.output.scan import Markers, Reading, Scan
 from common.text.output.sink import Sink
@@ -72,3 +74,12 @@ def _call(scan: Scan, sink: Sink) -> Reading[bool]:
     yield from scan.match(_FENCE, 64)
     yield from scan.accept(_CALL_END)
     return True
+
+
+def grammar(writer: GrammarWriter, callees: Sequence[Callee]) -> CallSyntax:
+    is_fenced = "```json" in writer.template  # before V3.1
+    begin, end = ("function" + _SEPARATOR, "\n```" + _CALL_END) if is_fenced else ("", _CALL_END)
+    name_end = "\n```json\n" if is_fenced else _SEPARATOR
+    call = writer.either([f"{writer.write(_CALL + begin + each.name + name_end)} {writer.arguments(each)}" for each in callees])
+    calls = writer.repeated(f"{call} {writer.write(end)}", r'"\n"?')
+    return writer.blocks(_BLOCK, f"{calls} {writer.write(_BLOCK_END)}", repeats=False, excluded=(_CALL,))

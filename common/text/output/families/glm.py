@@ -12,6 +12,10 @@ Source: the chat templates of GLM 4.5, 4.6 and 4.7.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from common.text.output.argument_grammar import Argument, arguments_of, in_order, raw_value
+from common.text.output.grammar_writer import MAX_ARGUMENTS, Callee, CallSyntax, GrammarWriter, literal
 from common.text.output.json_calls import is_name
 from common.text.output.scan import Markers, Reading, Scan
 from common.text.output.sink import Sink
@@ -27,6 +31,7 @@ _NAME_ENDS = Markers("\n", _KEY, CLOSE)
 _KEY_ENDS = Markers(_KEY_END)
 _VALUE_ENDS = Markers(_VALUE_END)
 _MAX_NAME = 256
+_BREAK = r'"\n"?'
 
 
 def read(scan: Scan, sink: Sink, tools: ToolSet) -> Reading[None]:
@@ -63,11 +68,28 @@ def _body(scan: Scan, sink: Sink, arguments: TaggedArguments, marker: str) -> Re
                     return
                 marker = ""
                 continue
-        is_cut = scan.is_cut(_VALUE if marker else _KEY, CLOSE)
-        read = scan.kept()
-        if is_cut:
-            sink.end()
-        else:
-            arguments.close()
-            sink.text(read)
+        sink.text(arguments.end(scan, _VALUE if marker else _KEY, CLOSE))
         return
+
+
+def grammar(writer: GrammarWriter, callees: Sequence[Callee]) -> CallSyntax:
+    """Line breaks may stand where GLM 4.5 has them."""
+    calls = [f"{literal(callee.name)} {_BREAK} {_syntax_of_arguments(writer, callee)}" for callee in callees]
+    return writer.blocks(OPEN, f"{writer.either(calls)} {writer.write(CLOSE)}", separator=_BREAK)
+
+
+def _syntax_of_arguments(writer: GrammarWriter, callee: Callee) -> str:
+    if callee.parameters is None:
+        key = f"{writer.write(_KEY)} /[A-Za-z0-9_.-]{{1,64}}/ {writer.write(_KEY_END)}"
+        value = f"{_BREAK} {writer.write(_VALUE)} {writer.until(_VALUE_END, [_VALUE_END])} {_BREAK}"
+        return f"({key} {value}){{0,{MAX_ARGUMENTS}}}"
+    arguments = arguments_of(callee)
+    return in_order(arguments, [_argument_syntax(writer, each) for each in arguments])
+
+
+def _argument_syntax(writer: GrammarWriter, argument: Argument) -> str:
+    if argument.kind in ("string", "nullable"):
+        value = raw_value(writer, argument, _VALUE_END, _VALUE_END)
+    else:
+        value = f"{writer.json(argument.schema)} {writer.write(_VALUE_END)}"
+    return f"{writer.write(_KEY + argument.name + _KEY_END)} {_BREAK} {writer.write(_VALUE)} {value} {_BREAK}"

@@ -13,7 +13,10 @@ Source: OpenAI's "Harmony response format", and the chat template of gpt-oss.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
+from common.text.output import json_text
+from common.text.output.grammar_writer import Callee, CallSyntax, GrammarWriter
 from common.text.output.json_calls import is_name
 from common.text.output.scan import Markers, Reading, Scan
 from common.text.output.sink import Sink
@@ -28,6 +31,8 @@ _BODY_END = Markers(_END, _RETURN, _CALL, _START, _CHANNEL)
 _CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([^\s<]+)")
 _MAX_HEADER = 512
+_MAX_MESSAGES = 32
+"""Before the call or the answer, where a grammar counts them."""
 
 
 def read(scan: Scan, sink: Sink, tools: ToolSet | None) -> Reading[None]:
@@ -55,6 +60,8 @@ def _message(scan: Scan, sink: Sink, tools: ToolSet | None, header: str) -> Read
     recipient = _RECIPIENT.search(header)
     if recipient is not None and tools is not None and is_name(recipient[1]):
         sink.start(recipient[1])
+        if (yield from scan.skip_space()) == "{":  # marks in its strings are no marks
+            yield from json_text.container(scan, sink.arguments)
         marker = yield from scan.until(_BODY_END, sink.arguments)
         sink.end()
     elif channel is not None and channel[1] == "analysis":
@@ -64,3 +71,19 @@ def _message(scan: Scan, sink: Sink, tools: ToolSet | None, header: str) -> Read
     else:
         marker = yield from scan.until(_BODY_END, sink.text)
     return marker
+
+
+def grammar(writer: GrammarWriter, callees: Sequence[Callee]) -> CallSyntax:
+    """A call ends the turn, so there is one. Reasoning comes before, and a plan for the reader where text is allowed."""
+    bodies = writer.until(_END + _START + "assistant", MARKERS)
+    thought = f"{writer.write(_CHANNEL + 'analysis' + _MESSAGE)} {bodies}"
+    plan = f"{writer.write(_CHANNEL + 'commentary' + _MESSAGE)} {bodies}"
+    thoughts = f"({thought}){{0,{_MAX_MESSAGES}}}"
+    begins = [writer.write(f"{_CHANNEL}commentary to=functions.{each.name} <|constrain|>json{_MESSAGE}") for each in callees]
+    calls = [f"{begin} {writer.arguments(each)}" for begin, each in zip(begins, callees, strict=True)]
+    call, final = writer.either(calls), writer.write(_CHANNEL + "final" + _MESSAGE)
+    return CallSyntax(
+        calls=f"{thoughts} {call}",
+        free=f"({thought} | {plan}){{0,{_MAX_MESSAGES}}} ({call} | {final} {writer.free_text(MARKERS)})",
+        frame=f"{thoughts} {final}",
+    )

@@ -6,8 +6,10 @@ Source: NousResearch/Hermes-Function-Calling, and the chat templates of Hermes 2
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
-from common.text.output.json_calls import object_call
+from common.text.output.grammar_writer import Callee, CallSyntax, GrammarWriter
+from common.text.output.json_calls import object_call, object_syntax
 from common.text.output.scan import Markers, Reading, Scan
 from common.text.output.sink import Sink
 from common.text.output.tools import ToolSet
@@ -15,6 +17,7 @@ from common.text.output.tools import ToolSet
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _OPEN = Markers(OPEN)
 _EITHER = Markers(CLOSE, OPEN)
+_BREAK = r'"\n"'
 _LEFTOVER = re.compile(r"[}\],\s]")
 """What models write too much behind a call."""
 
@@ -43,3 +46,8 @@ def _calls(scan: Scan, sink: Sink, tools: ToolSet) -> Reading[str]:
             return ""
     sink.text(scan.kept())
     return ""
+
+
+def grammar(writer: GrammarWriter, callees: Sequence[Callee]) -> CallSyntax:
+    call = object_syntax(writer, callees, "arguments")
+    return writer.blocks(OPEN, f"{_BREAK} {call} {_BREAK} {writer.write(CLOSE)}", separator=f"{_BREAK}?")

@@ -8,7 +8,11 @@ Source: Llama 3.1's model card ("JSON based tool calling") and its chat template
 
 from __future__ import annotations
 
-from common.text.output.json_calls import object_call
+from collections.abc import Sequence
+
+from common.text.output.call_lines import line_syntax, read_lines
+from common.text.output.grammar_writer import Callee, CallSyntax, GrammarWriter, literal
+from common.text.output.json_calls import object_begin, object_call, object_syntax
 from common.text.output.scan import Markers, Reading, Scan
 from common.text.output.sink import Sink
 from common.text.output.tools import ToolSet
@@ -19,13 +23,7 @@ _NOTHING = Markers("\0")
 
 
 def read(scan: Scan, sink: Sink, tools: ToolSet) -> Reading[None]:
-    while True:
-        yield from _line(scan, sink, tools)
-        marker = yield from scan.until(_LINE_OR_TAG, sink.text)
-        if not marker:
-            return
-        if marker == "\n":
-            sink.text(marker)
+    yield from read_lines(scan, sink, tools, _line, _LINE_OR_TAG)
 
 
 def _line(scan: Scan, sink: Sink, tools: ToolSet) -> Reading[None]:
@@ -44,3 +42,12 @@ def _line(scan: Scan, sink: Sink, tools: ToolSet) -> Reading[None]:
         if (yield from scan.skip_space()) == ";":
             scan.take(scan.at + 1)
     sink.text(scan.kept())
+
+
+def grammar(writer: GrammarWriter, callees: Sequence[Callee]) -> CallSyntax:
+    calls = writer.repeated(object_syntax(writer, callees, "parameters"), '"; "')
+    names = " | ".join(literal(callee.name) for callee in callees)
+    begun = {object_begin(each.name, "parameters"): f'{writer.arguments(each)} "}}"' for each in callees}
+    # keys are read in any order and form, so no object that begins a line may have a tool's name or an escaped letter
+    named = f'/"(name|function)"[\\s\\x1c-\\x1f]*:[\\s\\x1c-\\x1f]*"/ ({names}) "\\""'
+    return line_syntax(writer, f"({writer.write(TAG)})? {calls}", begun, f'"{{" /(?s:.*)/ ({named} | /\\\\u00[2-7]/)', (TAG,))

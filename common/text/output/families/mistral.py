@@ -7,9 +7,11 @@ Source: mistral-common's instruct tokenizers (v3 to v13), and the chat templates
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from common.text.output import json_text
-from common.text.output.json_calls import is_name, object_call
+from common.text.output.grammar_writer import Callee, CallSyntax, GrammarWriter
+from common.text.output.json_calls import is_name, object_call, object_syntax
 from common.text.output.scan import Markers, Reading, Scan
 from common.text.output.sink import Sink
 from common.text.output.tools import ToolSet
@@ -71,3 +73,11 @@ def _named(scan: Scan, sink: Sink) -> Reading[str]:
             return marker
     sink.text(scan.kept())
     return ""
+
+
+def grammar(writer: GrammarWriter, callees: Sequence[Callee]) -> CallSyntax:
+    if _ARGUMENTS in writer.template:
+        named = [f"{writer.write(callee.name + _ARGUMENTS)} {writer.arguments(callee)}" for callee in callees]
+        return writer.blocks(OPEN, writer.either(named))
+    calls = writer.repeated(object_syntax(writer, callees, "arguments"), '", "')
+    return writer.blocks(OPEN, f'"[" {calls} "]"', repeats=False)

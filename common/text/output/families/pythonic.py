@@ -9,9 +9,13 @@ Source: the chat templates of Llama 4 and, for Llama 3.2, its model card ("zero-
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from common.text.output import python_literals
-from common.text.output.json_text import inner, quoted
+from common.text.output.argument_grammar import Argument, arguments_of, separated
+from common.text.output.call_lines import line_syntax, read_lines
+from common.text.output.grammar_writer import MAX_CALLS, Callee, CallSyntax, GrammarWriter, literal
+from common.text.output.json_text import inner, is_json, quoted
 from common.text.output.scan import Markers, Reading, Scan
 from common.text.output.sink import Sink
 from common.text.output.tools import ToolSet
@@ -26,13 +30,7 @@ _MAX_VALUE = 1024 * 1024
 
 
 def read(scan: Scan, sink: Sink, tools: ToolSet) -> Reading[None]:
-    while True:
-        yield from _line(scan, sink, tools)
-        marker = yield from scan.until(_LINE_OR_TAG, sink.text)
-        if not marker:
-            return
-        if marker == "\n":
-            sink.text(marker)
+    yield from read_lines(scan, sink, tools, _line, _LINE_OR_TAG)
 
 
 def _line(scan: Scan, sink: Sink, tools: ToolSet) -> Reading[None]:
@@ -84,8 +82,9 @@ def _arguments(scan: Scan, sink: Sink) -> Reading[bool]:
         sink.arguments(("{" if count == 0 else ", ") + quoted(name) + ": ")
         count += 1
         value, is_whole = yield from _value(scan)
-        literal = python_literals.to_json(value)
-        sink.arguments('"' + inner(value.strip()) + '"' if literal is None and is_whole else literal or value.strip())
+        value = value.strip()
+        found = value if is_json(value) else python_literals.to_json(value)
+        sink.arguments('"' + inner(value) + '"' if found is None and is_whole else found or value)
         if not is_whole:
             return False
         if (yield from scan.peek()) == ",":
@@ -126,3 +125,31 @@ def _value(scan: Scan) -> Reading[tuple[str, bool]]:
         if scan.ended or room == 0:
             return "".join(pieces), False
         yield
+
+
+def grammar(writer: GrammarWriter, callees: Sequence[Callee]) -> CallSyntax:
+    """Values are JSON, but for True, False and None."""
+    rests = {callee.name: f'{_syntax_of_arguments(writer, callee)} ")"' for callee in callees}
+    call = writer.either([f"{literal(name + '(')} {rest}" for name, rest in rests.items()])
+    more = writer.rule(f'(", " {call}){{0,{MAX_CALLS - 1}}} "]"') if writer.many else '"]"'
+    calls = f'({writer.write(START)})? "[" {call} {more} ({writer.write(END)})?'
+    names = " | ".join(map(literal, rests))
+    begun = {f"[{name}(": f"{rest} {more}" for name, rest in rests.items()}
+    return line_syntax(writer, calls, begun, f"/\\[[\\s\\x1c-\\x1f]*/ ({names}) /[\\s\\x1c-\\x1f]*\\(/", (START, END))
+
+
+def _syntax_of_arguments(writer: GrammarWriter, callee: Callee) -> str:
+    if callee.parameters is None:
+        value = writer.either([writer.json({}), '"True"', '"False"', '"None"'])
+        argument = writer.rule(f"/[A-Za-z_][A-Za-z0-9_]{{0,63}}=/ {value}")
+        return f'({argument} (", " {argument}){{0,63}})?'
+    arguments = arguments_of(callee)
+    return separated(
+        writer, arguments, [f"{literal(each.name + '=')} {_value_syntax(writer, each)}" for each in arguments], '", "'
+    )
+
+
+def _value_syntax(writer: GrammarWriter, argument: Argument) -> str:
+    if argument.schema.keys() <= {"type", "title", "description", "default"} and argument.schema.get("type") == "boolean":
+        return '("True" | "False")'
+    return writer.json(argument.schema)

@@ -15,6 +15,10 @@ Source: the chat template of Qwen3-Coder and its `qwen3coder_tool_parser.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from common.text.output.argument_grammar import Argument, arguments_of, in_order, raw_value
+from common.text.output.grammar_writer import MAX_ARGUMENTS, Callee, CallSyntax, GrammarWriter
 from common.text.output.json_calls import is_name
 from common.text.output.scan import Markers, Reading, Scan
 from common.text.output.sink import Sink
@@ -62,17 +66,37 @@ def _body(scan: Scan, sink: Sink, tools: ToolSet, name: str) -> Reading[None]:
                     sink.end()
                     return
                 continue
-        if not marker and scan.is_cut(_PARAMETER, _END, CLOSE):
-            scan.kept()
-            sink.end()
+        if marker not in (_END, CLOSE):
+            sink.text(arguments.end(scan, *(() if marker else (_PARAMETER, _END, CLOSE))))
             return
-        read = scan.kept()
+        scan.kept()
         arguments.close()
         if marker == _END:
             scan.keep()
             yield from scan.skip_space()
             sink.text("" if (yield from scan.accept(CLOSE)) else scan.kept())
             scan.kept()
-        elif marker != CLOSE:
-            sink.text(read)
         return
+
+
+def grammar(writer: GrammarWriter, callees: Sequence[Callee]) -> CallSyntax:
+    begins = [writer.write(f"\n{_FUNCTION}{callee.name}>\n") for callee in callees]
+    calls = [f"{begin} {_syntax_of_arguments(writer, callee)}" for begin, callee in zip(begins, callees, strict=True)]
+    end = writer.write(f"{_END}\n{CLOSE}")
+    return writer.blocks(OPEN, f"{writer.either(calls)} {end}", separator=r'"\n"?', excluded=(_FUNCTION,))
+
+
+def _syntax_of_arguments(writer: GrammarWriter, callee: Callee) -> str:
+    if callee.parameters is None:
+        value = writer.until(f"\n{_PARAMETER_END}\n", [_PARAMETER_END])
+        return f'({writer.write(_PARAMETER)} /[A-Za-z0-9_.-]{{1,64}}/ ">\\n" {value}){{0,{MAX_ARGUMENTS}}}'
+    arguments = arguments_of(callee)
+    return in_order(arguments, [_argument_syntax(writer, each) for each in arguments])
+
+
+def _argument_syntax(writer: GrammarWriter, argument: Argument) -> str:
+    closing = f"\n{_PARAMETER_END}\n"
+    begin = writer.write(f"{_PARAMETER}{argument.name}>\n")
+    if argument.kind == "json":
+        return f"{begin} {writer.json(argument.schema)} {writer.write(closing)}"
+    return f"{begin} {raw_value(writer, argument, closing, _PARAMETER_END)}"

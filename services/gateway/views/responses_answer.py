@@ -1,0 +1,298 @@
+"""An answer as `/v1/responses` tells it: an object of items, or the events in which it came to be. Pure.
+
+    response.created, response.in_progress
+      response.output_item.added
+        response.content_part.added                                   not of a function_call
+          response.{output_text|reasoning_text|function_call_arguments}.delta …  and .done
+        response.content_part.done
+      response.output_item.done
+    response.{completed|incomplete|failed}
+
+Each event has the next sequence number. All of a delta but its number and its text is encoded when its item begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from common.protocol.errors import PenstockError
+from common.text.output.events import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
+from services.gateway.bodies import Usage
+from services.gateway.choices import Delta
+from services.gateway.logprobs import Sink
+from services.gateway.whole import Pieces
+
+_encode = msgspec.json.Encoder().encode
+
+Part = bytes | bytearray
+
+
+class _Kind(NamedTuple):
+    """A type of item. `event`: what its deltas are called. `key`: the member of a `done` event with the text. `part`: how the
+    content part begins that holds it, empty if the item has no parts. `tail`: what follows the text in events."""
+
+    prefix: str
+    event: bytes
+    key: bytes
+    part: bytes = b""
+    tail: bytes = b""
+
+
+_MESSAGE = _Kind(
+    "msg",
+    b"response.output_text",
+    b"text",
+    b'{"type":"output_text","annotations":[],"logprobs":[],"text":"',
+    b',"logprobs":[]',
+)
+_REASONING = _Kind("rs", b"response.reasoning_text", b"text", b'{"type":"reasoning_text","text":"')
+_CALL = _Kind("fc", b"response.function_call_arguments", b"arguments")
+
+
+class _Item:
+    """An item of the output. `text` is that of its one part, or a call's arguments, as JSON without quotes."""
+
+    def __init__(self, kind: _Kind, id: str, index: int, call: CallStart | None) -> None:
+        self.kind = kind
+        self.text = Sink()
+        name = _encode(id)
+        place = b'"output_index":%d' % index
+        self._head = b'{"id":' + name
+        self._call = b""
+        if call is not None:
+            self._call = b',"call_id":%s,"name":%s,"arguments":"' % (_encode(call.id), _encode(call.name))
+            self.place = b'"item_id":%s,%s' % (name, place)
+        else:
+            self.place = b'"item_id":%s,%s,"content_index":0' % (name, place)
+        self.output_place = place
+
+    def body(self, status: bytes, *, is_empty: bool = False) -> list[Part]:
+        """The item. `is_empty`: as it is announced."""
+        if self.kind is _CALL:
+            head = self._head + b',"type":"function_call","status":"' + status + b'"' + self._call
+            return [head, *([] if is_empty else self.text.buffers), b'"}']
+        if self.kind is _MESSAGE:
+            head = self._head + b',"type":"message","role":"assistant","status":"' + status + b'","content":['
+        else:
+            head = self._head + b',"type":"reasoning","status":"' + status + b'","summary":[],"content":['
+        return [head, *([] if is_empty else self.part()), b"]}"]
+
+    def part(self, *, is_empty: bool = False) -> list[Part]:
+        return [self.kind.part, *([] if is_empty else self.text.buffers), b'"}']
+
+
+class Envelope:
+    """The response object around the items. `echo`: the members that say what was asked for."""
+
+    def __init__(self, head: dict[str, Any], echo: dict[str, Any]) -> None:
+        self._head = _encode({**head, **echo})[:-1]
+        self.item_suffix = str(head["id"]).removeprefix("resp_")
+
+    @property
+    def size(self) -> int:
+        return len(self._head)
+
+    def body(
+        self,
+        status: bytes,
+        items: list[list[Part]],
+        *,
+        usage: Usage | None = None,
+        error: PenstockError | None = None,
+    ) -> list[Part]:
+        reason = b'{"reason":"max_output_tokens"}' if status == b"incomplete" else b"null"
+        failed = b"null" if error is None else _encode({"code": error.code, "message": str(error)})
+        pieces: list[Part] = [
+            self._head,
+            b',"status":"%s","error":%s,"incomplete_details":%s,"output":[' % (status, failed, reason),
+        ]
+        for index, item in enumerate(items):
+            pieces += [b"," if index else b"", *item]
+        return [*pieces, b'],"usage":', _usage(usage), b"}"]
+
+
+class _Output:
+    """The items so far, and the one that is open."""
+
+    def __init__(self, envelope: Envelope) -> None:
+        self.envelope = envelope
+        self.items: list[_Item] = []
+        self.statuses: list[bytes] = []
+        self.open: _Item | None = None
+        self.size = envelope.size
+
+    def begin(self, kind: _Kind, call: CallStart | None = None) -> _Item:
+        index = len(self.items)
+        self.open = _Item(kind, f"{kind.prefix}_{self.envelope.item_suffix}{index:02d}", index, call)
+        self.items.append(self.open)
+        self.statuses.append(b"in_progress")
+        return self.open
+
+    def end(self, status: bytes) -> None:
+        self.statuses[-1] = status
+        self.open = None
+
+    def add(self, encoded: bytes) -> None:
+        """Text for the open item."""
+        assert self.open is not None
+        self.open.text.add(encoded)
+        self.size += len(encoded)
+
+    def body(self, status: bytes, *, usage: Usage | None = None, error: PenstockError | None = None) -> list[Part]:
+        items = [item.body(its) for item, its in zip(self.items, self.statuses, strict=True)]
+        return self.envelope.body(status, items, usage=usage, error=error)
+
+
+class WholeResponse:
+    """The body of an answer that is not streamed."""
+
+    def __init__(self, envelope: Envelope) -> None:
+        self._output = _Output(envelope)
+        self._status = b"completed"
+        self.size = 0
+
+    def add(self, index: int, delta: Delta) -> None:
+        output = self._output
+        for event in _events(delta):
+            match event:
+                case Text() | Reasoning():
+                    kind = _MESSAGE if isinstance(event, Text) else _REASONING
+                    if output.open is None or output.open.kind is not kind:
+                        self._end()
+                        output.begin(kind)
+                    output.add(_encode(event.text)[1:-1])
+                case CallStart():
+                    self._end()
+                    output.begin(_CALL, event)
+                case CallArguments():
+                    output.add(_encode(event.text)[1:-1])
+                case CallEnd():
+                    self._end(b"incomplete" if delta.finish == "length" else b"completed")
+        if delta.finish == "length":
+            self._status = b"incomplete"
+        self.size = output.size
+
+    def finish(self, usage: Usage) -> Pieces:
+        self._end(self._status)
+        return Pieces(self._output.body(self._status, usage=usage))
+
+    def _end(self, status: bytes = b"completed") -> None:
+        if self._output.open is not None:
+            self._output.end(status)
+
+
+class ResponseStream:
+    """The events of a streamed answer, for SSE or as messages."""
+
+    def __init__(self, envelope: Envelope, usage: Callable[[], Usage], *, sse: bool) -> None:
+        self._output = _Output(envelope)
+        self._usage = usage
+        self._sse = sse
+        self._after = b"}\n\n" if sse else b"}"
+        self._sequence = -1
+        self._delta_head = self._delta_place = self._delta_tail = b""
+
+    @property
+    def size(self) -> int:
+        return self._output.size
+
+    def opening(self) -> list[bytes]:
+        body = self._output.envelope.body(b"in_progress", [])
+        return [self._event(name, b'"response":', *body) for name in (b"response.created", b"response.in_progress")]
+
+    def delta(self, index: int, delta: Delta) -> list[bytes]:
+        output = self._output
+        if delta.events is None and delta.text and output.open is not None and output.open.kind is _MESSAGE:
+            return [self._text(delta.text)]  # as a rule
+        chunks: list[bytes] = []
+        for event in _events(delta):
+            match event:
+                case Text() | Reasoning():
+                    kind = _MESSAGE if isinstance(event, Text) else _REASONING
+                    if output.open is None or output.open.kind is not kind:
+                        chunks += self._end()
+                        chunks += self._begin(kind)
+                    chunks.append(self._text(event.text))
+                case CallStart():
+                    chunks += self._end()
+                    chunks += self._begin(_CALL, event)
+                case CallArguments():
+                    chunks.append(self._text(event.text))
+                case CallEnd():
+                    chunks += self._end(b"incomplete" if delta.finish == "length" else b"completed")
+        return chunks
+
+    def ending(self, index: int, delta: Delta) -> list[bytes]:
+        chunks = self.delta(index, delta)
+        status = b"incomplete" if delta.finish == "length" else b"completed"
+        chunks += self._end(status)
+        chunks.append(self._event(b"response." + status, b'"response":', *self._output.body(status, usage=self._usage())))
+        return chunks
+
+    def failure(self, error: PenstockError) -> bytes:
+        if self._output.open is not None:
+            self._output.end(b"incomplete")
+        return self._event(b"response.failed", b'"response":', *self._output.body(b"failed", error=error))
+
+    def _text(self, text: str) -> bytes:
+        encoded = _encode(text)
+        self._output.add(encoded[1:-1])
+        self._sequence = sequence = self._sequence + 1
+        return b"".join((self._delta_head, b"%d" % sequence, self._delta_place, encoded, self._delta_tail))
+
+    def _begin(self, kind: _Kind, call: CallStart | None = None) -> list[bytes]:
+        item = self._output.begin(kind, call)
+        announced = b"".join(item.body(b"in_progress", is_empty=True))
+        chunks = [self._event(b"response.output_item.added", item.output_place, b',"item":', announced)]
+        if kind.part:
+            part = item.part(is_empty=True)
+            chunks.append(self._event(b"response.content_part.added", item.place, b',"part":', *part))
+        self._delta_head = self._head(kind.event + b".delta")
+        self._delta_place = b"," + item.place + b',"delta":'
+        self._delta_tail = kind.tail + self._after
+        return chunks
+
+    def _end(self, status: bytes = b"completed") -> list[bytes]:
+        item = self._output.open
+        if item is None:
+            return []
+        self._output.end(status)
+        kind = item.kind
+        key = b',"%s":"' % kind.key
+        chunks = [self._event(kind.event + b".done", item.place, key, *item.text.buffers, b'"', kind.tail)]
+        if kind.part:
+            chunks.append(self._event(b"response.content_part.done", item.place, b',"part":', *item.part()))
+        chunks.append(self._event(b"response.output_item.done", item.output_place, b',"item":', *item.body(status)))
+        return chunks
+
+    def _event(self, name: bytes, *members: Part) -> bytes:
+        self._sequence += 1
+        return b"".join((self._head(name), b"%d," % self._sequence, *members, self._after))
+
+    def _head(self, name: bytes) -> bytes:
+        """An event up to where its number stands."""
+        before = b"event: %s\ndata: " % name if self._sse else b""
+        return before + b'{"type":"%s","sequence_number":' % name
+
+
+def _events(delta: Delta) -> list[Event]:
+    if delta.events is not None:
+        return delta.events
+    return [Text(delta.text)] if delta.text else []
+
+
+def _usage(usage: Usage | None) -> bytes:
+    if usage is None:
+        return b"null"
+    return _encode(
+        {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        }
+    )
