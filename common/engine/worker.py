@@ -35,7 +35,7 @@ from common.engine.settings import EngineServiceConfig
 from common.engine.speeds import Speeds
 from common.engine.stepping import EngineThreads, StepLoop
 from common.engine.watchdog import StepWatch
-from common.protocol.errors import Cancelled, ConfigError, OutOfCredits, PenstockError, ShuttingDown
+from common.protocol.errors import Cancelled, OutOfCredits, PenstockError, ShuttingDown
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import (
     Accepted,
@@ -106,13 +106,11 @@ class EngineWorker(Actor):
     async def start(self) -> None:
         self.engine = await self._opened()
         runner, segment = self.engine.runner, self.engine.segment
-        self.pool = BlockPool(
-            runner.num_blocks, runner.block_tokens, segment.generations, memory_fence(), wipe=self._wiping(self.engine)
-        )
+        generations, wipe = segment.generations, self.engine.wiping(self.config.zero_retention)
+        self.pool = BlockPool(runner.num_blocks, runner.block_tokens, generations, memory_fence(), wipe=wipe)
         self.cache = SequenceCache(self.pool, block_tokens=runner.block_tokens, fingerprint=runner.fingerprint)
-        self.store = StoreClient(
-            self, segment.blocks, runner.fingerprint, self.config.shm_dir, enabled=not self.config.zero_retention
-        )
+        keeps = not self.config.zero_retention
+        self.store = StoreClient(self, segment.blocks, runner.fingerprint, self.config.shm_dir, enabled=keeps)
         self.scheduler = self.make_scheduler()
         self.prefixes = Prefixes(self)
         self.grammars = WorkerGrammars(self.engine.files, vocab_size=runner.vocab_size, twins=num_threads())
@@ -141,22 +139,6 @@ class EngineWorker(Actor):
         with anyio.CancelScope(shield=True):  # what has been opened must be closed
             await opened
         return opened.result()
-
-    def _wiping(self, engine: Engine) -> Callable[[int], None] | None:
-        """How a block is cleared when its request is over, where nothing may outlive it.
-
-        :raises ConfigError: KV is in a GPU's memory.
-        """
-        if not self.config.zero_retention:
-            return None
-        if engine.on_gpu:
-            raise ConfigError("zero_retention is not supported on GPUs yet: use --device cpu", param="zero_retention")
-        blocks = engine.segment.blocks
-
-        def wipe(block: int) -> None:
-            blocks[block] = 0
-
-        return wipe
 
     def _on_progress(self, done: int, total: int) -> None:
         self.loaded_share = done / max(1, total)
