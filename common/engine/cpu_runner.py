@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from common.engine.plan import LaterStep, StepPlan, StepResult, StepRow, resolve_feeds
+from common.engine.reading import read_rows
 from common.engine.sampling import penalised, sample_rows
 from common.models.decoder import Decoder
 from common.protocol.errors import ConfigError, InvalidParameter
@@ -57,12 +58,23 @@ class CpuRunner(ABC):
             self._check(row)
         with torch.inference_mode():
             samples = sample_rows(self.logits(plan.rows), plan.rows)
+            if any(row.num_read for row in plan.rows):
+                read_rows(self, plan.rows, samples)
         self._sampled = [token for row in samples for token in row.tokens]
         return StepResult(rows=samples, elapsed_s=time.perf_counter() - begun)
 
     @abstractmethod
     def logits(self, rows: Sequence[StepRow]) -> torch.Tensor:
         """Computes a step; K and V are written. Returns float32 [samples, vocab_size], row by row, good until the next step."""
+
+    @abstractmethod
+    def read_states(self) -> torch.Tensor:
+        """The hidden states that the step's rows ask to be read, float32 [read, hidden_size], row by row."""
+
+    @abstractmethod
+    def read_logits(self, start: int, end: int) -> torch.Tensor:
+        """The logits of states [start, end) of `read_states`, float32 [end - start, vocab_size]. Only rows with targets have
+        some."""
 
     def submit(self, plan: StepPlan) -> LaterStep:
         return LaterStep(self, plan)
@@ -77,6 +89,7 @@ class CpuRunner(ABC):
         for sampling in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_k=2, top_p=0.5, logprobs=1)):
             rows = [StepRow([0], 0, [0], 1, sampling, 1), StepRow(tokens, 0, [0], 1, sampling, len(tokens))]
             self.execute(StepPlan(0, rows))
+        self.execute(StepPlan(0, [StepRow(tokens, 0, [0], 0, SamplingParams(logprobs=1), 1, num_read=1, targets=[0])]))
         self.pool[0] = kept
 
     def _prepare_thread(self) -> None:
@@ -95,5 +108,13 @@ class CpuRunner(ABC):
             raise InvalidParameter(f"a row names a block outside the pool of {self.num_blocks}")
         if min(row.tokens) < 0 or max(row.tokens) >= self.vocab_size:
             raise InvalidParameter(f"a token id is outside the vocabulary of {self.vocab_size}")
+        if not 0 <= row.num_read <= len(row.tokens) or (row.num_read and row.num_samples):
+            raise InvalidParameter(
+                f"a row of {len(row.tokens)} tokens and {row.num_samples} samples can't be read at {row.num_read}"
+            )
+        if row.targets and (
+            len(row.targets) != row.num_read or not 0 <= min(row.targets) <= max(row.targets) < self.vocab_size
+        ):
+            raise InvalidParameter(f"{len(row.targets)} targets, or one outside the vocabulary, for {row.num_read} positions")
         if row.num_samples and penalised(row.sampling) and len(row.history) < end:
             raise InvalidParameter(f"penalties need the row's {end} tokens as history, not {len(row.history)}")

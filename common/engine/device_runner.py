@@ -19,6 +19,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from common.engine.device_reading import Reading, places_read, put_readings, read_rows
 from common.engine.device_sampling import DeviceSampler, Logprobs
 from common.engine.graphs import PADDING, ShapeTable, StepGraph, exact_shape
 from common.engine.masks import StepMasks, fill_masks
@@ -122,7 +123,8 @@ class DeviceRunner:
         self._rope = decoder.rope.table(config.max_context)
         self._shapes = ShapeTable(max_rows, max_tokens, layer_parameters=decoder.layer_parameters)
         self._graphs: dict[StepShape, StepGraph] = {}
-        self._launched_sizes: set[tuple[int, int]] = set()
+        self._launched_sizes: set[tuple[int, int, bool]] = set()
+        self._states = self._no_states = torch.empty(0)
         self._last: DeviceStep | None = None
         if self._on_gpu:
             torch.cuda.synchronize(self._device)  # what was made above was made on another stream
@@ -145,7 +147,8 @@ class DeviceRunner:
         for row in rows:
             if row.num_samples and penalised(row.sampling) and len(row.history) < row.start + len(row.tokens):
                 raise InvalidParameter(f"penalties need a row's history, not {len(row.history)} tokens of it")
-        shape = self._shapes.choose(rows)
+        is_read = any(row.num_read for row in rows)
+        shape = None if is_read else self._shapes.choose(rows)
         graph = self._graphs.get(shape) if shape is not None else None
         if shape is None or graph is None:
             shape = exact_shape(rows)
@@ -157,7 +160,10 @@ class DeviceRunner:
         with self._running(), lost_if_broken():
             self._buffer[: packed.used_bytes].copy_(staging[: packed.used_bytes], non_blocking=True)
             special = self._sampler.load(rows)
-            logits = self._forward(shape, _attention_rows(rows, packed)) if graph is None else graph.replay()
+            read = places_read(rows, packed, self._device) if is_read else None
+            logits = self._forward(shape, _attention_rows(rows, packed), read) if graph is None else graph.replay()
+            readings = read_rows(self.decoder, rows, self._states) if is_read else ()
+            self._states = self._no_states
             logprobs = self._sampler.finish(logits, rows, partial(self._masks, rows)) if special else None
             num_samples = sum(row.num_samples for row in rows)
             tokens = self._tokens[self._turn][:num_samples]
@@ -165,7 +171,7 @@ class DeviceRunner:
             event = torch.cuda.Event(blocking=True) if self._on_gpu else None
             if event is not None:
                 event.record()
-        self._last = DeviceStep(rows, begun, tokens, logprobs, event)
+        self._last = DeviceStep(rows, begun, tokens, logprobs, event, readings)
         return self._last
 
     def _masks(self, rows: Sequence[StepRow]) -> StepMasks | None:
@@ -180,15 +186,19 @@ class DeviceRunner:
 
     def may_compile(self, plan: StepPlan) -> bool:
         """Steps with a graph were compiled when it was captured; others compile what is new of their size."""
-        if self._shapes.choose(plan.rows) in self._graphs:
+        is_read = any(row.num_read for row in plan.rows)
+        if not is_read and self._shapes.choose(plan.rows) in self._graphs:
             return False
-        size = plan.num_tokens.bit_length(), len(plan.rows).bit_length()
+        size = plan.num_tokens.bit_length(), len(plan.rows).bit_length(), is_read
         known = size in self._launched_sizes
         self._launched_sizes.add(size)
         return not known
 
-    def _forward(self, shape: StepShape, rows: Sequence[AttentionRow] | None = None) -> torch.Tensor:
-        """Launches a step over the device buffer as it is laid out for `shape`. `rows`: for steps that are not captured."""
+    def _forward(
+        self, shape: StepShape, rows: Sequence[AttentionRow] | None = None, read: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Launches a step over the device buffer as it is laid out for `shape`. `rows`: for steps that are not captured.
+        `read`: the tokens whose hidden states are to be left in `_states`."""
         fields = layout(self._buffer, shape)
         config = self.decoder.config
         batch = _batch(fields, shape, rows)
@@ -206,7 +216,12 @@ class DeviceRunner:
         every = shape.samples == shape.tokens
         samples = None if every else fields.samples
         feed = Feed(fields.feeds, self._sampler.sampled)
-        logits = self.decoder.forward(Inputs(fields.tokens, samples, attention, feed))
+        if read is not None:  # then not every token is sampled: those that are read are not
+            samples = torch.cat((fields.samples, read))
+        states = self.decoder.states(Inputs(fields.tokens, samples, attention, feed))
+        if read is not None:
+            states, self._states = states[: shape.samples], states[shape.samples :]
+        logits = self.decoder.logits(states)
         if len(logits):
             self._sampler.draw(logits)
         return logits
@@ -311,7 +326,9 @@ class DeviceStep:
         tokens: torch.Tensor | None = None,
         logprobs: Logprobs | None = None,
         event: torch.cuda.Event | None = None,
+        readings: Sequence[Reading] = (),
     ) -> None:
+        self._readings = readings
         self._rows = rows
         self._begun = begun
         self._tokens = tokens
@@ -340,6 +357,7 @@ class DeviceStep:
             found = None if wanted < 0 else [_cut(logprobs[index], wanted) for index in span]
             rows.append(RowSamples(tokens=tokens[at : at + row.num_samples], logprobs=found))
             at += row.num_samples
+        put_readings(self._readings, rows)
         return StepResult(rows=rows, elapsed_s=time.perf_counter() - self._begun)
 
 

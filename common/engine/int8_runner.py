@@ -19,7 +19,11 @@ from common.models.decoder import Decoder
 from common.ops.attention_numba import Step
 from common.ops.forward_numba import Room, Weights, counters_for, forward
 from common.ops.int8_cpu import LANES, PAIRS, linears_of
+from common.ops.rms_norm import rms_norm
 from common.ops.team_cpu import together
+
+_KEPT_LOGITS = 64
+"""After a step that scored a prompt, memory for more rows of logits than this is given back."""
 
 
 class Int8Runner(CpuRunner):
@@ -34,8 +38,12 @@ class Int8Runner(CpuRunner):
         self._pool_bits = pool.view(torch.int16).numpy()
         self._room = self._new_room(1)
         self._logits = self._new_logits(1)
+        self._first_read = self._num_kept = 0
+        self._has_scored = False
 
     def logits(self, rows: Sequence[StepRow]) -> torch.Tensor:
+        """Samples come first, then positions with targets, then those that are only added up and need no logits."""
+        rows = sorted(rows, key=lambda row: 0 if not row.num_read else 1 if row.targets else 2)
         counts = np.array([len(row.tokens) for row in rows])
         ends = np.cumsum(counts)
         num_tokens = int(ends[-1])
@@ -50,18 +58,29 @@ class Int8Runner(CpuRunner):
             rope=self._rope,
         )
         tokens = np.fromiter((token for row in rows for token in row.tokens), np.int64, num_tokens)
-        wanted = np.array([row.num_samples for row in rows])
+        wanted = np.array([row.num_samples or row.num_read for row in rows])
+        num_logits = sum(row.num_samples or len(row.targets) for row in rows)
         samples = every[np.repeat(counts - wanted, counts) <= every - np.repeat(ends - counts, counts)]
         if num_tokens > len(self._room.residual):
             self._room = self._new_room(num_tokens)
-        if len(samples) > len(self._logits):
-            self._logits = self._new_logits(len(samples))
-        self._run(where, tokens, every, samples)
-        return torch.from_numpy(self._logits[: len(samples), : self.vocab_size])
+        shrinks = self._has_scored and num_logits <= _KEPT_LOGITS < len(self._logits)
+        if num_logits > len(self._logits) or shrinks:
+            self._logits = self._new_logits(num_logits)
+        self._has_scored = any(row.targets for row in rows)
+        self._first_read, self._num_kept = sum(row.num_samples for row in rows), len(samples)
+        self._run(where, num_logits, tokens, every, samples)
+        return torch.from_numpy(self._logits[: self._first_read, : self.vocab_size])
 
-    def _run(self, where: Step, *tokens: NDArray[np.int64]) -> None:
+    def read_states(self) -> torch.Tensor:
+        residual = torch.from_numpy(self._room.residual[self._first_read : self._num_kept])
+        return rms_norm(residual, self.decoder.norm, self.decoder.config.rms_eps)
+
+    def read_logits(self, start: int, end: int) -> torch.Tensor:
+        return torch.from_numpy(self._logits[self._first_read + start : self._first_read + end, : self.vocab_size])
+
+    def _run(self, where: Step, num_logits: int, *tokens: NDArray[np.int64]) -> None:
         counters = counters_for(self.decoder.config.num_layers)
-        step: tuple[Any, ...] = (counters, self.threads, self._weights, where, *tokens, self._room, self._logits)
+        step: tuple[Any, ...] = (counters, self.threads, self._weights, where, *tokens, num_logits, self._room, self._logits)
         together(self.threads, self._forward, *step)
 
     def _new_room(self, rows: int) -> Room:

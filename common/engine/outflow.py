@@ -108,6 +108,12 @@ class Outflow:
         book.waiting[sequence] = min(start, book.waiting.get(sequence, start))
         self._flush(gateway, book)
 
+    def read(self, sequence: Sequence) -> None:
+        """More of a prompt may have been read: send what is new of it, and its end."""
+        if sequence.finish is not None or sequence.num_outputs > sequence.num_reported:
+            self.again(sequence, sequence.num_reported)
+            sequence.num_reported = sequence.num_outputs
+
     def drop(self, sequence: Sequence) -> int:
         """Forget the sequence. Returns from which output index on its gateway has been sent nothing."""
         book = self._books.get(sequence.generation.gateway)

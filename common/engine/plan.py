@@ -33,6 +33,9 @@ class Constraint(Protocol):
         ...
 
 
+FIXED_POINT = 2.0**-28
+"""Units that hidden states are added up in."""
+
 UNKNOWN = -1
 """In the place of a token that a step in flight will sample."""
 
@@ -49,6 +52,9 @@ class StepRow(msgspec.Struct):
     `output_start` on, without proposed tokens. The sample at input position p is the token at position p + 1, output index
     p + 1 - prompt_tokens, and draws Gumbel(seed, p + 1, token).
 
+    A row that is read gives no samples. The final hidden states of its last `num_read` positions are looked at: with `targets`,
+    one for each of them, the tokens that follow them are known, and are scored; without, the states are added up.
+
     `feed` >= 0: the row's only token is not known yet. It is that sample of the plan submitted before (counting the samples
     of all its rows); `tokens` and the ends of `history` and `output` hold `UNKNOWN` in its place.
     """
@@ -64,6 +70,8 @@ class StepRow(msgspec.Struct):
     constraint: Constraint | None = None
     output: list[int] = []
     output_start: int = 0
+    num_read: int = 0
+    targets: list[int] = []
 
     @property
     def is_constrained(self) -> bool:
@@ -83,10 +91,16 @@ class StepPlan(msgspec.Struct):
 
 
 class RowSamples(msgspec.Struct):
-    """The `num_samples` sampled tokens of a row, and their logprobs when asked for."""
+    """The `num_samples` sampled tokens of a row, and their logprobs when asked for.
+
+    Of a row that is read: `scores` of its `targets`, with as many alternatives as its `sampling.logprobs` says; or `total`, its
+    hidden states added up, int64 [hidden_size] in units of `FIXED_POINT`, so that the order of adding changes nothing.
+    """
 
     tokens: list[int]
     logprobs: list[TokenLogprobs] | None = None
+    scores: list[TokenLogprobs] | None = None
+    total: NDArray[np.int64] | None = None
 
 
 class StepResult(msgspec.Struct):

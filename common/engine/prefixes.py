@@ -42,6 +42,8 @@ class Prefixes:
         Call it in the turn that admitted the sequence: from then on a step may be planned with it.
         """
         worker = self._worker
+        if sequence.needs_every_state:
+            return
         if worker.store.available and len(sequence.tokens) - sequence.num_computed > worker.cache.block_tokens:
             worker.scheduler.begin_copy(sequence)
             worker.task_group.start_soon(self._fetch, sequence)

@@ -6,6 +6,9 @@ KV       [0, num_computed)             valid in `blocks`
          [num_computed, num_planned)   being computed by steps in flight (`num_steps` of them)
          [num_planned, length)         still to be planned: one token when decoding, more while prefilling
 
+A sequence that is read (`ReadTask`) has all its tokens in `given`, and generates nothing: `tokens` grows as they are scored, or
+hidden states are added up in `total`. The last token of a sequence that is scored is never an input: nothing follows it.
+
 `length` counts the tokens and those that steps in flight will sample (`num_awaited`; `last_sample` is the index of the newest
 among its step's samples).
 """
@@ -15,11 +18,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from common.cache.pool import BlockPool
 from common.cache.prefix import hash_chain
 from common.engine.matcher import Matcher
-from common.engine.plan import UNKNOWN, RowSamples, StepRow
+from common.engine.plan import FIXED_POINT, UNKNOWN, RowSamples, StepRow
 from common.protocol import tokens as token_bytes
 from common.protocol.errors import ContextLengthExceeded, EmptyPrompt, ProtocolError
 from common.protocol.messages import FinishReason, Generation, SamplingParams, TokenFrame, TokenLogprobs
@@ -31,7 +38,7 @@ MAX_SAMPLING_NUMBER = 1000.0
 class Sequence:
     """`held_from`: index in `tokens` of the first token whose logprobs are kept here (what came before, others sent).
     `ends_at`: the request's deadline in seconds of the worker's clock. `matcher`: the state of the request's grammar, once that
-    is compiled.
+    is compiled. `num_reported`: outputs of a sequence that is read which its gateway has, or is being sent.
     """
 
     generation: Generation
@@ -52,19 +59,28 @@ class Sequence:
     arrival: int = 0
     ends_at: float = math.inf
     matcher: Matcher | None = None
+    given: list[int] = field(default_factory=list)
+    num_reported: int = 0
+    total: NDArray[np.int64] | None = None
+    embedding: bytes = b""
 
     @classmethod
     def of(cls, generation: Generation, *, vocab_size: int, max_context: int) -> Sequence:
         """:raises EmptyPrompt, ContextLengthExceeded, ProtocolError: nothing has been taken then."""
-        tokens = token_bytes.unpack(generation.tokens)
+        tokens, scored = token_bytes.unpack(generation.tokens), token_bytes.unpack(generation.given)
         if not tokens or generation.prompt_tokens < 1:
             raise EmptyPrompt("the prompt has no tokens")
-        if len(tokens) > max_context:
-            raise ContextLengthExceeded(f"{len(tokens)} tokens; this worker holds at most {max_context} a sequence")
-        if generation.prompt_tokens > len(tokens) or max(tokens) >= vocab_size:
+        if len(tokens) + len(scored) > max_context:
+            raise ContextLengthExceeded(
+                f"{len(tokens) + len(scored)} tokens; this worker holds at most {max_context} a sequence"
+            )
+        if generation.prompt_tokens > len(tokens) or max(tokens) >= vocab_size or (scored and max(scored) >= vocab_size):
             raise ProtocolError(f"token ids must be below {vocab_size}, and no fewer than the prompt has")
         _check_sampling(generation.sampling)
-        return cls(generation=generation, tokens=tokens, held_from=len(tokens))
+        given = [*tokens, *scored] if scored or generation.pooling else []
+        known = len(tokens)
+        num_reported = known - generation.prompt_tokens
+        return cls(generation=generation, tokens=tokens, held_from=known, given=given, num_reported=num_reported)
 
     @property
     def request(self) -> str:
@@ -96,7 +112,19 @@ class Sequence:
         return self.tokens[self.generation.prompt_tokens :]
 
     @property
+    def is_read(self) -> bool:
+        """Whether it is read, rather than continued."""
+        return bool(self.given)
+
+    @property
+    def needs_every_state(self) -> bool:
+        """Whether no token's computation can be left out, however well its KV is known."""
+        return self.generation.pooling == "mean"
+
+    @property
     def length(self) -> int:
+        if self.given:
+            return len(self.given) if self.generation.pooling else len(self.given) - 1
         return len(self.tokens) + self.num_awaited
 
     @property
@@ -117,6 +145,8 @@ class Sequence:
 
         num_samples: of the step's rows before this one.
         """
+        if self.given:
+            return self._plan_reading(num_tokens)
         start, end = self.num_planned, self.num_planned + num_tokens
         sampled, feed = end == self.length, self.last_sample if self.num_awaited else -1
         inputs = [*self.tokens[start:end], *proposal] if feed < 0 else [UNKNOWN]
@@ -148,6 +178,37 @@ class Sequence:
             output=output,
             output_start=output_start,
         )
+
+    def _plan_reading(self, num_tokens: int) -> StepRow:
+        start, end = self.num_planned, self.num_planned + num_tokens
+        pooling, known = self.generation.pooling, len(self.tokens)  # what is scored may have to be computed again
+        first = {"": max(start, known - 1), "mean": start, "last": max(start, len(self.given) - 1)}[pooling]
+        self.num_planned = end
+        self.num_steps += 1
+        return StepRow(
+            tokens=self.given[start:end],
+            start=start,
+            blocks=self.blocks,
+            num_samples=0,
+            sampling=self.sampling,
+            prompt_tokens=self.generation.prompt_tokens,
+            num_read=max(0, end - first),
+            targets=[] if pooling else self.given[first + 1 : end + 1],
+        )
+
+    def read(self, samples: RowSamples) -> None:
+        """Take what a step has read of it."""
+        if samples.scores:
+            self.tokens += self.given[len(self.tokens) : len(self.tokens) + len(samples.scores)]
+            self.logprobs += samples.scores
+        if samples.total is not None:
+            self.total = samples.total if self.total is None else self.total + samples.total
+        if self.num_computed < self.length:
+            return
+        self.finish = "stop"
+        if self.total is not None:
+            num_pooled = len(self.given) if self.generation.pooling == "mean" else 1
+            self.embedding = _normalised(self.total * (FIXED_POINT / num_pooled))
 
     def ran(self, row: StepRow) -> None:
         """The oldest step in flight has run this row. Its proposal counts as computed once it is accepted."""
@@ -189,14 +250,16 @@ class Sequence:
             end = min(end, first + max(1, max_entries // (1 + max(alternatives, 0))))
         if alternatives >= 0 and first >= self.held_from:
             logprobs = self.logprobs[first - self.held_from : end - self.held_from]
+        finish = self.finish if end == len(tokens) else None
         return TokenFrame(
             request=generation.request,
             attempt=generation.attempt,
             start=start,
             tokens=tokens[first:end],
             logprobs=logprobs,
-            finish=self.finish if end == len(tokens) else None,
+            finish=finish,
             cached_tokens=self.num_cached,
+            embedding=self.embedding if finish else b"",
         )
 
 
@@ -236,7 +299,7 @@ class SequenceCache:
 
         :raises OutOfBlocks: nothing has been taken then.
         """
-        cached = self.pool.match(self.hash(sequence, len(sequence.tokens) - 1))
+        cached = [] if sequence.needs_every_state else self.pool.match(self.hash(sequence, len(sequence.tokens) - 1))
         self.pool.retain(cached)
         try:
             fresh = self.pool.allocate(self.blocks_for(num_tokens) - len(cached))
@@ -255,7 +318,7 @@ class SequenceCache:
         `computing` holds the hashes of the blocks that the step, or one in flight, computes already. False: the sequence's next
         block is one of them, and waiting for the next step saves computing it twice.
         """
-        if not self.pool.keeps_content:
+        if not self.pool.keeps_content or sequence.needs_every_state:
             return True
         first = sequence.num_planned // self.block_tokens
         hashes = self.hash(sequence, len(sequence.tokens) - 1)[first:]
@@ -296,6 +359,13 @@ class SequenceCache:
         blocks, sequence.blocks = sequence.blocks, []
         self.pool.release(blocks)
         sequence.num_computed = sequence.num_planned = sequence.num_published = 0
+        sequence.total = None
+
+
+def _normalised(vector: NDArray[np.floating[Any]]) -> bytes:
+    """The vector with length 1, as float32, little-endian; zeros stay zeros."""
+    norm = float(np.sqrt(np.square(vector).sum()))
+    return (vector / norm if norm else vector).astype("<f4").tobytes()
 
 
 def _check_sampling(params: SamplingParams) -> None:

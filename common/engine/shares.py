@@ -23,6 +23,11 @@ MAX_PRIORITY = 60
 """So it is passed for ten minutes at the most, and nobody waits for ever."""
 
 
+def bounded(priority: int) -> int:
+    """The priority that counts."""
+    return max(-MAX_PRIORITY, min(priority, MAX_PRIORITY)) if priority else 0
+
+
 class Owned(Protocol):
     """Work of a tenant's."""
 

@@ -38,6 +38,8 @@ _EMPTY = 0x243F6A8885A308D3  # h[-1]
 _ATTEND = 0xA4093822299F31D0
 _RING = 64
 _LOGPROB = -0.5
+STATE_SIZE = 16
+"""Numbers of a hidden state."""
 
 
 def _mix(value: int) -> int:
@@ -156,6 +158,37 @@ def expected_tokens(prompt: Sequence[int], sampling: SamplingParams, num_tokens:
     return output
 
 
+def expected_scores(prompt: Sequence[int]) -> list[float]:
+    """The log-probabilities of a prompt's tokens behind the first one."""
+    hashes = np.array(_hashes(prompt[:-1]), np.uint64)
+    return _scores(hashes, np.array(prompt[1:], np.uint64)).tolist()
+
+
+def expected_total(prompt: Sequence[int]) -> I64:
+    """The hidden states of a prompt, added up in units of `FIXED_POINT`: int64 [STATE_SIZE]."""
+    return _states(np.array(_hashes(prompt), np.uint64)).sum(0)
+
+
+def _hashes(tokens: Sequence[int]) -> list[int]:
+    hashes: list[int] = []
+    running = _EMPTY
+    for token in tokens:
+        running = (_STEP * running + _mix(token)) & _MASK
+        hashes.append(running)
+    return hashes
+
+
+def _scores(hashes: U64, targets: U64) -> NDArray[np.float64]:
+    """Of each target behind the text whose hash stands before it."""
+    return -(1.0 + (_mix_array(hashes ^ _mix_array(targets)) >> np.uint64(40)) / (1 << 22))
+
+
+def _states(hashes: U64) -> I64:
+    """int64 [positions, STATE_SIZE], within 1 in units of `FIXED_POINT`."""
+    mixed = _mix_array(hashes[:, None] ^ np.arange(1, STATE_SIZE + 1, dtype=np.uint64))
+    return (mixed >> np.uint64(35)).astype(np.int64) - (1 << 28)
+
+
 class SimulatedRunner:
     """`plan.Runner` without a model.
 
@@ -249,11 +282,26 @@ class SimulatedRunner:
         counts = np.array([row.num_samples for row in rows], np.int64)
         total = int(counts.sum())
         if not total:
-            return [RowSamples(tokens=[]) for _ in rows]
+            return self._read(rows, hashes, ends, [RowSamples(tokens=[]) for _ in rows])
         sample_ends = np.cumsum(counts)
         index = np.repeat(ends - sample_ends, counts) + np.arange(total)  # flat index of each sampled position
         drawn = self._draw(rows, counts, positions[index], hashes[index])
-        return self._samples(rows, self.rule.choose(drawn, tokens[index]), drawn)
+        return self._read(rows, hashes, ends, self._samples(rows, self.rule.choose(drawn, tokens[index]), drawn))
+
+    def _read(self, rows: Sequence[StepRow], hashes: U64, ends: I64, results: list[RowSamples]) -> list[RowSamples]:
+        """Put into `results` what rows are read for. `ends`: where each row's tokens end in the step."""
+        for row, end, result in zip(rows, ends.tolist(), results, strict=True):
+            if not row.num_read:
+                continue
+            mine = hashes[end - row.num_read : end]
+            if row.targets:
+                scores = _scores(mine, np.array(row.targets, np.uint64)).tolist()
+                top = range(max(row.sampling.logprobs, 0))
+                values = tuple(-0.125 * (1 + rank) for rank in top)
+                result.scores = [TokenLogprobs(score, tuple(top), values, 1 + len(top)) for score in scores]
+            else:
+                result.total = _states(mine).sum(0)
+        return results
 
     def _blocks_of(self, rows: Sequence[StepRow], lengths: I64, positions: I64) -> I64:
         """The block of each flat position, int64 [tokens]."""

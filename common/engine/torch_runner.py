@@ -13,6 +13,7 @@ import torch
 
 from common.engine.cpu_runner import CpuRunner
 from common.engine.plan import StepRow
+from common.engine.reading import order_of_reading
 from common.models.attention import CpuAttention
 from common.models.decoder import Decoder, Inputs
 from common.ops.paged_attention import AttentionRow, NotInvariant, Scratch, check_attention, plan_attention
@@ -31,9 +32,19 @@ class TorchRunner(CpuRunner):
         except NotInvariant as error:
             raise ConfigError(f"{error}; use --dtype auto with the package numba: 8-bit weights", param="dtype") from error
         self._scratch = Scratch()
+        self._read = torch.empty(0)
 
     def logits(self, rows: Sequence[StepRow]) -> torch.Tensor:
-        return self.decoder.forward(self._inputs(rows)).float()
+        states = self.decoder.states(self._inputs(rows))
+        num_samples = sum(row.num_samples for row in rows)
+        self._read = states[num_samples:]
+        return self.decoder.logits(states[:num_samples]).float()
+
+    def read_states(self) -> torch.Tensor:
+        return self._read.float()
+
+    def read_logits(self, start: int, end: int) -> torch.Tensor:
+        return self.decoder.logits(self._read[start:end]).float()
 
     def _inputs(self, rows: Sequence[StepRow]) -> Inputs:
         clear_tails(self.pool, [tail for row in rows if (tail := self._new_tail(row))])
@@ -48,9 +59,9 @@ class TorchRunner(CpuRunner):
         blocks = np.concatenate([self._blocks_of(rows[i]) for i in order])
 
         first_of = dict(zip(order, firsts.tolist(), strict=True))
-        samples = [
-            first_of[i] + len(row.tokens) - row.num_samples + j for i, row in enumerate(rows) for j in range(row.num_samples)
-        ]
+        ends = [first_of[i] + len(row.tokens) for i, row in enumerate(rows)]
+        samples = [place for end, row in zip(ends, rows, strict=True) for place in range(end - row.num_samples, end)]
+        samples += [place for i in order_of_reading(rows) for place in range(ends[i] - rows[i].num_read, ends[i])]
         cos, sin = self.decoder.rope.rows(torch.from_numpy(positions), int(positions.max()))
         placed = [AttentionRow(first_of[i], len(rows[i].tokens), rows[i].start, rows[i].blocks) for i in order]
         config = self.decoder.config

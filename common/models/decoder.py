@@ -127,6 +127,18 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, inputs: Inputs) -> torch.Tensor:
         """Writes the step's K and V into the pool. Returns logits [samples, vocab_size] in the model's dtype."""
+        return self.logits(self.states(inputs))
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """states: [rows, hidden_size], of `states`. Returns logits [rows, vocab_size] in the model's dtype."""
+        if not len(states):
+            return torch.empty(0, self.config.vocab_size, device=self.device, dtype=self.dtype)
+        return linear(states, self.head)
+
+    @torch.inference_mode()
+    def states(self, inputs: Inputs) -> torch.Tensor:
+        """Writes the step's K and V into the pool. Returns the hidden states behind the last norm, [samples, hidden_size] in
+        the model's dtype."""
         eps = self.config.rms_eps
         hidden = embed(inputs.tokens, self.embedding, inputs.feed)
         first, rows = self.layers[0], len(hidden)
@@ -136,16 +148,19 @@ class Decoder:
             following = self.layers[index + 1] if index + 1 < len(self.layers) else None
             if following is None and inputs.samples is not None:
                 if not len(inputs.samples):  # the middle of a prompt: only its K and V were wanted
-                    return torch.empty(0, self.config.vocab_size, device=self.device, dtype=self.dtype)
+                    return hidden[:0]
                 hidden, attended = hidden.index_select(0, inputs.samples), attended.index_select(0, inputs.samples)
                 rows = len(hidden)
             delta = linear(attended, layer.output, split=True)
             x = add_rms_norm(hidden, delta, layer.mlp_norm, eps, quantise=takes_quantised(layer.gate_up, rows))
             middle = gate_up(x, layer.gate_up, quantise=takes_quantised(layer.down, rows))
             delta = linear(middle, layer.down, split=True)
-            norm, reader = (self.norm, self.head) if following is None else (following.input_norm, following.qkv)
-            x = add_rms_norm(hidden, delta, norm, eps, quantise=takes_quantised(reader, rows))
-        return linear(x, self.head)
+            if following is None:  # the head takes nothing quantised
+                states = add_rms_norm(hidden, delta, self.norm, eps, quantise=False)
+                assert isinstance(states, torch.Tensor)
+                return states
+            x = add_rms_norm(hidden, delta, following.input_norm, eps, quantise=takes_quantised(following.qkv, rows))
+        raise AssertionError("a decoder without layers")
 
     # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

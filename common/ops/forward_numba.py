@@ -24,7 +24,7 @@ from common.ops.team_numba import new_counters, shared
 _PARTS_PER_THREAD = 4
 """Of a linear: enough for a thread that is held up to be made up for."""
 
-_PHASES_PER_LAYER, _OTHER_PHASES = 10, 4
+_PHASES_PER_LAYER, _OTHER_PHASES = 10, 5
 
 
 class Weights(NamedTuple):
@@ -72,8 +72,16 @@ def _keep(_, wanted, residual):
             residual[index] = residual[wanted[index]]
 
 
+@compiled()
+def _add(index, first, residual, delta):
+    """residual[first + index] += delta[first + index, :size]"""
+    for i in range(residual.shape[1]):
+        residual[first + index, i] += delta[first + index, i]
+
+
 _share_embed, _share_normalise, _share_multiply, _share_write_kv = map(shared, (_embed, normalise, multiply, write_kv))
 _share_keep, _share_quantise, _share_add, _share_gate = map(shared, (_keep, quantise, add_and_normalise, gate))
+_share_add_only = shared(_add)
 
 
 @compiled()
@@ -88,11 +96,11 @@ _share_attend: Any = None
 """Of the heads that a step is compiled for."""
 
 
-def _step(counters, threads, weights, where, tokens, every, samples, room, logits):
+def _step(counters, threads, weights, where, tokens, every, samples, num_logits, room, logits):
     """counters: of `counters_for`, new. where: a `Step`. tokens: int64 [tokens]; every: their indices, 0 …; samples: those
-    whose logits are wanted, ascending. logits: float32 [≥ samples, vocab, padded to `LANES`].
+    that are wanted, ascending. logits: float32 [≥ num_logits, vocab, padded to `LANES`], of the first `num_logits` samples.
 
-    K and V are written in any case."""
+    K and V are written in any case. The last norm of residual's first rows are the samples' final states."""
     residual, narrow, wide, integers = room.residual, room.narrow, room.wide, (room.data, room.row_scale)
     eps, heads, rows, wanted = weights.eps, weights.heads, len(tokens), every
     layers, kv_heads, size = len(weights.input_norms), where.pool.shape[4], where.pool.shape[5]
@@ -117,9 +125,12 @@ def _step(counters, threads, weights, where, tokens, every, samples, room, logit
         phase = _share_gate(counters, phase, rows, (rows, wide, weights.middle, *integers))
         parts, linear = _in_parts(4 * layer + 3, threads, rows, weights, room, narrow)
         phase = _share_multiply(counters, phase, parts, linear)
-        following = weights.norm if layer == layers - 1 else weights.input_norms[layer + 1]
-        phase = _share_add(counters, phase, rows, (rows, residual, narrow, following, eps, *integers))
-    parts, linear = _in_parts(4 * layers, threads, rows, weights, room, logits)
+        if layer < layers - 1:
+            following = weights.input_norms[layer + 1]
+            phase = _share_add(counters, phase, rows, (rows, residual, narrow, following, eps, *integers))
+    phase = _share_add(counters, phase, num_logits, (num_logits, residual, narrow, weights.norm, eps, *integers))
+    phase = _share_add_only(counters, phase, rows - num_logits, (num_logits, residual, narrow))
+    parts, linear = _in_parts(4 * layers, threads, num_logits, weights, room, logits)
     _share_multiply(counters, phase, parts, linear)
 
 

@@ -49,6 +49,17 @@ def token_logprobs(
     return torch.cat(chosen), torch.cat(ids), torch.cat(found)
 
 
+def token_ranks(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """logits: floats [rows, vocab]; tokens: int64 [rows]. Returns how many tokens of each row are likelier than its own, plus
+    1: int64 [rows].
+
+    :raises ValueError: if shapes don't fit.
+    """
+    if logits.ndim != 2 or tokens.shape != logits.shape[:1]:
+        raise ValueError(f"no tokens {list(tokens.shape)} in logits {list(logits.shape)}")
+    return (logits > logits.gather(1, tokens[:, None])).sum(1) + 1
+
+
 def _token_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

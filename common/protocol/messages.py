@@ -9,6 +9,7 @@ Who sends what, in the order of one request:
     gateway → prefill   PrefillTask           answered at once by Accepted or Rejected
     prefill → decode    KvReady               answered at once by Accepted or Rejected
     gateway → decode    DecodeTask            the direct path: no prefill worker
+    gateway → prefill   ReadTask              answered at once by Accepted or Rejected, then TokenFrames
     prefill → gateway   TokenFrames, HandedOff or HandoffFailed
     decode  → gateway   TokenFrames           one message per gateway per step
     gateway → worker    FramesTaken, FetchFrames, Renew, Cancel
@@ -31,6 +32,8 @@ from common.protocol.errors import ProtocolError
 from common.protocol.handles import KvHandle, WorkerRef
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+Pooling = Literal["", "mean", "last"]
+"""How hidden states become one: none are asked for; their mean; the last token's."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -69,6 +72,10 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     else until it has given a token. `window`: units of frames (`frame_units`) that may be on their way to the gateway
     unacknowledged; 0: any number. `tenant`: who asked, empty for nobody in particular; tenants share a worker by `weight`,
     and within a tenant a lower `priority` is earlier.
+
+    A prompt may be read instead of continued (`ReadTask`). `given` (packed uint32) are the tokens behind `tokens`, known
+    already: they are scored, and come as frames with log-probabilities, as if they had been generated. `pooling`: the last
+    frame holds the hidden states of all `tokens`, pooled.
     """
 
     request: str
@@ -82,24 +89,31 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     remaining_ms: int = 0
     alone: bool = False
     window: int = 0
+    given: bytes = b""
+    pooling: Pooling = ""
     tenant: str = ""
     weight: float = 1.0
     priority: int = 0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Natural-log probabilities at one position, before temperature and filters: the chosen token's, and the likeliest."""
+    """Natural-log probabilities at one position, before temperature and filters: the chosen token's, and the likeliest.
+
+    `rank`, of a prompt's token: how many tokens are likelier, plus 1; 0: not told.
+    """
 
     # tuples: a gateway may hold a million of these, and lists would be gone through at each garbage collection
     logprob: float
     top_tokens: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    rank: int = 0
 
 
 class TokenFrame(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Consecutive tokens of one request. `start` is the first one's index in the output (0 = first generated token).
 
-    A receiver drops tokens before the index it expects, and fetches again when `start` is beyond it.
+    A receiver drops tokens before the index it expects, and fetches again when `start` is beyond it. `embedding`, in the last
+    frame of a prompt that was read for it: float32, little-endian, of length 1 as a vector.
     """
 
     request: str
@@ -111,6 +125,7 @@ class TokenFrame(msgspec.Struct, frozen=True, array_like=True, gc=False):
     cached_tokens: int = -1
     error_code: str = ""
     error_message: str = ""
+    embedding: bytes = b""
 
 
 class TokenFrames(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -126,8 +141,9 @@ class TokenFrames(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 def frame_units(frame: TokenFrame) -> int:
     """Return what a frame costs its gateway, roughly, in units of 40 µs: one of a single token is one unit, and every two more
-    tokens, or alternatives of tokens, are another."""
-    return 1 + len(frame.tokens) * (1 + len(frame.logprobs[0].top_tokens) if frame.logprobs else 1) // 2
+    tokens, or alternatives of tokens, are another, and so are 256 bytes of an embedding."""
+    num_values = len(frame.tokens) * (1 + len(frame.logprobs[0].top_tokens) if frame.logprobs else 1)
+    return 1 + num_values // 2 + len(frame.embedding) // 256
 
 
 class FramesTaken(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -143,6 +159,13 @@ class PrefillTask(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     generation: Generation
     decode: WorkerRef
+
+
+class ReadTask(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """gateway → prefill, or decode where there is no prefill worker: read the prompt for what `generation` asks of it. Nothing
+    is generated."""
+
+    generation: Generation
 
 
 class DecodeTask(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -332,6 +355,7 @@ Message = (
     TokenFrames
     | FramesTaken
     | PrefillTask
+    | ReadTask
     | DecodeTask
     | KvReady
     | Accepted

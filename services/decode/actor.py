@@ -23,7 +23,7 @@ from common.engine.worker import EngineWorker, OpenEngine
 from common.protocol.draft_messages import DraftResync, Proposals
 from common.protocol.errors import PenstockError, ProtocolError, StaleHandle, TransportUnavailable
 from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef
-from common.protocol.messages import DecodeTask, KvReady, Message, Presence, ReleaseLease, RenewLeases
+from common.protocol.messages import DecodeTask, KvReady, Message, Presence, ReadTask, ReleaseLease, RenewLeases
 from common.runtime import logs
 from common.runtime.actor import WorkerState
 from common.runtime.bus import Bus
@@ -82,6 +82,8 @@ class DecodeActor(EngineWorker):
                 self.on_kv_ready(message, reply)
             case DecodeTask():
                 self.on_task(message, reply)
+            case ReadTask():
+                self.on_read(message, reply)
             case _:
                 super().handle(message, reply)
 
@@ -91,6 +93,11 @@ class DecodeActor(EngineWorker):
         sequence = self.admit(task.generation, reply, self.scheduler.admit)
         if sequence is not None:
             self.speculate(sequence)
+            self.prefixes.fetch(sequence)
+
+    def on_read(self, task: ReadTask, reply: str) -> None:
+        sequence = self.admit(task.generation, reply, self.scheduler.admit)
+        if sequence is not None:
             self.prefixes.fetch(sequence)
 
     def on_kv_ready(self, ready: KvReady, reply: str) -> None:
@@ -154,6 +161,10 @@ class DecodeActor(EngineWorker):
 
     def report(self, progress: list[Progress]) -> None:
         """Tell the gateways and the draft workers what a step did."""
+        for done in progress:
+            if done.sequence.is_read and self.is_held(done.sequence):
+                self.outflow.read(done.sequence)
+        progress = [done for done in progress if not done.sequence.is_read]
         self.check_grammars(done.sequence for done in progress)
         self.outflow.put((done.sequence, done.start) for done in progress if self.is_held(done.sequence))
         for done in progress:

@@ -5,7 +5,8 @@
                                        out of blocks: preempted ─┘  └─ resumed when there is room: recomputed, same tokens
 
 A running sequence with one unplanned token decodes (with proposals to verify, if any); one with more prefills in chunks,
-in what the decoding rows leave of the token budget, tenants by turns. Decoding never waits for prefilling.
+in what the decoding rows leave of the token budget, tenants by turns. Decoding never waits for prefilling. A prompt that is
+read, where there is no prefill worker for it, prefills to its end and is finished then.
 
 A step may be planned while the one before it runs (`run_ahead`): rows are then fed with samples that nobody has seen yet. What
 turns out to have ended meanwhile is computed once too often, and dropped; its blocks are freed when that step has run too.
@@ -107,16 +108,14 @@ class DecodeScheduler:
         :raises OutOfCredits, OutOfBlocks: nothing has been taken; another worker may.
         :raises ContextLengthExceeded: it never fits.
         """
-        if len(sequence.tokens) >= self.max_context:
-            raise ContextLengthExceeded(
-                f"{len(sequence.tokens)} tokens; this worker holds at most {self.max_context} a sequence"
-            )
+        if sequence.length >= self.max_context:
+            raise ContextLengthExceeded(f"{sequence.length} tokens; this worker holds at most {self.max_context} a sequence")
         if self.num_held >= self.max_running or self._preempted:
             raise OutOfCredits(f"{self.num_held} sequences are in work already")
-        needed = self.cache.blocks_for(len(sequence.tokens)) + self.watermark
+        needed = self.cache.blocks_for(sequence.length) + self.watermark
         if self.cache.pool.available < needed:
             raise OutOfBlocks(needed=needed, free=self.cache.pool.available)
-        self.cache.open(sequence, len(sequence.tokens))
+        self.cache.open(sequence, sequence.length)
         self._arrivals += 1
         sequence.arrival = self._arrivals
         self._running[sequence] = None
@@ -151,7 +150,8 @@ class DecodeScheduler:
             return None
         self._resume()
         candidates = [s for s in self._running if s.is_ready and (only is None or s in only)]
-        decoding = [s for s in candidates if s.num_unplanned == 1 and (not ahead or s.may_go_on(self.max_context))]
+        ready = [s for s in candidates if s.num_unplanned == 1 and not s.is_read]
+        decoding = [s for s in ready if not ahead or s.may_go_on(self.max_context)]
         if ahead and not all(self._has_room(sequence) for sequence in decoding):
             return None
         rows: list[StepRow] = []
@@ -171,7 +171,7 @@ class DecodeScheduler:
         budget = max(budget, 0 if rows else 1)
         computing = self._computing if ahead else set[bytes]()
         before = frozenset(computing)
-        for sequence in self._turns.in_turn([s for s in candidates if s.num_unplanned > 1]):
+        for sequence in self._turns.in_turn([s for s in candidates if s.num_unplanned > (0 if s.is_read else 1)]):
             if budget <= 0:
                 break
             if sequence not in self._running:
@@ -200,8 +200,13 @@ class DecodeScheduler:
             if ended:
                 self._leave(sequence)
                 continue
+            if sequence.is_read:
+                progress.append(Progress(sequence, sequence.num_outputs, 0, 0))
+                sequence.read(samples)
             if not row.num_samples:
                 self.cache.publish(sequence)
+                if sequence.finish is not None:
+                    self._leave(sequence)
                 continue
             proposal = row.tokens[len(row.tokens) - row.num_samples + 1 :] if row.num_samples > 1 else []
             accepted = accept(proposal, samples.tokens)
@@ -298,10 +303,10 @@ class DecodeScheduler:
     def _resume(self) -> None:
         while self._preempted:
             sequence = self._preempted[0]
-            if self._running and self.cache.pool.available < self.cache.blocks_for(len(sequence.tokens)) + self.watermark:
+            if self._running and self.cache.pool.available < self.cache.blocks_for(sequence.length) + self.watermark:
                 return
             try:
-                self.cache.open(sequence, len(sequence.tokens))
+                self.cache.open(sequence, sequence.length)
             except OutOfBlocks:
                 return
             del self._preempted[0]

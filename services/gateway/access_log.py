@@ -20,6 +20,7 @@ from services.gateway.bodies import Usage
 from services.gateway.metrics import EdgeMetrics
 from services.gateway.tenants import Visit
 from services.gateway.usage import UsageEvent
+from services.gateway.vector_answer import VectorAnswer
 
 log = logs.get_fast("access")
 
@@ -31,7 +32,7 @@ class AccessRecord:
 
     def __init__(self, edge: Literal["http", "nats"], path: str, request: str, metrics: EdgeMetrics, *, enabled: bool) -> None:
         self.client_id = ""
-        self.answer: Answer | None = None
+        self.answer: Answer | VectorAnswer | None = None
         self.visit: Visit | None = None
         self._edge = edge
         self._path = path

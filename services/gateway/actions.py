@@ -9,10 +9,11 @@ from typing import Literal
 import msgspec
 
 from common.protocol.handles import WorkerRef
-from common.protocol.messages import DecodeTask, FetchFrames, PrefillTask, Redirect
+from common.protocol.messages import DecodeTask, FetchFrames, Generation, PrefillTask, ReadTask, Redirect
 
-Path = Literal["auto", "prefill", "direct"]
-"""How a prompt is computed: as the router sees fit, by a prefill worker, or by the decode worker itself."""
+Path = Literal["auto", "prefill", "direct", "read"]
+"""How a prompt is computed: as the router sees fit, by a prefill worker, or by the decode worker itself; or read by a prefill
+worker, with no part for a decode worker unless that is all there is."""
 
 
 class State(IntEnum):
@@ -46,8 +47,18 @@ class Ask(msgspec.Struct, frozen=True):
     """Send a task to `worker` and report the answer with `accepted` or `refused`."""
 
     worker: WorkerRef
-    message: PrefillTask | DecodeTask
+    message: PrefillTask | DecodeTask | ReadTask
     attempt: int
+
+
+def ask_for(generation: Generation, prefill: WorkerRef | None, decode: WorkerRef | None) -> Ask:
+    """The task that begins an attempt on these workers, one at least; without a decode worker the prompt is read."""
+    if prefill is None:
+        assert decode is not None
+        return Ask(decode, DecodeTask(generation=generation), generation.attempt)
+    if decode is None:
+        return Ask(prefill, ReadTask(generation=generation), generation.attempt)
+    return Ask(prefill, PrefillTask(generation=generation, decode=decode), generation.attempt)
 
 
 class Tell(msgspec.Struct, frozen=True):

@@ -299,7 +299,7 @@ class GatewayActor(Actor):
         if self.state != "ready":
             raise ShuttingDown("this gateway is starting or stopping; send the request to another one, or again in a moment")
         now = self.clock()
-        if self._lag.sheds(now) and path == "auto":
+        if self._lag.sheds(now) and path in ("auto", "read"):
             raise GatewayBusy("this gateway can't keep up; try again in a moment")
         num_requests = sum(len(each.dispatcher.requests) for each in self.cores)
         if num_requests >= self.config.max_requests:

@@ -32,9 +32,10 @@ from common.text.output.parser import OutputParser
 from common.text.tokenizer import Tokenizer
 from services.gateway.bodies import Usage
 from services.gateway.choice_events import AnswerFormat, ChoiceEvents
-from services.gateway.choices import ChoiceText, Delta, choice_seed
+from services.gateway.choices import ChoiceText, Delta, ScoredToken, choice_seed
 from services.gateway.metrics import EdgeMetrics
 from services.gateway.prepare import Job
+from services.gateway.prompt_scores import PromptText, ScoredStream
 from services.gateway.requests import GenerationRequest, Output
 
 SLICE_VALUES = 1024
@@ -74,6 +75,7 @@ class _Choice:
         self.text = text
         self.echo = echo
         self.prompt = prompt
+        self.prompt_text: PromptText | None = None
         self.cached_tokens = 0
 
 
@@ -93,7 +95,7 @@ class _Arrived:
             return output
         self.taken = end = min(start + count, len(output.tokens))
         scores = None if output.logprobs is None else output.logprobs[start:end]
-        part = Output(output.tokens[start:end], scores, cached_tokens=output.cached_tokens)
+        part = Output(output.tokens[start:end], scores, cached_tokens=output.cached_tokens, of_prompt=output.of_prompt)
         if self.is_done:
             part.finish, part.error = output.finish, output.error
         return part
@@ -125,7 +127,8 @@ class Answer:
         self._begun_at = time.monotonic()
         self._last_at = 0.0
         self.ttft_s: float | None = None
-        cost = 2 + job.top_logprobs if job.top_logprobs >= 0 else _SEARCH_COST if job.stops or job.format else 1
+        listed = max(job.top_logprobs, job.prompt_top)
+        cost = 2 + listed if listed >= 0 else _SEARCH_COST if job.stops or job.format else 1
         self._slice = max(1, SLICE_VALUES // cost)
         self._reasons = job.format is not None and job.format.reasons
         self._backlog: deque[_Arrived] = deque()
@@ -189,7 +192,7 @@ class Answer:
     def _begin_choice(self, prompt: int, number: int) -> _Choice:
         job = self.job
         index = len(self._choices)
-        text = self._reader(job) if job.format is None else self._event_reader(job, job.format, index)
+        text = self._reader(job, job.echoes[prompt]) if job.format is None else self._event_reader(job, job.format, index)
         request = GenerationRequest(
             id=job.id if job.num_choices == 1 else f"{job.id}-{index}",
             prompt=job.prompts[prompt],
@@ -200,9 +203,18 @@ class Answer:
             weight=job.weight,
             priority=job.priority,
         )
-        return _Choice(self._core.generate(request), text, job.echoes[prompt], prompt)
+        top = job.prompt_top_of(index)
+        if top < 0 and job.generates:
+            return _Choice(self._core.generate(request), text, job.echoes[prompt], prompt)
+        stream = ScoredStream(self._core.generate, request, top=top, generates=job.generates)
+        choice = _Choice(stream, text, job.echoes[prompt], prompt)
+        if top >= 0:
+            source = detokenizer(self._tokenizer, skip_special=job.skip_special)
+            length = len(job.echoes[prompt]) if job.echo_top >= 0 else 1 << 60
+            choice.prompt_text = PromptText(source, job.prompts[prompt][0], length)
+        return choice
 
-    def _reader(self, job: Job) -> ChoiceText:
+    def _reader(self, job: Job, echo: str) -> ChoiceText:
         return ChoiceText(
             detokenizer(self._tokenizer, skip_special=job.skip_special, continues=job.continues),
             stops=job.stops,
@@ -210,6 +222,7 @@ class Answer:
             min_tokens=job.sampling.min_tokens,
             stop_token_ids=job.sampling.stop_token_ids,
             scored=job.top_logprobs >= 0,
+            begins_at=len(echo),
         )
 
     def _event_reader(self, job: Job, format: AnswerFormat, index: int) -> ChoiceEvents:
@@ -319,6 +332,27 @@ class Answer:
 
     def _take(self, index: int, output: Output) -> Delta:
         choice = self._choices[index]
+        scored = self._prompt_scores(choice, output)
+        delta = Delta("") if output.of_prompt else self._take_answer(choice, output)
+        if scored is not None:
+            delta.prompt = scored if self.job.prompt_top >= 0 else None
+            if self.job.echo_top >= 0:
+                delta.scored = [*scored, *(delta.scored or ())]
+        if choice.echo:
+            delta.text = choice.echo + delta.text
+            choice.echo = ""
+        return delta
+
+    def _prompt_scores(self, choice: _Choice, output: Output) -> list[ScoredToken] | None:
+        """What an output tells of its prompt. That of one token has no scores, and no output of its own."""
+        if choice.prompt_text is None:
+            return None
+        if output.of_prompt:
+            return choice.prompt_text.push(output.tokens, output.logprobs)
+        first, choice.prompt_text = choice.prompt_text.push([], None), None
+        return first or None
+
+    def _take_answer(self, choice: _Choice, output: Output) -> Delta:
         finish = output.finish if output.finish in ("stop", "length") else None
         choice.cached_tokens = max(choice.cached_tokens, output.cached_tokens)
         delta = choice.text.push(output.tokens, output.logprobs, finish)
@@ -332,7 +366,4 @@ class Answer:
         else:
             self._open -= 1
             choice.stream.cancel()
-        if choice.echo:
-            delta.text = choice.echo + delta.text
-            choice.echo = ""
         return delta

@@ -60,7 +60,6 @@ REFUSED: Table = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "prompt_embeds": (),
-    "prompt_logprobs": (False,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "structural_tag": (),

@@ -50,6 +50,7 @@ class Heading(msgspec.Struct, frozen=True, kw_only=True):
     """What every answer says first, and how much it tells of each choice.
 
     `top_logprobs`: -1 none, else how many alternatives each token lists. `may_call`: the answer may have no text.
+    `prompt_top`: as `top_logprobs`, in vLLM's `prompt_logprobs`.
     """
 
     kind: Kind
@@ -59,6 +60,7 @@ class Heading(msgspec.Struct, frozen=True, kw_only=True):
     num_choices: int
     top_logprobs: int = -1
     may_call: bool = False
+    prompt_top: int = -1
 
     def encoded(self, chat_object: str) -> bytes:
         """The members that open the body, without a brace behind them; `chat_object` is what a chat answer is called."""

@@ -22,6 +22,8 @@ from services.gateway.openai import ChatRequest
 from services.gateway.parse import SMALL_BYTES
 from services.gateway.prepare import Job, Preparer
 from services.gateway.tenants import Tenant
+from services.gateway.vector_prepare import VectorJob, VectorPreparer
+from services.gateway.vectors import VectorKind, parse_vectors
 from services.gateway.views.registry import VIEWS
 from services.gateway.views.view import Parsed, View, ViewName
 
@@ -38,6 +40,7 @@ class OfferedModel:
         self.name = bundle.name
         self.aliases = tuple(alias for alias in dict.fromkeys(config.aliases) if alias != bundle.name)
         self.preparer = Preparer(bundle, config, intake)
+        self.vectors = VectorPreparer(bundle, config, intake)
         self.token_names = TokenNames.of(bundle.tokenizer)
         self.metrics = EdgeMetrics.of(core.metrics, bundle.name)
 
@@ -153,6 +156,22 @@ class Catalog:
     async def _read(self, view: View, body: bytes, notes: Notes) -> Parsed:
         steps = view.parse(body, max_prompt_tokens=self._longest_prompt, notes=notes)
         return await self.intake.run(steps, large=len(body) > SMALL_BYTES)
+
+    async def prepare_vectors(
+        self, kind: VectorKind, body: bytes, *, id: str, deadline_ms: str | None = None, tenant: Tenant | None = None
+    ) -> tuple[OfferedModel, VectorJob, Notes]:
+        """The model that `body` is for, the job, and what of the body had no effect.
+
+        :raises RequestError: what is wrong with the request; nothing has been taken then.
+        """
+        notes = Notes(strict=self._strict)
+        steps = parse_vectors(kind, body, max_prompt_tokens=self._longest_prompt, notes=notes)
+        request = await self.intake.run(steps, large=len(body) > SMALL_BYTES)
+        model = self.choose(request.model)
+        if tenant is not None:
+            tenant.check_model(model.name)
+        job = await model.vectors.prepare(request, notes, id=id, deadline_ms=deadline_ms, tenant=tenant)
+        return model, job, notes
 
     def _listed(self) -> str:
         names = self.names

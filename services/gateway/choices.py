@@ -39,13 +39,15 @@ class ScoredToken(msgspec.Struct, frozen=True, array_like=True):
 
 class Delta(msgspec.Struct):
     """What one `push` adds to a choice. The delta with `finish` set is the last. `events`: where it is more than text, all of
-    it; `text` is empty then. `stopped_by`: the stop string that ended the choice."""
+    it; `text` is empty then. `stopped_by`: the stop string that ended the choice. `prompt`: scored tokens of the prompt, for
+    `prompt_logprobs`."""
 
     text: str
     scored: list[ScoredToken] | None = None
     finish: Finish | None = None
     events: list[Event] | None = None
     stopped_by: str | None = None
+    prompt: list[ScoredToken] | None = None
 
 
 class StopStrings:
@@ -126,7 +128,8 @@ class ChoiceText:
     """The text of one choice.
 
     `stop_token_ids`: a token of these that ended the choice counts but is not shown. `min_tokens`: stop strings are looked
-    for only behind so many tokens. `token_count` counts the tokens up to the end of the choice, shown or not.
+    for only behind so many tokens. `begins_at`: characters that stand before it. `token_count` counts the tokens up to the
+    end of the choice, shown or not.
     """
 
     reasoning_count = 0
@@ -140,13 +143,14 @@ class ChoiceText:
         min_tokens: int = 0,
         stop_token_ids: Collection[int] = (),
         scored: bool = False,
+        begins_at: int = 0,
     ) -> None:
         self._source = source
         self._search = None if stops is None else StopSearch(stops, include=include_stop)
         self._min_tokens = min_tokens
         self._stop_token_ids = stop_token_ids
         self._scored = scored
-        self._emitted = 0  # characters
+        self._emitted = begins_at  # characters
         self._unsent: list[ScoredToken] = []
         self._cut = False  # ended by a stop string
         self.token_count = 0

@@ -64,7 +64,7 @@ class Dispatcher:
         self.on_ended: Callable[[Request, float], None] = lambda request, now: None
         self.connected = True
         self._wire_ids: dict[str, str] = {}
-        self._hoped_at = now
+        self._hoped_at = self._hoped_to_read_at = now
         self._refetch_at: list[float] = []
         self._reconnected_at = now
         self._asks: list[tuple[Request, Ask]] = []
@@ -224,19 +224,21 @@ class Dispatcher:
         self.placement.refresh(presences, now)
         if self.router.hopeful or not self.connected:
             self._hoped_at = now
+        if self.router.hopeful_to_read or not self.connected:
+            self._hoped_to_read_at = now
         self._place_waiting(now)
 
     def connection_changed(self, connected: bool, now: float) -> None:
         self.connected = connected
         if connected:
-            self._hoped_at = self._reconnected_at = now
+            self._hoped_at = self._hoped_to_read_at = self._reconnected_at = now
             self._refetch_at = [now + delay_s for delay_s in REFETCH_AFTER_S]
             for request in self.requests.values():
                 self._apply(request, request.reconnected(now), now)
 
     def new_life(self, gateway: WorkerRef, now: float) -> None:
         """This gateway was away for longer than workers keep what it holds there, and has a new epoch: all streams go on."""
-        self._hoped_at = now
+        self._hoped_at = self._hoped_to_read_at = now
         for request in list(self.requests.values()):
             self._apply(request, request.new_life(gateway, now), now)
         self._place_waiting(now)
@@ -248,6 +250,7 @@ class Dispatcher:
         for request, actions in self.placement.tick(now):
             self._apply(request, actions, now)
         hopeless = self.connected and now - self._hoped_at > self.no_workers_grace_s
+        hopeless_to_read = self.connected and now - self._hoped_to_read_at > self.no_workers_grace_s
         refetch = self.connected and bool(self._refetch_at) and now >= self._refetch_at[0]
         if refetch:
             del self._refetch_at[0]
@@ -256,7 +259,7 @@ class Dispatcher:
                 if now >= request.deadline:
                     self._apply(request, tick(request, now), now)
                 continue
-            if hopeless and self.placement.waits(request):
+            if (hopeless_to_read if request.is_read else hopeless) and self.placement.waits(request):
                 self._apply(request, request.fail(errors.NoWorkers("no decode worker is running; start one, or wait")), now)
                 continue
             holder = request.holder

@@ -76,12 +76,12 @@ class Headroom:
             del self._seen[tenant]
             self._weights = self._weights - weight if self._seen else 0.0
 
-    def must_wait(self, tenant: str, weight: float, *, prefill: Spare | None, decode: Spare) -> bool:
-        """Whether the places that are left are for others. `prefill`: None if it needs no place there."""
+    def must_wait(self, tenant: str, weight: float, *, prefill: Spare | None, decode: Spare | None) -> bool:
+        """Whether the places that are left are for others. A pool is None if it needs no place there."""
         others = self._weights - self._seen[tenant][1] if tenant in self._seen else self._weights
         if len(self._seen) <= (tenant in self._seen):
             return False
         share = weight / (weight + others)
         if prefill is not None and self.prefill.are_kept_from(tenant, share, prefill):
             return True
-        return self.decode.are_kept_from(tenant, share, decode)
+        return decode is not None and self.decode.are_kept_from(tenant, share, decode)

@@ -41,8 +41,9 @@ from services.gateway.http_body import ClientGone, header, read_body
 from services.gateway.http_io import Exchange, error_headers, safe_request_id
 from services.gateway.logprobs import TokenNames
 from services.gateway.tenants import Visit
+from services.gateway.vector_http import Serve, Vectors
 from services.gateway.views.registry import COUNTING, VIEWS, new_id
-from services.gateway.views.view import ViewName
+from services.gateway.views.view import View, ViewName
 from services.gateway.whole import Pieces
 
 log = logs.get(__name__)
@@ -67,8 +68,8 @@ def create_app(
     door: Door | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Starlette:
-    """`/v1/models`, the views (`views/`), `/health`, `/ready` and `/metrics`; with a `dashboard`, `/` and
-    what is below `/dashboard`.
+    """`/v1/models`, the views (`views/`), `/v1/embeddings`, `/v1/score`, `/health`, `/ready` and `/metrics`; with a
+    `dashboard`, `/` and what is below `/dashboard`.
 
     `catalog` and `door` are what this edge shares with the NATS edge.
 
@@ -86,6 +87,9 @@ def create_app(
             Route("/v1/responses/input_tokens", _Count(api, "responses"), methods=["POST"]),
             Route("/v1/messages", _Generate(api, "messages"), methods=["POST"]),
             Route("/v1/messages/count_tokens", _Count(api, "messages"), methods=["POST"]),
+            Route("/v1/embeddings", Vectors(api, "embedding"), methods=["POST"]),
+            Route("/v1/score", Vectors(api, "score"), methods=["POST"]),
+            Route("/score", Vectors(api, "score"), methods=["POST"]),
             Route("/health", api.health, methods=["GET"]),
             Route("/ready", api.is_ready, methods=["GET"]),
             Route("/metrics", api.metrics_page, methods=["GET"]),
@@ -120,8 +124,8 @@ class _Count:
 class _Api:
     def __init__(self, gateway: Core, catalog: Catalog, config: GatewayConfig, door: Door, clock: Callable[[], float]) -> None:
         self._gateway = gateway
-        self._catalog = catalog
-        self._config = config
+        self.catalog = self._catalog = catalog
+        self.config = self._config = config
         self._door = door
         self._clock = clock
         self._intake = catalog.intake
@@ -162,7 +166,12 @@ class _Api:
 
     async def generate(self, name: ViewName, scope: Scope, receive: Receive, send: Send, *, counts: bool = False) -> None:
         """Answer one request. `counts`: the answer is how many tokens its prompt has."""
-        id, view = new_id(name), VIEWS[name]
+        serve = functools.partial(self._count if counts else self._serve, name)
+        await self.answer(new_id(name), VIEWS[name], serve, scope, receive, send)
+
+    async def answer(self, id: str, view: View, serve: Serve, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request from its arrival to its line in the log; `serve` answers it or raises what the client is told, in the
+        terms of `view`."""
         shown_id = safe_request_id(scope, id)
         exchange = Exchange(scope, receive, send, [(header, shown_id) for header in view.id_headers], self._clock)
         exchange.keep_alive, exchange.error_body = view.keep_alive, view.error_body
@@ -171,10 +180,7 @@ class _Api:
         self._active += 1
         code = ""
         try:
-            if counts:
-                await self._count(name, scope, exchange, record)
-            else:
-                await self._serve(name, id, scope, exchange, record)
+            await serve(id, scope, exchange, record)
         except Exception as error:
             if not isinstance(error, PenstockError):
                 log.exception("request_failed", request=id)
@@ -194,7 +200,7 @@ class _Api:
 
     async def _serve(self, name: ViewName, id: str, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:
         """:raises PenstockError: what the client is told; nothing is held for it any more then."""
-        visit = self._admit(scope, record)
+        visit = self.check(scope, record)
         with self._intake.room() as room:
             body = await read_body(scope, exchange.receive, self._config.max_body_bytes, room)
             deadline = header(scope, DEADLINE_HEADER)
@@ -213,24 +219,17 @@ class _Api:
             visit.reserve(job.max_tokens_in_all, self._clock())
         answer = record.answer = Answer(model.core, job, model.bundle.tokenizer, model.metrics)
         send = functools.partial(self._stream if job.stream else self._collect, answer, model.token_names, exchange)
-        await answer.run(send, watch=functools.partial(self._watch, exchange, id))
+        await answer.run(send, watch=functools.partial(self.watch, exchange, id))
 
-    async def _count(self, name: ViewName, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:
+    async def _count(self, name: ViewName, id: str, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:
         """:raises PenstockError: what the client is told."""
-        visit = self._admit(scope, record)
+        visit = self.check(scope, record)
         with self._intake.room() as room:
             body = await read_body(scope, exchange.receive, self._config.max_body_bytes, room)
             tenant = None if visit is None else visit.tenant
             num_tokens = await self._catalog.count(COUNTING[name], body, tenant)
         answer = COUNTING[name].count_body(num_tokens)
         await exchange.respond(200, [answer], len(answer))
-
-    def _admit(self, scope: Scope, record: AccessRecord) -> Visit | None:
-        """:raises Unauthorized, RateLimited, Overloaded: nothing of the request has been read."""
-        visit = record.visit = self._door.enter(self._door.authorize(scope))
-        if self._active > self._config.max_requests:
-            raise Overloaded("too many requests at once: try again in a moment")
-        return visit
 
     async def _stream(self, answer: Answer, names: TokenNames, exchange: Exchange) -> None:
         writer = answer.job.writers.stream(answer.job, names, answer.usage, sse=True)
@@ -261,7 +260,17 @@ class _Api:
             body = await collector.body()
             await exchange.respond(200, body, body.size)
 
-    async def _watch(self, exchange: Exchange, id: str, scope: anyio.CancelScope) -> None:
+    def check(self, scope: Scope, record: AccessRecord) -> Visit | None:
+        """Whose request it is.
+
+        :raises Unauthorized, RateLimited, Overloaded: nothing of the request has been read.
+        """
+        visit = record.visit = self._door.enter(self._door.authorize(scope))
+        if self._active > self.config.max_requests:
+            raise Overloaded("too many requests at once: try again in a moment")
+        return visit
+
+    async def watch(self, exchange: Exchange, id: str, scope: anyio.CancelScope) -> None:
         """Ends the request when its client is gone or has stalled."""
         stall_s, keepalive_s = self._config.slow_reader_timeout_s, self._config.sse_keepalive_s
         await exchange.watch(stall_s=stall_s, keepalive_s=keepalive_s)

@@ -135,6 +135,9 @@ class Columns:
         alternatives: list[bytes] = []
         for item in scored if top else ():
             scores = item.scores
+            if scores.logprob != scores.logprob:  # the first token of a prompt
+                alternatives.append(b"null")
+                continue
             tokens = scores.top_tokens[:top]
             first, *numbers = _numbers([scores.logprob, *scores.top_logprobs[: len(tokens)]])
             listed = {names[token].text: number for token, number in zip(tokens, numbers, strict=False)}

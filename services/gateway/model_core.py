@@ -118,7 +118,7 @@ class ModelCore:
 
     def generate(self, request: GenerationRequest) -> Stream:
         """:raises GatewayBusy, Overloaded, ShuttingDown, DuplicateRequest: nothing has been taken then."""
-        return self._start(request, "auto", None)
+        return self._start(request, "read" if request.is_read else "auto", None)
 
     def said(self) -> ServedModel:
         """This model in the gateway's heartbeat."""

@@ -90,6 +90,7 @@ class SharedArguments(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | bool | None = None
     timeout: Annotated[float, Meta(gt=0)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
@@ -104,6 +105,11 @@ class Arguments(SharedArguments, frozen=True, kw_only=True):
     max_tokens: Count | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+
+    @property
+    def asks_prompt_logprobs(self) -> int:
+        """How many alternatives each of the prompt's tokens lists; -1: its log-probabilities are not asked for."""
+        return -1 if self.prompt_logprobs is None or self.prompt_logprobs is False else int(self.prompt_logprobs)
 
     @property
     def stops(self) -> list[str]:
@@ -171,6 +177,8 @@ class CompletionRequest(Arguments, frozen=True, kw_only=True):
 def check_chat(request: ChatRequest) -> None:
     """:raises InvalidParameter: for what is well-formed and yet makes no sense. Messages are looked at by `check_message`."""
     _check(request)
+    if request.max_tokens == 0:
+        raise InvalidParameter("max_tokens must be 1 at least", param="max_tokens")
     if request.top_logprobs and not request.logprobs:
         raise InvalidParameter("top_logprobs needs logprobs: true", param="top_logprobs")
     if request.max_tokens is not None and request.max_completion_tokens not in (None, request.max_tokens):
@@ -199,15 +207,17 @@ def _check_continued(request: ChatRequest) -> None:
 def check_completion(request: CompletionRequest) -> None:
     """:raises InvalidParameter: for what is well-formed and yet makes no sense."""
     _check(request)
-    if request.echo and request.logprobs is not None:
-        raise InvalidParameter("echo together with logprobs is not supported yet", param="echo")
+    if request.max_tokens == 0 and not request.echo and request.asks_prompt_logprobs < 0:
+        raise InvalidParameter(
+            "max_tokens can be 0 with echo or prompt_logprobs only: nothing else is answered", param="max_tokens"
+        )
     if request.best_of not in (None, request.n or 1):
         raise InvalidParameter("best_of is not supported yet: leave it out", param="best_of")
 
 
 def _check(request: Arguments) -> None:
-    if request.max_tokens == 0:
-        raise InvalidParameter("max_tokens must be 1 at least", param="max_tokens")
+    if request.prompt_logprobs is True:
+        raise InvalidParameter("prompt_logprobs is a number: 0 for the prompt's tokens alone", param="prompt_logprobs")
     if request.stream_options is not None and not request.stream:
         raise InvalidParameter("stream_options needs stream: true", param="stream_options")
     if len(request.logit_bias or {}) > MAX_LOGIT_BIAS:

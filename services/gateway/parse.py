@@ -146,7 +146,7 @@ def _parse_large_completion(body: bytes, max_prompt_tokens: int, notes: Notes) -
     request = cast(CompletionRequest, decode_small_members(_completion, body, found, "prompt", b'""', notes, _COMPLETION))
     if "prompt" not in found:
         raise InvalidParameter("prompt is missing", param="prompt")
-    prompt = yield from _prompt(body, found["prompt"], max_prompt_tokens)
+    prompt = yield from text_or_ids(body, found["prompt"], max_prompt_tokens)
     return msgspec.structs.replace(request, prompt=prompt)
 
 
@@ -188,26 +188,29 @@ def decode_small_members(
     return decode_object(decoder, joined({**small, large: stand_in}), scope, notes)
 
 
-def _prompt(body: bytes, span: Span, max_tokens: int) -> Steps[str | list[Any]]:
+def text_or_ids(
+    body: bytes, span: Span, max_tokens: int, *, place: str = "prompt", limit: int = openai.MAX_CHOICES
+) -> Steps[str | list[Any]]:
+    """A string, strings, token ids or lists of them, decoded in pieces; at most `limit` strings or lists."""
     kind = body[span.start : span.start + 1]
     if kind == b'"':
-        return (yield from large_text(body, span, "prompt"))
+        return (yield from large_text(body, span, place))
     if kind != b"[":
-        raise InvalidParameter("invalid prompt: expected a string or an array", param="prompt")
-    array = yield from elements(body, span, limit=max(max_tokens, openai.MAX_CHOICES))
+        raise InvalidParameter(f"invalid {place}: expected a string or an array", param=place)
+    array = yield from elements(body, span, limit=max(max_tokens, limit))
     inner = body[span.start + 1 : span.start + _HEAD_BYTES].lstrip()[:1]
     if inner not in (b'"', b"[") and array.total > max_tokens:
-        raise _too_many_ids(max_tokens)
-    if inner in (b'"', b"[") and array.total > openai.MAX_CHOICES:
-        raise InvalidParameter(f"prompt has more than {openai.MAX_CHOICES} entries", param="prompt")
+        raise _too_many_ids(max_tokens, place)
+    if inner in (b'"', b"[") and array.total > limit:
+        raise InvalidParameter(f"{place} has more than {limit} entries", param=place)
     prompt: list[Any] = []
     for piece in array.pieces:
         if piece.size <= 2 * SLICE_BYTES:
-            prompt += decode(_entries, b"[" + body[piece.start : piece.end] + b"]", place="prompt", first=len(prompt))
+            prompt += decode(_entries, b"[" + body[piece.start : piece.end] + b"]", place=place, first=len(prompt))
         elif body[piece.start : piece.start + 1] == b"[":
-            prompt.append((yield from large_ids(body, piece, max_tokens)))
+            prompt.append((yield from large_ids(body, piece, max_tokens, place)))
         else:
-            prompt.append((yield from large_text(body, piece, "prompt")))
+            prompt.append((yield from large_text(body, piece, place)))
         yield
     return prompt
 

@@ -26,12 +26,14 @@ from services.gateway.headroom import Headroom
 from services.gateway.health import Health
 from services.gateway.prefix_memory import FINE_TOKENS, prefix_keys
 from services.gateway.requests import Request
-from services.gateway.router import Job, Router
+from services.gateway.router import Choice, Job, ReadChoice, Router
 from services.gateway.waiting import SHARED, ExpectedAnswers, Line, WaitingRoom
 from services.gateway.windows import Windows
 
 PREFILL_PATIENCE_S = 5.0
 """A long prompt waits so long for room at prefill, then decode may compute it."""
+NEED_DECODE: frozenset[Line] = frozenset({"canary", "direct", "prefill"})
+"""Lines whose requests need room at decode."""
 ALONE_PATIENCE_S = 1.0
 """A request that lost a worker waits so long for an idle one, then it may run beside others once more."""
 ALONE_LIMIT_S = 30.0
@@ -103,7 +105,8 @@ class Placement:
         self._orders += 1
         if request.only is None:
             self._headroom.came(request.tenant, request.weight, now)
-        self.seats[request.id] = Seat(self._orders, prefix_keys(request.packed_prompt, request.salt))
+        prompt = request.packed_prompt + token_bytes.pack(request.given)
+        self.seats[request.id] = Seat(self._orders, prefix_keys(prompt, request.salt))
         self.rejoin(request, now, not_before=now)
 
     def rejoin(self, request: Request, now: float, *, not_before: float) -> None:
@@ -161,6 +164,8 @@ class Placement:
     def ended(self, request: Request) -> None:
         """It is done: what it computed stays at its decode worker, which has shown that it works."""
         seat = self.seats[request.id]
+        if request.is_read and request.transcript.error is None and seat.prefill is not None:
+            self.health.succeeded(seat.prefill, request.silence.heard_at)
         if request.transcript.error is None and seat.decode is not None:
             self.health.succeeded(seat.decode, request.silence.heard_at)
             if len(request.tokens) >= FINE_TOKENS:
@@ -186,14 +191,14 @@ class Placement:
             yield from self._rehome(request, now)
         closed: set[Line] = set()
         unplaced: list[tuple[Line, int, Request]] = []
-        while self.router.has_room and (turn := self._waiting.next(closed)) is not None:
+        while (turn := self._next(closed)) is not None:
             line, _, request = turn
             if self._headroom.several and line in SHARED and self._must_wait(line, request):
                 unplaced.append(turn)
                 self._waiting.hold(request.tenant)
                 continue
             job = self._job(request, now)
-            choice = self.router.choose_alone(job) if line == "alone" else self.router.choose(job)
+            choice = self._choose(line, job)
             if choice is None:
                 unplaced.append(turn)
                 if line != "canary":  # each waits for another worker
@@ -227,26 +232,41 @@ class Placement:
 
     # -- inside
 
+    def _next(self, closed: set[Line]) -> tuple[Line, int, Request] | None:
+        """Whose turn it is. Nobody's, where there is no room."""
+        if not self.router.has_room:
+            if not self.router.has_room_to_read:
+                return None
+            closed |= NEED_DECODE
+        return self._waiting.next(closed)
+
+    def _choose(self, line: Line, job: Job) -> Choice | ReadChoice | None:
+        if job.path == "read":
+            return self.router.choose_alone_to_read(job) if line == "alone" else self.router.choose_to_read(job)
+        return self.router.choose_alone(job) if line == "alone" else self.router.choose(job)
+
     def _line(self, request: Request, now: float) -> Line:
         """Which line a request that waits is to stand in."""
         if request.only is not None:
             return "canary"
         if request.losses.suspicion and (request.must_be_alone or now - request.since < ALONE_PATIENCE_S):
             return "alone"
+        if request.is_read:
+            return "read"
         return "direct" if self.router.path(self._job(request, now)) == "direct" else "prefill"
 
     def _must_wait(self, line: Line, request: Request) -> bool:
         return self._headroom.must_wait(
             request.tenant,
             request.weight,
-            prefill=self.router.prefill if line == "prefill" else None,
-            decode=self.router.decode,
+            prefill=self.router.prefill if line in ("prefill", "read") else None,
+            decode=None if line == "read" else self.router.decode,
         )
 
     def _job(self, request: Request, now: float) -> Job:
         return Job(
             keys=self.seats[request.id].keys,
-            num_tokens=request.prompt_tokens + len(request.tokens),
+            num_tokens=request.num_tokens,
             max_tokens=request.sampling.max_tokens - len(request.tokens),
             path=request.path,
             avoid=self._doubtful | request.avoid,

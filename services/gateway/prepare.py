@@ -47,8 +47,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     `sampling.seed` is the first choice's (see `choices.choice_seed`). `echoes[p]` is sent before the text of prompt p's
     choices. `top_logprobs`: -1 none, else how many alternatives each token lists. `usage_so_far`: every chunk of the stream
     tells the usage up to it. `salt` keeps the prompt's KV apart. `warning`: what of the request had no effect. `format`: how
-    answers are read that may be more than text. `continues`: an answer follows text, so a leading space is kept. `writers`:
-    what encodes the answer. `tenant`: who asked, empty for nobody in particular; `weight`: its share of workers.
+    answers are read that may be more than text. `echo_top`, `prompt_top`: how many alternatives the prompt's tokens list in the
+    answer's log-probabilities and in `prompt_logprobs`, -1: they are not there. `continues`: an answer follows text, so a
+    leading space is kept. `writers`: what encodes the answer. `tenant`: who asked, empty for nobody in
+    particular; `weight`: its share of workers.
     """
 
     id: str
@@ -76,6 +78,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     weight: float = 1.0
     priority: int = 0
+    echo_top: int = -1
+    prompt_top: int = -1
+
+    @property
+    def generates(self) -> bool:
+        """Whether there is an answer behind the prompts."""
+        return self.sampling.max_tokens > 0
+
+    def prompt_top_of(self, choice: int) -> int:
+        """How many alternatives the prompt's tokens list in this choice; -1: none are told. A chat tells them once."""
+        return max(self.echo_top, self.prompt_top) if self.kind == "completion" or choice == 0 else -1
 
     @property
     def num_choices(self) -> int:
@@ -95,6 +108,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
             model=self.model,
             num_choices=self.num_choices,
             top_logprobs=self.top_logprobs,
+            prompt_top=self.prompt_top,
             may_call=self.format is not None and self.format.tools is not None,
         )
 
@@ -134,7 +148,7 @@ class Preparer:
 
         :raises RequestError: what is wrong with the request; nothing has been taken then.
         """
-        deadline_s = self._deadline(request.timeout, deadline_ms)
+        deadline_s = deadline_of(self._config, request.timeout, deadline_ms)
         form = structure_of(request.response_format, request.structured_outputs)
         await self._check_grammar(form, request)
         grammar = form.grammar
@@ -150,7 +164,13 @@ class Preparer:
             prompts, echoes = await self._completion_prompts(request)
             logprobs = -1 if request.logprobs is None else request.logprobs
         self._check_choices(request, len(prompts))
+        prompt_top = request.asks_prompt_logprobs
+        echo_top = logprobs if isinstance(request, CompletionRequest) and request.echo else -1
         max_tokens = self._max_tokens(request, prompts, logprobs, tenant)
+        self._check_prompt_scores(request, prompts, max(echo_top, prompt_top), max_tokens, logprobs)
+        stream = stream_default if request.stream is None else request.stream
+        if stream and prompt_top >= 0:
+            raise InvalidParameter("prompt_logprobs can't be streamed: send stream: false", param="prompt_logprobs")
         options = request.stream_options
         include_usage = bool(options and options.include_usage)
         return Job(
@@ -167,7 +187,7 @@ class Preparer:
             stops=StopStrings(request.stops) if request.stops else None,
             include_stop=bool(request.include_stop_str_in_output),
             top_logprobs=logprobs,
-            stream=stream_default if request.stream is None else request.stream,
+            stream=stream,
             include_usage=include_usage,
             usage_so_far=include_usage and bool(options and options.continuous_usage_stats),
             deadline_s=deadline_s,
@@ -179,6 +199,8 @@ class Preparer:
             tenant="" if tenant is None else tenant.name,
             weight=1.0 if tenant is None else tenant.settings.weight,
             priority=request.priority or 0,
+            echo_top=echo_top,
+            prompt_top=prompt_top,
         )
 
     async def count(self, request: ChatRequest, *, is_large: bool) -> int:
@@ -198,16 +220,20 @@ class Preparer:
                 param="prompt",
             )
 
-    def _deadline(self, timeout_s: float | None, header: str | None) -> float:
-        limit_s = self._config.max_deadline_s
-        asked: list[float] = [] if timeout_s is None else [timeout_s]
-        if header is not None:
-            if not (header.isascii() and header.isdigit() and len(header) <= 12 and int(header) > 0):
-                raise InvalidParameter("the deadline header must be milliseconds: a positive whole number", param="timeout")
-            asked.append(int(header) / 1000)
-        if any(seconds > limit_s for seconds in asked):
-            raise InvalidParameter(f"the deadline can be at most {limit_s:g} s", param="timeout")
-        return min(asked, default=min(self._config.default_deadline_s, limit_s))
+    def _check_prompt_scores(
+        self, request: Arguments, prompts: list[list[int]], top: int, max_tokens: int, logprobs: int
+    ) -> None:
+        if top < 0:
+            return
+        choices = request.n or 1 if isinstance(request, CompletionRequest) else 1
+        asked = sum(map(len, prompts)) * choices * (1 + top)
+        asked += len(prompts) * (request.n or 1) * max_tokens * (1 + max(logprobs, 0))
+        if asked > self._config.max_answer_values:
+            raise InvalidParameter(
+                f"the log-probabilities of the prompt and of the answer are {asked} values; at most "
+                f"{self._config.max_answer_values} are answered",
+                param="prompt",
+            )
 
     def _max_tokens(self, request: Arguments, prompts: list[list[int]], logprobs: int, tenant: Tenant | None) -> int:
         """How long each choice may get."""
@@ -390,3 +416,19 @@ def _size(message: Mapping[str, Any]) -> int:
     parts = content if isinstance(content, list) else [content]
     size = sum(len(part["text"] if isinstance(part, Mapping) else part) for part in parts)
     return size + len(str(message.get("reasoning_content", ""))) + tools.size_of(message.get("tool_calls", []))
+
+
+def deadline_of(config: GatewayConfig, timeout_s: float | None, header: str | None) -> float:
+    """Seconds that a request may take: the shorter of what its body and its header say.
+
+    :raises InvalidParameter: for a header that is no number, or more than `config` allows.
+    """
+    limit_s = config.max_deadline_s
+    asked: list[float] = [] if timeout_s is None else [timeout_s]
+    if header is not None:
+        if not (header.isascii() and header.isdigit() and len(header) <= 12 and int(header) > 0):
+            raise InvalidParameter("the deadline header must be milliseconds: a positive whole number", param="timeout")
+        asked.append(int(header) / 1000)
+    if any(seconds > limit_s for seconds in asked):
+        raise InvalidParameter(f"the deadline can be at most {limit_s:g} s", param="timeout")
+    return min(asked, default=min(config.default_deadline_s, limit_s))

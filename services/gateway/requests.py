@@ -4,6 +4,8 @@
        ▲         │  └─ direct ──────────────────────────▲ │
        └─────────┴──── the next attempt, elsewhere ◄──────┘
 
+A prompt that is read, not continued, is done at the end of its prefilling, and no decode worker hears of it.
+
 The request owns its tokens. Each placement is a new attempt, sent out with the prompt and all tokens so far; frames of
 attempts before, or from a worker that does not hold the request, are dropped, and whoever sent them is told to let go.
 
@@ -16,26 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from common.engine.shares import MAX_PRIORITY, PRIORITY_STEP_S
+from common.engine.shares import PRIORITY_STEP_S, bounded
 from common.protocol import errors
 from common.protocol import tokens as token_bytes
 from common.protocol.errors import PenstockError
 from common.protocol.handles import WorkerRef
-from common.protocol.messages import (
-    DecodeTask,
-    FetchFrames,
-    FinishReason,
-    Generation,
-    PrefillTask,
-    TokenFrame,
-)
+from common.protocol.messages import FetchFrames, FinishReason, Generation, Pooling, TokenFrame
 from services.gateway.actions import (
     BEFORE_DECODING,
     HELD,
     NOTHING,
     Action,
     Actions,
-    Ask,
     Ended,
     Free,
     Limits,
@@ -43,6 +37,7 @@ from services.gateway.actions import (
     Requeue,
     State,
     Tell,
+    ask_for,
 )
 from services.gateway.failures import for_client, is_final, is_loss, is_refusal
 from services.gateway.generation import GenerationRequest as GenerationRequest  # the edges take both from here
@@ -79,55 +74,51 @@ class Request:
         self.packed_prompt = token_bytes.pack(request.prompt)
         self.sampling = request.sampling
         self.salt = request.salt
-        self.tenant = request.tenant
-        self.weight = request.weight
-        self.priority = max(-MAX_PRIORITY, min(request.priority, MAX_PRIORITY)) if request.priority else 0
+        self.tenant, self.weight = request.tenant, request.weight
+        self.priority = bounded(request.priority)
         self.rank = now + self.priority * PRIORITY_STEP_S
         self.gateway = gateway
         self.limits = limits
+        self.given = request.given
+        self.pooling: Pooling = request.pooling
+        self.is_read = request.is_read
         self.path: Path = path
         self.only = only
-        self.alone = False
-        self.is_unsettled = False
-        self.arrived_at = now
+        self.alone = self.is_unsettled = self.stuck = False
+        self.arrived_at = self.since = now
         self.deadline = now + request.deadline_s
         self.deadline_ms = wall_ms + int(request.deadline_s * 1000)
         self.wake: Callable[[], None] = lambda: None
 
         self.state = State.QUEUED
-        self.since = now
         self.attempt = 0
         self.prefill: WorkerRef | None = None
         self.decode: WorkerRef | None = None
         self.holders: set[WorkerRef] = set()
         self.avoid: set[str] = set()
         self.tried: set[str] = set()
-        self.failures = 0
-        self.unknowns = 0
-        self.unknown_at = 0.0
+        self.failures = self.unknowns = 0
+        self.unknown_at = self.first_token_at = 0.0
         self.losses = Losses()
         self.produced = 0
 
         self.transcript = Transcript(request.sampling)
         self.tokens = self.transcript.tokens
-        self.first_token_at = 0.0
         self.silence = Silence(now)
-        self.dropped_frames = 0
-        self.sent_fetches = 0
-        self.stuck = False
+        self.dropped_frames = self.sent_fetches = 0
         self.history = History(now)
 
     # -- placing
 
     def place(
-        self, prefill: WorkerRef | None, decode: WorkerRef, now: float, *, alone: bool = False, window: int = 0
+        self, prefill: WorkerRef | None, decode: WorkerRef | None, now: float, *, alone: bool = False, window: int = 0
     ) -> Actions:
-        """Begin the next attempt on these workers. `alone`, `window`: see `Generation`."""
+        """Begin the next attempt on these workers: see `ask_for`. `alone`, `window`: see `Generation`."""
         self.attempt += 1
         self.alone = alone
         self.prefill, self.decode = prefill, decode
-        self.holders = {decode} if prefill is None else {prefill, decode}
-        self.tried = {decode.id}
+        self.holders = {worker for worker in (prefill, decode) if worker is not None}
+        self.tried = set() if decode is None else {decode.id}
         self.enter(State.PLACING, now)
         self.unknowns = self.produced = 0
         self.silence.placed()
@@ -143,12 +134,13 @@ class Request:
             salt=self.salt,
             alone=alone,
             window=window,
+            given=token_bytes.pack(self.given[len(self.tokens) :]),
+            pooling=self.pooling,
             tenant=self.tenant,
             weight=self.weight,
             priority=self.priority,
         )
-        task = DecodeTask(generation=generation) if prefill is None else PrefillTask(generation=generation, decode=decode)
-        return [Ask(prefill or decode, task, self.attempt)]
+        return [ask_for(generation, prefill, decode)]
 
     def accepted(self, worker: WorkerRef, attempt: int, now: float) -> Actions:
         if attempt != self.attempt or worker not in self.holders:
@@ -184,7 +176,10 @@ class Request:
         if worker == self.decode:
             self.handed_over(now)
         elif worker == self.prefill:
-            if frame.tokens and self.state < State.HANDING_OFF and frame.finish is None:
+            if self.is_read:
+                if self.state is State.PLACING:
+                    self.enter(State.PREFILLING, now)
+            elif frame.tokens and self.state < State.HANDING_OFF and frame.finish is None:
                 self.enter(State.HANDING_OFF, now)
         else:
             self.dropped_frames += 1
@@ -214,6 +209,7 @@ class Request:
         if self.transcript.cached_tokens < 0:
             self.transcript.cached_tokens = frame.cached_tokens
         if finish is not None and frame.start + len(frame.tokens) >= len(self.tokens):
+            self.transcript.embedding = frame.embedding
             return self.end(finish, None)
         if self.transcript.full:
             return self.end(self.transcript.complete(), None)
@@ -327,13 +323,18 @@ class Request:
         return None
 
     @property
+    def num_tokens(self) -> int:
+        """Of the prompt, given ones included, and those generated so far."""
+        return self.prompt_tokens + max(len(self.given), len(self.tokens))
+
+    @property
     def must_be_alone(self) -> bool:
         return self.losses.suspicion is Suspicion.STRONG
 
     @property
     def alone_on(self) -> WorkerRef | None:
         """The worker that is to run nothing else."""
-        return self.decode if self.alone and self.losses.suspicion and self.state is not State.DONE else None
+        return (self.decode or self.prefill) if self.alone and self.losses.suspicion and self.state is not State.DONE else None
 
     @property
     def occupies(self) -> tuple[WorkerRef | None, WorkerRef | None]:

@@ -2,6 +2,7 @@
 
     short uncached prompt, or no prefill worker  ─► (None, decode)      the direct path
     otherwise                                    ─► (prefill, decode)   of one host and fingerprint
+    a prompt that is read, not continued         ─► (prefill, None)     decode in prefill's place, if there is no prefill worker
     nobody has room                              ─► None: the request stays in the gateway's queue
 
 Costs are seconds, by what workers measured: the prompt's uncached part and the work before it at prefill, the load and the
@@ -59,6 +60,15 @@ class Choice(msgspec.Struct, frozen=True):
     prefill: WorkerRef | None
     decode: WorkerRef
     uncached_tokens: int
+
+
+class ReadChoice(msgspec.Struct, frozen=True):
+    """The worker that is to read a prompt, of which so many tokens are computed. `prefill` is a decode worker where there is no
+    prefill worker."""
+
+    prefill: WorkerRef
+    uncached_tokens: int
+    decode: None = None
 
 
 class Router:
@@ -136,8 +146,21 @@ class Router:
         return any(worker.presence.state != "draining" for worker in self.decode.members.values())
 
     @property
+    def hopeful_to_read(self) -> bool:
+        """Is there a worker that could read, or one about to be?"""
+        return self.hopeful or any(worker.presence.state != "draining" for worker in self.prefill.members.values())
+
+    @property
     def has_room(self) -> bool:
         return self.decode.has_room
+
+    @property
+    def has_room_to_read(self) -> bool:
+        return self._readers.has_room
+
+    @property
+    def _readers(self) -> Pool:
+        return self.prefill if self.prefill.usable else self.decode
 
     @property
     def can_prefill(self) -> bool:
@@ -177,11 +200,20 @@ class Router:
 
     def choose_alone(self, job: Job) -> Choice | None:
         """A decode worker that has nothing to do, for a request that must not run beside others."""
-        idle = [worker for worker in self.decode.members.values() if worker.spare > 0 and not worker.load]
-        if not idle:
+        idle = _idle(self.decode, job)
+        return None if idle is None else Choice(None, idle, job.num_tokens)
+
+    def choose_alone_to_read(self, job: Job) -> ReadChoice | None:
+        """A worker that has nothing to do, for a prompt that must not be read beside others."""
+        idle = _idle(self._readers, job)
+        return None if idle is None else ReadChoice(idle, job.num_tokens)
+
+    def choose_to_read(self, job: Job) -> ReadChoice | None:
+        """A worker for a prompt that is read; what is cached of it is mostly computed again. None: all are full."""
+        candidates = self._candidates(self._readers, {}, job.avoid)
+        if not candidates:
             return None
-        untried = [worker for worker in idle if worker.ref.id not in job.avoid]
-        return Choice(None, (untried or idle)[0].ref, job.num_tokens)
+        return ReadChoice(min(candidates, key=lambda worker: self._prefill_cost(worker, job, {})).ref, job.num_tokens)
 
     def choose(self, job: Job) -> Choice | None:
         """None: nobody who could take the request has room now."""
@@ -329,3 +361,9 @@ class Router:
     def _update(self, worker: Worker) -> None:
         for pool in self._pools(worker):
             pool.update(worker)
+
+
+def _idle(pool: Pool, job: Job) -> WorkerRef | None:
+    idle = [worker for worker in pool.members.values() if worker.spare > 0 and not worker.load]
+    untried = [worker for worker in idle if worker.ref.id not in job.avoid]
+    return next((worker.ref for worker in untried or idle), None)

@@ -16,22 +16,27 @@ UNKNOWN_LOGPROBS = TokenLogprobs(-9999.0)
 
 
 class Output(msgspec.Struct):
-    """Everything new since the last one. The one with `finish` or `error` set is the last; an error has no `finish`."""
+    """Everything new since the last one. The one with `finish` or `error` set is the last; an error has no `finish`.
+    `of_prompt`: tokens of the prompt, with their scores (see `prompt_scores.py`)."""
 
     tokens: list[int]
     logprobs: list[TokenLogprobs] | None = None
     finish: FinishReason | None = None
     error: PenstockError | None = None
     cached_tokens: int = 0
+    embedding: bytes = b""
+    of_prompt: bool = False
 
 
 class Transcript:
-    """Bounded by `max_tokens`. `cached_tokens`: prompt tokens that the first worker to say so had cached, -1 before."""
+    """Bounded by `max_tokens`. `cached_tokens`: prompt tokens that the first worker to say so had cached, -1 before.
+    `embedding`: see `TokenFrame`."""
 
     def __init__(self, sampling: SamplingParams) -> None:
         self.sampling = sampling
         self.tokens: list[int] = []
         self.cached_tokens = -1
+        self.embedding = b""
         self.ended = False
         self.finish: FinishReason | None = None
         self.error: PenstockError | None = None
@@ -71,7 +76,7 @@ class Transcript:
         logprobs = None
         if self._logprobs is not None:
             logprobs, self._logprobs = self._logprobs, []
-        return Output(tokens, logprobs, self.finish, self.error, max(self.cached_tokens, 0))
+        return Output(tokens, logprobs, self.finish, self.error, max(self.cached_tokens, 0), self.embedding)
 
     def unread_for(self, now: float) -> float:
         """Seconds since something has waited for the reader, as far as earlier calls could see."""

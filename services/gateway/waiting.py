@@ -14,13 +14,14 @@ from common.engine.shares import Shares
 from services.gateway.actions import State
 from services.gateway.requests import Request
 
-Line = Literal["alone", "canary", "direct", "prefill"]
-"""For a worker that has nothing else to do; for one certain worker; for room at decode; for room at prefill."""
+Line = Literal["alone", "canary", "direct", "prefill", "read"]
+"""For a worker that has nothing else to do; for one certain worker; for room at decode; for room at prefill, and at decode
+afterwards; for room at prefill alone."""
 
-_LINES: tuple[Line, ...] = ("alone", "canary", "direct", "prefill")
+_LINES: tuple[Line, ...] = ("alone", "canary", "direct", "prefill", "read")
 _Turn = tuple[float, float, int]
 """Virtual time of the tenant, rank and order of the request."""
-SHARED: tuple[Line, ...] = ("direct", "prefill")
+SHARED: tuple[Line, ...] = ("direct", "prefill", "read")
 """The lines that tenants share."""
 FIRST_GUESS_TOKENS = 64.0
 LEARNT_SHARE = 0.1

@@ -14,6 +14,7 @@ from common.text.output.events import CallArguments, CallStart, Event, Reasoning
 from services.gateway.bodies import Heading, Usage, call_head
 from services.gateway.choices import Delta
 from services.gateway.logprobs import BUFFER_BYTES, Columns, Sink, TokenNames
+from services.gateway.prompt_scores import encoded_scores
 
 _encode = msgspec.json.Encoder().encode
 
@@ -25,6 +26,7 @@ class _Choice:
         self.calls: list[tuple[bytes, Sink]] = []
         self.finish = "stop"
         self.columns = columns
+        self.prompt = Sink()
 
     def add(self, event: Event) -> int:
         """Return how many bytes it added."""
@@ -60,6 +62,7 @@ class WholeBody:
     def __init__(self, heading: Heading, names: TokenNames) -> None:
         self._chat = heading.kind == "chat"
         self._head = heading.encoded("chat.completion")
+        self._names, self._prompt_top = names, heading.prompt_top
         kind, top = heading.kind, heading.top_logprobs
         self._choices = [_Choice(Columns(kind, names, top) if top >= 0 else None) for _ in range(heading.num_choices)]
         self.size = 0
@@ -72,6 +75,10 @@ class WholeBody:
             self.size += choice.add(event)
         if choice.columns is not None and delta.scored:
             self.size += choice.columns.add(delta.scored)
+        if delta.prompt:
+            entries = encoded_scores(delta.prompt, self._names, self._prompt_top)
+            choice.prompt.add(b"," + entries if choice.prompt.buffers else entries)
+            self.size += len(entries)
         if delta.finish is not None:
             choice.finish = delta.finish
 
@@ -83,9 +90,16 @@ class WholeBody:
             text = choice.message() if self._chat else [b'"text":"', *choice.text.buffers, b'"']
             parts += [head, *text, b',"logprobs":']
             parts += choice.columns.body() if choice.columns is not None else [b"null"]
-            parts += [b',"finish_reason":', _encode(choice.finish), b"}"]
-        parts += [b'],"usage":', _encode(usage.body()), b"}"]
+            parts += [b',"finish_reason":', _encode(choice.finish)]
+            parts += [b"}"] if self._chat else [*self._prompt_member(choice), b"}"]
+        parts += [b'],"usage":', _encode(usage.body())]
+        parts += [*self._prompt_member(self._choices[0]), b"}"] if self._chat else [b"}"]
         return Pieces(parts)
+
+    def _prompt_member(self, choice: _Choice) -> list[bytes | bytearray]:
+        if self._prompt_top < 0:
+            return []
+        return [b',"prompt_logprobs":[', *choice.prompt.buffers, b"]"]
 
 
 def _add(sink: Sink, text: str) -> int:

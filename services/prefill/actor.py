@@ -5,6 +5,8 @@ The life of a request here:
     PrefillTask ─► admitted ─► prefix copied from the kvstore ─► chunks ─► first token ─► TokenFrames to the gateway
         ─► KvReady to decode ─ Accepted ─► HandedOff; blocks leased until decode releases them or stops renewing
                              └ refused ──► HandoffFailed; parked with its blocks until Redirect, Cancel or lease end
+
+    ReadTask ─► admitted ─► chunks, each with frames of what was scored ─► the last frame; blocks freed
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from common.protocol.messages import (
     KvReady,
     Message,
     PrefillTask,
+    ReadTask,
     Redirect,
     Rejected,
     ReleaseLease,
@@ -86,6 +89,8 @@ class PrefillActor(EngineWorker):
         match message:
             case PrefillTask():
                 self.on_task(message, reply)
+            case ReadTask():
+                self.on_read(message, reply)
             case ReleaseLease():
                 for lease in message.leases:
                     self.end_lease(lease)
@@ -102,15 +107,24 @@ class PrefillActor(EngineWorker):
             self.decode_for[sequence.request] = task.decode
             self.prefixes.fetch(sequence)
 
+    def on_read(self, task: ReadTask, reply: str) -> None:
+        sequence = self.admit(task.generation, reply, lambda s: self.scheduler.admit(s, self.clock()))
+        if sequence is not None:
+            self.prefixes.fetch(sequence)
+
     def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
         done = self.scheduler.commit(plan, result, self.clock())
         return lambda: self.report(done)
 
-    def report(self, done: list[Sequence]) -> None:
-        """First tokens go to their gateways, and the KV behind them to the decode workers."""
+    def report(self, news: list[Sequence]) -> None:
+        """First tokens and what was read go to their gateways, and the KV behind first tokens to the decode workers."""
+        for sequence in news:
+            if sequence.is_read:
+                self.report_reading(sequence)
+        done = [sequence for sequence in news if not sequence.is_read]
         self.check_grammars(done)
-        news = [(sequence, sequence.num_outputs - 1) for sequence in done if self.is_held(sequence)]
-        self.outflow.put(news, urgent=True)
+        first = [(sequence, sequence.num_outputs - 1) for sequence in done if self.is_held(sequence)]
+        self.outflow.put(first, urgent=True)
         self.counters.generation_tokens.inc(len(done))
         for sequence in done:
             self.prefixes.offer_soon(sequence)
@@ -119,6 +133,12 @@ class PrefillActor(EngineWorker):
             else:
                 self.parked[sequence.request] = sequence
                 self.task_group.start_soon(self.hand_off, sequence)
+
+    def report_reading(self, sequence: Sequence) -> None:
+        if sequence.finish is not None:
+            self.cache.close(sequence)
+        if self.is_held(sequence):
+            self.outflow.read(sequence)
 
     def on_redirect(self, redirect: Redirect) -> None:
         sequence = self.parked.get(redirect.request)

@@ -58,22 +58,22 @@ class PrefillScheduler:
 
     @property
     def uncomputed_tokens(self) -> int:
-        return sum(len(sequence.tokens) - sequence.num_computed for sequence in (*self._queued, *self._copying))
+        return sum(sequence.length - sequence.num_computed for sequence in (*self._queued, *self._copying))
 
     def admit(self, sequence: Sequence, now: float) -> None:
         """Take a prompt and all the blocks it needs.
 
         :raises OutOfCredits, OutOfBlocks: nothing has been taken; another worker may. :raises ContextLengthExceeded: none can.
         """
-        needed = self.cache.blocks_for(len(sequence.tokens))
+        needed = self.cache.blocks_for(sequence.length)
         if needed > self.cache.pool.num_blocks:
             raise ContextLengthExceeded(
-                f"{len(sequence.tokens)} tokens need {needed} KV blocks; this worker has {self.cache.pool.num_blocks}: "
+                f"{sequence.length} tokens need {needed} KV blocks; this worker has {self.cache.pool.num_blocks}: "
                 "raise --kv-cache-mb"
             )
         if self.credits == 0:
             raise OutOfCredits(f"{self.num_held} prompts are in work already")
-        self.cache.open(sequence, len(sequence.tokens))
+        self.cache.open(sequence, sequence.length)
         self._queued[sequence] = now
 
     def begin_copy(self, sequence: Sequence) -> None:
@@ -104,7 +104,9 @@ class PrefillScheduler:
         num_samples = 0
         candidates = self._queued if only is None else [sequence for sequence in self._queued if sequence in only]
         queued = [
-            sequence for sequence in candidates if sequence.is_ready and not sequence.num_awaited and not sequence.cancelled
+            sequence
+            for sequence in candidates
+            if sequence.is_ready and not sequence.num_awaited and not sequence.cancelled and sequence.num_unplanned
         ]
         for sequence in self._turns.in_turn(sorted(queued, key=lambda s: self._remaining(s, now))):
             if budget <= 0:
@@ -130,14 +132,20 @@ class PrefillScheduler:
         return sequence.num_unplanned - age_s * self.aging_tokens_per_s
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Sequence]:
-        """Take the oldest step's result. Returns the sequences whose first token was sampled; their blocks are still owned."""
+        """Take the oldest step's result. Returns the sequences that have news: a first token was sampled, or more was read. The
+        blocks of those that have ended are still owned."""
         done = []
         for sequence, row, samples in zip(self._flights.popleft(), plan.rows, result.rows, strict=True):
             sequence.ran(row)
             if sequence.cancelled:
                 self._leave(sequence)
                 continue
-            if row.num_samples:
+            if sequence.is_read:
+                sequence.read(samples)
+                done.append(sequence)
+                if sequence.finish is not None:
+                    self._queued.pop(sequence)
+            elif row.num_samples:
                 sequence.append(samples, 1, max_context=self.max_context)
                 self._queued.pop(sequence)
                 done.append(sequence)

@@ -70,4 +70,5 @@ HOLDERS = {
 def next_task(request: Request, prefill: WorkerRef | None, decode: WorkerRef) -> PrefillTask | DecodeTask:
     (ask,) = request.place(prefill, decode, 1.0)
     assert isinstance(ask, Ask)
+    assert isinstance(ask.message, PrefillTask | DecodeTask)
     return ask.message

@@ -21,6 +21,7 @@ from services.gateway.arguments import (
     Notes,
 )
 from services.gateway.openai import ChatRequest, CompletionRequest
+from services.gateway.vectors import EmbeddingRequest, ScoreRequest
 from services.gateway.views.messages_body import MessagesRequest
 from services.gateway.views.responses_body import ResponsesRequest
 from tests.unit.parsing import decode_chat, decode_completion
@@ -186,7 +187,7 @@ def test_an_argument_is_in_one_table() -> None:
 
 def test_every_argument_that_is_obeyed_is_documented() -> None:
     documented = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
-    kinds = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
+    kinds = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, EmbeddingRequest, ScoreRequest)
     fields = {name for kind in kinds for name in kind.__struct_fields__}
     assert [name for name in sorted(fields) if f"`{name}`" not in documented] == []
 

@@ -234,7 +234,8 @@ def test_contradictions_are_refused() -> None:
     assert refusal(chat(max_tokens=5, max_completion_tokens=6)).param == "max_completion_tokens"
     assert refusal(chat(top_logprobs=2)).param == "top_logprobs"
     with pytest.raises(InvalidParameter, match="echo"):
-        decode_completion(completion(echo=True, logprobs=1))
+        decode_completion(completion(max_tokens=0, logprobs=1))
+    assert decode_completion(completion(max_tokens=0, echo=True, logprobs=1)).echo
 
 
 @pytest.mark.parametrize(
