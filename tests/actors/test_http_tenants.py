@@ -212,3 +212,14 @@ async def test_prompts_of_tenants_never_share_cached_kv_and_have_their_share_and
     assert len({request.salt for request in asked}) == 6 and asked[4].salt == b""
     assert [(request.tenant, request.weight) for request in asked[::2]] == [("acme", 3.0), ("zoo", 1.0), ("", 1.0)]
     assert {request.priority for request in asked} == {-2}
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/score", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"])
+async def test_every_endpoint_asks_for_a_key_and_counts_its_requests(tmp_path: Path, path: str) -> None:
+    file = key_file(tmp_path, "[tenants.acme]\nrequests_per_minute = 1\n[tenants.zoo]\n")
+    async with gateway(file) as (http, door):
+        assert (await http.post(path, json={})).status_code == 401
+        assert (await http.post(path, json={}, headers=bearer(ACME))).status_code == 400
+        refused = await http.post(path, json={}, headers=bearer(ACME))
+        assert refused.status_code == 429 and "retry-after" in refused.headers
+        assert door.tenants["acme"].num_running == 0
