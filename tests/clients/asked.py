@@ -1,12 +1,9 @@
-"""What several clients are asked, and marks for what is not built yet."""
+"""What several clients are asked."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-import openai
-import pytest
-from instructor.core import InstructorRetryException
 from pydantic import BaseModel, Field
 
 PARIS = "Paris is the capital of France. Say so as JSON with name, country and size."
@@ -32,9 +29,3 @@ class City(BaseModel):
     name: str = Field(max_length=20)
     country: str = Field(max_length=20)
     size: Literal["small", "large"]
-
-
-REFUSED = (openai.BadRequestError, InstructorRetryException)
-needs_forced_calls = pytest.mark.xfail(
-    strict=True, raises=REFUSED, reason="tool_choice required and named are not supported yet"
-)

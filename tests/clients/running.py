@@ -50,7 +50,8 @@ def penstock_up(*flags: str, environment: Mapping[str, str] | None = None) -> It
     folder = Path(tempfile.mkdtemp(prefix="penstock-clients-"))
     port = free_port()
     command = [PYTHON, "-m", "common.cli", "up", "--http-port", str(port), "--nats-port", str(free_port())]
-    command += ["--served-model-name", MODEL, "--kv-cache-mb", "256", "--log-dir", str(folder / "logs"), *flags]
+    command += ["--served-model-name", MODEL, "--kv-cache-mb", "256", "--log-dir", str(folder / "logs")]
+    command += ["--data-dir", str(folder / "data"), *flags]
     shm_dir = folder / "shm"
     shm_dir.mkdir()
     with (folder / "up.log").open("wb") as log:

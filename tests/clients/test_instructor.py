@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import instructor
 import pytest
-from asked import PARIS, City, needs_forced_calls
+from asked import PARIS, City
 from openai import OpenAI
 from running import KEY, MODEL, Penstock
 
 
-@pytest.mark.parametrize(
-    "mode",
-    [
-        instructor.Mode.JSON_SCHEMA,
-        pytest.param(instructor.Mode.TOOLS, marks=needs_forced_calls),
-        pytest.param(instructor.Mode.TOOLS_STRICT, marks=needs_forced_calls),
-    ],
-)
+@pytest.mark.parametrize("mode", [instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT])
 def test_a_model_of_pydantic_comes_back(penstock: Penstock, mode: instructor.Mode) -> None:
     client = instructor.from_openai(OpenAI(base_url=penstock.v1, api_key=KEY, max_retries=0), mode=mode)
     found = client.chat.completions.create(

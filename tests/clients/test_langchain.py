@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from asked import PARIS, City, needs_forced_calls
+from asked import PARIS, City
 from langchain.agents import create_agent
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
@@ -29,7 +29,7 @@ def test_invoke_stream_and_batch_agree(llm: ChatOpenAI) -> None:
     assert [answer.content for answer in llm.batch(["What is the capital of France?"] * 2)] == [said.content] * 2
 
 
-@pytest.mark.parametrize("method", ["json_schema", "json_mode", pytest.param("function_calling", marks=needs_forced_calls)])
+@pytest.mark.parametrize("method", ["json_schema", "json_mode", "function_calling"])
 def test_structured_output(llm: ChatOpenAI, method: str) -> None:
     found = llm.with_structured_output(City if method != "json_mode" else None, method=method).invoke(PARIS)
     assert isinstance(found, City if method != "json_mode" else dict)
@@ -44,10 +44,9 @@ def test_bound_tools_and_their_results(llm: ChatOpenAI) -> None:
     assert answer.content or answer.tool_calls
 
 
-@needs_forced_calls
 @pytest.mark.parametrize("choice", ["any", "weather"])
 def test_a_forced_call(llm: ChatOpenAI, choice: str) -> None:
-    answer = llm.bind_tools([weather], tool_choice=choice).invoke("How is the weather in Paris?")
+    answer = llm.bind_tools([weather], tool_choice=choice, parallel_tool_calls=False).invoke("How is the weather in Paris?")
     assert [call["name"] for call in answer.tool_calls] == ["weather"]
     assert isinstance(answer.tool_calls[0]["args"]["town"], str)
 

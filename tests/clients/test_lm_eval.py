@@ -7,20 +7,14 @@ import json
 from pathlib import Path
 
 import pytest
-from running import KEY, MODEL, CommandFailed, Penstock, script
+from running import KEY, MODEL, Penstock, script
 
 TASKS = Path(__file__).parent / "lm_eval_tasks"
-needs_prompt_scores = pytest.mark.xfail(
-    strict=True, raises=CommandFailed, reason="echo together with logprobs is not supported yet"
-)
 
 
 @pytest.mark.parametrize(
     ("task", "metric"),
-    [
-        ("penstock_generate", "exact_match,first_word"),
-        pytest.param("penstock_loglikelihood", "acc,none", marks=needs_prompt_scores),
-    ],
+    [("penstock_generate", "exact_match,first_word"), ("penstock_loglikelihood", "acc,none")],
 )
 def test_a_task(penstock: Penstock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, metric: str) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))

@@ -20,20 +20,11 @@ pytestmark = [
 ]
 
 
-class Refused(Exception):
-    """The server said that it does not do this yet."""
-
-
-not_yet = pytest.mark.xfail(strict=True, raises=Refused, reason="tool_choice required and named are not supported yet")
-
-
 @pytest.mark.parametrize(
     ("file", "check"),
     [
-        *(("openai.mjs", check) for check in ("chat", "completions", "parse", "tools", "models", "errors")),
-        *(("ai.mjs", check) for check in ("text", "object", "tools")),
-        pytest.param("openai.mjs", "forced", marks=not_yet),
-        pytest.param("ai.mjs", "forced", marks=not_yet),
+        *(("openai.mjs", check) for check in ("chat", "completions", "parse", "tools", "forced", "models", "errors")),
+        *(("ai.mjs", check) for check in ("text", "object", "tools", "forced")),
     ],
 )
 def test_a_client_of_npm(penstock: Penstock, file: str, check: str) -> None:
@@ -41,6 +32,4 @@ def test_a_client_of_npm(penstock: Penstock, file: str, check: str) -> None:
     ended = subprocess.run(
         [NODE, file, check], cwd=NPM, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
-    if "is not supported yet" in ended.stderr:
-        raise Refused(ended.stderr[-1000:])
     assert ended.returncode == 0, ended.stdout + ended.stderr[-4000:]

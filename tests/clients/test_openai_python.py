@@ -6,7 +6,7 @@ import json
 
 import openai
 import pytest
-from asked import PARIS, WEATHER_TOOL, City, needs_forced_calls
+from asked import PARIS, WEATHER_TOOL, City
 from openai import OpenAI
 from running import KEY, MODEL, Penstock
 
@@ -98,14 +98,16 @@ def test_tools_and_their_results_are_taken(client: OpenAI) -> None:
         assert answer.choices[0].finish_reason in ("stop", "length", "tool_calls")
 
 
-@needs_forced_calls
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 def test_a_call_that_must_be_made_is_made(client: OpenAI, choice: object) -> None:
-    asked = {"model": MODEL, "messages": HI, "tools": [WEATHER_TOOL], "tool_choice": choice, "max_tokens": 200}
-    message = client.chat.completions.create(**asked).choices[0].message
-    [call] = message.tool_calls
+    asked = {"model": MODEL, "messages": HI, "max_tokens": 200, "temperature": 0}
+    asked |= {"tools": [WEATHER_TOOL], "tool_choice": choice, "parallel_tool_calls": False}
+    [call] = client.chat.completions.create(**asked).choices[0].message.tool_calls
     assert call.function.name == "weather"
     assert json.loads(call.function.arguments)["town"] in ("Paris", "Rome")
+    with client.chat.completions.stream(**asked) as stream:
+        [streamed] = stream.get_final_completion().choices[0].message.tool_calls
+    assert streamed.function.arguments == call.function.arguments
 
 
 def test_models_are_listed(client: OpenAI) -> None:
