@@ -23,16 +23,15 @@ from services.gateway.vectors import MAX_INPUTS, VECTOR_SCOPES
 from services.gateway.views.messages_body import MESSAGES_SCOPES
 from services.gateway.views.responses_body import MAX_ITEMS, RESPONSES_SCOPES
 
-BODIES: dict[type[msgspec.Struct], Scope] = {**SCOPES, **TOKEN_SCOPES}
-"""Every type that a body or an object in one is decoded with, and how the rest of such an object is judged."""
-
-_FURTHER_BODIES: dict[type[msgspec.Struct], Scope] = {
+BODIES: dict[type[msgspec.Struct], Scope] = {
+    **SCOPES,
+    **TOKEN_SCOPES,
     **RESPONSES_SCOPES,
     **MESSAGES_SCOPES,
     **VECTOR_SCOPES,
     BatchRequest: Scope(BatchRequest.__struct_fields__, {}, {}),
 }
-"""Those of the other APIs."""
+"""Every type that a body or an object in one is decoded with, and how the rest of such an object is judged."""
 
 _TOOL: Schema = {
     "type": "object",
@@ -119,9 +118,8 @@ _OF_TYPE = {
 
 def body_schemas(*, max_n: int) -> dict[str, Schema]:
     """The schema of each type of BODIES, and of answers that have a type, by name."""
-    bodies = {**BODIES, **_FURTHER_BODIES}
-    _, found = msgspec.json.schema_components([*bodies, TokenizeAnswer, DetokenizeAnswer], ref_template=REFERENCE + "{name}")
-    for kind, scope in bodies.items():
+    _, found = msgspec.json.schema_components([*BODIES, TokenizeAnswer, DetokenizeAnswer], ref_template=REFERENCE + "{name}")
+    for kind, scope in BODIES.items():
         schema = found[kind.__name__]
         schema["description"] = " ".join((inspect.getdoc(kind) or "").split())
         if kind is not BatchRequest:
