@@ -254,7 +254,12 @@ def test_prompts_tools_and_formats_are_described_as_they_are_read() -> None:
         assert (not refused(kind, body)) == good, body
 
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-    for function in (tool["function"], {"name": "a" * 64}, {"name": "x", "description": None, "parameters": None}):
+    for function in (
+        tool["function"],
+        {"name": "a" * 64},
+        {"name": "x", "description": None, "parameters": None},
+        {"name": "x", "strict": True},
+    ):
         both("ChatRequest", {"messages": [MESSAGE], "tools": [{"type": "function", "function": function}]}, good=True)
     for wrong in ({"name": "a b"}, {"name": "a" * 65}, {"name": "x", "parameters": []}, {"name": "x", "description": 1}, {}):
         both("ChatRequest", {"messages": [MESSAGE], "tools": [{"type": "function", "function": wrong}]}, good=False)
