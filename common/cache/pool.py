@@ -28,6 +28,7 @@ class BlockPool:
 
     `generations` is where readers look (a shared-memory segment's array, uint64); the pool writes each change through.
     `fence` orders what this thread writes before it and after it (see `common/transfer/fence.py`).
+    `wipe`: clear a block's content, called as soon as nobody holds it; then nothing is ever cached, or found by its content.
     Taking and giving back are O(1) per block. Free blocks are reused last-in first-out, so that few pages are ever touched.
     """
 
@@ -37,6 +38,8 @@ class BlockPool:
         block_tokens: int,
         generations: MutableSequence[int] | np.ndarray | None = None,
         fence: Callable[[], None] = lambda: None,
+        *,
+        wipe: Callable[[int], None] | None = None,
     ) -> None:
         assert num_blocks > 0 and block_tokens > 0
         assert generations is None or len(generations) == num_blocks
@@ -44,6 +47,7 @@ class BlockPool:
         self.block_tokens = block_tokens
         self._shared = generations
         self._fence = fence
+        self._wipe = wipe
         self._generations = [0] * num_blocks if generations is None else [int(value) for value in generations]
         self._owners = [0] * num_blocks
         self._leases = [0] * num_blocks
@@ -53,6 +57,11 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._num_owned = 0
         self._num_leased = 0
+
+    @property
+    def keeps_content(self) -> bool:
+        """Whether a block may be found by its content."""
+        return self._wipe is None
 
     @property
     def available(self) -> int:
@@ -78,9 +87,7 @@ class BlockPool:
         blocks = []
         for _ in range(count):
             block = self._free.pop() if self._free else self._evict_oldest()
-            self._generations[block] += 1
-            if self._shared is not None:
-                self._shared[block] = self._generations[block]
+            self._raise_generation(block)
             self._owners[block] = 1
             blocks.append(block)
         self._num_owned += count
@@ -125,8 +132,11 @@ class BlockPool:
                 self._enter_unowned(block)
 
     def publish(self, block: int, block_hash: bytes) -> None:
-        """Give a full block its content address. Where another block has it already, that one stays the one found."""
+        """Give a full block its content address. Where another block has it already, that one stays the one found. Nothing
+        is published where blocks are wiped."""
         assert self._owners[block] or self._leases[block], f"block {block} published by nobody"
+        if self._wipe is not None:
+            return
         held = self._hashes[block]
         if held is not None:
             assert held == block_hash, f"block {block} published with two contents"
@@ -192,7 +202,16 @@ class BlockPool:
         elif self._hashes[block] is not None:
             self._cached[block] = None
         else:
+            if self._wipe is not None:
+                self._raise_generation(block)  # whoever still reads it must not take what is left for KV
+                self._fence()
+                self._wipe(block)
             self._free.append(block)
+
+    def _raise_generation(self, block: int) -> None:
+        self._generations[block] += 1
+        if self._shared is not None:
+            self._shared[block] = self._generations[block]
 
     def _evict_oldest(self) -> int:
         block, _ = self._cached.popitem(last=False)

@@ -43,14 +43,22 @@ class StoreClient:
     """Talks to the kvstores of this host on behalf of `actor`.
 
     `blocks`: the worker's own pool, [num_blocks, block_bytes], uint8; [num_blocks, 0] where it is in a GPU's memory, which no
-    kvstore reads or writes: then there is never one worth asking. The caller keeps the blocks it passes retained until
-    the coroutine returns.
+    kvstore reads or writes: then there is never one worth asking, nor is there without `enabled`. The caller keeps
+    the blocks it passes retained until the coroutine returns.
     """
 
     def __init__(
-        self, actor: Actor, blocks: np.ndarray, fingerprint: str, shm_dir: str, *, transport: Transport | None = None
+        self,
+        actor: Actor,
+        blocks: np.ndarray,
+        fingerprint: str,
+        shm_dir: str,
+        *,
+        transport: Transport | None = None,
+        enabled: bool = True,
     ) -> None:
         self.actor = actor
+        self._enabled = enabled
         self.blocks = blocks
         self.fingerprint = fingerprint
         self.host = host_id(shm_dir)
@@ -113,7 +121,7 @@ class StoreClient:
     # -- stores
 
     def _stores(self) -> list[WorkerRef]:
-        if not self.actor.bus.connected or not self.blocks.shape[1]:
+        if not self._enabled or not self.actor.bus.connected or not self.blocks.shape[1]:
             return []
         now = self.actor.clock()
         if self._skip_until:

@@ -152,7 +152,7 @@ class ChatStream:
     def __init__(self, bus: Bus, model: str, body: dict[str, Any], *, timeout_s: float = 60.0) -> None:
         self._bus = bus
         self._model = model
-        self._subject = subjects.chat(subjects.slug(model))
+        self._subject = self._mine(subjects.chat(subjects.slug(model)))
         self._body = msgspec.json.encode({"stream_options": {"include_usage": True}, **body, "model": model, "stream": True})
         self._timeout_s = timeout_s
         self._send, self._receive = anyio.create_memory_object_stream[BusMessage](100_000)
@@ -162,6 +162,9 @@ class ChatStream:
         self._ended = False
         self.request_id = f"cli-{os.urandom(8).hex()}"
         self.timing = Timing(0.0)
+
+    def _mine(self, subject: str) -> str:
+        return subjects.of_tenant(self._bus.tenant, subject) if self._bus.tenant else subject
 
     async def __aenter__(self) -> ChatStream:
         inbox = self._inbox
@@ -175,7 +178,7 @@ class ChatStream:
     ) -> None:
         with anyio.CancelScope(shield=True), anyio.move_on_after(2):
             if not self._ended:
-                await self._bus.publish(subjects.cancel(self.request_id), b"", reply=self._inbox)
+                await self._bus.publish(self._mine(subjects.cancel(self.request_id)), b"", reply=self._inbox)
                 await self._bus.flush()
             if self._subscription is not None:
                 await self._subscription.unsubscribe()

@@ -125,7 +125,7 @@ def settled(config: UpConfig, num_gpus: int, cores: int) -> UpConfig:
     return msgspec.structs.replace(
         config,
         prefill=prefill if config.prefill is None else config.prefill,
-        kvstore=int(not num_gpus) if config.kvstore is None else config.kvstore,
+        kvstore=int(not num_gpus and not config.zero_retention) if config.kvstore is None else config.kvstore,
     )
 
 

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from common.cli import bench, chat, demo, doctor, generate, pull, status, up
+from common.cli import bench, chat, demo, doctor, generate, keys, pull, status, up
 from common.cli.console import err, out
 from common.protocol.errors import PenstockError
 from common.runtime.config import check_variables
@@ -52,6 +52,7 @@ app.command("status")(status.command)
 app.command("bench")(bench.command)
 app.command("doctor")(doctor.command)
 app.command("demo")(demo.command)
+app.add_typer(keys.app, name="keys")
 
 
 def main() -> None:

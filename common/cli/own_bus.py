@@ -3,6 +3,7 @@
 <PENSTOCK_HOME>/run/<host>-<port>/      only this user can look into it; gone when `up` has ended
   nats-server.conf                      users, passwords, permissions
   gateway.json … client.json            what each role logs in with; commands find theirs by the bus's address
+  <tenant>.json                         what each tenant of --api-keys logs in with
 <PENSTOCK_HOME>/data/<host>-<port>/     files and batches, unless --data-dir names another folder; stays
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 import fcntl
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,6 +21,7 @@ import msgspec
 from common.cli.fleet import UpConfig
 from common.models.source import default_cache_dir
 from common.protocol.errors import ConfigError
+from common.runtime import api_keys
 from common.runtime.bus_login import BusLogin, read_credentials, run_folder, write_private
 from common.runtime.nats_access import CLIENT, USERS, Credentials, draw_credentials, server_config
 
@@ -38,15 +40,30 @@ def check_login(config: UpConfig) -> None:
         raise ConfigError(f"nats_clients: there is a user {taken[0]} already", param="nats_clients")
 
 
-@contextmanager
-def prepared(port: int, *, clients: Sequence[str], reply_prefixes: Sequence[str], data: Path | None = None) -> Iterator[Path]:
-    """The folder of a bus on `port` of this machine, with credentials for every role and further `clients`. `data`: where it
-    keeps its streams, by default a folder that goes with the other one.
+def tenants_of(path: str) -> list[str]:
+    """The tenants of a file of keys, each of which gets a user; none without a file.
 
-    :raises ConfigError: it can't be written.
+    :raises ConfigError: it can't be read, or is no such file.
+    """
+    return list(api_keys.read(Path(path)).tenants) if path else []
+
+
+@contextmanager
+def prepared(
+    port: int,
+    *,
+    clients: Sequence[str],
+    reply_prefixes: Sequence[str],
+    tenants: Collection[str] = (),
+    data: Path | None = None,
+) -> Iterator[Path]:
+    """The folder of a bus on `port` of this machine, with credentials for every role, further `clients`, and `tenants`. `data`:
+    where it keeps its streams, by default a folder that goes with the other one.
+
+    :raises ConfigError: it can't be written, or a tenant has another user's name.
     """
     folder = run_folder(port)
-    known = draw_credentials(f"nats://127.0.0.1:{port}", (*USERS, *clients))
+    known = draw_credentials(f"nats://127.0.0.1:{port}", (*USERS, *clients), tenants=tenants)
     try:
         for user, credentials in known.items():
             write_private(folder / f"{user}.json", msgspec.json.format(msgspec.json.encode(credentials)).decode())

@@ -74,10 +74,10 @@ def command(ctx: typer.Context) -> None:
             port = claim_port(config.nats_port, "--nats-port", hint=hint)
             config = msgspec.structs.replace(config, nats_url=f"nats://127.0.0.1:{port}")
             prefixes = getattr(asked.services["gateway"], "reply_prefixes", ())
+            tenants = own_bus.tenants_of(getattr(asked.services["gateway"], "api_keys", ""))
             data = stack.enter_context(own_bus.data_folder(config, port))
-            credentials = stack.enter_context(
-                own_bus.prepared(port, clients=config.nats_clients, reply_prefixes=prefixes, data=data)
-            )
+            bus = own_bus.prepared(port, clients=config.nats_clients, reply_prefixes=prefixes, tenants=tenants, data=data)
+            credentials = stack.enter_context(bus)
             config = msgspec.structs.replace(config, data_dir=str(data or ""))
         config = msgspec.structs.replace(config, http_port=http)
         specs = processes(
@@ -149,7 +149,7 @@ def _checked(asked: UpSettings) -> tuple[UpSettings, list[str]]:
 def _open_api(asked: UpSettings) -> list[str]:
     """Return a warning if everyone on the network may use the model."""
     host, gateway = asked.config.http_host, asked.services["gateway"]
-    if is_loopback(host) or getattr(gateway, "api_key", "") or getattr(gateway, "api_key_file", ""):
+    if is_loopback(host) or any(getattr(gateway, name, "") for name in ("api_key", "api_key_file", "api_keys")):
         return []
     return [
         f"the API listens on {host} without a key: whoever reaches this machine may use it. "

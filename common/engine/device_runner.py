@@ -23,9 +23,10 @@ from common.engine.device_reading import Reading, places_read, put_readings, rea
 from common.engine.device_sampling import DeviceSampler, Logprobs
 from common.engine.graphs import PADDING, ShapeTable, StepGraph, exact_shape
 from common.engine.masks import StepMasks, fill_masks
-from common.engine.plan import Constraint, Masks, RowSamples, RunnerLost, StepPlan, StepResult, StepRow
+from common.engine.plan import RowSamples, RunnerLost, StepPlan, StepResult, StepRow
 from common.engine.sampling import penalised
 from common.engine.step_buffers import Fields, PackedStep, StepPacker, StepShape, buffer_bytes, layout
+from common.engine.warm_up import WARM_UP
 from common.models.attention import DeviceAttention
 from common.models.decoder import Decoder, Inputs
 from common.ops import attention_configs, backend
@@ -36,35 +37,13 @@ from common.ops.attention_work import AttentionWorkspace, DeviceBatch, FreshRun,
 from common.ops.embed import Feed
 from common.ops.paged_attention import AttentionRow
 from common.protocol.errors import ConfigError, InvalidParameter
-from common.protocol.messages import SamplingParams, TokenLogprobs
+from common.protocol.messages import TokenLogprobs
 from common.runtime import logs
 
 log = logs.get("engine")
 
 _DEPTH = 3
 """Sets of pinned buffers: of the step being packed, the one submitted before it, and the one whose result is being taken."""
-
-
-class _Anything:
-    """A `plan.Constraint` that allows all tokens."""
-
-    def fill(self, output: Sequence[int], proposal: Sequence[int], out: Masks, *, start: int = 0) -> None:
-        out[:] = -1
-
-
-_TOP = SamplingParams(temperature=1.0, top_k=8, top_p=0.5, logprobs=1)
-_PENALISED = SamplingParams(temperature=1.0, top_p=0.5, presence_penalty=0.5, logit_bias={0: 1.0})
-_BIASED = SamplingParams(temperature=1.0, logit_bias={0: 1.0})
-_AT_LEAST = SamplingParams(min_tokens=2, stop_token_ids=[0])
-_FREE = SamplingParams(temperature=1.0)
-
-WARM_UP: tuple[tuple[tuple[SamplingParams, Constraint | None], ...], ...] = (
-    ((_TOP, None), (_PENALISED, None), (_FREE, _Anything())),
-    ((_BIASED, None), (_AT_LEAST, None), (_FREE, None)),
-    ((_TOP, _Anything()), (_FREE, _Anything()), (_FREE, None)),
-    ((_BIASED, _Anything()), (_FREE, None), (_FREE, None)),
-)
-"""The samples of steps that need every build of the kernels behind a graph: with filters, penalties and masks, and without."""
 
 _SPARE_BLOCK_IDS = 4096
 _MAX_BLOCK_IDS = 4 << 20

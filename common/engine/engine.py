@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from common.engine.plan import Runner
 from common.models.source import ModelFiles
+from common.protocol.errors import ConfigError
 from common.transfer.segment import Segment
 
 
@@ -20,6 +21,22 @@ class Engine:
     on_gpu: bool = False
     identity: str = ""
     files: ModelFiles | None = None
+
+    def wiping(self, zero_retention: bool) -> Callable[[int], None] | None:
+        """How a block is cleared when nobody holds it any more, where nothing may outlive its request; else None.
+
+        :raises ConfigError: KV is in a GPU's memory.
+        """
+        if not zero_retention:
+            return None
+        if self.on_gpu:
+            raise ConfigError("zero_retention is not supported on GPUs yet: use --device cpu", param="zero_retention")
+        blocks = self.segment.blocks
+
+        def wipe(block: int) -> None:
+            blocks[block] = 0
+
+        return wipe
 
 
 OpenEngine = Callable[[str, Callable[[int, int], None]], Engine]

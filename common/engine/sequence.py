@@ -91,6 +91,10 @@ class Sequence:
         return self.generation.attempt
 
     @property
+    def tenant(self) -> str:
+        return self.generation.tenant
+
+    @property
     def sampling(self) -> SamplingParams:
         return self.generation.sampling
 
@@ -314,7 +318,7 @@ class SequenceCache:
         `computing` holds the hashes of the blocks that the step, or one in flight, computes already. False: the sequence's next
         block is one of them, and waiting for the next step saves computing it twice.
         """
-        if sequence.needs_every_state:
+        if not self.pool.keeps_content or sequence.needs_every_state:
             return True
         first = sequence.num_planned // self.block_tokens
         hashes = self.hash(sequence, len(sequence.tokens) - 1)[first:]

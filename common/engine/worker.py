@@ -106,9 +106,11 @@ class EngineWorker(Actor):
     async def start(self) -> None:
         self.engine = await self._opened()
         runner, segment = self.engine.runner, self.engine.segment
-        self.pool = BlockPool(runner.num_blocks, runner.block_tokens, segment.generations, memory_fence())
+        generations, wipe = segment.generations, self.engine.wiping(self.config.zero_retention)
+        self.pool = BlockPool(runner.num_blocks, runner.block_tokens, generations, memory_fence(), wipe=wipe)
         self.cache = SequenceCache(self.pool, block_tokens=runner.block_tokens, fingerprint=runner.fingerprint)
-        self.store = StoreClient(self, segment.blocks, runner.fingerprint, self.config.shm_dir)
+        keeps = not self.config.zero_retention
+        self.store = StoreClient(self, segment.blocks, runner.fingerprint, self.config.shm_dir, enabled=keeps)
         self.scheduler = self.make_scheduler()
         self.prefixes = Prefixes(self)
         self.grammars = WorkerGrammars(self.engine.files, vocab_size=runner.vocab_size, twins=num_threads())

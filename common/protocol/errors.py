@@ -7,12 +7,14 @@
     │   ├── EmptyPrompt             400  empty_prompt
     │   ├── ContextLengthExceeded   400  context_length_exceeded
     │   ├── OriginNotAllowed        403  origin_not_allowed
+    │   ├── Forbidden               403  forbidden          a key that is known, and may not do this
     │   ├── UnknownModel            404  model_not_found
     │   ├── DuplicateRequest        409  duplicate_request
     │   ├── PayloadTooLarge         413  payload_too_large
     │   └── HostNotAllowed          421  host_not_allowed
     ├── ServiceError            the service can't do it now (5xx, 429)
     │   ├── Overloaded              429  overloaded
+    │   ├── RateLimited             429  rate_limit_exceeded  a limit of this tenant's; others are served
     │   ├── Cancelled               499  cancelled
     │   ├── NoWorkers               503  no_workers
     │   ├── GatewayBusy             503  gateway_busy       it can't keep up with what it has
@@ -82,6 +84,11 @@ class OriginNotAllowed(RequestError):
     http_status = 403
 
 
+class Forbidden(RequestError):
+    code = "forbidden"
+    http_status = 403
+
+
 class UnknownModel(RequestError):
     code = "model_not_found"
     http_status = 404
@@ -109,6 +116,17 @@ class ServiceError(PenstockError):
 class Overloaded(ServiceError):
     code = "overloaded"
     http_status = 429
+
+
+class RateLimited(ServiceError):
+    """`retry_after_s`: when the limit lets this request through, if nothing else comes."""
+
+    code = "rate_limit_exceeded"
+    http_status = 429
+
+    def __init__(self, message: str = "", *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class Cancelled(ServiceError):

@@ -2,7 +2,7 @@
 
 A client's request may carry REQUEST_ID, DEADLINE_MS and TRACEPARENT. Each reply carries REQUEST_ID and SEQUENCE, the first one
 perhaps WARNING; the last one carries FINAL, and if the request failed ERROR and ERROR_CODE (the NATS micro framework's names,
-so that standard tools show them).
+so that standard tools show them), after a limit RETRY_AFTER.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ WARNING = "Penstock-Warning"
 
 ERROR = "Nats-Service-Error"
 """What went wrong and what to do, for people."""
+
+RETRY_AFTER = "Penstock-Retry-After"
+"""With the error `rate_limit_exceeded`: seconds until the limit lets the request through."""
 
 ERROR_CODE = "Nats-Service-Error-Code"
 """One of the codes of `errors.py`, for programs."""

@@ -11,6 +11,9 @@
     penstock.v1.batch.<model-slug>          client → a gateway of this model (queue group): one line of a batch, to be kept
     penstock.v1.result.<line-id>            client → any gateway (queue group): what became of a line
     penstock.v1.int.batch.…                 a gateway → what is kept of files and batches (JetStream)
+    penstock.v1.t.<tenant>.<rest>           the same for a tenant, below a subject of its own: `t.acme.chat.<model-slug>`,
+                                            `t.acme.cancel.<request-id>`; answered on inboxes of its own (`_INBOX.acme.…`)
+    penstock.v1.usage.<tenant>              a gateway → whoever listens: what a request of the tenant's took, as JSON
     penstock.v1.int.inbox.<role>.<worker>   anyone inside → one worker's mailbox
     penstock.v1.int.presence.<role>.<worker>  a worker's heartbeat
     penstock.v1.int.reply.<role>.<connection>.<n>  an answer to one request of one connection
@@ -23,7 +26,7 @@ what came there.
 Names that differ may have the same slug (`Org/Model` and `org-model`), and a name may mean another model elsewhere. Gateways
 for two such names can't share a bus: the one that started later ends with a line that names both.
 
-Tenants' permissions deny `penstock.v1.int.>`.
+A tenant's permissions (`common/runtime/nats_access.py`) allow its own subjects and inboxes, and nothing else.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from common.protocol.errors import InvalidParameter
 
 ROOT = "penstock.v1"
 INTERNAL = f"{ROOT}.int"
+TENANTS = f"{ROOT}.t"
 GATEWAY_QUEUE = "penstock-gateway"
 
 RECORDS, FILES, LINES, RESULTS = "PENSTOCK_RECORDS", "PENSTOCK_FILES", "PENSTOCK_LINES", "PENSTOCK_RESULTS"
@@ -97,6 +101,37 @@ def any_chat() -> str:
 def any_request() -> list[str]:
     """Where clients ask for answers, whatever the model."""
     return [f"{ROOT}.{view}.*" for view in ("chat", "completions", "responses", "messages", "tokenize", "detokenize")]
+
+
+def of_tenant(tenant: str, subject: str) -> str:
+    """A public subject as a tenant's own: `penstock.v1.chat.x` → `penstock.v1.t.acme.chat.x`."""
+    return f"{TENANTS}.{token(tenant, what='tenant')}.{subject.removeprefix(f'{ROOT}.')}"
+
+
+def of_any_tenant(subject: str) -> str:
+    """What a gateway subscribes to, to hear `subject` from every tenant."""
+    return f"{TENANTS}.*.{subject.removeprefix(f'{ROOT}.')}"
+
+
+def any_of_tenant(tenant: str) -> str:
+    return f"{TENANTS}.{token(tenant, what='tenant')}.>"
+
+
+def any_of_tenants() -> str:
+    return f"{TENANTS}.>"
+
+
+def tenant_of(subject: str) -> str:
+    """Whose own a subject is; empty for one that is nobody's."""
+    return subject.removeprefix(f"{TENANTS}.").partition(".")[0] if subject.startswith(f"{TENANTS}.") else ""
+
+
+def usage(tenant: str) -> str:
+    return f"{ROOT}.usage.{token(tenant, what='tenant')}"
+
+
+def any_usage() -> str:
+    return f"{ROOT}.usage.*"
 
 
 def cancel(request: str) -> str:

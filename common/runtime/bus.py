@@ -63,7 +63,10 @@ class ServiceInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bus(Protocol):
-    """A connection. Every method may be called from the event loop's thread only."""
+    """A connection. Every method may be called from the event loop's thread only. `tenant`: whose requests it sends; empty:
+    nobody's in particular."""
+
+    tenant: str
 
     @property
     def connected(self) -> bool:

@@ -74,7 +74,7 @@ class BusLogin(msgspec.Struct, frozen=True, kw_only=True):
             options["tls"] = context
         # a role's answers come to where its permissions let it listen, however it logs in
         prefix = known.inbox_prefix or (DEFAULT_INBOX_PREFIX if user == "client" else inbox_prefix(user))
-        return ResolvedLogin(options, prefix)
+        return ResolvedLogin(options, prefix, known.tenant)
 
     def _path(self, url: str, user: str) -> Path | None:
         """The file with the credentials of `user`, if there is to be one."""
@@ -106,10 +106,11 @@ class _Source:
 
 
 class ResolvedLogin(msgspec.Struct, frozen=True):
-    """Arguments of nats-py's `connect`, and what this connection's inboxes begin with."""
+    """Arguments of nats-py's `connect`, what this connection's inboxes begin with, and which tenant's requests it sends."""
 
     options: dict[str, Any]
     inbox_prefix: str
+    tenant: str = ""
 
 
 def run_folder(port: int) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import traceback
 from typing import Any, Literal
 
 import msgspec
@@ -78,8 +79,20 @@ def _render_fast(_: Any, level: str, event: Any) -> str:
     return " ".join([head, *[f"{name}={value}" for name, value in event.items()]]) + "\n"
 
 
-def configure(level: str = "info", format: Literal["console", "json"] = "console") -> None:
-    """Send everything at `level` (debug, info, warning, error) and above to stderr."""
+def without_messages(_: Any, __: str, event: Any) -> Any:
+    """Replace an exception by its type and where it was raised: its message may hold what a client sent."""
+    found = event.pop("exc_info", None)
+    event.pop("exc_text", None)
+    error = sys.exc_info()[1] if found is True else found[1] if isinstance(found, tuple) else found
+    if isinstance(error, BaseException):
+        frames = traceback.extract_tb(error.__traceback__)
+        event["exception_type"] = type(error).__name__
+        event["raised_at"] = " < ".join(f"{frame.filename}:{frame.lineno}" for frame in reversed(frames))
+    return event
+
+
+def configure(level: str = "info", format: Literal["console", "json"] = "console", *, with_messages: bool = True) -> None:
+    """Send everything at `level` (debug, info, warning, error) and above to stderr. `with_messages`: exceptions in full."""
     global _fast_format
     _fast_format = format
     renderer: list[Any]
@@ -88,6 +101,8 @@ def configure(level: str = "info", format: Literal["console", "json"] = "console
     else:
         plain = structlog.dev.plain_traceback
         renderer = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=plain)]
+    if not with_messages:
+        renderer.insert(0, without_messages)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(

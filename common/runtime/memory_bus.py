@@ -191,6 +191,7 @@ class MemoryBus:
 
     def __init__(self, broker: MemoryBroker, name: str, *, max_pending_bytes: int) -> None:
         self.name = name
+        self.tenant = ""
         self.num_dropped = 0
         self.service: ServiceInfo | None = None
         self._broker = broker

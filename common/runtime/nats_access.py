@@ -8,7 +8,8 @@
     draft     the same                                                the same
     kvstore   the same                                                the same
     client    requests, cancels                                       its own inboxes, heartbeats
-    monitor   $SRV.PING, $SRV.INFO, $SRV.STATS                        its own inboxes, heartbeats
+    a tenant  requests and cancels below its own subject              its own inboxes, its own usage
+    monitor   $SRV.PING, $SRV.INFO, $SRV.STATS                        its own inboxes, heartbeats, usage of tenants
 
 The inboxes of a user begin with its name, so that no user hears what another one is answered. Internal answers go to subjects
 below the role that asked. A role's processes share its user: they trust each other.
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import get_args
 
 import msgspec
@@ -45,7 +46,7 @@ PASSWORD_BYTES = 32
 
 class Credentials(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a process connects with. The file format is that of a context of NATS's own command line, whose other fields are
-    ignored. `creds`, `nkey`, `ca`, `cert` and `key` are paths."""
+    ignored. `creds`, `nkey`, `ca`, `cert` and `key` are paths. `tenant`: below whose subject its requests go."""
 
     url: str = ""
     user: str = ""
@@ -57,6 +58,7 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     key: str = ""
     inbox_prefix: str = ""
     description: str = ""
+    tenant: str = ""
 
     def __repr__(self) -> str:
         return f"Credentials(url={self.url!r}, user={self.user!r})"
@@ -69,13 +71,16 @@ class Permissions(msgspec.Struct, frozen=True):
     subscribe: Sequence[str]
 
 
-def permissions(user: str, *, reply_prefixes: Sequence[str] = ("_INBOX.",)) -> Permissions:
-    """What one of `USERS`, or a further client, may do. `reply_prefixes`: the gateways' setting."""
+def permissions(user: str, *, reply_prefixes: Sequence[str] = ("_INBOX.",), tenant: bool = False) -> Permissions:
+    """What one of `USERS`, a further client, or a tenant of this name may do. `reply_prefixes`: the gateways' setting."""
     if user in WRITES_TO:
         return _of_role(user, reply_prefixes)
+    if tenant:
+        return Permissions([subjects.any_of_tenant(user)], [f"{inbox_prefix(user)}.>", subjects.usage(user)])
     own = [f"{inbox_prefix(user)}.>", subjects.any_presence()]
     if user == MONITOR:
-        return Permissions([f"$SRV.{verb}{rest}" for verb in ("PING", "INFO", "STATS") for rest in ("", ".>")], own)
+        asked = [f"$SRV.{verb}{rest}" for verb in ("PING", "INFO", "STATS") for rest in ("", ".>")]
+        return Permissions(asked, [*own, subjects.any_usage()])
     return Permissions([*_public(), subjects.any_cancel()], own)
 
 
@@ -92,9 +97,8 @@ def _of_role(role: str, reply_prefixes: Sequence[str]) -> Permissions:
     ]
     subscribe = [subjects.any_inbox_of(role), subjects.any_presence(), f"{inbox_prefix(role)}.>", "$SRV.>"]
     if role == "gateway":
-        publish += [f"{prefix}>" for prefix in reply_prefixes]
-        publish += [subjects.kept(), *_stream_api()]
-        subscribe += [*_public(), subjects.any_cancel()]
+        publish += [*(f"{prefix}>" for prefix in reply_prefixes), subjects.any_usage(), subjects.kept(), *_stream_api()]
+        subscribe += [*_public(), subjects.any_cancel(), subjects.any_of_tenants()]
     return Permissions(publish, subscribe)
 
 
@@ -114,11 +118,13 @@ def inbox_prefix(user: str) -> str:
     return subjects.replies_of(user) if user in WRITES_TO else f"_INBOX.{user}"
 
 
-def draw_credentials(url: str, users: Sequence[str] = USERS) -> dict[str, Credentials]:
-    """New passwords for `users` of the server at `url`.
+def draw_credentials(url: str, users: Sequence[str] = USERS, *, tenants: Collection[str] = ()) -> dict[str, Credentials]:
+    """New passwords for `users` and `tenants` of the server at `url`.
 
-    :raises InvalidParameter: a name that can't be part of a subject.
+    :raises InvalidParameter: a name that can't be part of a subject. :raises ConfigError: a tenant has another user's name.
     """
+    if taken := sorted(set(users) & set(tenants)):
+        raise ConfigError(f"the bus has a user {taken[0]} who is no tenant: call the tenant otherwise", param="api_keys")
     return {
         user: Credentials(
             url=url,
@@ -126,8 +132,9 @@ def draw_credentials(url: str, users: Sequence[str] = USERS) -> dict[str, Creden
             password=secrets.token_urlsafe(PASSWORD_BYTES),
             inbox_prefix=inbox_prefix(user),
             description=f"Penstock, as {user}",
+            tenant=user if user in tenants else "",
         )
-        for user in users
+        for user in (*users, *tenants)
     }
 
 
@@ -135,7 +142,7 @@ def server_config(credentials: Mapping[str, Credentials], *, reply_prefixes: Seq
     """The `authorization` block of a nats-server's configuration."""
     lines = ["authorization {", "  users: ["]
     for user, known in credentials.items():
-        allowed = permissions(user, reply_prefixes=reply_prefixes)
+        allowed = permissions(user, reply_prefixes=reply_prefixes, tenant=bool(known.tenant))
         lines += [
             f"    {{ user: {json.dumps(known.user)}, password: {json.dumps(known.password)}, permissions: {{",
             f"      publish: {{ allow: {json.dumps(list(allowed.publish))} }}",

@@ -21,15 +21,8 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
-from common.protocol.errors import (
-    BusClosed,
-    BusError,
-    BusRefused,
-    ConfigError,
-    InvalidParameter,
-    PayloadTooLarge,
-    RequestTimeout,
-)
+from common.protocol import errors
+from common.protocol.errors import BusClosed, BusError, BusRefused, ConfigError, InvalidParameter, RequestTimeout
 from common.runtime import logs
 from common.runtime.bus import BusMessage, Handler, ServiceInfo
 from common.runtime.bus_login import BusLogin, ResolvedLogin
@@ -142,6 +135,7 @@ class NatsBus:
 
     def __init__(self, url: str, name: str, login: ResolvedLogin) -> None:
         self.name = name
+        self.tenant = login.tenant
         self.denied: list[str] = []
         """What the server did not let this connection do, the first few times."""
         self.num_dropped = 0
@@ -182,7 +176,7 @@ class NatsBus:
         try:
             await self._client.publish(subject, data, reply, dict(headers) if headers else None)
         except nats.errors.MaxPayloadError as error:
-            raise PayloadTooLarge from error
+            raise errors.PayloadTooLarge from error
         except (nats.errors.BadSubjectError, nats.errors.BadHeaderError) as error:
             raise InvalidParameter(f"can't publish: {error}") from error
         except nats.errors.Error:
@@ -389,8 +383,8 @@ class NatsBus:
     async def _on_error(self, error: Exception) -> None:
         if isinstance(error, nats.errors.SlowConsumerError):
             self.num_slow_consumer += 1
-            if self.num_slow_consumer % 1000 == 1:
-                log.warning("slow_consumer", subject=error.subject, dropped=self.num_slow_consumer)
+            if (dropped := self.num_slow_consumer) % 1000 == 1:
+                log.warning("slow_consumer", subject=error.subject, dropped=dropped)
             return
         self.last_error = str(error) or type(error).__name__
         if "permissions violation" in self.last_error.lower() and len(self.denied) < MAX_DENIED:

@@ -57,6 +57,9 @@ class ServiceConfig(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fie
     heartbeat_s: Annotated[float, Meta(gt=0, le=60, description="between presence heartbeats")] = 0.25
     dead_after_s: Annotated[float, Meta(gt=0, le=600, description="silence after which a worker counts as dead")] = 2.0
     lease_s: Annotated[float, Meta(gt=0, le=3600, description="what nobody renews is freed after this")] = 5.0
+    zero_retention: Annotated[
+        bool, Meta(description="keep nothing of a prompt or an answer after its request: no cached KV, no text in logs")
+    ] = False
     drain_timeout_s: Annotated[float, Meta(ge=0, le=86400, description="after SIGTERM: time to finish requests and end")] = 30.0
 
     @property

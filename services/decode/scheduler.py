@@ -5,8 +5,8 @@
                                        out of blocks: preempted ─┘  └─ resumed when there is room: recomputed, same tokens
 
 A running sequence with one unplanned token decodes (with proposals to verify, if any); one with more prefills in chunks,
-in what the decoding rows leave of the token budget. Decoding never waits for prefilling. A prompt that is read, where there is
-no prefill worker for it, prefills to its end and is finished then.
+in what the decoding rows leave of the token budget, tenants by turns. Decoding never waits for prefilling. A prompt that is
+read, where there is no prefill worker for it, prefills to its end and is finished then.
 
 A step may be planned while the one before it runs (`run_ahead`): rows are then fed with samples that nobody has seen yet. What
 turns out to have ended meanwhile is computed once too often, and dropped; its blocks are freed when that step has run too.
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from common.engine.plan import StepPlan, StepResult, StepRow
 from common.engine.sequence import Sequence, SequenceCache
+from common.engine.shares import TurnTaking
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
 from services.decode.speculation import accept
 
@@ -78,6 +79,7 @@ class DecodeScheduler:
         self._flights: deque[list[Sequence]] = deque()
         self._verifying = False
         self._computing = set[bytes]()
+        self._turns = TurnTaking()
         self._step = 0
         self._arrivals = 0
 
@@ -169,17 +171,19 @@ class DecodeScheduler:
         budget = max(budget, 0 if rows else 1)
         computing = self._computing if ahead else set[bytes]()
         before = frozenset(computing)
-        for sequence in candidates:
+        for sequence in self._turns.in_turn([s for s in candidates if s.num_unplanned > (0 if s.is_read else 1)]):
             if budget <= 0:
                 break
-            if sequence not in self._running or sequence.num_unplanned <= (0 if sequence.is_read else 1):
+            if sequence not in self._running:
                 continue
             if not self.cache.catch_up(sequence, budget, computing):
                 continue
             rows.append(sequence.plan(min(budget, sequence.num_unplanned), [], num_samples))
             planned.append(sequence)
             num_samples += rows[-1].num_samples
-            budget -= len(rows[-1].tokens)
+            num_tokens = len(rows[-1].tokens)
+            budget -= num_tokens
+            self._turns.served(sequence.tenant, num_tokens, sequence.generation.weight, ends=rows[-1].num_samples > 0)
         if not rows:
             return None
         self._computing = computing - before

@@ -23,9 +23,11 @@ SWITCH_INTERVAL_S = 0.0005
 
 def make_gateway(bus: Bus, config: GatewayConfig) -> GatewayActor:
     """:raises UnknownModel, ConfigError: if a model's tokenizer and template can't be loaded, or the settings are wrong."""
-    if not config.key and config.http_port >= 0 and not is_loopback(config.http_host):
+    if not (config.key or config.api_keys) and config.http_port >= 0 and not is_loopback(config.http_host):
         log.warning(
-            "api_without_key", host=config.http_host, advice="whoever reaches it may use it: set api_key or api_key_file"
+            "api_without_key",
+            host=config.http_host,
+            advice="whoever reaches it may use it: set api_key, api_key_file or api_keys",
         )
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     return GatewayActor(bus=bus, config=config, models=[served(each) for each in config.each])

@@ -1,10 +1,12 @@
 """One line in the log per answered request, over HTTP, over NATS and of a batch; never a word of its text.
 
-    request_answered request=chatcmpl-… client_id=… edge=http path=/v1/chat/completions model=… status=200 code= finish=stop
-                     stream=True choices=1 prompt_tokens=12 completion_tokens=80 cached_tokens=0 ttft_s=0.031 duration_s=0.912
+    request_answered request=chatcmpl-… client_id=… edge=http path=/v1/chat/completions status=200 code= tenant=acme model=…
+                     stream=True choices=1 finish=stop prompt_tokens=12 completion_tokens=80 cached_tokens=0 ttft_s=0.031
+                     duration_s=0.912
 
-`request` is the id inside Penstock, under which workers log; `client_id` is what the client called it. `code` is the error's,
-if it ended with one, and `status` what HTTP calls that. A client that left is `client_closed_request`, 499.
+`request` is the id inside Penstock, under which workers log; `client_id` is what the client called it; `tenant` is left
+out where it is nobody's in particular. `code` is the error's, if it ended with one, and `status` what HTTP calls that. A client
+that left is `client_closed_request`, 499.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ from typing import Literal
 
 from common.runtime import logs
 from services.gateway.answer import Answer
+from services.gateway.bodies import Usage
 from services.gateway.metrics import EdgeMetrics
+from services.gateway.tenants import Visit
+from services.gateway.usage import UsageEvent
 from services.gateway.vector_answer import VectorAnswer
 
 log = logs.get_fast("access")
@@ -23,13 +28,14 @@ GONE_CODE, GONE_STATUS = "client_closed_request", 499
 
 
 class AccessRecord:
-    """A request from its arrival to `close`."""
+    """A request from its arrival to `close`. `visit`: a tenant's, which ends with it."""
 
     def __init__(
         self, edge: Literal["http", "nats", "batch"], path: str, request: str, metrics: EdgeMetrics, *, enabled: bool
     ) -> None:
         self.client_id = ""
         self.answer: Answer | VectorAnswer | None = None
+        self.visit: Visit | None = None
         self._edge = edge
         self._path = path
         self._request = request
@@ -39,14 +45,16 @@ class AccessRecord:
 
     def close(self, status: int, code: str = "") -> None:
         """Count and log the request; `code` is empty for one that was answered to its end."""
+        if self.visit is not None:
+            self._leave(self.visit, status, code)
         if code:
             self._metrics.failed(self._edge, code)
         if not self._enabled:
             return
-        fields: dict[str, object] = {}
+        fields: dict[str, object] = {} if self.visit is None else {"tenant": self.visit.tenant.name}
         if (answer := self.answer) is not None:
             usage = answer.usage()
-            fields = {
+            fields |= {
                 "model": answer.job.model,
                 "stream": answer.job.stream,
                 "choices": answer.job.num_choices,
@@ -66,4 +74,31 @@ class AccessRecord:
             code=code,
             **fields,
             duration_s=round(time.monotonic() - self._began_at, 4),
+        )
+
+    def _leave(self, visit: Visit, status: int, code: str) -> None:
+        """A tenant's request ends. One that failed before its first token took nothing."""
+        now = time.monotonic()
+        usage, model = Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0), ""
+        if self.answer is not None:
+            model = self.answer.job.model
+            found = self.answer.usage()
+            if found.completion_tokens or not code:
+                usage = found
+        visit.leave(usage.prompt_tokens + usage.completion_tokens, now)
+        visit.tenant.on_usage(
+            UsageEvent(
+                tenant=visit.tenant.name,
+                request=self._request,
+                client_id=self.client_id,
+                edge=self._edge,
+                model=model,
+                status=status,
+                code=code,
+                prompt_tokens=usage.prompt_tokens,
+                completion_tokens=usage.completion_tokens,
+                cached_tokens=usage.cached_tokens,
+                at=round(time.time(), 3),
+                duration_s=round(now - self._began_at, 4),
+            )
         )

@@ -49,19 +49,20 @@ from common.runtime.bus import Bus
 from common.runtime.http_cors import with_cors
 from services.gateway.actions import Ask, Limits, Path
 from services.gateway.batches.service import Batches
-from services.gateway.catalog import Catalog, OfferedModel
 from services.gateway.census import WatchedModel
 from services.gateway.config import GatewayConfig
 from services.gateway.dashboard import Dashboard
+from services.gateway.door import Door
 from services.gateway.http import create_app
 from services.gateway.inflow import Inflow
 from services.gateway.intake import Intake
 from services.gateway.lag import Lag
-from services.gateway.model_core import ModelCore, Served, names_of_workers, room_behind
+from services.gateway.model_core import ModelCore, Served, catalog_of, names_of_workers, room_behind
 from services.gateway.nats_front import NatsFront
 from services.gateway.requests import GenerationRequest, Request
 from services.gateway.stream import Stream
 from services.gateway.telemetry import Telemetry
+from services.gateway.usage import UsageReports
 from services.gateway.windows import Windows
 
 log = logs.get("gateway")
@@ -108,7 +109,9 @@ class GatewayActor(Actor):
         self.cores = [ModelCore(self, served, own, clock) for served, own in zip(models, names, strict=True)]
         self._core_of_name = {name: core for core, own in zip(self.cores, names, strict=True) for name in own}
         self.intake = Intake(config)
-        self.catalog = self._catalog()
+        self.catalog = catalog_of(self.cores, config, self.intake)
+        self.usage = UsageReports(self.metrics)
+        self.door = Door(config, on_usage=self.usage.add)
         watched = [WatchedModel(core.name, core.dispatcher) for core in self.cores]
         self.dashboard = Dashboard(self, lambda: watched, clock)
         for core in self.cores:
@@ -121,13 +124,10 @@ class GatewayActor(Actor):
         self._freeing = anyio.Event()
         self._idle = anyio.Event()
         self._front: NatsFront | None = None
-        self.batches = None if self.catalog is None else Batches(self, self.catalog, bus, config, room=room_behind)
+        self.batches: Batches | None = None
+        if self.catalog is not None and not config.zero_retention:
+            self.batches = Batches(self, self.catalog, bus, config, room=room_behind)
         self.endpoints = lambda: [each for part in (self._front, self.batches) if part is not None for each in part.endpoints]
-
-    def _catalog(self) -> Catalog | None:
-        """None where a model has no text."""
-        offered = [OfferedModel(core, core.bundle, core.config, self.intake) for core in self.cores if core.bundle is not None]
-        return Catalog(offered, self.config, self.intake) if len(offered) == len(self.cores) else None
 
     def _has_ended(self, core: ModelCore, request: Request, now: float) -> None:
         self.dashboard.ended.add(request, core.name, now)
@@ -155,10 +155,8 @@ class GatewayActor(Actor):
         return self.cores[0].generate(request)
 
     def http_app(self) -> ASGIApp | None:
-        if self.catalog is None:
-            return None
-        app = create_app(self, self.catalog, self.config, dashboard=self.dashboard, batches=self.batches)
-        return with_cors(app, self.config.allow_origin)
+        catalog, parts = self.catalog, (self.dashboard, self.batches, self.door)
+        return None if catalog is None else with_cors(create_app(self, catalog, self.config, *parts), self.config.allow_origin)
 
     @property
     def fence_after_s(self) -> float:
@@ -177,7 +175,9 @@ class GatewayActor(Actor):
             self.task_group.start_soon(self.dashboard.run)
             if self.batches is not None:
                 self.task_group.start_soon(self.batches.run)
-            self._front = NatsFront(self, self.catalog, self.bus, self.config)
+            self.task_group.start_soon(self.door.watch)
+            self.task_group.start_soon(self.usage.run, self.bus)
+            self._front = NatsFront(self, self.catalog, self.bus, self.config, self.door)
             await self._front.run()
         await anyio.sleep_forever()
 
@@ -374,8 +374,7 @@ class GatewayActor(Actor):
         self._carry_out(core)
 
     def _gone(self, worker: WorkerRef) -> None:
-        known = self.registry.get(worker.id)
-        if known is not None and known.worker == worker:
+        if (known := self.registry.get(worker.id)) is not None and known.worker == worker:
             self.registry.mark_lost(worker.id)
 
     async def _renew_for_ever(self) -> None:

@@ -199,6 +199,9 @@ class Answer:
             sampling=job.sampling_of(choice_seed(job.sampling.seed, number)),
             deadline_s=job.deadline_s,
             salt=job.salt,
+            tenant=job.tenant,
+            weight=job.weight,
+            priority=job.priority,
         )
         top = job.prompt_top_of(index)
         if top < 0 and job.generates:

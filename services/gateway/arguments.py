@@ -131,7 +131,6 @@ IGNORED: Table = {
     "kv_transfer_params": ({},),
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
-    "priority": (0,),
     "request_id": ("",),
     "spaces_between_special_tokens": (True,),  # for tokenizers written in Python
     # SGLang

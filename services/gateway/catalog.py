@@ -22,6 +22,7 @@ from services.gateway.openai import ChatRequest
 from services.gateway.parse import SMALL_BYTES
 from services.gateway.parse_tokens import parse_detokenize, parse_tokenize
 from services.gateway.prepare import Job, Preparer
+from services.gateway.tenants import Tenant
 from services.gateway.token_bodies import TokenKind
 from services.gateway.tokenizing import Tokenizing
 from services.gateway.vector_prepare import VectorJob, VectorPreparer
@@ -113,8 +114,9 @@ class Catalog:
         deadline_ms: str | None = None,
         stream_default: bool = False,
         of_subject: OfferedModel | None = None,
+        tenant: Tenant | None = None,
     ) -> tuple[OfferedModel, Job, Notes]:
-        """The model that `body` is for, the job, and what of the body had no effect.
+        """The model that `body` is for, the job, and what of the body had no effect. `tenant`: whose request it is.
 
         :raises RequestError: what is wrong with the request; nothing has been taken then.
         """
@@ -123,6 +125,8 @@ class Catalog:
         view = VIEWS[view_name]
         request, writers = await self._read(view, body, notes)
         model = self.choose(request.model, of_subject=of_subject)
+        if tenant is not None:
+            tenant.check_model(model.name)
         try:
             job = await model.preparer.prepare(
                 request,
@@ -133,18 +137,21 @@ class Catalog:
                 deadline_ms=deadline_ms,
                 stream_default=stream_default,
                 is_large=is_large,
+                tenant=tenant,
             )
         except RequestError as error:
             raise view.in_its_terms(error) from error
         return model, job, notes
 
-    async def count(self, view: View, body: bytes) -> int:
-        """How many tokens the prompt in `body` has.
+    async def count(self, view: View, body: bytes, tenant: Tenant | None = None) -> int:
+        """How many tokens the prompt in `body` has. `tenant`: whose request it is.
 
         :raises RequestError: what is wrong with the request.
         """
         request, _ = await self._read(view, body, Notes(strict=self._strict))
         model = self.choose(request.model)
+        if tenant is not None:
+            tenant.check_model(model.name)
         try:
             assert isinstance(request, ChatRequest)
             return await model.preparer.count(request, is_large=len(body) > SMALL_BYTES)
@@ -156,7 +163,7 @@ class Catalog:
         return await self.intake.run(steps, large=len(body) > SMALL_BYTES)
 
     async def prepare_vectors(
-        self, kind: VectorKind, body: bytes, *, id: str, deadline_ms: str | None = None
+        self, kind: VectorKind, body: bytes, *, id: str, deadline_ms: str | None = None, tenant: Tenant | None = None
     ) -> tuple[OfferedModel, VectorJob, Notes]:
         """The model that `body` is for, the job, and what of the body had no effect.
 
@@ -166,11 +173,13 @@ class Catalog:
         steps = parse_vectors(kind, body, max_prompt_tokens=self._longest_prompt, notes=notes)
         request = await self.intake.run(steps, large=len(body) > SMALL_BYTES)
         model = self.choose(request.model)
-        job = await model.vectors.prepare(request, notes, id=id, deadline_ms=deadline_ms)
+        if tenant is not None:
+            tenant.check_model(model.name)
+        job = await model.vectors.prepare(request, notes, id=id, deadline_ms=deadline_ms, tenant=tenant)
         return model, job, notes
 
     async def tokens(
-        self, kind: TokenKind, body: bytes, *, of_subject: OfferedModel | None = None
+        self, kind: TokenKind, body: bytes, tenant: Tenant | None = None, *, of_subject: OfferedModel | None = None
     ) -> tuple[OfferedModel, Pieces, Notes]:
         """The model that `body` is for, the answer's body, and what of `body` had no effect.
 
@@ -181,10 +190,14 @@ class Catalog:
         if kind == "tokenize":
             text = await self.intake.run(parse_tokenize(body, notes), large=is_large)
             model = self.choose(text.model, of_subject=of_subject)
+            if tenant is not None:
+                tenant.check_model(model.name)
             return model, await model.tokenizing.tokenize(text), notes
         limit = max(model.tokenizing.max_tokens for model in self.models)
         ids = await self.intake.run(parse_detokenize(body, notes, max_tokens=limit), large=is_large)
         model = self.choose(ids.model, of_subject=of_subject)
+        if tenant is not None:
+            tenant.check_model(model.name)
         return model, await model.tokenizing.detokenize(ids), notes
 
     def _listed(self) -> str:

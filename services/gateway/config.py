@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from common.protocol.errors import ConfigError
+from common.runtime.api_keys import check_key
 from common.runtime.fields import DERIVED, PER_MODEL, SECRET
 from common.runtime.settings import ServiceConfig
 from common.text.output.formats import ReasoningParser, ToolParser
@@ -35,6 +36,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
     ] = ""
 
     api_key_file: Annotated[str, Meta(description="file with the API key, in place of api_key")] = ""
+    api_keys: Annotated[str, Meta(description="file of tenants, their keys' digests and limits: see `penstock keys`")] = ""
 
     allow_origin: Annotated[
         tuple[Origin, ...], Meta(description="web pages that may use the API (CORS): https://chat.example.com, or `*` for all")
@@ -130,10 +132,10 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
     def key(self) -> str:
         """What HTTP clients must send; empty: nothing.
 
-        :raises ConfigError: api_key_file can't be read or is empty, or api_key is given, too.
+        :raises ConfigError: api_key_file can't be read or is empty, or api_key is given, too, or no header can hold the key.
         """
         if not self.api_key_file:
-            return self.api_key
+            return check_key(self.api_key, "api_key") if self.api_key else ""
         if self.api_key:
             raise ConfigError("both api_key and api_key_file are given: use one of them", param="api_key_file")
         try:
@@ -142,4 +144,4 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"can't read {self.api_key_file}, which is to hold the API key", param="api_key_file") from error
         if not key:
             raise ConfigError(f"{self.api_key_file} is empty: it is to hold the API key", param="api_key_file")
-        return key
+        return check_key(key, "api_key_file")

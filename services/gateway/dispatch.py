@@ -119,7 +119,7 @@ class Dispatcher:
         self._wire_ids[request.client_id] = request.id
         self.placement.join(request, now)
         self._place_waiting(now)
-        if self.placement.is_queued(request) and self.num_waiting > self.max_queue:
+        if self.placement.is_refused(request, self.max_queue):
             self._forget(request)
             raise errors.Overloaded(f"{self.max_queue} requests wait for a worker; try again in a moment")
 

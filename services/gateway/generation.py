@@ -9,7 +9,8 @@ from common.protocol.messages import Pooling, SamplingParams
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What an edge asks for. `id` is unique among what runs here; `deadline_s` counts from now; `salt` separates tenants'
-    prefix caches.
+    prefix caches. Waiting tenants share workers by `weight`. Within a tenant, each step of `priority` lets pass what comes in
+    PRIORITY_STEP_S; lower is earlier.
 
     With `given` or `pooling` the prompt is read, not continued: the tokens of `given` come back as if they had been generated,
     each with its log-probabilities; or the prompt's embedding comes back. `sampling.max_tokens` is then how many tokens are
@@ -20,6 +21,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams
     deadline_s: float
     salt: bytes = b""
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
     given: list[int] = []
     pooling: Pooling = ""
 

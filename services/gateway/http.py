@@ -12,7 +12,6 @@ while a write was blocked goes into the next chunk.
 from __future__ import annotations
 
 import functools
-import hmac
 import time
 from collections.abc import Callable
 from typing import Any
@@ -41,10 +40,12 @@ from services.gateway.collect import Collector, Holding
 from services.gateway.config import GatewayConfig
 from services.gateway.dashboard import Dashboard
 from services.gateway.dashboard_http import dashboard_routes
+from services.gateway.door import Door
 from services.gateway.http_body import ClientGone, header, read_body
-from services.gateway.http_io import Exchange, Unauthorized, error_headers, safe_request_id, sent_key
+from services.gateway.http_io import Exchange, error_headers, safe_request_id
 from services.gateway.logprobs import TokenNames
 from services.gateway.openapi import openapi_routes
+from services.gateway.tenants import Visit
 from services.gateway.token_bodies import TokenKind
 from services.gateway.tokenizing import tokenizer_info
 from services.gateway.vector_http import Serve, Vectors
@@ -69,16 +70,20 @@ def create_app(
     gateway: Core,
     catalog: Catalog,
     config: GatewayConfig,
-    *,
     dashboard: Dashboard | None = None,
     batches: Batches | None = None,
+    door: Door | None = None,
+    *,
     clock: Callable[[], float] = time.monotonic,
 ) -> Starlette:
     """All that `openapi.py` describes; `/` and what is below `/dashboard` with a `dashboard` alone.
 
-    `catalog` is what this edge shares with the NATS edge.
+    `catalog` and `door` are what this edge shares with the NATS edge.
+
+    :raises ConfigError: without a `door`, if keys can't be read.
     """
-    api = _Api(gateway, catalog, config, clock)
+    door = door or Door(config)
+    api = _Api(gateway, catalog, config, door, clock)
     return Starlette(
         routes=[
             Route("/v1/models", api.models, methods=["GET"]),
@@ -101,8 +106,8 @@ def create_app(
             Route("/ready", api.is_ready, methods=["GET"]),
             Route("/metrics", api.metrics_page, methods=["GET"]),
             *openapi_routes(config),
-            *([] if dashboard is None else dashboard_routes(dashboard, config, api.authorize)),
-            *([] if batches is None else batch_routes(batches, catalog, api.authorize)),
+            *([] if dashboard is None else dashboard_routes(dashboard, config, door.authorize_overview)),
+            *([] if batches is None else batch_routes(batches, catalog, door.authorize_operator)),
         ],
         exception_handlers={HTTPException: _routing_error, PenstockError: _typed_error},
     )
@@ -142,26 +147,30 @@ class _Count:
 
 
 class _Api:
-    def __init__(self, gateway: Core, catalog: Catalog, config: GatewayConfig, clock: Callable[[], float]) -> None:
+    def __init__(self, gateway: Core, catalog: Catalog, config: GatewayConfig, door: Door, clock: Callable[[], float]) -> None:
         self._gateway = gateway
         self.catalog = self._catalog = catalog
         self.config = self._config = config
+        self._door = door
         self._clock = clock
         self._intake = catalog.intake
         self._metrics = catalog.models[0].metrics  # errors, which may come before a model is known, are counted for all
         self._created = int(time.time())
-        self._key = config.key.encode()
         self._active = 0
 
     async def models(self, request: Request) -> Response:
-        self.authorize(request.scope)
-        data = [self._model_body(model, name) for model in self._catalog.models for name in model.names]
+        tenant = self._door.authorize(request.scope)
+        models = [model for model in self._catalog.models if tenant is None or tenant.may_use(model.name)]
+        data = [self._model_body(model, name) for model in models for name in model.names]
         return _json({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
-        self.authorize(request.scope)
+        tenant = self._door.authorize(request.scope)
         name = request.path_params["model"]
-        return _json(self._model_body(self._catalog.find(name), name))
+        model = self._catalog.find(name)
+        if tenant is not None:
+            tenant.check_model(model.name)
+        return _json(self._model_body(model, name))
 
     async def health(self, request: Request) -> Response:
         """200 for as long as the process answers, whatever it could serve: it must not be restarted for want of workers."""
@@ -175,13 +184,18 @@ class _Api:
         return PlainTextResponse("ready\n") if ready else PlainTextResponse("not ready\n", status_code=503)
 
     async def metrics_page(self, request: Request) -> Response:
+        """Without a key, unless there are tenants: their names and what they use are in it."""
+        if self._door.has_tenants:
+            self._door.authorize_overview(request.scope)
         return Response(self._gateway.metrics.render(), media_type="text/plain; version=0.0.4")
 
     async def tokenizer_info(self, request: Request) -> Response:
         """What vLLM tells of a tokenizer, of the model that `?model=` names."""
-        self.authorize(request.scope)
-        bundle = self._catalog.choose(request.query_params.get("model")).bundle
-        return _json(tokenizer_info(bundle))
+        tenant = self._door.authorize(request.scope)
+        model = self._catalog.choose(request.query_params.get("model"))
+        if tenant is not None:
+            tenant.check_model(model.name)
+        return _json(tokenizer_info(model.bundle))
 
     async def version(self, request: Request) -> Response:
         return _json({"version": version()})
@@ -229,34 +243,41 @@ class _Api:
 
     async def _serve(self, name: ViewName, id: str, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:
         """:raises PenstockError: what the client is told; nothing is held for it any more then."""
-        self.check(scope)
+        visit = self.check(scope, record)
         with self._intake.room() as room:
             body = await read_body(scope, exchange.receive, self._config.max_body_bytes, room)
             deadline = header(scope, DEADLINE_HEADER)
             model, job, notes = await self._catalog.prepare(
-                name, body, id=id, deadline_ms=None if deadline is None else deadline.decode("latin-1")
+                name,
+                body,
+                id=id,
+                deadline_ms=None if deadline is None else deadline.decode("latin-1"),
+                tenant=None if visit is None else visit.tenant,
             )
             del body
         self._warn(notes, exchange)
+        if visit is not None:
+            visit.reserve(job.max_tokens_in_all, self._clock())
         answer = record.answer = Answer(model.core, job, model.bundle.tokenizer, model.metrics)
         send = functools.partial(self._stream if job.stream else self._collect, answer, model.token_names, exchange)
         await answer.run(send, watch=functools.partial(self.watch, exchange, id))
 
     async def _count(self, name: ViewName, id: str, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:
         """:raises PenstockError: what the client is told."""
-        self.check(scope)
+        visit = self.check(scope, record)
         with self._intake.room() as room:
             body = await read_body(scope, exchange.receive, self._config.max_body_bytes, room)
-            num_tokens = await self._catalog.count(COUNTING[name], body)
+            tenant = None if visit is None else visit.tenant
+            num_tokens = await self._catalog.count(COUNTING[name], body, tenant)
         answer = COUNTING[name].count_body(num_tokens)
         await exchange.respond(200, [answer], len(answer))
 
     async def _serve_tokens(self, kind: TokenKind, id: str, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:
         """:raises PenstockError: what the client is told."""
-        self.check(scope)
+        visit = self.check(scope, record)
         with self._intake.room() as room:
             body = await read_body(scope, exchange.receive, self._config.max_body_bytes, room)
-            _, answer, notes = await self._catalog.tokens(kind, body)
+            _, answer, notes = await self._catalog.tokens(kind, body, None if visit is None else visit.tenant)
             del body
         self._warn(notes, exchange)
         with self._intake.holding(answer.size):
@@ -297,11 +318,15 @@ class _Api:
             body = await collector.body()
             await exchange.respond(200, body, body.size)
 
-    def check(self, scope: Scope) -> None:
-        """:raises Unauthorized, Overloaded: the body is not to be read then."""
-        self.authorize(scope)
-        if self._active > self._config.max_requests:
+    def check(self, scope: Scope, record: AccessRecord) -> Visit | None:
+        """Whose request it is.
+
+        :raises Unauthorized, RateLimited, Overloaded: nothing of the request has been read.
+        """
+        visit = record.visit = self._door.enter(self._door.authorize(scope))
+        if self._active > self.config.max_requests:
             raise Overloaded("too many requests at once: try again in a moment")
+        return visit
 
     async def watch(self, exchange: Exchange, id: str, scope: anyio.CancelScope) -> None:
         """Ends the request when its client is gone or has stalled."""
@@ -316,12 +341,6 @@ class _Api:
 
     def _model_body(self, model: OfferedModel, name: str) -> dict[str, Any]:
         return bodies.model_body(name, self._created, model.bundle.max_context, root=model.name)
-
-    def authorize(self, scope: Scope) -> None:
-        if not self._key:
-            return
-        if not hmac.compare_digest(sent_key(scope), self._key):
-            raise Unauthorized("wrong or missing API key: send it as `Authorization: Bearer <key>` or `x-api-key: <key>`")
 
 
 def _json(body: object) -> Response:

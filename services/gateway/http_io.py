@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
@@ -13,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 from common.protocol.errors import (
     Overloaded,
     PenstockError,
+    RateLimited,
     RequestError,
     ServiceError,
     ShuttingDown,
@@ -34,6 +36,8 @@ class Unauthorized(RequestError):
 
 def error_headers(error: PenstockError) -> Headers:
     """What an error's answer carries besides its body."""
+    if isinstance(error, RateLimited):
+        return [(b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s)))]
     if isinstance(error, (Overloaded, ShuttingDown)) or (isinstance(error, ServiceError) and error.http_status == 503):
         return [(b"retry-after", b"%d" % _RETRY_AFTER_S)]
     if isinstance(error, Unauthorized):

@@ -6,7 +6,7 @@ Frames, heartbeats, the inbox, flow control and the epoch are the actor's: there
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -19,10 +19,11 @@ from common.runtime.metrics import Metrics
 from common.text.bundle import TextBundle
 from services.gateway.actions import Path
 from services.gateway.canary import Canary
-from services.gateway.catalog import OfferedModel
+from services.gateway.catalog import Catalog, OfferedModel
 from services.gateway.config import GatewayConfig
 from services.gateway.dispatch import Dispatcher
 from services.gateway.health import Health
+from services.gateway.intake import Intake
 from services.gateway.membership import Membership
 from services.gateway.placement import Placement
 from services.gateway.requests import GenerationRequest
@@ -81,7 +82,7 @@ class ModelCore:
         self.membership = Membership(tuple(worker_names), served.identity)
         self.router = Router(
             direct_max_tokens=config.direct_max_tokens,
-            affinity_blocks=config.affinity_blocks,
+            affinity_blocks=0 if config.zero_retention else config.affinity_blocks,
             models=self.membership.names,
         )
         self.health = Health(trusting=not config.canary)
@@ -172,3 +173,9 @@ def names_of_workers(models: Iterable[Served]) -> list[tuple[str, ...]]:
     return [
         tuple(names) if own in taken or plain.count(own) > 1 else (*names, own) for names, own in zip(given, plain, strict=True)
     ]
+
+
+def catalog_of(cores: Sequence[ModelCore], config: GatewayConfig, intake: Intake) -> Catalog | None:
+    """What both edges serve; None where a model has no text."""
+    offered = [OfferedModel(core, core.bundle, core.config, intake) for core in cores if core.bundle is not None]
+    return Catalog(offered, config, intake) if len(offered) == len(cores) else None

@@ -7,7 +7,8 @@ error headers and the view's error object.
 
 The handler of a message only starts a task: requests never wait for each other. What can't be answered safely is dropped and
 counted: no reply subject, or one that is not among `reply_prefixes`, or would make us publish where clients may not (`$…`,
-`penstock.v1.…`). Who may cancel what is in `live_requests.py`.
+`penstock.v1.…`). Who may cancel what is in `live_requests.py`. A tenant has all of this below a subject of its own, which its
+permissions keep to it; there its requests are answered on inboxes of its own only, and cancels reach nobody else's.
 
 A client that is gone is noticed through its inbox: now and then a chunk carries a control subject of ours as its reply, and
 the server answers there when nobody listens any more. While many requests wait for their first token, and for a while after
@@ -41,17 +42,19 @@ from common.runtime.routing import is_no_responders
 from services.gateway import bodies
 from services.gateway.access_log import GONE_CODE, GONE_STATUS, AccessRecord
 from services.gateway.answer import Answer, Core
-from services.gateway.catalog import Catalog, OfferedModel
+from services.gateway.catalog import Catalog
 from services.gateway.collect import Collector, Holding
 from services.gateway.config import GatewayConfig
+from services.gateway.door import Door
 from services.gateway.intake import Room
 from services.gateway.live_requests import LiveRequests
 from services.gateway.logprobs import TokenNames
 from services.gateway.namesakes import Namesakes
-from services.gateway.nats_reply import Link, Reply, check_reply
+from services.gateway.nats_reply import Link, Reply, check_reply, is_inbox_of
+from services.gateway.nats_subjects import Listed, listed
+from services.gateway.tenants import Visit
 from services.gateway.token_bodies import TokenKind
 from services.gateway.views.registry import new_id, view_of
-from services.gateway.views.view import ViewName
 
 log = logs.get(__name__)
 
@@ -66,41 +69,13 @@ MAX_PROBES = 64
 """Inboxes looked at at a time: in a flood, the server's answers must not wait behind thousands of each other."""
 
 
-class _Listed(msgspec.Struct, frozen=True):
-    """A public subject: what is asked for there, of which model."""
-
-    kind: ViewName | TokenKind
-    model: OfferedModel
-    endpoint: Endpoint
-
-
-def _listed(catalog: Catalog) -> list[_Listed]:
-    """The subjects of every name of `catalog`. Names with one slug, which are one model's, share a subject."""
-    found: dict[str, _Listed] = {}
-    for model in catalog.models:
-        for name in model.names:
-            slug = subjects.slug(name)
-            suffix = f"-{slug}" if found and name != catalog.models[0].name else ""
-            public: tuple[tuple[ViewName | TokenKind, str, str], ...] = (
-                ("chat", "chat", subjects.chat(slug)),
-                ("completion", "completions", subjects.completions(slug)),
-                ("responses", "responses", subjects.responses(slug)),
-                ("messages", "messages", subjects.messages(slug)),
-                ("tokenize", "tokenize", subjects.tokenize(slug)),
-                ("detokenize", "detokenize", subjects.detokenize(slug)),
-            )
-            for view, title, subject in public:
-                endpoint = Endpoint(name=f"{title}{suffix}", subject=subject, queue=subjects.GATEWAY_QUEUE)
-                found.setdefault(subject, _Listed(view, model, endpoint))
-    return list(found.values())
-
-
 class _Incoming:
     """A request that was let in. `body` is forgotten once it has been read, for the request may go on for long; `room` is its
     memory."""
 
-    def __init__(self, listed: _Listed, message: BusMessage, room: Room) -> None:
+    def __init__(self, listed: Listed, message: BusMessage, room: Room, visit: Visit | None) -> None:
         self.listed = listed
+        self.visit = visit
         self.subject = message.subject
         self.body = message.data
         self.deadline_ms = message.headers.get(headers.DEADLINE_MS)
@@ -110,9 +85,10 @@ class _Incoming:
 class NatsFront:
     """Run `run` in a task group of the gateway's; `drain` before it ends."""
 
-    def __init__(self, gateway: Core, catalog: Catalog, bus: Bus, config: GatewayConfig) -> None:
-        """`catalog` is what this edge shares with the HTTP edge."""
+    def __init__(self, gateway: Core, catalog: Catalog, bus: Bus, config: GatewayConfig, door: Door) -> None:
+        """`catalog` and `door` are what this edge shares with the HTTP edge."""
         self._catalog = catalog
+        self._door = door
         self._bus = bus
         self._link = Link(bus)
         self._config = config
@@ -125,8 +101,11 @@ class NatsFront:
         self._probing = anyio.CapacityLimiter(MAX_PROBES)
         self._num_arrived = 0
         self._namesakes = Namesakes(lambda: gateway.ref)
-        self._listed = _listed(catalog)
+        self._listed = listed(catalog, tenants=door.has_tenants)
         self._cancels = Endpoint(name="cancel", subject=subjects.any_cancel())
+        self._cancel_subjects = [subjects.any_cancel()]
+        if door.has_tenants:
+            self._cancel_subjects.append(subjects.of_any_tenant(subjects.any_cancel()))
         self._public: list[Subscription] = []
         self._group: TaskGroup | None = None
         self._idle: anyio.Event | None = None  # set when draining and nothing is live
@@ -153,7 +132,8 @@ class NatsFront:
                 self._group = group
                 group.start_soon(self._send_refusals, self._refusals)
                 private.append(await self._bus.subscribe(f"{self._control}.*", self._on_control))
-                private.append(await self._bus.subscribe(subjects.any_cancel(), self._on_cancel))
+                for subject in self._cancel_subjects:
+                    private.append(await self._bus.subscribe(subject, self._on_cancel))
                 private.append(await self._bus.subscribe(subjects.presence_of("gateway"), self._namesakes.hear))
                 for listed in self._listed:
                     handler, endpoint = functools.partial(self._admit, listed), listed.endpoint
@@ -176,13 +156,14 @@ class NatsFront:
         if self._live:
             await self._idle.wait()
 
-    def _admit(self, listed: _Listed, message: BusMessage) -> None:
+    def _admit(self, listed: Listed, message: BusMessage) -> None:
         """Starts a task for the request, or refuses it; nothing here waits."""
         endpoint = listed.endpoint
         endpoint.num_requests += 1
         self._num_arrived += 1
+        tenant = subjects.tenant_of(message.subject)
         try:
-            check_reply(message.reply, self._config.reply_prefixes)
+            check_reply(message.reply, self._config.reply_prefixes, tenant)
         except ReplyNotAllowed as error:
             endpoint.num_errors += 1
             endpoint.last_error = error.code
@@ -200,19 +181,23 @@ class NatsFront:
             message.headers.get(headers.TRACEPARENT, ""),
             view_of(listed.kind),
         )
+        reply.tenant = tenant
+        visit: Visit | None = None
         room = self._intake.room()
         try:
             if len(self._live) >= self._config.max_requests:
                 raise Overloaded("too many requests at once: try again in a moment")
             if len(message.data) > self._config.max_body_bytes:
                 raise PayloadTooLarge(f"the body is larger than {self._config.max_body_bytes} bytes")
+            if tenant:
+                visit = self._door.enter(self._door.tenant(tenant))
             if asked is not None:
                 id = subjects.token(asked, what="request id")
                 self._live.check_new(id, message.reply)
                 reply.request = id
             room.take(len(message.data))
         except PenstockError as error:
-            self._record(message.subject, reply).close(error.http_status, error.code)
+            self._record(message.subject, reply, visit).close(error.http_status, error.code)
             _count_error(endpoint, error)
             try:
                 self._refuse.send_nowait((reply, error))
@@ -223,21 +208,22 @@ class NatsFront:
         if self._live.was_cancelled(reply, number=self._num_arrived):
             reply.scope.cancel()
         self._num_unstarted += 1
-        self._group.start_soon(self._serve, _Incoming(listed, message, room), reply)
+        self._group.start_soon(self._serve, _Incoming(listed, message, room, visit), reply)
 
     def _has_started(self, reply: Reply) -> None:
         if not reply.started:
             reply.started = True
             self._num_unstarted -= 1
 
-    def _record(self, subject: str, reply: Reply) -> AccessRecord:
+    def _record(self, subject: str, reply: Reply, visit: Visit | None) -> AccessRecord:
         record = AccessRecord("nats", subject, reply.minted, self._metrics, enabled=self._config.access_log)
         record.client_id = reply.request
+        record.visit = visit
         return record
 
     async def _serve(self, incoming: _Incoming, reply: Reply) -> None:
         failure: PenstockError | None = ShuttingDown("the gateway stopped: send the request again")
-        record = self._record(incoming.subject, reply)
+        record = self._record(incoming.subject, reply, incoming.visit)
         began = time.perf_counter_ns()
         try:
             with reply.scope:
@@ -288,11 +274,14 @@ class NatsFront:
             deadline_ms=incoming.deadline_ms,
             stream_default=True,
             of_subject=incoming.listed.model,
+            tenant=None if incoming.visit is None else incoming.visit.tenant,
         )
         del body
         incoming.room.give_back()
         self._metrics.ignored(notes.labels)
         reply.warning = job.warning
+        if incoming.visit is not None:
+            incoming.visit.reserve(job.max_tokens_in_all, time.monotonic())
         on_start = functools.partial(self._has_started, reply)
         answer = Answer(model.core, job, model.bundle.tokenizer, model.metrics, on_start=on_start)
         record.answer = answer
@@ -300,7 +289,8 @@ class NatsFront:
 
     async def _send_tokens(self, kind: TokenKind, body: bytes, incoming: _Incoming, reply: Reply) -> None:
         """:raises PayloadTooLarge: the answer is larger than a message may be. :raises RequestError: as `Catalog.tokens`."""
-        _, pieces, notes = await self._catalog.tokens(kind, body, of_subject=incoming.listed.model)
+        tenant = None if incoming.visit is None else incoming.visit.tenant
+        _, pieces, notes = await self._catalog.tokens(kind, body, tenant, of_subject=incoming.listed.model)
         del body
         incoming.room.give_back()
         self._metrics.ignored(notes.labels)
@@ -366,10 +356,13 @@ class NatsFront:
 
     def _on_cancel(self, message: BusMessage) -> None:
         self._cancels.num_requests += 1
-        id = subjects.last_token(message.subject)
+        id, tenant = subjects.last_token(message.subject), subjects.tenant_of(message.subject)
+        if tenant and not is_inbox_of(message.reply, self._config.reply_prefixes, tenant):
+            message = msgspec.structs.replace(message, reply="")  # another one's inbox is no proof of anything
         reply = self._live.cancelled_by(id, message.reply)
         if reply is not None:
-            reply.scope.cancel()
+            if reply.tenant == tenant:
+                reply.scope.cancel()
         elif waiting := sum(subscription.num_waiting for subscription in self._public):
             self._live.expect_cancelled(id, message.reply, until=self._num_arrived + waiting)
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import anyio
 
 from common.protocol import headers, subjects
-from common.protocol.errors import PenstockError, ReplyNotAllowed, RequestTimeout
+from common.protocol.errors import PenstockError, RateLimited, ReplyNotAllowed, RequestTimeout
 from common.runtime.bus import Bus
 from services.gateway.views.view import View
 
@@ -46,13 +46,23 @@ def is_safe_reply(subject: str) -> bool:
     return not subject.startswith("$")
 
 
-def check_reply(subject: str, prefixes: Sequence[str]) -> None:
-    """Check what a client named as its inbox: it must begin with one of `prefixes`, or be one that `Bus.new_inbox` made.
+def is_inbox_of(subject: str, prefixes: Sequence[str], tenant: str) -> bool:
+    """Whether `subject` is below a tenant's name, and that below one of `prefixes`."""
+    return subject.startswith(tuple(f"{prefix}{tenant}." for prefix in prefixes))
+
+
+def check_reply(subject: str, prefixes: Sequence[str], tenant: str = "") -> None:
+    """Check what a client named as its inbox: it must begin with one of `prefixes`, or be one that `Bus.new_inbox` made; a
+    tenant's must be below its name.
 
     :raises ReplyNotAllowed: nothing may be published there, not even this error.
     """
     if not is_safe_reply(subject):
         raise ReplyNotAllowed("the reply subject is no inbox")
+    if tenant:
+        if not is_inbox_of(subject, prefixes, tenant):
+            raise ReplyNotAllowed(f"reply subjects of {tenant} must begin with {' or '.join(prefixes)}{tenant}.")
+        return
     if not subject.startswith((*prefixes, f"{subjects.ROOT}.")):
         raise ReplyNotAllowed(f"reply subjects must begin with {' or '.join(prefixes)}")
 
@@ -94,6 +104,7 @@ class Reply:
         self.gone = False
         self.started = False  # the first tokens have come
         self.warning = ""
+        self.tenant = ""
         self._link = link
         self._view = view
         self._outages = link.outages  # until then, the client was there
@@ -138,7 +149,10 @@ class Reply:
     async def fail(self, error: PenstockError) -> None:
         text = " ".join(str(error).split())  # a header is one line
         text = text.encode("ascii", "replace").decode()[:512]
-        await self.last(self._view.error_body(error), {headers.ERROR: text, headers.ERROR_CODE: error.code})
+        fields = {headers.ERROR: text, headers.ERROR_CODE: error.code}
+        if isinstance(error, RateLimited):
+            fields[headers.RETRY_AFTER] = str(max(1, math.ceil(error.retry_after_s)))
+        await self.last(self._view.error_body(error), fields)
 
     def nobody_listens(self) -> None:
         """The server says so of the last message that asked."""

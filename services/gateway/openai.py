@@ -70,7 +70,8 @@ class ChatMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fa
 
 class SharedArguments(msgspec.Struct, frozen=True, kw_only=True):
     """What every view takes under these names. `timeout` is the deadline in seconds; `top_k` 0 or -1 is off; `seed` -1 is a
-    random one; `cache_salt` keeps the prompt's KV apart from that of requests with another one."""
+    random one; `cache_salt` keeps the prompt's KV apart from that of requests with another one; a
+    lower `priority` is earlier."""
 
     model: Annotated[str, Meta(max_length=512)] | None = None
     stream: bool | None = None
@@ -92,6 +93,7 @@ class SharedArguments(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | bool | None = None
     timeout: Annotated[float, Meta(gt=0)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
 
 
 class Arguments(SharedArguments, frozen=True, kw_only=True):

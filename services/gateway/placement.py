@@ -4,8 +4,10 @@
                 ▲                                                                        │
                 └──────────────────────── next attempt ◄────────────────────────────────┘
 
-A request that has been here longest is placed first, also when it comes back for another attempt; nobody who needs the same
-overtakes it, so nobody starves. One that lost a worker is placed on an idle one, alone.
+Tenants share workers by what their requests cost in tokens: prompts and answers, the answer guessed at first and corrected at
+its end. Of one tenant, the request that has been here longest is placed first (see `Request.rank`), also when it comes back for
+another attempt; nobody who needs the same overtakes it, so nobody starves. One that lost a worker is placed on an idle one,
+alone.
 """
 
 from __future__ import annotations
@@ -20,11 +22,12 @@ from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
 from services.gateway.actions import Actions, State
 from services.gateway.handoff import redirect, stranded
+from services.gateway.headroom import Headroom
 from services.gateway.health import Health
 from services.gateway.prefix_memory import FINE_TOKENS, prefix_keys
 from services.gateway.requests import Request
 from services.gateway.router import Choice, Job, ReadChoice, Router
-from services.gateway.waiting import Line, WaitingRoom
+from services.gateway.waiting import SHARED, ExpectedAnswers, Line, WaitingRoom
 from services.gateway.windows import Windows
 
 PREFILL_PATIENCE_S = 5.0
@@ -39,7 +42,7 @@ ALONE_LIMIT_S = 30.0
 
 class Seat(msgspec.Struct):
     """`order`: the request's age. Where it counts as load; which worker computes its prompt, `uncached_tokens` of it; which one
-    is reserved for it."""
+    is reserved for it. `charged`: tokens that its tenant was charged for it, 0 before it was placed."""
 
     order: int
     keys: list[int]
@@ -48,6 +51,7 @@ class Seat(msgspec.Struct):
     computing: WorkerRef | None = None
     reserved: WorkerRef | None = None
     uncached_tokens: int = 0
+    charged: float = 0.0
 
 
 class Placement:
@@ -68,6 +72,8 @@ class Placement:
         self.seats: dict[str, Seat] = {}
         self.windows = windows or Windows()
         self._waiting = WaitingRoom()
+        self._headroom = Headroom()
+        self._answers = ExpectedAnswers()
         self._homeless: dict[str, Request] = {}
         self._doubtful = frozenset[str]()
         self._orders = 0
@@ -80,8 +86,11 @@ class Placement:
         """Whether it waits for a worker, or, computed already, for a decode worker."""
         return request.state is State.QUEUED or request.id in self._homeless
 
-    def is_queued(self, request: Request) -> bool:
-        return self.seats[request.id].order in self._waiting
+    def is_refused(self, request: Request, max_queue: int) -> bool:
+        """Whether it is one too many: the queue is full, and its tenant has its share of it."""
+        if self.seats[request.id].order not in self._waiting or self.num_waiting <= max_queue:
+            return False
+        return not self._waiting.is_within_share(request.tenant, max_queue)
 
     def refresh(self, presences: Iterable[Presence], now: float) -> None:
         """What everyone alive says, once a heartbeat."""
@@ -94,6 +103,8 @@ class Placement:
     def join(self, request: Request, now: float) -> None:
         """A new request waits from now on."""
         self._orders += 1
+        if request.only is None:
+            self._headroom.came(request.tenant, request.weight, now)
         prompt = request.packed_prompt + token_bytes.pack(request.given)
         self.seats[request.id] = Seat(self._orders, prefix_keys(prompt, request.salt))
         self.rejoin(request, now, not_before=now)
@@ -128,10 +139,14 @@ class Placement:
         if prefill != seat.prefill:
             self._count(seat.prefill, -1)
             self._count(prefill, 1)
+            if prefill is None or seat.prefill is None:
+                self._headroom.prefill.change(request.tenant, -1 if prefill is None else 1)
             seat.prefill = prefill
         if decode != seat.decode:
             self._count(seat.decode, -1)
             self._count(decode, 1)
+            if decode is None or seat.decode is None:
+                self._headroom.decode.change(request.tenant, -1 if decode is None else 1)
             seat.decode = decode
         computing = request.computing
         if computing != seat.computing:
@@ -156,6 +171,10 @@ class Placement:
             if len(request.tokens) >= FINE_TOKENS:
                 whole = request.packed_prompt + token_bytes.pack(request.tokens)
                 self.router.remember(prefix_keys(whole, request.salt), seat.decode)
+        if seat.charged:
+            used = seat.uncached_tokens + len(request.tokens)
+            self._waiting.correct(request.tenant, used - seat.charged, request.weight)
+            self._answers.ended(request.tenant, len(request.tokens))
         self.settle(request)
         self.forget(request)
 
@@ -174,6 +193,10 @@ class Placement:
         unplaced: list[tuple[Line, int, Request]] = []
         while (turn := self._next(closed)) is not None:
             line, _, request = turn
+            if self._headroom.several and line in SHARED and self._must_wait(line, request):
+                unplaced.append(turn)
+                self._waiting.hold(request.tenant)
+                continue
             job = self._job(request, now)
             choice = self._choose(line, job)
             if choice is None:
@@ -182,15 +205,22 @@ class Placement:
                     closed.add(line)
                 continue
             self.on_placed(now - request.since)
-            self.seats[request.id].uncached_tokens = choice.uncached_tokens
+            seat = self.seats[request.id]
+            seat.uncached_tokens = choice.uncached_tokens
+            if not seat.charged and request.only is None:
+                answer = self._answers.expected(request.tenant, request.sampling.max_tokens)
+                seat.charged = choice.uncached_tokens + answer
+                self._waiting.charge(request.tenant, seat.charged, request.weight)
             alone, window = line == "alone", self.windows.size
             yield request, request.place(choice.prefill, choice.decode, now, alone=alone, window=window)
         for line, order, request in unplaced:
-            self._waiting.join(line, order, request)
+            self._waiting.put_back(line, order, request)
+        self._waiting.let_go()
 
     def tick(self, now: float) -> Iterator[tuple[Request, Actions]]:
         """Wake who was sent away for a while; let go of those for whom no worker has been idle."""
         self._waiting.wake(now)
+        self._headroom.tick(now)
         for order, request in self._waiting.members("alone"):
             waited_s = now - request.since
             if request.must_be_alone and waited_s > ALONE_LIMIT_S:
@@ -224,6 +254,14 @@ class Placement:
         if request.is_read:
             return "read"
         return "direct" if self.router.path(self._job(request, now)) == "direct" else "prefill"
+
+    def _must_wait(self, line: Line, request: Request) -> bool:
+        return self._headroom.must_wait(
+            request.tenant,
+            request.weight,
+            prefill=self.router.prefill if line in ("prefill", "read") else None,
+            decode=None if line == "read" else self.router.decode,
+        )
 
     def _job(self, request: Request, now: float) -> Job:
         return Job(

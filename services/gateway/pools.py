@@ -104,6 +104,15 @@ class Pool:
             self._slots[worker_id] = len(self._open)
             self._open.append(worker)
 
+    def spare(self, limit: int) -> int:
+        """How many requests all of them would take, or some number above `limit`: no more workers are asked than that takes."""
+        total = 0
+        for worker in self._open:
+            total += worker.spare
+            if total > limit:
+                break
+        return total
+
     def sample(self, count: int) -> Iterator[Worker]:
         """At most `count` workers with room, others each time: all of a small pool, an even spread of a large one."""
         num_open = len(self._open)

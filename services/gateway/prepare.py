@@ -10,11 +10,9 @@ that nobody's stream waits for somebody's long prompt; what can't fit the contex
 
 from __future__ import annotations
 
-import hashlib
-import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import anyio.to_thread
 import msgspec
@@ -32,14 +30,14 @@ from services.gateway.choices import StopStrings
 from services.gateway.config import GatewayConfig
 from services.gateway.intake import Intake
 from services.gateway.openai import Arguments, ChatRequest, CompletionRequest
+from services.gateway.sampling import past_vocabulary, sampling_params
 from services.gateway.structured import Structure, structure_of
+from services.gateway.tenants import Tenant, salt_of
 from services.gateway.tool_grammar import calls_of, needs_grammar
 from services.gateway.views.view import Writers
 
 _INLINE_CHARS = 8192
 _COMPLETION_MAX_TOKENS = 16
-_SALT_BYTES = 16
-_ID_PREFIXES = {"chat": "chatcmpl", "completion": "cmpl"}
 _T = TypeVar("_T")
 
 
@@ -51,7 +49,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     tells the usage up to it. `salt` keeps the prompt's KV apart. `warning`: what of the request had no effect. `format`: how
     answers are read that may be more than text. `echo_top`, `prompt_top`: how many alternatives the prompt's tokens list in the
     answer's log-probabilities and in `prompt_logprobs`, -1: they are not there. `continues`: an answer follows text, so a
-    leading space is kept. `writers`: what encodes the answer.
+    leading space is kept. `writers`: what encodes the answer. `tenant`: who asked, empty for nobody in
+    particular; `weight`: its share of workers.
     """
 
     id: str
@@ -76,6 +75,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     warning: str = ""
     format: AnswerFormat | None = None
     continues: bool = False
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
     echo_top: int = -1
     prompt_top: int = -1
 
@@ -91,6 +93,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_choices(self) -> int:
         return self.n * len(self.prompts)
+
+    @property
+    def max_tokens_in_all(self) -> int:
+        """Of all prompts and the longest answers that they may get."""
+        return sum(map(len, self.prompts)) + self.num_choices * self.sampling.max_tokens
 
     @property
     def heading(self) -> Heading:
@@ -131,12 +138,13 @@ class Preparer:
         deadline_ms: str | None = None,
         stream_default: bool = False,
         is_large: bool = False,
+        tenant: Tenant | None = None,
     ) -> Job:
         """The job of a request for this model. `notes`: what of its body had no effect; `is_large`: the body was. `writers`:
         what encodes the answer.
 
         `shown_id` is `id` unless the client chose one. `deadline_ms` is a header's value; the shorter of it and the body's
-        `timeout` holds.
+        `timeout` holds. `tenant`: whose request it is.
 
         :raises RequestError: what is wrong with the request; nothing has been taken then.
         """
@@ -158,7 +166,7 @@ class Preparer:
         self._check_choices(request, len(prompts))
         prompt_top = request.asks_prompt_logprobs
         echo_top = logprobs if isinstance(request, CompletionRequest) and request.echo else -1
-        max_tokens = self._max_tokens(request, prompts, logprobs)
+        max_tokens = self._max_tokens(request, prompts, logprobs, tenant)
         self._check_prompt_scores(request, prompts, max(echo_top, prompt_top), max_tokens, logprobs)
         stream = stream_default if request.stream is None else request.stream
         if stream and prompt_top >= 0:
@@ -175,7 +183,7 @@ class Preparer:
             prompts=prompts,
             echoes=echoes,
             n=request.n or 1,
-            sampling=self._sampling(request, max_tokens, logprobs, grammar),
+            sampling=sampling_params(self._bundle, request, max_tokens=max_tokens, logprobs=logprobs, grammar=grammar),
             stops=StopStrings(request.stops) if request.stops else None,
             include_stop=bool(request.include_stop_str_in_output),
             top_logprobs=logprobs,
@@ -184,10 +192,13 @@ class Preparer:
             usage_so_far=include_usage and bool(options and options.continuous_usage_stats),
             deadline_s=deadline_s,
             skip_special=request.skip_special_tokens is not False,
-            salt=salt_of(request.cache_salt),
+            salt=salt_of("" if tenant is None else tenant.name, request.cache_salt),
             warning=notes.text,
             format=format,
             continues=not isinstance(request, ChatRequest) or request.continues,
+            tenant="" if tenant is None else tenant.name,
+            weight=1.0 if tenant is None else tenant.settings.weight,
+            priority=request.priority or 0,
             echo_top=echo_top,
             prompt_top=prompt_top,
         )
@@ -224,13 +235,17 @@ class Preparer:
                 param="prompt",
             )
 
-    def _max_tokens(self, request: Arguments, prompts: list[list[int]], logprobs: int) -> int:
+    def _max_tokens(self, request: Arguments, prompts: list[list[int]], logprobs: int, tenant: Tenant | None) -> int:
         """How long each choice may get."""
         param, asked = "max_tokens", request.max_tokens
         if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
             param, asked = "max_completion_tokens", request.max_completion_tokens
         context = self._bundle.max_context
+        if tenant is not None and tenant.settings.max_context:
+            context = min(context, tenant.settings.max_context)
         room = context - max(map(len, prompts))
+        if room < 1:
+            raise ContextLengthExceeded(f"the prompt takes {context - room} of {context} tokens of context", param=param)
         choices, values = len(prompts) * (request.n or 1), 1 + max(logprobs, 0)
         limit = self._config.max_answer_values
         if asked is None or asked == openai.NO_LIMIT:
@@ -305,7 +320,7 @@ class Preparer:
                 special = request.add_special_tokens is not False
                 return self._bundle.encode_prompt(part, add_special=special, max_tokens=limit)
             if max(part) >= self._tokenizer.vocab_size:
-                raise self._past_vocabulary("prompt", max(part))
+                raise past_vocabulary(self._bundle, "prompt", max(part))
             return part
 
         def encode() -> tuple[list[list[int]], list[str]]:
@@ -325,9 +340,6 @@ class Preparer:
 
     async def _in_thread(self, encode: Callable[[], _T]) -> _T:
         return await anyio.to_thread.run_sync(encode, limiter=self._threads)
-
-    def _past_vocabulary(self, param: str, token: int) -> InvalidParameter:
-        return InvalidParameter(f"token id {token} is past the vocabulary of {self._tokenizer.vocab_size}", param=param)
 
     async def _check_grammar(self, form: Structure, request: Arguments) -> None:
         """:raises InvalidParameter: if the answer can't match a grammar with this model's vocabulary, or in this request."""
@@ -354,49 +366,6 @@ class Preparer:
         found = await self._in_thread(compile) if needs_grammar(request, form.grammar) else Structure()
         await self._check_grammar(found, request)
         return found.grammar
-
-    def _sampling(self, request: Arguments, max_tokens: int, logprobs: int, grammar: str) -> SamplingParams:
-        bias = request.logit_bias or {}
-        stop_ids = request.stop_token_ids or []
-        for param, ids in (("logit_bias", bias), ("stop_token_ids", stop_ids)):
-            for token in ids:
-                if not 0 <= token < self._tokenizer.vocab_size:
-                    raise self._past_vocabulary(param, token)
-        min_tokens = request.min_tokens or 0
-        if min_tokens > max_tokens:
-            raise InvalidParameter(f"min_tokens is {min_tokens}, but at most {max_tokens} can come", param="min_tokens")
-        default = self._bundle.sampling
-        top_p = _given(request.top_p, default.top_p, 1.0)
-        top_k = max(_given(request.top_k, default.top_k, 0), 0)
-        is_seeded = request.seed not in (None, openai.RANDOM_SEED)
-        return SamplingParams(
-            seed=cast(int, request.seed) if is_seeded else int.from_bytes(os.urandom(8), "little") >> 1,
-            temperature=_given(request.temperature, default.temperature, 1.0),
-            # OpenAI allows top_p 0, which keeps the likeliest token alone
-            top_k=1 if top_p == 0 else min(top_k, self._tokenizer.vocab_size),
-            top_p=top_p or 1.0,
-            min_p=_given(request.min_p, default.min_p, 0.0),
-            presence_penalty=_given(request.presence_penalty, None, 0.0),
-            frequency_penalty=_given(request.frequency_penalty, None, 0.0),
-            repetition_penalty=_given(request.repetition_penalty, default.repetition_penalty, 1.0),
-            logit_bias=bias,
-            logprobs=logprobs,
-            max_tokens=max_tokens,
-            min_tokens=min_tokens,
-            stop_token_ids=sorted({*stop_ids, *(() if request.ignore_eos else self._bundle.eos_ids)}),
-            grammar=grammar,
-        )
-
-
-def _given(value: _T | None, recommended: _T | None, otherwise: _T) -> _T:
-    """What the client says, else what the model's authors do, else what OpenAI does."""
-    if value is not None:
-        return value
-    return otherwise if recommended is None else recommended
-
-
-def salt_of(text: str | None) -> bytes:
-    return b"" if text is None else hashlib.blake2b(text.encode(), digest_size=_SALT_BYTES, person=b"cache_salt").digest()
 
 
 def _size(message: Mapping[str, Any]) -> int:

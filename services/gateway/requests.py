@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from common.engine.shares import PRIORITY_STEP_S, bounded
 from common.protocol import errors
 from common.protocol import tokens as token_bytes
 from common.protocol.errors import PenstockError
@@ -52,7 +53,8 @@ UNKNOWN_APART_S = 0.5
 
 class Request:
     """`wake` is called when `transcript` has something new. `wire_id` names it to workers, unlike any other ever; `client_id`
-    is the edge's. `path` forces a path, and `only` the worker that is to compute the prompt (canaries)."""
+    is the edge's. `path` forces a path, and `only` the worker that is to compute the prompt (canaries). Of a tenant's requests,
+    the least `rank` is placed first."""
 
     def __init__(
         self,
@@ -72,6 +74,9 @@ class Request:
         self.packed_prompt = token_bytes.pack(request.prompt)
         self.sampling = request.sampling
         self.salt = request.salt
+        self.tenant, self.weight = request.tenant, request.weight
+        self.priority = bounded(request.priority)
+        self.rank = now + self.priority * PRIORITY_STEP_S
         self.gateway = gateway
         self.limits = limits
         self.given = request.given
@@ -79,34 +84,28 @@ class Request:
         self.is_read = request.is_read
         self.path: Path = path
         self.only = only
-        self.alone = False
-        self.is_unsettled = False
-        self.arrived_at = now
+        self.alone = self.is_unsettled = self.stuck = False
+        self.arrived_at = self.since = now
         self.deadline = now + request.deadline_s
         self.deadline_ms = wall_ms + int(request.deadline_s * 1000)
         self.wake: Callable[[], None] = lambda: None
 
         self.state = State.QUEUED
-        self.since = now
         self.attempt = 0
         self.prefill: WorkerRef | None = None
         self.decode: WorkerRef | None = None
         self.holders: set[WorkerRef] = set()
         self.avoid: set[str] = set()
         self.tried: set[str] = set()
-        self.failures = 0
-        self.unknowns = 0
-        self.unknown_at = 0.0
+        self.failures = self.unknowns = 0
+        self.unknown_at = self.first_token_at = 0.0
         self.losses = Losses()
         self.produced = 0
 
         self.transcript = Transcript(request.sampling)
         self.tokens = self.transcript.tokens
-        self.first_token_at = 0.0
         self.silence = Silence(now)
-        self.dropped_frames = 0
-        self.sent_fetches = 0
-        self.stuck = False
+        self.dropped_frames = self.sent_fetches = 0
         self.history = History(now)
 
     # -- placing
@@ -137,6 +136,9 @@ class Request:
             window=window,
             given=token_bytes.pack(self.given[len(self.tokens) :]),
             pooling=self.pooling,
+            tenant=self.tenant,
+            weight=self.weight,
+            priority=self.priority,
         )
         return [ask_for(generation, prefill, decode)]
 

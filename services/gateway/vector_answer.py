@@ -115,6 +115,8 @@ class VectorAnswer:
                 sampling=SamplingParams(temperature=0.0, max_tokens=1),
                 deadline_s=max(self._deadline - time.monotonic(), 0.001),
                 salt=job.salt,
+                tenant=job.tenant,
+                weight=job.weight,
                 pooling=job.pooling,
             )
         )

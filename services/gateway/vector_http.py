@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from services.gateway.catalog import Catalog
 from services.gateway.config import GatewayConfig
 from services.gateway.http_body import header, read_body
 from services.gateway.http_io import Exchange
+from services.gateway.tenants import Visit
 from services.gateway.vector_answer import VectorAnswer
 from services.gateway.vectors import VectorKind
 from services.gateway.views.registry import VIEWS
@@ -35,7 +37,7 @@ class Api(Protocol):
 
     async def answer(self, id: str, view: View, serve: Serve, scope: Scope, receive: Receive, send: Send) -> None: ...
 
-    def check(self, scope: Scope) -> None: ...
+    def check(self, scope: Scope, record: AccessRecord) -> Visit | None: ...
 
     async def watch(self, exchange: Exchange, id: str, scope: anyio.CancelScope) -> None: ...
 
@@ -54,16 +56,21 @@ class Vectors:
     async def _serve(self, id: str, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:
         """:raises PenstockError: what the client is told; nothing is held for it any more then."""
         api = self._api
-        api.check(scope)
+        visit = api.check(scope, record)
+        tenant = None if visit is None else visit.tenant
         with api.catalog.intake.room() as room:
             body = await read_body(scope, exchange.receive, api.config.max_body_bytes, room)
             deadline = header(scope, _DEADLINE_HEADER)
             deadline_ms = None if deadline is None else deadline.decode("latin-1")
-            model, job, notes = await api.catalog.prepare_vectors(self._kind, body, id=id, deadline_ms=deadline_ms)
+            model, job, notes = await api.catalog.prepare_vectors(
+                self._kind, body, id=id, deadline_ms=deadline_ms, tenant=tenant
+            )
             del body
         model.metrics.ignored(notes.labels)
         if job.warning:
             exchange.headers.append((b"warning", b'299 penstock "%b"' % job.warning.encode()))
+        if visit is not None:
+            visit.reserve(sum(map(len, job.prompts)), time.monotonic())
         answer = record.answer = VectorAnswer(model.core, job, model.metrics, api.catalog.intake)
 
         async def respond(pieces: Pieces) -> None:

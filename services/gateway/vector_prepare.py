@@ -15,7 +15,8 @@ from common.text.embedding_config import load_embedding_config
 from services.gateway.arguments import Notes
 from services.gateway.config import GatewayConfig
 from services.gateway.intake import Intake
-from services.gateway.prepare import deadline_of, salt_of
+from services.gateway.prepare import deadline_of
+from services.gateway.tenants import Tenant, salt_of
 from services.gateway.vectors import EmbeddingRequest, ScoreRequest
 
 _INLINE_CHARS = 8192
@@ -35,6 +36,8 @@ class VectorJob(msgspec.Struct, frozen=True, kw_only=True):
     base64: bool = False
     pairs: list[tuple[int, int]] = []
     salt: bytes = b""
+    tenant: str = ""
+    weight: float = 1.0
     warning: str = ""
     stream: bool = False
 
@@ -53,7 +56,13 @@ class VectorPreparer:
         self._embedding = load_embedding_config(bundle.files)
 
     async def prepare(
-        self, request: EmbeddingRequest | ScoreRequest, notes: Notes, *, id: str, deadline_ms: str | None
+        self,
+        request: EmbeddingRequest | ScoreRequest,
+        notes: Notes,
+        *,
+        id: str,
+        deadline_ms: str | None,
+        tenant: Tenant | None = None,
     ) -> VectorJob:
         """:raises RequestError: what is wrong with the request; nothing has been taken then."""
         deadline_s = deadline_of(self._config, request.timeout, deadline_ms)
@@ -82,7 +91,9 @@ class VectorPreparer:
             size=size,
             base64=as_base64,
             pairs=pairs,
-            salt=salt_of(request.cache_salt),
+            salt=salt_of("" if tenant is None else tenant.name, request.cache_salt),
+            tenant="" if tenant is None else tenant.name,
+            weight=1.0 if tenant is None else tenant.settings.weight,
             warning=notes.text,
         )
 

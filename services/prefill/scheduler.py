@@ -3,7 +3,8 @@
     admit ─► (copying: a prefix arrives from elsewhere) ─► queued ─► planned in chunks ─► committed: first token ─► done
     cancel frees at once, or, while a step or a copy touches the blocks, as soon as that has ended.
 
-Order: least remaining work first, aged, so that a short prompt does not wait behind a long one, and the long one still runs.
+Order: tenants by turns; of one tenant, least remaining work first, aged, so that a short prompt does not wait behind a long
+one, and the long one still runs. A step of priority counts as PRIORITY_STEP_S of age.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Collection
 
 from common.engine.plan import StepPlan, StepResult
 from common.engine.sequence import Sequence, SequenceCache
+from common.engine.shares import PRIORITY_STEP_S, TurnTaking
 from common.protocol.errors import ContextLengthExceeded, OutOfCredits
 
 
@@ -35,6 +37,7 @@ class PrefillScheduler:
         self._copying: dict[Sequence, float] = {}
         self._flights: deque[list[Sequence]] = deque()
         self._computing = set[bytes]()
+        self._turns = TurnTaking()
         self._step = 0
 
     @property
@@ -105,7 +108,7 @@ class PrefillScheduler:
             for sequence in candidates
             if sequence.is_ready and not sequence.num_awaited and not sequence.cancelled and sequence.num_unplanned
         ]
-        for sequence in sorted(queued, key=lambda s: s.num_unplanned - (now - self._queued[s]) * self.aging_tokens_per_s):
+        for sequence in self._turns.in_turn(sorted(queued, key=lambda s: self._remaining(s, now))):
             if budget <= 0:
                 break
             if not self.cache.catch_up(sequence, budget, computing):
@@ -113,13 +116,20 @@ class PrefillScheduler:
             rows.append(sequence.plan(min(budget, sequence.num_unplanned), [], num_samples))
             planned.append(sequence)
             num_samples += rows[-1].num_samples
-            budget -= len(rows[-1].tokens)
+            num_tokens = len(rows[-1].tokens)
+            budget -= num_tokens
+            self._turns.served(sequence.tenant, num_tokens, sequence.generation.weight, ends=rows[-1].num_samples > 0)
         if not rows:
             return None
         self._computing = computing - before
         self._flights.append(planned)
         self._step += 1
         return StepPlan(step=self._step, rows=rows)
+
+    def _remaining(self, sequence: Sequence, now: float) -> float:
+        """Tokens to compute, less what its age makes up for."""
+        age_s = now - self._queued[sequence] - sequence.generation.priority * PRIORITY_STEP_S
+        return sequence.num_unplanned - age_s * self.aging_tokens_per_s
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Sequence]:
         """Take the oldest step's result. Returns the sequences that have news: a first token was sampled, or more was read. The

@@ -24,6 +24,7 @@ from common.text.tokenizer import Tokenizer
 from services.gateway.answer import Core
 from services.gateway.catalog import Catalog
 from services.gateway.config import GatewayConfig
+from services.gateway.door import Door
 from services.gateway.http import create_app
 from services.gateway.intake import Intake
 from services.gateway.nats_front import NatsFront
@@ -59,7 +60,7 @@ def app_of(core: Core, config: GatewayConfig, *, bundle: TextBundle | None = Non
 
 def front_of(core: Core, bus: Bus, config: GatewayConfig, *, bundle: TextBundle | None = None) -> NatsFront:
     """The NATS edge of a gateway with one model."""
-    return NatsFront(core, Catalog.of_one(core, bundle or BUNDLE, config), bus, config)
+    return NatsFront(core, Catalog.of_one(core, bundle or BUNDLE, config), bus, config, Door(config))
 
 
 BUNDLE = small_bundle()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
@@ -64,6 +65,10 @@ class Outcome:
     finish: str | None = None
     error: PenstockError | None = None
     ended: bool = False
+    tenant: str = ""
+    cached_tokens: int = 0
+    asked_at: float = 0.0
+    first_token_at: float = 0.0
 
     @property
     def expected(self) -> list[int]:
@@ -72,12 +77,22 @@ class Outcome:
 
 class World:
     def __init__(
-        self, task_group: TaskGroup, shm_dir: Path, *, seed: int = 0, num_blocks: int = 256, run_ahead: int = 1
+        self,
+        task_group: TaskGroup,
+        shm_dir: Path,
+        *,
+        seed: int = 0,
+        num_blocks: int = 256,
+        run_ahead: int = 1,
+        max_running: int = 8,
+        zero_retention: bool = False,
     ) -> None:
         self.task_group = task_group
         self.shm_dir = shm_dir
         self.num_blocks = num_blocks
         self.run_ahead = run_ahead
+        self.max_running = max_running
+        self.zero_retention = zero_retention
         self.dice = random.Random(seed)
         self.broker = MemoryBroker()
         self.processes: dict[str, Process] = {}
@@ -106,17 +121,18 @@ class World:
             process.ended.set()
 
     def _actor(self, role: Role, name: str, bus: MemoryBus) -> Actor:
-        shared = {"worker_id": name, "shm_dir": str(self.shm_dir), "http_port": -1, "model": "simulated"}
+        shared: dict[str, Any] = {"worker_id": name, "shm_dir": str(self.shm_dir), "http_port": -1, "model": "simulated"}
+        shared["zero_retention"] = self.zero_retention
         clock = time.monotonic
         match role:
             case "gateway":
                 config = GatewayConfig(**shared, direct_max_tokens=8, canary=False)
                 return GatewayActor(bus=bus, config=config, clock=clock)
             case "prefill":
-                config = PrefillConfig(**shared, token_budget=16, max_running=8)
+                config = PrefillConfig(**shared, token_budget=16, max_running=self.max_running)
                 return PrefillActor(bus=bus, config=config, open_engine=self._open_engine, clock=clock)
             case "decode":
-                config = DecodeConfig(**shared, token_budget=16, max_running=8)
+                config = DecodeConfig(**shared, token_budget=8 + self.max_running, max_running=self.max_running)
                 transport = ShmTransport(str(self.shm_dir))
                 return DecodeActor(bus=bus, config=config, open_engine=self._open_engine, transport=transport, clock=clock)
             case "draft":
@@ -181,11 +197,19 @@ class World:
         seed: int = 1,
         deadline_s: float = 600,
         cancel_after_s: float | None = None,
+        tenant: str = "",
+        salt: bytes = b"",
     ) -> Outcome:
-        outcome = Outcome(prompt, SamplingParams(seed=seed, max_tokens=max_tokens))
+        sampling = SamplingParams(seed=seed, max_tokens=max_tokens)
+        outcome = Outcome(prompt, sampling, tenant=tenant, asked_at=time.monotonic())
         self.outcomes.append(outcome)
         request = GenerationRequest(
-            id=f"request-{len(self.outcomes)}", prompt=prompt, sampling=outcome.sampling, deadline_s=deadline_s
+            id=f"request-{len(self.outcomes)}",
+            prompt=prompt,
+            sampling=sampling,
+            deadline_s=deadline_s,
+            tenant=tenant,
+            salt=salt,
         )
         self.task_group.start_soon(self._read, self.gateway, request, outcome, cancel_after_s)
         return outcome
@@ -201,8 +225,11 @@ class World:
         with anyio.move_on_after(cancel_after_s):
             while not outcome.ended:
                 output = await stream.next()
+                if output.tokens and not outcome.tokens:
+                    outcome.first_token_at = time.monotonic()
                 outcome.tokens += output.tokens
                 outcome.finish, outcome.error = output.finish, output.error
+                outcome.cached_tokens = max(outcome.cached_tokens, output.cached_tokens)
                 outcome.ended = output.finish is not None or output.error is not None
         if not outcome.ended:
             stream.cancel()

@@ -45,7 +45,7 @@ def test_links_and_named_files_exist(page: Path) -> None:
 
 def test_commands_that_the_readme_names_exist() -> None:
     text = (ROOT / "README.md").read_text()
-    commands = {command.name for command in app.registered_commands}
+    commands = {command.name for command in (*app.registered_commands, *app.registered_groups)}
     assert set(re.findall(r"\bpenstock (pull|up|[a-z]+)\b(?=[ `\n])", code_of(text))) <= commands
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"\bmake ([a-z]+)", code_of(text))) <= targets
