@@ -10,6 +10,7 @@ from common.protocol.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
     EmptyPrompt,
+    Forbidden,
     GatewayBusy,
     HostNotAllowed,
     InternalError,
@@ -19,6 +20,7 @@ from common.protocol.errors import (
     Overloaded,
     PayloadTooLarge,
     PenstockError,
+    RateLimited,
     ShuttingDown,
     UnknownModel,
     WorkersDied,
@@ -51,6 +53,7 @@ GENERATES: Errors = (
     GatewayBusy,
     ShuttingDown,
     DeadlineExceeded,
+    RateLimited,
 )
 
 
@@ -81,7 +84,7 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def all_errors(self) -> Errors:
-        return (*self.errors, *((Unauthorized,) if self.keyed else ()), *EVERYWHERE)
+        return (*self.errors, *((Unauthorized, Forbidden) if self.keyed else ()), *EVERYWHERE)
 
 
 DEADLINE = Parameter(
