@@ -14,12 +14,23 @@ import msgspec
 from services.gateway import openai, tools
 from services.gateway.api_answers import REFERENCE, Schema
 from services.gateway.arguments import Scope
+from services.gateway.batches.records import ENDPOINTS, MAX_KEY_CHARS, MAX_METADATA, MAX_VALUE_CHARS, BatchRequest
 from services.gateway.parse import SCOPES
 from services.gateway.parse_tokens import TOKEN_SCOPES
 from services.gateway.structured import FORMATS
 from services.gateway.token_bodies import DetokenizeAnswer, TokenizeAnswer
+from services.gateway.vectors import MAX_INPUTS, VECTOR_SCOPES
+from services.gateway.views.messages_body import MESSAGES_SCOPES
+from services.gateway.views.responses_body import MAX_ITEMS, RESPONSES_SCOPES
 
-BODIES: dict[type[msgspec.Struct], Scope] = {**SCOPES, **TOKEN_SCOPES}
+BODIES: dict[type[msgspec.Struct], Scope] = {
+    **SCOPES,
+    **TOKEN_SCOPES,
+    **RESPONSES_SCOPES,
+    **MESSAGES_SCOPES,
+    **VECTOR_SCOPES,
+    BatchRequest: Scope(BatchRequest.__struct_fields__, {}, {}),
+}
 """Every type that a body or an object in one is decoded with, and how the rest of such an object is judged."""
 
 _TOOL: Schema = {
@@ -34,6 +45,7 @@ _TOOL: Schema = {
                 "name": {"type": "string", "pattern": r"^[a-zA-Z0-9_-]{1,64}$"},
                 "description": {"type": ["string", "null"]},
                 "parameters": {"type": ["object", "null"], "description": "A JSON schema."},
+                "strict": {"type": ["boolean", "null"]},
             },
         },
     },
@@ -78,14 +90,28 @@ _FURTHER: dict[str, dict[str, Schema]] = {
         "role": {"enum": list(openai.ROLES)},
         "tool_calls": {"maxItems": tools.MAX_CALLS, "items": _CALL},
     },
+    "ResponsesRequest": {"input": {"minItems": 1, "maxItems": MAX_ITEMS}, "tools": {"maxItems": tools.MAX_TOOLS}},
+    "MessagesRequest": {"messages": _MESSAGES, "tools": {"maxItems": tools.MAX_TOOLS}},
+    "EmbeddingRequest": {"input": {"minLength": 1, "minItems": 1}},
+    "ScoreRequest": {"text_1": {"maxItems": MAX_INPUTS}, "text_2": {"maxItems": MAX_INPUTS}},
+    "BatchRequest": {
+        "endpoint": {"enum": list(ENDPOINTS)},
+        "input_file_id": {"pattern": "^file-[0-9a-f]{1,64}$"},
+        "completion_window": {"pattern": "^[1-9][0-9]{0,6}[smhd]$"},
+        "metadata": {
+            "maxProperties": MAX_METADATA,
+            "propertyNames": {"maxLength": MAX_KEY_CHARS},
+            "additionalProperties": {"type": "string", "maxLength": MAX_VALUE_CHARS},
+        },
+    },
     "ContentPart": {"type": {"enum": sorted(openai.TEXT_PARTS)}},
 }
 """By type and argument: what is said of it, of the alternative that it is about."""
 
 _OF_TYPE = {
     "array": {"minItems", "maxItems", "items"},
-    "object": {"required", "properties", "maxProperties", "propertyNames"},
-    "string": {"minLength", "enum"},
+    "object": {"required", "properties", "maxProperties", "propertyNames", "additionalProperties"},
+    "string": {"minLength", "enum", "pattern"},
     "integer": {"not"},
 }
 
@@ -96,7 +122,8 @@ def body_schemas(*, max_n: int) -> dict[str, Schema]:
     for kind, scope in BODIES.items():
         schema = found[kind.__name__]
         schema["description"] = " ".join((inspect.getdoc(kind) or "").split())
-        schema.pop("additionalProperties", None)  # what is not obeyed is judged by `scope`
+        if kind is not BatchRequest:
+            schema.pop("additionalProperties", None)  # what is not obeyed is judged by `scope`
         properties: dict[str, Any] = schema["properties"]
         for name, further in _FURTHER.get(kind.__name__, {}).items():
             _narrow(properties[name], further)

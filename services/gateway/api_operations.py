@@ -5,110 +5,30 @@ A test holds this table to the routes of `http.create_app`, and the errors to th
 
 from __future__ import annotations
 
-from typing import Literal
-
-import msgspec
-
-from common.protocol.errors import (
-    ContextLengthExceeded,
-    DeadlineExceeded,
-    EmptyPrompt,
-    GatewayBusy,
-    HostNotAllowed,
-    InternalError,
-    InvalidParameter,
-    NoWorkers,
-    OriginNotAllowed,
-    Overloaded,
-    PayloadTooLarge,
-    PenstockError,
-    ShuttingDown,
-    UnknownModel,
-    WorkersDied,
+from common.protocol.errors import InvalidParameter, Overloaded, UnknownModel
+from services.gateway.api_answers import STRING, reference
+from services.gateway.api_batches import BATCH_OPERATIONS
+from services.gateway.api_operation import (
+    DEADLINE,
+    DOCUMENT,
+    EVENTS,
+    GENERATES,
+    JSON,
+    PAGE,
+    READS_A_BODY,
+    REQUEST_ID,
+    TEXT,
+    Operation,
+    Parameter,
+    answer,
+    stream,
 )
-from services.gateway.api_answers import STRING, Schema, reference
 from services.gateway.dashboard import NotFound
-from services.gateway.http_body import BodyTimeout, WrongContentType
-from services.gateway.http_io import Unauthorized
 from services.gateway.openai import ChatRequest, CompletionRequest
 from services.gateway.token_bodies import DetokenizeRequest, TokenizeRequest
-
-JSON = "application/json"
-EVENTS = "text/event-stream"
-
-Errors = tuple[type[PenstockError], ...]
-
-EVERYWHERE: Errors = (OriginNotAllowed, HostNotAllowed)
-_READS_A_BODY: Errors = (
-    InvalidParameter,
-    ContextLengthExceeded,
-    UnknownModel,
-    BodyTimeout,
-    PayloadTooLarge,
-    WrongContentType,
-    Overloaded,
-    InternalError,
-)
-_GENERATES: Errors = (
-    *_READS_A_BODY,
-    EmptyPrompt,
-    WorkersDied,
-    NoWorkers,
-    GatewayBusy,
-    ShuttingDown,
-    DeadlineExceeded,
-)
-
-
-class Parameter(msgspec.Struct, frozen=True):
-    """One in the path, the query or the headers."""
-
-    name: str
-    place: Literal["path", "query", "header"]
-    description: str
-    schema: Schema = msgspec.field(default_factory=lambda: STRING)
-
-
-class Operation(msgspec.Struct, frozen=True, kw_only=True):
-    """`answers`: for a status, the schema by media type; none for an empty body. `keyed`: it asks for the API key."""
-
-    method: Literal["GET", "POST"]
-    path: str
-    summary: str
-    tag: str
-    answers: dict[int, dict[str, Schema]]
-    body: type[msgspec.Struct] | None = None
-    parameters: tuple[Parameter, ...] = ()
-    errors: Errors = ()
-    keyed: bool = False
-
-    @property
-    def all_errors(self) -> Errors:
-        return (*self.errors, *((Unauthorized,) if self.keyed else ()), *EVERYWHERE)
-
-
-_DEADLINE = Parameter(
-    "Penstock-Deadline-Ms",
-    "header",
-    "Milliseconds that the request may take; the shorter of it and `timeout` holds.",
-    {"type": "string", "pattern": "^[0-9]{1,12}$"},
-)
-_REQUEST_ID = Parameter("X-Request-Id", "header", "Comes back with the answer, if it is one word of 1 to 128 characters.")
-_TEXT: dict[str, Schema] = {"text/plain": STRING}
-_PAGE: dict[str, Schema] = {"text/html": STRING}
-_DOCUMENT: dict[str, Schema] = {JSON: {"type": "object"}}
-
-
-def _answer(name: str) -> dict[int, dict[str, Schema]]:
-    return {200: {JSON: reference(name)}}
-
-
-def _stream(name: str, chunk: str) -> dict[int, dict[str, Schema]]:
-    events = {
-        "description": f"With `stream`: events whose data is a {chunk}, then `[DONE]`; an Error ends a stream that fails."
-    }
-    return {200: {JSON: reference(name), EVENTS: events}}
-
+from services.gateway.vectors import EmbeddingRequest, ScoreRequest
+from services.gateway.views.messages_body import MessagesRequest
+from services.gateway.views.responses_body import ResponsesRequest
 
 OPERATIONS: tuple[Operation, ...] = (
     Operation(
@@ -117,9 +37,9 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="Answer a conversation.",
         tag="generation",
         body=ChatRequest,
-        parameters=(_DEADLINE, _REQUEST_ID),
-        answers=_stream("ChatCompletion", "ChatCompletionChunk"),
-        errors=_GENERATES,
+        parameters=(DEADLINE, REQUEST_ID),
+        answers=stream("ChatCompletion", "ChatCompletionChunk"),
+        errors=GENERATES,
         keyed=True,
     ),
     Operation(
@@ -128,17 +48,97 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="Continue one or several prompts.",
         tag="generation",
         body=CompletionRequest,
-        parameters=(_DEADLINE, _REQUEST_ID),
-        answers=_stream("Completion", "Completion"),
-        errors=_GENERATES,
+        parameters=(DEADLINE, REQUEST_ID),
+        answers=stream("Completion", "Completion"),
+        errors=GENERATES,
         keyed=True,
     ),
+    Operation(
+        method="POST",
+        path="/v1/responses",
+        summary="Answer a conversation, as OpenAI's Responses API does. Nothing is stored.",
+        tag="generation",
+        body=ResponsesRequest,
+        parameters=(DEADLINE, REQUEST_ID),
+        answers={
+            200: {
+                JSON: reference("Response"),
+                EVENTS: {"description": "With `stream`: the API's events, each a ResponseEvent."},
+            }
+        },
+        errors=GENERATES,
+        keyed=True,
+    ),
+    Operation(
+        method="POST",
+        path="/v1/responses/input_tokens",
+        summary="Count the tokens of a prompt for `/v1/responses`.",
+        tag="tokens",
+        body=ResponsesRequest,
+        answers=answer("ResponseInputTokens"),
+        errors=READS_A_BODY,
+        keyed=True,
+    ),
+    Operation(
+        method="POST",
+        path="/v1/messages",
+        summary="Answer a conversation, as Anthropic's Messages API does.",
+        tag="generation",
+        body=MessagesRequest,
+        anthropic=True,
+        parameters=(DEADLINE, REQUEST_ID),
+        answers={
+            200: {
+                JSON: reference("MessageAnswer"),
+                EVENTS: {"description": "With `stream`: the API's events, each a MessageEvent."},
+            }
+        },
+        errors=GENERATES,
+        keyed=True,
+    ),
+    Operation(
+        method="POST",
+        path="/v1/messages/count_tokens",
+        summary="Count the tokens of a prompt for `/v1/messages`.",
+        tag="tokens",
+        body=MessagesRequest,
+        anthropic=True,
+        answers=answer("MessageTokens"),
+        errors=READS_A_BODY,
+        keyed=True,
+    ),
+    Operation(
+        method="POST",
+        path="/v1/embeddings",
+        summary="Turn texts or token ids into vectors.",
+        tag="vectors",
+        body=EmbeddingRequest,
+        parameters=(DEADLINE, REQUEST_ID),
+        answers=answer("Embeddings"),
+        errors=GENERATES,
+        keyed=True,
+    ),
+    *(
+        Operation(
+            method="POST",
+            path=path,
+            summary="Tell how alike texts are.",
+            tag="vectors",
+            body=ScoreRequest,
+            parameters=(DEADLINE, REQUEST_ID),
+            answers=answer("Scores"),
+            errors=GENERATES,
+            keyed=True,
+        )
+        for path in ("/v1/score", "/score")
+    ),
+    *BATCH_OPERATIONS,
     Operation(
         method="GET",
         path="/v1/models",
         summary="List every name that a model is served under.",
         tag="models",
-        answers=_answer("ModelList"),
+        answers=answer("ModelList"),
         keyed=True,
     ),
     Operation(
@@ -147,7 +147,7 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="Describe one model.",
         tag="models",
         parameters=(Parameter("model", "path", "A name of a model, or an alias; it may hold slashes."),),
-        answers=_answer("Model"),
+        answers=answer("Model"),
         errors=(UnknownModel, NotFound),
         keyed=True,
     ),
@@ -157,9 +157,9 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="Turn a prompt or a conversation into tokens, and count them.",
         tag="tokens",
         body=TokenizeRequest,
-        parameters=(_REQUEST_ID,),
-        answers=_answer("TokenizeAnswer"),
-        errors=_READS_A_BODY,
+        parameters=(REQUEST_ID,),
+        answers=answer("TokenizeAnswer"),
+        errors=READS_A_BODY,
         keyed=True,
     ),
     Operation(
@@ -168,9 +168,9 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="Turn tokens into text.",
         tag="tokens",
         body=DetokenizeRequest,
-        parameters=(_REQUEST_ID,),
-        answers=_answer("DetokenizeAnswer"),
-        errors=_READS_A_BODY,
+        parameters=(REQUEST_ID,),
+        answers=answer("DetokenizeAnswer"),
+        errors=READS_A_BODY,
         keyed=True,
     ),
     Operation(
@@ -179,7 +179,7 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="Tell a model's chat template and special tokens.",
         tag="tokens",
         parameters=(Parameter("model", "query", "Needed where several models are served."),),
-        answers=_answer("TokenizerInfo"),
+        answers=answer("TokenizerInfo"),
         errors=(InvalidParameter, UnknownModel),
         keyed=True,
     ),
@@ -188,7 +188,7 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/health",
         summary="Whether the process answers.",
         tag="operations",
-        answers=_answer("Health"),
+        answers=answer("Health"),
     ),
     Operation(
         method="GET",
@@ -196,7 +196,7 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="Whether a request would be answered now.",
         tag="operations",
         parameters=(Parameter("model", "query", "Of this model; by default, of any."),),
-        answers={200: _TEXT, 503: _TEXT},
+        answers={200: TEXT, 503: TEXT},
         errors=(UnknownModel,),
     ),
     Operation(
@@ -213,11 +213,11 @@ OPERATIONS: tuple[Operation, ...] = (
         tag="operations",
         answers={200: {}, 503: {}},
     ),
-    Operation(method="GET", path="/version", summary="Which Penstock this is.", tag="operations", answers=_answer("Version")),
-    Operation(method="GET", path="/metrics", summary="Prometheus's text.", tag="operations", answers={200: _TEXT}),
-    Operation(method="GET", path="/openapi.json", summary="This document.", tag="operations", answers={200: _DOCUMENT}),
-    Operation(method="GET", path="/docs", summary="This document as a page.", tag="operations", answers={200: _PAGE, 304: {}}),
-    Operation(method="GET", path="/", summary="The dashboard's page.", tag="dashboard", answers={200: _PAGE, 304: {}}),
+    Operation(method="GET", path="/version", summary="Which Penstock this is.", tag="operations", answers=answer("Version")),
+    Operation(method="GET", path="/metrics", summary="Prometheus's text.", tag="operations", answers={200: TEXT}),
+    Operation(method="GET", path="/openapi.json", summary="This document.", tag="operations", answers={200: DOCUMENT}),
+    Operation(method="GET", path="/docs", summary="This document as a page.", tag="operations", answers={200: PAGE, 304: {}}),
+    Operation(method="GET", path="/", summary="The dashboard's page.", tag="dashboard", answers={200: PAGE, 304: {}}),
     Operation(
         method="GET",
         path="/dashboard/events",
@@ -234,7 +234,7 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="What became of one request.",
         tag="dashboard",
         parameters=(Parameter("name", "path", "The request's id up to its 8th character, without what is before the dash."),),
-        answers=_answer("RequestRow"),
+        answers=answer("RequestRow"),
         errors=(NotFound,),
         keyed=True,
     ),
@@ -243,7 +243,7 @@ OPERATIONS: tuple[Operation, ...] = (
         path="/sd",
         summary="Where Prometheus finds everybody's metrics.",
         tag="operations",
-        answers=_answer("Targets"),
+        answers=answer("Targets"),
         keyed=True,
     ),
 )

@@ -16,18 +16,22 @@ from starlette.routing import Route
 from common.protocol.errors import PenstockError
 from common.runtime.version import version
 from services.gateway.api_answers import ANSWERS, STRING, Schema, either, record, reference
+from services.gateway.api_batches import BATCH_ANSWERS
 from services.gateway.api_bodies import body_schemas
-from services.gateway.api_operations import JSON, OPERATIONS, Operation
+from services.gateway.api_operation import EVERYWHERE, JSON, Operation
+from services.gateway.api_operations import OPERATIONS
+from services.gateway.api_view_answers import VIEW_ANSWERS
 from services.gateway.bodies import error_type
 from services.gateway.config import GatewayConfig
 from services.gateway.http_io import error_headers
 from services.gateway.page_files import page_file
+from services.gateway.views import messages_answer
 
 _ABOUT = (
-    "OpenAI's API, and what vLLM has besides. Arguments that are not listed have no effect, and the answer's `warning` header "
-    "names them. All but prompts, messages and tools take 64 KiB together at most. A connection that takes longer than 10 s "
-    "for its headers gets an empty 408, one with more than 64 KiB of them an empty 431, and one too many an empty 503. The "
-    "same bodies are taken over NATS."
+    "OpenAI's API, what vLLM has besides, and Anthropic's Messages. Arguments that are not listed have no effect, and the "
+    "answer's `warning` header names them. All but prompts, messages and tools take 64 KiB together at most. A connection that "
+    "takes longer than 10 s for its headers gets an empty 408, one with more than 64 KiB of them an empty 431, and one too "
+    "many an empty 503. Bodies of generations and of `/tokenize` are taken over NATS, too."
 )
 _HEADERS: dict[str, Schema] = {
     "retry-after": {"description": "Seconds to wait before the next attempt.", "schema": STRING},
@@ -47,7 +51,13 @@ def document(config: GatewayConfig) -> dict[str, Any]:
         "info": {"title": "Penstock", "version": version(), "description": _ABOUT},
         "paths": paths,
         "components": {
-            "schemas": {**body_schemas(max_n=config.max_n), **ANSWERS, "Error": error_schema([])},
+            "schemas": {
+                **body_schemas(max_n=config.max_n),
+                **ANSWERS,
+                **VIEW_ANSWERS,
+                **BATCH_ANSWERS,
+                "Error": error_schema([]),
+            },
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [],
@@ -87,6 +97,24 @@ def error_schema(errors: list[type[PenstockError]]) -> Schema:
     )
 
 
+def anthropic_error_schema(errors: list[type[PenstockError]]) -> Schema:
+    """Anthropic's error object; one of these."""
+    kinds = sorted({messages_answer.error_type(error.http_status) for error in errors})
+    codes = sorted({error.code for error in errors})
+    told = record({"type": {"enum": kinds}, "message": STRING, "code": {"enum": codes}})
+    return record({"type": {"const": "error"}, "error": told})
+
+
+def _error_schema(operation: Operation, errors: list[type[PenstockError]]) -> Schema:
+    """Those of EVERYWHERE come before the route is known, in OpenAI's form."""
+    if not operation.anthropic:
+        return error_schema(errors)
+    early = [error for error in errors if error in EVERYWHERE]
+    own = [error for error in errors if error not in EVERYWHERE]
+    forms = [form(those) for form, those in ((anthropic_error_schema, own), (error_schema, early)) if those]
+    return forms[0] if len(forms) == 1 else either(*forms)
+
+
 def _operation(operation: Operation) -> dict[str, Any]:
     name = operation.path.strip("/").replace("/", "_").replace("{", "").replace("}", "").replace(".", "_") or "page"
     described: dict[str, Any] = {
@@ -110,6 +138,8 @@ def _operation(operation: Operation) -> dict[str, Any]:
     if operation.body is not None:
         content = {JSON: {"schema": reference(operation.body.__name__)}}
         described["requestBody"] = {"required": True, "content": content}
+    if operation.form is not None:
+        described["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": operation.form}}}
     return described
 
 
@@ -129,7 +159,7 @@ def _responses(operation: Operation) -> dict[str, Any]:
         headers = {name.decode() for error in errors for name, _ in error_headers(error())}
         responses[str(status)] = {
             "description": ", ".join(f"`{code}`" for code in sorted({error.code for error in errors})),
-            "content": {JSON: {"schema": error_schema(errors)}},
+            "content": {JSON: {"schema": _error_schema(operation, errors)}},
             **({"headers": {name: _HEADERS[name] for name in sorted(headers)}} if headers else {}),
         }
     return responses

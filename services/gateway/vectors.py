@@ -98,6 +98,15 @@ _OBEYED: dict[VectorKind, tuple[Any, tuple[str, ...]]] = {
     "embedding": (msgspec.json.Decoder(EmbeddingRequest), ("input",)),
     "score": (msgspec.json.Decoder(ScoreRequest), ("text_1", "text_2")),
 }
+VECTOR_SCOPES: dict[type[msgspec.Struct], Scope] = {
+    kind: Scope(
+        kind.__struct_fields__,
+        {name: values for name, values in _REFUSED.items() if name not in kind.__struct_fields__},
+        _IGNORED,
+    )
+    for kind in (EmbeddingRequest, ScoreRequest)
+}
+"""How what is not obeyed is judged."""
 
 
 def parse_vectors(
@@ -109,8 +118,7 @@ def parse_vectors(
     :raises ContextLengthExceeded: if an input holds more token ids than `max_prompt_tokens`.
     """
     decoder, large = _OBEYED[kind]
-    obeyed = (EmbeddingRequest if kind == "embedding" else ScoreRequest).__struct_fields__
-    scope = Scope(obeyed, {name: values for name, values in _REFUSED.items() if name not in obeyed}, _IGNORED)
+    scope = VECTOR_SCOPES[EmbeddingRequest if kind == "embedding" else ScoreRequest]
     if len(body) <= SMALL_BYTES:
         request = decode_object(decoder, body, scope, notes)
     else:

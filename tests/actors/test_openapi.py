@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import anyio
 import httpx
 import msgspec
 import pytest
@@ -14,8 +15,10 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from common.protocol.errors import Cancelled, DuplicateRequest, ReplyNotAllowed, RequestError, ServiceError
+from common.runtime.memory_bus import MemoryBroker
 from common.text.template import ChatTemplate
 from services.gateway.api_operations import OPERATIONS
+from services.gateway.batches.submissions import ResultPending
 from services.gateway.config import GatewayConfig
 from services.gateway.http import create_app
 from services.gateway.http_body import ClientGone
@@ -23,10 +26,13 @@ from services.gateway.openapi import document
 from services.gateway.page_files import page_files
 from tests.actors.edge import BUNDLE, EOS, ScriptedCore, ScriptedStream, app_of, ids
 from tests.actors.http_client import CHAT, COMPLETIONS, HI, client, config
+from tests.actors.test_batches import Gateway, answers, lines
 from tests.actors.test_dashboard import serving as with_dashboard
+from tests.actors.test_http_vectors import embed
+from tests.actors.views_site import MESSAGES, RESPONSES
 
 DOCUMENT = document(GatewayConfig())
-TOLD_TO_NOBODY = {ClientGone, Cancelled, DuplicateRequest, ReplyNotAllowed, RequestError, ServiceError}
+TOLD_TO_NOBODY = {ResultPending, ClientGone, Cancelled, DuplicateRequest, ReplyNotAllowed, RequestError, ServiceError}
 """Errors that no HTTP client sees: of clients that left, of NATS alone, and the tree's inner nodes."""
 
 
@@ -45,7 +51,9 @@ async def test_every_route_is_described_and_nothing_else() -> None:
     described = {(operation.method, operation.path) for operation in OPERATIONS}
     async with with_dashboard() as (made, _):
         assert made.gateway.catalog is not None
-        app = create_app(made.gateway, made.gateway.catalog, GatewayConfig(), dashboard=made.gateway.dashboard)
+        app = create_app(
+            made.gateway, made.gateway.catalog, GatewayConfig(), dashboard=made.gateway.dashboard, batches=made.gateway.batches
+        )
         assert routes_of(app) == described
 
 
@@ -62,6 +70,9 @@ def test_every_error_that_a_client_may_get_is_described() -> None:
     assert {kind.__name__ for kind in made_here if kind.code not in codes} == set()
 
 
+EVENTS = {CHAT: "ChatCompletionChunk", RESPONSES: "ResponseEvent", MESSAGES: "MessageEvent"}
+
+
 def check(response: httpx.Response, method: str, path: str) -> None:
     """The status, media type and body are among the described ones."""
     described = DOCUMENT["paths"][path][method]["responses"][str(response.status_code)]
@@ -74,7 +85,7 @@ def check(response: httpx.Response, method: str, path: str) -> None:
     if media == "application/json":
         validate(schema, response.json())
     elif media == "text/event-stream":
-        chunk = "ChatCompletionChunk" if path == CHAT else "Completion"
+        chunk = EVENTS.get(path, "Completion")
         for line in response.text.splitlines():
             if line.startswith("data: {"):
                 validate({"$ref": f"#/components/schemas/{chunk}"}, json.loads(line[6:]))
@@ -119,8 +130,17 @@ async def test_tools_and_reasoning_answer_as_described(stream: bool) -> None:
     transport = httpx.ASGITransport(app=app_of(core, config(), bundle=bundle))
     async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as http:
         response = await http.post(CHAT, json={**HI, "tools": tools, "stream": stream})
-    assert "tool_calls" in response.text and "reasoning_content" in response.text
-    check(response, "post", CHAT)
+        assert "tool_calls" in response.text and "reasoning_content" in response.text
+        check(response, "post", CHAT)
+        function = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+        body: dict[str, Any] = {"input": "hi", "tools": [function], "stream": stream}
+        response = await http.post(RESPONSES, json=body)
+        assert '"function_call"' in response.text and '"reasoning_text"' in response.text
+        check(response, "post", RESPONSES)
+        offered = {"name": "look", "input_schema": {"type": "object"}}
+        response = await http.post(MESSAGES, json={**HI, "max_tokens": 99, "tools": [offered], "stream": stream})
+        assert '"tool_use"' in response.text and '"thinking"' in response.text
+        check(response, "post", MESSAGES)
 
 
 async def test_everything_else_answers_as_described() -> None:
@@ -151,13 +171,78 @@ async def test_everything_else_answers_as_described() -> None:
             response = await http.get(url, headers=key)
             assert response.status_code == 404
             check(response, "get", path)
-        bodies = {CHAT: HI, COMPLETIONS: {"prompt": "x"}, "/tokenize": {"prompt": "x"}, "/detokenize": {"tokens": []}}
+        bodies: dict[str, Any] = {
+            CHAT: HI,
+            RESPONSES: {"input": "hi", "user": "me", "metadata": {"a": "b"}},
+            f"{RESPONSES}/input_tokens": {"input": "hi"},
+            MESSAGES: {**HI, "max_tokens": 9},
+            f"{MESSAGES}/count_tokens": HI,
+            COMPLETIONS: {"prompt": "x"},
+            "/tokenize": {"prompt": "x"},
+            "/detokenize": {"tokens": []},
+        }
         for path, body in bodies.items():
             for headers in (key, {}):
                 check(await http.post(path, json=body, headers=headers), "post", path)
             for wrong in (b"", b"[]", b"{}", b'{"model": "none", "prompt": "x", "tokens": [], "messages": [1]}'):
                 check(await http.post(path, content=wrong, headers={**key, "content-type": "application/json"}), "post", path)
                 check(await http.post(path, content=wrong, headers=key), "post", path)
+
+
+async def test_vectors_answer_as_described() -> None:
+    key = {"authorization": "Bearer key"}
+    texts = {"text_1": "a", "text_2": ["b", "c"]}
+    asked: list[tuple[str, Any]] = [("/v1/embeddings", {"input": "a"}), ("/v1/score", texts), ("/score", texts)]
+    asked += [("/v1/embeddings", {"input": ["a", "b"], "encoding_format": "base64"})]
+    async with client(ScriptedCore(embed), api_key="key") as http:
+        for path, body in asked:
+            response = await http.post(path, json=body, headers=key)
+            assert response.status_code == 200, response.text
+            check(response, "post", path)
+            for headers, wrong in (({}, body), (key, {**body, "model": "none"}), (key, {}), (key, {**body, "pooling": 1})):
+                response = await http.post(path, json=wrong, headers=headers)
+                assert response.status_code in (400, 401, 404)
+                check(response, "post", path)
+
+
+async def test_files_and_batches_answer_as_described() -> None:
+    broker = MemoryBroker()
+    broker.store.enabled = True
+    gateway = Gateway(broker, answers)
+    http = gateway.http
+    none_yet = await http.get("/v1/files")
+    assert none_yet.status_code == 501
+    check(none_yet, "get", "/v1/files")
+    async with anyio.create_task_group() as group:
+        await group.start(gateway.run)
+        await gateway.until_on()
+        id = await gateway.batch(lines(2))
+        batch = await gateway.ended(id)
+        file = batch["output_file_id"]
+        for path, url, status in (
+            ("/v1/batches", "/v1/batches", 200),
+            ("/v1/batches", "/v1/batches?limit=0", 400),
+            ("/v1/batches/{id}", f"/v1/batches/{id}", 200),
+            ("/v1/batches/{id}", "/v1/batches/none", 404),
+            ("/v1/files", "/v1/files?order=asc&purpose=batch", 200),
+            ("/v1/files/{id}", f"/v1/files/{file}", 200),
+            ("/v1/files/{id}", "/v1/files/none", 404),
+            ("/v1/files/{id}/content", f"/v1/files/{file}/content", 200),
+            ("/v1/files/{id}/content", "/v1/files/none/content", 404),
+        ):
+            response = await http.get(url)
+            assert response.status_code == status, url
+            check(response, "get", path)
+        check(await http.post(f"/v1/batches/{id}/cancel"), "post", "/v1/batches/{id}/cancel")
+        check(await http.post("/v1/batches/none/cancel"), "post", "/v1/batches/{id}/cancel")
+        check(await http.post("/v1/batches", json={}), "post", "/v1/batches")
+        for sent in ({"file": ("x", b"")}, {"other": ("x", b"")}):
+            check(await http.post("/v1/files", files=sent, data={"purpose": "batch"}), "post", "/v1/files")
+        for name, status in ((file, 200), ("none", 404)):
+            response = await http.delete(f"/v1/files/{name}")
+            assert response.status_code == status
+            check(response, "delete", "/v1/files/{id}")
+        gateway.scope.cancel()
 
 
 async def test_the_document_is_the_one_that_is_served_without_a_key() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,10 +13,14 @@ from jsonschema import Draft202012Validator
 from common.protocol.errors import RequestError
 from services.gateway.api_bodies import BODIES, body_schemas
 from services.gateway.arguments import Notes
+from services.gateway.batches.records import parse_request
 from services.gateway.config import GatewayConfig
 from services.gateway.openapi import document
 from services.gateway.parse import parse
 from services.gateway.parse_tokens import parse_detokenize, parse_tokenize
+from services.gateway.vectors import parse_vectors
+from services.gateway.views.messages import MESSAGES
+from services.gateway.views.responses import RESPONSES
 from tests.unit.parsing import finish
 
 MAX_N = 128
@@ -33,7 +37,38 @@ BASES: dict[str, dict[str, Any]] = {
     "StreamOptions": {},
     "ChatMessage": {"role": "assistant", "content": "x"},
     "ContentPart": {"type": "text", "text": "x", "refusal": "x"},
+    "ResponsesRequest": {"input": "x"},
+    "InputItem": {"role": "user", "content": "x"},
+    "InputPart": {"type": "input_text", "text": "x"},
+    "ReasoningOptions": {},
+    "TextOptions": {},
+    "MessagesRequest": {"messages": [MESSAGE], "max_tokens": 9},
+    "Message": MESSAGE,
+    "Block": {"type": "text", "text": "x"},
+    "InnerBlock": {"type": "text", "text": "x"},
+    "Thinking": {"type": "adaptive"},
+    "OutputConfig": {},
+    "ToolChoice": {"type": "auto"},
+    "EmbeddingRequest": {"input": "x"},
+    "ScoreRequest": {"text_1": "x", "text_2": "x"},
+    "BatchRequest": {"input_file_id": "file-1", "endpoint": "/v1/completions", "completion_window": "24h"},
 }
+INSIDE: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
+    "StreamOptions": ("ChatRequest", lambda it: {"stream_options": it}),
+    "ChatMessage": ("ChatRequest", lambda it: {"messages": [it]}),
+    "ContentPart": ("ChatRequest", lambda it: {"messages": [{"role": "user", "content": [it]}]}),
+    "InputItem": ("ResponsesRequest", lambda it: {"input": [it]}),
+    "InputPart": ("ResponsesRequest", lambda it: {"input": [{"role": "user", "content": [it]}]}),
+    "ReasoningOptions": ("ResponsesRequest", lambda it: {"reasoning": it}),
+    "TextOptions": ("ResponsesRequest", lambda it: {"text": it}),
+    "Message": ("MessagesRequest", lambda it: {"messages": [it]}),
+    "Block": ("MessagesRequest", lambda it: {"messages": [{"role": "user", "content": [it]}]}),
+    "InnerBlock": ("MessagesRequest", lambda it: {"system": [it]}),
+    "Thinking": ("MessagesRequest", lambda it: {"thinking": it}),
+    "OutputConfig": ("MessagesRequest", lambda it: {"output_config": it}),
+    "ToolChoice": ("MessagesRequest", lambda it: {"tool_choice": it}),
+}
+"""Objects in a body: which one, and where in it."""
 # Arguments whose values are checked against more than a bound, by tests of their own.
 ELSEWHERE = {
     "response_format",
@@ -44,7 +79,10 @@ ELSEWHERE = {
     "prompt",
     "tools",
     "tool_calls",
+    "InputItem.type",
 }
+NEEDED = {"prompt", "messages", "content", "text", "InputItem.role", "MessagesRequest.max_tokens"}
+"""Arguments that may be null in other cases than that of their base."""
 
 EMPTY_PROMPTS = ("", [])
 """Refused when they are made tokens of, as `empty_prompt`."""
@@ -52,20 +90,28 @@ EMPTY_PROMPTS = ("", [])
 
 def parsed(kind: str, body: dict[str, Any]) -> None:
     """:raises RequestError: as the parser does for this object of a body."""
-    if kind == "StreamOptions":
-        kind, body = "ChatRequest", {**BASES["ChatRequest"], "stream_options": body}
-    elif kind == "ChatMessage":
-        kind, body = "ChatRequest", {"messages": [body]}
-    elif kind == "ContentPart":
-        kind, body = "ChatRequest", {"messages": [{"role": "user", "content": [body]}]}
+    if kind in INSIDE:
+        kind, place = INSIDE[kind]
+        base = {} if "messages" in place(body) and kind == "ChatRequest" else BASES[kind]
+        body = {**base, **place(body)}
     raw = json.dumps(body).encode()
     notes = Notes()
-    if kind == "TokenizeRequest":
-        finish(parse_tokenize(raw, notes))
-    elif kind == "DetokenizeRequest":
-        finish(parse_detokenize(raw, notes, max_tokens=10**6))
-    else:
-        finish(parse("chat" if kind == "ChatRequest" else "completion", raw, max_prompt_tokens=10**6, notes=notes))
+    match kind:
+        case "TokenizeRequest":
+            finish(parse_tokenize(raw, notes))
+        case "DetokenizeRequest":
+            finish(parse_detokenize(raw, notes, max_tokens=10**6))
+        case "ResponsesRequest":
+            finish(RESPONSES.parse(raw, max_prompt_tokens=10**6, notes=notes))
+        case "MessagesRequest":
+            finish(MESSAGES.parse(raw, max_prompt_tokens=10**6, notes=notes))
+        case "EmbeddingRequest" | "ScoreRequest":
+            vectors = "embedding" if kind == "EmbeddingRequest" else "score"
+            finish(parse_vectors(vectors, raw, max_prompt_tokens=10**6, notes=notes))
+        case "BatchRequest":
+            parse_request(raw)
+        case _:
+            finish(parse("chat" if kind == "ChatRequest" else "completion", raw, max_prompt_tokens=10**6, notes=notes))
 
 
 def refused(kind: str, body: dict[str, Any]) -> str:
@@ -128,8 +174,9 @@ def edges(schema: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
                     yield [item] * (schema[bound] + step), False
         case "object":
             if "maxProperties" in schema:
-                yield {str(index): 1 for index in range(schema["maxProperties"])}, True
-                yield {str(index): 1 for index in range(schema["maxProperties"] + 1)}, False
+                value = example(schema["additionalProperties"])
+                yield {str(index): value for index in range(schema["maxProperties"])}, True
+                yield {str(index): value for index in range(schema["maxProperties"] + 1)}, False
         case _:
             return
 
@@ -150,7 +197,7 @@ def test_each_bound_is_the_parsers(kind: str, name: str) -> None:
     for alternative in alternatives(schema):
         for value, within in edges(alternative):
             said = refused(kind, {**base, name: value})
-            if within and name not in ELSEWHERE and "is too large" not in said:
+            if within and not {name, f"{kind}.{name}"} & ELSEWHERE and "is too large" not in said:
                 assert not said, (value, said)
             elif not within and value not in EMPTY_PROMPTS:
                 assert said, f"{kind}.{name} took {value!r:.80}"
@@ -161,6 +208,8 @@ def test_each_type_is_the_parsers(kind: str, name: str) -> None:
     schema, base = SCHEMAS[kind]["properties"][name], BASES[kind]
     kinds = {alternative.get("type", "object" if "properties" in alternative else "") for alternative in alternatives(schema)}
     kinds |= {"string"} if "enum" in schema else set()
+    if kinds == {""}:
+        return  # any JSON, such as a call's input
     values: dict[str, Any] = {"string": "x", "integer": 1, "number": 1.5, "boolean": True, "array": [1.5], "object": {"a": 1}}
     if "number" in kinds:
         kinds.add("integer")
@@ -168,7 +217,7 @@ def test_each_type_is_the_parsers(kind: str, name: str) -> None:
         if other not in kinds:
             assert refused(kind, {**base, name: value}), f"{kind}.{name} took {value!r}"
     if "null" in kinds:
-        assert not refused(kind, {**base, name: None}) or name in ("prompt", "messages", "content", "text")
+        assert not refused(kind, {**base, name: None}) or {name, f"{kind}.{name}"} & NEEDED
 
 
 @pytest.mark.parametrize("kind", [kind.__name__ for kind in BODIES])
@@ -205,7 +254,12 @@ def test_prompts_tools_and_formats_are_described_as_they_are_read() -> None:
         assert (not refused(kind, body)) == good, body
 
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-    for function in (tool["function"], {"name": "a" * 64}, {"name": "x", "description": None, "parameters": None}):
+    for function in (
+        tool["function"],
+        {"name": "a" * 64},
+        {"name": "x", "description": None, "parameters": None},
+        {"name": "x", "strict": True},
+    ):
         both("ChatRequest", {"messages": [MESSAGE], "tools": [{"type": "function", "function": function}]}, good=True)
     for wrong in ({"name": "a b"}, {"name": "a" * 65}, {"name": "x", "parameters": []}, {"name": "x", "description": 1}, {}):
         both("ChatRequest", {"messages": [MESSAGE], "tools": [{"type": "function", "function": wrong}]}, good=False)

@@ -49,9 +49,14 @@ class MessageHead(msgspec.Struct, frozen=True):
         return _encode({"id": self.id, "type": "message", "role": "assistant", "model": self.model})[:-1]
 
 
+def error_type(status: int) -> str:
+    """What Anthropic calls an error of this status."""
+    return _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+
+
 def error_body(error: PenstockError) -> bytes:
     """Anthropic's error object for a typed error."""
-    kind = _ERROR_TYPES.get(error.http_status, "invalid_request_error" if error.http_status < 500 else "api_error")
+    kind = error_type(error.http_status)
     where = f"{error.param}: " if error.param and error.param not in str(error) else ""
     return _encode({"type": "error", "error": {"type": kind, "message": where + str(error), "code": error.code}})
 

@@ -33,7 +33,7 @@ class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     thinking: str | None = None
     id: Id | None = None
     name: str | None = None
-    input: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
     tool_use_id: Id | None = None
     content: str | list[InnerBlock] | None = None
 
@@ -140,6 +140,16 @@ _BODY = Scope(
         "response_format": "send output_config: {format: …}",
     },
 )
+MESSAGES_SCOPES: dict[type[msgspec.Struct], Scope] = {
+    MessagesRequest: _BODY,
+    Message: _MESSAGE,
+    Block: _BLOCK,
+    InnerBlock: _INNER,
+    Thinking: _THINKING,
+    OutputConfig: _OUTPUT,
+    ToolChoice: _CHOICE,
+}
+"""Every type that something in a body is decoded with, and how the rest of the object is judged."""
 TOOL = Scope(
     ("name", "description", "input_schema", "type", "strict"),
     {},

@@ -156,6 +156,14 @@ _REASONING = Scope(
     ReasoningOptions.__struct_fields__, {}, {"generate_summary": (), "summary": (), "context": ("auto",)}, "reasoning."
 )
 _TEXT = Scope(TextOptions.__struct_fields__, {"verbosity": ("medium",)}, {}, "text.")
+RESPONSES_SCOPES: dict[type[msgspec.Struct], Scope] = {
+    ResponsesRequest: _BODY,
+    InputItem: _ITEM,
+    InputPart: _PART,
+    ReasoningOptions: _REASONING,
+    TextOptions: _TEXT,
+}
+"""Every type that something in a body is decoded with, and how the rest of the object is judged."""
 
 
 def too_many_parts(_: str = "") -> InvalidParameter:
