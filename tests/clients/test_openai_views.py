@@ -60,7 +60,7 @@ def test_a_response_is_parsed(client: OpenAI) -> None:
 
 
 def test_a_call_of_a_response_and_its_result(client: OpenAI) -> None:
-    asked = {"model": MODEL, "tools": [TOOL], "parallel_tool_calls": False, "max_output_tokens": 100}
+    asked = {"model": MODEL, "tools": [TOOL], "parallel_tool_calls": False, "max_output_tokens": 100, "temperature": 0}
     first = client.responses.create(**asked, input="How is the weather in Paris?", tool_choice="required")
     [call] = [item for item in first.output if item.type == "function_call"]
     assert call.name == "weather" and json.loads(call.arguments)["town"] in ("Paris", "Rome")

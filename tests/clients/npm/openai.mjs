@@ -13,7 +13,12 @@ const tools = [
     type: "function",
     function: {
       name: "weather",
-      parameters: { type: "object", properties: { town: { type: "string", enum: ["Paris", "Rome"] } }, required: ["town"] },
+      parameters: {
+        type: "object",
+        properties: { town: { type: "string", enum: ["Paris", "Rome"] } },
+        required: ["town"],
+        additionalProperties: false,
+      },
     },
   },
 ];
@@ -43,7 +48,9 @@ const checks = {
     assert.ok(["stop", "length", "tool_calls"].includes(answer.choices[0].finish_reason));
   },
   async forced() {
-    const answer = await client.chat.completions.create({ model, messages, tools, tool_choice: "required", max_tokens: 200 });
+    const answer = await client.chat.completions.create({
+      model, messages, tools, tool_choice: "required", parallel_tool_calls: false, max_tokens: 200, temperature: 0,
+    });
     const [call] = answer.choices[0].message.tool_calls;
     assert.equal(call.function.name, "weather");
     assert.ok(["Paris", "Rome"].includes(JSON.parse(call.function.arguments).town));
