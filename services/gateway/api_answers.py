@@ -45,6 +45,15 @@ _PIECE_OF_CALL = {
     "type": const("function"),
     "function": record({"name": STRING, "arguments": STRING}, optional=("name",)),
 }
+_PROMPT_LOGPROBS = array(
+    either(
+        NULL,
+        {
+            "type": "object",
+            "additionalProperties": record({"logprob": LOGPROB, "rank": COUNT, "decoded_token": either(STRING, NULL)}),
+        },
+    )
+)
 
 ANSWERS: dict[str, Schema] = {
     "Usage": record(
@@ -72,8 +81,8 @@ ANSWERS: dict[str, Schema] = {
         record(
             {
                 "tokens": array(STRING),
-                "token_logprobs": array(LOGPROB),
-                "top_logprobs": either(NULL, array({"type": "object", "additionalProperties": LOGPROB})),
+                "token_logprobs": array(either(LOGPROB, NULL)),
+                "top_logprobs": either(NULL, array(either({"type": "object", "additionalProperties": LOGPROB}, NULL))),
                 "text_offset": array(COUNT),
             }
         ),
@@ -103,7 +112,9 @@ ANSWERS: dict[str, Schema] = {
                 )
             ),
             "usage": reference("Usage"),
-        }
+            "prompt_logprobs": _PROMPT_LOGPROBS,
+        },
+        optional=("prompt_logprobs",),
     ),
     "ChatCompletionChunk": record(
         {
@@ -142,7 +153,9 @@ ANSWERS: dict[str, Schema] = {
                         "text": STRING,
                         "logprobs": reference("CompletionLogprobs"),
                         "finish_reason": either({"enum": ["stop", "length"]}, NULL),
-                    }
+                        "prompt_logprobs": _PROMPT_LOGPROBS,
+                    },
+                    optional=("prompt_logprobs",),
                 )
             ),
             "usage": either(reference("Usage"), NULL),

@@ -43,6 +43,7 @@ READS_A_BODY: Errors = (
     PayloadTooLarge,
     WrongContentType,
     Overloaded,
+    RateLimited,
     InternalError,
 )
 GENERATES: Errors = (
@@ -53,7 +54,6 @@ GENERATES: Errors = (
     GatewayBusy,
     ShuttingDown,
     DeadlineExceeded,
-    RateLimited,
 )
 
 
