@@ -63,7 +63,7 @@ async def connect(
             await bus._open(asyncio.get_running_loop().time() + connect_timeout_s)
     except TimeoutError:
         await bus.close()
-        if "authorization violation" in bus.last_error.lower():
+        if bus.was_refused:
             raise BusRefused(
                 f"the NATS server at {redacted(url)} wants other credentials: name a file of yours with nats_credentials_file "
                 "(PENSTOCK_NATS_CREDENTIALS_FILE), nats_creds or nats_nkey"
@@ -141,6 +141,7 @@ class NatsBus:
         self.num_dropped = 0
         self.num_slow_consumer = 0
         self.last_error = ""
+        self.was_refused = False  # by any attempt: the next one may end with a reset before the server's reason is read
         self.streams = JetStream(self)
         self._url = url
         self._login = login
@@ -304,7 +305,7 @@ class NatsBus:
             except (nats.errors.Error, OSError, TimeoutError) as error:
                 if "invalid" in str(error) and "url" in str(error):
                     raise ConfigError(f"{redacted(self._url)} is not a NATS URL; try nats://127.0.0.1:4222") from error
-                self.last_error = str(error)
+                self._note(str(error))
                 if asyncio.get_running_loop().time() > give_up_at:  # a timeout around this may be lost inside nats-py
                     raise TimeoutError from error
                 await asyncio.sleep(RECONNECT_WAIT_S)
@@ -386,9 +387,13 @@ class NatsBus:
             if (dropped := self.num_slow_consumer) % 1000 == 1:
                 log.warning("slow_consumer", subject=error.subject, dropped=dropped)
             return
-        self.last_error = str(error) or type(error).__name__
+        self._note(str(error) or type(error).__name__)
         if "permissions violation" in self.last_error.lower() and len(self.denied) < MAX_DENIED:
             self.denied.append(self.last_error)
             log.warning("nats_denied", reason=self.last_error)
         else:
             log.debug("nats_error", reason=self.last_error)
+
+    def _note(self, reason: str) -> None:
+        self.last_error = reason
+        self.was_refused = self.was_refused or "authorization violation" in reason.lower()
