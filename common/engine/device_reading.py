@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from common.engine.pinned import to_device, to_host
 from common.engine.plan import RowSamples, StepRow
 from common.engine.reading import SLICE_POSITIONS, order_of_reading, total_state
 from common.engine.step_buffers import PackedStep
@@ -31,7 +32,7 @@ def places_read(rows: Sequence[StepRow], packed: PackedStep, device: torch.devic
     """Which of a step's tokens are read, int64 [read], in the order of `order_of_reading`."""
     ends = (packed.firsts + packed.lengths).tolist()
     spans = [np.arange(ends[index] - rows[index].num_read, ends[index]) for index in order_of_reading(rows)]
-    return _to_device(np.concatenate(spans), device)
+    return to_device(np.concatenate(spans), device)
 
 
 def read_rows(decoder: Decoder, rows: Sequence[StepRow], states: torch.Tensor) -> list[Reading]:
@@ -43,9 +44,9 @@ def read_rows(decoder: Decoder, rows: Sequence[StepRow], states: torch.Tensor) -
         mine = states[first : first + row.num_read]
         first += row.num_read
         if not row.targets:
-            readings.append(Reading(index, [], _on_its_way_back(total_state(mine))))
+            readings.append(Reading(index, [], to_host(total_state(mine))))
             continue
-        targets = _to_device(np.array(row.targets, np.int64), states.device)
+        targets = to_device(np.array(row.targets, np.int64), states.device)
         slices = [
             _scores(decoder, part, wanted, max(row.sampling.logprobs, 0))
             for part, wanted in zip(mine.split(SLICE_POSITIONS), targets.split(SLICE_POSITIONS), strict=True)
@@ -74,15 +75,4 @@ def _scores(
     every = torch.arange(len(targets), device=targets.device)
     chosen, ids, logprobs = token_logprobs(logits, targets, every, num_top)
     ranks = token_ranks(logits, targets)
-    return _on_its_way_back(chosen), _on_its_way_back(ids), _on_its_way_back(logprobs), _on_its_way_back(ranks)
-
-
-def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def _on_its_way_back(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory, complete when the stream gets there."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return host.copy_(tensor, non_blocking=True)
+    return to_host(chosen), to_host(ids), to_host(logprobs), to_host(ranks)

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from common.engine.masks import StepMasks
+from common.engine.pinned import to_device, to_host
 from common.engine.plan import Constraint, Masks, StepRow
 from common.engine.sampling import forbidden_tokens, penalised
 from common.ops.adjust_device import Adjustment, Adjustments, HostAdjustments, apply_adjustments, pack_adjustments
@@ -34,7 +35,7 @@ class _Extras(NamedTuple):
 
     filtered: NDArray[np.int32]
     masked: NDArray[np.int32]
-    mask_of: list[int]
+    mask_of: NDArray[np.int32]
     adjustments: HostAdjustments | None
     masks_adjusted: bool
     filters_adjusted: bool
@@ -113,15 +114,15 @@ class DeviceSampler:
         `mask_buffer`; called last, since it may wait for the step before."""
         device = self.sampled.device
         extras = _extras(rows, self._hosts[self._turn])
-        again = _moved(extras.masked, device)
+        again = to_device(extras.masked, device)
         adjustments = None if extras.adjustments is None else Adjustments.on(device, extras.adjustments)
         if len(extras.filtered):
-            sample_filtered(logits, _moved(extras.filtered, device), self.draws, self.sampled)
+            sample_filtered(logits, to_device(extras.filtered, device), self.draws, self.sampled)
         found = masks()
         words = None if found is None else self._on_device(found)
         if len(again):
             assert words is not None
-            own = words if len(words) == len(again) else words[extras.mask_of]
+            own = words if len(words) == len(again) else words.index_select(0, to_device(extras.mask_of, device))
             sample_plain(logits, self.draws, self.sampled, rows=again, masks=own)
         if adjustments is not None:
             adjusted = apply_adjustments(logits, adjustments, self._previous, words if extras.masks_adjusted else None)
@@ -131,8 +132,8 @@ class DeviceSampler:
                 sample_plain(adjusted, self.draws, self.sampled, rows=adjustments.rows, compact=True)
         if not len(extras.asking):
             return None
-        taken = token_logprobs(logits, self.sampled, _moved(extras.asking, device), extras.num_top)
-        return Logprobs(extras.asking, *(_on_its_way_back(part) for part in taken))
+        taken = token_logprobs(logits, self.sampled, to_device(extras.asking, device), extras.num_top)
+        return Logprobs(extras.asking, *(to_host(part) for part in taken))
 
     def _on_device(self, masks: StepMasks) -> torch.Tensor:
         """A copy beside the forward pass, which the step's stream waits for."""
@@ -195,7 +196,7 @@ def _extras(rows: Sequence[StepRow], host: HostDraws) -> _Extras:
     return _Extras(
         filtered=np.array(sorted(filtered - adjusted), np.int32),
         masked=np.array(masked, np.int32),
-        mask_of=mask_of,
+        mask_of=np.array(mask_of, np.int32),
         adjustments=pack_adjustments(adjustments) if adjustments else None,
         masks_adjusted=any(one.mask >= 0 for one in adjustments),
         filters_adjusted=not filtered.isdisjoint(adjusted),
@@ -219,15 +220,3 @@ def _adjustment(row: StepRow, index: int, end: int, forbidden: Sequence[int], ma
         feed=max(row.feed, 0),
         mask=mask,
     )
-
-
-def _moved(indices: NDArray[np.int32], device: torch.device) -> torch.Tensor:
-    """A small array to the device, without waiting for it."""
-    tensor = torch.from_numpy(indices)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def _on_its_way_back(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory, complete when the stream gets there."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return host.copy_(tensor, non_blocking=True)

@@ -143,7 +143,7 @@ class WorkerGrammars:
         if not self._compilers:
             return None
         found = self._compilers[self._next].cached(grammar)
-        return None if found is None else self._taken(found)
+        return None if found is None else Compiled(found, self._turn())
 
     def compile(self, grammar: str) -> Compiled:
         """Call it from one thread at a time.
@@ -155,11 +155,12 @@ class WorkerGrammars:
                 raise InvalidParameter("this worker knows no tokenizer: structured output is not supported")
             first = GrammarCompiler(load_tokenizer(self._files), vocab_size=self._vocab_size)
             self._compilers = [first, *(first.twin() for _ in range(1, self._num_twins))]
-        return self._taken(self._compilers[self._next].compile(grammar))
+        twin = self._turn()
+        return Compiled(self._compilers[twin].compile(grammar), twin)
 
-    def _taken(self, matcher: LLMatcher) -> Compiled:
+    def _turn(self) -> int:
         twin, self._next = self._next, (self._next + 1) % len(self._compilers)
-        return Compiled(matcher, twin)
+        return twin
 
 
 def _on_one_line(text: str) -> str:

@@ -11,9 +11,9 @@ while a write was blocked goes into the next chunk.
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import anyio
@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from common.protocol import headers
 from common.protocol.errors import Overloaded, PenstockError, drop_frames
@@ -88,17 +88,17 @@ def create_app(
         routes=[
             Route("/v1/models", api.models, methods=["GET"]),
             Route("/v1/models/{model:path}", api.model, methods=["GET"]),
-            Route("/v1/chat/completions", _Generate(api, "chat"), methods=["POST"]),
-            Route("/v1/completions", _Generate(api, "completion"), methods=["POST"]),
-            Route("/v1/responses", _Generate(api, "responses"), methods=["POST"]),
-            Route("/v1/responses/input_tokens", _Count(api, "responses"), methods=["POST"]),
-            Route("/v1/messages", _Generate(api, "messages"), methods=["POST"]),
-            Route("/v1/messages/count_tokens", _Count(api, "messages"), methods=["POST"]),
+            Route("/v1/chat/completions", _Endpoint(partial(api.generate, "chat")), methods=["POST"]),
+            Route("/v1/completions", _Endpoint(partial(api.generate, "completion")), methods=["POST"]),
+            Route("/v1/responses", _Endpoint(partial(api.generate, "responses")), methods=["POST"]),
+            Route("/v1/responses/input_tokens", _Endpoint(partial(api.generate, "responses", counts=True)), methods=["POST"]),
+            Route("/v1/messages", _Endpoint(partial(api.generate, "messages")), methods=["POST"]),
+            Route("/v1/messages/count_tokens", _Endpoint(partial(api.generate, "messages", counts=True)), methods=["POST"]),
             Route("/v1/embeddings", Vectors(api, "embedding"), methods=["POST"]),
             Route("/v1/score", Vectors(api, "score"), methods=["POST"]),
             Route("/score", Vectors(api, "score"), methods=["POST"]),
-            Route("/tokenize", _Tokens(api, "tokenize"), methods=["POST"]),
-            Route("/detokenize", _Tokens(api, "detokenize"), methods=["POST"]),
+            Route("/tokenize", _Endpoint(partial(api.tokens, "tokenize")), methods=["POST"]),
+            Route("/detokenize", _Endpoint(partial(api.tokens, "detokenize")), methods=["POST"]),
             Route("/tokenizer_info", api.tokenizer_info, methods=["GET"]),
             Route("/version", api.version, methods=["GET"]),
             Route("/ping", api.ping, methods=["GET", "POST"]),
@@ -113,44 +113,21 @@ def create_app(
     )
 
 
-class _Generate:
-    """One endpoint that reads a body: an ASGI app, so that starlette hands it `receive` and `send` as they are."""
+class _Endpoint:
+    """One that reads a body: an ASGI app, so that starlette hands it `receive` and `send` as they are."""
 
-    def __init__(self, api: _Api, view: ViewName) -> None:
-        self._api = api
-        self._view: ViewName = view
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._api.generate(self._view, scope, receive, send)
-
-
-class _Tokens:
-    """`/tokenize` or `/detokenize`."""
-
-    def __init__(self, api: _Api, kind: TokenKind) -> None:
-        self._api = api
-        self._kind: TokenKind = kind
+    def __init__(self, answer: ASGIApp) -> None:
+        self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._api.tokens(self._kind, scope, receive, send)
-
-
-class _Count:
-    """An endpoint that counts the tokens of a prompt."""
-
-    def __init__(self, api: _Api, view: ViewName) -> None:
-        self._api = api
-        self._view: ViewName = view
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._api.generate(self._view, scope, receive, send, counts=True)
+        await self._answer(scope, receive, send)
 
 
 class _Api:
     def __init__(self, gateway: Core, catalog: Catalog, config: GatewayConfig, door: Door, clock: Callable[[], float]) -> None:
         self._gateway = gateway
-        self.catalog = self._catalog = catalog
-        self.config = self._config = config
+        self.catalog = catalog
+        self.config = config
         self._door = door
         self._clock = clock
         self._intake = catalog.intake
@@ -160,27 +137,27 @@ class _Api:
 
     async def models(self, request: Request) -> Response:
         tenant = self._door.authorize(request.scope)
-        models = [model for model in self._catalog.models if tenant is None or tenant.may_use(model.name)]
+        models = [model for model in self.catalog.models if tenant is None or tenant.may_use(model.name)]
         data = [self._model_body(model, name) for model in models for name in model.names]
         return _json({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
         tenant = self._door.authorize(request.scope)
         name = request.path_params["model"]
-        model = self._catalog.find(name)
+        model = self.catalog.find(name)
         if tenant is not None:
             tenant.check_model(model.name)
         return _json(self._model_body(model, name))
 
     async def health(self, request: Request) -> Response:
         """200 for as long as the process answers, whatever it could serve: it must not be restarted for want of workers."""
-        models = [{"id": model.name, "ready": model.core.ready} for model in self._catalog.models]
+        models = [{"id": model.name, "ready": model.core.ready} for model in self.catalog.models]
         return JSONResponse({"status": "ok", "worker": self._gateway.ref.id, "models": models})
 
     async def is_ready(self, request: Request) -> Response:
         """Whether `?model=` could be served now, by default any model."""
         name = request.query_params.get("model")
-        ready = self._gateway.ready if name is None else self._catalog.find(name).core.ready
+        ready = self._gateway.ready if name is None else self.catalog.find(name).core.ready
         return PlainTextResponse("ready\n") if ready else PlainTextResponse("not ready\n", status_code=503)
 
     async def metrics_page(self, request: Request) -> Response:
@@ -192,7 +169,7 @@ class _Api:
     async def tokenizer_info(self, request: Request) -> Response:
         """What vLLM tells of a tokenizer, of the model that `?model=` names."""
         tenant = self._door.authorize(request.scope)
-        model = self._catalog.choose(request.query_params.get("model"))
+        model = self.catalog.choose(request.query_params.get("model"))
         if tenant is not None:
             tenant.check_model(model.name)
         return _json(tokenizer_info(model.bundle))
@@ -206,11 +183,11 @@ class _Api:
 
     async def generate(self, name: ViewName, scope: Scope, receive: Receive, send: Send, *, counts: bool = False) -> None:
         """Answer one request. `counts`: the answer is how many tokens its prompt has."""
-        serve = functools.partial(self._count if counts else self._serve, name)
+        serve = partial(self._count if counts else self._serve, name)
         await self.answer(new_id(name), VIEWS[name], serve, scope, receive, send)
 
     async def tokens(self, kind: TokenKind, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.answer(new_id(kind), view_of(kind), functools.partial(self._serve_tokens, kind), scope, receive, send)
+        await self.answer(new_id(kind), view_of(kind), partial(self._serve_tokens, kind), scope, receive, send)
 
     async def answer(self, id: str, view: View, serve: Serve, scope: Scope, receive: Receive, send: Send) -> None:
         """One request from its arrival to its line in the log; `serve` answers it or raises what the client is told, in the
@@ -218,7 +195,7 @@ class _Api:
         shown_id = safe_request_id(scope, id)
         exchange = Exchange(scope, receive, send, [(header, shown_id) for header in view.id_headers], self._clock)
         exchange.keep_alive, exchange.error_body = view.keep_alive, view.error_body
-        record = AccessRecord("http", scope["path"], id, self._metrics, enabled=self._config.access_log)
+        record = AccessRecord("http", scope["path"], id, self._metrics, enabled=self.config.access_log)
         record.client_id = shown_id.decode()
         self._active += 1
         code = ""
@@ -245,9 +222,9 @@ class _Api:
         """:raises PenstockError: what the client is told; nothing is held for it any more then."""
         visit = self.check(scope, record)
         with self._intake.room() as room:
-            body = await read_body(scope, exchange.receive, self._config.max_body_bytes, room)
+            body = await read_body(scope, exchange.receive, self.config.max_body_bytes, room)
             deadline = header(scope, DEADLINE_HEADER)
-            model, job, notes = await self._catalog.prepare(
+            model, job, notes = await self.catalog.prepare(
                 name,
                 body,
                 id=id,
@@ -259,16 +236,16 @@ class _Api:
         if visit is not None:
             visit.reserve(job.max_tokens_in_all, self._clock())
         answer = record.answer = Answer(model.core, job, model.bundle.tokenizer, model.metrics)
-        send = functools.partial(self._stream if job.stream else self._collect, answer, model.token_names, exchange)
-        await answer.run(send, watch=functools.partial(self.watch, exchange, id))
+        send = partial(self._stream if job.stream else self._collect, answer, model.token_names, exchange)
+        await answer.run(send, watch=partial(self.watch, exchange, id))
 
     async def _count(self, name: ViewName, id: str, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:
         """:raises PenstockError: what the client is told."""
         visit = self.check(scope, record)
         with self._intake.room() as room:
-            body = await read_body(scope, exchange.receive, self._config.max_body_bytes, room)
+            body = await read_body(scope, exchange.receive, self.config.max_body_bytes, room)
             tenant = None if visit is None else visit.tenant
-            num_tokens = await self._catalog.count(COUNTING[name], body, tenant)
+            num_tokens = await self.catalog.count(COUNTING[name], body, tenant)
         answer = COUNTING[name].count_body(num_tokens)
         await exchange.respond(200, [answer], len(answer))
 
@@ -276,8 +253,8 @@ class _Api:
         """:raises PenstockError: what the client is told."""
         visit = self.check(scope, record)
         with self._intake.room() as room:
-            body = await read_body(scope, exchange.receive, self._config.max_body_bytes, room)
-            _, answer, notes = await self._catalog.tokens(kind, body, None if visit is None else visit.tenant)
+            body = await read_body(scope, exchange.receive, self.config.max_body_bytes, room)
+            _, answer, notes = await self.catalog.tokens(kind, body, None if visit is None else visit.tenant)
             del body
         self._warn(notes, exchange)
         with self._intake.holding(answer.size):
@@ -330,7 +307,7 @@ class _Api:
 
     async def watch(self, exchange: Exchange, id: str, scope: anyio.CancelScope) -> None:
         """Ends the request when its client is gone or has stalled."""
-        stall_s, keepalive_s = self._config.slow_reader_timeout_s, self._config.sse_keepalive_s
+        stall_s, keepalive_s = self.config.slow_reader_timeout_s, self.config.sse_keepalive_s
         await exchange.watch(stall_s=stall_s, keepalive_s=keepalive_s)
         if not exchange.gone:
             return
