@@ -27,9 +27,6 @@ from bench.mixed_load.greedy_tenant import GreedyOptions, body
 from bench.mixed_load.site import TENANTS, Site, Sizes, running
 
 MODEL = "alpha"
-MAX_RUNNING = 32
-GREEDY_AT_ONCE = 10 * MAX_RUNNING // 2
-"""Ten times the half of the places that is its share."""
 MODEST_SHARE = 0.1
 CAPACITY_S = 12.0
 SETTLE_S = 3.0
@@ -37,17 +34,25 @@ PROFILE = "h200-llama-8b"
 SHAPES = {"decode is busy": (24, 96), "prefill is busy": (1200, 16)}
 """Tokens of prompts and answers."""
 
-Engine = Literal["simulated", "real"]
+Engine = Literal["simulated", "real", "gpu"]
 
 
 class GreedyRun(msgspec.Struct, frozen=True, kw_only=True):
-    """`turn_s`: seconds of each half of a turn. `time_scale`: how much slower than the roofline the simulated engine is."""
+    """`turn_s`: seconds of each half of a turn. `time_scale`: how much slower than the roofline the simulated engine is.
+    `max_running`: places of a worker. `shape`: of both models on a GPU, with random weights."""
 
     engine: Engine
+    max_running: int
+    shape: str
     time_scale: float
     turns: int
     turn_s: float
     seed: int
+
+    @property
+    def greedy_at_once(self) -> int:
+        """Ten times the half of the places that is its share."""
+        return 10 * self.max_running // 2
 
 
 class Half(msgspec.Struct, frozen=True):
@@ -87,8 +92,12 @@ def median_ratio(alone: Sequence[float], beside: Sequence[float]) -> float:
 
 
 def sizes(options: GreedyRun) -> Sizes:
-    """Return a system with a prefill and a decode worker for each model, whose engines are the same."""
-    engine = ["threads = 1", "num_blocks = 4000", f"max_running = {MAX_RUNNING}"]
+    """Return a prefill and a decode worker for each of two models; on a GPU, a decode worker of one alone."""
+    if options.engine == "gpu":
+        workers = {MODEL: {"prefill": 0, "decode": 1, "draft": 0}}
+        engine = ['dtype = "bfloat16"', 'load_format = "dummy"', f"max_running = {options.max_running}", "max_model_len = 4096"]
+        return Sizes(gateways=1, kvstores=0, workers=workers, engine=engine, shape=options.shape)
+    engine = ["threads = 1", "num_blocks = 4000", f"max_running = {options.max_running}"]
     if options.engine == "simulated":
         engine += ['engine = "simulated"', f'profile = "{PROFILE}"', f"time_scale = {options.time_scale}"]
     else:
@@ -163,7 +172,7 @@ async def run(options: GreedyRun, folder: Path) -> list[ShapeReport]:
 
 async def _shape(options: GreedyRun, site: Site, name: str, prompt: int, answer: int) -> ShapeReport:
     asked = GreedyOptions(
-        port=site.http_port, model=MODEL, at_once=GREEDY_AT_ONCE, prompt=prompt, answer=answer, seed=options.seed
+        port=site.http_port, model=MODEL, at_once=options.greedy_at_once, prompt=prompt, answer=answer, seed=options.seed
     )
     async with greedy_beside(site, asked) as counts:
         await anyio.sleep(SETTLE_S)

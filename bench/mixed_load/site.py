@@ -38,7 +38,10 @@ NATS_SERVER = re.compile(r"^\S*nats-server -c ")
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Processes of each model, by role, and of the gateway; settings that every engine gets as lines of TOML."""
+    """Processes of each model, by role, and of the gateway; settings that every engine gets as lines of TOML.
+
+    `shape`: of models whose weights the engine draws, in place of those made here.
+    """
 
     gateways: int = 2
     kvstores: int = 1
@@ -52,6 +55,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     gateway: Sequence[str] = ("batch_max_running = 2",)
     common: Sequence[str] = ()
     limits: Sequence[str] = ()
+    shape: str = ""
 
 
 @dataclass
@@ -106,14 +110,15 @@ def config_text(folder: Path, sizes: Sizes) -> str:
         "capacity_mb = 64",
     ]
     for name, workers in sizes.workers.items():
-        lines += ["[[models]]", f'model = "{folder / "models" / name}"', f'served_model_name = ["{name}", "{name}-too"]']
+        model = f"dummy:{sizes.shape}" if sizes.shape else str(folder / "models" / name)
+        lines += ["[[models]]", f'model = "{model}"', f'served_model_name = ["{name}", "{name}-too"]']
         lines += [*(f"{role} = {count}" for role, count in workers.items()), *sizes.engine]
     return "\n".join([*lines, ""])
 
 
 def _prepare(folder: Path, sizes: Sizes) -> dict[str, str]:
     """Write models, keys and settings; return the keys."""
-    for name in sizes.workers:
+    for name in [] if sizes.shape else sizes.workers:
         models.write(folder / "models" / name, SEEDS[name])
     limits = "".join(f"[tenants.{tenant}]\n" + "".join(f"{line}\n" for line in sizes.limits) for tenant in TENANTS)
     keys_file = folder / "keys.toml"
