@@ -55,7 +55,7 @@ from common.runtime import logs
 from common.runtime.actor import Actor, WorkerState
 from common.runtime.bus import Bus
 from common.runtime.leases import LeaseTable
-from common.text.grammar import WorkerGrammars
+from common.text.grammar import MAX_CACHED, WorkerGrammars
 from common.transfer.fence import memory_fence
 from common.transfer.shm import host_id
 
@@ -113,7 +113,9 @@ class EngineWorker(Actor):
         self.store = StoreClient(self, segment.blocks, runner.fingerprint, self.config.shm_dir, enabled=keeps)
         self.scheduler = self.make_scheduler()
         self.prefixes = Prefixes(self)
-        self.grammars = WorkerGrammars(self.engine.files, vocab_size=runner.vocab_size, twins=num_threads())
+        self.grammars = WorkerGrammars(
+            self.engine.files, vocab_size=runner.vocab_size, twins=num_threads(), max_cached=MAX_CACHED if keeps else 0
+        )
         self.loop = StepLoop(
             runner=runner,
             scheduler=self.scheduler,
@@ -251,14 +253,22 @@ class EngineWorker(Actor):
             if self.is_held(sequence):
                 self.fail(sequence, error.code, str(error))
             return
+        except Exception:
+            log.exception("grammar_not_compiled", request=sequence.request)
+            if self.is_held(sequence):
+                self.fail(sequence, "internal_error", "the grammar could not be compiled; see the worker's log")
+            return
         sequence.matcher = Matcher(*compiled)
         self.wake()
 
-    def check_grammars(self, sequences: Iterable[Sequence]) -> None:
-        """After a step: end those whose grammar could not go on. What they got since then is not sent."""
-        for sequence in sequences:
+    def check_grammars(self, news: Iterable[tuple[Sequence, int]]) -> None:
+        """After a step: end those whose grammar could not go on. What they got since then is not sent: the tokens from the
+        output index on that stands beside each."""
+        for sequence, start in news:
             if sequence.matcher is not None and sequence.matcher.error and self.is_held(sequence):
-                log.error("grammar_failed", request=sequence.request, reason=sequence.matcher.error)
+                reason = "" if self.config.zero_retention else sequence.matcher.error  # which quotes what was generated
+                log.error("grammar_failed", request=sequence.request, reason=reason)
+                del sequence.tokens[sequence.generation.prompt_tokens + start :]
                 self.fail(sequence, "internal_error", "the grammar's state became too complex: simplify the schema")
 
     @property
