@@ -123,7 +123,7 @@ class PrefillActor(EngineWorker):
                 self.report_reading(sequence)
         done = [sequence for sequence in news if not sequence.is_read]
         first = [(sequence, sequence.num_outputs - 1) for sequence in done]
-        self.check_grammars(first)
+        self.constraints.check(first)
         first = [(sequence, start) for sequence, start in first if self.is_held(sequence)]
         self.outflow.put(first, urgent=True)
         self.counters.generation_tokens.inc(len(done))

@@ -41,7 +41,7 @@ def test_a_tokenizer_that_is_gone_costs_the_request_and_not_the_worker(tmp_path:
             world = World(task_group, tmp_path)
             await started(world)
             for role in ("prefill", "decode"):
-                worker_of(world, role).grammars.compile = broken  # type: ignore[method-assign]
+                worker_of(world, role).constraints.grammars.compile = broken  # type: ignore[method-assign]
             asked = world.submit(prompt(20), max_tokens=4, grammar="start: /a/")
             other = world.submit(prompt(30), max_tokens=12)
             await world.all_ended()
@@ -79,7 +79,7 @@ def test_tokens_that_no_grammar_allowed_are_not_sent(
             worker.outflow.again(sequence, 3)
             worker.outflow._books[sequence.generation.gateway].waiting[sequence] = 3
             worker._send_frames = lambda gateway, frames_, number: frames.extend(frames_)  # type: ignore[method-assign]
-            worker.check_grammars([(sequence, 6)])
+            worker.constraints.check([(sequence, 6)])
             assert [(frame.start, frame.tokens, frame.finish) for frame in frames] == [(3, expected, "error")]
             assert not worker.held
             await world.end()
