@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ def test_nobody_waits_for_a_grammar_while_tables_are_made(monkeypatch: pytest.Mo
     begun, go_on = threading.Event(), threading.Event()
     make = grammar.LLTokenizer
 
-    def slowly(*args: object, **options: object) -> object:
+    def slowly(*args: Any, **options: Any) -> Any:
         begun.set()
         assert go_on.wait(30)
         return make(*args, **options)
