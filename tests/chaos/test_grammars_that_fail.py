@@ -14,10 +14,10 @@ from common.engine.worker import EngineWorker
 from common.protocol.messages import TokenFrame
 from common.text.grammar import GrammarCompiler
 from tests.actors.edge import BUNDLE
-from tests.chaos import virtual_time
 from tests.chaos.test_one_world import prompt
 from tests.chaos.test_prompts_that_are_read import slow_steps
 from tests.chaos.world import World
+from tests.fixtures import virtual_time
 
 
 def worker_of(world: World, role: str) -> EngineWorker:
