@@ -90,7 +90,6 @@ class SharedArguments(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | bool | None = None
     timeout: Annotated[float, Meta(gt=0)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
@@ -105,6 +104,7 @@ class Arguments(SharedArguments, frozen=True, kw_only=True):
     max_tokens: Count | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | bool | None = None
 
     @property
     def asks_prompt_logprobs(self) -> int:
