@@ -51,7 +51,7 @@ def chat_of(request: MessagesRequest, notes: Notes, *, counts: bool = False) -> 
         continue_final_message=messages[-1].role == "assistant" or None,
         **_reasoning(request, notes),
     )
-    openai.check_chat(chat)
+    yield from openai.check_chat(chat)
     return chat
 
 
