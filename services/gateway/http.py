@@ -144,10 +144,7 @@ class _Api:
     async def model(self, request: Request) -> Response:
         tenant = self._door.authorize(request.scope)
         name = request.path_params["model"]
-        model = self.catalog.find(name)
-        if tenant is not None:
-            tenant.check_model(model.name)
-        return _json(self._model_body(model, name))
+        return _json(self._model_body(self.catalog.find(name, tenant), name))
 
     async def health(self, request: Request) -> Response:
         """200 for as long as the process answers, whatever it could serve: it must not be restarted for want of workers."""
@@ -169,9 +166,7 @@ class _Api:
     async def tokenizer_info(self, request: Request) -> Response:
         """What vLLM tells of a tokenizer, of the model that `?model=` names."""
         tenant = self._door.authorize(request.scope)
-        model = self.catalog.choose(request.query_params.get("model"))
-        if tenant is not None:
-            tenant.check_model(model.name)
+        model = self.catalog.choose(request.query_params.get("model"), tenant=tenant)
         return _json(tokenizer_info(model.bundle))
 
     async def version(self, request: Request) -> Response:
@@ -198,9 +193,10 @@ class _Api:
         record = AccessRecord("http", scope["path"], id, self._metrics, enabled=self.config.access_log)
         record.client_id = shown_id.decode()
         self._active += 1
-        code = ""
+        code = GONE_CODE  # if it is cancelled
         try:
             await serve(id, scope, exchange, record)
+            code = ""
         except Exception as error:
             if not isinstance(error, PenstockError):
                 log.exception("request_failed", request=id)
@@ -213,10 +209,10 @@ class _Api:
                 await exchange.fail(error)
         finally:
             self._active -= 1
-        if exchange.gone:
-            record.close(GONE_STATUS, GONE_CODE)
-        else:
-            record.close(exchange.status, code)
+            if exchange.gone or code == GONE_CODE:
+                record.close(GONE_STATUS, GONE_CODE)
+            else:
+                record.close(exchange.status, code)
 
     async def _serve(self, name: ViewName, id: str, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:
         """:raises PenstockError: what the client is told; nothing is held for it any more then."""
@@ -245,7 +241,9 @@ class _Api:
         with self._intake.room() as room:
             body = await read_body(scope, exchange.receive, self.config.max_body_bytes, room)
             tenant = None if visit is None else visit.tenant
-            num_tokens = await self.catalog.count(COUNTING[name], body, tenant)
+            num_tokens, notes = await self.catalog.count(COUNTING[name], body, tenant)
+            del body
+        self._warn(notes, exchange)
         answer = COUNTING[name].count_body(num_tokens)
         await exchange.respond(200, [answer], len(answer))
 
