@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from common.protocol import headers
 from common.protocol.errors import Overloaded, PenstockError, drop_frames
 from common.runtime import logs
+from common.runtime.endpoints import metrics_page
 from common.runtime.version import version
 from services.gateway import bodies
 from services.gateway.access_log import GONE_CODE, GONE_STATUS, AccessRecord
@@ -161,7 +162,7 @@ class _Api:
         """Without a key, unless there are tenants: their names and what they use are in it."""
         if self._door.has_tenants:
             self._door.authorize_overview(request.scope)
-        return Response(self._gateway.metrics.render(), media_type="text/plain; version=0.0.4")
+        return metrics_page(self._gateway.metrics, request)
 
     async def tokenizer_info(self, request: Request) -> Response:
         """What vLLM tells of a tokenizer, of the model that `?model=` names."""
