@@ -24,6 +24,7 @@ from services.gateway.generation import GenerationRequest
 from services.gateway.intake import Intake
 from services.gateway.metrics import EdgeMetrics
 from services.gateway.prompt_scores import OutputStream
+from services.gateway.stream import end_of
 from services.gateway.vector_prepare import VectorJob
 from services.gateway.whole import Pieces
 
@@ -120,15 +121,7 @@ class VectorAnswer:
                 pooling=job.pooling,
             )
         )
-        try:
-            while True:
-                output = await stream.next()
-                if output.error is not None:
-                    raise output.error
-                if output.finish is not None:
-                    break
-        finally:
-            stream.cancel()
+        output = await end_of(stream)
         if output.finish == "cancelled":
             raise Cancelled("the request was cancelled")
         if not output.embedding:
