@@ -4,6 +4,10 @@
     penstock.v1.completions.<model-slug>    client → a gateway of this model (queue group): OpenAI completion JSON
     penstock.v1.responses.<model-slug>      client → a gateway of this model (queue group): OpenAI responses JSON
     penstock.v1.messages.<model-slug>       client → a gateway of this model (queue group): Anthropic messages JSON
+    penstock.v1.embeddings.<model-slug>     client → a gateway of this model (queue group): OpenAI embeddings JSON
+    penstock.v1.score.<model-slug>          client → a gateway of this model (queue group): vLLM's /v1/score JSON
+    penstock.v1.input_tokens.<model-slug>   client → a gateway of this model (queue group): OpenAI responses JSON, for a count
+    penstock.v1.count_tokens.<model-slug>   client → a gateway of this model (queue group): Anthropic messages JSON, for a count
     penstock.v1.tokenize.<model-slug>       client → a gateway of this model (queue group): vLLM's /tokenize JSON
     penstock.v1.detokenize.<model-slug>     client → a gateway of this model (queue group): vLLM's /detokenize JSON
                                             (the slug of the model's name, or of one of its aliases)
@@ -45,6 +49,18 @@ RECORDS, FILES, LINES, RESULTS = "PENSTOCK_RECORDS", "PENSTOCK_FILES", "PENSTOCK
 """Streams: what files and batches are, files' bytes, lines that wait for an answer, and answers."""
 STREAMS = (RECORDS, FILES, LINES, RESULTS)
 
+_ASKED = (
+    "chat",
+    "completions",
+    "responses",
+    "messages",
+    "embeddings",
+    "score",
+    "input_tokens",
+    "count_tokens",
+    "tokenize",
+    "detokenize",
+)
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _CLIENT_INBOX = re.compile(rf"{re.escape(INTERNAL)}\.reply\.[A-Za-z0-9_-]{{1,128}}-inbox\.[A-Za-z0-9_-]{{1,128}}")
 
@@ -86,6 +102,22 @@ def messages(model_slug: str) -> str:
     return f"{ROOT}.messages.{token(model_slug, what='model')}"
 
 
+def embeddings(model_slug: str) -> str:
+    return f"{ROOT}.embeddings.{token(model_slug, what='model')}"
+
+
+def score(model_slug: str) -> str:
+    return f"{ROOT}.score.{token(model_slug, what='model')}"
+
+
+def input_tokens(model_slug: str) -> str:
+    return f"{ROOT}.input_tokens.{token(model_slug, what='model')}"
+
+
+def count_tokens(model_slug: str) -> str:
+    return f"{ROOT}.count_tokens.{token(model_slug, what='model')}"
+
+
 def tokenize(model_slug: str) -> str:
     return f"{ROOT}.tokenize.{token(model_slug, what='model')}"
 
@@ -100,7 +132,7 @@ def any_chat() -> str:
 
 def any_request() -> list[str]:
     """Where clients ask for answers, whatever the model."""
-    return [f"{ROOT}.{view}.*" for view in ("chat", "completions", "responses", "messages", "tokenize", "detokenize")]
+    return [f"{ROOT}.{view}.*" for view in _ASKED]
 
 
 def of_tenant(tenant: str, subject: str) -> str:

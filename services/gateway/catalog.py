@@ -143,13 +143,15 @@ class Catalog:
             raise view.in_its_terms(error) from error
         return model, job, notes
 
-    async def count(self, view: View, body: bytes, tenant: Tenant | None = None) -> int:
+    async def count(
+        self, view: View, body: bytes, tenant: Tenant | None = None, *, of_subject: OfferedModel | None = None
+    ) -> int:
         """How many tokens the prompt in `body` has. `tenant`: whose request it is.
 
         :raises RequestError: what is wrong with the request.
         """
         request, _ = await self._read(view, body, Notes(strict=self._strict))
-        model = self.choose(request.model)
+        model = self.choose(request.model, of_subject=of_subject)
         if tenant is not None:
             tenant.check_model(model.name)
         try:
@@ -163,7 +165,14 @@ class Catalog:
         return await self.intake.run(steps, large=len(body) > SMALL_BYTES)
 
     async def prepare_vectors(
-        self, kind: VectorKind, body: bytes, *, id: str, deadline_ms: str | None = None, tenant: Tenant | None = None
+        self,
+        kind: VectorKind,
+        body: bytes,
+        *,
+        id: str,
+        deadline_ms: str | None = None,
+        of_subject: OfferedModel | None = None,
+        tenant: Tenant | None = None,
     ) -> tuple[OfferedModel, VectorJob, Notes]:
         """The model that `body` is for, the job, and what of the body had no effect.
 
@@ -172,7 +181,7 @@ class Catalog:
         notes = Notes(strict=self._strict)
         steps = parse_vectors(kind, body, max_prompt_tokens=self._longest_prompt, notes=notes)
         request = await self.intake.run(steps, large=len(body) > SMALL_BYTES)
-        model = self.choose(request.model)
+        model = self.choose(request.model, of_subject=of_subject)
         if tenant is not None:
             tenant.check_model(model.name)
         job = await model.vectors.prepare(request, notes, id=id, deadline_ms=deadline_ms, tenant=tenant)
