@@ -4,6 +4,10 @@
     penstock.v1.completions.<model-slug>    client → a gateway of this model (queue group): OpenAI completion JSON
     penstock.v1.responses.<model-slug>      client → a gateway of this model (queue group): OpenAI responses JSON
     penstock.v1.messages.<model-slug>       client → a gateway of this model (queue group): Anthropic messages JSON
+    penstock.v1.embeddings.<model-slug>     client → a gateway of this model (queue group): OpenAI embeddings JSON
+    penstock.v1.score.<model-slug>          client → a gateway of this model (queue group): vLLM's /v1/score JSON
+    penstock.v1.input_tokens.<model-slug>   client → a gateway of this model (queue group): OpenAI responses JSON, for a count
+    penstock.v1.count_tokens.<model-slug>   client → a gateway of this model (queue group): Anthropic messages JSON, for a count
     penstock.v1.tokenize.<model-slug>       client → a gateway of this model (queue group): vLLM's /tokenize JSON
     penstock.v1.detokenize.<model-slug>     client → a gateway of this model (queue group): vLLM's /detokenize JSON
                                             (the slug of the model's name, or of one of its aliases)
@@ -46,7 +50,18 @@ RECORDS, FILES, LINES, RESULTS = "PENSTOCK_RECORDS", "PENSTOCK_FILES", "PENSTOCK
 """Streams: what files and batches are, files' bytes, lines that wait for an answer, and answers."""
 STREAMS = (RECORDS, FILES, LINES, RESULTS)
 
-VIEWS = ("chat", "completions", "responses", "messages", "tokenize", "detokenize")
+VIEWS = (
+    "chat",
+    "completions",
+    "responses",
+    "messages",
+    "embeddings",
+    "score",
+    "input_tokens",
+    "count_tokens",
+    "tokenize",
+    "detokenize",
+)
 """Kinds of requests that are answered at once, each with a subject for each model."""
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -92,6 +107,22 @@ def responses(model_slug: str) -> str:
 
 def messages(model_slug: str) -> str:
     return _of_model("messages", model_slug)
+
+
+def embeddings(model_slug: str) -> str:
+    return _of_model("embeddings", model_slug)
+
+
+def score(model_slug: str) -> str:
+    return _of_model("score", model_slug)
+
+
+def input_tokens(model_slug: str) -> str:
+    return _of_model("input_tokens", model_slug)
+
+
+def count_tokens(model_slug: str) -> str:
+    return _of_model("count_tokens", model_slug)
 
 
 def tokenize(model_slug: str) -> str:
