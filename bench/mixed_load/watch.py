@@ -46,7 +46,9 @@ class Grown(msgspec.Struct, frozen=True):
 
     @property
     def grows(self) -> bool:
-        return self.last_mb > self.settled_mb + GROWTH_MB and self.last_mb > self.settled_mb * (1 + GROWTH_SHARE)
+        """Whether that is a growth that must not be; a process that did not live long enough has not settled."""
+        more_mb = max(GROWTH_MB, GROWTH_SHARE * self.settled_mb)
+        return 60 * self.minutes >= MIN_LIFE_S and self.last_mb > self.settled_mb + more_mb
 
 
 def growth(name: str, samples: Sequence[tuple[float, float]], min_life_s: float = MIN_LIFE_S) -> Grown | None:

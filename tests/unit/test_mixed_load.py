@@ -189,6 +189,8 @@ def test_memory_that_grows_after_it_has_settled_is_told_from_one_that_does_not()
     leaking = growth("b", [(float(t), 200.0 + t / 2) for t in range(0, 600, 5)])
     assert leaking is not None and leaking.grows and leaking.mb_per_min == pytest.approx(30)
     assert growth("c", warming[:20]) is None
+    brief = growth("d", [(float(t), 200.0 + t) for t in range(0, 100, 5)], min_life_s=60)
+    assert brief is not None and not brief.grows
 
 
 def test_what_a_worker_holds_is_told() -> None:
