@@ -5,6 +5,7 @@ All are deterministic, greedy or seeded, so that whoever answers, and whatever d
 
 from __future__ import annotations
 
+import json
 import random
 import string
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from bench.mixed_load.answers import PATHS, View
+from bench.mixed_load.answers import PATHS, Answer, View
 
 LETTERS = string.ascii_lowercase + "     "
 STOP_TOKENS = 3
@@ -73,6 +74,32 @@ def with_stop(ask: Ask, text: str) -> Ask | None:
         if stop.isascii() and stop.isprintable() and len(set(stop)) > 1:
             return Ask(f"{ask.kind}, stop string", ask.view, {**ask.body, "stop": [stop]})
     return None
+
+
+def keeps_form(ask: Ask, answer: Answer) -> bool:
+    """Return whether each choice of `answer` has the form that `ask` wants: the schema's, one call, or any."""
+    if "response_format" in ask.body:
+        return all(said.finish == "stop" and _is_trip(said.text) for said in answer.choices)
+    if "tools" in ask.body:
+        return all(len(said.calls) == 1 and said.calls[0][0] in NAMES and _is_trip(said.calls[0][1]) for said in answer.choices)
+    return True
+
+
+def _is_trip(text: str) -> bool:
+    """Return whether `text` is JSON that matches `SCHEMA`."""
+    try:
+        trip = json.loads(text)
+    except ValueError:
+        return False
+    return (
+        isinstance(trip, dict)
+        and set(trip) == set(SCHEMA["required"])
+        and trip["city"] in SCHEMA["properties"]["city"]["enum"]
+        and type(trip["days"]) is int
+        and 1 <= trip["days"] <= SCHEMA["properties"]["days"]["maximum"]
+        and isinstance(trip["note"], str)
+        and len(trip["note"]) <= SCHEMA["properties"]["note"]["maxLength"]
+    )
 
 
 def words(rng: random.Random, length: int) -> str:

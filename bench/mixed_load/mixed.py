@@ -10,7 +10,6 @@ from pathlib import Path
 import anyio
 import msgspec
 
-from bench.common.stack import psutil_module
 from bench.mixed_load import asks
 from bench.mixed_load.batch import Batches
 from bench.mixed_load.clients import HttpClient, NatsClient
@@ -84,8 +83,7 @@ async def tenants_of(site: Site) -> AsyncIterator[list[Tenant]]:
 
 
 async def run(options: MixedOptions, folder: Path) -> MixedReport:
-    """:raises ConfigError: the system does not start, what it answers can't be checked, or psutil is not installed."""
-    psutil_module()
+    """:raises ConfigError: the system does not start, or what it answers can't be checked."""
     with running(folder, Sizes()) as site:
         async with tenants_of(site) as tenants:
             return await _under_load(options, site, tenants)

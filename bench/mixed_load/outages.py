@@ -20,8 +20,8 @@ REFUSALS = {"overloaded", "rate_limit_exceeded", "no_workers", "gateway_busy", "
 RETRY_AFTER_STATUS = (429, 503)
 BEFORE_S = 1.0
 """What a request that was sent just after a death may still have met."""
-START_S = 25.0
-"""Within this time a gateway, or the bus, that died is there again, on a busy machine."""
+START_S = 80.0
+"""Within this time a gateway, or the bus, that died is there again: `penstock up` waits up to a minute after many deaths."""
 PAUSE_S = (1.0, 8.0)
 WORKERS = ("decode", "prefill", "draft", "kvstore")
 

@@ -24,6 +24,7 @@ def mixed(report: MixedReport) -> str:
         ["prefixes of others", _listed(tally.salts)],
         ["batches", _listed(tally.batches)],
         ["wrong", _listed(tally.wrong)],
+        ["memory that grows", ", ".join(each.name for each in report.memory if each.grows) or "none"],
         ["held at the end", "; ".join(f"{name}: {what}" for name, what in report.held.items()) or "nothing"],
     ]
     memory = [

@@ -101,6 +101,7 @@ def config_text(folder: Path, sizes: Sizes) -> str:
         "[common]",
         *sizes.common,
         "[up]",
+        'device = "cpu"',
         f"gateway = {sizes.gateways}",
         f"kvstore = {sizes.kvstores}",
         "[gateway]",

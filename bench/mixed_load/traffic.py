@@ -11,7 +11,7 @@ import anyio
 import msgspec
 
 from bench.mixed_load.answers import Answer, differences
-from bench.mixed_load.asks import Ask, with_stop
+from bench.mixed_load.asks import Ask, keeps_form, with_stop
 from bench.mixed_load.clients import Edge, HttpClient, NatsClient, Result
 from bench.mixed_load.outages import Outages, verdict
 from bench.mixed_load.tally import Tally
@@ -70,6 +70,8 @@ async def _learn(tenant: Tenant, ask: Ask, model: str) -> Answer:
     result = await tenant.send("http", ask, model, stream=False)
     if result.answer is None:
         raise ConfigError(f"{ask.kind} was not answered by {model}: {result}")
+    if not keeps_form(ask, result.answer):
+        raise ConfigError(f"{ask.kind} was not answered in its form by {model}: {result.answer}")
     return result.answer
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import anyio
 import msgspec
 
-from bench.common.stack import psutil_module
 from bench.common.stats import slope_per_min
 from bench.mixed_load.site import Site
 from common.cli.client import watch_presence
@@ -45,7 +46,9 @@ class Grown(msgspec.Struct, frozen=True):
 
     @property
     def grows(self) -> bool:
-        return self.last_mb > self.settled_mb + GROWTH_MB and self.last_mb > self.settled_mb * (1 + GROWTH_SHARE)
+        """Whether that is a growth that must not be; a process that did not live long enough has not settled."""
+        more_mb = max(GROWTH_MB, GROWTH_SHARE * self.settled_mb)
+        return 60 * self.minutes >= MIN_LIFE_S and self.last_mb > self.settled_mb + more_mb
 
 
 def growth(name: str, samples: Sequence[tuple[float, float]], min_life_s: float = MIN_LIFE_S) -> Grown | None:
@@ -58,12 +61,20 @@ def growth(name: str, samples: Sequence[tuple[float, float]], min_life_s: float 
     return Grown(name, minutes, after[0][1], after[-1][1], slope_per_min(after))
 
 
+def resident_mb(pid: int) -> float:
+    """Return the memory of a process, MiB; 0 for one that is gone."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_bytes().split()[1])
+    except (OSError, IndexError):
+        return 0.0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
 class Memory:
     """Samples every process of a system."""
 
     def __init__(self, site: Site) -> None:
         self._site = site
-        self._psutil = psutil_module()
         self._lives: dict[int, Life] = {}
 
     async def run(self) -> None:
@@ -71,11 +82,8 @@ class Memory:
             found = await anyio.to_thread.run_sync(self._site.processes)
             now = anyio.current_time()
             for name, pid in found.items():
-                try:
-                    size = self._psutil.Process(pid).memory_info().rss / 2**20
-                except self._psutil.Error:
-                    continue
-                self._lives.setdefault(pid, Life(name, pid)).samples.append((now, size))
+                if size := resident_mb(pid):
+                    self._lives.setdefault(pid, Life(name, pid)).samples.append((now, size))
             await anyio.sleep(SAMPLE_S)
 
     def grown(self, min_life_s: float = MIN_LIFE_S) -> list[Grown]:

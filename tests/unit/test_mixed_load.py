@@ -125,7 +125,7 @@ def test_what_differs_from_the_expected_answer_is_named(changes: dict[str, Any],
         (Result(ending="hung"), "nats", 100, True),
         (Result(ending="broken"), "nats", 300, False),
         (Result(ending="nobody"), "http", 110, True),
-        (Result(ending="nobody"), "http", 150, False),
+        (Result(ending="nobody"), "http", 190, False),
         (Result(ending="nobody"), "nats", 210, True),
     ],
 )
@@ -146,6 +146,25 @@ def test_requests_are_the_same_each_time_and_of_every_view() -> None:
     stopped = asks.with_stop(found[0], "\ufffd\ufffdaaaaaabcd\ufffd")
     assert stopped is not None and stopped.body["stop"] == ["aab"]
     assert asks.with_stop(found[0], "\ufffd" * 9) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "keeps"),
+    [
+        ('{"city": "Rome", "days": 3, "note": "ab"}', True),
+        ('{"city": "Rome", "days": 31, "note": "ab"}', False),
+        ('{"city": "Bonn", "days": 3, "note": "ab"}', False),
+        ('{"city": "Rome", "days": 3, "note": "longer than six"}', False),
+        ('{"city": "Rome", "days": 3}', False),
+        ('{"city": "Rome"', False),
+    ],
+)
+def test_an_answer_in_another_form_is_told(text: str, keeps: bool) -> None:
+    by_form = {form: ask for ask in asks.pool(1, 1) for form in ("response_format", "tools") if form in ask.body}
+    assert asks.keeps_form(by_form["response_format"], Answer("m", (Said(text, (), "stop"),))) == keeps
+    assert asks.keeps_form(by_form["tools"], Answer("m", (Said("", (("trains", text),), "tool_calls"),))) == keeps
+    assert not asks.keeps_form(by_form["response_format"], Answer("m", (Said(text, (), "length"),)))
+    assert not asks.keeps_form(by_form["tools"], Answer("m", (Said(text, (), "stop"),)))
 
 
 def test_models_differ_in_weights_alone(tmp_path: Any) -> None:
@@ -170,6 +189,8 @@ def test_memory_that_grows_after_it_has_settled_is_told_from_one_that_does_not()
     leaking = growth("b", [(float(t), 200.0 + t / 2) for t in range(0, 600, 5)])
     assert leaking is not None and leaking.grows and leaking.mb_per_min == pytest.approx(30)
     assert growth("c", warming[:20]) is None
+    brief = growth("d", [(float(t), 200.0 + t) for t in range(0, 100, 5)], min_life_s=60)
+    assert brief is not None and not brief.grows
 
 
 def test_what_a_worker_holds_is_told() -> None:
