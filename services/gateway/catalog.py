@@ -146,14 +146,16 @@ class Catalog:
             raise view.in_its_terms(error) from error
         return model, job, notes
 
-    async def count(self, view: View, body: bytes, tenant: Tenant | None = None) -> tuple[int, Notes]:
+    async def count(
+        self, view: View, body: bytes, tenant: Tenant | None = None, *, of_subject: OfferedModel | None = None
+    ) -> tuple[int, Notes]:
         """How many tokens the prompt in `body` has, and what of the body had no effect. `tenant`: whose request it is.
 
         :raises RequestError: what is wrong with the request.
         """
         notes = Notes(strict=self._strict)
         request, _ = await self._read(view, body, notes)
-        model = self.choose(request.model, tenant=tenant)
+        model = self.choose(request.model, of_subject=of_subject, tenant=tenant)
         try:
             assert isinstance(request, ChatRequest)
             return await model.preparer.count(request, is_large=len(body) > SMALL_BYTES), notes
@@ -165,7 +167,14 @@ class Catalog:
         return await self.intake.run(steps, large=len(body) > SMALL_BYTES)
 
     async def prepare_vectors(
-        self, kind: VectorKind, body: bytes, *, id: str, deadline_ms: str | None = None, tenant: Tenant | None = None
+        self,
+        kind: VectorKind,
+        body: bytes,
+        *,
+        id: str,
+        deadline_ms: str | None = None,
+        of_subject: OfferedModel | None = None,
+        tenant: Tenant | None = None,
     ) -> tuple[OfferedModel, VectorJob, Notes]:
         """The model that `body` is for, the job, and what of the body had no effect.
 
@@ -174,7 +183,7 @@ class Catalog:
         notes = Notes(strict=self._strict)
         steps = parse_vectors(kind, body, max_prompt_tokens=self._longest_prompt, notes=notes)
         request = await self.intake.run(steps, large=len(body) > SMALL_BYTES)
-        model = self.choose(request.model, tenant=tenant)
+        model = self.choose(request.model, of_subject=of_subject, tenant=tenant)
         job = await model.vectors.prepare(request, notes, id=id, deadline_ms=deadline_ms, tenant=tenant)
         return model, job, notes
 
