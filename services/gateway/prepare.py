@@ -21,7 +21,7 @@ import msgspec
 from common.protocol.errors import ContextLengthExceeded, EmptyPrompt, InvalidParameter
 from common.protocol.messages import SamplingParams
 from common.text.bundle import TextBundle
-from common.text.grammar import GrammarCompiler
+from common.text.grammar import MAX_CACHED, GrammarCompiler
 from services.gateway import openai, tools
 from services.gateway.answer_format import format_of, template_of, template_variables
 from services.gateway.arguments import Notes
@@ -125,7 +125,8 @@ class Preparer:
         self._config = config
         self._threads = intake.threads
         self._tokenizer = bundle.tokenizer
-        self._grammars = GrammarCompiler(bundle.tokenizer)
+        max_cached = 0 if config.zero_retention else MAX_CACHED  # a grammar holds its request's schema
+        self.grammars = GrammarCompiler(bundle.tokenizer, max_cached=max_cached)
         self._model = bundle.name
 
     async def prepare(
@@ -349,9 +350,9 @@ class Preparer:
             return
         if request.min_tokens:
             raise InvalidParameter(f"min_tokens can't be obeyed together with {form.param}: leave it out", param="min_tokens")
-        if self._grammars.cached(form.grammar) is None:
+        if self.grammars.cached(form.grammar) is None:
             try:
-                await self._in_thread(lambda: self._grammars.compile(form.grammar))
+                await self._in_thread(lambda: self.grammars.compile(form.grammar))
             except InvalidParameter as error:
                 raise InvalidParameter(str(error), param=form.param) from error
 
@@ -363,7 +364,7 @@ class Preparer:
         template = template_of(self._bundle, request)
 
         def compile() -> Structure:
-            return calls_of(request, format, form.grammar, template=template.source, grammars=self._grammars)
+            return calls_of(request, format, form.grammar, template=template.source, grammars=self.grammars)
 
         found = await self._in_thread(compile) if needs_grammar(request, form.grammar) else Structure()
         await self._check_grammar(found, request)
