@@ -41,8 +41,9 @@ class VectorAnswer:
 
     ttft_s: float | None = None
 
-    def __init__(self, core: Core, job: VectorJob, metrics: EdgeMetrics, intake: Intake) -> None:
+    def __init__(self, core: Core, job: VectorJob, metrics: EdgeMetrics, intake: Intake, *, trace: str = "") -> None:
         self.job = job
+        self._trace = trace
         self.finish = ""
         self._core = core
         self._metrics = metrics
@@ -118,6 +119,7 @@ class VectorAnswer:
                 tenant=job.tenant,
                 weight=job.weight,
                 pooling=job.pooling,
+                trace=self._trace,
             )
         )
         try:
