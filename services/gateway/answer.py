@@ -194,6 +194,7 @@ class Answer:
             tenant=job.tenant,
             weight=job.weight,
             priority=job.priority,
+            background=job.background,
         )
         top = job.prompt_top_of(index)
         if top < 0 and job.generates:

@@ -75,7 +75,8 @@ class Request:
         self.sampling = request.sampling
         self.salt = request.salt
         self.tenant, self.weight = request.tenant, request.weight
-        self.priority = bounded(request.priority)
+        self.background = request.background
+        self.priority = bounded(request.priority, background=request.background)
         self.rank = now + self.priority * PRIORITY_STEP_S
         self.gateway = gateway
         self.limits = limits
