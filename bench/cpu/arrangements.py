@@ -25,7 +25,7 @@ from bench.common.machine import describe
 from bench.cpu.others import Others, wait_for_quiet
 from bench.cpu.up import model_of, penstock_up, stream_chat
 from common.cli.bench import closed_loop, prompt_of
-from common.cli.client import Timing
+from common.cli.chunks import Timing
 
 DEFAULTS = (
     "",

@@ -13,7 +13,7 @@ import httpx
 import msgspec
 
 from bench.common.stack import ROOT, free_ports
-from common.cli.client import Chunk, Timing
+from common.cli.chunks import Chunk, Timing
 
 READY_TIMEOUT_S = 180.0
 

@@ -7,7 +7,6 @@ sees. Each prompt begins with a number of its own, so that only the chat templat
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
@@ -16,11 +15,13 @@ import anyio
 import msgspec
 import typer
 from rich.progress import Progress
-from rich.table import Table
 
-from common.cli.client import ChatStream, Chunk, Timing, connected, served_model
-from common.cli.console import DEFAULT_NATS_URL, ModelName, NatsUrl, err, out, run
+from common.cli.bench_report import Report, summary, table
+from common.cli.chunks import Chunk, Timing
+from common.cli.client import ChatStream, connected, served_model
+from common.cli.console import DEFAULT_NATS_URL, NatsUrl, err, out, run, write_answer
 from common.cli.generate import chat_body, conversation
+from common.cli.model_names import ModelName
 from common.protocol.errors import BusError, ConfigError, InternalError, PenstockError, ProtocolError, from_wire
 
 if TYPE_CHECKING:
@@ -32,28 +33,23 @@ Ask = Callable[[int], Awaitable[Timing]]
 _FILLER = "The miller opens the gate a little, the water falls on the wheel, and the stones begin to turn. "
 
 
-class Report(msgspec.Struct, kw_only=True):
-    """What a run measured. Seconds."""
-
-    requests: int
-    failed: int
-    elapsed_s: float
-    timings: list[Timing]
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Generated tokens of all requests over the whole time."""
-        return sum(timing.tokens for timing in self.timings) / self.elapsed_s if self.elapsed_s else 0.0
-
-
 def command(
-    requests: Annotated[int, typer.Option("--requests", min=1, help="How many in all.")] = 32,
-    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="How many at a time.")] = 4,
-    prompt_words: Annotated[int, typer.Option("--prompt-words", min=1, help="Length of each prompt.")] = 100,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Length of each answer.")] = 64,
-    url: Annotated[str, typer.Option("--url", help="Over HTTP instead of NATS: http://127.0.0.1:8000, /v1 or not")] = "",
-    api_key: Annotated[str, typer.Option("--api-key", envvar="PENSTOCK_API_KEY", help="For --url.")] = "",
+    requests: Annotated[int, typer.Option("--requests", min=1, metavar="N", help="Requests in all.")] = 32,
+    concurrency: Annotated[int, typer.Option("--concurrency", min=1, metavar="N", help="Requests at a time.")] = 4,
+    prompt_words: Annotated[int, typer.Option("--prompt-words", min=1, metavar="N", help="Words of each prompt.")] = 100,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, metavar="N", help="Tokens of each answer.")] = 64,
+    url: Annotated[
+        str,
+        typer.Option("--url", metavar="URL", help="Measure over HTTP, not NATS: http://127.0.0.1:8000"),
+    ] = "",
+    api_key: Annotated[
+        str, typer.Option("--api-key", metavar="KEY", envvar="PENSTOCK_API_KEY", help="The API key of the server at --url.")
+    ] = "",
     model: ModelName = "",
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", help="Print one line of JSON, with units in the names."),
+    ] = False,
     nats_url: NatsUrl = DEFAULT_NATS_URL,
 ) -> None:
     """Measure TTFT, ITL and tok/s under a steady number of concurrent requests."""
@@ -69,7 +65,16 @@ def command(
         return await _over_nats(nats_url, model, body, requests, concurrency)
 
     report = run(measure)
-    out.print(table(report))
+    if as_json:
+        settings = {
+            "concurrency": concurrency,
+            "prompt_words": prompt_words,
+            "max_tokens": max_tokens,
+            "transport": "http" if url else "nats",
+        }
+        write_answer(msgspec.json.encode(settings | summary(report)).decode() + "\n")
+    else:
+        out.print(table(report))
     if report.failed:
         raise InternalError(f"{report.failed} of {report.requests} requests failed")
 
@@ -94,42 +99,9 @@ def prompt_of(number: int, words: int) -> str:
     return " ".join([f"{number}:", *(filler[(number + i) % len(filler)] for i in range(words - 1))])
 
 
-def percentile(values: list[float], percent: float) -> float:
-    """Nearest rank; 0 for no values.
-
-    >>> percentile([4.0, 1.0, 3.0, 2.0], 50), percentile([4.0, 1.0, 3.0, 2.0], 99), percentile([], 50)
-    (2.0, 4.0, 0.0)
-    """
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    rank = -(-percent * len(ordered) // 100)
-    return ordered[max(0, int(rank) - 1)]
-
-
-def table(report: Report) -> Table:
-    shown = Table(box=None, header_style="bold", pad_edge=False)
-    shown.add_column("")
-    for title in ("p50", "p90", "p99"):
-        shown.add_column(title, justify="right")
-    rows = {
-        "TTFT": [timing.ttft_s for timing in report.timings],
-        "ITL (mean of a request)": [timing.itl_s for timing in report.timings if timing.tokens > 1],
-        "whole request": [timing.last - timing.started for timing in report.timings],
-    }
-    for name, values in rows.items():
-        shown.add_row(name, *(f"{percentile(values, percent) * 1000:.1f} ms" if values else "-" for percent in (50, 90, 99)))
-    shown.caption = (
-        f"{len(report.timings)} requests in {report.elapsed_s:.1f} s · "
-        f"{report.tokens_per_s:.1f} generated tok/s · {report.failed} failed"
-    )
-    return shown
-
-
 async def closed_loop(ask: Ask, requests: int, concurrency: int) -> Report:
     """Run `ask(0) … ask(requests - 1)`, `concurrency` at a time."""
-    report = Report(requests=requests, failed=0, elapsed_s=0.0, timings=[])
-    reasons: Counter[str] = Counter()
+    report = Report(requests=requests)
     numbers = iter(range(requests))
     started = time.monotonic()
     with Progress(console=err, transient=True, disable=not err.is_terminal) as bar:
@@ -144,8 +116,9 @@ async def closed_loop(ask: Ask, requests: int, concurrency: int) -> Report:
                     report.timings.append(timing)
                 except PenstockError as error:
                     report.failed += 1
-                    reasons[f"{error.code}: {error}"] += 1
-                    if reasons[f"{error.code}: {error}"] == 1:
+                    reason = f"{error.code}: {error}"
+                    report.reasons[reason] += 1
+                    if report.reasons[reason] == 1:
                         err.print(f"request {number}: {error.code}: {error}", markup=False)
                 bar.advance(task)
 
@@ -153,7 +126,7 @@ async def closed_loop(ask: Ask, requests: int, concurrency: int) -> Report:
             for _ in range(min(concurrency, requests)):
                 clients.start_soon(client)
     report.elapsed_s = time.monotonic() - started
-    for reason, count in reasons.items():
+    for reason, count in report.reasons.items():
         if count > 1:
             err.print(f"{count} requests: {reason}", markup=False)
     return report
@@ -171,7 +144,7 @@ async def _over_nats(
                     pass
             return stream.timing
 
-        return await closed_loop(ask, requests, concurrency)
+        return msgspec.structs.replace(await closed_loop(ask, requests, concurrency), model=name)
 
 
 async def _over_http(
@@ -199,7 +172,7 @@ async def _over_http(
                 raise BusError("the connection ended in the middle of an answer")
             return timing
 
-        return await closed_loop(ask, requests, concurrency)
+        return msgspec.structs.replace(await closed_loop(ask, requests, concurrency), model=name)
 
 
 async def _first_model(http: httpx.AsyncClient) -> str:
@@ -233,7 +206,7 @@ def _read_event(line: str, timing: Timing) -> bool:
         chunk = msgspec.json.decode(data, type=Chunk)
     except msgspec.MsgspecError as error:
         raise ProtocolError(f"the server sent a chunk that is no OpenAI chunk: {error}") from error
-    if chunk.text or chunk.reasoning:
+    if chunk.says_something:
         timing.saw_text(time.monotonic())
     if chunk.usage is not None:
         timing.tokens = chunk.usage.completion_tokens

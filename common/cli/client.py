@@ -19,6 +19,7 @@ from typing import Any
 import anyio
 import msgspec
 
+from common.cli.chunks import Chunk, Timing
 from common.models.naming import is_gguf, model_name
 from common.protocol import headers, messages, subjects
 from common.protocol.errors import (
@@ -74,72 +75,6 @@ async def connected(
     finally:
         with anyio.CancelScope(shield=True), anyio.move_on_after(CONNECT_TIMEOUT_S):
             await bus.close()
-
-
-class Delta(msgspec.Struct, frozen=True):
-    content: str | None = None
-    reasoning_content: str | None = None
-
-
-class Choice(msgspec.Struct, frozen=True):
-    index: int = 0
-    delta: Delta = Delta()
-    finish_reason: str | None = None
-
-
-class PromptDetails(msgspec.Struct, frozen=True):
-    cached_tokens: int = 0
-
-
-class Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    prompt_tokens_details: PromptDetails | None = None
-
-
-class Chunk(msgspec.Struct, frozen=True):
-    """What the commands need of an OpenAI chat chunk; other fields are ignored."""
-
-    choices: list[Choice] = []
-    usage: Usage | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(choice.delta.content or "" for choice in self.choices)
-
-    @property
-    def reasoning(self) -> str:
-        return "".join(choice.delta.reasoning_content or "" for choice in self.choices)
-
-
-class Timing(msgspec.Struct):
-    """Monotonic seconds. `tokens` is the server's count, 0 until the last chunk told it."""
-
-    started: float
-    first: float = 0.0
-    last: float = 0.0
-    tokens: int = 0
-
-    def saw_text(self, now: float) -> None:
-        self.first = self.first or now
-        self.last = now
-
-    @property
-    def ttft_s(self) -> float:
-        return max(0.0, self.first - self.started)
-
-    @property
-    def itl_s(self) -> float:
-        """Mean time between tokens after the first; 0 when there were fewer than two."""
-        return (self.last - self.first) / (self.tokens - 1) if self.tokens > 1 else 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of the tokens after the first."""
-        return 1 / self.itl_s if self.itl_s > 0 else 0.0
-
-    def __str__(self) -> str:
-        return f"TTFT {self.ttft_s * 1000:.0f} ms · {self.tokens_per_s:.1f} tok/s · {self.tokens} tokens"
 
 
 class ChatStream:
@@ -229,7 +164,7 @@ class ChatStream:
             chunk = msgspec.json.decode(message.data, type=Chunk)
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"the gateway sent a chunk that is no OpenAI chunk: {error}") from error
-        if chunk.text or chunk.reasoning:
+        if chunk.says_something:
             self.timing.saw_text(time.monotonic())
         if chunk.usage is not None:
             self.timing.tokens = chunk.usage.completion_tokens

@@ -27,8 +27,10 @@ _CONTROLS = dict.fromkeys([*range(0x09), *range(0x0B, 0x20), *range(0x7F, 0xA0)]
 
 DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
 
-NatsUrl = Annotated[str, typer.Option("--nats-url", envvar="PENSTOCK_NATS_URL", help="The bus that the workers share.")]
-ModelName = Annotated[str, typer.Option("--model", help="A served model's name. Default: what the gateway serves.")]
+NatsUrl = Annotated[
+    str,
+    typer.Option("--nats-url", metavar="URL", envvar="PENSTOCK_NATS_URL", help="The NATS server of the workers."),
+]
 
 Result = TypeVar("Result")
 

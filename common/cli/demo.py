@@ -21,9 +21,11 @@ import anyio
 import msgspec
 import typer
 
-from common.cli.client import Timing, connected, served_model
+from common.cli.chunks import Answer, Timing
+from common.cli.client import connected, served_model
 from common.cli.console import err, out, run
 from common.cli.generate import chat_body, conversation, stream_answer
+from common.cli.model_names import local_models
 from common.cli.net import free_port, http_status, is_free
 from common.cli.pull import Spec, ensure
 from common.cli.supervisor import python_module
@@ -54,11 +56,15 @@ class Site(msgspec.Struct, frozen=True):
 
 
 def command(
-    prompt: Annotated[str, typer.Argument(help="What to ask.")] = "Why is the sky blue?",
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What to ask.")] = "Why is the sky blue?",
     spec: Spec = DEFAULT_MODEL,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Longest answer, in tokens.")] = 64,
-    model: Annotated[str, typer.Option("--model", help="The same as SPEC.")] = "",
-    served_model_name: Annotated[str, typer.Option("--served-model-name", help="What clients call the model.")] = "",
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, metavar="N", help="Longest answer, in tokens.")] = 64,
+    model: Annotated[
+        str, typer.Option("--model", metavar="SPEC", autocompletion=local_models, help="In place of the argument SPEC.")
+    ] = "",
+    served_model_name: Annotated[
+        str, typer.Option("--served-model-name", metavar="NAME", help="What clients call the model. Default: its own name.")
+    ] = "",
 ) -> None:
     """Start everything, stream one answer over NATS, stop everything, check that nothing is left."""
     ensure(model or spec)
@@ -125,10 +131,10 @@ async def _ask(site: Site, prompt: str, max_tokens: int) -> Timing:
         model = await served_model(bus)
         err.print(f"[bold]{prompt}[/]")
         body = chat_body(conversation("", prompt), max_tokens=max_tokens, temperature=0, seed=1)
-        answer, timing = await stream_answer(bus, model, body)
-    if not answer.strip():
+        answer = await stream_answer(bus, model, body, Answer())
+    if not answer.text.strip():
         raise InternalError("the answer was empty")
-    return timing
+    return answer.timing
 
 
 def _stop(up: subprocess.Popen[bytes]) -> None:

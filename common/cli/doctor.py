@@ -19,6 +19,7 @@ from rich.table import Table
 from common.cli.client import connected, watch_presence
 from common.cli.console import DEFAULT_NATS_URL, NatsUrl, out, run, usable_cores
 from common.cli.gpus import visible_gpus
+from common.cli.model_names import local_models
 from common.cli.net import is_free
 from common.models.source import DEFAULT_MODEL
 from common.protocol.errors import BusError, BusRefused, PenstockError
@@ -41,9 +42,24 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def command(
-    model: Annotated[str, typer.Option("--model", envvar="PENSTOCK_MODEL", help="What will be served.")] = DEFAULT_MODEL,
-    shm_dir: Annotated[str, typer.Option("--shm-dir", envvar="PENSTOCK_SHM_DIR")] = "/dev/shm",
-    http_port: Annotated[int, typer.Option("--http-port", envvar="PENSTOCK_HTTP_PORT")] = 8000,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            metavar="SPEC",
+            envvar="PENSTOCK_MODEL",
+            autocompletion=local_models,
+            help="The model to be served.",
+        ),
+    ] = DEFAULT_MODEL,
+    shm_dir: Annotated[
+        str,
+        typer.Option("--shm-dir", metavar="DIR", envvar="PENSTOCK_SHM_DIR", help="Where shared-memory segments will live."),
+    ] = "/dev/shm",
+    http_port: Annotated[
+        int,
+        typer.Option("--http-port", metavar="PORT", envvar="PENSTOCK_HTTP_PORT", help="Port that the OpenAI API will have."),
+    ] = 8000,
     nats_url: NatsUrl = DEFAULT_NATS_URL,
 ) -> None:
     """Check Python, torch, shared memory, NATS, ports, settings, the model and stale segments."""

@@ -12,16 +12,17 @@ import sys
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
 from common.cli import bench, chat, demo, doctor, generate, keys, pull, status, up
 from common.cli.console import err, out
+from common.cli.up_command import SettingsCommand
 from common.protocol.errors import PenstockError
 from common.runtime.config import check_variables
 
 app = typer.Typer(
     name="penstock",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # defaults stand in brackets
 )
@@ -45,7 +46,7 @@ def _options(
 
 
 app.command("pull")(pull.command)
-app.command("up", cls=up.RawCommand, add_help_option=False)(up.command)
+app.command("up", cls=SettingsCommand, add_help_option=False)(up.command)
 app.command("generate")(generate.command)
 app.command("chat")(chat.command)
 app.command("status")(status.command)
@@ -56,11 +57,17 @@ app.add_typer(keys.app, name="keys")
 
 
 def main() -> None:
+    """Run the command that `sys.argv` names. The status: 1 for an error, 2 for a wrong command line, 130 after Ctrl-C."""
     try:
-        app()
+        app(prog_name="penstock")
     except PenstockError as error:
         err.print(f"[bold red]error[/] {error.code}: ", end="")
         err.print(str(error), markup=False)
+        sys.exit(1)
+    except OSError as error:  # most often: the disk that stdout goes to is full
+        where = f"{error.filename}: " if error.filename else ""
+        err.print(f"[bold red]error[/]: {escape(where + (error.strerror or str(error)))}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what could not be written is not tried again at exit
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

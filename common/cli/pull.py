@@ -9,11 +9,19 @@ import typer
 
 from common.cli.console import download_bar, err
 from common.cli.gpus import visible_gpus
+from common.cli.model_names import local_models
 from common.models.config import check_config_file
 from common.models.source import DEFAULT_MODEL, ModelFiles, pull, resolve
 from common.protocol.errors import UnknownModel
 
-Spec = Annotated[str, typer.Argument(help="The default model's name, a folder, a .gguf file or a Hugging Face id.")]
+Spec = Annotated[
+    str,
+    typer.Argument(
+        metavar="SPEC",
+        autocompletion=local_models,
+        help="A model: the default one's name, a folder, a .gguf file or a Hugging Face id (owner/name).",
+    ),
+]
 
 
 def command(spec: Spec = DEFAULT_MODEL) -> None:

@@ -14,13 +14,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import anyio
 import msgspec
 import typer
 from rich.table import Table
-from typer.core import TyperCommand
 
 from common.cli import own_bus, up_settings
 from common.cli.client import connected
@@ -39,14 +37,6 @@ from common.runtime.http_access import is_loopback
 from common.runtime.nats_server import find_binary
 
 GATEWAY_STAGE, WORKER_STAGE, BUS_STAGE = range(3)
-
-
-class RawCommand(TyperCommand):
-    """A command whose words are settings, parsed as every service parses its own (see `common.runtime.config`)."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.args = args
-        return []
 
 
 def command(ctx: typer.Context) -> None:

@@ -94,7 +94,13 @@ def fields_of(kind: type[msgspec.Struct], path: tuple[str, ...] = ()) -> dict[st
 def derived(kind: type[msgspec.Struct]) -> frozenset[str]:
     """The fields of `kind` that are marked DERIVED."""
     hints = typing.get_type_hints(kind, include_extras=True)
-    return frozenset(name for name, hint in hints.items() if (_meta(hint).extra or {}).get("derived"))
+    return frozenset(name for name, hint in hints.items() if _is_derived(hint))
+
+
+def _is_derived(hint: Any) -> bool:
+    """A derived field has no description, so `_meta` does not find its mark."""
+    extras = typing.get_args(hint)[1:] if typing.get_origin(hint) is Annotated else ()
+    return any(isinstance(extra, msgspec.Meta) and (extra.extra or {}).get("derived") for extra in extras)
 
 
 def bare(kind: Any) -> Any:

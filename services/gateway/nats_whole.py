@@ -61,9 +61,11 @@ class WholeReplies:
         if kind == "embedding" or kind == "score":
             await self._send_vectors(kind, incoming, reply, record)
         elif kind == "input_tokens" or kind == "count_tokens":
-            count = await self._catalog.count(
+            count, notes = await self._catalog.count(
                 COUNTING[kind], incoming.take_body(), incoming.tenant, of_subject=incoming.listed.model
             )
+            self._metrics.ignored(notes.labels)
+            reply.warning = notes.text
             await reply.last(COUNTING[kind].count_body(count))
         else:
             _, pieces, notes = await self._catalog.tokens(

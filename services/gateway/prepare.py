@@ -10,6 +10,7 @@ that nobody's stream waits for somebody's long prompt; what can't fit the contex
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -31,7 +32,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.intake import Intake
 from services.gateway.openai import Arguments, ChatRequest, CompletionRequest
 from services.gateway.sampling import past_vocabulary, sampling_params
-from services.gateway.structured import Structure, structure_of
+from services.gateway.structured import Structure, structure_of, takes_long
 from services.gateway.tenants import Tenant, salt_of
 from services.gateway.tool_grammar import calls_of, needs_grammar
 from services.gateway.views.view import Writers
@@ -150,7 +151,8 @@ class Preparer:
         :raises RequestError: what is wrong with the request; nothing has been taken then.
         """
         deadline_s = deadline_of(self._config, request.timeout, deadline_ms)
-        form = structure_of(request.response_format, request.structured_outputs)
+        read = functools.partial(structure_of, request.response_format, request.structured_outputs)
+        form = await self._in_thread(read) if takes_long(request.structured_outputs) else read()
         await self._check_grammar(form, request)
         grammar = form.grammar
         format: AnswerFormat | None = None

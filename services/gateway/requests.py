@@ -74,8 +74,7 @@ class Request:
         self.packed_prompt = token_bytes.pack(request.prompt)
         self.sampling = request.sampling
         self.salt = request.salt
-        self.tenant, self.weight = request.tenant, request.weight
-        self.background = request.background
+        self.tenant, self.weight, self.background = request.tenant, request.weight, request.background
         self.priority = bounded(request.priority, background=request.background)
         self.rank = now + self.priority * PRIORITY_STEP_S
         self.gateway = gateway

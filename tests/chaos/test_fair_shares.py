@@ -9,8 +9,8 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from tests.chaos import virtual_time
 from tests.chaos.world import Outcome, World
+from tests.fixtures import virtual_time
 
 pytestmark = pytest.mark.slow
 

@@ -200,8 +200,9 @@ class World:
         tenant: str = "",
         salt: bytes = b"",
         background: bool = False,
+        grammar: str = "",
     ) -> Outcome:
-        sampling = SamplingParams(seed=seed, max_tokens=max_tokens)
+        sampling = SamplingParams(seed=seed, max_tokens=max_tokens, grammar=grammar)
         outcome = Outcome(prompt, sampling, tenant=tenant, asked_at=time.monotonic())
         self.outcomes.append(outcome)
         request = GenerationRequest(

@@ -19,6 +19,7 @@ from common.runtime import config as configuration
 from common.runtime.sections import config_type
 
 ROOT = Path(__file__).parents[2]
+COMMAND_PAGES = [ROOT / "README.md", ROOT / "docs" / "cli.md", ROOT / "docs" / "performance.md"]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 FILE = re.compile(r"`((?:common|services|tests|docs|bench|examples)/[\w./-]+)`")
@@ -62,7 +63,7 @@ def commands_of(page: Path) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", ROOT / "docs" / "performance.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", COMMAND_PAGES, ids=lambda page: page.name)
 def test_commands_in_the_documents_are_understood_as_typed(page: Path) -> None:
     """Flags and their values; what they do is tested elsewhere."""
     cli = get_command(app)
@@ -71,6 +72,8 @@ def test_commands_in_the_documents_are_understood_as_typed(page: Path) -> None:
     for words in commands_of(page):
         if words[:2] == ["penstock", "up"]:
             assert up_settings.read(words[2:], {}) is not None, words
+        elif words[0] == "penstock" and words[1].startswith("--"):
+            assert words[1] in [option for parameter in cli.params for option in parameter.opts]
         elif words[0] == "penstock":
             cli.commands[words[1]].make_context(words[1], words[2:]).close()
         else:

@@ -258,3 +258,10 @@ def test_help_names_every_flag_once_and_fits_a_terminal(monkeypatch: pytest.Monk
     assert max(map(len, shown.splitlines())) <= 80
     headings = [shown.index(f"\n{heading}:\n") for heading in ("What is started", "The model", "Gateways", "Every process")]
     assert headings == sorted(headings)
+
+
+def test_every_flag_that_is_offered_says_what_it_is() -> None:
+    assert "models" not in up_settings.offered(), "what a gateway derives from its file is no setting"
+    assert all(field.description for field in up_settings.offered().values())
+    with pytest.raises(ConfigError, match="unknown flag --models"):
+        asked("--models", "[]")

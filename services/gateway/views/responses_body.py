@@ -87,7 +87,7 @@ REFUSED: arguments.Table = {
     "prompt": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
-    "prompt_logprobs": (False,),
+    "prompt_logprobs": (),  # 0 asks for those of the tokens themselves
     "truncation": ("disabled",),
 }
 IGNORED: arguments.Table = {

@@ -54,7 +54,7 @@ def chat_of(request: ResponsesRequest, notes: Notes) -> Steps[ChatRequest]:
         logprobs=scores,
         top_logprobs=request.top_logprobs if scores else None,
     )
-    openai.check_chat(chat)
+    yield from openai.check_chat(chat)
     return chat
 
 
