@@ -21,10 +21,14 @@ PRIORITY_STEP_S = 10.0
 """A request of one step lower priority lets pass what its tenant sends in so many seconds after it."""
 MAX_PRIORITY = 60
 """So it is passed for ten minutes at the most, and nobody waits for ever."""
+BACKGROUND_PRIORITY = 30
 
 
-def bounded(priority: int) -> int:
-    """The priority that counts."""
+def bounded(priority: int, *, background: bool = False) -> int:
+    """The priority that counts. In the background it is behind that of every request which asks for none, and reorders only
+    what is there, too."""
+    if background:
+        return max(1, min(BACKGROUND_PRIORITY + priority, MAX_PRIORITY))
     return max(-MAX_PRIORITY, min(priority, MAX_PRIORITY)) if priority else 0
 
 

@@ -41,5 +41,8 @@ RETRY_AFTER = "Penstock-Retry-After"
 ERROR_CODE = "Nats-Service-Error-Code"
 """One of the codes of `errors.py`, for programs."""
 
+TENANT = "Penstock-Tenant"
+"""On a kept line of a batch, and on the note that a batch needs a gateway: whose it is. Absent: nobody's in particular."""
+
 OUTCOME = "Penstock-Outcome"
 """On the kept result of a line: `completed` or `failed`."""

@@ -46,6 +46,7 @@ class TenantSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     `tokens_per_minute`: of prompts and answers. `max_concurrent`: requests at a time. `max_context`: prompt and answer of one
     request. `weight`: its share, beside others', of workers that are busy. `models`: those it may use; empty: all.
+    `max_batches`: batches at a time that have not ended. `max_files_mb`: of its files, those that its batches wrote included.
     `dashboard`: whether it may see the dashboard, which shows everyone's requests.
     """
 
@@ -55,6 +56,8 @@ class TenantSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_context: Limit = 0
     weight: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
     models: tuple[str, ...] = ()
+    max_batches: Limit = 0
+    max_files_mb: Limit = 0
     dashboard: bool = False
 
 

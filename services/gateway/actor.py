@@ -124,7 +124,7 @@ class GatewayActor(Actor):
         self._front: NatsFront | None = None
         self.batches: Batches | None = None
         if self.catalog is not None and not config.zero_retention:
-            self.batches = Batches(self, self.catalog, bus, config, room=room_behind)
+            self.batches = Batches(self, self.catalog, bus, config, room=room_behind, door=self.door)
         self.endpoints = lambda: [each for part in (self._front, self.batches) if part is not None for each in part.endpoints]
 
     def _has_ended(self, core: ModelCore, request: Request, now: float) -> None:

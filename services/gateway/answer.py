@@ -202,6 +202,7 @@ class Answer:
             weight=job.weight,
             priority=job.priority,
             trace=self._trace,
+            background=job.background,
         )
         top = job.prompt_top_of(index)
         if top < 0 and job.generates:

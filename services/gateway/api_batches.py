@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from common.protocol.errors import InternalError, InvalidParameter, JetStreamOff, Overloaded, PayloadTooLarge, StorageFull
+from common.protocol.errors import (
+    InternalError,
+    InvalidParameter,
+    JetStreamOff,
+    Overloaded,
+    PayloadTooLarge,
+    RateLimited,
+    StorageFull,
+)
 from services.gateway.api_answers import COUNT, NULL, STRING, Schema, array, const, either, record, reference
 from services.gateway.api_operation import Errors, Operation, Parameter, answer
 from services.gateway.batches.http import DEFAULT_LIMIT, MAX_FIELD_BYTES, MAX_LIMIT
 from services.gateway.batches.records import ENDPOINTS, BatchRequest, Status
-from services.gateway.batches.store import BatchEnded, BatchNotFound, FileNotFound
+from services.gateway.batches.store import BatchEnded, BatchNotFound, FileNotFound, TenantStorageFull, TooManyBatches
 from services.gateway.http_body import BodyTimeout, WrongContentType
 
 _STORED: Errors = (JetStreamOff, StorageFull, InternalError)
@@ -121,6 +129,8 @@ BATCH_OPERATIONS: tuple[Operation, ...] = (
         PayloadTooLarge,
         BodyTimeout,
         Overloaded,
+        RateLimited,
+        TenantStorageFull,
         form=_FORM,
     ),
     _operation(
@@ -153,6 +163,7 @@ BATCH_OPERATIONS: tuple[Operation, ...] = (
         WrongContentType,
         Overloaded,
         FileNotFound,
+        TooManyBatches,
         body=BatchRequest,
     ),
     _operation(

@@ -30,6 +30,7 @@ VIEW_ANSWERS: dict[str, Schema] = {
             "text": record({"format": _OBJECT}),
             "tool_choice": either(STRING, _OBJECT),
             "tools": array(_OBJECT),
+            "top_logprobs": COUNT,
             "top_p": _NUMBER,
             "truncation": const("disabled"),
             "user": _NAME,
@@ -63,7 +64,7 @@ VIEW_ANSWERS: dict[str, Schema] = {
                         {
                             "type": const("output_text"),
                             "annotations": array(_OBJECT),
-                            "logprobs": array(_OBJECT),
+                            "logprobs": array(reference("TokenLogprob")),
                             "text": STRING,
                         }
                     )

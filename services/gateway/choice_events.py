@@ -64,6 +64,9 @@ class ChoiceEvents(Choice):
         self._fed = 0  # characters
         self._settled = 0  # characters of which is known what they are, and that were delivered or dropped
         self._events: list[Event] = []
+        self._runs: list[tuple[int, int, int]] = []  # texts whose tokens were not taken: first character, end, run
+        self._num_runs = 0
+        self._in_text = False
 
     def _read(self, tokens: Sequence[int], scores: Sequence[TokenLogprobs] | None) -> None:
         for index, token in enumerate(tokens):
@@ -87,8 +90,9 @@ class ChoiceEvents(Choice):
         self.token_count += 1
         reasoned = parser.in_reasoning
         text = self._source.push((token,))
+        known = self._fed - parser.num_held
         self._fed += len(text)
-        self._deliver(parser.push(text))
+        self._deliver(parser.push(text), known)
         self.reasoning_count += reasoned or parser.in_reasoning
         if self.finish is None:
             self._settled = self._fed - parser.num_held - (0 if self._search is None else len(self._search.held))
@@ -96,14 +100,18 @@ class ChoiceEvents(Choice):
     def _end(self, finish: FinishReason) -> None:
         """Deliver what was still held, by the detokenizer, the parser or here."""
         text = self._source.finish()
+        known = self._fed - self._parser.num_held
         self._fed += len(text)
-        self._deliver([*self._parser.push(text), *self._parser.finish()])
+        self._deliver([*self._parser.push(text), *self._parser.finish()], known)
         if self.finish is None:
             self._flush()
             self._settled = self._fed + 1
             self.finish = "tool_calls" if self._parser.num_calls and finish == "stop" else finish
 
-    def _deliver(self, events: list[Event]) -> None:
+    def _deliver(self, events: list[Event], known: int) -> None:
+        """`events` are what the characters from `known` on have turned out to be."""
+        if self._scored:
+            self._note_runs(events, known)
         for event in events:
             match event:
                 case Text():
@@ -120,6 +128,19 @@ class ChoiceEvents(Choice):
                         self._settled = self._fed - self._parser.num_held
             if self.finish is not None:
                 return
+
+    def _note_runs(self, events: list[Event], known: int) -> None:
+        """Remember which characters are text. Marks between events have characters too, so a text is placed from the side at
+        which nothing else stands."""
+        end = self._fed - self._parser.num_held
+        for index, event in enumerate(events):
+            if not isinstance(event, Text):
+                self._in_text = self._in_text and isinstance(event, Reasoning) and not self._shows_reasoning
+                continue
+            self._num_runs += not self._in_text
+            self._in_text = True
+            begin = known if index == 0 and len(events) > 1 else max(known, end - len(event.text))
+            self._runs.append((begin, begin + len(event.text), self._num_runs - 1))
 
     def _deliver_text(self, text: str) -> None:
         search = self._search
@@ -141,4 +162,10 @@ class ChoiceEvents(Choice):
         """The scored tokens of what was delivered by now."""
         count = sum(token.offset < self._settled for token in self._unsent)
         taken, self._unsent = self._unsent[:count], self._unsent[count:]
-        return taken
+        placed = [msgspec.structs.replace(token, run=self._run_of(token.offset)) for token in taken]
+        if taken:
+            self._runs = [run for run in self._runs if run[1] > taken[-1].offset]
+        return placed
+
+    def _run_of(self, offset: int) -> int:
+        return next((run for begin, end, run in self._runs if begin <= offset < end), -1)

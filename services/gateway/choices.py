@@ -30,11 +30,13 @@ class TextSource(Protocol):
 
 
 class ScoredToken(msgspec.Struct, frozen=True, array_like=True):
-    """A token that was sent, with its log-probabilities. `offset`: characters of the choice's text before it."""
+    """A token that was sent, with its log-probabilities. `offset`: characters of the choice's text before it. `run`: which run
+    of text it is in, where reasoning and calls stand between them; -1: in none."""
 
     token: int
     scores: TokenLogprobs
     offset: int
+    run: int = 0
 
 
 class Delta(msgspec.Struct):

@@ -82,15 +82,6 @@ class Door:
         if tenant is not None and not tenant.settings.dashboard:
             raise Forbidden(f"{tenant.name} may not see this: it shows everyone's requests")
 
-    def authorize_operator(self, scope: Scope) -> None:
-        """What all tenants would share: files and batches.
-
-        :raises Unauthorized: without a key. :raises Forbidden: with a tenant's.
-        """
-        tenant = self.authorize(scope)
-        if tenant is not None:
-            raise Forbidden(f"{tenant.name} may not use files and batches: they are the operator's")
-
     def tenant(self, name: str) -> Tenant:
         """The tenant of a subject.
 

@@ -10,7 +10,8 @@ from common.protocol.messages import Pooling, SamplingParams
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What an edge asks for. `id` is unique among what runs here; `deadline_s` counts from now; `salt` separates tenants'
     prefix caches. Waiting tenants share workers by `weight`. Within a tenant, each step of `priority` lets pass what comes in
-    PRIORITY_STEP_S; lower is earlier.
+    PRIORITY_STEP_S; lower is earlier. `background`: nobody waits for the answer, so it is behind its tenant's other requests,
+    and no room is kept for it.
 
     With `given` or `pooling` the prompt is read, not continued: the tokens of `given` come back as if they had been generated,
     each with its log-probabilities; or the prompt's embedding comes back. `sampling.max_tokens` is then how many tokens are
@@ -24,6 +25,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     weight: float = 1.0
     priority: int = 0
+    background: bool = False
     given: list[int] = []
     pooling: Pooling = ""
     trace: str = ""

@@ -109,7 +109,7 @@ def create_app(
             Route("/metrics", api.metrics_page, methods=["GET"]),
             *openapi_routes(config),
             *([] if dashboard is None else dashboard_routes(dashboard, config, door.authorize_overview)),
-            *([] if batches is None else batch_routes(batches, catalog, door.authorize_operator)),
+            *([] if batches is None else batch_routes(batches, catalog, door.authorize)),
         ],
         exception_handlers={HTTPException: _routing_error, PenstockError: _typed_error},
     )

@@ -81,6 +81,23 @@ class Sink:
             self.buffers.append(bytearray(data))
 
 
+def chat_entries(scored: Sequence[ScoredToken], names: TokenNames, top: int) -> bytes:
+    """Entries as chats and responses list them, with commas between them. `top`: alternatives that each token lists."""
+    entries: list[bytes] = []
+    for item in scored:
+        scores = item.scores
+        tokens = scores.top_tokens[:top]
+        first, *numbers = _numbers([scores.logprob, *scores.top_logprobs[: len(tokens)]])
+        _, before, behind = names[item.token]
+        others: list[bytes] = []
+        for token, number in zip(tokens, numbers, strict=False):
+            name = names[token]
+            others.append(name.before + number + name.behind)
+        listed = b"},".join(others) + (b"}" if others else b"")
+        entries.append(b"".join((before, first, behind, b',"top_logprobs":[', listed, b"]}")))
+    return b",".join(entries)
+
+
 class Columns:
     """The log-probabilities of one choice or one chunk, encoded as they come. `top`: alternatives that each token lists.
 
@@ -99,7 +116,7 @@ class Columns:
         """Returns how many bytes it added."""
         if not scored:
             return 0
-        added = self._chat_columns(scored) if self._chat else self._completion_columns(scored)
+        added = (chat_entries(scored, self._names, self._top),) if self._chat else self._completion_columns(scored)
         for sink, more in zip(self._sinks, added, strict=True):
             sink.add(b"," + more if sink.buffers else more)
         return sum(map(len, added)) + len(added)
@@ -113,22 +130,6 @@ class Columns:
         head, middle = [b'{"tokens":[', *tokens, b'],"token_logprobs":['], [*logprobs, b'],"top_logprobs":']
         top = [b"[", *alternatives, b"]"] if self._top else [b"null"]
         return [*head, *middle, *top, b',"text_offset":[', *offsets, b"]}"]
-
-    def _chat_columns(self, scored: Sequence[ScoredToken]) -> tuple[bytes]:
-        names, top = self._names, self._top
-        entries: list[bytes] = []
-        for item in scored:
-            scores = item.scores
-            tokens = scores.top_tokens[:top]
-            first, *numbers = _numbers([scores.logprob, *scores.top_logprobs[: len(tokens)]])
-            _, before, behind = names[item.token]
-            others: list[bytes] = []
-            for token, number in zip(tokens, numbers, strict=False):
-                name = names[token]
-                others.append(name.before + number + name.behind)
-            listed = b"},".join(others) + (b"}" if others else b"")
-            entries.append(b"".join((before, first, behind, b',"top_logprobs":[', listed, b"]}")))
-        return (b",".join(entries),)
 
     def _completion_columns(self, scored: Sequence[ScoredToken]) -> tuple[bytes, bytes, bytes, bytes]:
         names, top = self._names, self._top

@@ -105,7 +105,7 @@ class Placement:
     def join(self, request: Request, now: float) -> None:
         """A new request waits from now on."""
         self._orders += 1
-        if request.only is None:
+        if request.only is None and not request.background:
             self._headroom.came(request.tenant, request.weight, now)
         prompt = request.packed_prompt + token_bytes.pack(request.given)
         self.seats[request.id] = Seat(self._orders, prefix_keys(prompt, request.salt))

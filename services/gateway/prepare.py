@@ -79,6 +79,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     weight: float = 1.0
     priority: int = 0
+    background: bool = False
     echo_top: int = -1
     prompt_top: int = -1
 

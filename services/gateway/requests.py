@@ -73,8 +73,8 @@ class Request:
         self.prompt_tokens, self.packed_prompt = len(request.prompt), token_bytes.pack(request.prompt)
         self.sampling = request.sampling
         self.salt, self.trace = request.salt, request.trace
-        self.tenant, self.weight = request.tenant, request.weight
-        self.priority = bounded(request.priority)
+        self.tenant, self.weight, self.background = request.tenant, request.weight, request.background
+        self.priority = bounded(request.priority, background=request.background)
         self.rank = now + self.priority * PRIORITY_STEP_S
         self.gateway = gateway
         self.limits = limits

@@ -91,6 +91,10 @@ class Tenant:
         self.num_running += 1
         return Visit(self)
 
+    def enter_in_background(self) -> Visit:
+        """A line of a batch: limits per minute and at a time are for requests that somebody waits for."""
+        return Visit(self, counts=False)
+
     def may_use(self, model: str) -> bool:
         return not self.settings.models or model in self.settings.models
 
@@ -121,10 +125,12 @@ class Tenant:
 class Visit:
     """One request of a tenant's, from its arrival to `leave`."""
 
-    __slots__ = ("_open", "_reserved", "tenant")
+    __slots__ = ("_counts", "_open", "_reserved", "tenant")
 
-    def __init__(self, tenant: Tenant) -> None:
+    def __init__(self, tenant: Tenant, *, counts: bool = True) -> None:
+        """`counts`: as one of the requests that its tenant may have at a time."""
         self.tenant = tenant
+        self._counts = counts
         self._reserved: float | None = None
         self._open = True
 
@@ -139,7 +145,7 @@ class Visit:
         """It has ended, and took so many tokens of prompt and answer. Harmless twice."""
         if self._open:
             self._open = False
-            self.tenant.num_running -= 1
+            self.tenant.num_running -= self._counts
             if self._reserved is not None:
                 self.tenant.settle(self._reserved, used_tokens, now)
 

@@ -1,7 +1,7 @@
 """The vectors of one request while they are computed, and the body that tells them.
 
-Each input is a request of its own to the core, at most AT_ONCE at a time, so that a large batch leaves room for others. A
-vector is encoded when it comes. The first input that fails ends them all.
+Each input is a request of its own to the core, at most AT_ONCE at a time, so that a large batch leaves room for others; in the
+background one at a time. A vector is encoded when it comes. The first input that fails ends them all.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class VectorAnswer:
                 group.cancel_scope.cancel()
 
         async with anyio.create_task_group() as group:
-            for _ in range(min(AT_ONCE, len(self.job.prompts))):
+            for _ in range(1 if self.job.background else min(AT_ONCE, len(self.job.prompts))):
                 group.start_soon(work, group)
         if failures:
             raise failures[0]
@@ -133,6 +133,7 @@ class VectorAnswer:
                 salt=job.salt,
                 tenant=job.tenant,
                 weight=job.weight,
+                background=job.background,
                 pooling=job.pooling,
                 trace=self._trace,
             )

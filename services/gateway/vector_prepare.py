@@ -39,6 +39,7 @@ class VectorJob(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     weight: float = 1.0
     warning: str = ""
+    background: bool = False
     stream: bool = False
 
     @property

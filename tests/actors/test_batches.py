@@ -21,8 +21,9 @@ from common.runtime.memory_bus import MemoryBroker, MemoryBus
 from common.runtime.memory_streams import MemoryStreams
 from services.gateway.batches import keeper, runner, taking
 from services.gateway.batches.service import Batches
-from services.gateway.catalog import Catalog
+from services.gateway.catalog import Catalog, OfferedModel
 from services.gateway.config import GatewayConfig
+from services.gateway.door import Door
 from services.gateway.http import create_app
 from tests.actors.edge import BUNDLE, ScriptedCore, ScriptedStream
 from tests.actors.http_client import CHAT, MODEL
@@ -45,13 +46,23 @@ class Gateway:
 
     def __init__(self, broker: MemoryBroker, script: Script, *, room: int = 8, **settings: Any) -> None:
         self.core = ScriptedCore(script)
+        self._num_places = room
         self.bus: MemoryBus = broker.connect("gateway")
         config = GatewayConfig(**settings)
         catalog = Catalog.of_one(self.core, BUNDLE, config)
-        self.batches = Batches(self.core, catalog, self.bus, config, room=lambda model: room - len(self.core.live))
-        app = create_app(self.core, catalog, config, batches=self.batches)
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway")
+        self.door = Door(config)
+        self.batches = Batches(self.core, catalog, self.bus, config, room=self._room, door=self.door)
+        app = create_app(self.core, catalog, config, batches=self.batches, door=self.door)
+        self._transport = httpx.ASGITransport(app=app)
+        self.http = self.client()
         self.scope = anyio.CancelScope()
+
+    def _room(self, model: OfferedModel) -> int:
+        return self._num_places - len(self.core.live)
+
+    def client(self, key: str = "") -> httpx.AsyncClient:
+        fields = {"authorization": f"Bearer {key}"} if key else {}
+        return httpx.AsyncClient(transport=self._transport, base_url="http://gateway", headers=fields)
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         with self.scope:
@@ -85,12 +96,12 @@ class Gateway:
         return [json.loads(line) for line in text.splitlines()]
 
 
-async def batch_of(http: httpx.AsyncClient, lines: list[dict[str, Any]]) -> str:
+async def batch_of(http: httpx.AsyncClient, lines: list[dict[str, Any]], endpoint: str = CHAT) -> str:
     """The id of a new batch."""
     content = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
     file = await http.post("/v1/files", files={"file": ("x.jsonl", content)}, data={"purpose": "batch"})
     assert file.status_code == 200, file.text
-    body = {"input_file_id": file.json()["id"], "endpoint": CHAT, "completion_window": "24h"}
+    body = {"input_file_id": file.json()["id"], "endpoint": endpoint, "completion_window": "24h"}
     batch = await http.post("/v1/batches", json=body)
     assert batch.status_code == 200, batch.text
     return batch.json()["id"]

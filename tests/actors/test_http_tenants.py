@@ -14,13 +14,12 @@ import httpx
 import pytest
 
 from common.cli import keys
-from common.protocol.errors import ConfigError, DeadlineExceeded, Forbidden, NoWorkers
+from common.protocol.errors import ConfigError, DeadlineExceeded, NoWorkers
 from common.runtime import api_keys
 from services.gateway.catalog import Catalog
 from services.gateway.config import GatewayConfig
 from services.gateway.door import Door
 from services.gateway.http import create_app
-from services.gateway.http_io import Unauthorized
 from tests.actors.edge import BUNDLE, AsgiClient, ScriptedCore
 from tests.actors.http_client import CHAT, HI, check_error, says
 from tests.actors.http_site import serving
@@ -103,19 +102,6 @@ async def test_a_limit_of_requests_is_429_with_the_time_to_wait_and_stops_nobody
         assert error["type"] == "rate_limit_error" and 28 <= int(refused.headers["retry-after"]) <= 30
         for _ in range(5):
             assert (await http.post(CHAT, json=HI, headers=bearer(ZOO))).status_code == 200
-
-
-async def test_files_and_batches_are_the_operators(tmp_path: Path) -> None:
-    door = Door(GatewayConfig(api_keys=str(key_file(tmp_path)), api_key="pk-of-the-operator"))
-
-    def asked(key: str) -> None:
-        door.authorize_operator({"type": "http", "headers": [(b"x-api-key", key.encode())]})
-
-    asked("pk-of-the-operator")
-    with pytest.raises(Forbidden, match="acme"):
-        asked(ACME)
-    with pytest.raises(Unauthorized):
-        asked("pk-of-nobody")
 
 
 async def test_tokenizing_is_for_models_that_a_tenant_may_use(tmp_path: Path) -> None:

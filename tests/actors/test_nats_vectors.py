@@ -10,6 +10,7 @@ import pytest
 
 from common.protocol import headers, subjects
 from common.protocol.errors import NoWorkers
+from common.runtime.memory_bus import MemoryBroker
 from services.gateway.config import GatewayConfig
 from tests.actors.edge import BUNDLE, AsgiClient, ScriptedCore, ScriptedStream, app_of, ids, until
 from tests.actors.nats_client import HI, SLUG, front
@@ -112,11 +113,11 @@ async def test_an_answer_that_no_message_holds_is_refused_before_all_is_computed
         stream._waiting.embedding = bytes(4 * 4096)
         stream.give([], finish="stop")
 
-    async with front(ScriptedCore(large)) as setup:
-        await setup.client.ask({"input": ["a"] * 2000, "encoding_format": "base64"}, kind="embeddings")
+    async with front(ScriptedCore(large), broker=MemoryBroker(max_payload=100_000)) as setup:
+        await setup.client.ask({"input": ["a"] * 200, "encoding_format": "base64"}, kind="embeddings")
         await setup.client.final()
         assert "send fewer inputs, or over HTTP" in setup.client.check_error("payload_too_large")["message"]
-        assert len(setup.core.streams) < 500
+        assert len(setup.core.streams) < 50
 
 
 async def test_a_tenant_has_subjects_of_its_own_for_all_of_it(tmp_path: Path) -> None:

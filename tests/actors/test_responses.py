@@ -202,3 +202,56 @@ async def test_either_header_carries_the_key(name: str) -> None:
     for wrong in ({}, {name: "Bearer nope"}, {name: "nope"}):
         answer = await post(ScriptedCore(), RESPONSES, HI, fields=wrong, api_key="secret")
         assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+
+
+SCORED: dict[str, Any] = {**HI, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+
+def texts_of(response: dict[str, Any]) -> list[dict[str, Any]]:
+    return [part for item in response["output"] if item["type"] == "message" for part in item["content"]]
+
+
+@four_ways
+async def test_log_probabilities_of_the_text_are_told_when_they_are_asked_for(edge: Edge, stream: bool) -> None:
+    events = await ask(edge, ScriptedCore(says("Hello", finish="stop")), RESPONSES, {**SCORED, "stream": stream})
+    response = response_of(events)
+    (part,) = texts_of(response)
+    assert response["top_logprobs"] == 2
+    assert "".join(entry["token"] for entry in part["logprobs"]) == "Hello"
+    for entry in part["logprobs"]:
+        assert entry["logprob"] == -0.25 and bytes(entry["bytes"]).decode() == entry["token"]
+        assert [other["logprob"] for other in entry["top_logprobs"]] == [-1.0, -2.0]
+    if stream:
+        deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+        assert all("".join(entry["token"] for entry in event["logprobs"]) == event["delta"] for event in deltas)
+        (done,) = (event for event in events if event["type"] == "response.output_text.done")
+        assert done["logprobs"] == part["logprobs"] == [entry for event in deltas for entry in event["logprobs"]]
+
+
+@four_ways
+async def test_reasoning_and_calls_have_no_log_probabilities(edge: Edge, stream: bool) -> None:
+    body = {**SCORED, "stream": stream, "tools": TOOLS}
+    response = response_of(await ask(edge, ScriptedCore(bytewise(CALLS)), RESPONSES, body, bundle=QWEN))
+    assert {item["type"] for item in response["output"]} == {"reasoning", "message", "function_call"}
+    for part in texts_of(response):
+        told = b"".join(bytes(entry["bytes"]) for entry in part["logprobs"]).decode()
+        assert told.strip() == part["text"].strip() != ""
+
+
+async def test_the_openai_client_reads_log_probabilities() -> None:
+    app = app_of(ScriptedCore(says("Hello", finish="stop")), GatewayConfig())
+    http: Any = httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://gateway")
+    asked: dict[str, Any] = {"model": "Small/Model-1", "input": "hi", "include": SCORED["include"], "top_logprobs": 1}
+    async with AsyncOpenAI(api_key="x", base_url="http://gateway/v1", http_client=http) as client:
+        whole = await client.responses.create(**asked)
+        async with client.responses.stream(**asked) as stream:
+            entries = [
+                entry async for event in stream if event.type == "response.output_text.delta" for entry in event.logprobs
+            ]
+            streamed = await stream.get_final_response()
+    assert [entry.logprob for entry in entries] == [-0.25] * 5
+    for response in (whole, streamed):
+        (message,) = response.output
+        assert message.type == "message" and message.content[0].type == "output_text"
+        scores = message.content[0].logprobs or []
+        assert "".join(entry.token for entry in scores) == "Hello" and len(scores[0].top_logprobs) == 1

@@ -199,6 +199,7 @@ class World:
         cancel_after_s: float | None = None,
         tenant: str = "",
         salt: bytes = b"",
+        background: bool = False,
         grammar: str = "",
     ) -> Outcome:
         sampling = SamplingParams(seed=seed, max_tokens=max_tokens, grammar=grammar)
@@ -211,6 +212,7 @@ class World:
             deadline_s=deadline_s,
             tenant=tenant,
             salt=salt,
+            background=background,
         )
         self.task_group.start_soon(self._read, self.gateway, request, outcome, cancel_after_s)
         return outcome

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from openai.types import Batch
 
 from common.models.source import DEFAULT_MODEL
 from common.protocol import headers, subjects
+from common.runtime.api_keys import lines_for
 from tests.chaos.site import SIMULATED_ENGINE
 from tests.e2e.stack import Stack
 from tests.e2e.test_streams import jetstream
@@ -240,6 +242,29 @@ async def test_a_line_over_nats_is_kept_run_and_found(site: Site) -> None:
                 await publish(subject, wrong)
     finally:
         await connection.close()
+
+
+async def test_a_tenants_batch_is_its_own(site: Site, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(lines_for("pk-acme", "acme", known=()) + lines_for("pk-zoo", "zoo", known=()))
+    gateway = await site.stack.start("gateway", "--api-keys", str(keys))
+    await site.stack.ready(gateway)
+    try:
+        url = f"{site.stack.url(gateway)}/v1"
+        async with AsyncOpenAI(base_url=url, api_key="pk-acme") as acme, AsyncOpenAI(base_url=url, api_key="pk-zoo") as zoo:
+            own = Site(site.stack, acme)
+            batch = await own.ended(await own.batch(jsonl([line(number) for number in range(4)])))
+            assert batch.request_counts and batch.request_counts.completed == 4
+            assert len(await own.lines_of(batch.output_file_id)) == 4
+            for other in (zoo, site.client):
+                assert batch.id not in [found.id async for found in other.batches.list()]
+                with pytest.raises(openai.NotFoundError):
+                    await other.batches.retrieve(batch.id)
+                with pytest.raises(openai.NotFoundError):
+                    await other.files.content(batch.output_file_id or "")
+    finally:
+        site.stack.send_signal(gateway, signal.SIGTERM)
+        await site.stack.ended(gateway)
 
 
 async def test_progress_is_in_the_metrics(site: Site) -> None:

@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 from common.text.output.events import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
 from services.gateway.bodies import Usage
 from services.gateway.choices import Delta, Finish
+from services.gateway.logprobs import TokenNames
 from services.gateway.views.messages_answer import MessageHead, MessageStream, WholeMessage
-from services.gateway.views.responses_answer import Envelope, ResponseStream, WholeResponse
+from services.gateway.views.responses_answer import Envelope, ResponseStream, Scores, WholeResponse
+from tests.actors.edge import BUNDLE
 from tests.actors.views_site import message_of, response_of, sse
 
+SCORES = Scores(TokenNames.of(BUNDLE.tokenizer), -1)
 USAGE = Usage(prompt_tokens=9, completion_tokens=5, cached_tokens=4, reasoning_tokens=2)
 TEXT = st.text(min_size=1, max_size=6) | st.sampled_from(['"', "\\", "\n\n", "é\U0001f600", "event: x\n"])
 
@@ -73,8 +76,8 @@ def whole(writer: Any, deltas: list[Delta]) -> dict[str, Any]:
 @given(deltas=answers(), as_sse=st.booleans())
 def test_a_response_is_what_its_events_add_up_to(deltas: list[Delta], as_sse: bool) -> None:
     envelope = Envelope({"id": "resp_1", "object": "response", "created_at": 5, "model": "m"}, {"store": False})
-    streamed = response_of(written(ResponseStream(envelope, lambda: USAGE, sse=as_sse), deltas, sse_form=as_sse))
-    assert streamed == whole(WholeResponse(envelope), deltas)
+    streamed = response_of(written(ResponseStream(envelope, SCORES, lambda: USAGE, sse=as_sse), deltas, sse_form=as_sse))
+    assert streamed == whole(WholeResponse(envelope, SCORES), deltas)
     is_cut = deltas[-1].finish == "length"
     assert streamed["status"] == ("incomplete" if is_cut else "completed")
     assert streamed["incomplete_details"] == ({"reason": "max_output_tokens"} if is_cut else None)
@@ -108,7 +111,7 @@ def test_arguments_that_are_no_object_are_told_as_they_are() -> None:
 
 def test_what_is_kept_of_a_stream_is_counted() -> None:
     envelope = Envelope({"id": "resp_1"}, {"instructions": "x" * 5000})
-    stream = ResponseStream(envelope, lambda: USAGE, sse=True)
+    stream = ResponseStream(envelope, SCORES, lambda: USAGE, sse=True)
     before = stream.size
     assert before > 5000
     stream.opening()

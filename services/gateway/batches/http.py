@@ -16,13 +16,14 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Scope
 
-from common.protocol.errors import InvalidParameter, Overloaded, PayloadTooLarge
+from common.protocol.errors import InvalidParameter, Overloaded, PayloadTooLarge, RateLimited
 from services.gateway.batches.multipart import FormParser, Part, boundary_of
 from services.gateway.batches.records import FileRecord, parse_request
 from services.gateway.batches.service import Batches
-from services.gateway.batches.store import FileWriter, Store
+from services.gateway.batches.store import FileWriter, Store, TenantStorageFull
 from services.gateway.catalog import Catalog
 from services.gateway.http_body import BodyTimeout, ClientGone, read_body
+from services.gateway.tenants import Tenant
 
 MAX_UPLOADS = 8
 """Files that are uploaded to one gateway at a time."""
@@ -33,7 +34,13 @@ MAX_BATCH_BODY_BYTES = 64 * 1024
 DEFAULT_LIMIT = {"files": 10_000, "batches": 20}
 MAX_LIMIT = {"files": 10_000, "batches": 100}
 
-Authorize = Callable[[Scope], None]
+RECORD_BYTES = 1024
+"""What a file counts in its tenant's storage besides its bytes."""
+MAX_TENANT_UPLOADS = 2
+"""Of these, one tenant's."""
+UPLOAD_RETRY_S = 1.0
+
+Authorize = Callable[[Scope], Tenant | None]
 
 
 class _Listed(Protocol):
@@ -67,16 +74,23 @@ class _Api:
         self._batches = batches
         self._intake = catalog.intake
         self._authorize = authorize
-        self._num_uploads = 0
+        self._uploads: list[_Form] = []
 
     async def upload(self, request: Request) -> Response:
-        """:raises InvalidParameter, PayloadTooLarge, BodyTimeout, Overloaded, StorageFull: nothing is kept then."""
-        store = await self._store(request)
-        if self._num_uploads >= MAX_UPLOADS:
+        """:raises InvalidParameter, PayloadTooLarge, BodyTimeout, Overloaded, RateLimited, StorageFull, TenantStorageFull:
+        nothing is kept then."""
+        tenant = self._authorize(request.scope)
+        form = _Form(await self._batches.store(tenant), self._batches.config.max_file_bytes, self._others)
+        if len(self._uploads) >= MAX_UPLOADS:
             raise Overloaded(f"{MAX_UPLOADS} files are being uploaded: try again in a moment")
-        self._num_uploads += 1
+        if tenant is not None and len(self._others(form)) >= MAX_TENANT_UPLOADS:
+            raise RateLimited(
+                f"{tenant.name} uploads {MAX_TENANT_UPLOADS} files, as many as it may at a time", retry_after_s=UPLOAD_RETRY_S
+            )
+        self._uploads.append(form)
         try:
-            form = _Form(store, self._batches.config.max_file_bytes)
+            if tenant is not None and tenant.settings.max_files_mb:
+                await form.limit(tenant.settings.max_files_mb << 20)
             try:
                 record = await form.read(request)
             except BaseException:
@@ -84,7 +98,7 @@ class _Api:
                     await form.discard()
                 raise
         finally:
-            self._num_uploads -= 1
+            self._uploads.remove(form)
         return _json(record.body())
 
     async def files(self, request: Request) -> Response:
@@ -110,11 +124,13 @@ class _Api:
         )
 
     async def create(self, request: Request) -> Response:
-        await self._store(request)
+        tenant = self._authorize(request.scope)
+        store = await self._batches.store(tenant)
         with self._intake.room() as room:
             body = await read_body(request.scope, request.receive, MAX_BATCH_BODY_BYTES, room)
         asked, window_s = parse_request(body)
-        return _json((await self._batches.create(asked, window_s)).body())
+        max_batches = 0 if tenant is None else tenant.settings.max_batches
+        return _json((await self._batches.create(store, asked, window_s, max_batches=max_batches)).body())
 
     async def batches(self, request: Request) -> Response:
         return _page(request, "batches", await (await self._store(request)).batches(), newest_first=True)
@@ -123,23 +139,43 @@ class _Api:
         return _json((await (await self._store(request)).batch(request.path_params["id"])).body())
 
     async def cancel(self, request: Request) -> Response:
-        await self._store(request)
-        return _json((await self._batches.cancel(request.path_params["id"])).body())
+        store = await self._store(request)
+        return _json((await self._batches.cancel(store, request.path_params["id"])).body())
 
     async def _store(self, request: Request) -> Store:
         """:raises Unauthorized, JetStreamOff:"""
-        self._authorize(request.scope)
-        return await self._batches.store()
+        return await self._batches.store(self._authorize(request.scope))
+
+    def _others(self, form: _Form) -> list[_Form]:
+        """The other uploads of whose `form` is."""
+        return [other for other in self._uploads if other is not form and other.owner == form.owner]
 
 
 class _Form:
-    """The form of an upload, read as it comes."""
+    """The form of an upload, read as it comes. `others`: what else its owner uploads now."""
 
-    def __init__(self, store: Store, max_bytes: int) -> None:
+    def __init__(self, store: Store, max_bytes: int, others: Callable[[_Form], list[_Form]]) -> None:
+        self.owner = store.owner
         self._store = store
+        self._others = others
+        self._limit = 0
+        self._kept = 0
         self._max_bytes = max_bytes
         self._writer: FileWriter | None = None
         self._fields: dict[str, bytes] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._writer is None else self._writer.num_bytes
+
+    async def limit(self, max_bytes: int) -> None:
+        """All files of the owner have at most so many bytes.
+
+        :raises TenantStorageFull: they have them already.
+        """
+        self._limit = max_bytes
+        self._kept = sum(record.num_bytes + RECORD_BYTES for record in await self._store.files())
+        self._check_room(RECORD_BYTES)
 
     async def read(self, request: Request) -> FileRecord:
         announced = request.headers.get("content-length", "")
@@ -189,7 +225,16 @@ class _Form:
         assert self._writer is not None
         if self._writer.num_bytes + len(data) > self._max_bytes:
             raise self._too_large()
+        self._check_room(len(data))
         await self._writer.write(data)
+
+    def _check_room(self, size: int) -> None:
+        held = self._kept + self.num_bytes + sum(other.num_bytes for other in self._others(self))
+        if self._limit and held + size > self._limit:
+            raise TenantStorageFull(
+                f"files of {self.owner} may have {self._limit >> 20} MiB together: delete some that are not needed",
+                param="file",
+            )
 
     def _check_purpose(self) -> None:
         if self._fields.get("purpose") != b"batch":

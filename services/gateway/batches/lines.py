@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from services.gateway.batches.records import ENDPOINTS, BatchError
-from services.gateway.bodies import Kind
+from services.gateway.batches.records import ENDPOINTS, BatchError, LineKind
 
 MAX_CUSTOM_ID = 512
 MAX_ERRORS = 100
@@ -25,7 +24,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     """A line that can be run. `model` is a name that is served."""
 
     custom_id: str
-    kind: Kind
+    kind: LineKind
     model: str
     body: bytes
 

@@ -13,7 +13,6 @@ from typing import Any, Final, Literal, get_args
 import msgspec
 
 from common.protocol.errors import InvalidParameter
-from services.gateway.bodies import Kind
 
 Status = Literal["validating", "in_progress", "finalizing", "completed", "failed", "cancelling", "cancelled", "expired"]
 FINAL: Final = frozenset({"completed", "failed", "cancelled", "expired"})
@@ -28,7 +27,13 @@ NEXT: dict[Status, frozenset[Status]] = {
     "expired": frozenset(),
 }
 
-ENDPOINTS: dict[str, Kind] = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
+LineKind = Literal["chat", "completion", "responses", "embedding"]
+ENDPOINTS: dict[str, LineKind] = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completion",
+    "/v1/responses": "responses",
+    "/v1/embeddings": "embedding",
+}
 """What a line may ask for."""
 
 MAX_WINDOW_S = 7 * 24 * 3600

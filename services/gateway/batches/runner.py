@@ -10,12 +10,14 @@ given back.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Protocol
 
 import anyio
+import msgspec
 from anyio.abc import TaskGroup
 
-from common.protocol import errors, subjects
+from common.protocol import errors, headers, subjects
 from common.protocol.errors import InvalidParameter, PenstockError, drop_frames
 from common.runtime import logs
 from common.runtime.streams import Delivery, Streams
@@ -25,12 +27,17 @@ from services.gateway.answer import Answer
 from services.gateway.batches import results
 from services.gateway.batches.lines import Line, WrongLine, parse_line
 from services.gateway.batches.metrics import BatchMetrics
+from services.gateway.batches.records import ENDPOINTS, LineKind
 from services.gateway.batches.results import Result
 from services.gateway.batches.store import Store
 from services.gateway.batches.taking import WORKING_EVERY_S, Taker, quietly
 from services.gateway.catalog import Catalog, OfferedModel
 from services.gateway.collect import Collector
+from services.gateway.tenants import Tenant
+from services.gateway.vector_answer import VectorAnswer
+from services.gateway.vector_prepare import VectorJob
 from services.gateway.views.registry import new_id
+from services.gateway.whole import Pieces
 
 log = logs.get("batches")
 
@@ -66,7 +73,9 @@ class _Running:
 
 
 class Runner:
-    """`run` it in a task group; cancelling it gives back what it runs. `max_running`: lines of each model at once."""
+    """`run` it in a task group; cancelling it gives back what it runs. `max_running`: lines of each model at once.
+    `tenant_of`: the tenant of a name; it raises Forbidden if there is none. None: this gateway knows of no tenants, and leaves
+    their lines to others."""
 
     def __init__(
         self,
@@ -75,6 +84,7 @@ class Runner:
         metrics: BatchMetrics,
         *,
         room: Room,
+        tenant_of: Callable[[str], Tenant] | None,
         max_running: int,
         max_answer_bytes: int,
         access_log: bool,
@@ -83,6 +93,7 @@ class Runner:
         self._store = store
         self._metrics = metrics
         self._room = room
+        self._tenant_of = tenant_of
         self._max_running = max_running
         self._max_answer_bytes = max_answer_bytes
         self._access_log = access_log
@@ -164,10 +175,15 @@ class Runner:
 
     async def _result(self, model: OfferedModel, line: Line, running: _Running) -> Result | None:
         """None: it is to be run again."""
+        owner = running.delivery.message.headers.get(headers.TENANT, "")
+        if owner and self._tenant_of is None:
+            return None
         id = new_id(line.kind)
         record = AccessRecord("batch", _PATHS[line.kind], id, model.metrics, enabled=self._access_log)
         record.client_id = line.custom_id[:128]
         try:
+            if owner and self._tenant_of is not None:
+                record.visit = self._tenant_of(owner).enter_in_background()
             body = await self._answer(model, line, id, record, running)
         except Exception as error:
             if not isinstance(error, PenstockError):
@@ -185,21 +201,41 @@ class Runner:
     async def _answer(self, model: OfferedModel, line: Line, id: str, record: AccessRecord, running: _Running) -> bytes:
         """:raises PenstockError: why there is none."""
         intake = self._catalog.intake
+        tenant = None if record.visit is None else record.visit.tenant
         with intake.room() as room:
             room.take(len(line.body))
-            found, job, _ = await self._catalog.prepare(line.kind, line.body, id=id, of_subject=model)
+            if line.kind == "embedding":
+                model, vectors, _ = await self._catalog.prepare_vectors(
+                    line.kind, line.body, id=id, of_subject=model, tenant=tenant
+                )
+                return await self._vectors(model, vectors, record, running)
+            model, job, _ = await self._catalog.prepare(line.kind, line.body, id=id, of_subject=model, tenant=tenant)
         if job.stream:
             raise InvalidParameter("a line of a batch can't be streamed: leave stream out", param="stream")
-        answer = record.answer = Answer(found.core, job, found.bundle.tokenizer, found.metrics)
+        job = msgspec.structs.replace(job, background=True)
+        answer = record.answer = Answer(model.core, job, model.bundle.tokenizer, model.metrics)
         collected: list[bytes] = []
 
         async def collect() -> None:
             running.submitted = True
-            with Collector(answer, found.token_names, intake, max_bytes=self._max_answer_bytes) as collector:
+            with Collector(answer, model.token_names, intake, max_bytes=self._max_answer_bytes) as collector:
                 collected.extend(await collector.body())
 
         await answer.run(collect)
         return b"".join(collected)
 
+    async def _vectors(self, model: OfferedModel, job: VectorJob, record: AccessRecord, running: _Running) -> bytes:
+        job = msgspec.structs.replace(job, background=True)
+        answer = VectorAnswer(model.core, job, model.metrics, self._catalog.intake, max_bytes=self._max_answer_bytes)
+        record.answer = answer
+        collected: list[bytes] = []
 
-_PATHS = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
+        async def collect(pieces: Pieces) -> None:
+            collected.extend(pieces)
+
+        running.submitted = True
+        await answer.run(collect)
+        return b"".join(collected)
+
+
+_PATHS: dict[LineKind, str] = {kind: path for path, kind in ENDPOINTS.items()}

@@ -20,10 +20,12 @@ from services.gateway.batches.metrics import BatchMetrics
 from services.gateway.batches.records import Batch, BatchRequest
 from services.gateway.batches.results import OVERHEAD_BYTES
 from services.gateway.batches.runner import Room, Runner
-from services.gateway.batches.store import BatchEnded, Store, stream_specs
+from services.gateway.batches.store import BatchEnded, Store, TooManyBatches, stream_specs
 from services.gateway.batches.submissions import Submissions
 from services.gateway.catalog import Catalog
 from services.gateway.config import GatewayConfig
+from services.gateway.door import Door
+from services.gateway.tenants import Tenant
 
 log = logs.get("batches")
 
@@ -36,8 +38,9 @@ MAX_LINE_BYTES = 1024 * 1024
 class Batches:
     """One per gateway. `run` it in a task group of the gateway's, `drain` before it ends."""
 
-    def __init__(self, gateway: Core, catalog: Catalog, bus: Bus, config: GatewayConfig, *, room: Room) -> None:
+    def __init__(self, gateway: Core, catalog: Catalog, bus: Bus, config: GatewayConfig, *, room: Room, door: Door) -> None:
         self.config = config
+        self._door = door
         self._catalog = catalog
         self._bus = bus
         self._metrics = BatchMetrics(gateway.metrics)
@@ -62,8 +65,8 @@ class Batches:
     def max_line_bytes(self) -> int:
         return min(MAX_LINE_BYTES, self._bus.max_payload - OVERHEAD_BYTES)
 
-    async def store(self) -> Store:
-        """Where files and batches are.
+    async def store(self, tenant: Tenant | None) -> Store:
+        """Where a tenant's files and batches are, or those of nobody in particular.
 
         :raises JetStreamOff: nowhere. :raises StorageFull: the server has too little room to begin with.
         """
@@ -76,15 +79,19 @@ class Batches:
                 "files and batches need a NATS server with JetStream, which this one has not: `penstock up` starts one, "
                 "elsewhere add `jetstream {}` to its configuration"
             )
-        return self._store
+        return self._store if tenant is None else self._store.of(tenant.name)
 
-    async def create(self, request: BatchRequest, window_s: float) -> Batch:
-        """A batch that will be seen through, whatever happens to this gateway.
+    async def create(self, store: Store, request: BatchRequest, window_s: float, *, max_batches: int = 0) -> Batch:
+        """A batch that will be seen through, whatever happens to this gateway. `max_batches`: of this owner's that have not
+        ended, at a time; 0: any number.
 
-        :raises FileNotFound: there is no such file.
+        :raises FileNotFound: there is no such file. :raises TooManyBatches:
         """
-        store = await self.store()
         file = await store.file(request.input_file_id)
+        if max_batches and sum(not batch.has_ended for batch in await store.batches()) >= max_batches:
+            raise TooManyBatches(
+                f"{store.owner} has {max_batches} batches that have not ended, as many as it may: wait for one, or cancel it"
+            )
         now = int(time.time())
         batch = Batch(
             id=f"batch_{int(time.time() * 1000):012x}{os.urandom(10).hex()}",  # in order of time
@@ -98,7 +105,7 @@ class Batches:
         await store.add_batch(batch, subjects.slug(self._catalog.models[0].name))
         return batch
 
-    async def cancel(self, id: str) -> Batch:
+    async def cancel(self, store: Store, id: str) -> Batch:
         """:raises BatchNotFound: :raises BatchEnded: it is too late."""
 
         def cancelling(batch: Batch) -> Batch:
@@ -108,7 +115,7 @@ class Batches:
                 raise BatchEnded(f"the batch {id} is {batch.status} and can't be cancelled", param="batch_id")
             return batch.moved("cancelling", time.time())
 
-        return await (await self.store()).change(id, cancelling)
+        return await store.change(id, cancelling)
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Until `drain`, or cancelled."""
@@ -185,6 +192,7 @@ class Batches:
             store,
             self._metrics,
             room=self._room,
+            tenant_of=self._door.tenant if self._door.has_tenants else None,
             max_running=config.batch_max_running,
             max_answer_bytes=self._bus.max_payload - OVERHEAD_BYTES,
             access_log=config.access_log,

@@ -1,11 +1,12 @@
 """Files and batches, as streams keep them.
 
-    PENSTOCK_RECORDS   record.file.<id>, record.batch.<id>    the newest state of each
+    PENSTOCK_RECORDS   record.file.<id>, record.batch.<id>    the newest state of each; a tenant's are record.file-<tenant>.<id>
     PENSTOCK_FILES     file.<id>.<part>                       bytes; the record is written when all parts are there
     PENSTOCK_LINES     line.<model>.<batch>.<n>, keep.…       what waits for somebody to work on it
     PENSTOCK_RESULTS   result.<batch>.<n>                     one for each line, whoever ran it how often
 
-A record is changed by whoever saw its newest state, so of two gateways that change one, the later looks again.
+Whose a file or a batch is stands in its record's subject, so nobody finds what is another one's. A record is changed by whoever
+saw its newest state, so of two gateways that change one, the later looks again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import anyio
 import msgspec
@@ -30,6 +31,8 @@ RECORD_SHARE, LINE_SHARE, RESULT_SHARE = 16, 8, 4
 RETRY_S = (0.1, 0.25, 0.5, 1.0)
 MAX_LISTED = 100_000
 
+RecordKind = Literal["file", "batch"]
+
 _T = TypeVar("_T")
 
 
@@ -41,6 +44,20 @@ class FileNotFound(RequestError):
 class BatchNotFound(RequestError):
     code = "batch_not_found"
     http_status = 404
+
+
+class TooManyBatches(RequestError):
+    """A tenant has as many as it may."""
+
+    code = "too_many_batches"
+    http_status = 429
+
+
+class TenantStorageFull(RequestError):
+    """A tenant's files have as many bytes as they may."""
+
+    code = "tenant_storage_full"
+    http_status = 413
 
 
 class BatchEnded(RequestError):
@@ -126,13 +143,13 @@ class FileWriter:
             num_parts=self._num_parts,
             created_at=int(time.time()),
         )
-        await self._store.add(subjects.record("file", self._id), msgspec.json.encode(record))
+        await self._store.add(self._store.record("file", self._id), msgspec.json.encode(record))
         return record
 
     async def discard(self) -> None:
         """Remove what was written."""
         if self._num_parts:
-            streams, record = self._store.streams, subjects.record("file", self._id)
+            streams, record = self._store.streams, self._store.record("file", self._id)
             await insist(lambda: streams.purge(subjects.RECORDS, record), within_s=5)
             await insist(lambda: streams.purge(subjects.FILES, subjects.parts_of(self._id)), within_s=5)
 
@@ -143,11 +160,20 @@ class FileWriter:
 
 
 class Store:
-    """`patience_s`: how long the bus may be away before a question fails; None: for ever."""
+    """`patience_s`: how long the bus may be away before a question fails; None: for ever. `owner`: the tenant whose files and
+    batches these are; empty: nobody's in particular."""
 
-    def __init__(self, streams: Streams, *, patience_s: float | None) -> None:
+    def __init__(self, streams: Streams, *, patience_s: float | None, owner: str = "") -> None:
         self.streams = streams
+        self.owner = owner
         self._patience_s = patience_s
+
+    def of(self, owner: str) -> Store:
+        """The files and batches of a tenant."""
+        return Store(self.streams, patience_s=self._patience_s, owner=owner)
+
+    def record(self, kind: RecordKind, id: str) -> str:
+        return subjects.record(self._kind(kind), id)
 
     # -- files
 
@@ -156,7 +182,7 @@ class Store:
 
     async def file(self, id: str) -> FileRecord:
         """:raises FileNotFound:"""
-        found = await self._last(subjects.record("file", _checked(id, "file", FileNotFound)))
+        found = await self._last(self.record("file", _checked(id, "file", FileNotFound)))
         if found is None:
             raise FileNotFound(f"there is no file {id}", param="file_id")
         return msgspec.json.decode(found[0], type=FileRecord)
@@ -180,7 +206,7 @@ class Store:
     async def delete_file(self, id: str) -> None:
         """:raises FileNotFound:"""
         await self.file(id)
-        await self._insist(lambda: self.streams.purge(subjects.RECORDS, subjects.record("file", id)))
+        await self._insist(lambda: self.streams.purge(subjects.RECORDS, self.record("file", id)))
         await self._insist(lambda: self.streams.purge(subjects.FILES, subjects.parts_of(id)))
 
     # -- batches
@@ -188,8 +214,8 @@ class Store:
     async def add_batch(self, batch: Batch, slug: str) -> None:
         """Once this returns, some gateway will see it through. The note that one has to is there first, so that no batch is
         without it."""
-        await self.add(subjects.keep(slug, batch.id), b"")
-        await self.add(subjects.record("batch", batch.id), msgspec.json.encode(batch))
+        await self.add(subjects.keep(slug, batch.id), b"", fields=self._owned())
+        await self.add(self.record("batch", batch.id), msgspec.json.encode(batch))
 
     async def batch(self, id: str) -> Batch:
         """:raises BatchNotFound:"""
@@ -211,7 +237,7 @@ class Store:
             if changed == batch:
                 return batch
             try:
-                subject, data = subjects.record("batch", id), msgspec.json.encode(changed)
+                subject, data = self.record("batch", id), msgspec.json.encode(changed)
                 await self._insist(
                     lambda subject=subject, data=data, last=sequence: self.streams.append(subject, data, expected_last=last)
                 )
@@ -223,7 +249,7 @@ class Store:
 
     async def add_line(self, slug: str, batch: str, id: str, raw: bytes) -> int:
         """The line's sequence in the queue; 0 for one that waits already."""
-        return await self.add(subjects.line(slug, batch, id), raw)
+        return await self.add(subjects.line(slug, batch, id), raw, fields=self._owned())
 
     async def add_result(self, batch: str, id: str, result: Result) -> bool:
         """False: the line has a result, and keeps it."""
@@ -270,17 +296,23 @@ class Store:
         return None if stored is None else (stored.data, stored.sequence)
 
     async def _batch(self, id: str) -> tuple[Batch, int]:
-        found = await self._last(subjects.record("batch", _checked(id, "batch", BatchNotFound)))
+        found = await self._last(self.record("batch", _checked(id, "batch", BatchNotFound)))
         if found is None:
             raise BatchNotFound(f"there is no batch {id}", param="batch_id")
         return msgspec.json.decode(found[0], type=Batch), found[1]
 
-    async def _records(self, kind: str) -> list[bytes]:
+    def _kind(self, kind: RecordKind) -> str:
+        return f"{kind}-{self.owner}" if self.owner else kind
+
+    def _owned(self) -> dict[str, str]:
+        return {headers.TENANT: self.owner} if self.owner else {}
+
+    async def _records(self, kind: RecordKind) -> list[bytes]:
         found: list[bytes] = []
         after = 0
         while len(found) < MAX_LISTED:
             some = await self._insist(
-                lambda after=after: self.streams.read(subjects.RECORDS, subjects.records_of(kind), after=after)
+                lambda after=after: self.streams.read(subjects.RECORDS, subjects.records_of(self._kind(kind)), after=after)
             )
             if not some:
                 break

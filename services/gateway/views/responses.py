@@ -17,7 +17,7 @@ from services.gateway.bodies import Usage
 from services.gateway.json_slices import Steps
 from services.gateway.logprobs import TokenNames
 from services.gateway.prepare import Job
-from services.gateway.views.responses_answer import Envelope, ResponseStream, WholeResponse
+from services.gateway.views.responses_answer import Envelope, ResponseStream, Scores, WholeResponse
 from services.gateway.views.responses_body import ResponsesRequest, read_responses
 from services.gateway.views.responses_chat import chat_of
 from services.gateway.views.terms import in_terms, terms
@@ -40,10 +40,10 @@ class ResponsesWriters:
         self._asked = asked
 
     def stream(self, job: Job, names: TokenNames, usage: Callable[[], Usage], *, sse: bool) -> ResponseStream:
-        return ResponseStream(self._envelope(job), usage, sse=sse)
+        return ResponseStream(self._envelope(job), Scores.of(job, names), usage, sse=sse)
 
     def whole(self, job: Job, names: TokenNames) -> WholeResponse:
-        return WholeResponse(self._envelope(job))
+        return WholeResponse(self._envelope(job), Scores.of(job, names))
 
     def _envelope(self, job: Job) -> Envelope:
         head = {"id": job.shown_id, "object": "response", "created_at": job.created, "model": job.model}
@@ -66,6 +66,7 @@ def _echo(asked: ResponsesRequest, job: Job) -> dict[str, Any]:
         "text": {"format": form or {"type": "text"}},
         "tool_choice": asked.tool_choice or "auto",
         "tools": [{"description": None, "parameters": None, "strict": False, **tool} for tool in asked.tools or []],
+        "top_logprobs": asked.top_logprobs or 0,
         "top_p": job.sampling.top_p if asked.top_p is None else asked.top_p,
         "truncation": "disabled",
         "user": asked.user,

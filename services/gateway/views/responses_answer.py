@@ -22,7 +22,8 @@ from common.protocol.errors import PenstockError
 from common.text.output.events import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
 from services.gateway.bodies import Usage
 from services.gateway.choices import Delta
-from services.gateway.logprobs import Sink
+from services.gateway.logprobs import Sink, TokenNames, chat_entries
+from services.gateway.prepare import Job
 from services.gateway.whole import Pieces
 
 _encode = msgspec.json.Encoder().encode
@@ -32,32 +33,52 @@ Part = bytes | bytearray
 
 class _Kind(NamedTuple):
     """A type of item. `event`: what its deltas are called. `key`: the member of a `done` event with the text. `part`: how the
-    content part begins that holds it, empty if the item has no parts. `tail`: what follows the text in events."""
+    content part begins that holds it, empty if the item has no parts. `has_scores`: log-probabilities follow the text."""
 
     prefix: str
     event: bytes
     key: bytes
     part: bytes = b""
-    tail: bytes = b""
+    has_scores: bool = False
 
 
 _MESSAGE = _Kind(
     "msg",
     b"response.output_text",
     b"text",
-    b'{"type":"output_text","annotations":[],"logprobs":[],"text":"',
-    b',"logprobs":[]',
+    b'{"type":"output_text","annotations":[],"text":"',
+    has_scores=True,
 )
 _REASONING = _Kind("rs", b"response.reasoning_text", b"text", b'{"type":"reasoning_text","text":"')
 _CALL = _Kind("fc", b"response.function_call_arguments", b"arguments")
 
 
+class Scores:
+    """Encodes the log-probabilities of an answer's texts. `top`: alternatives that each token lists; -1: none are asked for."""
+
+    def __init__(self, names: TokenNames, top: int) -> None:
+        self._names = names
+        self._top = top
+
+    @classmethod
+    def of(cls, job: Job, names: TokenNames) -> Scores:
+        return cls(names, job.top_logprobs)
+
+    def of_run(self, delta: Delta, run: int) -> bytes:
+        """Entries of the tokens in one run of text of the choice."""
+        if self._top < 0 or not delta.scored:
+            return b""
+        return chat_entries([token for token in delta.scored if token.run == run], self._names, self._top)
+
+
 class _Item:
-    """An item of the output. `text` is that of its one part, or a call's arguments, as JSON without quotes."""
+    """An item of the output. `text` is that of its one part, or a call's arguments, as JSON without quotes. `scores`: entries
+    of its log-probabilities."""
 
     def __init__(self, kind: _Kind, id: str, index: int, call: CallStart | None) -> None:
         self.kind = kind
         self.text = Sink()
+        self.scores = Sink()
         name = _encode(id)
         place = b'"output_index":%d' % index
         self._head = b'{"id":' + name
@@ -81,7 +102,13 @@ class _Item:
         return [head, *([] if is_empty else self.part()), b"]}"]
 
     def part(self, *, is_empty: bool = False) -> list[Part]:
-        return [self.kind.part, *([] if is_empty else self.text.buffers), b'"}']
+        return [self.kind.part, *([] if is_empty else self.text.buffers), b'"', *self.tail(is_empty=is_empty), b"}"]
+
+    def tail(self, *, is_empty: bool = False) -> list[Part]:
+        """What follows the text where all of it is told."""
+        if not self.kind.has_scores:
+            return []
+        return [b',"logprobs":[', *([] if is_empty else self.scores.buffers), b"]"]
 
 
 class Envelope:
@@ -117,8 +144,10 @@ class Envelope:
 class _Output:
     """The items so far, and the one that is open."""
 
-    def __init__(self, envelope: Envelope) -> None:
+    def __init__(self, envelope: Envelope, scores: Scores) -> None:
         self.envelope = envelope
+        self._scores = scores
+        self._num_messages = 0
         self.items: list[_Item] = []
         self.statuses: list[bytes] = []
         self.open: _Item | None = None
@@ -126,6 +155,7 @@ class _Output:
 
     def begin(self, kind: _Kind, call: CallStart | None = None) -> _Item:
         index = len(self.items)
+        self._num_messages += kind is _MESSAGE
         self.open = _Item(kind, f"{kind.prefix}_{self.envelope.item_suffix}{index:02d}", index, call)
         self.items.append(self.open)
         self.statuses.append(b"in_progress")
@@ -141,6 +171,21 @@ class _Output:
         self.open.text.add(encoded)
         self.size += len(encoded)
 
+    def add_scores(self, delta: Delta) -> bytes:
+        """Add what a delta with text of the open message says of its tokens; returns the entries."""
+        assert self.open is not None
+        entries = self._scores.of_run(delta, self._num_messages - 1)
+        if entries:
+            sink = self.open.scores
+            sink.add(b"," + entries if sink.buffers else entries)
+            self.size += len(entries)
+        return entries
+
+    def add_late_scores(self, delta: Delta) -> None:
+        """Those of tokens that have no text, where the delta has none."""
+        if delta.scored and self.open is not None and self.open.kind is _MESSAGE and not _events(delta):
+            self.add_scores(delta)
+
     def body(self, status: bytes, *, usage: Usage | None = None, error: PenstockError | None = None) -> list[Part]:
         items = [item.body(its) for item, its in zip(self.items, self.statuses, strict=True)]
         return self.envelope.body(status, items, usage=usage, error=error)
@@ -149,8 +194,8 @@ class _Output:
 class WholeResponse:
     """The body of an answer that is not streamed."""
 
-    def __init__(self, envelope: Envelope) -> None:
-        self._output = _Output(envelope)
+    def __init__(self, envelope: Envelope, scores: Scores) -> None:
+        self._output = _Output(envelope, scores)
         self._status = b"completed"
         self.size = 0
 
@@ -164,6 +209,8 @@ class WholeResponse:
                         self._end()
                         output.begin(kind)
                     output.add(_encode(event.text)[1:-1])
+                    if kind is _MESSAGE:
+                        output.add_scores(delta)
                 case CallStart():
                     self._end()
                     output.begin(_CALL, event)
@@ -171,6 +218,7 @@ class WholeResponse:
                     output.add(_encode(event.text)[1:-1])
                 case CallEnd():
                     self._end(b"incomplete" if delta.finish == "length" else b"completed")
+        output.add_late_scores(delta)
         if delta.finish == "length":
             self._status = b"incomplete"
         self.size = output.size
@@ -187,13 +235,13 @@ class WholeResponse:
 class ResponseStream:
     """The events of a streamed answer, for SSE or as messages."""
 
-    def __init__(self, envelope: Envelope, usage: Callable[[], Usage], *, sse: bool) -> None:
-        self._output = _Output(envelope)
+    def __init__(self, envelope: Envelope, scores: Scores, usage: Callable[[], Usage], *, sse: bool) -> None:
+        self._output = _Output(envelope, scores)
         self._usage = usage
         self._sse = sse
         self._after = b"}\n\n" if sse else b"}"
         self._sequence = -1
-        self._delta_head = self._delta_place = self._delta_tail = b""
+        self._delta_head = self._delta_place = self._delta_scores = self._delta_tail = b""
 
     @property
     def size(self) -> int:
@@ -206,7 +254,7 @@ class ResponseStream:
     def delta(self, index: int, delta: Delta) -> list[bytes]:
         output = self._output
         if delta.events is None and delta.text and output.open is not None and output.open.kind is _MESSAGE:
-            return [self._text(delta.text)]  # as a rule
+            return [self._text(delta.text, output.add_scores(delta))]  # as a rule
         chunks: list[bytes] = []
         for event in _events(delta):
             match event:
@@ -215,7 +263,7 @@ class ResponseStream:
                     if output.open is None or output.open.kind is not kind:
                         chunks += self._end()
                         chunks += self._begin(kind)
-                    chunks.append(self._text(event.text))
+                    chunks.append(self._text(event.text, output.add_scores(delta) if kind is _MESSAGE else b""))
                 case CallStart():
                     chunks += self._end()
                     chunks += self._begin(_CALL, event)
@@ -223,6 +271,7 @@ class ResponseStream:
                     chunks.append(self._text(event.text))
                 case CallEnd():
                     chunks += self._end(b"incomplete" if delta.finish == "length" else b"completed")
+        output.add_late_scores(delta)
         return chunks
 
     def ending(self, index: int, delta: Delta) -> list[bytes]:
@@ -237,11 +286,13 @@ class ResponseStream:
             self._output.end(b"incomplete")
         return self._event(b"response.failed", b'"response":', *self._output.body(b"failed", error=error))
 
-    def _text(self, text: str) -> bytes:
+    def _text(self, text: str, scores: bytes = b"") -> bytes:
         encoded = _encode(text)
         self._output.add(encoded[1:-1])
         self._sequence = sequence = self._sequence + 1
-        return b"".join((self._delta_head, b"%d" % sequence, self._delta_place, encoded, self._delta_tail))
+        return b"".join(
+            (self._delta_head, b"%d" % sequence, self._delta_place, encoded, self._delta_scores, scores, self._delta_tail)
+        )
 
     def _begin(self, kind: _Kind, call: CallStart | None = None) -> list[bytes]:
         item = self._output.begin(kind, call)
@@ -252,7 +303,7 @@ class ResponseStream:
             chunks.append(self._event(b"response.content_part.added", item.place, b',"part":', *part))
         self._delta_head = self._head(kind.event + b".delta")
         self._delta_place = b"," + item.place + b',"delta":'
-        self._delta_tail = kind.tail + self._after
+        self._delta_scores, self._delta_tail = (b',"logprobs":[', b"]" + self._after) if kind.has_scores else (b"", self._after)
         return chunks
 
     def _end(self, status: bytes = b"completed") -> list[bytes]:
@@ -262,7 +313,7 @@ class ResponseStream:
         self._output.end(status)
         kind = item.kind
         key = b',"%s":"' % kind.key
-        chunks = [self._event(kind.event + b".done", item.place, key, *item.text.buffers, b'"', kind.tail)]
+        chunks = [self._event(kind.event + b".done", item.place, key, *item.text.buffers, b'"', *item.tail())]
         if kind.part:
             chunks.append(self._event(b"response.content_part.done", item.place, b',"part":', *item.part()))
         chunks.append(self._event(b"response.output_item.done", item.output_place, b',"item":', *item.body(status)))

@@ -16,6 +16,8 @@ from services.gateway.openai import SharedArguments
 from services.gateway.parse import SMALL_BYTES, TOOLS
 
 MAX_ITEMS = openai.MAX_MESSAGES
+LOGPROBS = "message.output_text.logprobs"
+"""What `include` adds to an answer."""
 STATELESS = "nothing is stored here: send the earlier items in input"
 
 Name = Annotated[str, Meta(max_length=256)]
@@ -65,6 +67,7 @@ class ResponsesRequest(SharedArguments, frozen=True, kw_only=True, forbid_unknow
     text: TextOptions | None = None
     tool_choice: str | dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=openai.MAX_LOGPROBS)] | None = None
     user: Annotated[str, Meta(max_length=512)] | None = None
 
 
@@ -85,7 +88,6 @@ REFUSED: arguments.Table = {
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
     "prompt_logprobs": (),  # 0 asks for those of the tokens themselves
-    "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
 IGNORED: arguments.Table = {
@@ -126,6 +128,7 @@ _BODY = Scope(
     hints={
         "chat_template_kwargs": "send reasoning, or use /v1/chat/completions",
         "conversation": STATELESS,
+        "logprobs": f"send include: [{LOGPROBS}]",
         "max_completion_tokens": "send max_output_tokens",
         "max_tokens": "send max_output_tokens",
         "messages": "send input",
@@ -136,8 +139,8 @@ _BODY = Scope(
     },
 )
 INCLUDE = Scope(
-    (),
-    {"message.output_text.logprobs": ()},
+    (LOGPROBS,),
+    {},
     dict.fromkeys(
         (
             "code_interpreter_call.outputs",

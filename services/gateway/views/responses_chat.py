@@ -15,6 +15,7 @@ from services.gateway.json_slices import Steps
 from services.gateway.openai import ChatMessage, ChatRequest, ContentPart, SharedArguments
 from services.gateway.views.responses_body import (
     INCLUDE,
+    LOGPROBS,
     MAX_ITEMS,
     STATELESS,
     InputItem,
@@ -34,8 +35,12 @@ def chat_of(request: ResponsesRequest, notes: Notes) -> Steps[ChatRequest]:
 
     :raises InvalidParameter: for what can't be served, with a chat's names for arguments where it is a chat's mistake.
     """
+    scores = LOGPROBS in (request.include or ())
     for entry in request.include or ():
-        notes.judge(INCLUDE, entry, b"true", place="include")
+        if entry not in INCLUDE.obeyed:
+            notes.judge(INCLUDE, entry, b"true", place="include")
+    if request.top_logprobs and not scores:
+        raise InvalidParameter(f"top_logprobs needs include: [{LOGPROBS}]", param="top_logprobs")
     messages = yield from _messages(request)
     chat = ChatRequest(
         **{name: getattr(request, name) for name in SharedArguments.__struct_fields__},
@@ -46,6 +51,8 @@ def chat_of(request: ResponsesRequest, notes: Notes) -> Steps[ChatRequest]:
         tools=[_chat_tool(tool, f"tools[{index}]") for index, tool in enumerate(request.tools or [])] or None,
         tool_choice=_chat_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
+        logprobs=scores,
+        top_logprobs=request.top_logprobs if scores else None,
     )
     yield from openai.check_chat(chat)
     return chat
