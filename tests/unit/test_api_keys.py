@@ -87,5 +87,5 @@ def test_a_key_that_no_header_can_hold_is_refused_at_the_start(tmp_path: Path, k
 
 def test_brackets_without_end_are_a_mistake_in_the_file() -> None:
     """A gateway reads the file again while it serves."""
-    with pytest.raises(ConfigError, match="keys.toml"):
+    with pytest.raises(ConfigError, match=r"keys\.toml"):
         api_keys.parse("x = " + "[" * 100_000, "keys.toml")
