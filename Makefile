@@ -12,7 +12,7 @@ PYTHON ?= $(shell for python in python3 python3.12 python3.11 python3.13; do \
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test clients lint format docs clean
+.PHONY: help setup demo test clients-setup clients lint format docs clean
 
 help:
 	@echo "make demo     install, start everything, stream one answer, stop everything"
@@ -68,10 +68,13 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/requirements
 
 # Clients of npm are tested where there is npm and its registry.
 tests/clients/npm/node_modules/.installed: tests/clients/npm/package-lock.json
-	@if command -v npm >/dev/null && (cd tests/clients/npm && npm ci --silent --no-audit --no-fund); then touch $@; \
+	@if command -v npm >/dev/null && (cd tests/clients/npm && \
+		npm ci --silent --no-audit --no-fund --fetch-retries=1 --fetch-timeout=60000); then touch $@; \
 		else rm -rf tests/clients/npm/node_modules; echo "the clients of npm are left out: npm ci failed"; fi
 
-clients: $(VENV)/.run $(CLIENTS)/.installed tests/clients/npm/node_modules/.installed
+clients-setup: $(VENV)/.run $(CLIENTS)/.installed tests/clients/npm/node_modules/.installed
+
+clients: clients-setup
 	@SERVER_PYTHON=$(abspath $(BIN)/python) $(CLIENTS)/bin/python -m pytest -c tests/clients/pytest.ini tests/clients
 
 lint: $(VENV)/.dev

@@ -25,7 +25,7 @@ KEY = "sk-penstock"
 PAGE = "https://chat.example"
 """Whose pages may use the API of `penstock`."""
 SIMULATED = {"PENSTOCK_ENGINE": "simulated", "PENSTOCK_TIME_SCALE": "0"}
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 270.0
 STOP_TIMEOUT_S = 30.0
 
 

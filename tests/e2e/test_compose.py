@@ -52,18 +52,15 @@ def compose_command() -> list[str] | None:
 
 
 COMPOSE = compose_command()
-pytestmark = [
-    pytest.mark.docker,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(COMPOSE is None, reason="no container engine with the base images answers here"),
-]
+needs_engine = pytest.mark.skipif(COMPOSE is None, reason="no container engine with the base images answers here")
+pytestmark = [pytest.mark.docker, pytest.mark.slow, pytest.mark.timeout(900), needs_engine]
 
 
 class Project:
-    """One compose project with a name, an image and a port of its own."""
+    """One compose project with a name, an image and a port of its own. `files`: what goes over compose.yaml."""
 
-    def __init__(self) -> None:
+    def __init__(self, *files: str) -> None:
+        self.files = [flag for file in ("compose.yaml", *files) for flag in ("-f", file)]
         self.name = f"penstocktest{os.getpid()}"
         self.port = free_port()
         self.environment = os.environ | {"PENSTOCK_IMAGE": IMAGE, "PENSTOCK_HTTP_PORT": str(self.port)}
@@ -71,7 +68,7 @@ class Project:
 
     def run(self, *arguments: str, check: bool = True) -> str:
         assert COMPOSE is not None
-        command = [*COMPOSE, "-p", self.name, *arguments]
+        command = [*COMPOSE, *self.files, "-p", self.name, *arguments]
         ended = subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, check=False)
         assert not check or ended.returncode == 0, f"{' '.join(command)}\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"
         return ended.stdout

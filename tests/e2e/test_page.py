@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import AsyncIterator
 
@@ -230,6 +231,56 @@ async def test_with_an_api_key_the_page_asks_for_it(stack: Stack, browser: Brows
     assert not [url for url in page.requested if KEY in url]
     assert [error for error in page.errors if "status of 401" not in error] == []
     await page.close()
+
+
+TENANTS = """
+[tenants.acme]
+
+[tenants.ops]
+dashboard = true
+"""
+
+
+async def test_with_a_tenants_key_the_playground_works_and_the_page_says_why_the_rest_does_not(
+    stack: Stack, browser: Browser
+) -> None:
+    keys = stack.directory / "keys.toml"
+    lines = [
+        f'[[keys]]\nsha256 = "{hashlib.sha256(name.encode()).hexdigest()}"\ntenant = "{name}"\n' for name in ("acme", "ops")
+    ]
+    keys.write_text(TENANTS + "\n".join(lines))
+    name = await stack.start("gateway", "--api-keys", str(keys), name="gateway-tenants")
+    await stack.ready(name)
+    page = await browser.open(f"{stack.url(name)}/")
+    await page.until("document.querySelector('#key').open")
+    await page.type("#key-input", "acme")
+    await page.press("Enter", 13)
+    await page.until("document.querySelector('#live').textContent === 'playground only'")
+    assert "acme may not see this: it shows everyone's requests. The playground works with this key." in await page.text("main")
+    assert not await page.evaluate("document.querySelector('#workers').offsetParent"), "no empty charts and tables"
+    await page.until("document.querySelector('#chat-model').value === 'smollm2-135m-instruct'")
+    await ask(page, "What is the capital of France?")
+    await page.until("document.querySelector('.message.assistant')?.innerText.includes('Paris')", within_s=60)
+    await page.click("#other-key")
+    await page.until("document.querySelector('#key').open")
+    await page.type("#key-input", "ops")
+    await page.press("Enter", 13)
+    await page.until(LIVE)
+    await page.until("document.querySelectorAll('#workers tbody tr').length > 0")
+    assert await page.evaluate("document.querySelector('#workers').offsetParent && document.querySelector('#forbidden').hidden")
+    assert [error for error in page.errors if "status of 40" not in error] == []
+    await page.close()
+
+
+async def test_a_schema_is_obeyed_in_the_playground(page: Page) -> None:
+    size = {"type": "string", "enum": ["small", "large"]}
+    schema = {"type": "object", "properties": {"size": size}, "required": ["size"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema, "strict": True}}
+    await page.evaluate("document.querySelector('.chat details').open = true")
+    await page.type("#chat-format", json.dumps(form))
+    await ask(page, "How large is Paris?", max_tokens=60)
+    await page.until("document.querySelectorAll('#chat-log .facts').length === 1", within_s=60)
+    assert json.loads(await page.text(".message.assistant .text"))["size"] in size["enum"]
 
 
 async def test_a_killed_worker_shows_up_and_its_request_goes_on(stack: Stack, page: Page) -> None:

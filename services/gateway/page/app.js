@@ -2,7 +2,7 @@
 
 import { Chart } from "./charts.js";
 import { Chat } from "./chat.js";
-import { Live, setKey } from "./connection.js";
+import { Live, request, setKey } from "./connection.js";
 import { Flow } from "./flow.js";
 import { byId, count, duration, el, percent, text } from "./format.js";
 import { Requests } from "./requests.js";
@@ -69,6 +69,7 @@ function setStatus(words, kind) {
 const live = new Live("dashboard/events", {
   status: setStatus,
   onKey: askForKey,
+  onForbidden: showPlaygroundAlone,
   onEvent(event, data) {
     if (event === "history") { points = data; requests.reset(); }
     else if (event === "snapshot") showSnapshot(data);
@@ -76,6 +77,24 @@ const live = new Live("dashboard/events", {
     else if (event === "ended") requests.addEnded(data);
   },
 });
+
+// A tenant's key may ask models, but not see everyone's requests.
+async function showPlaygroundAlone(why) {
+  text(byId("forbidden-why"), `${why}. The playground works with this key.`);
+  playgroundAlone(true);
+  try {
+    const { data } = await (await request("v1/models")).json();
+    const names = data.map((model) => model.id);
+    text(byId("models"), names.join(", "));
+    chat.models(names);
+  } catch (error) { setStatus(error.message, "bad"); }
+}
+
+function playgroundAlone(alone) {
+  byId("forbidden").hidden = !alone;
+  document.body.classList.toggle("playground-alone", alone);
+}
+byId("other-key").addEventListener("click", () => askForKey(false));
 
 function askForKey(wrong) {
   const dialog = byId("key");
@@ -89,6 +108,7 @@ byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   setKey(byId("key-input").value);
   byId("key").close();
+  playgroundAlone(false);
   live.open();
 });
 

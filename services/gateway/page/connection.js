@@ -53,13 +53,14 @@ export async function* events(response) {
 }
 
 // A stream of events that comes back when it breaks. `status(text, kind)` says how it is; `onKey()` is called when a key is needed,
-// and `open` again once there is one.
+// and `open` again once there is one; `onForbidden(why)` when the key that was sent may not see this.
 export class Live {
-  constructor(path, { onEvent, status, onKey }) {
+  constructor(path, { onEvent, status, onKey, onForbidden }) {
     this.path = path;
     this.onEvent = onEvent;
     this.status = status;
     this.onKey = onKey;
+    this.onForbidden = onForbidden;
     this.query = "";
     this.abort = null;
     this.heardAt = 0;
@@ -85,6 +86,11 @@ export class Live {
         if (error instanceof HttpError && error.status === 401) {
           this.status("API key needed", "warn");
           this.onKey(Boolean(key));
+          return;
+        }
+        if (error instanceof HttpError && error.status === 403) {
+          this.status("playground only", "warn");
+          this.onForbidden(error.message);
           return;
         }
         this.status(error instanceof HttpError ? error.message : "reconnecting", "bad");
