@@ -1,4 +1,5 @@
-"""Fixtures live in `tests/fixtures`: `nats.py` starts a real nats-server, `model.py` fetches real weights; `slow.py` orders."""
+"""Fixtures live in `tests/fixtures`: `nats.py` starts a real nats-server, `model.py` fetches real weights; `slow.py` orders;
+`virtual_time.py` has a clock that does not depend on the machine."""
 
 import os
 
@@ -6,4 +7,4 @@ import os
 if os.environ.setdefault("TRITON_INTERPRET", "1") == "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # engines would take a GPU that is there, whose memory the interpreter can't read
 
-pytest_plugins = ["tests.fixtures.model", "tests.fixtures.nats", "tests.fixtures.slow"]
+pytest_plugins = ["tests.fixtures.model", "tests.fixtures.nats", "tests.fixtures.slow", "tests.fixtures.virtual_time"]

@@ -20,7 +20,8 @@ MAX_HEAD = 65536
 
 @dataclass(slots=True)
 class Answer:
-    """One request as its client saw it. Times are `perf_counter` seconds; `error` is empty when all went well."""
+    """One request as its client saw it. Times are `perf_counter` seconds; `error` is empty when all went well.
+    `head_at`: of the response's headers, which come with the first token."""
 
     sent_at: float
     first_at: float = 0.0
@@ -29,14 +30,16 @@ class Answer:
     tokens: int = 0
     first_text: str = ""
     error: str = ""
+    head_at: float = 0.0
 
 
 class HttpStream(asyncio.Protocol):
-    """One connection; one request at a time."""
+    """One connection; one request at a time. `key`: an API key that is sent with each."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, *, key: str = "") -> None:
         self.host = host
         self.port = port
+        self._authorization = f"Authorization: Bearer {key}\r\n" if key else ""
         self.answer: Answer | None = None
         self._transport: asyncio.Transport | None = None
         self._finished: asyncio.Future[None] | None = None
@@ -48,7 +51,7 @@ class HttpStream(asyncio.Protocol):
         """Send, and wait for the last chunk. Never raises for what the server or the network does: see `Answer.error`."""
         head = (
             f"POST {path} HTTP/1.1\r\nHost: {self.host}:{self.port}\r\nContent-Type: application/json\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
+            f"Content-Length: {len(body)}\r\n{self._authorization}\r\n"
         )
         loop = asyncio.get_running_loop()
         answer = self.answer = Answer(time.perf_counter())
@@ -117,6 +120,8 @@ class HttpStream(asyncio.Protocol):
             return b""
         status = self._head[start + 9 : start + 12]
         self._in_body = True
+        if self.answer is not None:
+            self.answer.head_at = time.perf_counter()
         body, self._head = self._head[end + 4 :], b""
         if status != b"200" and self.answer is not None and self._finished is not None:
             self.answer.error = f"HTTP {status.decode(errors='replace')}: {body[:300].decode(errors='replace')}"

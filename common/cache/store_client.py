@@ -43,8 +43,8 @@ class StoreClient:
     """Talks to the kvstores of this host on behalf of `actor`.
 
     `blocks`: the worker's own pool, [num_blocks, block_bytes], uint8; [num_blocks, 0] where it is in a GPU's memory, which no
-    kvstore reads or writes: then there is never one worth asking, nor is there without `enabled`. The caller keeps
-    the blocks it passes retained until the coroutine returns.
+    kvstore reads or writes: then no kvstore is asked, nor is one without `enabled`. The caller keeps the blocks it passes
+    retained until the coroutine returns.
     """
 
     def __init__(

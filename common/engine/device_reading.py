@@ -1,4 +1,4 @@
-"""What rows are read for on a GPU: as `reading.py` has it, launched behind a step and not waited for.
+"""Scores and sums of hidden states on a GPU: what `reading.py` computes, launched behind a step and not waited for.
 
 Steps with such rows have no graph: the logits of a prompt are computed a slice at a time, each in the memory of the one before.
 """
@@ -29,14 +29,14 @@ class Reading(NamedTuple):
 
 
 def places_read(rows: Sequence[StepRow], packed: PackedStep, device: torch.device) -> torch.Tensor:
-    """Which of a step's tokens are read, int64 [read], in the order of `order_of_reading`."""
+    """Return which of a step's tokens are read: int64 [read], in the order of `order_of_reading`."""
     ends = (packed.firsts + packed.lengths).tolist()
     spans = [np.arange(ends[index] - rows[index].num_read, ends[index]) for index in order_of_reading(rows)]
     return to_device(np.concatenate(spans), device)
 
 
 def read_rows(decoder: Decoder, rows: Sequence[StepRow], states: torch.Tensor) -> list[Reading]:
-    """states: [read, hidden_size], of the tokens in `places_read`."""
+    """Launch what the rows are read for. states: [read, hidden_size], of the tokens in `places_read`."""
     readings: list[Reading] = []
     first = 0
     for index in order_of_reading(rows):
@@ -56,7 +56,7 @@ def read_rows(decoder: Decoder, rows: Sequence[StepRow], states: torch.Tensor) -
 
 
 def put_readings(readings: Sequence[Reading], results: Sequence[RowSamples]) -> None:
-    """Once the step has run: into the results of its rows."""
+    """Put the readings of a step that has run into the results of its rows."""
     for row, slices, total in readings:
         if total is not None:
             results[row].total = total.numpy()

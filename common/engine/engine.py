@@ -23,7 +23,7 @@ class Engine:
     files: ModelFiles | None = None
 
     def wiping(self, zero_retention: bool) -> Callable[[int], None] | None:
-        """How a block is cleared when nobody holds it any more, where nothing may outlive its request; else None.
+        """Return what clears a block that nobody holds any more, where nothing may outlive its request; else None.
 
         :raises ConfigError: KV is in a GPU's memory.
         """

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from common.engine.matcher import Matcher, fill_together
 from common.engine.plan import Masks, StepRow
 
-MANY = 8
-"""Rows from which on they are filled in several threads."""
+MIN_TOGETHER = 8
+"""Rows with a mask from which on several threads fill them."""
 
 MAX_THREADS = 8
 
@@ -28,7 +28,7 @@ class StepMasks(NamedTuple):
 
 
 def fill_masks(rows: Sequence[StepRow], vocab_size: int, buffer: Callable[[int, int], Masks] | None = None) -> StepMasks | None:
-    """Ask each constrained row what it may be; None without such rows. Outputs are known to their ends.
+    """Return the masks of the constrained rows, whose outputs are known to their ends; None without such rows.
 
     buffer: gives the memory for a number of masks of so many words.
 
@@ -57,7 +57,7 @@ def fill_masks(rows: Sequence[StepRow], vocab_size: int, buffer: Callable[[int, 
             own.fill(-1)
             row.constraint.fill(row.output, row.tokens[len(row.tokens) - count + 1 :], own, start=row.output_start)
         done += count
-    if len(together) >= MANY and num_threads() > 1:
+    if len(together) >= MIN_TOGETHER and num_threads() > 1:
         fill_together(_executor(), together, words)
     else:
         for matcher, output, start, at in together:
@@ -81,5 +81,5 @@ def _new(count: int, words: int) -> Masks:
 
 
 def allowed_tokens(words: NDArray[np.int32], vocab_size: int) -> NDArray[np.bool_]:
-    """words: int32 [words] of one sample. Returns bool [vocab_size]."""
+    """Return one sample's mask as bool [vocab_size]. words: int32 [words]."""
     return np.unpackbits(words.view(np.uint8), bitorder="little", count=vocab_size).view(np.bool_)

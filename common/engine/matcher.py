@@ -11,8 +11,8 @@ from common.engine.plan import Masks
 MAX_FORCED = 16
 """Forced tokens that are proposed at once."""
 
-_FEW = 8
-
+_MIN_PROPOSED = 8
+"""Forced tokens that were proposed before it is judged whether they are worth it."""
 
 MAX_UNDONE = 64
 """Tokens at the end of an output that may turn out to be others: those of steps in flight, with their proposals."""
@@ -61,7 +61,7 @@ class Matcher:
 
         The same text may come in other tokens; where most of it did, nothing is returned any more.
         """
-        if limit <= 0 or self.error or (self._num_proposed >= _FEW and 2 * self._num_accepted < self._num_proposed):
+        if limit <= 0 or self.error or (self._num_proposed >= _MIN_PROPOSED and 2 * self._num_accepted < self._num_proposed):
             return []
         self.follow(output, start)
         if self.error or self._inner.is_stopped():
@@ -83,7 +83,7 @@ class Matcher:
         return True
 
     def follow(self, output: Sequence[int], start: int = 0) -> None:
-        """Go to the state behind `output`, which begins at output index `start`."""
+        """Move to the state behind `output`, which begins at output index `start`."""
         known = self._consumed
         if self.error:
             return None

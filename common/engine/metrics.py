@@ -33,23 +33,26 @@ class EngineMetrics:
         def of_engine(name: str, description: str) -> Counter:
             return metrics.counter(name, description, [MODEL_LABEL]).labels(model)
 
-        self.prompt_tokens = metrics.counter("engine_prompt_tokens_total", "Prompt tokens computed (cached ones left out)")
-        self.generation_tokens = metrics.counter("engine_generation_tokens_total", "Tokens sampled and kept")
+        def read(name: str, description: str, value: Callable[[], float]) -> None:
+            metrics.gauge(name, description, [MODEL_LABEL]).labels(model).set_function(value)
+
+        self.prompt_tokens = of_engine("engine_prompt_tokens_total", "Prompt tokens computed (cached ones left out)")
+        self.generation_tokens = of_engine("engine_generation_tokens_total", "Tokens sampled and kept")
         self.prefix_queries = of_engine("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache")
         self.prefix_hits = of_engine("vllm:prefix_cache_hits_total", "Prompt tokens found there")
         self.drafts = of_engine("vllm:spec_decode_num_drafts_total", "Proposals verified")
         self.draft_tokens = of_engine("vllm:spec_decode_num_draft_tokens_total", "Proposed tokens verified")
         self.accepted_tokens = of_engine("vllm:spec_decode_num_accepted_tokens_total", "Proposed tokens accepted")
         self.preemptions = of_engine("vllm:num_preemptions_total", "Sequences sent back to wait for blocks")
-        self.step_seconds = metrics.histogram("engine_step_seconds", "Time of one engine step", STEP_BUCKETS_S)
-        self.step_failures = metrics.counter("engine_step_failures_total", "Steps that raised")
-        metrics.gauge("engine_sequences_running", "Sequences in the running batch", read=lambda: float(running()))
-        metrics.gauge("engine_sequences_waiting", "Sequences taken but not running", read=lambda: float(waiting()))
-        share = metrics.gauge("vllm:kv_cache_usage_perc", "Share of KV blocks owned or leased, 0 to 1", [MODEL_LABEL])
-        share.labels(model).set_function(lambda: _share(usage()))
-        blocks = metrics.gauge("kv_blocks", "KV blocks by state; they add up to the pool", ["state"])
+        steps = metrics.histogram("engine_step_seconds", "Time of one engine step", STEP_BUCKETS_S, [MODEL_LABEL])
+        self.step_seconds = steps.labels(model)
+        self.step_failures = of_engine("engine_step_failures_total", "Steps that raised")
+        read("engine_sequences_running", "Sequences in the running batch", lambda: float(running()))
+        read("engine_sequences_waiting", "Sequences taken but not running", lambda: float(waiting()))
+        read("vllm:kv_cache_usage_perc", "Share of KV blocks owned or leased, 0 to 1", lambda: _share(usage()))
+        blocks = metrics.gauge("kv_blocks", "KV blocks by state; they add up to the pool", [MODEL_LABEL, "state"])
         for state in ("free", "owned", "leased", "cached"):
-            blocks.labels(state).set_function(lambda state=state: float(getattr(usage(), state)))
+            blocks.labels(model, state).set_function(lambda state=state: float(getattr(usage(), state)))
 
     def step(self, plan: StepPlan, elapsed_s: float) -> None:
         self.step_seconds.observe(elapsed_s)

@@ -18,6 +18,8 @@ from common.protocol.messages import TokenLogprobs
 
 SLICE_POSITIONS = 64
 """Positions whose logits are in memory at once."""
+SUMMED_POSITIONS = 256
+"""Positions whose hidden states are in memory in double precision at once."""
 LARGEST_STATE = 2.0**15
 """Larger numbers count as this: the sum of 2^20 of them still fits 64 bits."""
 
@@ -31,7 +33,17 @@ class Reader(Protocol):
 
 
 def total_state(states: torch.Tensor) -> torch.Tensor:
-    """states: floats [positions, hidden_size]. Returns their sum in units of `FIXED_POINT`, int64 [hidden_size]."""
+    """states: floats [positions, hidden_size]. Returns their sum in units of `FIXED_POINT`, int64 [hidden_size].
+
+    A whole step's states in double precision would be gigabytes, which a GPU full of weights and KV has not left.
+    """
+    total = torch.zeros(states.shape[1], dtype=torch.int64, device=states.device)
+    for part in states.split(SUMMED_POSITIONS):
+        total += _sum_of(part)
+    return total
+
+
+def _sum_of(states: torch.Tensor) -> torch.Tensor:
     exact = states.double().nan_to_num().clamp(-LARGEST_STATE, LARGEST_STATE)
     return (exact / FIXED_POINT).round().long().sum(0)
 

@@ -76,6 +76,10 @@ class Sequence:
             )
         if generation.prompt_tokens > len(tokens) or max(tokens) >= vocab_size or (scored and max(scored) >= vocab_size):
             raise ProtocolError(f"token ids must be below {vocab_size}, and no fewer than the prompt has")
+        if scored and generation.pooling:
+            raise ProtocolError("a prompt is scored or pooled, not both")
+        if not 0 < generation.weight <= MAX_SAMPLING_NUMBER:  # NaN is not
+            raise ProtocolError("a tenant's weight is out of range")
         _check_sampling(generation.sampling)
         given = [*tokens, *scored] if scored or generation.pooling else []
         known = len(tokens)

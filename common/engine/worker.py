@@ -14,7 +14,7 @@ import asyncio
 import contextvars
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol
 
 import anyio
@@ -23,9 +23,8 @@ import msgspec
 from common.cache.pool import BlockPool
 from common.cache.store_client import StoreClient
 from common.engine import stepping
+from common.engine.constraints import Constraints
 from common.engine.engine import Engine, OpenEngine
-from common.engine.masks import num_threads
-from common.engine.matcher import Matcher
 from common.engine.metrics import EngineMetrics
 from common.engine.outflow import FRAME_ENTRIES, Outflow
 from common.engine.plan import RunnerLost, StepPlan, StepResult
@@ -55,7 +54,6 @@ from common.runtime import logs
 from common.runtime.actor import Actor, WorkerState
 from common.runtime.bus import Bus
 from common.runtime.leases import LeaseTable
-from common.text.grammar import WorkerGrammars
 from common.transfer.fence import memory_fence
 from common.transfer.shm import host_id
 
@@ -98,7 +96,6 @@ class EngineWorker(Actor):
         self._cancelled: dict[str, int] = {}
         self._idle = anyio.Event()
         self._threads = EngineThreads()
-        self._compiling = anyio.CapacityLimiter(1)
         self.watch = StepWatch(floor_s=config.step_timeout_s, compile_s=config.compile_timeout_s)
 
     # -- life
@@ -113,7 +110,7 @@ class EngineWorker(Actor):
         self.store = StoreClient(self, segment.blocks, runner.fingerprint, self.config.shm_dir, enabled=keeps)
         self.scheduler = self.make_scheduler()
         self.prefixes = Prefixes(self)
-        self.grammars = WorkerGrammars(self.engine.files, vocab_size=runner.vocab_size, twins=num_threads())
+        self.constraints = Constraints(self, self.engine.files, vocab_size=runner.vocab_size)
         self.loop = StepLoop(
             runner=runner,
             scheduler=self.scheduler,
@@ -228,38 +225,12 @@ class EngineWorker(Actor):
         self.outflow.open(generation.gateway, generation.window, self.clock())
         self.held.grant(request, generation.gateway, sequence, self.clock())
         if not sequence.is_ready:
-            self._constrain(sequence)
+            self.constraints.begin(sequence)
         self.counters.prefix_queries.inc(len(sequence.tokens))
         self.counters.prefix_hits.inc(sequence.num_computed)
         self.answer(reply, Accepted(worker=self.ref))
         self.wake()
         return sequence
-
-    def _constrain(self, sequence: Sequence) -> None:
-        """Give a sequence the state of its grammar, at once or as soon as it is compiled."""
-        known = self.grammars.cached(sequence.sampling.grammar)
-        if known is not None:
-            sequence.matcher = Matcher(*known)
-        else:
-            self.task_group.start_soon(self._compile, sequence)
-
-    async def _compile(self, sequence: Sequence) -> None:
-        grammar = sequence.sampling.grammar
-        try:
-            compiled = await anyio.to_thread.run_sync(self.grammars.compile, grammar, limiter=self._compiling)
-        except PenstockError as error:
-            if self.is_held(sequence):
-                self.fail(sequence, error.code, str(error))
-            return
-        sequence.matcher = Matcher(*compiled)
-        self.wake()
-
-    def check_grammars(self, sequences: Iterable[Sequence]) -> None:
-        """After a step: end those whose grammar could not go on. What they got since then is not sent."""
-        for sequence in sequences:
-            if sequence.matcher is not None and sequence.matcher.error and self.is_held(sequence):
-                log.error("grammar_failed", request=sequence.request, reason=sequence.matcher.error)
-                self.fail(sequence, "internal_error", "the grammar's state became too complex: simplify the schema")
 
     @property
     def is_alone(self) -> bool:

@@ -4,6 +4,10 @@
     penstock.v1.completions.<model-slug>    client → a gateway of this model (queue group): OpenAI completion JSON
     penstock.v1.responses.<model-slug>      client → a gateway of this model (queue group): OpenAI responses JSON
     penstock.v1.messages.<model-slug>       client → a gateway of this model (queue group): Anthropic messages JSON
+    penstock.v1.embeddings.<model-slug>     client → a gateway of this model (queue group): OpenAI embeddings JSON
+    penstock.v1.score.<model-slug>          client → a gateway of this model (queue group): vLLM's /v1/score JSON
+    penstock.v1.input_tokens.<model-slug>   client → a gateway of this model (queue group): OpenAI responses JSON, for a count
+    penstock.v1.count_tokens.<model-slug>   client → a gateway of this model (queue group): Anthropic messages JSON, for a count
     penstock.v1.tokenize.<model-slug>       client → a gateway of this model (queue group): vLLM's /tokenize JSON
     penstock.v1.detokenize.<model-slug>     client → a gateway of this model (queue group): vLLM's /detokenize JSON
                                             (the slug of the model's name, or of one of its aliases)
@@ -39,18 +43,33 @@ from common.protocol.errors import InvalidParameter
 ROOT = "penstock.v1"
 INTERNAL = f"{ROOT}.int"
 TENANTS = f"{ROOT}.t"
+_KEPT = f"{INTERNAL}.batch"
 GATEWAY_QUEUE = "penstock-gateway"
 
 RECORDS, FILES, LINES, RESULTS = "PENSTOCK_RECORDS", "PENSTOCK_FILES", "PENSTOCK_LINES", "PENSTOCK_RESULTS"
 """Streams: what files and batches are, files' bytes, lines that wait for an answer, and answers."""
 STREAMS = (RECORDS, FILES, LINES, RESULTS)
 
+VIEWS = (
+    "chat",
+    "completions",
+    "responses",
+    "messages",
+    "embeddings",
+    "score",
+    "input_tokens",
+    "count_tokens",
+    "tokenize",
+    "detokenize",
+)
+"""Kinds of requests that are answered at once, each with a subject for each model."""
+
 _TOKEN = re.compile(r"[A-Za-z0-9_-]{1,128}")
 _CLIENT_INBOX = re.compile(rf"{re.escape(INTERNAL)}\.reply\.[A-Za-z0-9_-]{{1,128}}-inbox\.[A-Za-z0-9_-]{{1,128}}")
 
 
 def token(value: str, *, what: str = "id") -> str:
-    """`value` as one subject token.
+    """Return `value`, which can be one token of a subject.
 
     :raises InvalidParameter: if it holds a wildcard, a dot, white space, or is empty or too long.
     """
@@ -60,7 +79,7 @@ def token(value: str, *, what: str = "id") -> str:
 
 
 def slug(model: str) -> str:
-    """A model's name as a subject token: `HuggingFaceTB/SmolLM2-135M` → `huggingfacetb-smollm2-135m`.
+    """Return a model's name as a subject token: `HuggingFaceTB/SmolLM2-135M` → `huggingfacetb-smollm2-135m`.
 
     Letters beyond ASCII have no place in it; a digest of the name then tells such names apart: `größe-7b` → `gr-e-7b-5b31a1e0`.
     """
@@ -70,28 +89,48 @@ def slug(model: str) -> str:
     return readable[:128] or "model"
 
 
+def _of_model(view: str, model_slug: str) -> str:
+    return f"{ROOT}.{view}.{token(model_slug, what='model')}"
+
+
 def chat(model_slug: str) -> str:
-    return f"{ROOT}.chat.{token(model_slug, what='model')}"
+    return _of_model("chat", model_slug)
 
 
 def completions(model_slug: str) -> str:
-    return f"{ROOT}.completions.{token(model_slug, what='model')}"
+    return _of_model("completions", model_slug)
 
 
 def responses(model_slug: str) -> str:
-    return f"{ROOT}.responses.{token(model_slug, what='model')}"
+    return _of_model("responses", model_slug)
 
 
 def messages(model_slug: str) -> str:
-    return f"{ROOT}.messages.{token(model_slug, what='model')}"
+    return _of_model("messages", model_slug)
+
+
+def embeddings(model_slug: str) -> str:
+    return _of_model("embeddings", model_slug)
+
+
+def score(model_slug: str) -> str:
+    return _of_model("score", model_slug)
+
+
+def input_tokens(model_slug: str) -> str:
+    return _of_model("input_tokens", model_slug)
+
+
+def count_tokens(model_slug: str) -> str:
+    return _of_model("count_tokens", model_slug)
 
 
 def tokenize(model_slug: str) -> str:
-    return f"{ROOT}.tokenize.{token(model_slug, what='model')}"
+    return _of_model("tokenize", model_slug)
 
 
 def detokenize(model_slug: str) -> str:
-    return f"{ROOT}.detokenize.{token(model_slug, what='model')}"
+    return _of_model("detokenize", model_slug)
 
 
 def any_chat() -> str:
@@ -99,17 +138,17 @@ def any_chat() -> str:
 
 
 def any_request() -> list[str]:
-    """Where clients ask for answers, whatever the model."""
-    return [f"{ROOT}.{view}.*" for view in ("chat", "completions", "responses", "messages", "tokenize", "detokenize")]
+    """Return where clients ask for answers, whatever the model."""
+    return [f"{ROOT}.{view}.*" for view in VIEWS]
 
 
 def of_tenant(tenant: str, subject: str) -> str:
-    """A public subject as a tenant's own: `penstock.v1.chat.x` → `penstock.v1.t.acme.chat.x`."""
+    """Return a public subject as a tenant's own: `penstock.v1.chat.x` → `penstock.v1.t.acme.chat.x`."""
     return f"{TENANTS}.{token(tenant, what='tenant')}.{subject.removeprefix(f'{ROOT}.')}"
 
 
 def of_any_tenant(subject: str) -> str:
-    """What a gateway subscribes to, to hear `subject` from every tenant."""
+    """Return what a gateway subscribes to, to hear `subject` from every tenant."""
     return f"{TENANTS}.*.{subject.removeprefix(f'{ROOT}.')}"
 
 
@@ -122,7 +161,7 @@ def any_of_tenants() -> str:
 
 
 def tenant_of(subject: str) -> str:
-    """Whose own a subject is; empty for one that is nobody's."""
+    """Return the tenant that a subject belongs to; empty for one that belongs to none."""
     return subject.removeprefix(f"{TENANTS}.").partition(".")[0] if subject.startswith(f"{TENANTS}.") else ""
 
 
@@ -143,7 +182,7 @@ def any_cancel() -> str:
 
 
 def batch(model_slug: str) -> str:
-    return f"{ROOT}.batch.{token(model_slug, what='model')}"
+    return _of_model("batch", model_slug)
 
 
 def any_batch() -> str:
@@ -159,75 +198,76 @@ def any_result() -> str:
 
 
 def kept() -> str:
-    """Everything of files and batches."""
-    return f"{INTERNAL}.batch.>"
+    """Return the subject of everything that streams keep of files and batches."""
+    return f"{_KEPT}.>"
 
 
 def record(kind: str, id: str) -> str:
-    """What a file or a batch is."""
-    return f"{INTERNAL}.batch.record.{token(kind)}.{token(id)}"
+    """Return where it is kept what a file or a batch is. `kind`: file or batch."""
+    return f"{_KEPT}.record.{token(kind)}.{token(id)}"
 
 
 def records_of(kind: str) -> str:
-    return f"{INTERNAL}.batch.record.{token(kind)}.*"
+    return f"{_KEPT}.record.{token(kind)}.*"
 
 
 def any_record() -> str:
-    return f"{INTERNAL}.batch.record.*.*"
+    return f"{_KEPT}.record.*.*"
 
 
 def file_part(file: str, number: int) -> str:
-    return f"{INTERNAL}.batch.file.{token(file)}.{number}"
+    return f"{_KEPT}.file.{token(file)}.{number}"
 
 
 def parts_of(file: str) -> str:
-    return f"{INTERNAL}.batch.file.{token(file)}.*"
+    return f"{_KEPT}.file.{token(file)}.*"
 
 
 def any_file_part() -> str:
-    return f"{INTERNAL}.batch.file.*.*"
+    return f"{_KEPT}.file.*.*"
 
 
 def line(model_slug: str, batch: str, id: str) -> str:
-    """A line that waits for its answer. `id`: its number in a batch's file, or what its sender called it."""
-    return f"{INTERNAL}.batch.line.{token(model_slug, what='model')}.{token(batch)}.{token(id, what='line id')}"
+    """Return where a line waits for its answer. `id`: its number in a batch's file, or what its sender called it."""
+    return f"{_KEPT}.line.{token(model_slug, what='model')}.{token(batch)}.{token(id, what='line id')}"
 
 
 def lines_of_model(model_slug: str) -> str:
-    return f"{INTERNAL}.batch.line.{token(model_slug, what='model')}.*.*"
+    return f"{_KEPT}.line.{token(model_slug, what='model')}.*.*"
 
 
 def lines_of_batch(batch: str) -> str:
-    return f"{INTERNAL}.batch.line.*.{token(batch)}.*"
+    return f"{_KEPT}.line.*.{token(batch)}.*"
 
 
 def any_line() -> str:
-    return f"{INTERNAL}.batch.line.*.*.*"
+    return f"{_KEPT}.line.*.*.*"
 
 
 def keep(model_slug: str, batch: str) -> str:
-    """That a batch needs a gateway to see it through. `model_slug`: of the first model of the gateway that took it."""
-    return f"{INTERNAL}.batch.keep.{token(model_slug, what='model')}.{token(batch)}"
+    """Return where it is kept that a batch needs a gateway to see it through. `model_slug`: of the first model of the gateway
+    that took it."""
+    return f"{_KEPT}.keep.{token(model_slug, what='model')}.{token(batch)}"
 
 
 def batches_to_keep(model_slug: str) -> str:
-    return f"{INTERNAL}.batch.keep.{token(model_slug, what='model')}.*"
+    return f"{_KEPT}.keep.{token(model_slug, what='model')}.*"
 
 
 def any_keep() -> str:
-    return f"{INTERNAL}.batch.keep.*.*"
+    return f"{_KEPT}.keep.*.*"
 
 
 def line_result(batch: str, id: str) -> str:
-    return f"{INTERNAL}.batch.result.{token(batch)}.{token(id, what='line id')}"
+    return f"{_KEPT}.result.{token(batch)}.{token(id, what='line id')}"
 
 
 def results_of(batch: str) -> str:
-    return f"{INTERNAL}.batch.result.{token(batch)}.*"
+    return f"{_KEPT}.result.{token(batch)}.*"
 
 
 def any_line_result() -> str:
-    return f"{INTERNAL}.batch.result.*.*"
+    return f"{_KEPT}.result.*.*"
 
 
 def inbox(role: str, worker: str) -> str:
@@ -256,17 +296,18 @@ def any_presence() -> str:
 
 
 def last_token(subject: str) -> str:
-    """The last token of a subject: the model slug, request id or worker id it names."""
+    """Return the last token of a subject: the model slug, request id or worker id it names."""
     return subject.rsplit(".", 1)[-1]
 
 
 def reply_prefix(connection: str) -> str:
-    """Where answers to the requests of one connection of no role arrive, one more token each. Tenants can't listen there."""
+    """Return where answers to the requests of one connection of no role arrive, one more token each. Tenants can't listen
+    there."""
     return f"{INTERNAL}.reply.{token(connection, what='connection')}"
 
 
 def replies_of(role: str) -> str:
-    """Where answers to the requests of a role's connections arrive, a token for the connection and one more each."""
+    """Return where answers to the requests of a role's connections arrive, a token for the connection and one more each."""
     return f"{INTERNAL}.reply.{token(role, what='role')}"
 
 

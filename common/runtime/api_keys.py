@@ -83,7 +83,7 @@ def parse(text: str, name: str) -> KeyFile:
     """
     try:
         tables = msgspec.convert(tomllib.loads(text), _Tables)
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+    except (tomllib.TOMLDecodeError, msgspec.ValidationError, RecursionError) as error:
         raise ConfigError(f"{name}: {error}", param="api_keys") from error
     if len(tables.tenants) > MAX_TENANTS or len(tables.keys) > MAX_KEYS:
         raise ConfigError(f"{name}: at most {MAX_TENANTS} tenants and {MAX_KEYS} keys are taken", param="api_keys")

@@ -23,8 +23,8 @@ from common.runtime.actor import Actor
 from common.runtime.file_limit import FileLimit
 from common.runtime.http_access import HttpAccess
 from common.runtime.http_protocol import SEND_BUFFER_BYTES, BoundedHttpProtocol, HttpLimits
+from common.runtime.metrics import Metrics
 
-METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FINISH_TIMEOUT_S = 5
 """What responses get to finish after the actor has drained: all that is left to do is to write."""
 KEEP_ALIVE_S = 75
@@ -135,11 +135,17 @@ def guarded(app: ASGIApp, access: HttpAccess, refused: Counter) -> ASGIApp:
     return serve
 
 
-def worker_app(actor: Actor) -> Starlette:
-    """What every worker serves: Prometheus text, whether the process works, whether it takes requests."""
+def metrics_page(metrics: Metrics, request: Request) -> Response:
+    """The answer of `/metrics`, in the format that the request accepts."""
+    content, content_type = metrics.page(request.headers.get("accept", ""))
+    return Response(content, headers={"content-type": content_type, "vary": "accept"})
 
-    async def metrics(_: Request) -> Response:
-        return Response(actor.metrics.render(), media_type=METRICS_CONTENT_TYPE)
+
+def worker_app(actor: Actor) -> Starlette:
+    """What every worker serves: its metrics, whether the process works, whether it takes requests."""
+
+    async def metrics(request: Request) -> Response:
+        return metrics_page(actor.metrics, request)
 
     async def health(_: Request) -> Response:
         return status(actor.healthy)

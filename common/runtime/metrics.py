@@ -9,12 +9,16 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.gc_collector import GCCollector
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.platform_collector import PlatformCollector
 from prometheus_client.process_collector import ProcessCollector
 
 PREFIX = "penstock_"
 MODEL_LABEL = "model_name"
 """Every `vllm:…` metric has it: the name of the model for clients, as in vLLM."""
+PLAIN_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+_OPENMETRICS_VERSIONS = ("", "1.0.0")
 
 
 class Metrics:
@@ -53,8 +57,34 @@ class Metrics:
         return Histogram(_full(name), description, labels, buckets=tuple(buckets), registry=self.registry)
 
     def render(self) -> bytes:
-        """The text format that Prometheus scrapes."""
+        """Return all metrics in Prometheus's classic text format."""
         return generate_latest(self.registry)
+
+    def page(self, accept: str) -> tuple[bytes, str]:
+        """Return what `/metrics` answers to a request with this Accept header, and its content type: OpenMetrics for those who
+        ask for it, else the classic text format."""
+        if accepts_openmetrics(accept):
+            # any other escaping makes `vllm_…` of `vllm:…`
+            return openmetrics.generate_latest(self.registry, escaping=openmetrics.ALLOWUTF8), OPENMETRICS
+        return self.render(), PLAIN_TEXT
+
+
+def accepts_openmetrics(accept: str) -> bool:
+    """Whether an Accept header asks for OpenMetrics 1.0.0, and does not prefer plain text. `*/*` asks for neither."""
+    qualities = {"application/openmetrics-text": 0.0, "text/plain": 0.0}
+    for accepted in accept.lower().split(","):
+        kind, *parameters = (part.strip() for part in accepted.split(";"))
+        values = {name: value for name, _, value in (parameter.partition("=") for parameter in parameters)}
+        if kind not in qualities or (kind != "text/plain" and values.get("version", "") not in _OPENMETRICS_VERSIONS):
+            continue
+        try:
+            quality = float(values.get("q", "1"))
+        except ValueError:
+            continue
+        qualities[kind] = max(qualities[kind], quality)
+    return (
+        qualities["application/openmetrics-text"] > 0 and qualities["application/openmetrics-text"] >= qualities["text/plain"]
+    )
 
 
 def _full(name: str) -> str:

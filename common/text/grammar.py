@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -42,13 +42,16 @@ LIMITS = LLParserLimits(
 
 
 class _Vocabulary:
-    """The tokenizer as llguidance reads it."""
+    """The tokenizer as llguidance reads it, with `vocab_size` tokens: those that only the logits have are empty, and match
+    nothing. llguidance takes the number of tokens from here, whatever `n_vocab` says."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.eos_token_id = tokenizer.eos_ids[0]
-        self.bos_token_id = tokenizer.bos_id
-        self.tokens = tokenizer.byte_table(skip_special=False)
-        self.special_token_ids = sorted(tokenizer.special_ids)
+    def __init__(self, tokenizer: Tokenizer, eos_ids: Sequence[int], vocab_size: int) -> None:
+        bos = tokenizer.bos_id
+        self.eos_token_id = eos_ids[0]
+        self.bos_token_id = bos if bos is not None and bos < vocab_size else None
+        tokens = tokenizer.byte_table(skip_special=False)[:vocab_size]
+        self.tokens = tokens + [b""] * (vocab_size - len(tokens))
+        self.special_token_ids = sorted(index for index in tokenizer.special_ids if index < vocab_size)
         self._tokenizer = tokenizer
 
     def __call__(self, text: str) -> list[int]:
@@ -58,17 +61,20 @@ class _Vocabulary:
 class GrammarCompiler:
     """Compiled grammars of one vocabulary. Safe to use from several threads; makes its tables at the first use (0.1 s)."""
 
-    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int = 0) -> None:
-        """`vocab_size`: of the model's logits, which may be more than the tokenizer's."""
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int = 0, max_cached: int = MAX_CACHED) -> None:
+        """`vocab_size`: of the model's logits, which may be more than the tokenizer's, or fewer; 0: the tokenizer's.
+        `max_cached`: compiled grammars kept."""
         self._tokenizer = tokenizer
-        self._vocab_size = max(vocab_size, tokenizer.vocab_size)
-        self._lock = threading.Lock()
+        self._vocab_size = vocab_size or tokenizer.vocab_size
+        self._max_cached = max_cached
+        self._lock = threading.Lock()  # never held while tables are made or a grammar is compiled: event loops take it
+        self._making_tables = threading.Lock()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._vocabulary: LLTokenizer | None = None
 
     def twin(self) -> GrammarCompiler:
         """Return another compiler with the same tables, whose matchers share nothing that changes with this one's."""
-        other = GrammarCompiler(self._tokenizer, vocab_size=self._vocab_size)
+        other = GrammarCompiler(self._tokenizer, vocab_size=self._vocab_size, max_cached=self._max_cached)
         other._vocabulary = self._tables()
         return other
 
@@ -100,19 +106,18 @@ class GrammarCompiler:
             raise InvalidParameter(f"the grammar can't be used: {_on_one_line(matcher.get_error())}")
         with self._lock:
             self._compiled[grammar] = matcher
-            while len(self._compiled) > MAX_CACHED:
+            while len(self._compiled) > self._max_cached:
                 self._compiled.popitem(last=False)
         return matcher.deep_copy()
 
     def _tables(self) -> LLTokenizer:
-        with self._lock:
+        with self._making_tables:
             if self._vocabulary is None:
-                if not self._tokenizer.has_byte_table or not self._tokenizer.eos_ids:
+                eos_ids = [index for index in self._tokenizer.eos_ids if index < self._vocab_size]
+                if not self._tokenizer.has_byte_table or not eos_ids:
                     raise InvalidParameter("this model's tokenizer does not support structured output")
-                wrapped = TokenizerWrapper(_Vocabulary(self._tokenizer))
-                self._vocabulary = LLTokenizer(
-                    wrapped, n_vocab=self._vocab_size, eos_token=self._tokenizer.eos_ids, slices=SLICES
-                )
+                wrapped = TokenizerWrapper(_Vocabulary(self._tokenizer, eos_ids, self._vocab_size))
+                self._vocabulary = LLTokenizer(wrapped, n_vocab=self._vocab_size, eos_token=eos_ids, slices=SLICES)
             return self._vocabulary
 
 
@@ -130,10 +135,11 @@ class WorkerGrammars:
     a step are filled in several threads. So a grammar is compiled up to `twins` times, and requests get copies in turn.
     """
 
-    def __init__(self, files: ModelFiles | None, *, vocab_size: int, twins: int = 1) -> None:
-        """`files`: None for a model without a tokenizer. `vocab_size`: of its logits."""
+    def __init__(self, files: ModelFiles | None, *, vocab_size: int, twins: int = 1, max_cached: int = MAX_CACHED) -> None:
+        """`files`: None for a model without a tokenizer. `vocab_size`: of its logits. `max_cached`: grammars kept of a twin."""
         self._files = files
         self._vocab_size = vocab_size
+        self._max_cached = max_cached
         self._num_twins = twins
         self._compilers: list[GrammarCompiler] = []
         self._next = 0
@@ -153,7 +159,8 @@ class WorkerGrammars:
         if not self._compilers:
             if self._files is None:
                 raise InvalidParameter("this worker knows no tokenizer: structured output is not supported")
-            first = GrammarCompiler(load_tokenizer(self._files), vocab_size=self._vocab_size)
+            tokenizer = load_tokenizer(self._files)
+            first = GrammarCompiler(tokenizer, vocab_size=self._vocab_size, max_cached=self._max_cached)
             self._compilers = [first, *(first.twin() for _ in range(1, self._num_twins))]
         twin = self._turn()
         return Compiled(self._compilers[twin].compile(grammar), twin)

@@ -165,7 +165,7 @@ class DecodeActor(EngineWorker):
             if done.sequence.is_read and self.is_held(done.sequence):
                 self.outflow.read(done.sequence)
         progress = [done for done in progress if not done.sequence.is_read]
-        self.check_grammars(done.sequence for done in progress)
+        self.constraints.check((done.sequence, done.start) for done in progress)
         self.outflow.put((done.sequence, done.start) for done in progress if self.is_held(done.sequence))
         for done in progress:
             self.counters.generation_tokens.inc(done.sequence.num_outputs - done.start)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from typing import Literal
 
+from common.protocol.errors import Cancelled, DeadlineExceeded
 from common.runtime import logs
 from services.gateway.answer import Answer
 from services.gateway.bodies import Usage
@@ -25,6 +26,8 @@ from services.gateway.vector_answer import VectorAnswer
 log = logs.get_fast("access")
 
 GONE_CODE, GONE_STATUS = "client_closed_request", 499
+_ENDED_BY_CLIENT = (GONE_CODE, Cancelled.code, DeadlineExceeded.code)
+"""What a client can end a request with whose prompt is being computed."""
 
 
 class AccessRecord:
@@ -77,13 +80,14 @@ class AccessRecord:
         )
 
     def _leave(self, visit: Visit, status: int, code: str) -> None:
-        """A tenant's request ends. One that failed before its first token took nothing."""
+        """A tenant's request ends. One that we failed before its first token took nothing; one that its client ended took its
+        prompt, or prompts would be free for those who never wait for an answer."""
         now = time.monotonic()
         usage, model = Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0), ""
         if self.answer is not None:
             model = self.answer.job.model
             found = self.answer.usage()
-            if found.completion_tokens or not code:
+            if found.completion_tokens or not code or code in _ENDED_BY_CLIENT:
                 usage = found
         visit.leave(usage.prompt_tokens + usage.completion_tokens, now)
         visit.tenant.on_usage(

@@ -35,20 +35,12 @@ from services.gateway.choice_events import AnswerFormat, ChoiceEvents
 from services.gateway.choices import ChoiceText, Delta, ScoredToken, choice_seed
 from services.gateway.metrics import EdgeMetrics
 from services.gateway.prepare import Job
-from services.gateway.prompt_scores import PromptText, ScoredStream
+from services.gateway.prompt_scores import OutputStream, PromptText, ScoredStream
 from services.gateway.requests import GenerationRequest, Output
 
 SLICE_VALUES = 1024
 """Tokens, and alternatives listed beside them, that are turned into text at a time: about a millisecond."""
 _SEARCH_COST = 4  # looking for stop strings goes character by character, a parser token by token
-
-
-class OutputStream(Protocol):
-    """What the core returns for one generation."""
-
-    async def next(self) -> Output: ...
-
-    def cancel(self) -> None: ...
 
 
 class Core(Protocol):

@@ -95,6 +95,7 @@ DEADLINE = Parameter(
 )
 REQUEST_ID = Parameter("X-Request-Id", "header", "Comes back with the answer, if it is one word of 1 to 128 characters.")
 TEXT: dict[str, Schema] = {"text/plain": STRING}
+METRICS: dict[str, Schema] = {**TEXT, "application/openmetrics-text": STRING}
 PAGE: dict[str, Schema] = {"text/html": STRING}
 DOCUMENT: dict[str, Schema] = {JSON: {"type": "object"}}
 

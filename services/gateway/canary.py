@@ -22,7 +22,7 @@ from services.gateway.actions import Path
 from services.gateway.health import STRIKES, Health
 from services.gateway.requests import GenerationRequest
 from services.gateway.router import Router
-from services.gateway.stream import Stream
+from services.gateway.stream import Stream, end_of
 
 log = logs.get("gateway.canary")
 
@@ -134,12 +134,4 @@ class Canary:
             deadline_s=self._timeout_s,
         )
         stream = self._generate(request, "prefill" if worker.role == "prefill" else "direct", worker)
-        try:
-            while True:
-                output = await stream.next()
-                if output.error is not None:
-                    raise output.error
-                if output.finish is not None:
-                    return
-        finally:
-            stream.cancel()
+        await end_of(stream)

@@ -76,26 +76,31 @@ class Catalog:
         """Every model's name and aliases."""
         return list(self._by_name)
 
-    def find(self, name: str) -> OfferedModel:
-        """:raises UnknownModel: no model has that name; the message lists what there is."""
+    def find(self, name: str, tenant: Tenant | None = None) -> OfferedModel:
+        """The model of that name. `tenant`: who asks.
+
+        :raises UnknownModel: no model has that name; the message lists those that `tenant` may use.
+        :raises Forbidden: it may not use this one.
+        """
         model = self._by_name.get(name)
         if model is None:
-            raise UnknownModel(f"the model {name[:100]!r} is not served here; {self._listed()}", param="model")
+            raise UnknownModel(f"the model {name[:100]!r} is not served here; {self._listed(tenant)}", param="model")
+        if tenant is not None:
+            tenant.check_model(model.name)
         return model
 
-    def choose(self, name: str | None, *, of_subject: OfferedModel | None = None) -> OfferedModel:
-        """The model for a request that says `name`. `of_subject`: whose subject it came on, over NATS.
+    def choose(self, name: str | None, *, of_subject: OfferedModel | None = None, tenant: Tenant | None = None) -> OfferedModel:
+        """The model for a request that says `name`. `of_subject`: whose subject it came on, over NATS. `tenant`: whose it is.
 
         :raises UnknownModel: no model has that name, or the subject is another one's.
         :raises InvalidParameter: none is named, and there are several.
+        :raises Forbidden: `tenant` may not use it.
         """
         if name is None:
-            if of_subject is not None:
-                return of_subject
-            if len(self.models) > 1:
-                raise InvalidParameter(f"model is missing: {self._listed()} served here", param="model")
-            return self.models[0]
-        model = self.find(name)
+            if of_subject is None and len(self.models) > 1:
+                raise InvalidParameter(f"model is missing: {self._listed(tenant)} served here", param="model")
+            return self.find((of_subject or self.models[0]).name, tenant)
+        model = self.find(name, tenant)
         if of_subject is not None and model is not of_subject:
             raise UnknownModel(
                 f"the model {name[:100]!r} is not served on this subject; {of_subject.name} is: publish to the subject of "
@@ -124,9 +129,7 @@ class Catalog:
         is_large = len(body) > SMALL_BYTES
         view = VIEWS[view_name]
         request, writers = await self._read(view, body, notes)
-        model = self.choose(request.model, of_subject=of_subject)
-        if tenant is not None:
-            tenant.check_model(model.name)
+        model = self.choose(request.model, of_subject=of_subject, tenant=tenant)
         try:
             job = await model.preparer.prepare(
                 request,
@@ -143,18 +146,19 @@ class Catalog:
             raise view.in_its_terms(error) from error
         return model, job, notes
 
-    async def count(self, view: View, body: bytes, tenant: Tenant | None = None) -> int:
-        """How many tokens the prompt in `body` has. `tenant`: whose request it is.
+    async def count(
+        self, view: View, body: bytes, tenant: Tenant | None = None, *, of_subject: OfferedModel | None = None
+    ) -> tuple[int, Notes]:
+        """How many tokens the prompt in `body` has, and what of the body had no effect. `tenant`: whose request it is.
 
         :raises RequestError: what is wrong with the request.
         """
-        request, _ = await self._read(view, body, Notes(strict=self._strict))
-        model = self.choose(request.model)
-        if tenant is not None:
-            tenant.check_model(model.name)
+        notes = Notes(strict=self._strict)
+        request, _ = await self._read(view, body, notes)
+        model = self.choose(request.model, of_subject=of_subject, tenant=tenant)
         try:
             assert isinstance(request, ChatRequest)
-            return await model.preparer.count(request, is_large=len(body) > SMALL_BYTES)
+            return await model.preparer.count(request, is_large=len(body) > SMALL_BYTES), notes
         except RequestError as error:
             raise view.in_its_terms(error) from error
 
@@ -163,7 +167,14 @@ class Catalog:
         return await self.intake.run(steps, large=len(body) > SMALL_BYTES)
 
     async def prepare_vectors(
-        self, kind: VectorKind, body: bytes, *, id: str, deadline_ms: str | None = None, tenant: Tenant | None = None
+        self,
+        kind: VectorKind,
+        body: bytes,
+        *,
+        id: str,
+        deadline_ms: str | None = None,
+        of_subject: OfferedModel | None = None,
+        tenant: Tenant | None = None,
     ) -> tuple[OfferedModel, VectorJob, Notes]:
         """The model that `body` is for, the job, and what of the body had no effect.
 
@@ -172,9 +183,7 @@ class Catalog:
         notes = Notes(strict=self._strict)
         steps = parse_vectors(kind, body, max_prompt_tokens=self._longest_prompt, notes=notes)
         request = await self.intake.run(steps, large=len(body) > SMALL_BYTES)
-        model = self.choose(request.model)
-        if tenant is not None:
-            tenant.check_model(model.name)
+        model = self.choose(request.model, of_subject=of_subject, tenant=tenant)
         job = await model.vectors.prepare(request, notes, id=id, deadline_ms=deadline_ms, tenant=tenant)
         return model, job, notes
 
@@ -189,18 +198,16 @@ class Catalog:
         is_large = len(body) > SMALL_BYTES
         if kind == "tokenize":
             text = await self.intake.run(parse_tokenize(body, notes), large=is_large)
-            model = self.choose(text.model, of_subject=of_subject)
-            if tenant is not None:
-                tenant.check_model(model.name)
+            model = self.choose(text.model, of_subject=of_subject, tenant=tenant)
             return model, await model.tokenizing.tokenize(text), notes
         limit = max(model.tokenizing.max_tokens for model in self.models)
         ids = await self.intake.run(parse_detokenize(body, notes, max_tokens=limit), large=is_large)
-        model = self.choose(ids.model, of_subject=of_subject)
-        if tenant is not None:
-            tenant.check_model(model.name)
+        model = self.choose(ids.model, of_subject=of_subject, tenant=tenant)
         return model, await model.tokenizing.detokenize(ids), notes
 
-    def _listed(self) -> str:
-        names = self.names
+    def _listed(self, tenant: Tenant | None) -> str:
+        names = [name for name, model in self._by_name.items() if tenant is None or tenant.may_use(model.name)]
+        if not names:
+            return "none is"
         shown = ", ".join(names[:MAX_LISTED]) + (", …" if len(names) > MAX_LISTED else "")
         return f"{shown} {'is' if len(names) == 1 else 'are'}"

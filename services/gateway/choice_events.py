@@ -15,7 +15,7 @@ from common.text.output.events import CallEnd, Event, Reasoning, Text, merged
 from common.text.output.formats import Dialect
 from common.text.output.parser import OutputParser
 from common.text.output.tools import ToolSet
-from services.gateway.choices import Delta, Finish, ScoredToken, StopSearch, StopStrings, TextSource
+from services.gateway.choices import Choice, Delta, ScoredToken, StopStrings, TextSource
 
 
 class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,11 +36,8 @@ class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
         return self.dialect.reasoning != "none"
 
 
-class ChoiceEvents:
-    """The events of one choice; arguments as for `ChoiceText`.
-
-    `reasoning_count` counts the tokens of reasoning among `token_count`, its marks included.
-    """
+class ChoiceEvents(Choice):
+    """The events of one choice. `reasoning_count` counts the marks of reasoning too."""
 
     def __init__(
         self,
@@ -54,40 +51,29 @@ class ChoiceEvents:
         stop_token_ids: Collection[int] = (),
         scored: bool = False,
     ) -> None:
-        self._source = source
+        super().__init__(
+            source,
+            stops=stops,
+            include_stop=include_stop,
+            min_tokens=min_tokens,
+            stop_token_ids=stop_token_ids,
+            scored=scored,
+        )
         self._parser = parser
         self._shows_reasoning = shows_reasoning
-        self._search = None if stops is None else StopSearch(stops, include=include_stop)
-        self._min_tokens = min_tokens
-        self._stop_token_ids = stop_token_ids
-        self._scored = scored
         self._fed = 0  # characters
         self._settled = 0  # characters of which is known what they are, and that were delivered or dropped
-        self._unsent: list[ScoredToken] = []
         self._events: list[Event] = []
-        self.token_count = 0
-        self.reasoning_count = 0
-        self.finish: Finish | None = None
 
-    def push(
-        self, tokens: Sequence[int], scores: Sequence[TokenLogprobs] | None = None, finish: FinishReason | None = None
-    ) -> Delta:
-        """What `tokens` add. `finish` says that these are the last; a stop string or a last call may end the choice before.
-
-        Once `self.finish` is set, the rest is ignored.
-        """
-        if self.finish is not None:
-            return Delta("", finish=self.finish)
-        hidden = finish == "stop" and bool(tokens) and tokens[-1] in self._stop_token_ids
-        for index, token in enumerate(tokens[:-1] if hidden else tokens):
+    def _read(self, tokens: Sequence[int], scores: Sequence[TokenLogprobs] | None) -> None:
+        for index, token in enumerate(tokens):
             if self._scored and scores is not None and index < len(scores):
                 self._unsent.append(ScoredToken(token, scores[index], self._fed))
             self._push_token(token)
             if self.finish is not None:
                 break
-        if self.finish is None and finish is not None:
-            self.token_count += hidden
-            self._end(finish)
+
+    def _delta(self) -> Delta:
         events, self._events = merged(self._events), []
         scored = self._take_scored() if self._scored else None
         stopped_by = None if self._search is None else self._search.found

@@ -124,15 +124,65 @@ class StopSearch:
         return text
 
 
-class ChoiceText:
-    """The text of one choice.
+class Choice:
+    """What every choice does with its tokens, whatever they are read as.
 
     `stop_token_ids`: a token of these that ended the choice counts but is not shown. `min_tokens`: stop strings are looked
-    for only behind so many tokens. `begins_at`: characters that stand before it. `token_count` counts the tokens up to the
-    end of the choice, shown or not.
+    for only behind so many tokens. `token_count` counts the tokens up to the end of the choice, shown or not;
+    `reasoning_count` those of reasoning among them.
     """
 
-    reasoning_count = 0
+    def __init__(
+        self,
+        source: TextSource,
+        *,
+        stops: StopStrings | None = None,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        stop_token_ids: Collection[int] = (),
+        scored: bool = False,
+    ) -> None:
+        self._source = source
+        self._search = None if stops is None else StopSearch(stops, include=include_stop)
+        self._min_tokens = min_tokens
+        self._stop_token_ids = stop_token_ids
+        self._scored = scored
+        self._unsent: list[ScoredToken] = []
+        self.token_count = 0
+        self.reasoning_count = 0
+        self.finish: Finish | None = None
+
+    def push(
+        self, tokens: Sequence[int], scores: Sequence[TokenLogprobs] | None = None, finish: FinishReason | None = None
+    ) -> Delta:
+        """What `tokens` add. `finish` says that these are the last; a stop string or a last call may end the choice before.
+
+        Once `self.finish` is set, the rest is ignored.
+        """
+        if self.finish is not None:
+            return Delta("", finish=self.finish)
+        hidden = finish == "stop" and bool(tokens) and tokens[-1] in self._stop_token_ids
+        self._read(tokens[:-1] if hidden else tokens, scores)
+        if self.finish is None and finish is not None:
+            self.token_count += hidden
+            self._end(finish)
+        return self._delta()
+
+    def _read(self, tokens: Sequence[int], scores: Sequence[TokenLogprobs] | None) -> None:
+        """Take tokens that are shown. Sets `finish` where they end the choice."""
+        raise NotImplementedError
+
+    def _end(self, finish: FinishReason) -> None:
+        """Deliver what was still held. Sets `finish`."""
+        raise NotImplementedError
+
+    def _delta(self) -> Delta:
+        """What has been delivered since the last call."""
+        raise NotImplementedError
+
+
+class ChoiceText(Choice):
+    """The text of one choice. `begins_at`: characters that stand before it."""
 
     def __init__(
         self,
@@ -145,45 +195,26 @@ class ChoiceText:
         scored: bool = False,
         begins_at: int = 0,
     ) -> None:
-        self._source = source
-        self._search = None if stops is None else StopSearch(stops, include=include_stop)
-        self._min_tokens = min_tokens
-        self._stop_token_ids = stop_token_ids
-        self._scored = scored
+        super().__init__(
+            source,
+            stops=stops,
+            include_stop=include_stop,
+            min_tokens=min_tokens,
+            stop_token_ids=stop_token_ids,
+            scored=scored,
+        )
         self._emitted = begins_at  # characters
-        self._unsent: list[ScoredToken] = []
+        self._pieces: list[str] = []  # emitted, and not in a delta yet
         self._cut = False  # ended by a stop string
-        self.token_count = 0
-        self.finish: FinishReason | None = None
 
-    def push(
-        self, tokens: Sequence[int], scores: Sequence[TokenLogprobs] | None = None, finish: FinishReason | None = None
-    ) -> Delta:
-        """The text that `tokens` add. `finish` says that these are the last; a stop string may end the choice before.
-
-        Once `self.finish` is set, the rest is ignored.
-        """
-        if self.finish is not None:
-            return Delta("", finish=self.finish)
-        hidden = finish == "stop" and bool(tokens) and tokens[-1] in self._stop_token_ids
-        shown = tokens[:-1] if hidden else tokens
-        text = self._push_each(shown, scores) if self._search or self._scored else self._push_all(shown)
-        if self.finish is None and finish is not None:
-            self.token_count += hidden
-            text += self._end(finish)
-        delta = Delta(text, self._take_sent(ended=self.finish is not None), self.finish)
-        if self._cut and self._search is not None:
-            delta.stopped_by = self._search.found
-        return delta
-
-    def _push_all(self, tokens: Sequence[int]) -> str:
+    def _read(self, tokens: Sequence[int], scores: Sequence[TokenLogprobs] | None) -> None:
+        if self._search is not None or self._scored:
+            self._read_each(tokens, scores)
+            return
         self.token_count += len(tokens)
-        text = self._source.push(tokens)
-        self._emitted += len(text)
-        return text
+        self._emit(self._source.push(tokens))
 
-    def _push_each(self, tokens: Sequence[int], scores: Sequence[TokenLogprobs] | None) -> str:
-        sent: list[str] = []
+    def _read_each(self, tokens: Sequence[int], scores: Sequence[TokenLogprobs] | None) -> None:
         for index, token in enumerate(tokens):
             if self._scored and scores is not None and index < len(scores):
                 held = 0 if self._search is None else len(self._search.held)
@@ -191,40 +222,45 @@ class ChoiceText:
             self.token_count += 1
             text = self._source.push((token,))
             if self.token_count <= self._min_tokens:
-                self._emitted += len(text)
-                sent.append(text)
+                self._emit(text)
             else:
-                sent.append(self._release(text))
+                self._release(text)
             if self.finish is not None:
                 break
-        return "".join(sent)
 
-    def _release(self, text: str) -> str:
-        """What can be sent now that `text` follows what is held. Sets `finish` at a stop string."""
+    def _release(self, text: str) -> None:
+        """Emit what can be sent now that `text` follows what is held. Sets `finish` at a stop string."""
         search = self._search
         if search is not None:
             text = search.push(text)
             if search.found is not None:
                 self.finish = "stop"
                 self._cut = True
-        self._emitted += len(text)
-        return text
+        self._emit(text)
 
-    def _end(self, finish: FinishReason) -> str:
-        """The text that was still held, by the detokenizer or here."""
-        text = self._release(self._source.finish())
+    def _end(self, finish: FinishReason) -> None:
+        """Deliver what was still held, by the detokenizer or here."""
+        self._release(self._source.finish())
         if self.finish is None:
             self.finish = finish
-            held = "" if self._search is None else self._search.flush()
-            self._emitted += len(held)
-            text += held
-        return text
+            self._emit("" if self._search is None else self._search.flush())
 
-    def _take_sent(self, *, ended: bool) -> list[ScoredToken] | None:
+    def _emit(self, text: str) -> None:
+        self._emitted += len(text)
+        self._pieces.append(text)
+
+    def _delta(self) -> Delta:
+        text, self._pieces = "".join(self._pieces), []
+        delta = Delta(text, self._take_sent(), self.finish)
+        if self._cut and self._search is not None:
+            delta.stopped_by = self._search.found
+        return delta
+
+    def _take_sent(self) -> list[ScoredToken] | None:
         """The scored tokens whose text has been sent by now; after a stop string those behind the cut never are."""
         if not self._scored:
             return None
-        whole = ended and not self._cut
+        whole = self.finish is not None and not self._cut
         count = len(self._unsent) if whole else sum(token.offset < self._emitted for token in self._unsent)
         taken, self._unsent = self._unsent[:count], self._unsent[count:]
         return taken

@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from common.protocol import headers
 from common.protocol.errors import Overloaded, PenstockError, drop_frames
 from common.runtime import logs
+from common.runtime.endpoints import metrics_page
 from common.runtime.version import version
 from services.gateway import bodies
 from services.gateway.access_log import GONE_CODE, GONE_STATUS, AccessRecord
@@ -49,7 +50,7 @@ from services.gateway.tenants import Visit
 from services.gateway.token_bodies import TokenKind
 from services.gateway.tokenizing import tokenizer_info
 from services.gateway.vector_http import Serve, Vectors
-from services.gateway.views.registry import COUNTING, VIEWS, new_id, view_of
+from services.gateway.views.registry import COUNTING, VIEWS, CountKind, new_id, view_of
 from services.gateway.views.view import View, ViewName
 from services.gateway.whole import Pieces
 
@@ -91,9 +92,9 @@ def create_app(
             Route("/v1/chat/completions", _Endpoint(partial(api.generate, "chat")), methods=["POST"]),
             Route("/v1/completions", _Endpoint(partial(api.generate, "completion")), methods=["POST"]),
             Route("/v1/responses", _Endpoint(partial(api.generate, "responses")), methods=["POST"]),
-            Route("/v1/responses/input_tokens", _Endpoint(partial(api.generate, "responses", counts=True)), methods=["POST"]),
+            Route("/v1/responses/input_tokens", _Endpoint(partial(api.count, "input_tokens")), methods=["POST"]),
             Route("/v1/messages", _Endpoint(partial(api.generate, "messages")), methods=["POST"]),
-            Route("/v1/messages/count_tokens", _Endpoint(partial(api.generate, "messages", counts=True)), methods=["POST"]),
+            Route("/v1/messages/count_tokens", _Endpoint(partial(api.count, "count_tokens")), methods=["POST"]),
             Route("/v1/embeddings", Vectors(api, "embedding"), methods=["POST"]),
             Route("/v1/score", Vectors(api, "score"), methods=["POST"]),
             Route("/score", Vectors(api, "score"), methods=["POST"]),
@@ -144,10 +145,7 @@ class _Api:
     async def model(self, request: Request) -> Response:
         tenant = self._door.authorize(request.scope)
         name = request.path_params["model"]
-        model = self.catalog.find(name)
-        if tenant is not None:
-            tenant.check_model(model.name)
-        return _json(self._model_body(model, name))
+        return _json(self._model_body(self.catalog.find(name, tenant), name))
 
     async def health(self, request: Request) -> Response:
         """200 for as long as the process answers, whatever it could serve: it must not be restarted for want of workers."""
@@ -164,14 +162,12 @@ class _Api:
         """Without a key, unless there are tenants: their names and what they use are in it."""
         if self._door.has_tenants:
             self._door.authorize_overview(request.scope)
-        return Response(self._gateway.metrics.render(), media_type="text/plain; version=0.0.4")
+        return metrics_page(self._gateway.metrics, request)
 
     async def tokenizer_info(self, request: Request) -> Response:
         """What vLLM tells of a tokenizer, of the model that `?model=` names."""
         tenant = self._door.authorize(request.scope)
-        model = self.catalog.choose(request.query_params.get("model"))
-        if tenant is not None:
-            tenant.check_model(model.name)
+        model = self.catalog.choose(request.query_params.get("model"), tenant=tenant)
         return _json(tokenizer_info(model.bundle))
 
     async def version(self, request: Request) -> Response:
@@ -181,10 +177,12 @@ class _Api:
         """As SageMaker asks: 200 once requests would be answered, with an empty body."""
         return Response(status_code=200 if self._gateway.ready else 503)
 
-    async def generate(self, name: ViewName, scope: Scope, receive: Receive, send: Send, *, counts: bool = False) -> None:
-        """Answer one request. `counts`: the answer is how many tokens its prompt has."""
-        serve = partial(self._count if counts else self._serve, name)
-        await self.answer(new_id(name), VIEWS[name], serve, scope, receive, send)
+    async def generate(self, name: ViewName, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.answer(new_id(name), VIEWS[name], partial(self._serve, name), scope, receive, send)
+
+    async def count(self, kind: CountKind, scope: Scope, receive: Receive, send: Send) -> None:
+        """Tell how many tokens a prompt has."""
+        await self.answer(new_id(kind), view_of(kind), partial(self._count, kind), scope, receive, send)
 
     async def tokens(self, kind: TokenKind, scope: Scope, receive: Receive, send: Send) -> None:
         await self.answer(new_id(kind), view_of(kind), partial(self._serve_tokens, kind), scope, receive, send)
@@ -198,9 +196,10 @@ class _Api:
         record = AccessRecord("http", scope["path"], id, self._metrics, enabled=self.config.access_log)
         record.client_id = shown_id.decode()
         self._active += 1
-        code = ""
+        code = GONE_CODE  # if it is cancelled
         try:
             await serve(id, scope, exchange, record)
+            code = ""
         except Exception as error:
             if not isinstance(error, PenstockError):
                 log.exception("request_failed", request=id)
@@ -213,10 +212,10 @@ class _Api:
                 await exchange.fail(error)
         finally:
             self._active -= 1
-        if exchange.gone:
-            record.close(GONE_STATUS, GONE_CODE)
-        else:
-            record.close(exchange.status, code)
+            if exchange.gone or code == GONE_CODE:
+                record.close(GONE_STATUS, GONE_CODE)
+            else:
+                record.close(exchange.status, code)
 
     async def _serve(self, name: ViewName, id: str, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:
         """:raises PenstockError: what the client is told; nothing is held for it any more then."""
@@ -239,14 +238,16 @@ class _Api:
         send = partial(self._stream if job.stream else self._collect, answer, model.token_names, exchange)
         await answer.run(send, watch=partial(self.watch, exchange, id))
 
-    async def _count(self, name: ViewName, id: str, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:
+    async def _count(self, kind: CountKind, id: str, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:
         """:raises PenstockError: what the client is told."""
         visit = self.check(scope, record)
         with self._intake.room() as room:
             body = await read_body(scope, exchange.receive, self.config.max_body_bytes, room)
             tenant = None if visit is None else visit.tenant
-            num_tokens = await self.catalog.count(COUNTING[name], body, tenant)
-        answer = COUNTING[name].count_body(num_tokens)
+            num_tokens, notes = await self.catalog.count(COUNTING[kind], body, tenant)
+            del body
+        self._warn(notes, exchange)
+        answer = COUNTING[kind].count_body(num_tokens)
         await exchange.respond(200, [answer], len(answer))
 
     async def _serve_tokens(self, kind: TokenKind, id: str, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:

@@ -87,7 +87,7 @@ class _Families:
             [MODEL_LABEL, "finished_reason"],
         )
         self.cached_tokens = metrics.counter(
-            "cached_prompt_tokens_total", "Prompt tokens of ended requests that did not have to be computed"
+            "cached_prompt_tokens_total", "Prompt tokens of ended requests that did not have to be computed", by_model
         )
         self.errors = metrics.counter("request_errors_total", "Refused, failed and cancelled requests", ["edge", "code"])
         self.dropped = metrics.counter("nats_dropped_total", "NATS messages dropped without an answer", ["reason"])
@@ -126,7 +126,7 @@ class EdgeMetrics:
         self._prompt_tokens = families.prompt_tokens.labels(model)
         self._generated = families.generated.labels(model)
         self._success = families.success
-        self._cached_tokens = families.cached_tokens
+        self._cached_tokens = families.cached_tokens.labels(model)
         self._errors = families.errors
         self._dropped = families.dropped
         self._ignored = families.ignored

@@ -1,4 +1,4 @@
-"""The API on NATS: a subject for each view of each name of each model, as `penstock.v1.chat.<slug>`, and for tokens.
+"""The API on NATS: a subject for each view of each name of each model (`penstock.v1.chat.<slug>`), for vectors and for tokens.
 
 A request is the view's JSON with a reply inbox; headers as in `common/protocol/headers.py`. `stream` is true unless the body
 says otherwise. The answer is one message per chunk, each with its sequence number; the last has the final marker, and of a chat
@@ -46,14 +46,13 @@ from services.gateway.catalog import Catalog
 from services.gateway.collect import Collector, Holding
 from services.gateway.config import GatewayConfig
 from services.gateway.door import Door
-from services.gateway.intake import Room
 from services.gateway.live_requests import LiveRequests
 from services.gateway.logprobs import TokenNames
 from services.gateway.namesakes import Namesakes
 from services.gateway.nats_reply import Link, Reply, check_reply, is_inbox_of
 from services.gateway.nats_subjects import Listed, listed
+from services.gateway.nats_whole import Incoming, WholeReplies
 from services.gateway.tenants import Visit
-from services.gateway.token_bodies import TokenKind
 from services.gateway.views.registry import new_id, view_of
 
 log = logs.get(__name__)
@@ -69,19 +68,6 @@ MAX_PROBES = 64
 """Inboxes looked at at a time: in a flood, the server's answers must not wait behind thousands of each other."""
 
 
-class _Incoming:
-    """A request that was let in. `body` is forgotten once it has been read, for the request may go on for long; `room` is its
-    memory."""
-
-    def __init__(self, listed: Listed, message: BusMessage, room: Room, visit: Visit | None) -> None:
-        self.listed = listed
-        self.visit = visit
-        self.subject = message.subject
-        self.body = message.data
-        self.deadline_ms = message.headers.get(headers.DEADLINE_MS)
-        self.room = room
-
-
 class NatsFront:
     """Run `run` in a task group of the gateway's; `drain` before it ends."""
 
@@ -94,6 +80,7 @@ class NatsFront:
         self._config = config
         self._intake = catalog.intake
         self._metrics = catalog.models[0].metrics  # errors, which may come before a model is known, are counted for all
+        self._whole = WholeReplies(catalog, bus, self._metrics)
         self._control = bus.new_inbox()
         self._live = LiveRequests[Reply]()
         self._num_unstarted = 0
@@ -208,7 +195,7 @@ class NatsFront:
         if self._live.was_cancelled(reply, number=self._num_arrived):
             reply.scope.cancel()
         self._num_unstarted += 1
-        self._group.start_soon(self._serve, _Incoming(listed, message, room, visit), reply)
+        self._group.start_soon(self._serve, Incoming(listed, message, room, visit), reply)
 
     def _has_started(self, reply: Reply) -> None:
         if not reply.started:
@@ -221,7 +208,7 @@ class NatsFront:
         record.visit = visit
         return record
 
-    async def _serve(self, incoming: _Incoming, reply: Reply) -> None:
+    async def _serve(self, incoming: Incoming, reply: Reply) -> None:
         failure: PenstockError | None = ShuttingDown("the gateway stopped: send the request again")
         record = self._record(incoming.subject, reply, incoming.visit)
         began = time.perf_counter_ns()
@@ -252,7 +239,7 @@ class NatsFront:
             if self._idle is not None and not self._live:
                 self._idle.set()
 
-    async def _answer(self, incoming: _Incoming, reply: Reply, record: AccessRecord) -> None:
+    async def _answer(self, incoming: Incoming, reply: Reply, record: AccessRecord) -> None:
         """:raises PenstockError: what the client is told; nothing is held for it any more then."""
         if self._num_unstarted > CROWD or time.monotonic() < self._suspicious_until:
             async with self._probing:
@@ -261,22 +248,20 @@ class NatsFront:
                 self._suspicious_until = time.monotonic() + SUSPICION_S
                 self._drop("nobody_listens", incoming.subject)
                 return
-        body, incoming.body = incoming.body, b""
         kind = incoming.listed.kind
-        if kind == "tokenize" or kind == "detokenize":
-            await self._send_tokens(kind, body, incoming, reply)
+        if kind not in ("chat", "completion", "responses", "messages"):
+            await self._whole.send(kind, incoming, reply, record)
             return
         model, job, notes = await self._catalog.prepare(
             kind,
-            body,
+            incoming.take_body(),
             id=reply.minted,
             shown_id=reply.request,
             deadline_ms=incoming.deadline_ms,
             stream_default=True,
             of_subject=incoming.listed.model,
-            tenant=None if incoming.visit is None else incoming.visit.tenant,
+            tenant=incoming.tenant,
         )
-        del body
         incoming.room.give_back()
         self._metrics.ignored(notes.labels)
         reply.warning = job.warning
@@ -286,18 +271,6 @@ class NatsFront:
         answer = Answer(model.core, job, model.bundle.tokenizer, model.metrics, on_start=on_start)
         record.answer = answer
         await answer.run(functools.partial(self._stream if job.stream else self._collect, answer, model.token_names, reply))
-
-    async def _send_tokens(self, kind: TokenKind, body: bytes, incoming: _Incoming, reply: Reply) -> None:
-        """:raises PayloadTooLarge: the answer is larger than a message may be. :raises RequestError: as `Catalog.tokens`."""
-        tenant = None if incoming.visit is None else incoming.visit.tenant
-        _, pieces, notes = await self._catalog.tokens(kind, body, tenant, of_subject=incoming.listed.model)
-        del body
-        incoming.room.give_back()
-        self._metrics.ignored(notes.labels)
-        reply.warning = notes.text
-        if pieces.size > self._bus.max_payload:
-            raise PayloadTooLarge(f"the answer is longer than a message may be ({self._bus.max_payload} bytes)")
-        await reply.last(b"".join(pieces))
 
     async def _collect(self, answer: Answer, names: TokenNames, reply: Reply) -> None:
         with Collector(answer, names, self._intake, max_bytes=self._bus.max_payload) as collector:

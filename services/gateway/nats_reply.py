@@ -128,10 +128,8 @@ class Reply:
         if now - self._checked_at >= CHECK_EVERY_S:
             self._checked_at = now
             control = self._control
-        sequence = self._sequence
-        self._sequence += 1
-        fields = {headers.REQUEST_ID: self.request, headers.SEQUENCE: str(sequence)}
-        if sequence == 0:
+        fields = {headers.REQUEST_ID: self.request, headers.SEQUENCE: str(self._sequence)}
+        if self._sequence == 0:
             if self._traceparent:
                 fields[headers.TRACEPARENT] = self._traceparent
             if self.warning:
@@ -164,13 +162,14 @@ class Reply:
 
     async def _publish(self, body: bytes, fields: Mapping[str, str], control: str = "") -> None:
         link = self._link
-        await link.connected()
+        await link.connected()  # a request that is cancelled until here has not used the number
+        self._sequence += 1
         if self._outages == link.outages:
-            await link.bus.publish(self.inbox, body, reply=control, headers=fields)
+            await self._hand_over(body, fields, control)
             return
         while True:
             outages, self._unheard = link.outages, False
-            await link.bus.publish(self.inbox, body, reply=self._control, headers=fields)
+            await self._hand_over(body, fields, self._control)
             try:
                 await link.bus.flush()
             except RequestTimeout:
@@ -183,3 +182,11 @@ class Reply:
                 return
             else:
                 await anyio.sleep(_TRY_AGAIN_S)
+
+    async def _hand_over(self, body: bytes, fields: Mapping[str, str], control: str) -> None:
+        """Publish, even if the request is cancelled meanwhile: without this number, the next one would seem to follow a loss.
+
+        The bus bounds how long it takes.
+        """
+        with anyio.CancelScope(shield=True):
+            await self._link.bus.publish(self.inbox, body, reply=control, headers=fields)

@@ -7,14 +7,13 @@ import msgspec
 from common.protocol import subjects
 from common.runtime.bus import Endpoint
 from services.gateway.catalog import Catalog, OfferedModel
-from services.gateway.token_bodies import TokenKind
-from services.gateway.views.view import ViewName
+from services.gateway.views.registry import RequestKind
 
 
 class Listed(msgspec.Struct, frozen=True):
     """A public subject: what is asked for there, of which model."""
 
-    kind: ViewName | TokenKind
+    kind: RequestKind
     model: OfferedModel
     endpoint: Endpoint
 
@@ -27,19 +26,23 @@ def listed(catalog: Catalog, *, tenants: bool) -> list[Listed]:
         for name in model.names:
             slug = subjects.slug(name)
             suffix = f"-{slug}" if found and name != catalog.models[0].name else ""
-            public: tuple[tuple[ViewName | TokenKind, str, str], ...] = (
+            public: tuple[tuple[RequestKind, str, str], ...] = (
                 ("chat", "chat", subjects.chat(slug)),
                 ("completion", "completions", subjects.completions(slug)),
                 ("responses", "responses", subjects.responses(slug)),
                 ("messages", "messages", subjects.messages(slug)),
+                ("embedding", "embeddings", subjects.embeddings(slug)),
+                ("score", "score", subjects.score(slug)),
+                ("input_tokens", "input_tokens", subjects.input_tokens(slug)),
+                ("count_tokens", "count_tokens", subjects.count_tokens(slug)),
                 ("tokenize", "tokenize", subjects.tokenize(slug)),
                 ("detokenize", "detokenize", subjects.detokenize(slug)),
             )
-            for view, title, subject in public:
+            for kind, title, subject in public:
                 endpoint = Endpoint(name=f"{title}{suffix}", subject=subject, queue=subjects.GATEWAY_QUEUE)
-                found.setdefault(subject, Listed(view, model, endpoint))
+                found.setdefault(subject, Listed(kind, model, endpoint))
                 if tenants:
                     every = subjects.of_any_tenant(subject)
                     endpoint = Endpoint(name=f"tenants-{title}{suffix}", subject=every, queue=subjects.GATEWAY_QUEUE)
-                    found.setdefault(every, Listed(view, model, endpoint))
+                    found.setdefault(every, Listed(kind, model, endpoint))
     return list(found.values())

@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from common.protocol.errors import InvalidParameter
+from services.gateway.json_slices import Steps
 from services.gateway.tools import check_calls, check_tool_choice, check_tools, template_call
 
 MAX_STOPS = 16
@@ -90,7 +91,6 @@ class SharedArguments(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | bool | None = None
     timeout: Annotated[float, Meta(gt=0)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
@@ -105,6 +105,7 @@ class Arguments(SharedArguments, frozen=True, kw_only=True):
     max_tokens: Count | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | bool | None = None
 
     @property
     def asks_prompt_logprobs(self) -> int:
@@ -174,8 +175,11 @@ class CompletionRequest(Arguments, frozen=True, kw_only=True):
         raise InvalidParameter("prompt mixes strings, token ids and lists of token ids: send one kind", param="prompt")
 
 
-def check_chat(request: ChatRequest) -> None:
-    """:raises InvalidParameter: for what is well-formed and yet makes no sense. Messages are looked at by `check_message`."""
+def check_chat(request: ChatRequest) -> Steps[None]:
+    """Check all but messages, which `check_message` looks at; a step for each tool.
+
+    :raises InvalidParameter: for what is well-formed and yet makes no sense.
+    """
     _check(request)
     if request.max_tokens == 0:
         raise InvalidParameter("max_tokens must be 1 at least", param="max_tokens")
@@ -189,7 +193,7 @@ def check_chat(request: ChatRequest) -> None:
         raise InvalidParameter(
             f"chat_template_kwargs has more than {MAX_TEMPLATE_ARGUMENTS} entries", param="chat_template_kwargs"
         )
-    check_tools(request.tools or [])
+    yield from check_tools(request.tools or [])
     check_tool_choice(request.tool_choice, request.tools or [])
     if request.continues:
         _check_continued(request)

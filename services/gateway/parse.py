@@ -87,7 +87,7 @@ def parse(
     """
     if kind == "chat":
         request = _parse_chat(body, notes) if len(body) <= SMALL_BYTES else (yield from _parse_large_chat(body, notes))
-        openai.check_chat(request)
+        yield from openai.check_chat(request)
         return request
     if len(body) <= SMALL_BYTES:
         completion = cast(CompletionRequest, decode_object(_completion, body, _COMPLETION, notes))

@@ -50,7 +50,7 @@ def parse_tokenize(body: bytes, notes: Notes) -> Steps[TokenizeRequest]:
         check_messages(request.messages or (), 0, 0)
     else:
         request = yield from _large_tokenize(body, notes)
-    check_tokenize(request)
+    yield from check_tokenize(request)
     return request
 
 

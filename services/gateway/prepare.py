@@ -37,6 +37,7 @@ from services.gateway.tool_grammar import calls_of, needs_grammar
 from services.gateway.views.view import Writers
 
 _INLINE_CHARS = 8192
+_INLINE_GRAMMAR_CHARS = 512
 _COMPLETION_MAX_TOKENS = 16
 _T = TypeVar("_T")
 
@@ -149,7 +150,7 @@ class Preparer:
         :raises RequestError: what is wrong with the request; nothing has been taken then.
         """
         deadline_s = deadline_of(self._config, request.timeout, deadline_ms)
-        form = structure_of(request.response_format, request.structured_outputs)
+        form = await self._structure(request)
         await self._check_grammar(form, request)
         grammar = form.grammar
         format: AnswerFormat | None = None
@@ -340,6 +341,16 @@ class Preparer:
 
     async def _in_thread(self, encode: Callable[[], _T]) -> _T:
         return await anyio.to_thread.run_sync(encode, limiter=self._threads)
+
+    async def _structure(self, request: Arguments) -> Structure:
+        """What an answer must look like. Translating 64 KiB of GBNF takes half a second."""
+        text = (request.structured_outputs or {}).get("grammar")
+
+        def read() -> Structure:
+            return structure_of(request.response_format, request.structured_outputs)
+
+        is_long = isinstance(text, str) and len(text) > _INLINE_GRAMMAR_CHARS
+        return await self._in_thread(read) if is_long else read()
 
     async def _check_grammar(self, form: Structure, request: Arguments) -> None:
         """:raises InvalidParameter: if the answer can't match a grammar with this model's vocabulary, or in this request."""

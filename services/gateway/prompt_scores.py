@@ -8,6 +8,7 @@ The generation begins when the last score is there, so it finds the prompt's KV 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -23,6 +24,9 @@ from services.gateway.transcript import Output
 UNSCORED = TokenLogprobs(float("nan"))
 """A prompt's first token follows nothing."""
 
+MIN_DEADLINE_S = 0.001
+"""A request whose time is over ends as any other does whose deadline passes."""
+
 _encode = msgspec.json.Encoder().encode
 
 
@@ -37,14 +41,24 @@ Generate = Callable[[GenerationRequest], OutputStream]
 
 
 class ScoredStream:
-    """`generation`: what is generated behind the prompt of `request`, None: nothing. `top`: how many alternatives the prompt's
-    tokens list; -1: its scores are not asked for.
+    """`generates`: whether anything is generated behind the prompt. `top`: how many alternatives the prompt's tokens list; -1:
+    its scores are not asked for. Reading and generating share the deadline of `request`.
 
     :raises PenstockError: as `Generate`; nothing has been taken then.
     """
 
-    def __init__(self, generate: Generate, request: GenerationRequest, *, top: int, generates: bool) -> None:
+    def __init__(
+        self,
+        generate: Generate,
+        request: GenerationRequest,
+        *,
+        top: int,
+        generates: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._generate = generate
+        self._clock = clock
+        self._deadline = clock() + request.deadline_s
         self._generation = request if generates else None
         self._stream: OutputStream | None = None
         self._reads = top >= 0 and len(request.prompt) > 1
@@ -68,7 +82,8 @@ class ScoredStream:
             self._stream = None
             try:
                 if self._generation is not None:
-                    self._stream = self._generate(self._generation)
+                    left_s = max(self._deadline - self._clock(), MIN_DEADLINE_S)
+                    self._stream = self._generate(msgspec.structs.replace(self._generation, deadline_s=left_s))
             except PenstockError as error:
                 return Output([], error=error)
         return Output(output.tokens, output.logprobs, of_prompt=True)

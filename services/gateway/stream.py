@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from services.gateway.prompt_scores import OutputStream
 from services.gateway.requests import Request
 from services.gateway.transcript import Output
 
@@ -31,3 +32,19 @@ class Stream:
         """Frees the request wherever it is. Harmless twice, and after the end."""
         if not self._transcript.ended:
             self._cancel(self.id)
+
+
+async def end_of(stream: OutputStream) -> Output:
+    """Wait for the end of a stream, and return its last output. However the wait ends, the request is freed.
+
+    :raises PenstockError: why it failed.
+    """
+    try:
+        while True:
+            output = await stream.next()
+            if output.error is not None:
+                raise output.error
+            if output.finish is not None:
+                return output
+    finally:
+        stream.cancel()

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from common.protocol.errors import InvalidParameter
 from services.gateway import openai
+from services.gateway.json_slices import Steps
 from services.gateway.openai import ChatMessage, ChatRequest, Scalar, TokenId
 
 TokenKind = Literal["tokenize", "detokenize"]
@@ -86,8 +87,8 @@ CHAT_ONLY = (
 """What says something of messages alone."""
 
 
-def check_tokenize(request: TokenizeRequest) -> None:
-    """Look at all but single messages.
+def check_tokenize(request: TokenizeRequest) -> Steps[None]:
+    """Check all but messages; a step for each tool.
 
     :raises InvalidParameter: for what is well-formed and yet makes no sense.
     """
@@ -102,4 +103,4 @@ def check_tokenize(request: TokenizeRequest) -> None:
         raise InvalidParameter("prompt and messages are both given: send one of them", param="messages")
     if not request.messages:
         raise InvalidParameter("messages is empty: send at least one message", param="messages")
-    openai.check_chat(request.chat)
+    yield from openai.check_chat(request.chat)

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -42,20 +43,36 @@ def calls_of(request: ChatRequest, format: AnswerFormat, form: str, *, template:
     special = grammars.special_token_ids(format.dialect.marks(tools=True, reasoning=True))
     wanted = Wanted(callees=_callees(request), must_call=_must_call(request), many=format.max_calls is None, form=form)
 
-    def grammar_of(wanted: Wanted) -> str:
-        return answer_grammar(wanted, format.dialect, template=template, special=special, is_open=format.is_open)
-
-    grammar = grammar_of(wanted)
-    try:
+    def compiled(wanted: Wanted) -> str:
+        grammar = answer_grammar(wanted, format.dialect, template=template, special=special, is_open=format.is_open)
         grammars.compile(grammar)
+        return grammar
+
+    try:
+        grammar = compiled(wanted)
     except InvalidParameter as error:
-        for callee in wanted.callees:
-            try:
-                grammars.compile(grammar_of(msgspec.structs.replace(wanted, callees=[callee], form="")))
-            except InvalidParameter as reason:
-                raise InvalidParameter(f"{callee.place}: {reason}", param=callee.place) from error
-        raise InvalidParameter(str(error), param="tools") from error
+        raise _explained(error, wanted, compiled) from error
     return Structure(grammar, "tool_choice" if wanted.must_call else "tools")
+
+
+def _explained(error: InvalidParameter, wanted: Wanted, compiled: Callable[[Wanted], str]) -> InvalidParameter:
+    """Return the error of the tool whose schema can't be kept, or `error`, if all are too much together.
+
+    Looks for it by halves: compiling a thousand tools one by one would take one of the few threads for half a minute.
+    """
+    suspects, reason = wanted.callees, error
+    while True:
+        half = suspects[: len(suspects) // 2] or suspects
+        try:
+            compiled(msgspec.structs.replace(wanted, callees=half, form=""))
+        except InvalidParameter as found:
+            suspects, reason = half, found
+            if len(suspects) == 1:
+                return InvalidParameter(f"{suspects[0].place}: {reason}", param=suspects[0].place)
+        else:
+            if len(suspects) == 1:
+                return InvalidParameter(str(error), param="tools")
+            suspects = suspects[len(half) :]
 
 
 def _must_call(request: ChatRequest) -> bool:

@@ -9,7 +9,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from common.protocol.errors import InvalidParameter
+from services.gateway.json_slices import Steps
 
 MAX_TOOLS = 1024
 MAX_TOOL_BYTES = 64 * 1024
@@ -20,14 +23,19 @@ MAX_CALL_BYTES = 256 * 1024
 MAX_DEPTH = 24
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
 _MAX_ID_CHARS = 256
+_CONTAINERS = (dict, list)
 
 
-def check_tools(tools: Sequence[Any]) -> None:
-    """:raises InvalidParameter: for the first that can't be served."""
+def check_tools(tools: Sequence[Any]) -> Steps[None]:
+    """Check the tools, one a step.
+
+    :raises InvalidParameter: for the first that can't be served.
+    """
     if len(tools) > MAX_TOOLS:
         raise too_many_tools()
     for index, tool in enumerate(tools):
         _check_tool(tool, f"tools[{index}]")
+        yield
 
 
 def too_many_tools() -> InvalidParameter:
@@ -115,13 +123,9 @@ def template_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", **call, "function": function}
 
 
-def size_of(value: Any) -> int:
-    """Return about how many characters `value`, JSON that was decoded, has in a prompt."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return sum(len(key) + size_of(item) for key, item in value.items())
-    return sum(map(size_of, value)) if isinstance(value, list) else 1
+def size_of(objects: Sequence[Mapping[str, Any]]) -> int:
+    """Return about how many characters tools or calls, which were checked, have in a prompt."""
+    return len(msgspec.json.encode(objects)) if objects else 0
 
 
 def _check_name(name: Any, where: str, param: str) -> None:
@@ -134,8 +138,8 @@ def _check_name(name: Any, where: str, param: str) -> None:
 def _check_depth(value: Any, where: str, param: str) -> None:
     level = [value]
     for _ in range(MAX_DEPTH):
-        level = [item for each in level for item in (each.values() if isinstance(each, dict) else each)]
-        level = [item for item in level if isinstance(item, dict | list)]
+        inside = (each.values() if type(each) is dict else each for each in level)
+        level = [item for items in inside for item in items if type(item) in _CONTAINERS]
         if not level:
             return
     raise InvalidParameter(f"{where} is nested more than {MAX_DEPTH} levels deep", param=param)

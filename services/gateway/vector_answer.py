@@ -17,13 +17,14 @@ from typing import Protocol
 import anyio
 import msgspec
 
-from common.protocol.errors import Cancelled, InternalError, PenstockError
+from common.protocol.errors import Cancelled, InternalError, PayloadTooLarge, PenstockError
 from common.protocol.messages import SamplingParams
 from services.gateway.bodies import Usage
 from services.gateway.generation import GenerationRequest
 from services.gateway.intake import Intake
 from services.gateway.metrics import EdgeMetrics
 from services.gateway.prompt_scores import OutputStream
+from services.gateway.stream import end_of
 from services.gateway.vector_prepare import VectorJob
 from services.gateway.whole import Pieces
 
@@ -41,12 +42,16 @@ class VectorAnswer:
 
     ttft_s: float | None = None
 
-    def __init__(self, core: Core, job: VectorJob, metrics: EdgeMetrics, intake: Intake) -> None:
+    def __init__(
+        self, core: Core, job: VectorJob, metrics: EdgeMetrics, intake: Intake, *, max_bytes: int | None = None
+    ) -> None:
+        """`max_bytes`: a larger answer can't be sent."""
         self.job = job
         self.finish = ""
         self._core = core
         self._metrics = metrics
         self._intake = intake
+        self._max_bytes = max_bytes
         self._held = 0
         self._cached_tokens = 0
         self._deadline = time.monotonic() + job.deadline_s
@@ -60,7 +65,7 @@ class VectorAnswer:
         self,
         send: Callable[[Pieces], Coroutine[None, None, None]],
         *,
-        watch: Callable[[anyio.CancelScope], Coroutine[None, None, None]],
+        watch: Callable[[anyio.CancelScope], Coroutine[None, None, None]] | None = None,
     ) -> None:
         """Compute every vector, and `send` the body. `watch` runs beside it, and may cancel the scope.
 
@@ -71,10 +76,13 @@ class VectorAnswer:
         failure: PenstockError | None = None
         try:
             async with anyio.create_task_group() as group:
-                group.start_soon(watch, group.cancel_scope)
+                if watch is not None:
+                    group.start_soon(watch, group.cancel_scope)
                 try:
                     await self._compute_all()
-                    await send(self._body())
+                    body = self._body()
+                    self._check_size(body.size)
+                    await send(body)
                     self.finish = "stop"
                 except PenstockError as error:
                     failure = error
@@ -120,15 +128,7 @@ class VectorAnswer:
                 pooling=job.pooling,
             )
         )
-        try:
-            while True:
-                output = await stream.next()
-                if output.error is not None:
-                    raise output.error
-                if output.finish is not None:
-                    break
-        finally:
-            stream.cancel()
+        output = await end_of(stream)
         if output.finish == "cancelled":
             raise Cancelled("the request was cancelled")
         if not output.embedding:
@@ -137,7 +137,7 @@ class VectorAnswer:
         self._keep(index, _vector_of(output.embedding, job.size))
 
     def _keep(self, index: int, vector: array.array[float]) -> None:
-        """:raises Overloaded: if whole answers fill the memory there is for them."""
+        """:raises Overloaded: if whole answers fill the memory there is for them. :raises PayloadTooLarge: as `_check_size`."""
         job = self.job
         if job.pairs:
             size = vector.itemsize * len(vector)
@@ -148,6 +148,15 @@ class VectorAnswer:
             size = len(self._encoded[index])
         self._intake.collect(size)
         self._held += size
+        if not job.pairs:
+            self._check_size(self._held)
+
+    def _check_size(self, size: int) -> None:
+        """:raises PayloadTooLarge: an answer of this size can't be sent."""
+        if self._max_bytes is not None and size > self._max_bytes:
+            raise PayloadTooLarge(
+                f"the answer is longer than a message may be ({self._max_bytes} bytes): send fewer inputs, or over HTTP"
+            )
 
     def _body(self) -> Pieces:
         job, usage = self.job, self.usage().body()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
@@ -20,7 +19,7 @@ from services.gateway.http_io import Exchange
 from services.gateway.tenants import Visit
 from services.gateway.vector_answer import VectorAnswer
 from services.gateway.vectors import VectorKind
-from services.gateway.views.registry import VIEWS
+from services.gateway.views.registry import new_id, view_of
 from services.gateway.views.view import View
 from services.gateway.whole import Pieces
 
@@ -50,8 +49,7 @@ class Vectors:
         self._kind: VectorKind = kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        prefix = "embd" if self._kind == "embedding" else "score"
-        await self._api.answer(f"{prefix}-{os.urandom(12).hex()}", VIEWS["completion"], self._serve, scope, receive, send)
+        await self._api.answer(new_id(self._kind), view_of(self._kind), self._serve, scope, receive, send)
 
     async def _serve(self, id: str, scope: Scope, exchange: Exchange, record: AccessRecord) -> None:
         """:raises PenstockError: what the client is told; nothing is held for it any more then."""

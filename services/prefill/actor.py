@@ -122,8 +122,9 @@ class PrefillActor(EngineWorker):
             if sequence.is_read:
                 self.report_reading(sequence)
         done = [sequence for sequence in news if not sequence.is_read]
-        self.check_grammars(done)
-        first = [(sequence, sequence.num_outputs - 1) for sequence in done if self.is_held(sequence)]
+        first = [(sequence, sequence.num_outputs - 1) for sequence in done]
+        self.constraints.check(first)
+        first = [(sequence, start) for sequence, start in first if self.is_held(sequence)]
         self.outflow.put(first, urgent=True)
         self.counters.generation_tokens.inc(len(done))
         for sequence in done:

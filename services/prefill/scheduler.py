@@ -118,7 +118,8 @@ class PrefillScheduler:
             num_samples += rows[-1].num_samples
             num_tokens = len(rows[-1].tokens)
             budget -= num_tokens
-            self._turns.served(sequence.tenant, num_tokens, sequence.generation.weight, ends=rows[-1].num_samples > 0)
+            is_last = rows[-1].num_samples > 0 or not sequence.num_unplanned
+            self._turns.served(sequence.tenant, num_tokens, sequence.generation.weight, ends=is_last)
         if not rows:
             return None
         self._computing = computing - before

@@ -6,6 +6,7 @@ another model's worker changes all that follow.
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -102,7 +103,7 @@ class Double(Actor):
     """`refuse`: a code that tasks are rejected with. `lose(frame)`: frames that never leave. `frozen`: no step, no answer."""
 
     def __init__(self, bus: MemoryBus, number: int, *, credits: int = 64, model: str = MODEL, **said: Any) -> None:
-        super().__init__(bus=bus, config=ServiceConfig(worker_id=f"{self.role}-{number}", **TIMES))
+        super().__init__(bus=bus, config=ServiceConfig(worker_id=f"{self.role}-{number}", **TIMES), clock=time.monotonic)
         self.memory_bus = bus
         self.model = model
         self.held: dict[str, Held] = {}
@@ -251,7 +252,8 @@ class Site:
         self.group = group
         self.broker = broker or MemoryBroker()
         self.gateway_bus = self.broker.connect("gateway")
-        self.gateway = GatewayActor(bus=self.gateway_bus, config=config, models=models)
+        clock = time.monotonic  # named, since it is another one in a test that is marked `virtual_time`
+        self.gateway = GatewayActor(bus=self.gateway_bus, config=config, models=models, clock=clock)
         self.prefill: list[PrefillDouble] = []
         self.decode: list[DecodeDouble] = []
         self._numbers = 0

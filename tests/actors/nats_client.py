@@ -42,6 +42,10 @@ class Client:
             "chat": subjects.chat,
             "responses": subjects.responses,
             "messages": subjects.messages,
+            "embeddings": subjects.embeddings,
+            "score": subjects.score,
+            "input_tokens": subjects.input_tokens,
+            "count_tokens": subjects.count_tokens,
             "tokenize": subjects.tokenize,
             "detokenize": subjects.detokenize,
         }

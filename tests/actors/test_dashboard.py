@@ -25,6 +25,8 @@ from tests.actors.edge import BUNDLE
 from tests.actors.gateway_site import LONG, Site, read, read_some, site
 from tests.unit.presences import presence
 
+pytestmark = pytest.mark.virtual_time
+
 KEY = {"authorization": "Bearer secret"}
 EVENTS = "/dashboard/events"
 

@@ -8,6 +8,8 @@ import pytest
 from common.protocol import errors
 from tests.actors.gateway_site import LONG, SHORT, Double, Site, read, read_some, site
 
+pytestmark = pytest.mark.virtual_time
+
 
 async def cancel_when(at: Site, holds: Double | None) -> None:
     stream = at.generate(LONG, max_tokens=10_000)

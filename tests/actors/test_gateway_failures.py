@@ -9,6 +9,8 @@ from common.protocol import errors
 from common.protocol.messages import TokenFrame, TokenFrames
 from tests.actors.gateway_site import LONG, SHORT, expected, many, read, read_some, site
 
+pytestmark = pytest.mark.virtual_time
+
 # -- workers die
 
 

@@ -10,6 +10,8 @@ from services.gateway.actor import GatewayActor
 from services.gateway.config import GatewayConfig
 from tests.actors.gateway_site import LONG, MODEL, SHORT, expected, many, read, read_some, site
 
+pytestmark = pytest.mark.virtual_time
+
 
 async def test_ready_means_that_a_request_went_through_every_path() -> None:
     async with site(canary=True) as at:

@@ -8,6 +8,8 @@ import pytest
 from common.protocol import errors
 from tests.actors.gateway_site import LONG, SHORT, expected, many, read, read_some, site
 
+pytestmark = pytest.mark.virtual_time
+
 # -- the way it should go
 
 

@@ -6,11 +6,14 @@ import json
 
 import anyio
 import httpx
+import pytest
 
 from common.protocol import headers, subjects
 from common.runtime.bus import BusMessage
 from tests.actors.edge import BUNDLE, ids
 from tests.actors.gateway_site import Site, expected, site
+
+pytestmark = pytest.mark.virtual_time
 
 PROMPT = "A prompt that is long enough to go through prefill"
 

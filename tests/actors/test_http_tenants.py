@@ -14,14 +14,14 @@ import httpx
 import pytest
 
 from common.cli import keys
-from common.protocol.errors import ConfigError, Forbidden, NoWorkers
+from common.protocol.errors import ConfigError, DeadlineExceeded, Forbidden, NoWorkers
 from common.runtime import api_keys
 from services.gateway.catalog import Catalog
 from services.gateway.config import GatewayConfig
 from services.gateway.door import Door
 from services.gateway.http import create_app
 from services.gateway.http_io import Unauthorized
-from tests.actors.edge import BUNDLE, ScriptedCore
+from tests.actors.edge import BUNDLE, AsgiClient, ScriptedCore
 from tests.actors.http_client import CHAT, HI, check_error, says
 from tests.actors.http_site import serving
 
@@ -151,6 +151,45 @@ async def test_nothing_is_charged_where_nobody_could_be_served_which_is_503(tmp_
         assert door.tenants["acme"]._tokens.level == 1000 and door.tenants["acme"].num_running == 0
 
 
+async def test_a_prompt_whose_client_does_not_wait_is_charged(tmp_path: Path) -> None:
+    path = key_file(tmp_path, "[tenants.acme]\ntokens_per_minute = 1000\n[tenants.zoo]\n")
+    core = ScriptedCore()
+    config = GatewayConfig(api_keys=str(path))
+    door = Door(config)
+    app = create_app(core, Catalog.of_one(core, BUNDLE, config), config, door=door)
+    client = AsgiClient(app, CHAT, {**HI, "stream": True}, headers=bearer(ACME))
+    async with anyio.create_task_group() as group:
+        group.start_soon(client.run)
+        await core.nth(0)
+        client.hang_up()
+    took = len(core.streams[0].request.prompt)
+    assert took > 5 and door.tenants["acme"]._tokens.level == pytest.approx(1000 - took, abs=1)
+    late = ScriptedCore(lambda stream: stream.say(error=DeadlineExceeded("too late")))
+    async with gateway(path, late) as (http, door):
+        check_error(await http.post(CHAT, json=HI, headers=bearer(ACME)), 504, "deadline_exceeded")
+        assert door.tenants["acme"]._tokens.level == pytest.approx(1000 - took, abs=1)
+
+
+async def test_a_request_whose_answer_cannot_be_sent_or_that_is_cancelled_leaves_its_place(tmp_path: Path) -> None:
+    class Broken(AsgiClient):
+        async def _send(self, message: Any) -> None:
+            raise OSError("broken pipe")
+
+    core, config = ScriptedCore(), GatewayConfig(api_keys=str(key_file(tmp_path)))
+    door = Door(config)
+    app = create_app(core, Catalog.of_one(core, BUNDLE, config), config, door=door)
+    broken = Broken(app, "/tokenize", {"prompt": 5}, headers=bearer(ACME))
+    with pytest.raises(OSError, match="broken pipe"):
+        await broken.run()
+    assert door.tenants["acme"].num_running == 0
+    async with anyio.create_task_group() as group:
+        group.start_soon(AsgiClient(app, CHAT, HI, headers=bearer(ACME)).run)
+        await core.nth(0)
+        assert door.tenants["acme"].num_running == 1
+        group.cancel_scope.cancel()
+    assert door.tenants["acme"].num_running == 0
+
+
 async def test_a_tenant_has_as_much_context_as_it_was_given(tmp_path: Path) -> None:
     path = key_file(tmp_path, "[tenants.acme]\nmax_context = 64\n[tenants.zoo]\n")
     core = ScriptedCore(says("hello"))
@@ -169,6 +208,11 @@ async def test_a_model_that_a_tenant_may_not_use_is_403_and_not_listed(tmp_path:
     async with gateway(path) as (http, _):
         check_error(await http.post(CHAT, json=HI, headers=bearer(ACME)), 403, "forbidden")
         check_error(await http.get("/v1/models/Small/Model-1", headers=bearer(ACME)), 403, "forbidden")
+        for unknown in ("/v1/models/x", "/tokenizer_info?model=x"):
+            assert "Small" not in (await http.get(unknown, headers=bearer(ACME))).text
+            assert "Small" in (await http.get(unknown, headers=bearer(ZOO))).text
+        error = check_error(await http.post(CHAT, json={**HI, "model": "x"}, headers=bearer(ACME)), 404, "model_not_found")
+        assert "Small" not in error["message"]
         assert (await http.get("/v1/models", headers=bearer(ACME))).json()["data"] == []
         assert len((await http.get("/v1/models", headers=bearer(ZOO))).json()["data"]) == 1
         assert (await http.post(CHAT, json=HI, headers=bearer(ZOO))).status_code == 200

@@ -25,6 +25,8 @@ from tests.actors.edge import BUNDLE
 from tests.actors.gateway_site import LONG, SHORT, TIMES, Site, expected, read, read_some
 from tests.actors.nats_client import Client
 
+pytestmark = pytest.mark.virtual_time
+
 ONE, TWO = "Org/One", "two"
 ALIASES = {ONE: ("assistant", "gpt"), TWO: ()}
 BOTH = (ONE, TWO)

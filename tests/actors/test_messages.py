@@ -157,6 +157,8 @@ async def test_a_prompt_can_be_counted() -> None:
     assert not core.streams
     with_tools = (await post(core, f"{MESSAGES}/count_tokens", {**body, "tools": TOOLS}, bundle=QWEN)).json()
     assert with_tools["input_tokens"] > answer["input_tokens"]
+    warned = await post(core, f"{MESSAGES}/count_tokens", {**body, "metadata": {"user_id": "x"}})
+    assert warned.headers["warning"] == '299 penstock "ignored: metadata"'
     refused = await post(core, f"{MESSAGES}/count_tokens", {"messages": []})
     assert refused.status_code == 400 and refused.json()["error"]["type"] == "invalid_request_error"
     assert (await post(core, f"{MESSAGES}/count_tokens", body, api_key="secret")).status_code == 401

@@ -8,9 +8,13 @@ import anyio
 import pytest
 
 from common.protocol import headers
+from common.protocol.errors import Cancelled
+from common.runtime.memory_bus import MemoryBroker
 from services.gateway import nats_reply
+from services.gateway.nats_reply import Link, Reply
+from services.gateway.views.registry import view_of
 from tests.actors.edge import until
-from tests.actors.nats_client import HI, Setup, front
+from tests.actors.nats_client import HI, Client, Setup, front
 
 
 async def restart(setup: Setup, client_away_s: float) -> None:
@@ -78,3 +82,17 @@ async def test_a_stream_without_news_survives_an_outage_and_its_client_may_still
         await setup.client.cancel("mine")
         await setup.client.final()
         setup.client.check_error("cancelled")
+
+
+async def test_a_reply_that_was_cancelled_before_it_went_out_leaves_no_gap() -> None:
+    broker = MemoryBroker()
+    client, gateway = Client(broker.connect("client")), broker.connect("gateway")
+    await client.listen()
+    reply = Reply(Link(gateway), client.inbox, "minted", "control", "", view_of("chat"))
+    await reply.chunk(b"{}")
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        await reply.chunk(b"{}")
+    await reply.fail(Cancelled("the request was cancelled"))
+    await client.final()
+    assert [int(message.headers[headers.SEQUENCE]) for message in client.replies] == list(range(len(client.replies)))

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from common.protocol.errors import Overloaded
+from common.protocol.messages import SamplingParams
 from services.gateway.config import GatewayConfig
+from services.gateway.generation import GenerationRequest
+from services.gateway.prompt_scores import ScoredStream
 from tests.actors.edge import EOS, AsgiClient, ScriptedCore, ScriptedStream, app_of, ids
 from tests.actors.http_site import CHAT
 from tests.actors.nats_client import front
@@ -196,3 +199,13 @@ async def test_a_long_prompt_is_told_in_chunks_that_a_message_holds() -> None:
         assert sum(len((choice["logprobs"] or {"tokens": []})["tokens"]) for choice in choices) == 501
         assert len(choices) > 10
         assert max(len(reply.data) for reply in setup.client.replies) < 64 * 1024
+
+
+async def test_a_prompt_that_took_its_time_leaves_less_for_the_answer() -> None:
+    core, now = ScriptedCore(), [10.0]
+    request = GenerationRequest(id="r", prompt=[1, 2, 3], sampling=SamplingParams(max_tokens=4), deadline_s=5.0)
+    stream = ScoredStream(core.generate, request, top=0, generates=True, clock=lambda: now[0])
+    now[0] += 3.0
+    core.streams[0].give([2, 3], finish="length")
+    await stream.next()
+    assert [each.request.deadline_s for each in core.streams] == [5.0, 2.0]

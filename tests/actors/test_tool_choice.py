@@ -8,15 +8,18 @@ from __future__ import annotations
 import functools
 import json
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import jsonschema
 import msgspec
 import pytest
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from common.text.grammar import GrammarCompiler
 from common.text.template import ChatTemplate
+from services.gateway import structured
 from services.gateway.tools import MAX_TOOLS
 from tests.actors.both_edges import Edge, Seen
 from tests.actors.edge import BUNDLE, EOS, ScriptedCore, ScriptedStream, ids
@@ -44,6 +47,11 @@ def tool(name: str, **more: Any) -> dict[str, Any]:
 @functools.cache
 def compiler() -> GrammarCompiler:
     return GrammarCompiler(BUNDLE.tokenizer)
+
+
+def strict_function(name: str, keys: list[str]) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": {key: {"type": "string"} for key in keys}, "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "strict": True, "parameters": parameters}}
 
 
 def obeys(seed: int = 0, end_chance: float = 0.5) -> Callable[[ScriptedStream], None]:
@@ -184,3 +192,37 @@ async def test_results_without_calls_go_to_the_template() -> None:
     bundle = msgspec.structs.replace(QWEN, template=ChatTemplate(refuses))
     seen = await asked("http", False, core, bundle=bundle, messages=[HI, orphan])
     assert seen.error is not None and (seen.error["code"], seen.error["param"]) == ("invalid_parameter", "messages")
+
+
+@pytest.mark.slow
+async def test_many_strict_tools_that_are_too_much_together_cost_a_few_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    compile_one = GrammarCompiler.compile
+
+    def counted(self: GrammarCompiler, grammar: str) -> Any:
+        sizes.append(len(grammar))
+        return compile_one(self, grammar)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", counted)
+    bundle = msgspec.structs.replace(QWEN, max_context=1_000_000)
+    many = [strict_function(f"f{index}", [f"key_{index}_{number}" for number in range(6)]) for index in range(MAX_TOOLS)]
+    core = ScriptedCore(lambda stream: stream.say("x", finish="stop"))
+    seen = await asked("http", False, core, bundle=bundle, tools=many)
+    assert seen.error is not None and (seen.error["code"], seen.error["param"]) == ("invalid_parameter", "tools")
+    assert len(sizes) <= 24 and not core.streams
+    many[700]["function"]["parameters"]["properties"]["key_700_0"] = {"not": {}}
+    seen = await asked("http", False, core, bundle=bundle, tools=many[600:800])
+    assert seen.error is not None and seen.error["param"] == "tools[100].function.parameters"
+
+
+async def test_a_long_grammar_is_translated_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+
+    def translate(text: str) -> str:
+        threads.append(threading.get_ident())
+        return gbnf_to_lark(text)
+
+    monkeypatch.setattr(structured, "gbnf_to_lark", translate)
+    grammar = "root ::= " + '"a" | ' * 200 + '"b"'
+    seen = await asked("http", False, ScriptedCore(obeys()), structured_outputs={"grammar": grammar})
+    assert seen.error is None and threads and threading.get_ident() not in threads

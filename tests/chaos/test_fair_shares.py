@@ -8,8 +8,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from tests.chaos import virtual_time
 from tests.chaos.world import Outcome, World
+from tests.fixtures import virtual_time
 
 pytestmark = pytest.mark.slow
 

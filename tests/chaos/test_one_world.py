@@ -11,8 +11,8 @@ import pytest
 
 from common.engine.plan import RunnerLost, StepPlan, StepResult
 from common.engine.worker import EngineWorker
-from tests.chaos import virtual_time
 from tests.chaos.world import World
+from tests.fixtures import virtual_time
 
 Story = Callable[[World], Coroutine[Any, Any, None]]
 ROLES = ("kvstore", "draft", "prefill", "decode", "gateway")

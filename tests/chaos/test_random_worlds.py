@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from common.protocol.handles import Role
-from tests.chaos import virtual_time
 from tests.chaos.world import World
+from tests.fixtures import virtual_time
 
 HISTORIES = int(os.environ.get("PENSTOCK_HISTORIES", "60"))
 WORKERS = st.sampled_from(["prefill", "decode", "draft", "kvstore"])

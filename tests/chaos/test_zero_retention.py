@@ -8,9 +8,9 @@ import anyio
 import numpy as np
 
 from common.engine.worker import EngineWorker
-from tests.chaos import virtual_time
 from tests.chaos.test_one_world import prompt
 from tests.chaos.world import World
+from tests.fixtures import virtual_time
 
 
 def left_over(world: World) -> int:

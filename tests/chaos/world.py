@@ -199,8 +199,9 @@ class World:
         cancel_after_s: float | None = None,
         tenant: str = "",
         salt: bytes = b"",
+        grammar: str = "",
     ) -> Outcome:
-        sampling = SamplingParams(seed=seed, max_tokens=max_tokens)
+        sampling = SamplingParams(seed=seed, max_tokens=max_tokens, grammar=grammar)
         outcome = Outcome(prompt, sampling, tenant=tenant, asked_at=time.monotonic())
         self.outcomes.append(outcome)
         request = GenerationRequest(

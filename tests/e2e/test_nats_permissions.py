@@ -111,6 +111,10 @@ def site(nats_server_factory: Callable[[str], LocalNatsServer]) -> Site:
 REQUESTS = [
     "penstock.v1.chat.some-model",
     "penstock.v1.completions.some-model",
+    "penstock.v1.embeddings.some-model",
+    "penstock.v1.score.some-model",
+    "penstock.v1.input_tokens.some-model",
+    "penstock.v1.count_tokens.some-model",
     "penstock.v1.tokenize.some-model",
     "penstock.v1.detokenize.some-model",
     "penstock.v1.cancel.some-id",

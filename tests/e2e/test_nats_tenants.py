@@ -35,7 +35,8 @@ def site(nats_server_factory: Callable[[str], LocalNatsServer]) -> Site:
 
 
 def of(tenant: str) -> list[str]:
-    public = (subjects.chat("some-model"), subjects.completions("some-model"), subjects.cancel("some-id"))
+    of_model = (subjects.chat, subjects.completions, subjects.embeddings, subjects.score, subjects.count_tokens)
+    public = (*(subject("some-model") for subject in of_model), subjects.cancel("some-id"))
     return [subjects.of_tenant(tenant, subject) for subject in public]
 
 

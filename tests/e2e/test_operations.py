@@ -14,6 +14,7 @@ import anyio
 import httpx
 import pytest
 import pytest_asyncio
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
 from common.models.source import ModelFiles
 from tests.e2e.stack import ROOT, Stack
@@ -56,6 +57,18 @@ async def test_discovery_leads_to_everybodys_metrics(stack: Stack) -> None:
         (address,) = target["targets"]
         assert "penstock_messages_received_total" in (await stack.client.get(f"http://{address}/metrics")).text
         assert target["labels"]["__meta_penstock_model"] == "smollm2-135m-instruct"
+
+
+async def test_openmetrics_has_the_same_metrics_as_the_classic_text(stack: Stack) -> None:
+    for target in await targets(stack):
+        url = f"http://{target['targets'][0]}/metrics"
+        classic = (await stack.client.get(url)).text
+        answer = await stack.client.get(url, headers={"accept": "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"})
+        assert answer.headers["content-type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
+        assert answer.headers["vary"] == "accept" and answer.text.endswith("# EOF\n")
+        names = {family.name + ("_total" if family.type == "counter" else "") for family in parse_openmetrics(answer.text)}
+        known = {line.split()[2] for line in classic.splitlines() if line.startswith("# TYPE")}
+        assert names == {name for name in known if not name.endswith("_created")}
 
 
 async def test_every_metric_of_rules_and_panels_exists(stack: Stack) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import AsyncIterator
 from typing import Any
@@ -13,6 +14,7 @@ import pytest_asyncio
 import torch
 
 from common.models.source import ModelFiles
+from common.protocol import headers, subjects
 from common.protocol.handles import Role
 from tests.e2e.stack import Stack
 
@@ -96,6 +98,18 @@ async def test_embeddings_are_those_of_transformers(stack: Stack, smollm2: Model
     same, near, far = (entry["score"] for entry in scored["data"])
     assert same == pytest.approx(1, abs=1e-6)
     assert near > far
+
+
+async def test_the_same_over_nats_bit_for_bit(stack: Stack) -> None:
+    asked: list[tuple[str, str, dict[str, Any]]] = [
+        (subjects.embeddings("smollm2-135m-instruct"), "/v1/embeddings", {"input": [TEXT, "A cat."], "pooling": "mean"}),
+        (subjects.score("smollm2-135m-instruct"), "/score", {"text_1": "A cat.", "text_2": ["A dog.", TEXT]}),
+    ]
+    assert stack.bus is not None
+    for subject, path, body in asked:
+        answered = await stack.bus.request(subject, json.dumps(body).encode(), timeout_s=60)
+        assert answered.headers[headers.FINAL] == "1"
+        assert json.loads(answered.data)["data"] == (await post(stack, path, **body))["data"]
 
 
 async def test_a_killed_prefill_worker_does_not_change_scores(stack: Stack) -> None:

@@ -83,3 +83,9 @@ def test_a_key_that_no_header_can_hold_is_refused_at_the_start(tmp_path: Path, k
     file.write_text(key.strip() + " and more")
     with pytest.raises(ConfigError):
         _ = GatewayConfig(api_key_file=str(file)).key
+
+
+def test_brackets_without_end_are_a_mistake_in_the_file() -> None:
+    """A gateway reads the file again while it serves."""
+    with pytest.raises(ConfigError, match=r"keys\.toml"):
+        api_keys.parse("x = " + "[" * 100_000, "keys.toml")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from common.engine.sequence import Sequence
@@ -73,3 +74,12 @@ def test_one_that_does_not_fit_takes_nothing() -> None:
     with pytest.raises(OutOfBlocks):
         scheduler.admit(reading("c", PROMPT[:20]))
     assert scheduler.num_held == 1
+
+
+def test_a_prompt_that_is_read_is_charged_to_its_tenant_as_it_ends() -> None:
+    bench = Bench()
+    scheduler, s = scheduler_on(bench, token_budget=8), reading("a", PROMPT)
+    s.generation = msgspec.structs.replace(s.generation, tenant="acme")
+    scheduler.admit(s)
+    Pipeline(bench, scheduler).run()
+    assert scheduler._turns.shares.time("acme") == len(PROMPT) - 1

@@ -229,3 +229,15 @@ def test_a_large_body_is_bounded() -> None:
         [HI, said(USE, role="assistant"), said({**RESULT, "content": [text("")] * (openai.MAX_PARTS + 1)})],
     ):
         assert refusal({"messages": messages}).param == "messages"
+
+
+@pytest.mark.parametrize("padding", [0, SMALL_BYTES])
+def test_an_input_that_is_not_utf_8_is_refused(padding: int) -> None:
+    raw = json.dumps({"max_tokens": 9, "messages": [said(USE, role="assistant"), HI]}).encode().replace(b'"x"', b'"\xff"')
+    with pytest.raises(InvalidParameter, match="UTF-8"):
+        chat_of({}, raw=raw + b" " * padding)
+
+
+def test_scores_of_the_prompt_have_no_place_in_the_answer_so_they_are_refused() -> None:
+    assert chat_of({"prompt_logprobs": None}).prompt_logprobs is None
+    assert refusal({"prompt_logprobs": 0}).param == "prompt_logprobs"

@@ -9,7 +9,7 @@ import pytest
 
 from common.text.output.call_ids import call_id, with_short_ids
 from common.text.output.formats import REASONING_FORMATS, TOOL_FORMATS, Dialect, dialect_of
-from common.text.output.python_literals import to_json
+from common.text.output.python_literals import MAX_CHARS, to_json
 from common.text.output.tools import ToolSet
 
 TEMPLATES = {
@@ -133,3 +133,10 @@ def test_pythons_literals_become_json(text: str, value: Any) -> None:
 @pytest.mark.parametrize("text", ["", "a", "{1: 2}", "[1", "'a", "1 2", "f()", "1e999", "{'a' 1}", "[" * 5000, "b'x'", "[1 2]"])
 def test_what_is_no_literal_of_pythons_is_left_alone(text: str) -> None:
     assert to_json(text) is None
+
+
+def test_a_literal_as_long_as_a_book_is_left_alone() -> None:
+    """A parser runs in the gateway's event loop."""
+    longest = "['" + "a" * (MAX_CHARS - 4) + "']"
+    assert to_json(longest) is not None
+    assert to_json(longest + " ") is None

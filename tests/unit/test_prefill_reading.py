@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -190,3 +191,14 @@ def test_what_can_not_be_read_is_refused_before_anything_is_taken() -> None:
     with pytest.raises(ProtocolError, match="token ids"):
         reading("a", [5, 6, VOCAB])
     assert reading("a", [5] * MAX_CONTEXT).length == MAX_CONTEXT - 1
+
+
+def test_a_prompt_that_is_read_is_charged_to_its_tenant_as_it_ends() -> None:
+    bench = Bench()
+    scheduler = scheduler_on(bench)
+    for index in range(3):
+        s = reading(f"r{index}", PROMPT, pooling="mean", salt=bytes([index]))
+        s.generation = msgspec.structs.replace(s.generation, tenant="acme")
+        scheduler.admit(s, 0.0)
+        run(bench, scheduler)
+        assert scheduler._turns.shares.time("acme") == (1 + index) * len(PROMPT)

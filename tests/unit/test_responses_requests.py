@@ -208,3 +208,8 @@ def test_a_large_body_is_bounded() -> None:
     for body in ({"input": [HI] * (openai.MAX_MESSAGES + 1)}, {"input": [{**HI, "content": [part] * (openai.MAX_PARTS + 1)}]}):
         assert refusal(body).param == "input"
     assert refusal({"input": [{**HI, "content": [part] * (openai.MAX_PARTS // 2 + 1)}] * 2}).param == "input"
+
+
+def test_scores_of_the_prompt_have_no_place_in_the_answer_so_they_are_refused() -> None:
+    assert chat_of({"prompt_logprobs": None}).prompt_logprobs is None
+    assert refusal({"prompt_logprobs": 0}).param == "prompt_logprobs"

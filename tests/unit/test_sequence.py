@@ -38,6 +38,8 @@ OUT_OF_RANGE: list[dict[str, Any]] = [
         ({"tokens": b"\x01\x00\x00"}, ProtocolError),
         ({"tokens": token_bytes.pack([VOCAB])}, ProtocolError),
         ({"tokens": token_bytes.pack([1] * (MAX_CONTEXT + 1))}, ContextLengthExceeded),
+        ({"given": token_bytes.pack([4, 5]), "pooling": "mean"}, ProtocolError),
+        *(({"weight": weight}, ProtocolError) for weight in (0.0, -1.0, math.nan, math.inf)),
         *(({"sampling": SamplingParams(**params)}, ProtocolError) for params in OUT_OF_RANGE),
     ],
 )

@@ -11,6 +11,7 @@ from common.protocol.errors import InvalidParameter, RequestError
 from services.gateway import openai
 from services.gateway.arguments import Notes
 from services.gateway.views.messages import MESSAGES
+from services.gateway.views.openai_views import CHAT
 from services.gateway.views.responses import RESPONSES
 from services.gateway.views.view import View
 
@@ -28,6 +29,9 @@ CALL = '{"type":"function_call","call_id":"a","name":"f","arguments":"{}"}'
 OUTPUT = '{"type":"function_call_output","call_id":"a","output":"' + LONG + '"}'
 USE = '{"role":"assistant","content":[{"type":"tool_use","id":"a","name":"f","input":{}}]}'
 RESULT = '{"role":"user","content":[{"type":"tool_result","tool_use_id":"a","content":"' + LONG + '"}]}'
+TOOL = '{"type":"function","function":{"name":"f","parameters":{"enum":[%s]}}}'
+FLAT_TOOL = '{"type":"function","name":"f","%s":{"enum":[%s]}}'
+NUMBERS = repeated("1", 32_000)
 BLOCK = '{"type":"text","text":"' + LONG + '","cache_control":{}}'
 
 SERVED: dict[str, tuple[View, str]] = {
@@ -36,6 +40,14 @@ SERVED: dict[str, tuple[View, str]] = {
     "turns of blocks": (
         MESSAGES,
         '{"max_tokens":1,"messages":[' + repeated(f"{USE},{RESULT}", openai.MAX_MESSAGES // 2) + "]}",
+    ),
+    "tools of a chat": (CHAT, '{"messages":[{"role":"user","content":"x"}],"tools":[' + repeated(TOOL % NUMBERS, 16) + "]}"),
+    "tools of a response": (RESPONSES, '{"input":"x","tools":[' + repeated(FLAT_TOOL % ("parameters", NUMBERS), 16) + "]}"),
+    "tools of a message": (
+        MESSAGES,
+        '{"max_tokens":1,"messages":[{"role":"user","content":"x"}],"tools":['
+        + repeated(FLAT_TOOL.replace("function", "custom") % ("input_schema", NUMBERS), 16)
+        + "]}",
     ),
     "blocks": (
         MESSAGES,

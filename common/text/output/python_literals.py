@@ -9,6 +9,8 @@ import re
 
 from common.text.output.json_text import is_json, quoted
 
+MAX_CHARS = 64 * 1024
+"""Longer texts are taken for no literal: a megabyte would take the event loop seconds."""
 _MAX_DEPTH = 32
 _SPACE = re.compile(r"\s*")
 _WORD = re.compile(r"[A-Za-z]+")
@@ -24,7 +26,9 @@ _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 
 def to_json(text: str) -> str | None:
-    """Return the JSON text of the value that `text` is; None if it is none."""
+    """Return the JSON text of the value that `text` is; None if it is none, or longer than `MAX_CHARS`."""
+    if len(text) > MAX_CHARS:
+        return None
     try:
         value, end = _value(text, _SPACE.match(text).end(), 0)  # type: ignore[union-attr]
     except (ValueError, OverflowError):

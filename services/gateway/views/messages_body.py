@@ -89,7 +89,7 @@ REFUSED: arguments.Table = {
     "n": (1,),
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
-    "prompt_logprobs": (False,),
+    "prompt_logprobs": (),  # 0 asks for those of the tokens themselves
     "top_logprobs": (0,),
 }
 IGNORED: arguments.Table = {

@@ -9,6 +9,7 @@ import msgspec
 from common.protocol.errors import InvalidParameter
 from services.gateway import openai, tools
 from services.gateway.arguments import Notes
+from services.gateway.decoding import malformed
 from services.gateway.json_slices import Steps
 from services.gateway.openai import ChatMessage, ChatRequest, ContentPart, SharedArguments
 from services.gateway.views.messages_body import (
@@ -50,7 +51,7 @@ def chat_of(request: MessagesRequest, notes: Notes, *, counts: bool = False) -> 
         continue_final_message=messages[-1].role == "assistant" or None,
         **_reasoning(request, notes),
     )
-    openai.check_chat(chat)
+    yield from openai.check_chat(chat)
     return chat
 
 
@@ -216,7 +217,11 @@ def _call(block: Block, place: str) -> dict[str, Any]:
         raise InvalidParameter("input must be an object", param=f"{place}.input")
     if len(raw) > tools.MAX_CALL_BYTES:
         raise InvalidParameter(f"input has more than {tools.MAX_CALL_BYTES} bytes", param=f"{place}.input")
-    call = {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": raw.decode()}}
+    try:
+        arguments = raw.decode()
+    except UnicodeDecodeError as error:  # strings of a member that is kept raw have not been looked at
+        raise malformed(error) from error
+    call = {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
     tools.check_calls([call], place)
     return call
 

@@ -84,7 +84,7 @@ REFUSED: arguments.Table = {
     "prompt": (),
     "response_format": ({"type": "text"},),
     "structured_outputs": ({},),
-    "prompt_logprobs": (False,),
+    "prompt_logprobs": (),  # 0 asks for those of the tokens themselves
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }

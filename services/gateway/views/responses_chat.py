@@ -47,7 +47,7 @@ def chat_of(request: ResponsesRequest, notes: Notes) -> Steps[ChatRequest]:
         tool_choice=_chat_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,
     )
-    openai.check_chat(chat)
+    yield from openai.check_chat(chat)
     return chat
 
 
