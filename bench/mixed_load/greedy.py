@@ -96,7 +96,7 @@ def sizes(options: GreedyRun) -> Sizes:
     if options.engine == "gpu":
         workers = {MODEL: {"prefill": 0, "decode": 1, "draft": 0}}
         engine = ['dtype = "bfloat16"', 'load_format = "dummy"', f"max_running = {options.max_running}", "max_model_len = 4096"]
-        return Sizes(gateways=1, kvstores=0, workers=workers, engine=engine, shape=options.shape)
+        return Sizes(gateways=1, kvstores=0, workers=workers, engine=engine, shape=options.shape, device="cuda")
     engine = ["threads = 1", "num_blocks = 4000", f"max_running = {options.max_running}"]
     if options.engine == "simulated":
         engine += ['engine = "simulated"', f'profile = "{PROFILE}"', f"time_scale = {options.time_scale}"]

@@ -40,7 +40,7 @@ NATS_SERVER = re.compile(r"^\S*nats-server -c ")
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """Processes of each model, by role, and of the gateway; settings that every engine gets as lines of TOML.
 
-    `shape`: of models whose weights the engine draws, in place of those made here.
+    `shape`: of models whose weights the engine draws, in place of those made here. `device`: as `penstock up` takes it.
     """
 
     gateways: int = 2
@@ -56,6 +56,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     common: Sequence[str] = ()
     limits: Sequence[str] = ()
     shape: str = ""
+    device: str = "cpu"
 
 
 @dataclass
@@ -101,7 +102,7 @@ def config_text(folder: Path, sizes: Sizes) -> str:
         "[common]",
         *sizes.common,
         "[up]",
-        'device = "cpu"',
+        f'device = "{sizes.device}"',
         f"gateway = {sizes.gateways}",
         f"kvstore = {sizes.kvstores}",
         "[gateway]",

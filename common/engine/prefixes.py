@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from anyio.abc import TaskGroup
@@ -10,6 +11,7 @@ from common.cache.pool import BlockPool
 from common.cache.store_client import StoreClient
 from common.engine.metrics import EngineMetrics
 from common.engine.sequence import Sequence, SequenceCache
+from common.engine.worker_traces import WorkerTraces
 
 
 class CopyScheduler(Protocol):
@@ -25,6 +27,8 @@ class Worker(Protocol):
     cache: SequenceCache
     store: StoreClient
     counters: EngineMetrics
+    traces: WorkerTraces
+    clock: Callable[[], float]
 
     @property
     def scheduler(self) -> CopyScheduler: ...
@@ -52,7 +56,7 @@ class Prefixes:
         worker = self._worker
         block_tokens = worker.cache.block_tokens
         have = sequence.num_computed // block_tokens
-        copied = 0
+        copied, began_at = 0, worker.clock()
         try:
             hashes = worker.cache.hash(sequence, len(sequence.tokens) - 1)
             copied = await worker.store.fetch(hashes[have:], sequence.blocks[have : len(hashes)])
@@ -61,6 +65,7 @@ class Prefixes:
             sequence.num_cached = min(num_computed, sequence.generation.prompt_tokens)
             worker.counters.prefix_hits.inc(copied * block_tokens)
             worker.scheduler.end_copy(sequence, num_computed)
+            worker.traces.copied(sequence, "prefix", began_at)
             worker.wake()
 
     def offer_soon(self, sequence: Sequence) -> None:

@@ -27,6 +27,7 @@ from common.cache.pool import BlockPool
 from common.cache.prefix import hash_chain
 from common.engine.matcher import Matcher
 from common.engine.plan import FIXED_POINT, UNKNOWN, RowSamples, StepRow
+from common.engine.timeline import Timeline
 from common.protocol import tokens as token_bytes
 from common.protocol.errors import ContextLengthExceeded, EmptyPrompt, ProtocolError
 from common.protocol.messages import FinishReason, Generation, SamplingParams, TokenFrame, TokenLogprobs
@@ -39,6 +40,7 @@ class Sequence:
     """`held_from`: index in `tokens` of the first token whose logprobs are kept here (what came before, others sent).
     `ends_at`: the request's deadline in seconds of the worker's clock. `matcher`: the state of the request's grammar, once that
     is compiled. `num_reported`: outputs of a sequence that is read which its gateway has, or is being sent.
+    `timeline`: what has happened to it here, if it is traced.
     """
 
     generation: Generation
@@ -63,6 +65,7 @@ class Sequence:
     num_reported: int = 0
     total: NDArray[np.int64] | None = None
     embedding: bytes = b""
+    timeline: Timeline | None = None
 
     @classmethod
     def of(cls, generation: Generation, *, vocab_size: int, max_context: int) -> Sequence:

@@ -34,6 +34,7 @@ from common.engine.settings import EngineServiceConfig
 from common.engine.speeds import Speeds
 from common.engine.stepping import EngineThreads, StepLoop
 from common.engine.watchdog import StepWatch
+from common.engine.worker_traces import WorkerTraces
 from common.protocol.errors import Cancelled, OutOfCredits, PenstockError, ShuttingDown
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import (
@@ -87,11 +88,9 @@ class EngineWorker(Actor):
         self.open_engine = open_engine
         self.host = host_id(config.shm_dir)
         self.held: LeaseTable[Sequence] = LeaseTable(config.lease_s)
-        self.outflow = Outflow(self._send_frames)
-        self.refusing = False
+        self.outflow, self.speeds = Outflow(self._send_frames), Speeds()
+        self.refusing = self.loaded = False
         self._alone: Sequence | None = None
-        self.speeds = Speeds()
-        self.loaded = False
         self.loaded_share = 0.0
         self._cancelled: dict[str, int] = {}
         self._idle = anyio.Event()
@@ -108,6 +107,7 @@ class EngineWorker(Actor):
         self.cache = SequenceCache(self.pool, block_tokens=runner.block_tokens, fingerprint=runner.fingerprint)
         keeps = not self.config.zero_retention
         self.store = StoreClient(self, segment.blocks, runner.fingerprint, self.config.shm_dir, enabled=keeps)
+        self.traces = WorkerTraces(self.tracing, lambda: self.ref, self.clock)
         self.scheduler = self.make_scheduler()
         self.prefixes = Prefixes(self)
         self.constraints = Constraints(self, self.engine.files, vocab_size=runner.vocab_size)
@@ -151,6 +151,7 @@ class EngineWorker(Actor):
         await self.loop.run()
 
     def step_ended(self, plan: StepPlan, elapsed_s: float) -> None:
+        self.traces.step_ended(elapsed_s)
         self.speeds.measure(plan, elapsed_s)
         self.counters.step(plan, elapsed_s)
 
@@ -224,6 +225,7 @@ class EngineWorker(Actor):
             self._alone = sequence
         self.outflow.open(generation.gateway, generation.window, self.clock())
         self.held.grant(request, generation.gateway, sequence, self.clock())
+        self.traces.admitted(sequence)
         if not sequence.is_ready:
             self.constraints.begin(sequence)
         self.counters.prefix_queries.inc(len(sequence.tokens))
@@ -258,6 +260,7 @@ class EngineWorker(Actor):
         self.outflow.drop(sequence)
         self.scheduler.cancel(sequence)
         self.dropped(sequence)
+        self.traces.left(sequence)
         self.wake()  # somebody may have waited for its blocks
 
     def dropped(self, sequence: Sequence) -> None:
@@ -265,6 +268,7 @@ class EngineWorker(Actor):
 
     def fail(self, sequence: Sequence, code: str, message: str) -> None:
         """Tell the gateway that this attempt is over, and forget it."""
+        self.traces.failed(sequence, code)
         unsent = sequence.frame(self.outflow.drop(sequence), max_entries=FRAME_ENTRIES)
         frame = msgspec.structs.replace(unsent, finish="error", error_code=code, error_message=message)
         self._send_frames(sequence.generation.gateway, [frame], 0)

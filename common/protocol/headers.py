@@ -1,8 +1,8 @@
 """Every NATS header of the public subjects, the way `subjects.py` is the only place for subjects.
 
-A client's request may carry REQUEST_ID, DEADLINE_MS and TRACEPARENT. Each reply carries REQUEST_ID and SEQUENCE, the first one
-perhaps WARNING; the last one carries FINAL, and if the request failed ERROR and ERROR_CODE (the NATS micro framework's names,
-so that standard tools show them), after a limit RETRY_AFTER.
+A client's request may carry REQUEST_ID, DEADLINE_MS, TRACEPARENT and TRACESTATE. Each reply carries REQUEST_ID and SEQUENCE,
+and the first one perhaps WARNING. The last one carries FINAL, and if the request failed ERROR and ERROR_CODE (the NATS micro
+framework's names, so that standard tools show them), after a limit RETRY_AFTER.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ DEADLINE_MS = "Penstock-Deadline-Ms"
 """Milliseconds the request may take, from when the gateway takes it."""
 
 TRACEPARENT = "traceparent"
-"""W3C trace context, passed on to the logs."""
+"""W3C trace context: the span that the request's spans are children of, where traces are on. Replies carry it, too."""
+
+TRACESTATE = "tracestate"
+"""The vendors' part of the W3C trace context."""
 
 SEQUENCE = "Penstock-Sequence"
 """0, 1, 2 … over the replies of one request. A gap: some were lost, since the client read too slowly or the bus went away.

@@ -71,7 +71,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tenants' prefix caches. `alone`: workers have died with this request: run it while you hold nothing else, and take nothing
     else until it has given a token. `window`: units of frames (`frame_units`) that may be on their way to the gateway
     unacknowledged; 0: any number. `tenant`: who asked, empty for nobody in particular; tenants share a worker by `weight`,
-    and within a tenant a lower `priority` is earlier.
+    and within a tenant a lower `priority` is earlier. `trace`: the W3C traceparent of this attempt, whose children the workers'
+    spans are; empty: it is not traced.
 
     A prompt may be read instead of continued (`ReadTask`). `given` (packed uint32) are the tokens behind `tokens`, known
     already: they are scored, and come as frames with log-probabilities, as if they had been generated. `pooling`: the last
@@ -94,6 +95,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tenant: str = ""
     weight: float = 1.0
     priority: int = 0
+    trace: str = ""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -35,6 +35,7 @@ from common.runtime.metrics import Metrics
 from common.runtime.outbox import Outbox
 from common.runtime.peers import PROBE, Peers
 from common.runtime.settings import ServiceConfig
+from common.runtime.tracing import OFF
 
 WorkerState = Literal["starting", "ready", "draining"]
 
@@ -71,8 +72,8 @@ class Actor:
         self.metrics = Metrics(role=self.role)
         self.state: WorkerState = "starting"
         self.http_port = 0
-        self.num_handled = 0
-        self.num_failed = 0
+        self.num_handled = self.num_failed = 0
+        self.tracing = OFF
         self.task_group: TaskGroup
         self._outbox = Outbox(bus, on_dropped=self.metrics.outbox_dropped.inc)
         self._decoded = {kind.__name__: self.metrics.messages_received.labels(kind.__name__) for kind in get_args(Message)}

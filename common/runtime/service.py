@@ -31,6 +31,7 @@ from common.runtime.bus import Bus, ServiceInfo
 from common.runtime.file_limit import FileLimit, raise_file_limit
 from common.runtime.http_access import HttpAccess
 from common.runtime.settings import ServiceConfig
+from common.runtime.tracing import open_tracing
 from common.runtime.version import version
 
 C = TypeVar("C", bound=ServiceConfig)
@@ -134,8 +135,12 @@ async def _serve(make_actor: MakeActor[C], config: C, section: str) -> int:
         bus = await _connect(config, section)
         try:
             actor = make_actor(bus, config)
+            actor.tracing = open_tracing(actor.role, actor.ref.id, actor.metrics, os.environ)
             signals.actor = actor
-            await _run(actor, config)
+            try:
+                await _run(actor, config)
+            finally:
+                await actor.tracing.close()
         finally:
             with anyio.CancelScope(shield=True):
                 await bus.close()

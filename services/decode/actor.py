@@ -118,15 +118,17 @@ class DecodeActor(EngineWorker):
 
     async def pull(self, sequence: Sequence, handle: KvHandle) -> None:
         """Copy the blocks that are not here yet. Whatever goes wrong, the sequence runs on: what is missing is recomputed."""
-        num_computed = 0
+        num_computed, code, began_at = 0, "", self.clock()
         try:
             await self.copy_blocks(sequence, handle)
             num_computed = handle.num_tokens
         except PenstockError as error:
+            code = error.code
             log.warning("pull_failed", request=sequence.request, owner=handle.owner.id, code=error.code, reason=str(error))
         finally:
             self.pulling.pop(handle.lease, None)
             self.scheduler.end_copy(sequence, num_computed)
+            self.traces.copied(sequence, "pull", began_at, handle.owner.id, code)
             self.send(handle.owner, ReleaseLease(leases=[handle.lease]))
             self.wake()
 
@@ -152,6 +154,7 @@ class DecodeActor(EngineWorker):
 
     def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
         progress = self.scheduler.commit(plan, result, self.clock())
+        self.traces.committed()
         self.counters.preemptions.inc(self.scheduler.num_preemptions - self.num_preemptions)
         self.num_preemptions = self.scheduler.num_preemptions
         for done in progress:

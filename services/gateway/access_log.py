@@ -19,6 +19,7 @@ from common.runtime import logs
 from services.gateway.answer import Answer
 from services.gateway.bodies import Usage
 from services.gateway.metrics import EdgeMetrics
+from services.gateway.server_span import ServerSpan
 from services.gateway.tenants import Visit
 from services.gateway.usage import UsageEvent
 from services.gateway.vector_answer import VectorAnswer
@@ -31,10 +32,17 @@ _ENDED_BY_CLIENT = (GONE_CODE, Cancelled.code, DeadlineExceeded.code)
 
 
 class AccessRecord:
-    """A request from its arrival to `close`. `visit`: a tenant's, which ends with it."""
+    """A request from its arrival to `close`. `visit`: a tenant's, which ends with it, and so does `span`."""
 
     def __init__(
-        self, edge: Literal["http", "nats", "batch"], path: str, request: str, metrics: EdgeMetrics, *, enabled: bool
+        self,
+        edge: Literal["http", "nats", "batch"],
+        path: str,
+        request: str,
+        metrics: EdgeMetrics,
+        *,
+        enabled: bool,
+        span: ServerSpan | None = None,
     ) -> None:
         self.client_id = ""
         self.answer: Answer | VectorAnswer | None = None
@@ -44,7 +52,13 @@ class AccessRecord:
         self._request = request
         self._metrics = metrics
         self._enabled = enabled
+        self._span = span
         self._began_at = time.monotonic()
+
+    @property
+    def trace(self) -> str:
+        """The traceparent of the request's span; empty: it is not traced."""
+        return "" if self._span is None else self._span.traceparent
 
     def close(self, status: int, code: str = "") -> None:
         """Count and log the request; `code` is empty for one that was answered to its end."""
@@ -52,6 +66,17 @@ class AccessRecord:
             self._leave(self.visit, status, code)
         if code:
             self._metrics.failed(self._edge, code)
+        if self._span is not None:
+            self._span.end(
+                request=self._request,
+                client_id=self.client_id,
+                edge=self._edge,
+                path=self._path,
+                status=status,
+                code=code,
+                tenant="" if self.visit is None else self.visit.tenant.name,
+                answer=self.answer,
+            )
         if not self._enabled:
             return
         fields: dict[str, object] = {} if self.visit is None else {"tenant": self.visit.tenant.name}

@@ -59,6 +59,7 @@ from services.gateway.intake import Intake
 from services.gateway.lag import Lag
 from services.gateway.model_core import ModelCore, Served, catalog_of, names_of_workers, room_behind
 from services.gateway.nats_front import NatsFront
+from services.gateway.request_spans import spans_of
 from services.gateway.requests import GenerationRequest, Request
 from services.gateway.stream import Stream
 from services.gateway.telemetry import Telemetry
@@ -102,8 +103,7 @@ class GatewayActor(Actor):
             prefill_timeout_s=config.prefill_timeout_s,
             slow_reader_timeout_s=config.slow_reader_timeout_s,
         )
-        self.windows = Windows()
-        self.telemetry = Telemetry(self.metrics)
+        self.windows, self.telemetry = Windows(), Telemetry(self.metrics)
         models = models or [Served(config)]
         names = names_of_workers(models)
         self.cores = [ModelCore(self, served, own, clock) for served, own in zip(models, names, strict=True)]
@@ -117,12 +117,10 @@ class GatewayActor(Actor):
         for core in self.cores:
             core.dispatcher.on_ended = functools.partial(self._has_ended, core)
         self._numbers = itertools.count(1)
-        self._outages = 0
-        self._settled_at = clock()
+        self._outages, self._settled_at = 0, clock()
         self._inflow = Inflow(self._take_frames, self._frames_taken, clock)
         self._lag = Lag(heartbeat_s=config.heartbeat_s, now=clock())
-        self._freeing = anyio.Event()
-        self._idle = anyio.Event()
+        self._freeing, self._idle = anyio.Event(), anyio.Event()
         self._front: NatsFront | None = None
         self.batches: Batches | None = None
         if self.catalog is not None and not config.zero_retention:
@@ -131,6 +129,8 @@ class GatewayActor(Actor):
 
     def _has_ended(self, core: ModelCore, request: Request, now: float) -> None:
         self.dashboard.ended.add(request, core.name, now)
+        if request.trace:
+            self.tracing.record(spans_of(request, now), now)
 
     # -- for the edges
 
@@ -155,8 +155,8 @@ class GatewayActor(Actor):
         return self.cores[0].generate(request)
 
     def http_app(self) -> ASGIApp | None:
-        catalog, parts = self.catalog, (self.dashboard, self.batches, self.door)
-        return None if catalog is None else with_cors(create_app(self, catalog, self.config, *parts), self.config.allow_origin)
+        catalog, config, parts = self.catalog, self.config, (self.dashboard, self.batches, self.door)
+        return None if catalog is None else with_cors(create_app(self, catalog, config, *parts), config.allow_origin)
 
     @property
     def fence_after_s(self) -> float:

@@ -26,6 +26,7 @@ import anyio.lowlevel
 from common.protocol.errors import Cancelled, InternalError, PenstockError
 from common.protocol.handles import WorkerRef
 from common.runtime.metrics import Metrics
+from common.runtime.tracing import Tracing
 from common.text.detokenize import detokenizer
 from common.text.output.call_ids import call_id
 from common.text.output.parser import OutputParser
@@ -57,6 +58,9 @@ class Core(Protocol):
 
     @property
     def metrics(self) -> Metrics: ...
+
+    @property
+    def tracing(self) -> Tracing: ...
 
     def generate(self, request: GenerationRequest) -> OutputStream: ...
 
@@ -98,7 +102,8 @@ class _Arrived:
 
 
 class Answer:
-    """See above. Not to be used from two tasks at once. `on_start` is called when the first tokens have come."""
+    """See above. Not to be used from two tasks at once. `on_start` is called when the first tokens have come. `trace`: the
+    traceparent of the request's span."""
 
     def __init__(
         self,
@@ -108,8 +113,10 @@ class Answer:
         metrics: EdgeMetrics,
         *,
         on_start: Callable[[], None] = lambda: None,
+        trace: str = "",
     ) -> None:
         self.job = job
+        self._trace = trace
         self._on_start = on_start
         self._core = core
         self._tokenizer = tokenizer
@@ -194,6 +201,7 @@ class Answer:
             tenant=job.tenant,
             weight=job.weight,
             priority=job.priority,
+            trace=self._trace,
         )
         top = job.prompt_top_of(index)
         if top < 0 and job.generates:
@@ -292,6 +300,11 @@ class Answer:
     def finish(self) -> str:
         """The first choice's finish reason; empty while it has none."""
         return (self._choices[0].text.finish or "") if self._choices else ""
+
+    @property
+    def finishes(self) -> list[str]:
+        """The finish reason of each choice that has ended."""
+        return [choice.text.finish for choice in self._choices if choice.text.finish]
 
     def cancel(self) -> None:
         """Frees whatever the core still holds. Harmless twice, and after the end."""

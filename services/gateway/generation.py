@@ -14,7 +14,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     With `given` or `pooling` the prompt is read, not continued: the tokens of `given` come back as if they had been generated,
     each with its log-probabilities; or the prompt's embedding comes back. `sampling.max_tokens` is then how many tokens are
-    given, 1 at least, and `sampling` has no stop tokens."""
+    given, 1 at least, and `sampling` has no stop tokens. `trace`: the traceparent of the span around it; empty: not traced."""
 
     id: str
     prompt: list[int]
@@ -26,6 +26,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     given: list[int] = []
     pooling: Pooling = ""
+    trace: str = ""
 
     @property
     def is_read(self) -> bool:

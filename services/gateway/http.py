@@ -42,10 +42,11 @@ from services.gateway.config import GatewayConfig
 from services.gateway.dashboard import Dashboard
 from services.gateway.dashboard_http import dashboard_routes
 from services.gateway.door import Door
-from services.gateway.http_body import ClientGone, header, read_body
+from services.gateway.http_body import ClientGone, header, read_body, text_header
 from services.gateway.http_io import Exchange, error_headers, safe_request_id
 from services.gateway.logprobs import TokenNames
 from services.gateway.openapi import openapi_routes
+from services.gateway.server_span import begin_span
 from services.gateway.tenants import Visit
 from services.gateway.token_bodies import TokenKind
 from services.gateway.tokenizing import tokenizer_info
@@ -193,7 +194,8 @@ class _Api:
         shown_id = safe_request_id(scope, id)
         exchange = Exchange(scope, receive, send, [(header, shown_id) for header in view.id_headers], self._clock)
         exchange.keep_alive, exchange.error_body = view.keep_alive, view.error_body
-        record = AccessRecord("http", scope["path"], id, self._metrics, enabled=self.config.access_log)
+        span = begin_span(self._gateway.tracing, partial(text_header, scope))
+        record = AccessRecord("http", scope["path"], id, self._metrics, enabled=self.config.access_log, span=span)
         record.client_id = shown_id.decode()
         self._active += 1
         code = GONE_CODE  # if it is cancelled
@@ -234,7 +236,7 @@ class _Api:
         self._warn(notes, exchange)
         if visit is not None:
             visit.reserve(job.max_tokens_in_all, self._clock())
-        answer = record.answer = Answer(model.core, job, model.bundle.tokenizer, model.metrics)
+        answer = record.answer = Answer(model.core, job, model.bundle.tokenizer, model.metrics, trace=record.trace)
         send = partial(self._stream if job.stream else self._collect, answer, model.token_names, exchange)
         await answer.run(send, watch=partial(self.watch, exchange, id))
 

@@ -43,6 +43,12 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
+def text_header(scope: Scope, name: str) -> str | None:
+    """The first header called `name` (lower case), as text."""
+    found = header(scope, name.encode())
+    return None if found is None else found.decode("latin-1")
+
+
 async def read_body(scope: Scope, receive: Receive, limit: int, room: Room) -> bytes:
     """The request's body, of at most `limit` bytes: refused as soon as it is known to be longer. `room` is its memory.
 

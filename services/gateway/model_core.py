@@ -16,6 +16,7 @@ from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence, ServedModel
 from common.runtime import logs
 from common.runtime.metrics import Metrics
+from common.runtime.tracing import Tracing
 from common.text.bundle import TextBundle
 from services.gateway.actions import Path
 from services.gateway.canary import Canary
@@ -67,6 +68,9 @@ class Host(Protocol):
     @property
     def metrics(self) -> Metrics: ...
 
+    @property
+    def tracing(self) -> Tracing: ...
+
     def begin(self, core: ModelCore, request: GenerationRequest, path: Path, only: WorkerRef | None) -> Stream: ...
 
 
@@ -115,6 +119,10 @@ class ModelCore:
     @property
     def metrics(self) -> Metrics:
         return self._host.metrics
+
+    @property
+    def tracing(self) -> Tracing:
+        return self._host.tracing
 
     @property
     def ready(self) -> bool:

@@ -52,6 +52,7 @@ from services.gateway.namesakes import Namesakes
 from services.gateway.nats_reply import Link, Reply, check_reply, is_inbox_of
 from services.gateway.nats_subjects import Listed, listed
 from services.gateway.nats_whole import Incoming, WholeReplies
+from services.gateway.server_span import begin_span
 from services.gateway.tenants import Visit
 from services.gateway.views.registry import new_id, view_of
 
@@ -73,6 +74,7 @@ class NatsFront:
 
     def __init__(self, gateway: Core, catalog: Catalog, bus: Bus, config: GatewayConfig, door: Door) -> None:
         """`catalog` and `door` are what this edge shares with the HTTP edge."""
+        self._gateway = gateway
         self._catalog = catalog
         self._door = door
         self._bus = bus
@@ -169,6 +171,7 @@ class NatsFront:
             view_of(listed.kind),
         )
         reply.tenant = tenant
+        reply.span = begin_span(self._gateway.tracing, message.headers.get)
         visit: Visit | None = None
         room = self._intake.room()
         try:
@@ -203,7 +206,8 @@ class NatsFront:
             self._num_unstarted -= 1
 
     def _record(self, subject: str, reply: Reply, visit: Visit | None) -> AccessRecord:
-        record = AccessRecord("nats", subject, reply.minted, self._metrics, enabled=self._config.access_log)
+        logged = self._config.access_log
+        record = AccessRecord("nats", subject, reply.minted, self._metrics, enabled=logged, span=reply.span)
         record.client_id = reply.request
         record.visit = visit
         return record
@@ -268,8 +272,9 @@ class NatsFront:
         if incoming.visit is not None:
             incoming.visit.reserve(job.max_tokens_in_all, time.monotonic())
         on_start = functools.partial(self._has_started, reply)
-        answer = Answer(model.core, job, model.bundle.tokenizer, model.metrics, on_start=on_start)
-        record.answer = answer
+        answer = record.answer = Answer(
+            model.core, job, model.bundle.tokenizer, model.metrics, on_start=on_start, trace=record.trace
+        )
         await answer.run(functools.partial(self._stream if job.stream else self._collect, answer, model.token_names, reply))
 
     async def _collect(self, answer: Answer, names: TokenNames, reply: Reply) -> None:

@@ -17,6 +17,7 @@ import anyio
 from common.protocol import headers, subjects
 from common.protocol.errors import PenstockError, RateLimited, ReplyNotAllowed, RequestTimeout
 from common.runtime.bus import Bus
+from services.gateway.server_span import ServerSpan
 from services.gateway.views.view import View
 
 CHECK_EVERY_S = 0.25
@@ -105,6 +106,7 @@ class Reply:
         self.started = False  # the first tokens have come
         self.warning = ""
         self.tenant = ""
+        self.span: ServerSpan | None = None
         self._link = link
         self._view = view
         self._outages = link.outages  # until then, the client was there

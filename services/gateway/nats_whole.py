@@ -92,7 +92,8 @@ class WholeReplies:
         reply.warning = job.warning
         if incoming.visit is not None:
             incoming.visit.reserve(sum(map(len, job.prompts)), time.monotonic())
-        answer = VectorAnswer(model.core, job, model.metrics, self._catalog.intake, max_bytes=self._bus.max_payload)
+        limit, intake = self._bus.max_payload, self._catalog.intake
+        answer = VectorAnswer(model.core, job, model.metrics, intake, max_bytes=limit, trace=record.trace)
         record.answer = answer
 
         async def send(pieces: Pieces) -> None:

@@ -42,7 +42,8 @@ ALONE_LIMIT_S = 30.0
 
 class Seat(msgspec.Struct):
     """`order`: the request's age. Where it counts as load; which worker computes its prompt, `uncached_tokens` of it; which one
-    is reserved for it. `charged`: tokens that its tenant was charged for it, 0 before it was placed."""
+    is reserved for it. `charged`: tokens that its tenant was charged for it, 0 before it was placed; `charged_prompt` of
+    them are the prompt's, which its next workers, if it loses some, compute at nobody's cost."""
 
     order: int
     keys: list[int]
@@ -52,6 +53,7 @@ class Seat(msgspec.Struct):
     reserved: WorkerRef | None = None
     uncached_tokens: int = 0
     charged: float = 0.0
+    charged_prompt: int = 0
 
 
 class Placement:
@@ -172,7 +174,7 @@ class Placement:
                 whole = request.packed_prompt + token_bytes.pack(request.tokens)
                 self.router.remember(prefix_keys(whole, request.salt), seat.decode)
         if seat.charged:
-            used = seat.uncached_tokens + len(request.tokens)
+            used = seat.charged_prompt + len(request.tokens)
             self._waiting.correct(request.tenant, used - seat.charged, request.weight)
             self._answers.ended(request.tenant, len(request.tokens))
         self.settle(request)
@@ -209,7 +211,8 @@ class Placement:
             seat.uncached_tokens = choice.uncached_tokens
             if not seat.charged and request.only is None:
                 answer = self._answers.expected(request.tenant, request.sampling.max_tokens)
-                seat.charged = choice.uncached_tokens + answer
+                seat.charged_prompt = choice.uncached_tokens
+                seat.charged = seat.charged_prompt + answer
                 self._waiting.charge(request.tenant, seat.charged, request.weight)
             alone, window = line == "alone", self.windows.size
             yield request, request.place(choice.prefill, choice.decode, now, alone=alone, window=window)

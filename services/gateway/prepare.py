@@ -10,6 +10,7 @@ that nobody's stream waits for somebody's long prompt; what can't fit the contex
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ import msgspec
 from common.protocol.errors import ContextLengthExceeded, EmptyPrompt, InvalidParameter
 from common.protocol.messages import SamplingParams
 from common.text.bundle import TextBundle
-from common.text.grammar import GrammarCompiler
+from common.text.grammar import MAX_CACHED, GrammarCompiler
 from services.gateway import openai, tools
 from services.gateway.answer_format import format_of, template_of, template_variables
 from services.gateway.arguments import Notes
@@ -31,13 +32,12 @@ from services.gateway.config import GatewayConfig
 from services.gateway.intake import Intake
 from services.gateway.openai import Arguments, ChatRequest, CompletionRequest
 from services.gateway.sampling import past_vocabulary, sampling_params
-from services.gateway.structured import Structure, structure_of
+from services.gateway.structured import Structure, structure_of, takes_long
 from services.gateway.tenants import Tenant, salt_of
 from services.gateway.tool_grammar import calls_of, needs_grammar
 from services.gateway.views.view import Writers
 
 _INLINE_CHARS = 8192
-_INLINE_GRAMMAR_CHARS = 512
 _COMPLETION_MAX_TOKENS = 16
 _T = TypeVar("_T")
 
@@ -125,7 +125,8 @@ class Preparer:
         self._config = config
         self._threads = intake.threads
         self._tokenizer = bundle.tokenizer
-        self._grammars = GrammarCompiler(bundle.tokenizer)
+        max_cached = 0 if config.zero_retention else MAX_CACHED  # a grammar holds its request's schema
+        self.grammars = GrammarCompiler(bundle.tokenizer, max_cached=max_cached)
         self._model = bundle.name
 
     async def prepare(
@@ -150,7 +151,8 @@ class Preparer:
         :raises RequestError: what is wrong with the request; nothing has been taken then.
         """
         deadline_s = deadline_of(self._config, request.timeout, deadline_ms)
-        form = await self._structure(request)
+        read = functools.partial(structure_of, request.response_format, request.structured_outputs)
+        form = await self._in_thread(read) if takes_long(request.structured_outputs) else read()
         await self._check_grammar(form, request)
         grammar = form.grammar
         format: AnswerFormat | None = None
@@ -342,25 +344,15 @@ class Preparer:
     async def _in_thread(self, encode: Callable[[], _T]) -> _T:
         return await anyio.to_thread.run_sync(encode, limiter=self._threads)
 
-    async def _structure(self, request: Arguments) -> Structure:
-        """What an answer must look like. Translating 64 KiB of GBNF takes half a second."""
-        text = (request.structured_outputs or {}).get("grammar")
-
-        def read() -> Structure:
-            return structure_of(request.response_format, request.structured_outputs)
-
-        is_long = isinstance(text, str) and len(text) > _INLINE_GRAMMAR_CHARS
-        return await self._in_thread(read) if is_long else read()
-
     async def _check_grammar(self, form: Structure, request: Arguments) -> None:
         """:raises InvalidParameter: if the answer can't match a grammar with this model's vocabulary, or in this request."""
         if not form.grammar:
             return
         if request.min_tokens:
             raise InvalidParameter(f"min_tokens can't be obeyed together with {form.param}: leave it out", param="min_tokens")
-        if self._grammars.cached(form.grammar) is None:
+        if self.grammars.cached(form.grammar) is None:
             try:
-                await self._in_thread(lambda: self._grammars.compile(form.grammar))
+                await self._in_thread(lambda: self.grammars.compile(form.grammar))
             except InvalidParameter as error:
                 raise InvalidParameter(str(error), param=form.param) from error
 
@@ -372,7 +364,7 @@ class Preparer:
         template = template_of(self._bundle, request)
 
         def compile() -> Structure:
-            return calls_of(request, format, form.grammar, template=template.source, grammars=self._grammars)
+            return calls_of(request, format, form.grammar, template=template.source, grammars=self.grammars)
 
         found = await self._in_thread(compile) if needs_grammar(request, form.grammar) else Structure()
         await self._check_grammar(found, request)

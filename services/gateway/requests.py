@@ -24,6 +24,7 @@ from common.protocol import tokens as token_bytes
 from common.protocol.errors import PenstockError
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import FetchFrames, FinishReason, Generation, Pooling, TokenFrame
+from common.protocol.trace_context import child_of
 from services.gateway.actions import (
     BEFORE_DECODING,
     HELD,
@@ -68,12 +69,10 @@ class Request:
         path: Path = "auto",
         only: WorkerRef | None = None,
     ) -> None:
-        self.id = wire_id
-        self.client_id = request.id
-        self.prompt_tokens = len(request.prompt)
-        self.packed_prompt = token_bytes.pack(request.prompt)
+        self.id, self.client_id = wire_id, request.id
+        self.prompt_tokens, self.packed_prompt = len(request.prompt), token_bytes.pack(request.prompt)
         self.sampling = request.sampling
-        self.salt = request.salt
+        self.salt, self.trace = request.salt, request.trace
         self.tenant, self.weight = request.tenant, request.weight
         self.priority = bounded(request.priority)
         self.rank = now + self.priority * PRIORITY_STEP_S
@@ -139,6 +138,7 @@ class Request:
             tenant=self.tenant,
             weight=self.weight,
             priority=self.priority,
+            trace=child_of(self.trace, f"{self.id}/{self.attempt}"),
         )
         return [ask_for(generation, prefill, decode)]
 

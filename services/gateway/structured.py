@@ -16,6 +16,7 @@ from common.protocol.errors import InvalidParameter
 from common.text.output.grammar_writer import WHITESPACE
 
 MAX_CHOICES = 1024
+INLINE_GRAMMAR_CHARS = 512
 FORMATS = ("text", "json_object", "json_schema")
 _ANY_OBJECT = {"type": "object"}
 _SCHEMA_FIELDS = frozenset({"name", "description", "schema", "strict"})
@@ -26,6 +27,12 @@ class Structure(NamedTuple):
 
     grammar: str = ""
     param: str = ""
+
+
+def takes_long(structured_outputs: Mapping[str, Any] | None) -> bool:
+    """Whether `structure_of` belongs in a thread: translating 64 KiB of GBNF takes half a second."""
+    text = (structured_outputs or {}).get("grammar")
+    return isinstance(text, str) and len(text) > INLINE_GRAMMAR_CHARS
 
 
 def structure_of(response_format: Mapping[str, Any] | None, structured_outputs: Mapping[str, Any] | None) -> Structure:

@@ -106,8 +106,11 @@ def check_calls(calls: Sequence[Any], where: str) -> None:
         if not isinstance(call.get("id", ""), str) or len(call.get("id", "")) > _MAX_ID_CHARS:
             raise InvalidParameter(f"invalid {place}.id: expected a short string", param=where)
         _check_name(function.get("name"), f"{place}.function.name", where)
-        if not isinstance(function.get("arguments"), str | Mapping | None):
+        arguments = function.get("arguments")
+        if not isinstance(arguments, str | Mapping | None):
             raise InvalidParameter(f"invalid {place}.function.arguments: expected a string of JSON", param=where)
+        if isinstance(arguments, str) and len(arguments) > MAX_CALL_BYTES:
+            raise InvalidParameter(f"{place}.function.arguments has more than {MAX_CALL_BYTES} bytes", param=where)
         _check_depth(call, place, where)
 
 

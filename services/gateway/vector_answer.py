@@ -43,10 +43,18 @@ class VectorAnswer:
     ttft_s: float | None = None
 
     def __init__(
-        self, core: Core, job: VectorJob, metrics: EdgeMetrics, intake: Intake, *, max_bytes: int | None = None
+        self,
+        core: Core,
+        job: VectorJob,
+        metrics: EdgeMetrics,
+        intake: Intake,
+        *,
+        max_bytes: int | None = None,
+        trace: str = "",
     ) -> None:
-        """`max_bytes`: a larger answer can't be sent."""
+        """`max_bytes`: a larger answer can't be sent. `trace`: the traceparent of the request's span."""
         self.job = job
+        self._trace = trace
         self.finish = ""
         self._core = core
         self._metrics = metrics
@@ -126,6 +134,7 @@ class VectorAnswer:
                 tenant=job.tenant,
                 weight=job.weight,
                 pooling=job.pooling,
+                trace=self._trace,
             )
         )
         output = await end_of(stream)

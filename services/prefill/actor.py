@@ -114,6 +114,7 @@ class PrefillActor(EngineWorker):
 
     def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
         done = self.scheduler.commit(plan, result, self.clock())
+        self.traces.committed()
         return lambda: self.report(done)
 
     def report(self, news: list[Sequence]) -> None:
@@ -156,6 +157,7 @@ class PrefillActor(EngineWorker):
         self.pool.lease(leased.blocks)
         self.leases.grant(lease, decode, leased, self.clock())
         self.lease_of[sequence.request] = (sequence.attempt, lease)
+        began_at = self.clock()
         try:
             answer = await self.ask(decode, self.kv_ready(sequence, lease), self.config.handoff_timeout_s, repeat=True)
             if isinstance(answer, Rejected):
@@ -164,11 +166,13 @@ class PrefillActor(EngineWorker):
                 raise ProtocolError(f"{type(answer).__name__} is no answer to KvReady")
         except PenstockError as error:
             self.end_lease(lease)
+            self.traces.handed_off(sequence, began_at, decode.id, error.code)
             if self.parked.get(sequence.request) is sequence:
                 log.warning("handoff_failed", request=sequence.request, decode=decode.id, code=error.code, reason=str(error))
                 failed = HandoffFailed(worker=self.ref, request=sequence.request, attempt=sequence.attempt, code=error.code)
                 self.send(sequence.generation.gateway, failed)
             return
+        self.traces.handed_off(sequence, began_at, decode.id)
         if self.parked.get(sequence.request) is sequence:
             handed = HandedOff(worker=self.ref, request=sequence.request, attempt=sequence.attempt, decode=decode)
             self.send(sequence.generation.gateway, handed)

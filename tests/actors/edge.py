@@ -18,6 +18,7 @@ from common.protocol.handles import WorkerRef
 from common.protocol.messages import TokenLogprobs
 from common.runtime.bus import Bus
 from common.runtime.metrics import Metrics
+from common.runtime.tracing import OFF
 from common.text.bundle import TextBundle
 from common.text.template import ChatTemplate
 from common.text.tokenizer import Tokenizer
@@ -118,6 +119,7 @@ class ScriptedCore:
     def __init__(self, script: Callable[[ScriptedStream], None] | None = None, *, capacity: int = 1000) -> None:
         self.ref = WorkerRef("gateway", "gateway-1", 1)
         self.metrics = Metrics(role="gateway")
+        self.tracing = OFF
         self.ready = True
         self.draining = False
         self.capacity = capacity

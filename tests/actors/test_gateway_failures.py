@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import anyio
 import pytest
 
@@ -186,3 +188,22 @@ async def test_requests_that_come_while_the_bus_is_away_wait_for_it() -> None:
             await read(at.generate(LONG, deadline_s=0.2))
         at.broker.start()
         await at.nothing_held()
+
+
+async def test_a_tenant_is_charged_once_for_what_a_lost_worker_costs() -> None:
+    async with site(prefill=0, decode=2) as at:
+        charges: list[float] = []
+        waiting: Any = at.core.placement._waiting
+        for name in ("charge", "correct"):
+            original = getattr(waiting, name)
+
+            def spy(tenant: str, tokens: float, weight: float, original: Any = original) -> None:
+                charges.append(tokens)
+                original(tenant, tokens, weight)
+
+            setattr(waiting, name, spy)
+        stream = at.generate(LONG, max_tokens=60)
+        got = await read_some(stream, 20)
+        await at.kill(next(worker for worker in at.decode if worker.held))
+        assert got + await read(stream) == expected(LONG, 60)
+        assert sum(charges) == len(LONG) + 60

@@ -20,6 +20,8 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 from common.text.grammar import GrammarCompiler
 from common.text.template import ChatTemplate
 from services.gateway import structured
+from services.gateway.catalog import Catalog
+from services.gateway.config import GatewayConfig
 from services.gateway.tools import MAX_TOOLS
 from tests.actors.both_edges import Edge, Seen
 from tests.actors.edge import BUNDLE, EOS, ScriptedCore, ScriptedStream, ids
@@ -226,3 +228,13 @@ async def test_a_long_grammar_is_translated_off_the_event_loop(monkeypatch: pyte
     grammar = "root ::= " + '"a" | ' * 200 + '"b"'
     seen = await asked("http", False, ScriptedCore(obeys()), structured_outputs={"grammar": grammar})
     assert seen.error is None and threads and threading.get_ident() not in threads
+
+
+@pytest.mark.parametrize("zero_retention", [False, True])
+async def test_no_schema_outlives_its_request_with_zero_retention(zero_retention: bool) -> None:
+    config = GatewayConfig(zero_retention=zero_retention)
+    catalog = Catalog.of_one(ScriptedCore(obeys()), BUNDLE, config)
+    body = json.dumps({"messages": [HI]} | FORM).encode()
+    model, job, _ = await catalog.prepare("chat", body, id="r1")
+    kept = model.preparer.grammars.cached(job.sampling.grammar)
+    assert (kept is None) == zero_retention

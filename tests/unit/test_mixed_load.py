@@ -178,6 +178,7 @@ def test_models_differ_in_weights_alone(tmp_path: Any) -> None:
 def test_the_settings_name_each_model_and_its_workers(tmp_path: Any) -> None:
     text = config_text(tmp_path, Sizes())
     assert text.count("[[models]]") == 2 and 'served_model_name = ["beta", "beta-too"]' in text
+    assert 'device = "cpu"' in text, "models of a megabyte stay off a GPU"
     found = WORKER_ID.search("python -m services.decode --worker-id decode-alpha-0-12ab9f --threads 1")
     assert found is not None and found[1] == "decode-alpha-0"
 

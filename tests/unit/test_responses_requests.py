@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from common.protocol.errors import InvalidParameter
-from services.gateway import objects, openai
+from services.gateway import objects, openai, tools
 from services.gateway.arguments import Notes
 from services.gateway.openai import ChatMessage, ChatRequest, ContentPart
 from services.gateway.parse import SMALL_BYTES
@@ -213,3 +213,9 @@ def test_a_large_body_is_bounded() -> None:
 def test_scores_of_the_prompt_have_no_place_in_the_answer_so_they_are_refused() -> None:
     assert chat_of({"prompt_logprobs": None}).prompt_logprobs is None
     assert refusal({"prompt_logprobs": 0}).param == "prompt_logprobs"
+
+
+def test_arguments_of_a_call_are_bounded_as_in_a_chat() -> None:
+    assert chat_of({"input": [{**CALL, "arguments": "x" * tools.MAX_CALL_BYTES}, RESULT]})
+    error = refusal({"input": [{**CALL, "arguments": "x" * (tools.MAX_CALL_BYTES + 1)}, RESULT]})
+    assert error.param == "input[0]" and str(error) == "input[0].arguments has more than 262144 bytes"
