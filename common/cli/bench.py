@@ -87,8 +87,12 @@ def server_of(url: str) -> str:
 
     :raises ConfigError: if it is no HTTP URL.
     """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        is_server = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port or an IPv6 address that is none
+        is_server = False
+    if not is_server:
         raise ConfigError(f"--url {url!r} is no address of a server: give http://host:port", param="url")
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 

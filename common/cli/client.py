@@ -37,6 +37,7 @@ from common.protocol.handles import Role
 from common.protocol.messages import Presence
 from common.runtime.bus import Bus, BusMessage, Subscription
 from common.runtime.bus_login import BusLogin
+from common.runtime.nats_url import redacted
 from common.runtime.routing import is_no_responders
 
 CONNECT_TIMEOUT_S = 3.0
@@ -61,7 +62,7 @@ async def connected(
     :raises BusError: nothing answers on `url` within `timeout_s`; the message ends with `advice`.
     :raises BusRefused: the server wants other credentials.
     """
-    from common.runtime.nats_bus import connect, redacted  # nats-py takes a while to import
+    from common.runtime.nats_bus import connect  # nats-py takes a while to import
 
     try:
         login = BusLogin.of_environment(os.environ) if login is None else login

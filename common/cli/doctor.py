@@ -58,7 +58,7 @@ def command(
     ] = "/dev/shm",
     http_port: Annotated[
         int,
-        typer.Option("--http-port", metavar="PORT", envvar="PENSTOCK_HTTP_PORT", help="Port that the OpenAI API will have."),
+        typer.Option("--http-port", min=0, max=65535, metavar="PORT", envvar="PENSTOCK_HTTP_PORT", help="The API's port."),
     ] = 8000,
     nats_url: NatsUrl = DEFAULT_NATS_URL,
 ) -> None:

@@ -47,6 +47,9 @@ def command(
         Path | None,
         typer.Option("--tools", metavar="FILE", help="Tools that the model may call: a JSON list as in OpenAI's `tools`."),
     ] = None,
+    tool_choice: Annotated[
+        str, typer.Option("--tool-choice", metavar="CHOICE", help="With --tools: auto, none, required, or the name of one.")
+    ] = "auto",
     as_json: Annotated[
         bool,
         typer.Option("--json", help="Print one line of JSON at the end: text, reasoning, tool calls, usage and times."),
@@ -60,7 +63,9 @@ def command(
         schema = {"name": "answer", "schema": json_file(json_schema, "json_schema", dict), "strict": True}
         body["response_format"] = {"type": "json_schema", "json_schema": schema}
     if tools is not None:
+        named = {"type": "function", "function": {"name": tool_choice}}
         body["tools"] = json_file(tools, "tools", list)
+        body["tool_choice"] = tool_choice if tool_choice in ("auto", "none", "required") else named
 
     async def ask() -> Answer:
         async with connected(nats_url, "generate") as bus:

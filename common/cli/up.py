@@ -35,6 +35,7 @@ from common.protocol.handles import Role
 from common.protocol.messages import ServedModel
 from common.runtime.http_access import is_loopback
 from common.runtime.nats_server import find_binary
+from common.runtime.nats_url import redacted
 
 GATEWAY_STAGE, WORKER_STAGE, BUS_STAGE = range(3)
 
@@ -249,8 +250,6 @@ def _announce(
     starting: Starting,
     credentials: Path | None,
 ) -> None:
-    from common.runtime.nats_bus import redacted
-
     threads = {spec.name: str(spec.threads) for spec in specs if spec.threads}
     shown = Table(box=None, header_style="bold", pad_edge=False)
     for title in ("process", "pid", "threads"):

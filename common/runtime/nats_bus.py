@@ -14,7 +14,6 @@ import asyncio
 import math
 import os
 from collections.abc import Callable, Mapping
-from urllib.parse import urlsplit
 
 import nats.errors
 from nats.aio.client import Client
@@ -29,6 +28,7 @@ from common.runtime.bus_login import BusLogin, ResolvedLogin
 from common.runtime.jetstream import JetStream
 from common.runtime.nats_access import CLIENT
 from common.runtime.nats_micro import MicroService
+from common.runtime.nats_url import check_nats_url, redacted
 from common.runtime.routing import PendingReplies, check_size, check_subject, leads_on
 
 log = logs.get("nats")
@@ -57,6 +57,7 @@ async def connect(
     :raises BusError: if no server answers at `url` in time. :raises BusRefused: if it wants other credentials.
     :raises ConfigError: if `url` is not a NATS URL, or `login` names a file that is wrong.
     """
+    check_nats_url(url)
     bus = NatsBus(url, name, (login or BusLogin()).resolve(url, user=user))
     try:
         async with asyncio.timeout(connect_timeout_s):
@@ -71,12 +72,6 @@ async def connect(
         reason = f" ({bus.last_error})" if bus.last_error else ""
         raise BusError(f"no NATS server answers at {redacted(url)}{reason}; is one running?") from None
     return bus
-
-
-def redacted(url: str) -> str:
-    """The URL without user and password, for logs."""
-    parts = urlsplit(url)
-    return url if parts.username is None else f"{parts.scheme}://{parts.hostname}:{parts.port or 4222}"
 
 
 async def _flush(client: Client, timeout_s: float) -> None:

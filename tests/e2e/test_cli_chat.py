@@ -20,12 +20,21 @@ import pytest_asyncio
 from common.models.source import ModelFiles
 from tests.e2e.stack import ROOT, Stack
 from tests.e2e.terminal import CTRL_C, CTRL_D, Terminal
+from tests.e2e.test_tool_choice import TEMPLATE as TOOL_TEMPLATE
+from tests.e2e.tiny import save_byte_tokenizer
+from tests.models.oracles import build, save
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 MODEL = "smollm2-135m-instruct"
 FLAGS = ("--engine", "simulated", "--profile", "h200-llama-8b", "--kv-cache-mb", "256")
 LONG = ("--max-tokens", "6000")
 """Half a minute of the simulated engine: an answer that somebody ends."""
+
+PAINT = {
+    "name": "paint",
+    "parameters": {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"]},
+    "strict": True,
+}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -197,6 +206,36 @@ async def test_generate_as_json_is_one_object_with_units_in_its_names(stack: Sta
     assert 0 < answer["ttft_s"] <= answer["duration_s"] < 10 and answer["tokens_per_s"] > 10
     refused = await run(stack, "generate", "Hello", "--max-tokens", "9000", "--json")
     assert (refused.returncode, refused.stdout) == (1, "") and refused.stderr.count("\n") == 1
+
+
+async def test_generate_obeys_a_schema_from_a_file(stack: Stack, tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"enum": ["red", "green"]}')
+    (tmp_path / "list.json").write_text("[]")
+    chosen = await run(stack, "generate", "Which?", "--json-schema", str(tmp_path / "schema.json"))
+    assert json.loads(chosen.stdout) in ("red", "green"), chosen
+    refused = await run(stack, "generate", "Which?", "--json-schema", str(tmp_path / "list.json"))
+    assert refused.returncode == 1 and "must hold a JSON object" in refused.stderr and refused.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+async def test_generate_prints_calls_of_tools_from_a_file(nats_server: str, tmp_path: Path) -> None:
+    model = tmp_path / "caller"
+    save(build("llama"), model)
+    save_byte_tokenizer(model, "<|end|>")
+    (model / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    (tmp_path / "tools.json").write_text(json.dumps([{"type": "function", "function": PAINT}]))
+    tools = ("--tools", str(tmp_path / "tools.json"), "--model", "caller", "--max-tokens", "300")
+    asked = ("generate", "Paint it", *tools, "--tool-choice", "paint")
+    async with Stack(nats_server, tmp_path, flags=("--model", str(model)), engine_flags=("--engine", "simulated")) as stack:
+        await stack.start("gateway", name="gateway-of-tools")
+        await stack.start("decode", name="decode-of-tools")
+        await stack.ready()
+        ended = await run(stack, *asked, "--json")
+        assert ended.returncode == 0, ended.stderr
+        [call] = json.loads(ended.stdout)["tool_calls"]
+        assert call["function"]["name"] == "paint"
+        assert json.loads(call["function"]["arguments"])["colour"] in ("red", "green")
+        assert json.loads((await run(stack, *asked)).stdout)["function"] == call["function"], "a line of its own"
 
 
 async def test_bench_as_json_has_every_figure(stack: Stack) -> None:

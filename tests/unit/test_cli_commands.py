@@ -155,7 +155,7 @@ def test_bench_without_a_server_fails() -> None:
     assert ended.returncode == 1 and "nothing answers on" in ended.stderr
     ended = penstock("bench", "--url", nobody, "--model", "m", "--requests", "2")
     assert ended.returncode == 1 and "2 of 2 requests failed" in ended.stderr
-    for wrong in ("127.0.0.1:8000", "ftp://127.0.0.1", "http://"):
+    for wrong in ("127.0.0.1:8000", "ftp://127.0.0.1", "http://", "http://[::1", "http://h:99999"):
         with pytest.raises(ConfigError, match="give http://host:port"):
             server_of(wrong)
 
@@ -174,6 +174,19 @@ def test_generate_reads_what_is_piped_in(words: tuple[str, ...]) -> None:
 
 def test_an_argument_is_asked_whatever_stdin_is() -> None:
     assert "no NATS server" in penstock("generate", "Why?", *NOBODY, stdin=b"\xff").stderr
+
+
+@pytest.mark.parametrize("url", ["nats://[::1", "nats://somebody:pa55word@127.0.0.1:99999"])
+def test_a_url_that_is_none_is_one_line_without_its_password(url: str) -> None:
+    ended = penstock("generate", "Why?", "--model", "m", "--nats-url", url)
+    assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
+    assert "is not a NATS URL" in ended.stderr and "pa55word" not in ended.stderr
+
+
+def test_an_argument_that_is_no_text_and_a_port_that_is_none_are_refused() -> None:
+    assert "not valid UTF-8" in penstock("generate", "\udcff", *NOBODY).stderr
+    ended = penstock("doctor", "--http-port", "99999")
+    assert ended.returncode == 2 and "--http-port" in ended.stderr
 
 
 # ── variables, passwords ─────────────────────────────────────────────────────────────────────────────────────────────────
