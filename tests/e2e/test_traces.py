@@ -91,6 +91,9 @@ async def post(stack: Stack, **more: str) -> None:
 
 
 async def collected(collector: Collector, trace: str) -> Tree:
+    """The trace, once everybody has sent some of it; what one sends may come in two batches."""
+    await anyio.to_thread.run_sync(collector.wait, lambda spans: is_whole(spans, trace))
+    await anyio.sleep(1.0)
     return Tree(await anyio.to_thread.run_sync(collector.wait, lambda spans: is_whole(spans, trace)), trace)
 
 
@@ -216,6 +219,7 @@ async def test_a_killed_workers_request_shows_both_attempts(stack: Stack, collec
     body = {"model": "smollm2-135m-instruct", "prompt": list(range(5, 60)), "max_tokens": 1000, "ignore_eos": True}
     body |= {"stream": True}
     killed = ""
+    await stack.clean(within_s=10)
     async with stack.client.stream(
         "POST", f"{stack.url()}/v1/completions", json=body, headers={"traceparent": parent}
     ) as response:
