@@ -252,6 +252,8 @@ async def test_the_openai_client_reads_log_probabilities() -> None:
     assert [entry.logprob for entry in entries] == [-0.25] * 5
     for response in (whole, streamed):
         (message,) = response.output
-        assert message.type == "message" and message.content[0].type == "output_text"
-        scores = message.content[0].logprobs or []
+        assert message.type == "message"
+        part = message.content[0]
+        assert part.type == "output_text"
+        scores = part.logprobs or []
         assert "".join(entry.token for entry in scores) == "Hello" and len(scores[0].top_logprobs) == 1
