@@ -155,7 +155,7 @@ async def test_what_is_wrong_with_a_request_is_said_at_once(site: Site) -> None:
         await client.batches.create(input_file_id="file-abc", endpoint=CHAT, completion_window="24h")
     assert unknown.value.code == "file_not_found"
     with pytest.raises(openai.BadRequestError, match="endpoint"):
-        await client.batches.create(input_file_id="file-abc", endpoint="/v1/embeddings", completion_window="24h")
+        await client.batches.create(input_file_id="file-abc", endpoint="/v1/moderations", completion_window="24h")
     window: Any = "soon"
     with pytest.raises(openai.BadRequestError, match="completion_window"):
         await client.batches.create(input_file_id="file-abc", endpoint=CHAT, completion_window=window)
