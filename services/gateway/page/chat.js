@@ -9,6 +9,7 @@ export class Chat {
     this.onRequest = onRequest;
     this.onKey = onKey;
     this.messages = [];
+    this.results = null; // the form for results of the last answer's calls
     this.abort = null;
     this.log = byId("chat-log");
     this.input = byId("chat-input");
@@ -19,6 +20,17 @@ export class Chat {
     this.input.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); this.send(); }
     });
+    byId("chat-tools").addEventListener("input", () => this.choices());
+  }
+
+  // What `tool_choice` may be: the words, and each function of the tools that were typed.
+  choices() {
+    let names = [];
+    try { names = JSON.parse(byId("chat-tools").value).map((tool) => tool.function?.name ?? tool.name).filter(Boolean); } catch { /* not yet JSON */ }
+    const select = byId("chat-tool-choice");
+    const chosen = select.value;
+    select.replaceChildren(...["", "auto", "none", "required", ...names].map((name) => el("option", { value: name }, name || "as the API has it")));
+    if (names.includes(chosen) || ["auto", "none", "required"].includes(chosen)) select.value = chosen;
   }
 
   models(names) {
@@ -32,14 +44,15 @@ export class Chat {
   clear() {
     this.abort?.abort();
     this.messages = [];
+    this.results = null;
     this.log.replaceChildren(this.welcome);
     this.input.focus();
   }
 
   // :raises SyntaxError: what was typed as JSON is none
-  body(content) {
+  body(turn) {
     const system = byId("chat-system").value.trim();
-    const body = { messages: [...(system ? [{ role: "system", content: system }] : []), ...this.messages, { role: "user", content }], stream: true, stream_options: { include_usage: true } };
+    const body = { messages: [...(system ? [{ role: "system", content: system }] : []), ...this.messages, ...turn], stream: true, stream_options: { include_usage: true } };
     const model = byId("chat-model").value;
     if (model) body.model = model;
     for (const [id, name] of [["chat-temperature", "temperature"], ["chat-max-tokens", "max_tokens"]]) {
@@ -51,17 +64,34 @@ export class Chat {
       if (!typed) continue;
       try { body[name] = JSON.parse(typed); } catch (error) { throw new SyntaxError(`${name} is not JSON: ${error.message}`); }
     }
+    const choice = byId("chat-tool-choice").value;
+    if (choice) body.tool_choice = ["auto", "none", "required"].includes(choice) ? choice : { type: "function", function: { name: choice } };
     return body;
   }
 
-  async send() {
+  send() {
     const content = this.input.value.trim();
-    if (!content || this.abort) return;
+    if (content && !this.abort) this.ask([...this.told(), { role: "user", content }]);
+  }
+
+  // Results of calls as messages, as far as they were typed; every call must have one before the conversation goes on.
+  told() {
+    return [...(this.results?.elements ?? [])].filter((field) => field.name).map((field) => ({ role: "tool", tool_call_id: field.name, content: field.value }));
+  }
+
+  // One request: the conversation and `turn`, which becomes a part of it with the answer.
+  async ask(turn) {
     let body;
-    try { body = this.body(content); } catch (error) { this.fail(error.message); return; }
+    try { body = this.body(turn); } catch (error) { this.fail(error.message); return; }
+    const content = turn.at(-1).role === "user" ? turn.at(-1).content : "";
+    const results = this.results;
+    this.results = null;
+    if (results) results.disabled = true;
     this.welcome.remove();
-    this.log.append(el("div", { class: "message user" }, content));
-    this.input.value = "";
+    if (content) {
+      this.log.append(el("div", { class: "message user" }, content));
+      this.input.value = "";
+    }
     const abort = (this.abort = new AbortController());
     this.busy(true);
     const thought = el("span", { class: "thought", hidden: true }), said = el("span", { class: "text" });
@@ -80,14 +110,17 @@ export class Chat {
         this.take(chunk, answer, thought, said);
         this.scroll();
       }
-      this.messages.push({ role: "user", content }, this.said(answer));
+      this.messages.push(...turn, this.said(answer));
+      if (answer.calls.length) this.offer(answer.calls);
     } catch (error) {
       if (abort.signal.aborted) {
         answer.finish = "stopped";
-        if (answer.text) this.messages.push({ role: "user", content }, { role: "assistant", content: answer.text });
+        if (answer.text) this.messages.push(...turn, { role: "assistant", content: answer.text });
+        else this.again(results);
       } else {
         if (!answer.text) bubble.remove();
         if (!answer.text && !this.input.value) this.input.value = content;
+        this.again(results);
         this.fail(error.message, error.code, error.param);
         if (error instanceof HttpError && error.status === 401) this.onKey(true);
       }
@@ -124,6 +157,23 @@ export class Chat {
       known.node.textContent = `${known.name}(${known.arguments})`;
     }
     answer.finish = choice.finish_reason ?? answer.finish;
+  }
+
+  // A field for the result of each call.
+  offer(calls) {
+    const fields = el("fieldset", { class: "results" }, ...calls.map((call) => el("label", {}, `Result of ${call.name}`, el("textarea", { name: call.id, rows: "2", spellcheck: "false", class: "code" }))));
+    const form = el("form", {}, fields);
+    fields.append(el("button", { type: "submit" }, calls.length > 1 ? "Send results" : "Send result"));
+    form.addEventListener("submit", (event) => { event.preventDefault(); if (!this.abort) this.ask(this.told()); });
+    this.results = fields;
+    this.log.append(form);
+  }
+
+  // Results that were not taken can be sent again.
+  again(results) {
+    if (!results) return;
+    results.disabled = false;
+    this.results = results;
   }
 
   said(answer) {
