@@ -306,10 +306,17 @@ async def test_the_page_of_the_api_lists_every_route_and_shows_an_arguments_boun
         described = (await stack.client.get(f"{stack.url()}/openapi.json")).json()["paths"]
         assert set(listed) == set(described)
         await docs.type("#filter", "top_logprobs")
-        await docs.until("document.querySelectorAll('#operations details').length === 2")  # chat and responses
+        await docs.until(
+            "document.querySelectorAll('#operations details').length === 3"
+        )  # chat, responses, and the count of their tokens
         await docs.click("#operations summary")
         await docs.until("document.querySelector('#operations table') !== null")
         assert "0 to 20" in await docs.text("#operations"), "the bounds of top_logprobs"
+        await docs.evaluate("document.querySelector('#filter').value = ''")
+        await docs.evaluate("document.querySelector('#filter').dispatchEvent(new Event('input'))")
+        await docs.evaluate("document.querySelectorAll('#operations details').forEach(each => { each.open = true; })")
+        await docs.until("[...document.querySelectorAll('#operations details')].every(each => each.childElementCount > 1)")
+        assert "purpose" in await docs.text("#operations"), "a field of the form that files are uploaded with"
         assert await docs.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing stands beside the page"
         assert not docs.errors
     finally:

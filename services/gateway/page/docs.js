@@ -48,8 +48,8 @@ const code = (text) => element("code", "", text);
 
 /** The arguments of a body, and those of the objects in it, each type once. */
 function* argumentsOf(api, schema, seen = new Set()) {
-  const name = schema.$ref ? nameOf(schema) : "";
-  if (!name || seen.has(name)) return;
+  const name = schema.$ref ? nameOf(schema) : "Form";
+  if (seen.has(name)) return;
   seen.add(name);
   const object = resolve(api, schema);
   if (!object.properties) return;
@@ -75,6 +75,11 @@ function rowsOf(object) {
   return obeyed;
 }
 
+// A body is JSON, or a form.
+function schemaOf(body) {
+  return Object.values(body.content)[0].schema;
+}
+
 function operation(api, path, method, described) {
   const keyed = described.security.length > 0;
   const summary = element(
@@ -93,7 +98,7 @@ function operation(api, path, method, described) {
     }
     const body = described.requestBody;
     if (body) {
-      for (const [name, object] of argumentsOf(api, body.content["application/json"].schema)) {
+      for (const [name, object] of argumentsOf(api, schemaOf(body))) {
         details.append(element("h3", "", name), element("p", "muted", object.description || ""), table(rowsOf(object)));
       }
     }
@@ -128,7 +133,7 @@ function render(api) {
 function argumentNamed(api, described, words) {
   if (!described.requestBody || !words.length) return false;
   const names = [];
-  for (const [, object] of argumentsOf(api, described.requestBody.content["application/json"].schema)) {
+  for (const [, object] of argumentsOf(api, schemaOf(described.requestBody))) {
     const obeyed = Object.entries(object.properties).filter(([, schema]) => !isWithout(schema));
     names.push(...obeyed.map(([name]) => name));
   }
