@@ -21,6 +21,7 @@ from common.protocol import tokens as token_bytes
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
 from services.gateway.actions import Actions, State
+from services.gateway.clearing import Clearing
 from services.gateway.handoff import redirect, stranded
 from services.gateway.headroom import Headroom
 from services.gateway.health import Health
@@ -74,6 +75,7 @@ class Placement:
         self.seats: dict[str, Seat] = {}
         self.windows = windows or Windows()
         self._waiting = WaitingRoom()
+        self._clearing = Clearing(router)
         self._headroom = Headroom()
         self._answers = ExpectedAnswers()
         self._homeless: dict[str, Request] = {}
@@ -191,6 +193,7 @@ class Placement:
         """Send on whoever can be sent on: what has to be done, request by request. Apply it before taking the next."""
         for request in list(self._homeless.values()):
             yield from self._rehome(request, now)
+        self._clearing.open()
         closed: set[Line] = set()
         unplaced: list[tuple[Line, int, Request]] = []
         while (turn := self._next(closed)) is not None:
@@ -224,6 +227,7 @@ class Placement:
         """Wake who was sent away for a while; let go of those for whom no worker has been idle."""
         self._waiting.wake(now)
         self._headroom.tick(now)
+        patient: Job | None = None
         for order, request in self._waiting.members("alone"):
             waited_s = now - request.since
             if request.must_be_alone and waited_s > ALONE_LIMIT_S:
@@ -232,6 +236,9 @@ class Placement:
             elif not request.must_be_alone and waited_s > ALONE_PATIENCE_S:
                 self._waiting.leave(order)
                 self.rejoin(request, now, not_before=now)
+            elif request.must_be_alone and waited_s > ALONE_PATIENCE_S and patient is None:
+                patient = self._job(request, now)
+        self._clearing.look(patient)
 
     # -- inside
 

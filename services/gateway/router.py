@@ -198,6 +198,26 @@ class Router:
         uncached = job.num_tokens - min(cached, job.num_tokens - 1)
         return "direct" if uncached <= MAX_DIRECT_FACTOR * self.direct_max_tokens or not self.can_prefill else "prefill"
 
+    def choose_to_clear(self, job: Job) -> WorkerRef | None:
+        """The worker that is soonest idle if it gets nothing new. None: others would be left without one."""
+        pool = self._readers if job.path == "read" else self.decode
+        usable = [worker for worker in pool.members.values() if worker.usable and not worker.reserved]
+        if len(usable) < 2:
+            return None
+        return min(usable, key=lambda worker: (worker.ref.id in job.avoid, worker.load)).ref
+
+    def may_clear(self, ref: WorkerRef) -> bool:
+        """Is it still there, and another one that others can use?"""
+        worker = self._workers.get(ref)
+        if worker is None or not worker.usable:
+            return False
+        pool = self.decode if ref.role == "decode" else self.prefill
+        return any(other.usable and not other.reserved for other in pool.members.values())
+
+    def is_idle(self, ref: WorkerRef) -> bool:
+        worker = self._workers.get(ref)
+        return worker is None or not worker.load
+
     def choose_alone(self, job: Job) -> Choice | None:
         """A decode worker that has nothing to do, for a request that must not run beside others."""
         idle = _idle(self.decode, job)

@@ -207,3 +207,30 @@ async def test_a_tenant_is_charged_once_for_what_a_lost_worker_costs() -> None:
         await at.kill(next(worker for worker in at.decode if worker.held))
         assert got + await read(stream) == expected(LONG, 60)
         assert sum(charges) == len(LONG) + 60
+
+
+async def test_who_must_run_alone_gets_a_worker_while_none_is_ever_idle() -> None:
+    async with site(prefill=0, decode=2) as at:
+        running = True
+
+        async def client(number: int) -> None:
+            while running:
+                prompt = [number, *LONG]
+                count = 100 + 17 * number  # they end one by one
+                assert await read(at.generate(prompt, max_tokens=count)) == expected(prompt, count)
+
+        async with anyio.create_task_group() as crowd:
+            for number in range(8):
+                crowd.start_soon(client, number)
+            await at.until(lambda: all(worker.held for worker in at.decode))
+            requests = at.core.dispatcher.requests
+            for losses in (1, 2):  # who loses the first before a token runs on the second alone, and loses that, too
+                worker = await at.add("decode", credits=1)
+                worker.step_s = 1000.0  # no token comes from there
+                await at.until(lambda worker=worker: worker.held)
+                await at.kill(worker)
+                await at.until(lambda losses=losses: any(request.losses.count == losses for request in requests.values()))
+            assert any(request.must_be_alone for request in requests.values())
+            await at.until(lambda: not any(request.must_be_alone for request in requests.values()), 20.0)
+            running = False
+        await at.nothing_held()
