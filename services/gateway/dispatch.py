@@ -11,7 +11,7 @@ here longest is placed first, also when it comes back for another attempt; nobod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import msgspec
 
@@ -219,9 +219,9 @@ class Dispatcher:
             self._apply(request, request.worker_lost(worker, now), now)
         self._place_waiting(now)
 
-    def refresh(self, presences: Iterable[Presence], now: float) -> None:
-        """What everyone alive says, once a heartbeat."""
-        self.placement.refresh(presences, now)
+    def refresh(self, presences: Iterable[Presence], now: float, *, silent: Collection[str] = ()) -> None:
+        """What everyone alive says, once a heartbeat. `silent`: ids of those that have said nothing for a while."""
+        self.placement.refresh(presences, now, silent=silent)
         if self.router.hopeful or not self.connected:
             self._hoped_at = now
         if self.router.hopeful_to_read or not self.connected:

@@ -16,6 +16,8 @@ from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence, ServedModel
 from common.runtime import logs
 from common.runtime.metrics import Metrics
+from common.runtime.peers import SUSPECT_AFTER_HEARTBEATS
+from common.runtime.registry import Registry
 from common.runtime.tracing import Tracing
 from common.text.bundle import TextBundle
 from services.gateway.actions import Path
@@ -58,6 +60,7 @@ class Host(Protocol):
 
     windows: Windows
     telemetry: Telemetry
+    registry: Registry
 
     @property
     def ref(self) -> WorkerRef: ...
@@ -158,7 +161,8 @@ class ModelCore:
 
     def look_around(self, workers: Iterable[Presence], now: float) -> None:
         """`workers`: all that are alive, but those that announce another model of this gateway."""
-        self.dispatcher.refresh(self.membership.members(workers), now)
+        silent = self._host.registry.suspects(now, SUSPECT_AFTER_HEARTBEATS * self.config.heartbeat_s)
+        self.dispatcher.refresh(self.membership.members(workers), now, silent={worker.worker.id for worker in silent})
         for stranger in self.membership.take_strangers():
             log.warning("worker_left_alone", worker=stranger.worker.id, reason=stranger.reason, advice=stranger.advice)
 

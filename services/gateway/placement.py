@@ -12,7 +12,7 @@ alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import msgspec
 
@@ -96,11 +96,14 @@ class Placement:
             return False
         return not self._waiting.is_within_share(request.tenant, max_queue)
 
-    def refresh(self, presences: Iterable[Presence], now: float) -> None:
-        """What everyone alive says, once a heartbeat."""
+    def refresh(self, presences: Iterable[Presence], now: float, *, silent: Collection[str] = ()) -> None:
+        """What everyone alive says, once a heartbeat. `silent`: ids of those that have said nothing for a while.
+
+        They may be dead: they get requests only when no other has room.
+        """
         self.router.refresh(presences)
         members = [*self.router.decode.members.values(), *self.router.prefill.members.values()]
-        self._doubtful = self.health.doubtful([worker.ref for worker in members], now)
+        self._doubtful = self.health.doubtful([worker.ref for worker in members], now).union(silent)
 
     # -- a request's stay
 
@@ -236,7 +239,7 @@ class Placement:
             elif not request.must_be_alone and waited_s > ALONE_PATIENCE_S:
                 self._waiting.leave(order)
                 self.rejoin(request, now, not_before=now)
-            elif request.must_be_alone and waited_s > ALONE_PATIENCE_S and patient is None:
+            elif request.must_be_alone and patient is None:
                 patient = self._job(request, now)
         self._clearing.look(patient)
 

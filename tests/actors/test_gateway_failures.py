@@ -234,3 +234,15 @@ async def test_who_must_run_alone_gets_a_worker_while_none_is_ever_idle() -> Non
             await at.until(lambda: not any(request.must_be_alone for request in requests.values()), 20.0)
             running = False
         await at.nothing_held()
+
+
+async def test_who_has_been_silent_for_a_while_gets_nothing_new_while_others_have_room() -> None:
+    async with site(prefill=0, decode=2) as at:
+        silent = at.decode[0]
+        at.broker.drop(lambda message: silent.ref.id in message.subject)  # neither heartbeats nor questions go through
+        await anyio.sleep(0.2)
+        assert at.core.router.knows(silent.ref), "it is not known to be dead"
+        streams = [at.generate([number, *SHORT]) for number in range(8)]
+        assert [request.decode for request in at.core.dispatcher.requests.values()] == [at.decode[1].ref] * 8
+        for number, stream in enumerate(streams):
+            assert await read(stream) == expected([number, *SHORT], 32)

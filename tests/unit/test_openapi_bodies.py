@@ -37,7 +37,7 @@ BASES: dict[str, dict[str, Any]] = {
     "StreamOptions": {},
     "ChatMessage": {"role": "assistant", "content": "x"},
     "ContentPart": {"type": "text", "text": "x", "refusal": "x"},
-    "ResponsesRequest": {"input": "x"},
+    "ResponsesRequest": {"input": "x", "include": ["message.output_text.logprobs"]},
     "InputItem": {"role": "user", "content": "x"},
     "InputPart": {"type": "input_text", "text": "x"},
     "ReasoningOptions": {},
