@@ -2,7 +2,10 @@
 become free. Pure.
 
     one tenant in RECENT_S            nothing is kept: it may have everything
-    several, and one has its share    it does not get the last places of a pool, 1 in PLACES_FOR_ONE
+    several, and one has its share    it does not get a pool's last places: 1 in PLACES_FOR_ONE, or as many as the others use
+
+Places become free in waves where many requests began together, so what others use now is what they may need once more before
+the next wave.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ RECENT_S = 10.0
 NOTED_EVERY_S = 1.0
 PLACES_FOR_ONE = 8
 MIN_KEPT = 2
+MAX_AS_USED = 64
+"""Beyond so many, arrivals even out, and what others use says nothing of what they need at once."""
 
 
 class Spare(Protocol):
@@ -39,10 +44,12 @@ class _Places:
             self._taken.pop(tenant, None)
 
     def are_kept_from(self, tenant: str, share: float, pool: Spare) -> bool:
-        spare = pool.spare(max(MIN_KEPT, self.total // (PLACES_FOR_ONE - 1) + 1))
+        taken = self._taken.get(tenant, 0)
+        as_used = min(self.total - taken, MAX_AS_USED)
+        spare = pool.spare(max(MIN_KEPT, as_used, self.total // (PLACES_FOR_ONE - 1) + 1))
         capacity = self.total + spare
-        kept = min(max(MIN_KEPT, -(-capacity // PLACES_FOR_ONE)), capacity // 2)
-        return spare <= kept and self._taken.get(tenant, 0) > share * capacity
+        kept = min(max(MIN_KEPT, as_used, -(-capacity // PLACES_FOR_ONE)), capacity // 2)
+        return spare <= kept and taken > share * capacity
 
 
 class Headroom:
