@@ -2,10 +2,7 @@
 become free. Pure.
 
     one tenant in RECENT_S            nothing is kept: it may have everything
-    several, and one has its share    it does not get a pool's last places: 1 in PLACES_FOR_ONE, or as many as the others use
-
-Places become free in waves where many requests began together, so what others use now is what they may need once more before
-the next wave.
+    several, and one has its share    it does not get the last places of a pool, 1 in PLACES_FOR_ONE
 """
 
 from __future__ import annotations
@@ -18,18 +15,19 @@ RECENT_S = 10.0
 NOTED_EVERY_S = 1.0
 PLACES_FOR_ONE = 8
 MIN_KEPT = 2
-MAX_AS_USED = 64
-"""Beyond so many, arrivals even out, and what others use says nothing of what they need at once."""
 
 
 class Spare(Protocol):
-    """A pool: how many places are free, exactly up to `limit`."""
+    """A pool: how many places it has, and how many of them are free, exactly up to `limit`."""
+
+    @property
+    def places(self) -> int: ...
 
     def spare(self, limit: int) -> int: ...
 
 
 class _Places:
-    """Who has how many places of a pool."""
+    """Who has how many places of a pool. Those promised to requests on their way count, though no worker knows of them yet."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -44,12 +42,10 @@ class _Places:
             self._taken.pop(tenant, None)
 
     def are_kept_from(self, tenant: str, share: float, pool: Spare) -> bool:
-        taken = self._taken.get(tenant, 0)
-        as_used = min(self.total - taken, MAX_AS_USED)
-        spare = pool.spare(max(MIN_KEPT, as_used, self.total // (PLACES_FOR_ONE - 1) + 1))
-        capacity = self.total + spare
-        kept = min(max(MIN_KEPT, as_used, -(-capacity // PLACES_FOR_ONE)), capacity // 2)
-        return spare <= kept and taken > share * capacity
+        if self._taken.get(tenant, 0) <= share * pool.places:
+            return False
+        kept = min(max(MIN_KEPT, -(-pool.places // PLACES_FOR_ONE)), pool.places // 2)
+        return self.total + kept >= pool.places or pool.spare(kept) <= kept  # other gateways' requests are in `spare` alone
 
 
 class Headroom:

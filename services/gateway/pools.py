@@ -74,6 +74,8 @@ class Pool:
     def __init__(self) -> None:
         self.members: dict[str, Worker] = {}
         self.usable = 0
+        self.places = 0
+        """Of all members together, as they said last: those that are taken and those that are free."""
         self._open: list[Worker] = []
         self._slots: dict[str, int] = {}
         self._turn = 0
@@ -103,6 +105,11 @@ class Pool:
         elif worker_id not in self._slots:
             self._slots[worker_id] = len(self._open)
             self._open.append(worker)
+
+    def count_places(self) -> None:
+        """Call when workers have said how they are."""
+        said = [worker.presence for worker in self.members.values() if worker.usable]
+        self.places = sum(presence.credits + presence.running + presence.waiting for presence in said)
 
     def spare(self, limit: int) -> int:
         """How many requests all of them would take, or some number above `limit`: no more workers are asked than that takes."""

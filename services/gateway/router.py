@@ -111,6 +111,8 @@ class Router:
             else:
                 worker.observe(presence)
                 self._update(worker)
+        for pool in (self.prefill, self.decode):
+            pool.count_places()
         steps = [w.presence.step_ms for w in self.decode.members.values() if w.presence.step_ms > 0]
         self._step_s = sum(steps) / len(steps) / 1000 if steps else DEFAULT_STEP_S
 

@@ -99,7 +99,9 @@ def measure(
 
 
 @pytest.mark.parametrize(
-    ("length", "answer", "every_s"), [(12, 32, 0.25), (60, 16, 0.25)], ids=["decode-is-busy", "prefill-is-busy"]
+    ("length", "answer", "every_s"),
+    [(12, 32, 0.25), (12, 96, 0.6), (60, 16, 0.25)],
+    ids=["decode-is-busy", "decode-is-busy-for-long", "prefill-is-busy"],
 )
 def test_a_greedy_tenant_leaves_the_others_time_to_the_first_token(
     tmp_path: Path, length: int, answer: int, every_s: float

@@ -24,7 +24,14 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class Places(msgspec.Struct):
+    """So many free ones, `of` all."""
+
     number: int
+    of: int
+
+    @property
+    def places(self) -> int:
+        return self.of
 
     def spare(self, limit: int) -> int:
         return self.number
@@ -164,14 +171,24 @@ def test_the_last_places_of_a_pool_are_kept_for_who_has_less_than_its_share() ->
     headroom = Headroom()
     headroom.came("greedy", 1.0, 0.0)
     headroom.decode.change("greedy", 30)
-    assert not headroom.must_wait("greedy", 1.0, prefill=None, decode=Places(2))  # nobody else is there
+    assert not headroom.must_wait("greedy", 1.0, prefill=None, decode=Places(2, of=32))  # nobody else is there
     headroom.came("modest", 1.0, 0.0)
-    assert headroom.must_wait("greedy", 1.0, prefill=None, decode=Places(2))
-    assert not headroom.must_wait("modest", 1.0, prefill=None, decode=Places(2))
-    assert not headroom.must_wait("greedy", 1.0, prefill=None, decode=Places(10))
+    assert headroom.must_wait("greedy", 1.0, prefill=None, decode=Places(2, of=32))
+    assert not headroom.must_wait("modest", 1.0, prefill=None, decode=Places(2, of=32))
+    assert not headroom.must_wait("greedy", 1.0, prefill=None, decode=Places(10, of=40))
     headroom.came("greedy", 1.0, RECENT_S)
     headroom.tick(RECENT_S + 1)
-    assert not headroom.must_wait("greedy", 1.0, prefill=None, decode=Places(2))
+    assert not headroom.must_wait("greedy", 1.0, prefill=None, decode=Places(2, of=32))
+
+
+def test_places_promised_to_requests_on_their_way_count() -> None:
+    headroom = Headroom()
+    headroom.came("modest", 1.0, 0.0)
+    headroom.came("greedy", 1.0, 0.0)
+    headroom.decode.change("greedy", 27)
+    assert not headroom.must_wait("greedy", 1.0, prefill=None, decode=Places(20, of=32))
+    headroom.decode.change("greedy", 1)
+    assert headroom.must_wait("greedy", 1.0, prefill=None, decode=Places(20, of=32)), "20 are free, but 28 are promised"
 
 
 def test_a_single_place_is_never_kept_from_everyone() -> None:
@@ -179,7 +196,7 @@ def test_a_single_place_is_never_kept_from_everyone() -> None:
     for tenant in ("a", "b"):
         headroom.came(tenant, 1.0, 0.0)
     for spare in (1, 2):
-        assert not headroom.must_wait("a", 1.0, prefill=Places(spare), decode=Places(spare))
+        assert not headroom.must_wait("a", 1.0, prefill=Places(spare, of=spare), decode=Places(spare, of=spare))
 
 
 def test_a_worker_computes_prompts_of_tenants_by_turns() -> None:
