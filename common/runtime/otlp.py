@@ -162,7 +162,7 @@ class _Exporter(SpanExporter):
             made.set_status(Status(StatusCode.ERROR))
         made.end(ended_ns)
         assert isinstance(made, ReadableSpan)
-        time.sleep(0)  # the event loop may have waited for the interpreter
+        time.sleep(0)  # lets go of the GIL between spans: the event loop runs in another thread
         return made
 
     def _warn(self, num_spans: int) -> None:

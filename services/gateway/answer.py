@@ -33,7 +33,7 @@ from common.text.output.parser import OutputParser
 from common.text.tokenizer import Tokenizer
 from services.gateway.bodies import Usage
 from services.gateway.choice_events import AnswerFormat, ChoiceEvents
-from services.gateway.choices import ChoiceText, Delta, ScoredToken, choice_seed
+from services.gateway.choices import ChoiceRules, ChoiceText, Delta, ScoredToken, choice_seed
 from services.gateway.metrics import EdgeMetrics
 from services.gateway.prepare import Job
 from services.gateway.prompt_scores import OutputStream, PromptText, ScoredStream
@@ -121,6 +121,13 @@ class Answer:
         self._core = core
         self._tokenizer = tokenizer
         self._metrics = metrics
+        self._rules = ChoiceRules(
+            stops=job.stops,
+            include_stop=job.include_stop,
+            min_tokens=job.sampling.min_tokens,
+            stop_token_ids=job.sampling.stop_token_ids,
+            scored=job.top_logprobs >= 0,
+        )
         self._choices: list[_Choice] = []
         self._open = 0
         self._begun_at = time.monotonic()
@@ -218,11 +225,7 @@ class Answer:
     def _reader(self, job: Job, echo: str) -> ChoiceText:
         return ChoiceText(
             detokenizer(self._tokenizer, skip_special=job.skip_special, continues=job.continues),
-            stops=job.stops,
-            include_stop=job.include_stop,
-            min_tokens=job.sampling.min_tokens,
-            stop_token_ids=job.sampling.stop_token_ids,
-            scored=job.top_logprobs >= 0,
+            self._rules,
             begins_at=len(echo),
         )
 
@@ -237,13 +240,9 @@ class Answer:
         )
         return ChoiceEvents(
             detokenizer(self._tokenizer, skip_special=job.skip_special, continues=job.continues, shown=format.shown),
+            self._rules,
             parser,
             shows_reasoning=format.shows_reasoning,
-            stops=job.stops,
-            include_stop=job.include_stop,
-            min_tokens=job.sampling.min_tokens,
-            stop_token_ids=job.sampling.stop_token_ids,
-            scored=job.top_logprobs >= 0,
         )
 
     async def next(self) -> list[tuple[int, Delta]]:

@@ -6,7 +6,7 @@ client sees: never in reasoning, and never in a call.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -15,7 +15,7 @@ from common.text.output.events import CallEnd, Event, Reasoning, Text, merged
 from common.text.output.formats import Dialect
 from common.text.output.parser import OutputParser
 from common.text.output.tools import ToolSet
-from services.gateway.choices import Choice, Delta, ScoredToken, StopStrings, TextSource
+from services.gateway.choices import Choice, ChoiceRules, Delta, ScoredToken, TextSource
 
 
 class AnswerFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,23 +42,12 @@ class ChoiceEvents(Choice):
     def __init__(
         self,
         source: TextSource,
+        rules: ChoiceRules,
         parser: OutputParser,
         *,
         shows_reasoning: bool = True,
-        stops: StopStrings | None = None,
-        include_stop: bool = False,
-        min_tokens: int = 0,
-        stop_token_ids: Collection[int] = (),
-        scored: bool = False,
     ) -> None:
-        super().__init__(
-            source,
-            stops=stops,
-            include_stop=include_stop,
-            min_tokens=min_tokens,
-            stop_token_ids=stop_token_ids,
-            scored=scored,
-        )
+        super().__init__(source, rules)
         self._parser = parser
         self._shows_reasoning = shows_reasoning
         self._fed = 0  # characters

@@ -10,6 +10,7 @@ wherever tokens, frames and chunks were cut.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Literal, Protocol
 
@@ -126,29 +127,32 @@ class StopSearch:
         return text
 
 
-class Choice:
-    """What every choice does with its tokens, whatever they are read as.
+class ChoiceRules(msgspec.Struct, frozen=True, kw_only=True):
+    """What ends the choices of a request, and what of their tokens is told.
 
     `stop_token_ids`: a token of these that ended the choice counts but is not shown. `min_tokens`: stop strings are looked
-    for only behind so many tokens. `token_count` counts the tokens up to the end of the choice, shown or not;
-    `reasoning_count` those of reasoning among them.
+    for only behind so many tokens. `scored`: with log-probabilities.
     """
 
-    def __init__(
-        self,
-        source: TextSource,
-        *,
-        stops: StopStrings | None = None,
-        include_stop: bool = False,
-        min_tokens: int = 0,
-        stop_token_ids: Collection[int] = (),
-        scored: bool = False,
-    ) -> None:
+    stops: StopStrings | None = None
+    include_stop: bool = False
+    min_tokens: int = 0
+    stop_token_ids: Collection[int] = ()
+    scored: bool = False
+
+
+class Choice(ABC):
+    """What every choice does with its tokens, whatever they are read as.
+
+    `token_count` counts the tokens up to the end of the choice, shown or not; `reasoning_count` those of reasoning among them.
+    """
+
+    def __init__(self, source: TextSource, rules: ChoiceRules) -> None:
         self._source = source
-        self._search = None if stops is None else StopSearch(stops, include=include_stop)
-        self._min_tokens = min_tokens
-        self._stop_token_ids = stop_token_ids
-        self._scored = scored
+        self._search = None if rules.stops is None else StopSearch(rules.stops, include=rules.include_stop)
+        self._min_tokens = rules.min_tokens
+        self._stop_token_ids = rules.stop_token_ids
+        self._scored = rules.scored
         self._unsent: list[ScoredToken] = []
         self.token_count = 0
         self.reasoning_count = 0
@@ -170,41 +174,24 @@ class Choice:
             self._end(finish)
         return self._delta()
 
+    @abstractmethod
     def _read(self, tokens: Sequence[int], scores: Sequence[TokenLogprobs] | None) -> None:
         """Take tokens that are shown. Sets `finish` where they end the choice."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _end(self, finish: FinishReason) -> None:
         """Deliver what was still held. Sets `finish`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _delta(self) -> Delta:
         """What has been delivered since the last call."""
-        raise NotImplementedError
 
 
 class ChoiceText(Choice):
     """The text of one choice. `begins_at`: characters that stand before it."""
 
-    def __init__(
-        self,
-        source: TextSource,
-        *,
-        stops: StopStrings | None = None,
-        include_stop: bool = False,
-        min_tokens: int = 0,
-        stop_token_ids: Collection[int] = (),
-        scored: bool = False,
-        begins_at: int = 0,
-    ) -> None:
-        super().__init__(
-            source,
-            stops=stops,
-            include_stop=include_stop,
-            min_tokens=min_tokens,
-            stop_token_ids=stop_token_ids,
-            scored=scored,
-        )
+    def __init__(self, source: TextSource, rules: ChoiceRules, *, begins_at: int = 0) -> None:
+        super().__init__(source, rules)
         self._emitted = begins_at  # characters
         self._pieces: list[str] = []  # emitted, and not in a delta yet
         self._cut = False  # ended by a stop string

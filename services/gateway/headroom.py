@@ -45,7 +45,7 @@ class _Places:
         if self._taken.get(tenant, 0) <= share * pool.places:
             return False
         kept = min(max(MIN_KEPT, -(-pool.places // PLACES_FOR_ONE)), pool.places // 2)
-        return self.total + kept >= pool.places or pool.spare(kept) <= kept  # other gateways' requests are in `spare` alone
+        return self.total + kept >= pool.places or pool.spare(kept) <= kept  # other gateways' show in `spare`
 
 
 class Headroom:

@@ -141,11 +141,9 @@ class ModelCore:
         free = places = 0
         for worker in self.router.decode.members.values():
             if worker.usable:
-                said = worker.presence
-                own = said.credits + said.running + said.waiting
-                places += own
+                places += worker.places
                 # a heartbeat that had not heard of what is on its way there tells of room that is taken
-                free += max(0, min(worker.spare, own - worker.load))
+                free += max(0, min(worker.spare, worker.places - worker.load))
         return max(0, free - places // RESERVED_SHARE)
 
     def generate(self, request: GenerationRequest) -> Stream:

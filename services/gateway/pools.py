@@ -51,6 +51,12 @@ class Worker:
         return self.presence.state == "ready"
 
     @property
+    def places(self) -> int:
+        """Taken and free ones, as it said last."""
+        presence = self.presence
+        return presence.credits + presence.running + presence.waiting
+
+    @property
     def spare(self) -> int:
         if self.reserved or self.presence.state != "ready":
             return 0
@@ -75,7 +81,7 @@ class Pool:
         self.members: dict[str, Worker] = {}
         self.usable = 0
         self.places = 0
-        """Of all members together, as they said last: those that are taken and those that are free."""
+        """Of all members that are ready, when they were counted last."""
         self._open: list[Worker] = []
         self._slots: dict[str, int] = {}
         self._turn = 0
@@ -108,8 +114,7 @@ class Pool:
 
     def count_places(self) -> None:
         """Call when workers have said how they are."""
-        said = [worker.presence for worker in self.members.values() if worker.usable]
-        self.places = sum(presence.credits + presence.running + presence.waiting for presence in said)
+        self.places = sum(worker.places for worker in self.members.values() if worker.usable)
 
     def spare(self, limit: int) -> int:
         """How many requests all of them would take, or some number above `limit`: no more workers are asked than that takes."""

@@ -14,7 +14,7 @@ from common.text.output.parser import OutputParser
 from common.text.output.tools import ToolSet
 from common.text.tokenizer import Tokenizer
 from services.gateway.choice_events import ChoiceEvents
-from services.gateway.choices import StopStrings
+from services.gateway.choices import ChoiceRules, StopStrings
 
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]", "<|other|>"]
 TOOLS = ToolSet([{"function": {"name": "now"}}])
@@ -42,9 +42,8 @@ def choice(kind: type[Detokenizer | WindowDetokenizer] = Detokenizer, *, stop: s
     shown = TOKENIZER.special_ids_of(MISTRAL.marks(tools=True, reasoning=True))
     return ChoiceEvents(
         kind(TOKENIZER, shown=shown),
+        ChoiceRules(stops=StopStrings([stop]) if stop else None, scored=scored),
         OutputParser(MISTRAL, tools=TOOLS),
-        stops=StopStrings([stop]) if stop else None,
-        scored=scored,
     )
 
 

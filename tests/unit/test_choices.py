@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.protocol.messages import TokenLogprobs
-from services.gateway.choices import ChoiceText, StopStrings, choice_seed
+from services.gateway.choices import ChoiceRules, ChoiceText, StopStrings, choice_seed
 
 
 class Letters:
@@ -31,7 +31,8 @@ def ids(text: str) -> list[int]:
 
 
 def choice(stops: Sequence[str] = (), source: Letters | None = None, **options: object) -> ChoiceText:
-    return ChoiceText(source or Letters(), stops=StopStrings(stops) if stops else None, **options)  # type: ignore[arg-type]
+    rules = ChoiceRules(stops=StopStrings(stops) if stops else None, **options)  # type: ignore[arg-type]
+    return ChoiceText(source or Letters(), rules)
 
 
 def first_stop(text: str, stops: Sequence[str]) -> tuple[int, int] | None:
