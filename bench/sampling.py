@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.ops.adjust_device import Adjustment, Adjustments, apply_adjustments, pack_adjustments
-from common.ops.logprobs import token_logprobs, top_logprobs
-from common.ops.penalties import apply_penalties
-from common.ops.sample import Draw, sample_tokens
-from common.ops.sample_device import DrawBatch, HostDraws, pack_draws, sample_filtered, sample_plain
+from common.ops.sampling.adjust_device import Adjustment, Adjustments, apply_adjustments, pack_adjustments
+from common.ops.sampling.logprobs import token_logprobs, top_logprobs
+from common.ops.sampling.penalties import apply_penalties
+from common.ops.sampling.sample import Draw, sample_tokens
+from common.ops.sampling.sample_device import DrawBatch, HostDraws, pack_draws, sample_filtered, sample_plain
 
 VOCABS = (128256, 151936, 49152, 32003)
 DEVICE = torch.device("cuda")
@@ -39,7 +39,7 @@ KINDS = {
 
 PLAIN_CANDIDATES = ((1024, 4), (2048, 4), (2048, 8), (4096, 8), (4096, 16), (8192, 16))
 FILTER_CANDIDATES = tuple((*tile, *chunk) for tile in ((1024, 4), (2048, 8), (4096, 16)) for chunk in ((2048, 4), (2048, 8)))
-"""See `common.ops.sample_triton.CHUNKS` and `common.ops.filters_triton`."""
+"""See `common.ops.sampling.sample_triton.CHUNKS` and `common.ops.sampling.filters_triton`."""
 
 
 def logits_of(rows: int, vocab: int, shape: str) -> torch.Tensor:
@@ -136,7 +136,7 @@ def microseconds(run: Callable[[], Any], launches: int = 20) -> float:
 
 
 def measure(rows_list: tuple[int, ...]) -> None:
-    from common.ops import filters_triton, sample_triton
+    from common.ops.sampling import filters_triton, sample_triton
 
     plain = (sample_triton, ("CHUNKS",), tuple((((1 << 30, *one),),) for one in PLAIN_CANDIDATES))
     filtered = (filters_triton, ("TILE", "NUM_WARPS", "CHUNK", "CHUNK_WARPS"), FILTER_CANDIDATES)

@@ -23,7 +23,7 @@ import msgspec
 
 from bench.common.stack import ROOT, Stack, free_ports, quiet_flags, running
 from bench.control_plane.report import Load, Report, render
-from common.engine import roofline
+from common.engine.simulated import roofline
 from common.protocol.errors import PenstockError
 from common.runtime import logs, nats_server
 

@@ -13,7 +13,7 @@ import anyio
 import msgspec
 
 from bench.common.request import parser
-from common.engine.open import open_engine
+from common.engine.load.open import open_engine
 from common.runtime import logs, nats_bus, parent_death
 from common.runtime.actor import Actor
 from common.runtime.bus import Bus

@@ -19,9 +19,9 @@ from typing import cast, get_args
 
 from bench.common.machine import describe
 from bench.common.table import markdown, number
-from common.engine.load import EngineConfig, load_runner
+from common.engine.load.precision import DtypeSetting
+from common.engine.load.runners import EngineConfig, load_runner
 from common.engine.plan import Runner, StepPlan, StepRow
-from common.engine.precision import DtypeSetting
 from common.models.config import load_config
 from common.models.source import DEFAULT_MODEL, resolve
 from common.protocol.messages import SamplingParams

@@ -28,21 +28,28 @@ import torch
 from bench.common.machine import describe
 from bench.engine.checks import Checks, poisoned
 from bench.engine.sweeps import short
-from common.ops import backend, linear_device
-from common.ops.add_rms_norm import add_rms_norm
-from common.ops.add_rms_norm_reference import add_rms_norm_reference
-from common.ops.attention_configs import suits_parts
-from common.ops.embed import Feed, embed
-from common.ops.gate_up_reference import gate_up_reference
-from common.ops.linear import LinearWeight, linear_from_fp8, pack_linear
-from common.ops.linear_candidates import Op
-from common.ops.paged_attention import AttentionRow, AttentionWorkspace, DeviceBatch, paged_attention, plan_device_attention
-from common.ops.paged_attention_reference import paged_attention_reference
-from common.ops.qkv_rope import qkv_rope
-from common.ops.qkv_rope_reference import qkv_rope_reference
-from common.ops.quantise import quantise_rows, quantise_weight
-from common.ops.quantise_reference import dequantise_weight_reference
-from common.ops.tensors import Quantised
+from common.ops import backend
+from common.ops.attention.configs import suits_parts
+from common.ops.attention.paged_attention import (
+    AttentionRow,
+    AttentionWorkspace,
+    DeviceBatch,
+    paged_attention,
+    plan_device_attention,
+)
+from common.ops.attention.paged_reference import paged_attention_reference
+from common.ops.kv.qkv_rope import qkv_rope
+from common.ops.kv.qkv_rope_reference import qkv_rope_reference
+from common.ops.linear import device as linear_device
+from common.ops.linear.candidates import Op
+from common.ops.linear.embed import embed
+from common.ops.linear.gate_up_reference import gate_up_reference
+from common.ops.linear.weight import LinearWeight, linear_from_fp8, pack_linear
+from common.ops.norm.add_rms_norm import add_rms_norm
+from common.ops.norm.add_rms_norm_reference import add_rms_norm_reference
+from common.ops.quant.quantise import quantise_rows, quantise_weight
+from common.ops.quant.quantise_reference import dequantise_weight_reference
+from common.ops.tensors import Feed, Quantised
 from common.runtime import parent_death
 
 FP8 = torch.float8_e4m3fn

@@ -15,19 +15,26 @@ import torch
 
 from bench.engine.limits import Ceilings
 from bench.engine.timing import Call, rotations
-from common.engine.precision import Precision
+from common.engine.load.precision import Precision
 from common.models.attention import DeviceAttention
 from common.models.config import ModelConfig
 from common.models.decoder import Decoder, Inputs
-from common.ops.add_rms_norm import add_rms_norm
-from common.ops.attention_configs import AttentionConfig, PrefillBackend
-from common.ops.embed import embed
-from common.ops.gate_up import gate_up
-from common.ops.linear import LinearWeight, linear, takes_quantised
-from common.ops.paged_attention import AttentionRow, AttentionWorkspace, DeviceBatch, DevicePlan, plan_device_attention
-from common.ops.paged_attention import paged_attention as attend
-from common.ops.qkv_rope import qkv_rope
-from common.ops.sample_device import DrawBatch, sample_plain
+from common.ops.attention.configs import AttentionConfig, PrefillBackend
+from common.ops.attention.paged_attention import (
+    AttentionRow,
+    AttentionWorkspace,
+    DeviceBatch,
+    DevicePlan,
+    plan_device_attention,
+)
+from common.ops.attention.paged_attention import paged_attention as attend
+from common.ops.kv.qkv_rope import qkv_rope
+from common.ops.linear.embed import embed
+from common.ops.linear.gate_up import gate_up
+from common.ops.linear.linear import linear, takes_quantised
+from common.ops.linear.weight import LinearWeight
+from common.ops.norm.add_rms_norm import add_rms_norm
+from common.ops.sampling.sample_device import DrawBatch, sample_plain
 
 MAX_SETS = 24
 BLOCK_TOKENS = 16

@@ -31,13 +31,13 @@ from bench.engine.limits import Ceilings
 from bench.engine.opening import PRECISIONS
 from bench.engine.sweeps import Swept, attention_sweep, linear_sweep, short
 from bench.engine.timing import measure_ceilings, seconds_per_call
-from common.engine.load import EngineConfig, resolve_device, resolve_engine_precision, tuned_shapes
+from common.engine.load.runners import EngineConfig, resolve_device, resolve_engine_precision, tuned_shapes
 from common.models.config import load_config
 from common.models.decoder import Decoder
 from common.models.registry import load_decoder
 from common.models.source import resolve
 from common.ops import backend
-from common.ops.linear_tuning import tune_linears
+from common.ops.linear.linear_tuning import tune_linears
 from common.runtime import parent_death
 
 LOADS = "1x512,8x512,32x512,128x512,256x512,1x32768,1x2048+0,1x8192+0,1x2048+8192"

@@ -4,7 +4,7 @@
     prefill   max(W / bandwidth, 2 · P · n / peak of the linears + 4 · layers · heads · head_dim · pairs / peak of attention)
 
 W is what a step reads of the weights: the layers' linears and the output head; the input embedding is left out (a step reads
-a few of its rows). Activations, sampling and launches are counted as nothing. See `common/engine/roofline.py`. Pure.
+a few of its rows). Activations, sampling and launches are counted as nothing. See `common/engine/simulated/roofline.py`. Pure.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from common.engine.precision import Precision
+from common.engine.load.precision import Precision
 from common.models.config import ModelConfig
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}

@@ -136,7 +136,9 @@ class Measurement:
 def run(options: argparse.Namespace, say: Any) -> None:
     """`say(line)`: called with each result."""
     begun_at = options.begun_at or time.time()
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as the services do (common/engine/load.py), before torch is there
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "PASSIVE"
+    )  # as the services do (common/engine/load/runners.py), before torch is there
     import torch
 
     from common.ops import backend

@@ -3,8 +3,8 @@
 Real text of several kinds is forced through the model in float32 and in each precision (see `reference_decoder`): perplexity,
 and against float32 the error of each token's log-probability and how often the likeliest token is the same. FP8 weights meet
 bf16 activations in steps of few rows and quantised ones in steps of many: W8A16 and W8A8, each for the whole text. They are
-all the linears', whatever that costs: how many a server leaves in FP8 is measured by it (`common.engine.fp8_choice`). `--parts`
-looks at the kinds of linears one by one instead.
+all the linears', whatever that costs: how many a server leaves in FP8 is measured by it
+(`common.engine.load.fp8_choice`). `--parts` looks at the kinds of linears one by one instead.
 
 Prints tables in Markdown, and writes numerics.md and numerics.json to --out. Ends with 1 if FP8 KV costs more perplexity than
 it may. The tests compare it with the GPU engine, its kernels interpreted. On a card: `python -m bench.engine.accuracy`.
@@ -36,15 +36,15 @@ from bench.engine.observe import Observed, Scored
 from bench.engine.opening import PRECISIONS
 from bench.engine.reference_decoder import ReferenceDecoder
 from bench.engine.texts import sources, spread
-from common.engine.fp8_choice import measure
-from common.engine.load import EngineConfig, resolve_engine_precision
-from common.engine.precision import Compute, Precision, Weights
-from common.engine.sample_text import SAMPLE_TEXT
+from common.engine.load.fp8_choice import measure
+from common.engine.load.precision import Compute, Precision, Weights
+from common.engine.load.runners import EngineConfig, resolve_engine_precision
+from common.engine.load.sample_text import SAMPLE_TEXT
 from common.models.config import ModelConfig, load_config
 from common.models.decoder import Decoder
 from common.models.registry import load_decoder
 from common.models.source import DEFAULT_MODEL, resolve
-from common.ops.linear import Role
+from common.ops.linear.weight import Role
 from common.runtime import parent_death
 from common.text.tokenizer import load_tokenizer
 

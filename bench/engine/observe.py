@@ -70,7 +70,7 @@ class Compared(msgspec.Struct, kw_only=True):
 
 
 class Observed(msgspec.Struct, kw_only=True):
-    """fp8_share: of the linears' weights that are FP8 (see `engine.fp8_choice`)."""
+    """fp8_share: of the linears' weights that are FP8 (see `engine.load.fp8_choice`)."""
 
     precision: str
     device: str

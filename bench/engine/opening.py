@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from common.engine.load import EngineConfig, load_runner, resolve_device, resolve_engine_precision
-from common.engine.precision import Precision
+from common.engine.load.precision import Precision
+from common.engine.load.runners import EngineConfig, load_runner, resolve_device, resolve_engine_precision
 from common.models.config import ModelConfig, load_config
 from common.models.source import resolve
 

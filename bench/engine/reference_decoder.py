@@ -16,12 +16,13 @@ import torch
 
 from common.models.attention import HeadNorms
 from common.models.decoder import Decoder
-from common.ops.add_rms_norm_reference import add_rms_norm_reference, quantise_reference
-from common.ops.embed import embed
-from common.ops.linear import Role, linear
-from common.ops.qkv_rope_reference import qkv_rope_reference
-from common.ops.quantise import quantise_rows
-from common.ops.silu_mul import silu_mul
+from common.ops.kv.qkv_rope_reference import qkv_rope_reference
+from common.ops.linear.embed import embed
+from common.ops.linear.linear import linear
+from common.ops.linear.silu_mul import silu_mul
+from common.ops.linear.weight import Role
+from common.ops.norm.add_rms_norm_reference import add_rms_norm_reference, quantise_reference
+from common.ops.quant.quantise import quantise_rows
 from common.ops.tensors import Activation
 
 

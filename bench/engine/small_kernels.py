@@ -38,7 +38,7 @@ class Timed:
 
 
 def norms(device: torch.device, small: bool) -> Iterator[Timed]:
-    from common.ops import add_rms_norm_triton as norm_triton  # here and below: --help does without Triton
+    from common.ops.norm import add_rms_norm_triton as norm_triton  # here and below: --help does without Triton
 
     def make(rows: int, size: int, splits: int, quantise: bool, elements: int) -> Callable[[], object]:
         residual, weight = (torch.randn(shape, device=device).bfloat16() for shape in ((rows, size), (size,)))
@@ -59,7 +59,7 @@ def norms(device: torch.device, small: bool) -> Iterator[Timed]:
 
 
 def projections(device: torch.device, small: bool) -> Iterator[Timed]:
-    from common.ops import qkv_rope_triton
+    from common.ops.kv import qkv_rope_triton
 
     def make(
         rows: int, heads: int, kv_heads: int, dim: int, splits: int, pool_dtype: torch.dtype, need_kv: bool, warps: int
@@ -100,7 +100,7 @@ def projections(device: torch.device, small: bool) -> Iterator[Timed]:
 
 
 def copies(device: torch.device, small: bool) -> Iterator[Timed]:
-    from common.ops import block_copy_triton
+    from common.ops.kv import block_copy_triton
 
     def make(count: int, size: int, host: bool, chunk: int, warps: int, programs: int | None) -> Callable[[], object]:
         pool = torch.zeros(2 * count, size, dtype=torch.uint8, device=device)

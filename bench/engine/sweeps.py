@@ -19,11 +19,12 @@ import torch
 from bench.common.table import markdown, number, percent
 from bench.engine.kernel_cases import Bench, Load
 from bench.engine.timing import seconds_per_call
-from common.ops import backend, linear_device
-from common.ops.attention_configs import SHORT_QUERIES, AttentionConfig, Kind, attention_candidates, choose_config
-from common.ops.linear import LinearWeight
-from common.ops.linear_candidates import Op, bucket
-from common.ops.quantise import quantise_rows
+from common.ops import backend
+from common.ops.attention.configs import SHORT_QUERIES, AttentionConfig, Kind, attention_candidates, choose_config
+from common.ops.linear import device as linear_device
+from common.ops.linear.candidates import Op, bucket
+from common.ops.linear.weight import LinearWeight
+from common.ops.quant.quantise import quantise_rows
 
 SHOWN = 6
 MIN_S = 0.003

@@ -172,7 +172,7 @@ def check_model(spec: str, shm_dir: Path, environ: Mapping[str, str]) -> Finding
     """Whether `penstock up --model spec` could serve it on this machine and in this environment, as far as can be told without
     loading it."""
     from common.cli import preflight, up_settings  # slow to import
-    from common.engine.layout import EngineConfig
+    from common.engine.load.layout import EngineConfig
 
     try:
         asked = up_settings.read([f"--model={spec}"], environ)

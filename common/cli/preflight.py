@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from common.engine.layout import EngineConfig, cache_layout, check_pool, limit_context, resolve_engine_precision
-from common.engine.precision import DeviceKind, Precision
+from common.engine.load.layout import EngineConfig, cache_layout, check_pool, limit_context, resolve_engine_precision
+from common.engine.load.precision import DeviceKind, Precision
 from common.models.config import ModelConfig, load_config
 from common.models.source import ModelFiles, resolve
 from common.models.weights.inventory import Inventory, take_inventory

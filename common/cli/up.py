@@ -108,7 +108,7 @@ def _checked(asked: UpSettings) -> tuple[UpSettings, list[str]]:
     :raises UnknownModel, ConfigError: why one can't be served.
     """
     from common.cli.preflight import Servable, check_machine, check_model  # slow to import
-    from common.engine.layout import EngineConfig
+    from common.engine.load.layout import EngineConfig
 
     _sweep(asked.config.shm_dir)
     needed: list[tuple[Servable, int]] = []

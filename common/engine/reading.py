@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from common.engine.plan import FIXED_POINT, RowSamples, StepRow
-from common.ops.logprobs import top_logprobs
+from common.ops.sampling.logprobs import top_logprobs
 from common.protocol.messages import TokenLogprobs
 
 SLICE_POSITIONS = 64

@@ -1,8 +1,8 @@
-"""From logits and `SamplingParams` to tokens: what `ops.sample` draws, after penalties, biases and minimum lengths.
+"""From logits and `SamplingParams` to tokens: what `ops.sampling.sample` draws, after penalties, biases and minimum lengths.
 
 The order is penalties, logit bias, `min_tokens`, the constraint's mask; then temperature, min-p, top-k, top-p (see
-`ops.sample`). Log-probabilities are those of the untouched logits. A token depends on its logits, its request's parameters and
-its position, and on nothing else: not on the batch, and not on whether it was guessed before.
+`ops.sampling.sample`). Log-probabilities are those of the untouched logits. A token depends on its logits, its
+request's parameters and its position, and on nothing else: not on the batch, and not on whether it was guessed before.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 
 from common.engine.masks import allowed_tokens, fill_masks
 from common.engine.plan import RowSamples, StepRow
-from common.ops.logprobs import top_logprobs
-from common.ops.penalties import apply_penalties
-from common.ops.sample import Draw, sample_tokens
+from common.ops.sampling.logprobs import top_logprobs
+from common.ops.sampling.penalties import apply_penalties
+from common.ops.sampling.sample import Draw, sample_tokens
 from common.protocol.messages import SamplingParams, TokenLogprobs
 
 

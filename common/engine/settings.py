@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 
 from msgspec import Meta
 
-from common.engine.precision import DtypeSetting, KvSetting, QuantizationSetting
+from common.engine.load.precision import DtypeSetting, KvSetting, QuantizationSetting
 from common.runtime.settings import ServiceConfig
 
 

@@ -12,11 +12,11 @@ from typing import Protocol
 import torch
 
 from common.models.config import ModelConfig
-from common.ops.paged_attention import AttentionPlan, DevicePlan, paged_attention
-from common.ops.paged_kv import SlotMapping, write_kv
-from common.ops.qkv_rope import QueryKeyValue, qkv_rope
-from common.ops.rms_norm import rms_norm
-from common.ops.rope import apply_rope
+from common.ops.attention.paged_attention import AttentionPlan, DevicePlan, paged_attention
+from common.ops.kv.paged_kv import SlotMapping, write_kv
+from common.ops.kv.qkv_rope import QueryKeyValue, qkv_rope
+from common.ops.kv.rope import apply_rope
+from common.ops.norm.rms_norm import rms_norm
 
 
 class HeadNorms(Protocol):
@@ -39,7 +39,7 @@ class Attention(Protocol):
 
 @dataclass(slots=True)
 class CpuAttention:
-    """pool: see `ops.paged_kv`. cos, sin: [tokens, 1, head_dim], rows of a `RopeTable`."""
+    """pool: see `ops.kv.paged_kv`. cos, sin: [tokens, 1, head_dim], rows of a `RopeTable`."""
 
     config: ModelConfig
     pool: torch.Tensor
@@ -67,7 +67,7 @@ class DeviceAttention:
     """positions: int64 [tokens]. slots: int64 [tokens], the pool's entry block · block_tokens + offset; -1 for padding.
 
     rope: float32 [max_positions, head_dim], cosines then sines. kv_scale: float32 [layers, 2, kv_heads] of a float8 pool, or
-    None. dtype: the model's. k_center, mix: see `ops.qkv_rope`; None and False but for a float8 pool.
+    None. dtype: the model's. k_center, mix: see `ops.kv.qkv_rope`; None and False but for a float8 pool.
     """
 
     config: ModelConfig

@@ -18,16 +18,18 @@ from common.models.attention import Attention
 from common.models.config import ModelConfig
 from common.models.rope import RopeTable, inverse_frequencies
 from common.models.weights.base import WeightLoader
-from common.ops.add_rms_norm import add_rms_norm
-from common.ops.embed import Feed, embed
-from common.ops.gate_up import gate_up
-from common.ops.linear import LinearWeight, Role, linear, takes_quantised
+from common.ops.linear.embed import embed
+from common.ops.linear.gate_up import gate_up
+from common.ops.linear.linear import linear, takes_quantised
+from common.ops.linear.weight import LinearWeight, Role
+from common.ops.norm.add_rms_norm import add_rms_norm
+from common.ops.tensors import Feed
 
 ROPE_FACTORS = "rope_freqs.weight"
 
 
 class KvForm(TypedDict):
-    """How K and V are written: arguments of `ops.qkv_rope`."""
+    """How K and V are written: arguments of `ops.kv.qkv_rope`."""
 
     kv_scale: torch.Tensor | None
     k_center: torch.Tensor | None
@@ -49,7 +51,7 @@ MODULES: dict[Role, tuple[str, ...]] = {
 @dataclass(slots=True)
 class Inputs:
     """One step. tokens: int64 [tokens], padding included. samples: int64 [samples], the tokens whose logits are wanted; None:
-    all, in order. `attention` knows rows, positions and the KV pool. `feed`: see `ops.embed`."""
+    all, in order. `attention` knows rows, positions and the KV pool. `feed`: see `ops.linear.embed`."""
 
     tokens: torch.Tensor
     samples: torch.Tensor | None
@@ -70,7 +72,7 @@ class _Layer:
 
 
 class Decoder:
-    """Weights and the forward pass. The KV pool (see `ops.paged_kv`) comes with each step's attention.
+    """Weights and the forward pass. The KV pool (see `ops.kv.paged_kv`) comes with each step's attention.
 
     :raises WeightsError: if the weights don't fit `config`.
     """
@@ -89,7 +91,7 @@ class Decoder:
             self.head = loader.pack_head(loader.take("lm_head.weight", config.vocab_size, config.hidden_size))
         self.kv_scale = loader.take_kv_scales(config.num_layers, config.num_kv_heads)
         self.k_center: torch.Tensor | None = None
-        """float32 [layers, kv_heads, head_dim], taken from K where the pool is FP8 (see `ops.qkv_rope`); set after loading."""
+        """float32 [layers, kv_heads, head_dim], subtracted from K where the pool is FP8 (`ops.kv.qkv_rope`); set after load."""
         self.rope = self._load_rope(loader)
         loader.finish()
 

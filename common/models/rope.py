@@ -71,7 +71,7 @@ def _attention_factor(rope: RopeConfig) -> float:
 class RopeTable:
     """Cosines and sines by position, grown when a longer sequence comes: [positions, 1, head_dim] in `dtype`.
 
-    Both halves of a row hold the same angles; the sines of the first half are negated (see `ops.rope`).
+    Both halves of a row hold the same angles; the sines of the first half are negated (see `ops.kv.rope`).
     """
 
     def __init__(self, frequencies: torch.Tensor, scale: float, dtype: torch.dtype, device: torch.device) -> None:
@@ -95,6 +95,6 @@ class RopeTable:
         self._sin = torch.cat((self._sin, torch.cat((-sin, sin), -1)[:, None].to(self._sin)))
 
     def table(self, positions: int) -> torch.Tensor:
-        """float32 [positions, head_dim] on the device: cosines, then sines, of each position (see `ops.qkv_rope`)."""
+        """float32 [positions, head_dim] on the device: cosines, then sines, of each position (see `ops.kv.qkv_rope`)."""
         angles = torch.outer(torch.arange(positions).float(), self._frequencies)
         return torch.cat((angles.cos() * self._scale, angles.sin() * self._scale), -1).to(self._cos.device)

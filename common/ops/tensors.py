@@ -16,3 +16,10 @@ class Quantised(NamedTuple):
 
 Activation = torch.Tensor | Quantised
 """[rows, size] in the model's dtype, or quantised row by row."""
+
+
+class Feed(NamedTuple):
+    """Token i is sampled[places[i]] where places[i] >= 0. places: int64 [tokens]; sampled: int64, of the step before."""
+
+    places: torch.Tensor
+    sampled: torch.Tensor

@@ -36,8 +36,7 @@ from opentelemetry.trace.span import TraceState
 from common.protocol.trace_context import span_id_of, trace_id_of, traceparent
 from common.runtime import logs
 from common.runtime.metrics import Metrics
-from common.runtime.spans import Span
-from common.runtime.tracing import Begun
+from common.runtime.spans import Begun, Span
 from common.runtime.version import version
 
 log = logs.get("tracing")

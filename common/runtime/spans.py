@@ -6,7 +6,7 @@ once it has ended there. Nothing of its text is in them.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -27,3 +27,12 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     facts: dict[str, Fact] = {}
     error: str = ""
     state: str = ""
+
+
+class Begun(NamedTuple):
+    """The span of a request that came from outside: its own traceparent; that of the client's span, empty without one; the
+    client's tracestate."""
+
+    own: str
+    parent: str
+    state: str

@@ -10,27 +10,18 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from common.runtime import logs
 from common.runtime.metrics import Metrics
-from common.runtime.spans import Span
+from common.runtime.spans import Begun, Span
 
 log = logs.get("tracing")
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
-
-
-class Begun(NamedTuple):
-    """The span of a request that came from outside: its own traceparent; that of the client's span, empty without one; the
-    client's tracestate."""
-
-    own: str
-    parent: str
-    state: str
 
 
 class Tracing(Protocol):

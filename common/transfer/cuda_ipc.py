@@ -177,7 +177,7 @@ class _DeviceReader:
     def _copy(self, theirs: torch.Tensor, source_blocks: Sequence[int], into_blocks: Sequence[int]) -> None:
         import torch
 
-        from common.ops.block_copy import copy_blocks
+        from common.ops.kv.block_copy import copy_blocks
 
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             ids = torch.tensor([list(source_blocks), list(into_blocks)], dtype=torch.int64).to(self._pool.device)

@@ -19,7 +19,6 @@ import msgspec
 
 from common.engine.plan import StepPlan, StepResult
 from common.engine.sequence import Sequence
-from common.engine.worker import EngineWorker, OpenEngine
 from common.protocol.draft_messages import DraftResync, Proposals
 from common.protocol.errors import PenstockError, ProtocolError, StaleHandle, TransportUnavailable
 from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef
@@ -28,6 +27,7 @@ from common.runtime import logs
 from common.runtime.actor import WorkerState
 from common.runtime.bus import Bus
 from common.transfer.base import RemoteBlocks, Transport
+from common.worker.actor import EngineWorker, OpenEngine
 from services.decode.config import DecodeConfig
 from services.decode.scheduler import DecodeScheduler, Progress
 from services.decode.speculation import DraftBook, SpeculationPolicy

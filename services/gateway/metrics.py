@@ -1,7 +1,7 @@
 """What the edges count, under the names that vLLM's dashboards graph where there is one.
 
 A name that begins with `vllm:` has one meaning in all of Penstock: of whole requests, as clients see them, it is a gateway's;
-of an engine (its cache, its drafts, its preemptions), it is a worker's (`common/engine/metrics.py`).
+of an engine (its cache, its drafts, its preemptions), it is a worker's (`common/worker/metrics.py`).
 
 Gaps between outputs are observed for every chunk of every stream, so that histogram keeps plain counters and is turned into
 Prometheus's form only when it is scraped.

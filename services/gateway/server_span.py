@@ -8,8 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from common.runtime.spans import Fact, Span
-from common.runtime.tracing import Begun, Tracing
+from common.runtime.spans import Begun, Fact, Span
+from common.runtime.tracing import Tracing
 from services.gateway.answer import Answer
 from services.gateway.vector_answer import VectorAnswer
 

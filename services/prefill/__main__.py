@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from common.engine.open import open_engine
+from common.engine.load.open import open_engine
 from common.runtime.bus import Bus
 from common.runtime.service import main
 from services.prefill.actor import PrefillActor

@@ -19,7 +19,6 @@ import msgspec
 
 from common.engine.plan import StepPlan, StepResult
 from common.engine.sequence import Sequence
-from common.engine.worker import EngineWorker, OpenEngine
 from common.protocol import tokens as token_bytes
 from common.protocol.errors import PenstockError, ProtocolError, from_wire
 from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef, new_lease
@@ -40,6 +39,7 @@ from common.protocol.messages import (
 from common.runtime import logs
 from common.runtime.bus import Bus
 from common.runtime.leases import LeaseTable
+from common.worker.actor import EngineWorker, OpenEngine
 from services.prefill.config import PrefillConfig
 from services.prefill.scheduler import PrefillScheduler
 

@@ -12,8 +12,8 @@ import anyio
 from common.protocol.handles import Role
 from common.protocol.messages import Accepted, HandoffFailed, Message, Presence, ReleaseLease
 from common.runtime.actor import Actor
-from common.runtime.memory_bus import MemoryBroker, MemoryBus
 from common.runtime.settings import ServiceConfig
+from common.testing.memory_bus import MemoryBroker, MemoryBus
 
 HEARTBEAT_S = 0.02
 DEAD_AFTER_S = 0.3

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from common.protocol import headers
-from common.runtime.memory_bus import MemoryBroker
+from common.testing.memory_bus import MemoryBroker
 from common.text.bundle import TextBundle
 from services.gateway.config import GatewayConfig
 from tests.actors.edge import BUNDLE, ScriptedCore, ScriptedStream, app_of, front_of

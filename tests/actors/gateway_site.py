@@ -39,8 +39,8 @@ from common.protocol.messages import (
     Unknown,
 )
 from common.runtime.actor import Actor, WorkerState
-from common.runtime.memory_bus import MemoryBroker, MemoryBus
 from common.runtime.settings import ServiceConfig
+from common.testing.memory_bus import MemoryBroker, MemoryBus
 from common.text.bundle import TextBundle
 from services.gateway.actor import GatewayActor
 from services.gateway.config import GatewayConfig

@@ -13,16 +13,16 @@ import anyio.from_thread
 import msgspec
 import numpy as np
 
-from common.cache.store_client import StoreClient
 from common.protocol import messages
 from common.protocol.cache_messages import BlockGrant, BlockLease, BlockLookup, BlockOffer
 from common.protocol.handles import Role
 from common.protocol.messages import KvUsage
 from common.runtime.actor import Actor
-from common.runtime.memory_bus import MemoryBroker
 from common.runtime.settings import ServiceConfig
+from common.testing.memory_bus import MemoryBroker
 from common.transfer.base import RemoteBlocks
 from common.transfer.shm import StoreTransport
+from common.worker.store_client import StoreClient
 from services.kvstore.actor import KvstoreActor
 from services.kvstore.arena import Arena
 from services.kvstore.config import KvstoreConfig

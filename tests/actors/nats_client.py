@@ -12,7 +12,7 @@ import msgspec
 
 from common.protocol import headers, subjects
 from common.runtime.bus import BusMessage
-from common.runtime.memory_bus import MemoryBroker, MemoryBus
+from common.testing.memory_bus import MemoryBroker, MemoryBus
 from services.gateway.config import GatewayConfig
 from services.gateway.nats_front import NatsFront
 from tests.actors.edge import BUNDLE, ScriptedCore, front_of, until

@@ -9,8 +9,8 @@ from common.protocol import messages, subjects
 from common.protocol.errors import WorkerLost
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Cancel, Presence
-from common.runtime.memory_bus import MemoryBroker
 from common.runtime.settings import ServiceConfig
+from common.testing.memory_bus import MemoryBroker
 from tests.actors.actor_site import HEARTBEAT_S, Worker, pair, running, until
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from common.protocol.errors import NoResponders
 from common.protocol.messages import Cancel, Rejected, ReleaseLease
-from common.runtime.memory_bus import MemoryBroker
 from common.runtime.settings import ServiceConfig
+from common.testing.memory_bus import MemoryBroker
 from tests.actors.actor_site import HEARTBEAT_S, Worker, pair, running, until
 
 

@@ -10,8 +10,8 @@ import pytest
 from common.protocol import messages, subjects
 from common.protocol.handles import Role, WorkerRef
 from common.protocol.messages import Accepted, Presence, ReleaseLease
-from common.runtime.memory_bus import MemoryBroker, MemoryBus
 from common.runtime.settings import ServiceConfig
+from common.testing.memory_bus import MemoryBroker, MemoryBus
 from tests.actors.actor_site import DEAD_AFTER_S, HEARTBEAT_S, Gateway, Worker, pair, running, until
 
 

@@ -10,8 +10,8 @@ from common.protocol.errors import NoResponders, ProtocolError, RequestTimeout
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Accepted, Cancel, HandoffFailed, Message, Rejected, ReleaseLease
 from common.runtime.bus import BusMessage
-from common.runtime.memory_bus import MemoryBroker
 from common.runtime.outbox import Outbox
+from common.testing.memory_bus import MemoryBroker
 from tests.actors.actor_site import pair, running, until
 
 

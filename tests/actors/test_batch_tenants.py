@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from common.protocol import subjects
-from common.runtime.memory_bus import MemoryBroker
+from common.testing.memory_bus import MemoryBroker
 from services.gateway.batches.records import FileRecord
 from services.gateway.batches.store import Store
 from services.gateway.tenants import salt_of

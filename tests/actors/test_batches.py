@@ -17,8 +17,8 @@ import pytest
 from common.protocol import headers, subjects
 from common.protocol.errors import InternalError, NoWorkers, RequestTimeout
 from common.runtime.bus import BusMessage
-from common.runtime.memory_bus import MemoryBroker, MemoryBus
-from common.runtime.memory_streams import MemoryStreams
+from common.testing.memory_bus import MemoryBroker, MemoryBus
+from common.testing.memory_streams import MemoryStreams
 from services.gateway.batches import keeper, runner, taking
 from services.gateway.batches.service import Batches
 from services.gateway.catalog import Catalog, OfferedModel

@@ -9,10 +9,10 @@ import anyio
 import anyio.from_thread
 import pytest
 
-from common.cache import store_client
 from common.protocol.cache_messages import BlockCommit
 from common.protocol.errors import StaleHandle
 from common.protocol.messages import KvUsage, ReleaseLease
+from common.worker import store_client
 from tests.actors.kvstore_site import (
     BLOCK_BYTES,
     CHAIN,

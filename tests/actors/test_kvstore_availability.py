@@ -12,7 +12,6 @@ import anyio.from_thread
 import msgspec
 import pytest
 
-from common.cache import store_client
 from common.protocol import messages
 from common.protocol.cache_messages import BlockGrant, BlockLease, BlockLookup, BlockOffer
 from common.protocol.errors import ConfigError
@@ -20,6 +19,7 @@ from common.protocol.messages import KvUsage, Presence, Rejected, ReleaseLease
 from common.runtime.actor import WorkerState
 from common.runtime.bus import BusMessage
 from common.transfer.shm import host_id
+from common.worker import store_client
 from services.kvstore.actor import KvstoreActor
 from tests.actors.kvstore_site import BLOCK_BYTES, CHAIN, Site, lease_of, running, settled, temporary_site, until
 

@@ -16,8 +16,8 @@ import pytest
 from common.protocol import headers, subjects
 from common.protocol.errors import NoWorkers, Overloaded
 from common.protocol.messages import Presence, SamplingParams
-from common.runtime.memory_bus import MemoryBroker
 from common.runtime.routing import is_no_responders
+from common.testing.memory_bus import MemoryBroker
 from services.gateway.config import GatewayConfig
 from services.gateway.model_core import Served
 from services.gateway.requests import GenerationRequest

@@ -8,7 +8,7 @@ import pytest
 
 from common.protocol.errors import NoResponders, RequestTimeout
 from common.runtime.bus import BusMessage, ServiceInfo
-from common.runtime.memory_bus import MemoryBroker
+from common.testing.memory_bus import MemoryBroker
 
 
 class Received:

@@ -12,8 +12,8 @@ from common.protocol import headers, messages, subjects
 from common.protocol.errors import ConfigError
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence, ServedModel
-from common.runtime.memory_bus import MemoryBroker, MemoryBus
 from common.runtime.routing import is_no_responders
+from common.testing.memory_bus import MemoryBroker, MemoryBus
 from services.gateway.config import GatewayConfig
 from services.gateway.nats_front import NatsFront
 from tests.actors.edge import BUNDLE, ScriptedCore, front_of, until

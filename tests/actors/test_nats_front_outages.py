@@ -9,7 +9,7 @@ import pytest
 
 from common.protocol import headers
 from common.protocol.errors import Cancelled
-from common.runtime.memory_bus import MemoryBroker
+from common.testing.memory_bus import MemoryBroker
 from services.gateway import nats_reply
 from services.gateway.nats_reply import Link, Reply
 from services.gateway.views.registry import view_of

@@ -11,7 +11,7 @@ from common.protocol import headers
 from common.protocol.errors import ConfigError
 from common.runtime.bus import BusMessage
 from common.runtime.config import load
-from common.runtime.memory_bus import MemoryBroker
+from common.testing.memory_bus import MemoryBroker
 from services.gateway.config import GatewayConfig
 from services.gateway.nats_reply import is_safe_reply
 from tests.actors.edge import ScriptedCore, ScriptedStream, until

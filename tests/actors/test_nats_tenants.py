@@ -12,8 +12,8 @@ import pytest
 
 from common.protocol import headers, subjects
 from common.runtime.bus import BusMessage
-from common.runtime.memory_bus import MemoryBroker, MemoryBus
 from common.runtime.metrics import Metrics
+from common.testing.memory_bus import MemoryBroker, MemoryBus
 from services.gateway.usage import MAX_LABELS, OTHERS, UsageEvent, UsageReports
 from tests.actors.edge import ScriptedCore, until
 from tests.actors.nats_client import HI, SLUG, Setup, front, says

@@ -10,7 +10,7 @@ import pytest
 
 from common.protocol import headers, subjects
 from common.protocol.errors import NoWorkers
-from common.runtime.memory_bus import MemoryBroker
+from common.testing.memory_bus import MemoryBroker
 from services.gateway.config import GatewayConfig
 from tests.actors.edge import BUNDLE, AsgiClient, ScriptedCore, ScriptedStream, app_of, ids, until
 from tests.actors.nats_client import HI, SLUG, front

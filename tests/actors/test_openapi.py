@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from common.protocol.errors import Cancelled, DuplicateRequest, ReplyNotAllowed, RequestError, ServiceError
-from common.runtime.memory_bus import MemoryBroker
+from common.testing.memory_bus import MemoryBroker
 from common.text.template import ChatTemplate
 from services.gateway.api_operations import OPERATIONS
 from services.gateway.batches.submissions import ResultPending

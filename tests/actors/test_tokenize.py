@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from common.protocol import headers
-from common.runtime.memory_bus import MemoryBroker
+from common.testing.memory_bus import MemoryBroker
 from common.text.bundle import TextBundle
 from common.text.template import ChatTemplate
 from services.gateway import tokenizing

@@ -24,7 +24,7 @@ from typing import Any
 import anyio
 import httpx
 
-from common.engine.simulated import TokenRule, expected_tokens
+from common.engine.simulated.runner import TokenRule, expected_tokens
 from common.models.source import ModelFiles
 from common.protocol.handles import Role
 from common.protocol.messages import SamplingParams

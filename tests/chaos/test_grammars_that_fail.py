@@ -10,9 +10,9 @@ import anyio
 import pytest
 
 from common.engine.matcher import Matcher
-from common.engine.worker import EngineWorker
 from common.protocol.messages import TokenFrame
 from common.text.grammar import GrammarCompiler
+from common.worker.actor import EngineWorker
 from tests.actors.edge import BUNDLE
 from tests.chaos.test_one_world import prompt
 from tests.chaos.test_prompts_that_are_read import slow_steps

@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from common.engine.plan import RunnerLost, StepPlan, StepResult
-from common.engine.worker import EngineWorker
+from common.worker.actor import EngineWorker
 from tests.chaos.world import World
 from tests.fixtures import virtual_time
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from common.engine.plan import FIXED_POINT, StepPlan, StepResult
-from common.engine.simulated import SimulatedRunner, expected_scores, expected_total
-from common.engine.worker import EngineWorker
+from common.engine.simulated.runner import SimulatedRunner, expected_scores, expected_total
 from common.protocol.errors import Cancelled, ContextLengthExceeded, DeadlineExceeded, NoWorkers, WorkersDied
 from common.protocol.messages import Pooling, SamplingParams, TokenLogprobs
+from common.worker.actor import EngineWorker
 from services.gateway.requests import GenerationRequest, Output
 from tests.chaos.test_one_world import play, prompt
 from tests.chaos.world import World

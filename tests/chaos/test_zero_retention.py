@@ -7,7 +7,7 @@ from pathlib import Path
 import anyio
 import numpy as np
 
-from common.engine.worker import EngineWorker
+from common.worker.actor import EngineWorker
 from tests.chaos.test_one_world import prompt
 from tests.chaos.world import World
 from tests.fixtures import virtual_time

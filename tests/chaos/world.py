@@ -18,15 +18,15 @@ from anyio.abc import TaskGroup
 
 from common.engine.engine import Engine
 from common.engine.plan import RunnerLost
-from common.engine.simulated import BYTES_PER_TOKEN, SimulatedRunner, TokenRule, expected_tokens
-from common.engine.worker import EngineWorker
+from common.engine.simulated.runner import BYTES_PER_TOKEN, SimulatedRunner, TokenRule, expected_tokens
 from common.protocol.errors import PenstockError
 from common.protocol.handles import Role
 from common.protocol.messages import SamplingParams
 from common.runtime.actor import Actor
-from common.runtime.memory_bus import MemoryBroker, MemoryBus
+from common.testing.memory_bus import MemoryBroker, MemoryBus
 from common.transfer.segment import Segment
 from common.transfer.shm import ShmTransport
+from common.worker.actor import EngineWorker
 from services.decode.actor import DecodeActor
 from services.decode.config import DecodeConfig
 from services.draft.actor import DraftActor

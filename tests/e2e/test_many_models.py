@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from common.cli.demo import MARK, Site, leftovers, marked_processes
-from common.engine.simulated import TokenRule, expected_tokens
+from common.engine.simulated.runner import TokenRule, expected_tokens
 from common.models.source import ModelFiles, resolve
 from common.protocol.messages import SamplingParams
 from common.text.bundle import TextBundle, load_bundle

@@ -25,7 +25,7 @@ from common.protocol.errors import (
 )
 from common.runtime import nats_bus, nats_server
 from common.runtime.bus import Bus, BusMessage, Endpoint, ServiceInfo
-from common.runtime.memory_bus import MemoryBroker
+from common.testing.memory_bus import MemoryBroker
 from tests.fixtures.nats import LocalNatsServer
 
 Connect = Callable[[str], Awaitable[Bus]]

@@ -11,8 +11,8 @@ import pytest
 from common.protocol.errors import JetStreamOff, RequestTimeout, StorageFull, StreamConflict
 from common.runtime import nats_bus
 from common.runtime.bus import Bus
-from common.runtime.memory_bus import MemoryBroker
 from common.runtime.streams import Streams, StreamSpec
+from common.testing.memory_bus import MemoryBroker
 from tests.fixtures.nats import LocalNatsServer
 
 EVENTS = StreamSpec(name="EVENTS", subjects=("events.*.*",), max_bytes=1 << 20, max_age_s=3600)

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from common.cli.client import ChatStream
-from common.engine.simulated import TokenRule, expected_tokens
+from common.engine.simulated.runner import TokenRule, expected_tokens
 from common.models.source import ModelFiles, resolve
 from common.protocol import headers, subjects
 from common.protocol.errors import UnknownModel

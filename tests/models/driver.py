@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.engine.load import EngineConfig, cache_layout, load_runner
+from common.engine.load.runners import EngineConfig, cache_layout, load_runner
 from common.engine.plan import Constraint, Masks, Runner, StepPlan, StepRow
 from common.models.config import load_config
 from common.models.source import ModelFiles

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from common.engine.int8_runner import Int8Runner
+from common.engine.cpu.int8_runner import Int8Runner
 from common.engine.plan import Runner, StepPlan, StepRow
 from common.models.source import ModelFiles
-from common.ops import team_cpu
+from common.ops.cpu_int8 import team_cpu
 from common.ops.tuning import CACHE_VARIABLE
 from common.protocol.messages import SamplingParams
 from tests.models.driver import GREEDY, Request, logits_of_first, open_runner, seen_logits
@@ -94,7 +94,7 @@ def test_compiled_steps_are_kept_and_two_processes_steps_go_together_in_a_third(
 import sys
 from pathlib import Path
 from common.models.source import ModelFiles
-from common.ops import team_cpu
+from common.ops.cpu_int8 import team_cpu
 from tests.models.driver import Request, open_runner, run
 for path in sys.argv[1:]:
     runner = open_runner(ModelFiles(name="m", format="safetensors", path=Path(path)), dtype="auto")

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from common.engine.device_runner import DeviceRunner
-from common.engine.device_sampling import DeviceSampler
-from common.engine.graphs import ShapeTable, borrowed
+from common.engine.gpu.graphs import ShapeTable, borrowed
+from common.engine.gpu.runner import DeviceRunner
+from common.engine.gpu.sampling import DeviceSampler
+from common.engine.gpu.step_buffers import StepShape
 from common.engine.plan import StepPlan, StepRow
-from common.engine.step_buffers import StepShape
 from common.models.config import load_config
 from common.models.registry import load_decoder
 from common.models.source import ModelFiles
 from common.models.weights.base import LinearFormat
-from common.ops import attention_configs
+from common.ops.attention import configs as attention_configs
 from common.ops.backend import interpreted
-from common.ops.hadamard_reference import hadamard
-from common.ops.linear_candidates import Candidate
+from common.ops.kv.hadamard_reference import hadamard
+from common.ops.linear.candidates import Candidate
 from common.protocol.errors import InvalidParameter
 from common.protocol.messages import SamplingParams
 from tests.fixtures.slow import some_slow
@@ -34,7 +34,7 @@ from tests.ops.interpreter import act_as_a_gpu
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Linears are the library's: their kernels have tests of their own, and are slow to interpret."""
-    monkeypatch.setattr("common.ops.linear_device._choose", lambda *_: Candidate("library"))
+    monkeypatch.setattr("common.ops.linear.device._choose", lambda *_: Candidate("library"))
     act_as_a_gpu()
     with interpreted():
         yield
@@ -273,8 +273,8 @@ def test_a_card_that_refuses_attention_in_parts_does_without(
         raise RuntimeError("cuDNN: no such plan")
 
     monkeypatch.setattr(attention_configs, "LONG_PREFIX", attention_configs.LONG_PREFIX)  # put back afterwards
-    monkeypatch.setattr("common.engine.device_runner.attend_run", lambda *_: None)
-    monkeypatch.setattr("common.engine.device_runner.attend_part", refuse)
+    monkeypatch.setattr("common.engine.gpu.runner.attend_run", lambda *_: None)
+    monkeypatch.setattr("common.engine.gpu.runner.attend_part", refuse)
     runner = device_runner(llama[1], dtype=torch.bfloat16)
     assert attention_configs.suits_parts(2048, 4096)
     runner.max_context = 8192

@@ -13,16 +13,17 @@ pytest.importorskip("transformers")
 import torch
 
 from bench.engine.reference_decoder import ReferenceDecoder
-from common.engine import fp8_choice, load
-from common.engine.fp8_choice import Fp8Choice, known_or_measured, measure
-from common.engine.load import EngineConfig
-from common.engine.precision import Precision
+from common.engine.load import fp8_choice
+from common.engine.load import runners as load
+from common.engine.load.fp8_choice import Fp8Choice, known_or_measured, measure
+from common.engine.load.layout import EngineConfig
+from common.engine.load.precision import Precision
 from common.models.config import ModelConfig, load_config
 from common.models.decoder import MODULES, Decoder
 from common.models.registry import load_decoder
 from common.models.source import ModelFiles
-from common.ops.linear import linear
-from common.ops.rms_norm_reference import rms_norm_reference
+from common.ops.linear.linear import linear
+from common.ops.norm.rms_norm_reference import rms_norm_reference
 from common.ops.tuning import CACHE_VARIABLE
 from tests.models.oracles import build, save
 

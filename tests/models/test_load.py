@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.engine.load import EngineConfig, cache_layout, load_runner, resolve_device
+from common.engine.load.runners import EngineConfig, cache_layout, load_runner, resolve_device
 from common.engine.plan import StepPlan, StepRow
 from common.models.config import ModelConfig, config_from_gguf, config_from_json, load_config
 from common.models.source import ModelFiles
@@ -172,5 +172,5 @@ def test_a_simulated_engine_needs_no_weights(model: tuple[ModelFiles, ModelConfi
 
 
 def test_layouts_are_known_without_torch() -> None:
-    program = "import sys, common.engine.load, common.models.config; sys.exit('torch' in sys.modules)"
+    program = "import sys, common.engine.load.runners, common.models.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

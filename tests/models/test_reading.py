@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from common.engine.plan import FIXED_POINT, RowSamples, Runner, StepPlan, StepRow
 from common.models.source import ModelFiles
 from common.ops.backend import interpreted
-from common.ops.linear_candidates import Candidate
+from common.ops.linear.candidates import Candidate
 from common.protocol.errors import InvalidParameter
 from common.protocol.messages import SamplingParams, TokenLogprobs
 from tests.models.driver import GREEDY, open_runner
@@ -117,7 +117,7 @@ def test_with_eight_bits_they_are_close(llama: tuple[Any, ModelFiles]) -> None:
 
 @pytest.fixture
 def as_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[ModelFiles], Runner]]:
-    monkeypatch.setattr("common.ops.linear_device._choose", lambda *_: Candidate("library"))
+    monkeypatch.setattr("common.ops.linear.device._choose", lambda *_: Candidate("library"))
     act_as_a_gpu()
     with interpreted():
         yield device_runner
@@ -143,7 +143,7 @@ def test_a_gpu_reads_beside_sampled_rows(llama: tuple[Any, ModelFiles], as_a_gpu
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_card_reads_what_transformers_says(tmp_path: Path) -> None:
-    from common.engine.device_runner import DeviceRunner
+    from common.engine.gpu.runner import DeviceRunner
     from common.models.config import load_config
     from common.models.registry import load_decoder
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from bench.engine.driver import Driver, Request
-from common.engine import device_runner as device
-from common.engine.device_runner import DeviceStep
+from common.engine.gpu import runner as device
+from common.engine.gpu.runner import DeviceStep
 from common.engine.plan import StepPlan, StepResult
 from common.models.source import ModelFiles
 from common.ops.backend import interpreted
-from common.ops.linear_candidates import Candidate
+from common.ops.linear.candidates import Candidate
 from common.protocol.messages import SamplingParams
 from tests.models.driver import open_runner
 from tests.models.oracles import build, oracle_prompt, save
@@ -100,7 +100,7 @@ class Step:
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("common.ops.linear_device._choose", lambda *_: Candidate("library"))
+    monkeypatch.setattr("common.ops.linear.device._choose", lambda *_: Candidate("library"))
     act_as_a_gpu()
     with interpreted():
         yield

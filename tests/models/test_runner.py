@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from common.engine.cpu.torch_runner import TorchRunner
 from common.engine.plan import Runner, StepPlan, StepRow
-from common.engine.torch_runner import TorchRunner
 from common.protocol.errors import ConfigError, InvalidParameter
 from common.protocol.messages import SamplingParams
 from tests.models.driver import GREEDY, Request, logits_of_first, open_runner, run, seen_logits

@@ -14,7 +14,7 @@ from common.models.config import config_from_json, load_config
 from common.models.registry import load_decoder, open_weights
 from common.models.source import ModelFiles
 from common.models.weights.base import LinearFormat, WeightLoader, WeightsError
-from common.ops.linear import LinearWeight
+from common.ops.linear.weight import LinearWeight
 from common.protocol.errors import ConfigError
 from tests.models.driver import Request, open_runner, run
 from tests.models.oracles import build, oracle_prompt, save

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from common.engine.load import EngineConfig, cache_layout
+from common.engine.load.runners import EngineConfig, cache_layout
 from common.models.config import load_config
 from common.models.registry import load_decoder, open_weights
 from common.models.source import ModelFiles, resolve

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from common.ops import backend
-from common.ops.add_rms_norm import add_rms_norm
-from common.ops.add_rms_norm_reference import add_rms_norm_reference, quantise_reference
+from common.ops.norm.add_rms_norm import add_rms_norm
+from common.ops.norm.add_rms_norm_reference import add_rms_norm_reference, quantise_reference
 from common.ops.tensors import Quantised
 
 EPS = 1e-5

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.ops.attention_configs import SHORT_QUERIES, AttentionConfig, choose_config, default_config
+from common.ops.attention.configs import SHORT_QUERIES, AttentionConfig, choose_config, default_config
 from tests.ops.compiling import ARCHITECTURES, Builds, KernelCase, check, compile_cases
 
 _PDL = ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
@@ -52,7 +52,7 @@ def _attention(
     tensor_cores = ("wgmma",) if config.block_m >= 64 or config.swap else ("mma.sync",)
     return KernelCase(
         f"{name}-{head_dim}-group{group}-{_NAMES[dtype]}",
-        "common.ops.paged_attention_triton",
+        "common.ops.attention.paged_triton",
         "attention_kernel",
         signature,
         absent
@@ -122,7 +122,7 @@ CASES = [
     *(
         KernelCase(
             name,
-            "common.ops.attention_merge_triton",
+            "common.ops.attention.merge_triton",
             "merge_kernel",
             {"output": "*bf16", "partials": "*fp32", "sums": "*fp32", "merges": "*i32", "counts": "*i32"},
             {
@@ -141,7 +141,7 @@ CASES = [
     ),
     KernelCase(
         "512_rows",
-        "common.ops.attention_work_triton",
+        "common.ops.attention.work_triton",
         "work_kernel",
         {
             **dict.fromkeys(("query_starts", "context_lens", "block_starts", "items", "merges", "counts"), "*i32"),
@@ -154,7 +154,7 @@ CASES = [
     *(
         KernelCase(
             f"merge_pair_{dtype[1:]}_{head_dim}",
-            "common.ops.merge_pair_triton",
+            "common.ops.attention.merge_pair_triton",
             "merge_pair_kernel",
             {
                 "first": dtype,

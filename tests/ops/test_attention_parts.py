@@ -11,12 +11,13 @@ pytest.importorskip("triton")
 
 import torch
 
-from common.ops import attention_configs, backend
-from common.ops.attention_configs import part_length
-from common.ops.attention_parts import merge_pair, merge_pair_reference, piece_sizes, planned_parts
-from common.ops.attention_work import AttentionWorkspace, plan_device_attention
-from common.ops.paged_attention import paged_attention
-from common.ops.paged_attention_reference import paged_attention_reference
+from common.ops import backend
+from common.ops.attention import configs as attention_configs
+from common.ops.attention.configs import part_length
+from common.ops.attention.paged_attention import paged_attention
+from common.ops.attention.paged_reference import paged_attention_reference
+from common.ops.attention.parts import merge_pair, merge_pair_reference, piece_sizes, planned_parts
+from common.ops.attention.work import AttentionWorkspace, plan_device_attention
 from tests.ops.test_paged_attention_device import (
     CPU,
     FP8,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from common.ops import attention_rows_cpu
-from common.ops.attention_rows_cpu import NotInvariant, row_multiple
+from common.ops.attention import rows_cpu as attention_rows_cpu
+from common.ops.attention.rows_cpu import NotInvariant, row_multiple
 
 real = attention_rows_cpu.flash
 

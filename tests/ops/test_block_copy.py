@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from common.ops import backend
-from common.ops.block_copy import copy_blocks, gather_blocks, scatter_blocks
-from common.ops.block_copy_reference import copy_blocks_reference
-from common.ops.block_copy_triton import copy_blocks_triton
+from common.ops.kv.block_copy import copy_blocks, gather_blocks, scatter_blocks
+from common.ops.kv.block_copy_reference import copy_blocks_reference
+from common.ops.kv.block_copy_triton import copy_blocks_triton
 
 
 @pytest.fixture(params=["cpu", "kernel"], autouse=True)

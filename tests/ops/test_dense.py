@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from common.ops.linear import linear, pack_linear
-from common.ops.linear_reference import linear_reference
-from common.ops.rms_norm import rms_norm
-from common.ops.rms_norm_reference import rms_norm_reference
-from common.ops.rope import apply_rope
-from common.ops.rope_reference import apply_rope_reference
-from common.ops.silu_mul import silu_mul
-from common.ops.silu_mul_reference import silu_mul_reference
+from common.ops.kv.rope import apply_rope
+from common.ops.kv.rope_reference import apply_rope_reference
+from common.ops.linear.linear import linear
+from common.ops.linear.reference import linear_reference
+from common.ops.linear.silu_mul import silu_mul
+from common.ops.linear.silu_mul_reference import silu_mul_reference
+from common.ops.linear.weight import pack_linear
+from common.ops.norm.rms_norm import rms_norm
+from common.ops.norm.rms_norm_reference import rms_norm_reference
 
 ROWS = [1, 2, 3, 5, 8, 17, 32, 33, 100, 257]
 SHAPES = [(960, 576), (576, 1536), (128, 64), (77, 100), (3, 1), (512, 4096)]

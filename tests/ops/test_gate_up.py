@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.ops import linear_device
 from common.ops.backend import interpreted
-from common.ops.gate_up import gate_up
-from common.ops.gate_up_reference import gate_up_reference
-from common.ops.gate_up_triton import rescale_triton, silu_mul_triton
-from common.ops.linear import LinearWeight, linear_from_fp8, pack_linear
-from common.ops.linear_candidates import Candidate
-from common.ops.quantise import quantise_rows, quantise_weight
-from common.ops.quantise_reference import dequantise_weight_reference
+from common.ops.linear import device as linear_device
+from common.ops.linear.candidates import Candidate
+from common.ops.linear.gate_up import gate_up
+from common.ops.linear.gate_up_reference import gate_up_reference
+from common.ops.linear.gate_up_triton import rescale_triton, silu_mul_triton
+from common.ops.linear.weight import LinearWeight, linear_from_fp8, pack_linear
+from common.ops.quant.quantise import quantise_rows, quantise_weight
+from common.ops.quant.quantise_reference import dequantise_weight_reference
 from common.ops.tensors import Activation, Quantised
 
 

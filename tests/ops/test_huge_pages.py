@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.ops import huge_pages_cpu
-from common.ops.huge_pages_cpu import use_huge_pages
+from common.ops.cpu_int8 import huge_pages_cpu
+from common.ops.cpu_int8.huge_pages_cpu import use_huge_pages
 
 
 def test_memory_keeps_its_contents() -> None:

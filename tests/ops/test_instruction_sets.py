@@ -24,7 +24,8 @@ SETS = {
 SUMS = """
 import hashlib
 import torch
-from common.ops.linear import linear, pack_linear
+from common.ops.linear.linear import linear
+from common.ops.linear.weight import pack_linear
 
 torch.manual_seed(0)
 digest = hashlib.sha256()

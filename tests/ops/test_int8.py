@@ -8,16 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from common.ops.attention_numba import Step, attention, write_kv
-from common.ops.gate_up import gate_up
-from common.ops.int8_cpu import LARGEST, PAIRS, Int8Weight, linears_of, pack_int8, unpack_int8
-from common.ops.int8_numba import add_and_normalise, gate, multiply, normalise, quantise
-from common.ops.lanes_numba import MAX_GROUP
-from common.ops.linear import linear, pack_linear
-from common.ops.paged_attention_reference import paged_attention_reference
-from common.ops.rms_norm_reference import rms_norm_reference
-from common.ops.rope_reference import apply_rope_reference
-from common.ops.silu_mul_reference import silu_mul_reference
+from common.ops.attention.paged_reference import paged_attention_reference
+from common.ops.cpu_int8.attention_numba import Step, attention, write_kv
+from common.ops.cpu_int8.lanes_numba import MAX_GROUP
+from common.ops.cpu_int8.products_numba import add_and_normalise, gate, multiply, normalise, quantise
+from common.ops.cpu_int8.weights import LARGEST, PAIRS, Int8Weight, linears_of, pack_int8, unpack_int8
+from common.ops.kv.rope_reference import apply_rope_reference
+from common.ops.linear.gate_up import gate_up
+from common.ops.linear.linear import linear
+from common.ops.linear.silu_mul_reference import silu_mul_reference
+from common.ops.linear.weight import pack_linear
+from common.ops.norm.rms_norm_reference import rms_norm_reference
 
 SHAPES = [(960, 576), (576, 1536), (17, 3), (1, 1), (48, 4100), (33, 2049)]
 

@@ -29,7 +29,7 @@ def _add_rms_norm(size: int, splits: int, dtype: str = "bf16", quantise: bool = 
     absent |= {} if splits else {"split_stride": 0, "row_stride": 0}
     return KernelCase(
         f"{size}-{splits}-{dtype}{'-fp8' if quantise else ''}-{elements}",
-        "common.ops.add_rms_norm_triton",
+        "common.ops.norm.add_rms_norm_triton",
         "add_rms_norm_kernel",
         signature,
         {**absent, "SIZE": size, "BLOCK": block, "SPLITS": splits, "QUANTISE": quantise, "PDL": True},
@@ -77,7 +77,7 @@ def _qkv_rope(
     optional = ("q_norm", "k_norm", "bias", "kv_scale", "k_center", "key", "value")
     return KernelCase(
         name,
-        "common.ops.qkv_rope_triton",
+        "common.ops.kv.qkv_rope_triton",
         "qkv_rope_kernel",
         signature,
         {
@@ -113,7 +113,7 @@ def _copy_blocks(
     words = block_bytes // 4
     return KernelCase(
         name,
-        "common.ops.block_copy_triton",
+        "common.ops.kv.block_copy_triton",
         "copy_blocks_kernel",
         {"source": "*i32", "target": "*i32", "num_chunks": "i32", **dict.fromkeys(sides, "*i64")},
         {

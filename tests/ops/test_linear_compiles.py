@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from common.ops.linear_candidates import Candidate, Op, Scaling, Shape, candidates, invariant_candidate
+from common.ops.linear.candidates import Candidate, Op, Scaling, Shape, candidates, invariant_candidate
 from tests.ops.compiling import ARCHITECTURES, Builds, KernelCase, check, compile_cases
 
 _PDL = ("griddepcontrol.wait", "griddepcontrol.launch_dependents")

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from common.ops import backend, linear_device
+from common.ops import backend
 from common.ops.backend import interpreted
-from common.ops.linear import LinearWeight, linear, linear_from_fp8, pack_linear, takes_quantised
-from common.ops.linear_candidates import ROW_BUCKETS, Candidate, Op, Shape, bucket, candidates, invariant_candidate
-from common.ops.linear_reference import linear_fp8_reference
-from common.ops.quantise import quantise_rows, quantise_weight
+from common.ops.linear import device as linear_device
+from common.ops.linear.candidates import ROW_BUCKETS, Candidate, Op, Shape, bucket, candidates, invariant_candidate
+from common.ops.linear.linear import linear, takes_quantised
+from common.ops.linear.reference import linear_fp8_reference
+from common.ops.linear.weight import LinearWeight, linear_from_fp8, pack_linear
+from common.ops.quant.quantise import quantise_rows, quantise_weight
 from common.ops.tensors import Activation, Quantised
 
 DOT = Candidate("dot", block_n=64, block_m=16, block_k=64, splits=1)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from common.ops.paged_attention import AttentionRow, paged_attention, plan_attention
-from common.ops.paged_attention_reference import paged_attention_reference
-from common.ops.paged_kv import SlotMapping, clear_tails, write_kv
-from common.ops.paged_kv_reference import write_kv_reference
+from common.ops.attention.paged_attention import AttentionRow, paged_attention, plan_attention
+from common.ops.attention.paged_reference import paged_attention_reference
+from common.ops.kv.paged_kv import SlotMapping, clear_tails, write_kv
+from common.ops.kv.paged_kv_reference import write_kv_reference
 
 LAYERS, LAYER = 3, 1
 SHAPES = [

@@ -14,12 +14,13 @@ pytest.importorskip("triton")
 import triton.language as tl
 from triton.runtime import interpreter
 
-from common.ops import attention_configs, backend
-from common.ops.attention_configs import AttentionConfig, attention_candidates, choose_config, default_config
-from common.ops.attention_prefill import planned_lengths
-from common.ops.attention_work import AttentionWorkspace, DeviceBatch, DevicePlan, plan_device_attention
-from common.ops.paged_attention import AttentionRow, paged_attention
-from common.ops.paged_attention_reference import paged_attention_reference
+from common.ops import backend
+from common.ops.attention import configs as attention_configs
+from common.ops.attention.configs import AttentionConfig, attention_candidates, choose_config, default_config
+from common.ops.attention.paged_attention import AttentionRow, paged_attention
+from common.ops.attention.paged_reference import paged_attention_reference
+from common.ops.attention.prefill import planned_lengths
+from common.ops.attention.work import AttentionWorkspace, DeviceBatch, DevicePlan, plan_device_attention
 
 LAYERS, LAYER = 2, 1
 CPU = torch.device("cpu")
@@ -308,7 +309,7 @@ def test_a_query_gets_the_same_bits_in_every_batch(dtype: torch.dtype, monkeypat
     monkeypatch.setattr(backend, "BATCH_INVARIANT", True)
     chosen = choose_config
     monkeypatch.setattr(
-        "common.ops.attention_work.choose_config",
+        "common.ops.attention.work.choose_config",
         lambda *given, **named: replace(chosen(*given, **named), segment_keys=64, tile=32),
     )
     length, compute = 150, torch.bfloat16 if dtype == FP8 else dtype

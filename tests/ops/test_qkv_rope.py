@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from common.ops import backend
-from common.ops.hadamard_reference import hadamard
-from common.ops.qkv_rope import QueryKeyValue, qkv_rope
-from common.ops.qkv_rope_reference import qkv_rope_reference
-from common.ops.qkv_rope_triton import qkv_rope_triton
+from common.ops.kv.hadamard_reference import hadamard
+from common.ops.kv.qkv_rope import QueryKeyValue, qkv_rope
+from common.ops.kv.qkv_rope_reference import qkv_rope_reference
+from common.ops.kv.qkv_rope_triton import qkv_rope_triton
 
 LAYERS, LAYER, BLOCK_TOKENS, BLOCKS, MAX_POSITIONS = 3, 2, 16, 5, 200
 EPS = 1e-6

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from common.ops.backend import interpreted
-from common.ops.quantise import quantise_rows, quantise_weight
-from common.ops.quantise_reference import dequantise_weight_reference, quantise_blocks_reference, quantise_rows_reference
+from common.ops.quant.quantise import quantise_rows, quantise_weight
+from common.ops.quant.quantise_reference import dequantise_weight_reference, quantise_blocks_reference, quantise_rows_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -50,7 +50,7 @@ def test_weights_come_back_within_half_a_step(block: int | None) -> None:
 
 
 def test_large_weights_are_quantised_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.ops.quantise._CHUNK_ELEMENTS", 128 * 150)
+    monkeypatch.setattr("common.ops.quant.quantise._CHUNK_ELEMENTS", 128 * 150)
     weight = torch.randn(500, 150)
     data, scale = quantise_weight(weight, 128)
     whole, whole_scale = quantise_blocks_reference(weight, 128)

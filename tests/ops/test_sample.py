@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from common.ops.gumbel import GUMBEL_MAX, gumbel_noise
-from common.ops.gumbel_reference import gumbel_noise_reference, philox_reference
-from common.ops.logprobs import top_logprobs
-from common.ops.logprobs_reference import top_logprobs_reference
-from common.ops.penalties import apply_penalties
-from common.ops.penalties_reference import penalties_reference
-from common.ops.sample import Draw, sample_tokens
-from common.ops.sample_reference import filter_reference, sample_reference
+from common.ops.sampling.gumbel import GUMBEL_MAX, gumbel_noise
+from common.ops.sampling.gumbel_reference import gumbel_noise_reference, philox_reference
+from common.ops.sampling.logprobs import top_logprobs
+from common.ops.sampling.logprobs_reference import top_logprobs_reference
+from common.ops.sampling.penalties import apply_penalties
+from common.ops.sampling.penalties_reference import penalties_reference
+from common.ops.sampling.sample import Draw, sample_tokens
+from common.ops.sampling.sample_reference import filter_reference, sample_reference
 
 PLAIN = Draw(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1, position=0)
 

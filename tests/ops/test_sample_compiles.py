@@ -17,7 +17,7 @@ _UNMASKED = {"rows": None, "masks": None}
 def _chunks(block: int, dtype: str, *, masked: bool = False) -> KernelCase:
     return KernelCase(
         f"{block}-{dtype}{'-masked' * masked}",
-        "common.ops.sample_triton",
+        "common.ops.sampling.sample_triton",
         "chunks_kernel",
         {"logits": f"*{dtype}", **_DRAW, **_PARTS, **_SHAPE, **(_MASKED if masked else {})},
         {"BLOCK": block, "COMPACT": False, "PDL": not masked, **({} if masked else _UNMASKED)},
@@ -30,7 +30,7 @@ def _chunks(block: int, dtype: str, *, masked: bool = False) -> KernelCase:
 def _rows(block: int, chunks: int, dtype: str, *, masked: bool = False) -> KernelCase:
     return KernelCase(
         f"{block}-{chunks}-{dtype}{'-masked' * masked}",
-        "common.ops.sample_triton",
+        "common.ops.sampling.sample_triton",
         "rows_kernel",
         {"logits": f"*{dtype}", **_DRAW, **_PARTS, "out": "*i32", **_SHAPE, **(_MASKED if masked else {})},
         {"BLOCK": block, "CHUNKS": chunks, "TOKENS": 512, "COMPACT": False, "PDL": not masked, **({} if masked else _UNMASKED)},
@@ -42,7 +42,7 @@ def _rows(block: int, chunks: int, dtype: str, *, masked: bool = False) -> Kerne
 def _filtered(tile: int, warps: int, dtype: str, stride: str = "i32:16") -> KernelCase:
     return KernelCase(
         f"{tile}-{warps}-{dtype}-{stride}",
-        "common.ops.filters_triton",
+        "common.ops.sampling.filters_triton",
         "sample_rows_kernel",
         {
             "logits": f"*{dtype}",
@@ -71,7 +71,7 @@ def _maxima(dtype: str) -> KernelCase:
     pointers = {"logits": f"*{dtype}", "rows": "*i32", "temperature": "*fp32", "maxima": "*fp32"}
     return KernelCase(
         dtype,
-        "common.ops.groups_triton",
+        "common.ops.sampling.groups_triton",
         "group_maxima_kernel",
         {**pointers, "row_stride": "i32:16", "vocab": "i32:16", "groups": "i32"},
         {"COMPACT": True, "TILE": 2048},
@@ -85,7 +85,7 @@ def _masses(dtype: str) -> KernelCase:
     filters = {"top_k": "*i32", "top_p": "*fp64", "log_min_p": "*fp32"}
     return KernelCase(
         dtype,
-        "common.ops.nucleus_triton",
+        "common.ops.sampling.nucleus_triton",
         "mass_parts_kernel",
         {**pointers, **filters, "row_stride": "i32:16", "vocab": "i32:16", "groups": "i32"},
         {"COMPACT": False, "GROUPS": 512, "TILE": 2048},
@@ -95,7 +95,7 @@ def _masses(dtype: str) -> KernelCase:
     )
 
 
-_ADJUST = "common.ops.penalties_triton"
+_ADJUST = "common.ops.sampling.penalties_triton"
 
 
 def _penalise(dtype: str, counted: bool) -> KernelCase:

@@ -11,21 +11,21 @@ import pytest
 import torch
 
 from common.ops import backend
-from common.ops.adjust_device import PENDING, Adjustment, Adjustments, apply_adjustments, pack_adjustments
-from common.ops.gumbel import GUMBEL_MAX
-from common.ops.logprobs import token_logprobs, top_logprobs
-from common.ops.logprobs_reference import top_logprobs_reference
-from common.ops.nucleus import MASS_BITS, masses
-from common.ops.penalties import apply_penalties
-from common.ops.sample import Draw, sample_tokens
-from common.ops.sample_device import DrawBatch, HostDraws, pack_draws, sample_filtered, sample_plain
-from common.ops.sample_reference import sample_reference
+from common.ops.sampling.adjust_device import PENDING, Adjustment, Adjustments, apply_adjustments, pack_adjustments
+from common.ops.sampling.gumbel import GUMBEL_MAX
+from common.ops.sampling.logprobs import token_logprobs, top_logprobs
+from common.ops.sampling.logprobs_reference import top_logprobs_reference
+from common.ops.sampling.nucleus import MASS_BITS, masses
+from common.ops.sampling.penalties import apply_penalties
+from common.ops.sampling.sample import Draw, sample_tokens
+from common.ops.sampling.sample_device import DrawBatch, HostDraws, pack_draws, sample_filtered, sample_plain
+from common.ops.sampling.sample_reference import sample_reference
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
-filters_triton = pytest.importorskip("common.ops.filters_triton")
-gumbel_triton = pytest.importorskip("common.ops.gumbel_triton")
-sample_triton = pytest.importorskip("common.ops.sample_triton")
+filters_triton = pytest.importorskip("common.ops.sampling.filters_triton")
+gumbel_triton = pytest.importorskip("common.ops.sampling.gumbel_triton")
+sample_triton = pytest.importorskip("common.ops.sampling.sample_triton")
 
 POISON = -7
 PLAIN = Draw(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1, position=0)

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from common.ops.compiled_numba import compiled
-from common.ops.team_numba import new_counters, shared
+from common.ops.cpu_int8.compiled_numba import compiled
+from common.ops.cpu_int8.team_numba import new_counters, shared
 
 PHASES = 400
 

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.ops import linear_device
 from common.ops.backend import interpreted
-from common.ops.linear import pack_linear, takes_quantised
-from common.ops.linear_tuning import tune_linears
+from common.ops.linear import device as linear_device
+from common.ops.linear.linear import takes_quantised
+from common.ops.linear.linear_tuning import tune_linears
+from common.ops.linear.weight import pack_linear
 from common.ops.tuning import Case, Table, launches_for, tune
 
 CPU = torch.device("cpu")
@@ -132,7 +133,7 @@ def _on_device() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_on_device")
 def test_linears_are_tuned_by_shape_and_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("common.ops.linear_tuning._ROTATED_BYTES", 1 << 14)
+    monkeypatch.setattr("common.ops.linear.linear_tuning._ROTATED_BYTES", 1 << 14)
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # the interpreter knows one thread
     ran: list[str] = []
     run = linear_device.run

@@ -10,7 +10,7 @@ import numpy as np
 from common.cache.pool import BlockPool
 from common.engine.plan import StepPlan, StepResult
 from common.engine.sequence import Sequence, SequenceCache
-from common.engine.simulated import BYTES_PER_TOKEN, SimulatedRunner
+from common.engine.simulated.runner import BYTES_PER_TOKEN, SimulatedRunner
 from common.protocol import tokens as token_bytes
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Generation, SamplingParams

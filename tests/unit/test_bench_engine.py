@@ -18,9 +18,9 @@ from bench.common.stats import Percentiles
 from bench.engine.cells import PRESETS, Cell, Measured, decode_line, encode_line, parse_cells
 from bench.engine.driver import Driver, Request
 from bench.engine.limits import Limits
+from common.engine.load.precision import Precision
 from common.engine.plan import StepPlan, StepResult
-from common.engine.precision import Precision
-from common.engine.simulated import SimulatedRunner
+from common.engine.simulated.runner import SimulatedRunner
 from common.models.config import ModelConfig, load_config
 from common.models.source import resolve
 from common.protocol.errors import ConfigError

@@ -17,12 +17,12 @@ import torch
 from bench.engine import numerics, texts
 from bench.engine.observe import Scored, force
 from bench.engine.reference_decoder import ReferenceDecoder
-from common.engine.device_runner import DeviceRunner
+from common.engine.gpu.runner import DeviceRunner
 from common.models.config import load_config
 from common.models.registry import load_decoder
 from common.models.source import ModelFiles
 from common.ops.backend import interpreted
-from common.ops.linear_candidates import Candidate
+from common.ops.linear.candidates import Candidate
 from tests.models.oracles import build, save
 from tests.ops.interpreter import act_as_a_gpu
 
@@ -59,8 +59,8 @@ def test_in_each_precision_it_is_the_device_runner(
     found = numerics.score(decoder, TEXT, PROMPT)
     exact = numerics.score(numerics.assemble(numerics.REFERENCE, config, opened)[0], TEXT, PROMPT)
     pool = torch.full((16, config.num_layers, 2, 16, config.num_kv_heads, config.head_dim), torch.nan).to(decoder.kv)
-    monkeypatch.setattr("common.ops.linear_device._choose", lambda *_: Candidate("library"))
-    monkeypatch.setattr("common.ops.linear_device.wants_quantised", lambda *_: bool(variant.quantised))
+    monkeypatch.setattr("common.ops.linear.device._choose", lambda *_: Candidate("library"))
+    monkeypatch.setattr("common.ops.linear.device.wants_quantised", lambda *_: bool(variant.quantised))
     act_as_a_gpu()
     with interpreted():
         on_device, _ = numerics.assemble(variant, config, opened)

@@ -17,7 +17,7 @@ from common.protocol.errors import (
     UnknownModel,
 )
 from common.runtime.bus import Bus, BusMessage
-from common.runtime.memory_bus import MemoryBroker
+from common.testing.memory_bus import MemoryBroker
 from tests.unit.presences import presence
 
 

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from common.cache.store_client import StoreClient
-from common.engine import open as opening
+from common.engine.load import open as opening
 from common.engine.settings import EngineServiceConfig
 from common.protocol.errors import StaleHandle, TransportUnavailable
 from common.transfer import cuda_ipc
@@ -24,6 +23,7 @@ from common.transfer.base import RemoteBlocks
 from common.transfer.cuda_ipc import CudaDriver, LocalTransport, export_pool
 from common.transfer.segment import Segment
 from common.transfer.shm import ShmTransport
+from common.worker.store_client import StoreClient
 
 BLOCK = (2, 2, 4, 1, 8)  # layers, K and V, tokens, heads, head_dim
 BLOCK_BYTES = 2 * 2 * 4 * 8 * 2

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from common.engine.sequence import Sequence
-from common.engine.simulated import expected_scores, expected_total
+from common.engine.simulated.runner import expected_scores, expected_total
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks
 from services.decode.scheduler import DecodeScheduler
 from tests.unit.scheduling import MAX_CONTEXT, Bench, Pipeline, sequence

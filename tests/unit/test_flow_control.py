@@ -8,7 +8,6 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from common.engine.outflow import FRAME_ENTRIES, SILENT_S, Outflow
 from common.engine.sequence import Sequence
 from common.protocol import tokens
 from common.protocol.handles import WorkerRef
@@ -21,6 +20,7 @@ from common.protocol.messages import (
     TokenLogprobs,
     frame_units,
 )
+from common.worker.outflow import FRAME_ENTRIES, SILENT_S, Outflow
 from services.gateway.inflow import SLICE_FRAMES, Inflow
 from services.gateway.windows import FIRST_TOTAL_UNITS, LEAST_TOTAL_UNITS, MIN_UNITS, TARGET_S, TOTAL_UNITS, Windows
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.engine.gpu_memory import kv_room, new_pool, workspace_bytes
-from common.engine.load import EngineConfig, cache_layout
+from common.engine.gpu.memory import kv_room, new_pool, workspace_bytes
+from common.engine.load.runners import EngineConfig, cache_layout
 from common.models.config import config_from_json
 from common.models.shapes import SHAPES
 from common.protocol.errors import ConfigError

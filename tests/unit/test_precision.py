@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from common.engine import precision
-from common.engine.load import EngineConfig, resolve_device
-from common.engine.precision import Precision, resolve_precision
+from common.engine.load import precision
+from common.engine.load.precision import Precision, resolve_precision
+from common.engine.load.runners import EngineConfig, resolve_device
 from common.protocol.errors import ConfigError
 
 
@@ -91,5 +91,5 @@ def test_a_simulated_engine_runs_on_the_cpu_whatever_the_device() -> None:
 
 
 def test_precision_is_known_without_torch() -> None:
-    program = "import sys, common.engine.settings, common.engine.precision; sys.exit('torch' in sys.modules)"
+    program = "import sys, common.engine.settings, common.engine.load.precision; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

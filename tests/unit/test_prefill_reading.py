@@ -10,7 +10,7 @@ import pytest
 
 from common.engine.plan import FIXED_POINT, StepPlan
 from common.engine.sequence import Sequence
-from common.engine.simulated import expected_scores, expected_total
+from common.engine.simulated.runner import expected_scores, expected_total
 from common.protocol import tokens as token_bytes
 from common.protocol.errors import ContextLengthExceeded, ProtocolError
 from common.protocol.messages import Generation, SamplingParams

@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from common.cli.preflight import check_machine, check_model
-from common.engine.layout import EngineConfig
+from common.engine.load.layout import EngineConfig
 from common.models.source import ModelFiles
 from common.protocol.errors import ConfigError, UnknownModel
 from common.runtime.memory import available_bytes

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.engine import roofline
 from common.engine.plan import StepPlan, StepRow
-from common.engine.simulated import BYTES_PER_TOKEN, SimulatedRunner, TokenRule
+from common.engine.simulated.runner import BYTES_PER_TOKEN, SimulatedRunner, TokenRule, roofline
 from common.protocol.errors import ConfigError
 from common.protocol.messages import SamplingParams
 

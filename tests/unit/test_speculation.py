@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.engine.plan import StepPlan, StepRow
-from common.engine.simulated import BYTES_PER_TOKEN, SimulatedRunner, TokenRule
+from common.engine.simulated.runner import BYTES_PER_TOKEN, SimulatedRunner, TokenRule
 from common.protocol.draft_messages import DraftClose, DraftResync, DraftRow, DraftUpdate, Proposals
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence, SamplingParams

@@ -12,8 +12,8 @@ import pytest
 
 from common.engine.plan import LaterStep, RunnerLost, StepPlan, StepResult
 from common.engine.sequence import Sequence
-from common.engine.stepping import LONE_FAILURES, EngineThreads, StepLoop
-from common.engine.watchdog import StepWatch
+from common.worker.stepping import LONE_FAILURES, EngineThreads, StepLoop
+from common.worker.watchdog import StepWatch
 from services.decode.scheduler import DecodeScheduler
 from tests.unit.scheduling import Bench, sequence
 

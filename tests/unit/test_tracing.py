@@ -67,7 +67,7 @@ def test_values_that_opentelemetry_refuses_turn_traces_off(monkeypatch: pytest.M
 def test_off_imports_nothing() -> None:
     script = (
         "import os, sys\n"
-        "import services.gateway.actor, common.engine.worker, common.runtime.service\n"
+        "import services.gateway.actor, common.worker.actor, common.runtime.service\n"
         "from common.runtime.metrics import Metrics\n"
         "from common.runtime.tracing import OFF, open_tracing\n"
         "assert open_tracing('decode', 'd', Metrics(role='decode'), {}) is OFF\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.engine.watchdog import FACTOR, StepWatch
+from common.worker.watchdog import FACTOR, StepWatch
 
 PERIOD_S = 0.25
 

@@ -19,7 +19,7 @@ from common.models.weights.fp8 import dequantise_fp8, find_scale, fused_fp8, is_
 from common.models.weights.prefetch import Prefetch
 from common.models.weights.source import Progress, WeightsError, WeightSource
 from common.models.weights.upload import Upload
-from common.ops.linear import LinearWeight, pack_linear
+from common.ops.linear.weight import LinearWeight, pack_linear
 
 MAX_THREADS = 8
 """That read ahead. Candidates, and how they compare: `python -m bench.load`."""

@@ -14,7 +14,7 @@ import torch
 from common.models.weights.fp8_scheme import BLOCK
 from common.models.weights.source import WeightsError, WeightSource
 from common.models.weights.upload import Upload
-from common.ops.linear import LinearWeight, linear_from_fp8
+from common.ops.linear.weight import LinearWeight, linear_from_fp8
 
 _COMPANIONS = ("weight_scale", "weight_scale_inv", "input_scale", "input_scale_ub", "activation_scale")
 _COMPANIONS += ("q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale")

@@ -57,7 +57,7 @@ def _inject(faults: dict[str, str]) -> None:
         time.time = lambda: seconds() + ahead_s
         time.time_ns = lambda: nanoseconds() + int(ahead_s * 1e9)
     if any(service in sys.orig_argv for service in ENGINES):
-        from common.engine import open as opening
+        from common.engine.load import open as opening
 
         opened = opening.open_engine
 

@@ -1,0 +1,135 @@
+"""Which steps run as CUDA graphs, and the graphs themselves.
+
+A graph is captured once per shape at start; a step takes the smallest shape that it fits, padded. Steps that fit none
+(long prompts, large mixtures) are launched kernel by kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from common.engine.gpu.step_buffers import StepShape
+from common.engine.plan import StepRow
+
+_MIXED_STEP = 128
+_FEW_ROWS = 64
+_FEW_ROWS_TOKENS = 1024
+_MOST_TOKENS = 2048
+"""Of a mixture with a graph. Launching one kernel by kernel takes half a millisecond and more a layer, and the interpreter's
+lock from the thread that plans. Many rows bring several prompts at once. With few, beyond 1024 tokens the GPU is the slower
+one if the model is large; then attention over a fresh prompt is faster without a graph, which reads it from the pool."""
+_LAYER_LAUNCH_S = 0.6e-3
+"""Launching a layer kernel by kernel."""
+_FLOPS = 6e14
+"""A second, of linears in bfloat16 on an H200."""
+_VERIFY_QUERIES = 8
+_VERIFY_TOKENS = 64
+PADDING = 16
+
+
+class ShapeTable:
+    """The shapes that have graphs: decoding rows, verified rows, and short prompts among decoding rows.
+
+    `max_tokens`: no shape has more, since the step's buffers hold no more. `layer_parameters`: of a layer's linears; small ones
+    are computed in less time than they are launched in.
+    """
+
+    def __init__(self, max_rows: int, max_tokens: int, *, layer_parameters: int = 0, verify: bool = True) -> None:
+        sizes = decode_sizes(max_rows)
+        self.decode = [StepShape(size, size, 1, size) for size in sizes]
+        verified = [size for size in sizes if size <= _VERIFY_TOKENS] if verify else []
+        self.verify = [StepShape(size, size, _VERIFY_QUERIES, size) for size in verified if size > 1]
+        launched = int(_LAYER_LAUNCH_S * _FLOPS / (2 * layer_parameters)) if layer_parameters else 0
+        self._few_rows_tokens = few = min(_MOST_TOKENS, max(_FEW_ROWS_TOKENS, launched))
+        mixtures = {
+            16: (32, 64, *range(_MIXED_STEP, few + 1, _MIXED_STEP)),
+            _FEW_ROWS: range(_MIXED_STEP, few + 1, _MIXED_STEP),
+            256: range(3 * _MIXED_STEP, _MOST_TOKENS + 1, _MIXED_STEP),
+        }
+        mixed = [
+            StepShape(size, rows, size, rows)
+            for rows, tokens in mixtures.items()
+            for size in tokens
+            if size <= max_tokens and rows < max(17, 4 * max_rows)
+        ]
+        self.mixed = sorted(mixed)
+
+    def __iter__(self) -> Iterator[StepShape]:
+        yield from (*self.decode, *self.verify, *self.mixed)
+
+    def choose(self, rows: Sequence[StepRow]) -> StepShape | None:
+        """None: no graph fits."""
+        longest = max(len(row.tokens) for row in rows)
+        num_tokens = sum(len(row.tokens) for row in rows)
+        num_samples = sum(row.num_samples for row in rows)
+        if num_samples == num_tokens:
+            if longest == 1:
+                return next((shape for shape in self.decode if shape.tokens >= num_tokens), None)
+            if longest <= _VERIFY_QUERIES:
+                found = next((shape for shape in self.verify if shape.tokens >= num_tokens), None)
+                if found is not None:
+                    return found
+        num_rows = max(len(rows), num_samples)
+        if num_rows <= _FEW_ROWS and num_tokens > self._few_rows_tokens:
+            return None
+        return next((shape for shape in self.mixed if shape.tokens >= num_tokens and shape.rows >= num_rows), None)
+
+
+def decode_sizes(max_rows: int) -> list[int]:
+    """Rows that decode steps are padded to: at most an eighth too many from 8 on."""
+    sizes = [1, 2, 4, 8]
+    step = 4
+    while sizes[-1] < max_rows:
+        if sizes[-1] >= 16 * step:
+            step *= 2
+        sizes.append(sizes[-1] + step)
+    return [size for size in sizes if size < max_rows] + [max_rows]
+
+
+def exact_shape(rows: Sequence[StepRow]) -> StepShape:
+    """For a step without a graph: its own size, tokens rounded up to what matrix kernels like."""
+    num_tokens = -(-sum(len(row.tokens) for row in rows) // PADDING) * PADDING
+    return StepShape(
+        tokens=num_tokens,
+        rows=len(rows),
+        max_queries=max(len(row.tokens) for row in rows),
+        samples=sum(row.num_samples for row in rows),
+    )
+
+
+class StepGraph:
+    """A captured step; `logits` is where it leaves them, until the next one runs."""
+
+    def __init__(self, forward: Callable[[], torch.Tensor], memory: tuple[int, int], stream: torch.cuda.Stream) -> None:
+        """`forward` has run before: kernels are compiled. memory: `torch.cuda.graph_pool_handle()`, shared by graphs that run
+        one at a time."""
+        self._graph = torch.cuda.CUDAGraph()
+        pool: Any = memory
+        # not `torch.cuda.graph`, which gives all cached memory back to the driver first: sixty times a start
+        with torch.cuda.stream(stream):
+            stream.synchronize()
+            # thread_local: what other threads of this process do meanwhile is none of this capture's business
+            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                logits = forward()
+                self.logits = borrowed(logits)
+                del logits
+            finally:
+                self._graph.capture_end()
+
+    def replay(self) -> torch.Tensor:
+        self._graph.replay()
+        return self.logits
+
+
+def borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, at the same address, without owning it: graphs that run one at a time then keep their logits, a
+    gigabyte for all shapes of a large vocabulary, in the same memory. The graph's pool keeps it from everybody else."""
+    assert tensor.is_contiguous()
+    make: Any = torch._C._construct_storage_from_data_pointer
+    storage = make(tensor.data_ptr(), tensor.device, tensor.nbytes)
+    empty: Any = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage, 0, tensor.shape)

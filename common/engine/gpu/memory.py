@@ -1,0 +1,65 @@
+"""How much of a GPU is left for KV once the weights are in, and the pool itself."""
+
+from __future__ import annotations
+
+import torch
+
+from common.cache.spec import CacheLayout
+from common.models.config import ModelConfig
+from common.ops.attention.configs import LONGEST_PIECE
+from common.protocol.errors import ConfigError
+
+_FIXED_BYTES = 3 << 29
+"""The CUDA context, graphs, cuBLAS, compiled kernels, what the allocator can't hand out again."""
+
+_STORAGE = {"fp8": torch.float8_e4m3fn}
+
+
+def workspace_bytes(model: ModelConfig, max_running: int, token_budget: int) -> int:
+    """What a step of `token_budget` tokens with `max_running` sampled rows holds at most, rather too much than too little."""
+    qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    per_token = 4 * (4 * model.hidden_size + 2 * qkv + 3 * model.intermediate_size)
+    per_sample = 3 * 4 * model.vocab_size
+    piece = 6 * LONGEST_PIECE * model.num_kv_heads * model.head_dim  # K and V, as stored and as multiplied
+    return _FIXED_BYTES + token_budget * per_token + max_running * per_sample + piece
+
+
+def kv_room(*, free: int, total: int, used: int, utilization: float, workspace: int) -> int:
+    """Bytes for KV. This worker may have `utilization` of `total`, of which its weights have `used`; `free` is what all
+    workers on the GPU have left.
+
+    :raises ConfigError: if nothing is left.
+    """
+    room = min(int(utilization * total) - used, free) - workspace
+    if room <= 0:
+        raise ConfigError(
+            f"no GPU memory is left for KV: this worker may use {int(utilization * total) >> 20} MiB (gpu_memory_utilization "
+            f"{utilization}), {free >> 20} of {total >> 20} MiB are free, the weights have {used >> 20} MiB and a step needs "
+            f"{workspace >> 20} MiB: is another process on this GPU? Otherwise raise the share, or lower token_budget",
+            param="gpu_memory_utilization",
+        )
+    return room
+
+
+def measured_kv_room(device: torch.device, utilization: float, workspace: int) -> int:
+    """`kv_room` of `device` as it is now, with the weights loaded. :raises ConfigError: see there."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    used = torch.cuda.memory_reserved(device)
+    return kv_room(free=free, total=total, used=used, utilization=utilization, workspace=workspace)
+
+
+def new_pool(model: ModelConfig, layout: CacheLayout, kv: str, device: torch.device) -> torch.Tensor:
+    """The KV pool: [num_blocks, layers, 2, block_tokens, kv_heads, head_dim] of `Precision.kv`, one allocation of its own.
+
+    :raises ConfigError: if it does not fit.
+    """
+    dtype = _STORAGE.get(kv) or getattr(torch, kv)
+    shape = (layout.num_blocks, model.num_layers, 2, layout.block_tokens, model.num_kv_heads, model.head_dim)
+    try:
+        # zeros, not anything: what a masked load brings in must be a number
+        return torch.zeros(shape, dtype=dtype, device=device)
+    except torch.OutOfMemoryError as error:
+        size = layout.num_blocks * layout.block_bytes
+        raise ConfigError(f"{size >> 20} MiB of KV don't fit onto {device}: lower kv_cache_mb or num_blocks") from error

@@ -1,0 +1,385 @@
+"""Runs step plans on a GPU, one step ahead of it.
+
+    submit: pack rows ─► copy to the device ─► graph (embed … logits, draw) ─► filters, penalties ─► copy tokens back, event
+    result: wait for the event
+
+The host never waits in `submit`: a row that is fed takes its token from `sampled`, where the step before left it. There is one
+exception: what a constrained row may be depends on the tokens of the step before. The host waits for those, and fills masks,
+while the device computes this step's logits. All work is on one stream, so steps run in the order of submission and share every
+buffer on the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+
+from common.engine.gpu.graphs import PADDING, ShapeTable, StepGraph, exact_shape
+from common.engine.gpu.reading import Reading, places_read, put_readings, read_rows
+from common.engine.gpu.sampling import DeviceSampler, Logprobs
+from common.engine.gpu.step_buffers import Fields, PackedStep, StepPacker, StepShape, buffer_bytes, layout
+from common.engine.gpu.warm_up import WARM_UP
+from common.engine.masks import StepMasks, fill_masks
+from common.engine.plan import RowSamples, RunnerLost, StepPlan, StepResult, StepRow
+from common.engine.sampling import penalised
+from common.models.attention import DeviceAttention
+from common.models.decoder import Decoder, Inputs
+from common.ops import backend
+from common.ops.attention import configs as attention_configs
+from common.ops.attention.configs import has_parts
+from common.ops.attention.paged_attention import AttentionRow
+from common.ops.attention.parts import attend_part, planned_parts
+from common.ops.attention.prefill import attend_run, planned_lengths
+from common.ops.attention.work import AttentionWorkspace, DeviceBatch, FreshRun, plan_device_attention
+from common.ops.tensors import Feed
+from common.protocol.errors import ConfigError, InvalidParameter
+from common.protocol.messages import TokenLogprobs
+from common.runtime import logs
+
+log = logs.get("engine")
+
+_DEPTH = 3
+"""Sets of pinned buffers: of the step being packed, the one submitted before it, and the one whose result is being taken."""
+
+_SPARE_BLOCK_IDS = 4096
+_MAX_BLOCK_IDS = 4 << 20
+
+
+class DeviceRunner:
+    """`plan.Runner` over a decoder whose weights are on a GPU.
+
+    pool: [num_blocks, layers, 2, block_tokens, kv_heads, head_dim], contiguous, in the decoder's dtype or float8_e4m3fn.
+    `max_rows`: sequences a step samples at most; `token_budget`: tokens it computes at most. With `graphs`, shapes that
+    `ShapeTable` lists are compiled and captured here, which takes seconds.
+
+    :raises ConfigError: if the pool's shape or dtype is not the model's.
+    """
+
+    run_ahead = 2
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: torch.Tensor,
+        *,
+        fingerprint: str,
+        max_rows: int,
+        token_budget: int,
+        graphs: bool = True,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        config = decoder.config
+        expected = (config.num_layers, 2, pool.shape[3], config.num_kv_heads, config.head_dim)
+        if pool.ndim != 6 or pool.shape[1:] != expected or not pool.is_contiguous():
+            raise ConfigError(f"a KV pool of shape {list(pool.shape)} does not fit this model")
+        if pool.dtype not in (decoder.dtype, torch.float8_e4m3fn):
+            raise ConfigError(f"a {pool.dtype} KV pool does not fit a {decoder.dtype} model")
+        self.decoder = decoder
+        self.pool = pool
+        self.num_blocks, self.block_tokens = pool.shape[0], pool.shape[3]
+        self.max_context = config.max_context
+        self.vocab_size = config.vocab_size
+        self.fingerprint = fingerprint
+        self._device = pool.device
+        self._on_gpu = pool.is_cuda
+        self._stream = torch.cuda.Stream(self._device) if self._on_gpu else None
+        self._max_tokens = max_tokens = max(token_budget, max_rows) + 64
+        num_ids = self.num_blocks + max_rows + _SPARE_BLOCK_IDS
+        if not backend.BATCH_INVARIANT:  # whose workspace is sized by it; else rows that share blocks name them often
+            num_ids = max(num_ids, min(max_rows * -(-self.max_context // self.block_tokens), _MAX_BLOCK_IDS))
+        size = buffer_bytes(max_tokens, max_tokens, num_ids)
+        self._buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        self._staging = [torch.zeros(size, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(_DEPTH)]
+        self._tokens = [torch.zeros(max_tokens, dtype=torch.int64, pin_memory=self._on_gpu) for _ in range(_DEPTH)]
+        self._turn = 0
+        self._packer = StepPacker(block_tokens=self.block_tokens, num_blocks=self.num_blocks, vocab_size=config.vocab_size)
+        self._sampler = DeviceSampler(max_tokens, self._device, _DEPTH)
+        self._workspace = AttentionWorkspace(self._device)
+        self._rope = decoder.rope.table(config.max_context)
+        self._shapes = ShapeTable(max_rows, max_tokens, layer_parameters=decoder.layer_parameters)
+        self._graphs: dict[StepShape, StepGraph] = {}
+        self._launched_sizes: set[tuple[int, int, bool]] = set()
+        self._states = self._no_states = torch.empty(0)
+        self._last: DeviceStep | None = None
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)  # what was made above was made on another stream
+            if graphs:
+                self._capture(on_progress)
+            self.warm_up(token_budget)
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """:raises InvalidParameter: if a row can't be run; nothing has been written then."""
+        return self.submit(plan).result()
+
+    def submit(self, plan: StepPlan) -> DeviceStep:
+        """:raises InvalidParameter: if a row can't be run; nothing has been launched then."""
+        begun = time.perf_counter()
+        rows = plan.rows
+        if not rows:
+            return DeviceStep([], begun)
+        for row in rows:
+            if row.num_samples and penalised(row.sampling) and len(row.history) < row.start + len(row.tokens):
+                raise InvalidParameter(f"penalties need a row's history, not {len(row.history)} tokens of it")
+        is_read = any(row.num_read for row in rows)
+        shape = None if is_read else self._shapes.choose(rows)
+        graph = self._graphs.get(shape) if shape is not None else None
+        if shape is None or graph is None:
+            shape = exact_shape(rows)
+        staging = self._staging[(self._turn + 1) % _DEPTH]
+        if shape.tokens > self._max_tokens:
+            raise InvalidParameter(f"a step of {shape.tokens} tokens is more than this engine's token budget")
+        packed = self._packer.pack(rows, layout(staging, shape), shape)
+        self._turn = (self._turn + 1) % _DEPTH
+        with self._running(), lost_if_broken():
+            self._buffer[: packed.used_bytes].copy_(staging[: packed.used_bytes], non_blocking=True)
+            special = self._sampler.load(rows)
+            read = places_read(rows, packed, self._device) if is_read else None
+            logits = self._forward(shape, _attention_rows(rows, packed), read) if graph is None else graph.replay()
+            readings = read_rows(self.decoder, rows, self._states) if is_read else ()
+            self._states = self._no_states
+            logprobs = self._sampler.finish(logits, rows, partial(self._masks, rows)) if special else None
+            num_samples = sum(row.num_samples for row in rows)
+            tokens = self._tokens[self._turn][:num_samples]
+            tokens.copy_(self._sampler.sampled[:num_samples], non_blocking=True)
+            event = torch.cuda.Event(blocking=True) if self._on_gpu else None
+            if event is not None:
+                event.record()
+        self._last = DeviceStep(rows, begun, tokens, logprobs, event, readings)
+        return self._last
+
+    def _masks(self, rows: Sequence[StepRow]) -> StepMasks | None:
+        """Waits for the step before, if a constrained row is fed by it."""
+        fed = [row for row in rows if row.is_constrained and row.feed >= 0]
+        if fed:
+            assert self._last is not None
+            sampled = self._last.sampled()
+            for row in fed:
+                row.output[-1] = sampled[row.feed]
+        return fill_masks(rows, self.vocab_size, self._sampler.mask_buffer)
+
+    def may_compile(self, plan: StepPlan) -> bool:
+        """Steps with a graph were compiled when it was captured; others compile what is new of their size."""
+        is_read = any(row.num_read for row in plan.rows)
+        if not is_read and self._shapes.choose(plan.rows) in self._graphs:
+            return False
+        size = plan.num_tokens.bit_length(), len(plan.rows).bit_length(), is_read
+        known = size in self._launched_sizes
+        self._launched_sizes.add(size)
+        return not known
+
+    def _forward(
+        self, shape: StepShape, rows: Sequence[AttentionRow] | None = None, read: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Launches a step over the device buffer as it is laid out for `shape`. `rows`: for steps that are not captured.
+        `read`: the tokens whose hidden states are to be left in `_states`."""
+        fields = layout(self._buffer, shape)
+        config = self.decoder.config
+        batch = _batch(fields, shape, rows)
+        plan = plan_device_attention(batch, self.pool, config.num_heads, self._workspace, dtype=self.decoder.dtype)
+        attention = DeviceAttention(
+            config,
+            self.pool,
+            plan,
+            fields.slots,
+            fields.positions,
+            self._rope,
+            dtype=self.decoder.dtype,
+            **self.decoder.kv_form(self.pool.dtype),
+        )
+        every = shape.samples == shape.tokens
+        samples = None if every else fields.samples
+        feed = Feed(fields.feeds, self._sampler.sampled)
+        if read is not None:  # then not every token is sampled: those that are read are not
+            samples = torch.cat((fields.samples, read))
+        states = self.decoder.states(Inputs(fields.tokens, samples, attention, feed))
+        if read is not None:
+            states, self._states = states[: shape.samples], states[shape.samples :]
+        logits = self.decoder.logits(states)
+        if len(logits):
+            self._sampler.draw(logits)
+        return logits
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[None]:
+        with torch.inference_mode():
+            if self._stream is None:
+                yield
+                return
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                yield
+
+    def warm_up(self, token_budget: int) -> None:
+        """Runs the largest steps that have no graph, on padding: what they need is compiled, and fits into memory. Then what
+        shorter ones need besides: cuDNN plans a length that is new to a thread for a tenth of a second.
+
+        :raises ConfigError: if it does not.
+        """
+        num_tokens = -(-token_budget // PADDING) * PADDING
+        shape = StepShape(tokens=num_tokens, rows=1, max_queries=num_tokens, samples=len(WARM_UP[0]))
+        try:
+            with self._running():
+                for index, samples in enumerate(WARM_UP):
+                    start = self.block_tokens * (index % 2)  # a prompt's first part, and one after a prefix
+                    rows = [StepRow([0], 0, [], 1, params, 0, [0], constraint=one) for params, one in samples]
+                    self._blank(shape)
+                    self._sampler.load(rows)
+                    logits = self._forward(shape, [AttentionRow(0, num_tokens, start, [])])
+                    self._sampler.finish(logits, rows, partial(self._masks, rows))
+                if self._stream is not None:
+                    self._plan_prompts(token_budget)
+                    self._stream.synchronize()
+        except torch.OutOfMemoryError as error:
+            raise ConfigError(
+                f"a step of {num_tokens} tokens does not fit beside weights and KV: lower token_budget, gpu_memory_utilization "
+                "or kv_cache_mb",
+                param="token_budget",
+            ) from error
+
+    def _plan_prompts(self, token_budget: int) -> None:
+        if self.decoder.dtype == torch.float32:  # which cuDNN refuses
+            return
+        config = self.decoder.config
+        scale = config.head_dim**-0.5
+
+        def zeros(length: int, heads: int) -> torch.Tensor:
+            return torch.zeros(length, heads, config.head_dim, dtype=self.decoder.dtype, device=self._device)
+
+        def qkv(length: int, keys: int) -> list[torch.Tensor]:
+            return [zeros(length, config.num_heads), zeros(keys, config.num_kv_heads), zeros(keys, config.num_kv_heads)]
+
+        longest = min(token_budget, self.max_context)
+        for length in planned_lengths(longest):
+            query, key, value = qkv(length, length)
+            attend_run(query, key, value, FreshRun(0, 1, length), "cudnn", scale)
+        if not has_parts(config.head_dim, self.decoder.dtype):
+            return
+        try:
+            for queries, keys, causal in planned_parts(longest, self.max_context):
+                query, key, value = qkv(queries, keys)
+                attend_part(query, key, value, scale, causal=causal)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:  # an old card, or torch without cuDNN: there the kernel that reads pages does it
+            if not backend.gpu_answers():
+                raise
+            attention_configs.forgo_parts()
+            log.warning("attention_in_parts_refused", error=str(error)[:300])
+
+    # ── graphs ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _capture(self, on_progress: Callable[[int, int], None]) -> None:
+        """Largest first, so that the others fit into its memory. A captured step of unused rows touches nothing."""
+        assert self._stream is not None
+        shapes = sorted(self._shapes, key=lambda shape: -shape.tokens)
+        with self._running():
+            memory = torch.cuda.graph_pool_handle()
+            for done, shape in enumerate(shapes):
+                self._blank(shape)
+                self._forward(shape)
+                self._graphs[shape] = StepGraph(lambda shape=shape: self._forward(shape), memory, self._stream)
+                on_progress(done + 1, len(shapes))
+            self._stream.synchronize()
+            torch.cuda.empty_cache()  # what the steps before the captures had is not for graphs
+
+    def _blank(self, shape: StepShape) -> None:
+        """A step of nothing but padding."""
+        self._buffer.zero_()
+        fields = layout(self._buffer, shape)
+        fields.slots.fill_(-1)
+        fields.feeds.fill_(-1)
+
+
+class DeviceStep:
+    """A submitted step; see `plan.PendingStep`."""
+
+    def __init__(
+        self,
+        rows: Sequence[StepRow],
+        begun: float,
+        tokens: torch.Tensor | None = None,
+        logprobs: Logprobs | None = None,
+        event: torch.cuda.Event | None = None,
+        readings: Sequence[Reading] = (),
+    ) -> None:
+        self._readings = readings
+        self._rows = rows
+        self._begun = begun
+        self._tokens = tokens
+        self._logprobs = logprobs
+        self._event = event
+
+    def sampled(self) -> list[int]:
+        """All samples in order, once the step has run.
+
+        :raises RunnerLost: if it can't any more.
+        """
+        if self._event is not None:
+            # this thread's device, too: a call from a thread without one may set up the first GPU, which is another worker's
+            with lost_if_broken(), torch.cuda.device(self._event.device):
+                self._event.synchronize()
+        return [] if self._tokens is None else self._tokens.tolist()
+
+    def result(self) -> StepResult:
+        tokens = self.sampled()
+        logprobs = _logprobs_of(self._logprobs)
+        rows: list[RowSamples] = []
+        at = 0
+        for row in self._rows:
+            span = range(at, at + row.num_samples)
+            wanted = row.sampling.logprobs
+            found = None if wanted < 0 else [_cut(logprobs[index], wanted) for index in span]
+            rows.append(RowSamples(tokens=tokens[at : at + row.num_samples], logprobs=found))
+            at += row.num_samples
+        put_readings(self._readings, rows)
+        return StepResult(rows=rows, elapsed_s=time.perf_counter() - self._begun)
+
+
+@contextlib.contextmanager
+def lost_if_broken() -> Iterator[None]:
+    """:raises RunnerLost: for an error after which CUDA gives every call the same error."""
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        raise RunnerLost(str(error)) from error
+
+
+def _batch(fields: Fields, shape: StepShape, rows: Sequence[AttentionRow] | None) -> DeviceBatch:
+    return DeviceBatch(
+        query_starts=fields.query_starts,
+        context_lens=fields.context_lens,
+        block_ids=fields.block_ids,
+        block_starts=fields.block_starts,
+        max_queries=shape.max_queries,
+        num_tokens=shape.tokens,
+        rows=rows,
+    )
+
+
+def _attention_rows(rows: Sequence[StepRow], packed: PackedStep) -> list[AttentionRow]:
+    return [
+        AttentionRow(first, length, start, row.blocks)
+        for first, length, start, row in zip(
+            packed.firsts.tolist(), packed.lengths.tolist(), packed.starts.tolist(), rows, strict=True
+        )
+    ]
+
+
+def _logprobs_of(logprobs: Logprobs | None) -> dict[int, TokenLogprobs]:
+    if logprobs is None:
+        return {}
+    columns = (logprobs.asking, logprobs.chosen, logprobs.ids, logprobs.values)
+    return {
+        index: TokenLogprobs(logprob=chosen, top_tokens=tuple(ids), top_logprobs=tuple(values))
+        for index, chosen, ids, values in zip(*(np.asarray(column).tolist() for column in columns), strict=True)
+    }
+
+
+def _cut(found: TokenLogprobs, num_top: int) -> TokenLogprobs:
+    return TokenLogprobs(found.logprob, found.top_tokens[:num_top], found.top_logprobs[:num_top])

@@ -1,0 +1,245 @@
+"""Which linears of a model may be FP8, and where its keys are centred: measured on text when it is first loaded, and kept.
+
+e4m3 has three bits of mantissa. That costs a large model next to nothing and a small one several per cent of its perplexity,
+much of it in a few linears. So what FP8 costs is measured, as the mean KL divergence of the next token from the model as the
+files hold it. `quantization_max_loss` is for all of it. Where weights in FP8 cost more than an FP8 KV pool leaves of it, each
+linear is measured alone, and those that cost least for the bytes that they save are FP8, until their costs, which add up,
+reach the limit. In bfloat16 any change at all tips other roundings everywhere, a divergence that does not add up: what a last
+bit of the embedding does is subtracted.
+
+The keys' centre (see `ops.kv.qkv_rope`) is their mean over the same text, at all positions up to CENTERED_POSITIONS: what no
+position turns away is what all of them share.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from common.engine.load.sample_text import SAMPLE_TEXT
+from common.models.attention import HeadNorms
+from common.models.config import ModelConfig
+from common.models.decoder import MODULES, Decoder, Inputs, LinearPlace
+from common.ops.kv.hadamard_reference import hadamard
+from common.ops.kv.rope import apply_rope
+from common.ops.norm.rms_norm import rms_norm
+from common.ops.quant.quantise_reference import E4M3_MAX
+from common.ops.tuning import cache_directory, device_name, exclusive
+from common.runtime import logs
+
+log = logs.get("engine")
+
+ROW_TOKENS = 512
+CENTERED_POSITIONS = 2048
+_VERSION = 3
+_CHUNK = 256
+
+
+class Fp8Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """plain: modules whose weights are not quantised, by their names in the files. share: of the linears' weights that are.
+
+    kv_loss, loss, full_loss: nats a token that FP8 costs, beside the `floor` of any change: the KV pool alone, the linears as
+    chosen, and all of them. k_center: float32 [layers, kv_heads, head_dim], its bytes.
+    """
+
+    plain: list[str]
+    share: float
+    kv_loss: float
+    loss: float
+    full_loss: float
+    floor: float
+    k_center: bytes
+
+    def center(self, config: ModelConfig, device: torch.device) -> torch.Tensor:
+        """float32 [layers, kv_heads, head_dim] on `device`."""
+        numbers = np.frombuffer(self.k_center, np.float32).copy()
+        return torch.from_numpy(numbers).view(config.num_layers, config.num_kv_heads, config.head_dim).to(device)
+
+
+def known_or_measured(
+    name: str,
+    device: torch.device,
+    tokens: Callable[[], list[int]],
+    load: Callable[[], tuple[Decoder, Decoder | None]],
+    max_loss: float,
+    *,
+    kv: bool,
+) -> Fp8Choice:
+    """The choice that is on disk, or `measure` of what `load` loads. name: of the model and its precision.
+
+    One process measures at a time. tokens(): of `SAMPLE_TEXT`.
+    """
+    digest = hashlib.blake2b(f"{_VERSION}/{name}/{max_loss}/{kv}/{SAMPLE_TEXT}".encode(), digest_size=8).hexdigest()
+    path = cache_directory() / f"fp8-{device_name(device)}-{digest}.json"
+    if (found := _read(path)) is not None:
+        return found
+    with exclusive("fp8"):
+        if (found := _read(path)) is not None:
+            return found
+        begun = time.perf_counter()
+        plain, quantised = load()
+        found = measure(plain, quantised, tokens(), max_loss, kv=kv)
+        log.info(
+            "fp8_measured",
+            share=round(found.share, 3),
+            kv_loss=round(found.kv_loss, 5),
+            loss=round(found.loss, 5),
+            full_loss=round(found.full_loss, 5),
+            seconds=round(time.perf_counter() - begun, 1),
+        )
+        path.with_suffix(".tmp").write_bytes(msgspec.json.encode(found))
+        path.with_suffix(".tmp").replace(path)
+    return found
+
+
+def _read(path: Path) -> Fp8Choice | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Fp8Choice)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+# ── measuring ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@torch.inference_mode()
+def measure(plain: Decoder, quantised: Decoder | None, tokens: list[int], max_loss: float, *, kv: bool) -> Fp8Choice:
+    """plain: the model as its files hold it; quantised: with FP8 linears, or None, if they stay as they are. max_loss: nats a
+    token; 0: any. kv: is the pool FP8, too?
+    """
+    config = plain.config
+    rows = -(-len(tokens) // min(ROW_TOKENS, config.max_context))
+    length = len(tokens) // rows
+    text = torch.tensor(tokens[: rows * length], device=plain.device).view(-1, length)
+    keys = torch.zeros(config.num_layers, config.num_kv_heads, config.head_dim, device=plain.device)
+    reference = _logits(plain, _Causal(plain, length, keys=keys), text)
+    center = _centered(keys / text.numel(), plain)
+
+    def loss(decoder: Decoder, pool_center: torch.Tensor | None = None) -> float:
+        return _divergence(reference, _logits(decoder, _Causal(decoder, length, center=pool_center), text))
+
+    floor = loss(_nudged(plain))
+    kv_loss = loss(plain, center) - floor if kv else 0.0
+    everything: list[LinearPlace] = []
+    if quantised is not None:
+        everything = [(layer, role) for layer in range(config.num_layers) for role in MODULES]
+    sizes: dict[LinearPlace, int] = {(layer, role): getattr(plain.layers[layer], role).parameters for layer, role in everything}
+
+    def weights_loss(chosen: Collection[LinearPlace]) -> float:
+        return loss(plain.with_linears(quantised, chosen)) - floor if quantised is not None and chosen else 0.0
+
+    chosen = everything
+    found = full_loss = weights_loss(everything)
+    if max_loss and found > (left := max_loss - max(0.0, kv_loss)):
+        costs = {place: weights_loss([place]) for place in everything}
+        chosen = _affordable(costs, sizes, left)
+        while (found := weights_loss(chosen)) > max(0.0, left):  # costs add up, but for chance
+            chosen.pop()
+    others = sorted(set(everything) - set(chosen))
+    return Fp8Choice(
+        plain=[f"model.layers.{layer}.{module}" for layer, role in others for module in MODULES[role]],
+        share=sum(sizes[place] for place in chosen) / max(1, sum(sizes.values())),
+        kv_loss=kv_loss,
+        loss=found,
+        full_loss=full_loss,
+        floor=floor,
+        k_center=center.cpu().numpy().tobytes(),
+    )
+
+
+def _affordable(costs: dict[LinearPlace, float], sizes: dict[LinearPlace, int], max_loss: float) -> list[LinearPlace]:
+    """The cheapest for their sizes, cheapest first, whose costs stay within `max_loss` together."""
+    chosen: list[LinearPlace] = []
+    for place in sorted(costs, key=lambda place: costs[place] / sizes[place]):
+        if costs[place] <= max_loss:
+            chosen.append(place)
+            max_loss -= max(0.0, costs[place])
+    return chosen
+
+
+def _logits(decoder: Decoder, attention: _Causal, text: torch.Tensor) -> torch.Tensor:
+    """text: int64 [rows, tokens]. Returns [rows · tokens, vocab_size]."""
+    return decoder.forward(Inputs(text.flatten(), None, attention))
+
+
+def _nudged(decoder: Decoder) -> Decoder:
+    """With the embedding's last bits up or down."""
+    embedding, step = decoder.embedding, torch.finfo(decoder.dtype).eps
+    generator = torch.Generator(decoder.device).manual_seed(0)
+    up = torch.randint(0, 2, embedding.shape, generator=generator, dtype=torch.uint8, device=decoder.device)
+    nudged = copy.copy(decoder)
+    nudged.embedding = torch.where(up > 0, embedding * (1 + step), embedding * (1 - step))
+    return nudged
+
+
+def _divergence(reference: torch.Tensor, logits: torch.Tensor) -> float:
+    """Mean KL divergence of [tokens, vocab_size] logits from the reference's, nats."""
+    total = 0.0
+    for wanted, found in zip(reference.split(_CHUNK), logits.split(_CHUNK), strict=True):
+        expected, given = wanted.float().log_softmax(-1), found.float().log_softmax(-1)
+        total += F.kl_div(given, expected, reduction="sum", log_target=True).item()
+    return total / len(reference)
+
+
+def _centered(mean: torch.Tensor, decoder: Decoder) -> torch.Tensor:
+    """mean: of K before rotation, float32 [layers, kv_heads, head_dim]. Its mean after rotation to positions from 0 on, rounded
+    so that machines that add up differently agree on nearly all of it."""
+    cos, sin = decoder.rope.table(min(CENTERED_POSITIONS, decoder.config.max_context)).mean(0).chunk(2)
+    first, second = mean.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).bfloat16().float()
+
+
+@dataclass(slots=True)
+class _Causal:
+    """An `Attention` without a pool: rows of `length` tokens from their beginnings.
+
+    keys: float32 [layers, kv_heads, head_dim], to which K before rotation is added, or None. center: as `qkv_rope` takes it:
+    K and V are what an FP8 pool would make of them; None: as they are.
+    """
+
+    decoder: Decoder
+    length: int
+    keys: torch.Tensor | None = None
+    center: torch.Tensor | None = None
+    rope: tuple[torch.Tensor, torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        positions = torch.arange(self.length, device=self.decoder.device)
+        self.rope = self.decoder.rope.rows(positions, self.length - 1)
+
+    def __call__(self, qkv: torch.Tensor, norms: HeadNorms, layer: int) -> torch.Tensor:
+        config, dtype = self.decoder.config, self.decoder.dtype
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        summed = qkv if qkv.ndim == 2 else qkv.sum(0)
+        query, key, value = summed.to(dtype).view(len(summed), -1, config.head_dim).split((heads, kv_heads, kv_heads), dim=1)
+        if norms.q_norm is not None and norms.k_norm is not None:
+            query, key = rms_norm(query, norms.q_norm, config.rms_eps), rms_norm(key, norms.k_norm, config.rms_eps)
+        if self.keys is not None:
+            self.keys[layer] += key.float().sum(0)
+        rows = len(summed) // self.length
+        cos, sin = (part.repeat(rows, 1, 1) for part in self.rope)
+        query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
+        if self.center is not None:
+            mix = hadamard(config.head_dim).to(query.device)
+            query, key = (query.float() @ mix).to(dtype), (key.float() - self.center[layer]) @ mix
+            key, value = (self._stored(x, layer, index) for index, x in enumerate((key, value)))
+        query, key, value = (x.reshape(rows, self.length, -1, config.head_dim).transpose(1, 2) for x in (query, key, value))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=heads != kv_heads)
+        return attended.transpose(1, 2).reshape(len(summed), -1)
+
+    def _stored(self, x: torch.Tensor, layer: int, index: int) -> torch.Tensor:
+        """K (0) or V (1) as it comes back from an FP8 pool. x: [tokens, kv_heads, head_dim]."""
+        scales = self.decoder.kv_scale
+        scale = torch.ones((), device=x.device) if scales is None else scales[layer, index][:, None]
+        dtype = self.decoder.dtype
+        in_8_bits = (x.to(dtype).float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        return (in_8_bits.float() * scale).to(dtype)

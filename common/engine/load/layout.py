@@ -1,0 +1,126 @@
+"""The settings of one engine, and how its KV pool is laid out under them. Torch-free: sizes and names only.
+
+The fingerprint names weights, precision and cache layout: KV may move only between workers that agree on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import msgspec
+
+from common.cache.spec import CacheLayout, gqa_layout
+from common.engine.load.precision import (
+    DeviceKind,
+    DtypeSetting,
+    KvSetting,
+    Precision,
+    QuantizationSetting,
+    resolve_precision,
+)
+from common.models.config import ModelConfig, context_of
+from common.protocol.errors import ConfigError
+
+MIN_CONTEXT_TOKENS = 256
+"""A KV pool that holds no sequence of this length, or of the model's whole context, is a mistake in the settings."""
+
+_MIB = 1 << 20
+_CPU_KV_MB = 1024
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of one engine; see `EngineServiceConfig`. `num_blocks` 0: what `kv_cache_mb` holds; that 0: 1 GiB on a CPU,
+    on a GPU what `gpu_memory_utilization` leaves. `threads` 0: every core this process may use.
+
+    `max_model_len` 0: the model's context. `profile` and `time_scale` are the simulated engine's. `max_running` and
+    `token_budget` size a GPU's workspace.
+    """
+
+    dtype: DtypeSetting = "auto"
+    quantization: QuantizationSetting = "auto"
+    quantization_max_loss: float = 0.006
+    kv_cache_dtype: KvSetting = "auto"
+    batch_invariant: bool = False
+    device: str = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    max_model_len: int = 0
+    engine: Literal["torch", "simulated"] = "torch"
+    kv_cache_mb: int = 0
+    gpu_memory_utilization: float = 0.9
+    num_blocks: int = 0
+    block_tokens: int = 16
+    threads: int = 0
+    profile: str = "instant"
+    time_scale: float = 1.0
+    max_running: int = 64
+    token_budget: int = 256
+
+    @classmethod
+    def of(cls, config: msgspec.Struct) -> EngineConfig:
+        """The settings of a service's configuration (`EngineServiceConfig`) that are the engine's."""
+        return cls(**{name: getattr(config, name) for name in cls.__struct_fields__})
+
+
+def limit_context(model: ModelConfig, engine: EngineConfig) -> ModelConfig:
+    """`model` with its context limited to `max_model_len`. :raises ConfigError: see `context_of`."""
+    return msgspec.structs.replace(model, max_context=context_of(model.max_context, engine.max_model_len))
+
+
+def resolve_engine_precision(model: ModelConfig, engine: EngineConfig, device: str) -> Precision:
+    """What `model` is computed with on `device` (as `resolve_device` names it).
+
+    :raises ConfigError: see `resolve_precision`.
+    """
+    kind: DeviceKind = "cuda" if device.startswith("cuda") else "cpu"
+    return resolve_precision(
+        engine.dtype,
+        engine.quantization,
+        engine.kv_cache_dtype,
+        kind,
+        checkpoint="none" if model.weight_format == "plain" else "fp8",
+    )
+
+
+def cache_layout(model: ModelConfig, engine: EngineConfig, device: str = "cpu", *, kv_bytes: int = 0) -> CacheLayout:
+    """The KV layout of `model` under `engine`, sized and with its fingerprint.
+
+    `kv_bytes`: memory for KV where neither `num_blocks` nor `kv_cache_mb` says it; 0: a CPU's default.
+
+    :raises ConfigError: if the settings are impossible, or the cache too small for one block.
+    """
+    precision = resolve_engine_precision(model, engine, device)
+    if engine.engine == "simulated":
+        from common.engine.simulated.runner import BYTES_PER_TOKEN
+
+        # the simulated engine keeps a hash per token, whatever the model
+        layout = gqa_layout(1, 1, 1, BYTES_PER_TOKEN // 2, engine.block_tokens)
+    else:
+        layout = gqa_layout(model.num_layers, model.num_kv_heads, model.head_dim, precision.kv_bytes, engine.block_tokens)
+    memory = engine.kv_cache_mb * _MIB or kv_bytes or _CPU_KV_MB * _MIB
+    num_blocks = engine.num_blocks or memory // layout.block_bytes
+    if num_blocks < 1:
+        raise ConfigError(f"{memory >> 20} MiB for KV hold no block of {layout.block_bytes} bytes; raise kv_cache_mb")
+    weights = f"dummy/{model.identity}" if engine.load_format == "dummy" else model.identity
+    if precision.weights == "fp8":
+        weights += f"/{engine.quantization_max_loss}"
+    name = f"{weights}/{engine.engine}/{precision.name}/{layout.digest()}"
+    return layout.sized(num_blocks, hashlib.blake2b(name.encode(), digest_size=16).hexdigest())
+
+
+def check_pool(model: ModelConfig, engine: EngineConfig, layout: CacheLayout) -> int:
+    """Return the longest sequence, in tokens, that a pool of `layout` holds: at most the model's context.
+
+    :raises ConfigError: if that is too little to be useful, and `num_blocks` does not ask for exactly that.
+    """
+    longest = min(model.max_context, (layout.num_blocks - 1) * layout.block_tokens)
+    least = min(model.max_context, MIN_CONTEXT_TOKENS)
+    if longest < least and not engine.num_blocks:
+        needed = (-(-least // layout.block_tokens) + 1) * layout.block_bytes
+        raise ConfigError(
+            f"the KV pool holds sequences of {max(longest, 0)} tokens, and {least} is the least that is useful: raise "
+            f"kv_cache_mb to {-(-needed // _MIB)} or more ({model.max_context} tokens need "
+            f"{-(-(-(-model.max_context // layout.block_tokens) + 1) * layout.block_bytes // _MIB)})",
+            param="kv_cache_mb",
+        )
+    return longest

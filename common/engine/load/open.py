@@ -1,0 +1,88 @@
+"""From settings to a running engine: find the model, lay out its cache, map a segment for it, load the weights.
+
+On a CPU the segment is the KV memory, and comes first: a machine without room for it should say so at once. On a GPU the KV
+gets what the weights leave, so the segment comes last; it holds generations, and says how to reach the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Thread
+
+import msgspec
+
+from common.engine.engine import Engine
+from common.engine.load.layout import EngineConfig, cache_layout, limit_context
+from common.engine.load.runners import announce_pool, load_runner, resolve_device
+from common.engine.settings import EngineServiceConfig
+from common.models.config import ModelConfig, load_config, weights_identity
+from common.models.source import ModelFiles, resolve
+from common.transfer.cuda_ipc import LocalTransport, export_pool
+from common.transfer.segment import Segment
+from common.transfer.segment_file import sweep
+
+Progress = Callable[[int, int], None]
+
+
+def open_engine(
+    config: EngineServiceConfig,
+    segment_name: str,
+    on_progress: Progress = lambda done, total: None,
+    *,
+    transport: LocalTransport | None = None,
+) -> Engine:
+    """Blocks until the weights are loaded: call it in a thread. `on_progress(done, total)` counts bytes.
+
+    `transport` is what will fetch other workers' KV: it is told where this engine keeps its own.
+
+    :raises UnknownModel: the model is not on this machine.
+    :raises ConfigError: settings that don't fit the model or the machine.
+    """
+    settings = EngineConfig.of(config)
+    files = resolve(config.model, weights=settings.load_format != "dummy")
+    model = limit_context(load_config(files), settings)
+    identity = weights_identity(files, model, dummy=settings.load_format == "dummy")
+    sweep(config.shm_dir)
+    on_gpu = resolve_device(settings) != "cpu"
+    settings = msgspec.structs.replace(settings, **config.limits(on_gpu=on_gpu)._asdict())
+    if not on_gpu:
+        engine = _open_on_cpu(files, model, settings, config.shm_dir, segment_name, on_progress)
+        engine.identity, engine.files = identity, files
+        return engine
+    runner = load_runner(files, settings, on_progress=on_progress)
+    pool = runner.pool  # pyright: ignore[reportAttributeAccessIssue]
+    segment = Segment.create(
+        config.shm_dir,
+        segment_name,
+        num_blocks=len(pool),
+        block_bytes=pool[0].nbytes,
+        fingerprint=runner.fingerprint,
+        device_memory=export_pool(pool),
+    )
+    if transport is not None:
+        transport.attach(pool)
+    return Engine(runner, segment, on_gpu=True, identity=identity, files=files)
+
+
+def _open_on_cpu(
+    files: ModelFiles, model: ModelConfig, settings: EngineConfig, shm_dir: str, segment_name: str, on_progress: Progress
+) -> Engine:
+    layout = cache_layout(model, settings)
+    announce_pool(model, settings, layout)
+    segment = Segment.create(
+        shm_dir,
+        segment_name,
+        num_blocks=layout.num_blocks,
+        block_bytes=layout.block_bytes,
+        fingerprint=layout.fingerprint,
+    )
+    try:
+        runner = load_runner(files, settings, segment.blocks, on_progress)
+        if settings.engine == "torch":
+            from common.ops.cpu_int8.huge_pages_cpu import use_huge_pages
+
+            Thread(target=use_huge_pages, name="huge-pages", daemon=True).start()  # steps get faster; nobody waits for it
+        return Engine(runner, segment)
+    except BaseException:
+        segment.close()
+        raise

@@ -1,0 +1,103 @@
+"""Causal attention of a ragged batch over paged, block-first KV, wherever the pool is.
+
+A plan is made once per step and used by every layer: `plan_attention` on a CPU, `plan_device_attention` on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from common.ops.attention.paged_cpu import (
+    AttentionPlan,
+    AttentionRow,
+    NotInvariant,
+    Scratch,
+    attend_cpu,
+    check_attention,
+    plan_attention,
+)
+from common.ops.attention.parts import attend_chunk
+from common.ops.attention.prefill import attend_fresh, attend_run
+from common.ops.attention.work import AttentionWorkspace, DeviceBatch, DevicePlan, plan_device_attention
+
+__all__ = [
+    "AttentionPlan",
+    "AttentionRow",
+    "AttentionWorkspace",
+    "DeviceBatch",
+    "DevicePlan",
+    "NotInvariant",
+    "Scratch",
+    "check_attention",
+    "paged_attention",
+    "plan_attention",
+    "plan_device_attention",
+]
+
+
+def paged_attention(
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    plan: AttentionPlan | DevicePlan,
+    scale: float,
+    *,
+    key: torch.Tensor | None = None,
+    value: torch.Tensor | None = None,
+    kv_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """query: [tokens, heads, head_dim]. Returns the same shape and dtype; padding tokens get zeros.
+
+    The step's own K and V must be in the pool: in the query's dtype, or (on a GPU) float8_e4m3fn; then kv_scale is float32
+    [layers, 2, kv_heads], by which what is stored was divided. The kernel computes with 8-bit KV in float16. scale is
+    positive. key, value: the step's K and V [tokens, kv_heads, head_dim] in the query's dtype, which prompts without a prefix,
+    and long pieces of others, use instead of the pool (GPU only).
+
+    :raises ValueError: if the tensors are not what the plan was made for.
+    """
+    if isinstance(plan, AttentionPlan):
+        if kv_scale is not None:
+            raise ValueError("8-bit KV is for GPUs")
+        return attend_cpu(query, pool, layer, plan, scale)
+    _check(query, pool, plan, key, value, kv_scale)
+    if not plan.lists and len(plan.fresh) + len(plan.chunks) == 1 and key is not None and value is not None:
+        if plan.fresh and plan.fresh[0].count * plan.fresh[0].length == len(query):
+            return attend_run(query, key, value, plan.fresh[0], plan.prefill_backend, scale)
+        if plan.chunks and plan.chunks[0].length == len(query):
+            return attend_chunk(query, key, value, pool, layer, plan.batch.block_ids, plan.chunks[0], scale, kv_scale)
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    if plan.lists:
+        from common.ops.attention.paged_triton import attend_paged
+
+        attend_paged(query, pool, layer, plan, scale, kv_scale, output)
+    elif sum(run.count * run.length for run in plan.fresh) + sum(run.length for run in plan.chunks) < len(output):
+        output.zero_()
+    if key is not None and value is not None:
+        attend_fresh(query, key, value, plan.fresh, plan.prefill_backend, scale, output)
+        for run in plan.chunks:
+            attended = attend_chunk(query, key, value, pool, layer, plan.batch.block_ids, run, scale, kv_scale)
+            output[run.first : run.first + run.length] = attended
+    return output
+
+
+def _check(
+    query: torch.Tensor,
+    pool: torch.Tensor,
+    plan: DevicePlan,
+    key: torch.Tensor | None,
+    value: torch.Tensor | None,
+    kv_scale: torch.Tensor | None,
+) -> None:
+    wanted = (plan.batch.num_tokens, plan.num_heads, plan.head_dim)
+    if query.shape != wanted or query.stride()[1:] != (plan.head_dim, 1):
+        raise ValueError(f"the plan is for {list(wanted)}, heads contiguous, not {list(query.shape)}, {query.stride()}")
+    if pool.shape[4:] != (plan.kv_heads, plan.head_dim) or not pool.is_contiguous():
+        raise ValueError(f"the plan is for {plan.kv_heads} KV heads of {plan.head_dim}, not {list(pool.shape[4:])}")
+    if pool.dtype not in (query.dtype, torch.float8_e4m3fn):
+        raise ValueError(f"a {pool.dtype} pool does not go with {query.dtype} queries")
+    if pool.dtype == torch.float8_e4m3fn and plan.head_dim % 2:
+        raise ValueError("8-bit KV is read in pairs: head_dim must be even")
+    if kv_scale is not None and (kv_scale.shape != (pool.shape[1], 2, plan.kv_heads) or not kv_scale.is_contiguous()):
+        raise ValueError(f"kv_scale is [layers, 2, kv_heads], contiguous, not {list(kv_scale.shape)}")
+    if plan.takes_kv and (key is None or value is None):
+        raise ValueError("the plan leaves prompts to SDPA: it needs key and value")

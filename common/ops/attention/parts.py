@@ -1,0 +1,149 @@
+"""Attention of a long piece of a prompt after a long prefix, in parts that cuDNN computes and that are merged.
+
+    keys      0 ────────────── pieces of 1024 · 2^n ───────────────┊─ rest ─┊─ the prompt's own ─
+    queries   all of them see each piece whole: no mask             a causal square with the rest
+
+cuDNN multiplies half as fast again as the kernel that reads pages (docs/performance.md), but plans every shape that is new to
+it: pieces come in few sizes. What is before the prompt's own tokens is copied out of the pool, which takes little beside that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+
+from common.ops import backend
+from common.ops.attention import configs as attention_configs
+from common.ops.attention.configs import part_length
+from common.ops.attention.work import ChunkRun
+from common.ops.backend import on_device
+
+Part = tuple[torch.Tensor, torch.Tensor]
+"""Attention over some keys [tokens, heads, head_dim], and the log of the sum of their weights, float32 [heads, tokens]."""
+
+
+def attend_chunk(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    pool: torch.Tensor,
+    layer: int,
+    block_ids: torch.Tensor,
+    run: ChunkRun,
+    scale: float,
+    kv_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """query: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim] of the step; the rest as `paged_attention` has
+    it. Returns [run.length, heads, head_dim]."""
+    own = slice(run.first, run.first + run.length)
+
+    def before(begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return _gathered(pool, layer, block_ids[run.first_block :], begin, end, query.dtype, kv_scale)
+
+    sizes = list(piece_sizes(run.start))
+    whole = sum(sizes)
+    rest = run.start - whole
+    padding = part_length(rest + run.length) - rest - run.length  # later keys: no real query sees them
+    keys, values = (
+        F.pad(torch.cat((earlier, x[own])), (0, 0, 0, 0, 0, padding))
+        for earlier, x in zip(before(whole, run.start), (key, value), strict=True)
+    )
+    attended, sums = attend_part(F.pad(query[own], (0, 0, 0, 0, rest, padding)), keys, values, scale, causal=True)
+    merged, sums = attended[rest : rest + run.length], sums[:, rest : rest + run.length]
+    padded = F.pad(query[own], (0, 0, 0, 0, 0, part_length(run.length) - run.length))
+    for size, end in zip(sizes, accumulate(sizes), strict=True):
+        attended, part_sums = attend_part(padded, *before(end - size, end), scale, causal=False)
+        dtype = query.dtype if end == whole else torch.float32
+        merged, sums = merge_pair((merged, sums), (attended[: run.length], part_sums[:, : run.length]), dtype)
+    return merged
+
+
+def piece_sizes(prefix: int) -> Iterator[int]:
+    """From LONGEST_PIECE to SHORTEST_PIECE by powers of two, the largest first; what is left is less than the shortest."""
+    size = attention_configs.LONGEST_PIECE
+    while size >= attention_configs.SHORTEST_PIECE:
+        if prefix >= size:
+            yield size
+            prefix -= size
+        else:
+            size //= 2
+
+
+def planned_parts(tokens: int, max_context: int) -> Iterator[tuple[int, int, bool]]:
+    """Queries, keys and whether causal, of what cuDNN gets for `tokens` at once: what a thread should run before the first."""
+    if attention_configs.PREFILL_BACKEND != "cudnn" or backend.BATCH_INVARIANT or tokens < attention_configs.LONG_PROMPT:
+        return
+    queries, longest = part_length(tokens), part_length(tokens + attention_configs.SHORTEST_PIECE - 1)
+    length = queries
+    while length <= longest:
+        yield length, length, True
+        length = part_length(length + 1)
+    size = attention_configs.SHORTEST_PIECE
+    while size <= min(attention_configs.LONGEST_PIECE, max_context):
+        yield queries, size, False
+        size *= 2
+
+
+def attend_part(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, causal: bool) -> Part:
+    """query: [tokens, heads, head_dim]; key, value: [keys, kv_heads, head_dim]; causal: a square."""
+    q, k, v = (x[None].transpose(1, 2) for x in (query, key, value))
+    if query.is_cuda:
+        found = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+        return found[0][0].transpose(0, 1), found[1].view(query.shape[1], -1)
+    return attend_part_reference(query, key, value, scale, causal=causal)
+
+
+def attend_part_reference(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, causal: bool) -> Part:
+    """As `attend_part`."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (x.float().repeat_interleave(group, 1).transpose(0, 1) for x in (key, value))
+    scores = query.float().transpose(0, 1) @ key.mT * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[1:], dtype=torch.bool, device=key.device).triu(1), -torch.inf)
+    attended = (scores.softmax(-1) @ value).transpose(0, 1).to(query.dtype)
+    return attended.contiguous(), scores.logsumexp(-1)
+
+
+def merge_pair(first: Part, second: Part, dtype: torch.dtype) -> Part:
+    """Attention over the keys of both, in `dtype`, contiguous. Heads of a token are contiguous in both."""
+    if on_device(first[0]):
+        from common.ops.attention.merge_pair_triton import merge_pair_triton
+
+        return merge_pair_triton(*first, *second, dtype)
+    return merge_pair_reference(first, second, dtype)
+
+
+def merge_pair_reference(first: Part, second: Part, dtype: torch.dtype) -> Part:
+    """As `merge_pair`."""
+    sums = torch.logaddexp(first[1], second[1])
+    merged = sum(x.float() * (part - sums).exp().T[..., None] for x, part in (first, second))
+    assert isinstance(merged, torch.Tensor)
+    return merged.to(dtype), sums
+
+
+def _gathered(
+    pool: torch.Tensor,
+    layer: int,
+    ids: torch.Tensor,
+    begin: int,
+    end: int,
+    dtype: torch.dtype,
+    kv_scale: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of a sequence's keys [begin, end), out of its blocks `ids`: [keys, kv_heads, head_dim] in `dtype` each."""
+    size = pool.shape[3]
+    ids = ids[begin // size : -(-end // size)]
+    skipped = begin % size
+    found: list[torch.Tensor] = []
+    for index in (0, 1):
+        entries = pool[:, layer, index]
+        if pool.dtype == torch.float8_e4m3fn:  # which not every device indexes
+            copied = entries.view(torch.uint8).index_select(0, ids).view(pool.dtype).to(dtype)
+            copied = copied if kv_scale is None else copied * kv_scale[layer, index].to(dtype)[:, None]
+        else:
+            copied = entries.index_select(0, ids)
+        found.append(copied.flatten(0, 1)[skipped : skipped + end - begin])
+    return found[0], found[1]

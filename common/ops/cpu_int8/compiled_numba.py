@@ -1,0 +1,66 @@
+"""How kernels for a CPU are compiled: without the interpreter's lock, without bounds checks, and kept between starts.
+
+They are kept beside the GPU's, in a folder for these very sources: Numba itself looks only at the file that a kernel is in, and
+would go on with old code when a file changes that the kernel is made of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+from llvmlite import binding
+from numba.core import config
+from numba.core.bytecode import FunctionIdentity
+
+from common.ops.tuning import cache_directory
+
+REASSOCIATING = frozenset({"reassoc", "contract", "nsz", "nnan"})
+"""Sums and maxima may be taken in the order that suits vectors: the same one for every row, since the code is the same. What
+comes of a NaN is undefined."""
+
+
+_SOURCES = b"".join(
+    path.read_bytes()
+    for pattern in ("*/*_numba.py", "cpu_int8/weights.py")
+    for path in sorted(Path(__file__).parents[1].glob(pattern))
+)
+"""Constants of the packing are compiled in, too."""
+
+config.CACHE_DIR = str(  # pyright: ignore[reportAttributeAccessIssue]
+    cache_directory() / f"numba-{hashlib.sha256(_SOURCES).hexdigest()[:12]}"
+)
+
+FunctionIdentity._unique_ids = itertools.count(secrets.randbits(62))
+"""Numba counts functions from 1 in every process, and the count is all that tells the symbols of closures apart. What two
+processes kept would bear the same names for other code, and a third, that loads both, would call the one for the other
+(github.com/numba/numba/issues/10486)."""
+
+
+def has_feature(name: str) -> bool:
+    """Return whether kernels may use an instruction set, by LLVM's name: this CPU's, or those of NUMBA_CPU_FEATURES when it or
+    NUMBA_CPU_NAME names another CPU."""
+    cpu, features = (os.environ.get(f"NUMBA_CPU_{what}", "") for what in ("NAME", "FEATURES"))
+    if cpu or features:
+        return f"+{name}" in features.split(",")
+    return bool(dict(binding.get_host_cpu_features()).get(name, False))
+
+
+def compiled(*, fastmath: frozenset[str] = frozenset(), kept: bool = False) -> Callable[[Callable[..., Any]], Any]:
+    """Compiled at the first call. kept: on disk, with all that it calls; where no folder can be written to, every start
+    compiles."""
+
+    def decorate(kernel: Callable[..., Any]) -> Any:
+        options: dict[str, Any] = {"nogil": True, "boundscheck": False, "fastmath": set(fastmath) or False}
+        try:
+            return numba.njit(cache=kept, **options)(kernel)
+        except RuntimeError:
+            return numba.njit(**options)(kernel)
+
+    return decorate

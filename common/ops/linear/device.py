@@ -1,0 +1,221 @@
+"""`linear` and `gate_up` on a GPU: choice of the implementation, and what the libraries do.
+
+A choice depends on the op, the weight's format and shape and on a bucket of rows: measured when the model was loaded (see
+`linear_tuning.py`), else the default of `linear_candidates.py`. With batch_invariant there is one for every number of rows.
+FP8 weights meet bf16 activations (W8A16: the weight is converted in registers) or quantised ones (W8A8), whichever was faster.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from common.ops import backend
+from common.ops.linear.candidates import (
+    Candidate,
+    Op,
+    Scaling,
+    Shape,
+    bucket,
+    candidates,
+    default_quantised,
+    invariant_candidate,
+    library_scales,
+)
+from common.ops.linear.weight import LinearWeight
+from common.ops.quant.quantise import quantise_rows
+from common.ops.quant.quantise_reference import dequantise_weight_reference
+from common.ops.tensors import Activation, Quantised
+from common.ops.tuning import Table
+
+_OPS = Path(__file__).parents[1]
+TABLE = Table("linear", Candidate, sorted((*_OPS.glob("*.py"), *_OPS.glob("linear/*.py"), *_OPS.glob("quant/*.py"))))
+"""An edit of any source whose kernels are timed, or that they are made of, measures again."""
+
+_chosen: dict[tuple[object, ...], Candidate] = {}
+
+
+def linear_device(x: Activation, weight: LinearWeight, *, split: bool) -> torch.Tensor:
+    """As `linear`."""
+    rows = len(x.data if isinstance(x, Quantised) else x)
+    if not rows:
+        return torch.empty(0, weight.out_features, dtype=weight.dtype, device=weight.data.device)
+    op: Op = "split" if split else "linear"
+    x = _prepared(x, weight)
+    return run(op, x, weight, choose(op, weight, rows, isinstance(x, Quantised)))
+
+
+def gate_up_device(x: Activation, weight: LinearWeight, *, quantise: bool) -> Activation:
+    """As `gate_up`."""
+    rows = len(x.data if isinstance(x, Quantised) else x)
+    if not rows:
+        empty = torch.empty(0, weight.out_features // 2, dtype=weight.dtype, device=weight.data.device)
+        return quantise_rows(empty) if quantise else empty
+    x = _prepared(x, weight)
+    chosen = choose("gated", weight, rows, isinstance(x, Quantised))
+    if chosen.kind == "library":
+        return _library_gated(x, weight, chosen, quantise=quantise)
+    middle = run("gated", x, weight, chosen)
+    return quantise_rows(middle) if quantise else middle
+
+
+def wants_quantised(weight: LinearWeight, rows: int) -> bool:
+    """Are quantised activations faster for this fp8 weight?"""
+    shape = shape_of("linear", weight)
+    if backend.BATCH_INVARIANT:
+        return True
+    known = _table(weight).get(activations_key(weight, bucket(rows)))
+    return default_quantised(shape, rows) if known is None else known.quantised
+
+
+def choose(op: Op, weight: LinearWeight, rows: int, quantised: bool) -> Candidate:
+    """The implementation for `rows` activations, quantised or not."""
+    size = 0 if backend.BATCH_INVARIANT else bucket(rows)
+    key = (op, weight.data.dtype, weight.dtype, weight.out_features, weight.in_features, _scaling(weight), quantised, size)
+    found = _chosen.get(key)
+    if found is None:
+        found = _chosen[key] = _choose(op, weight, size, quantised)
+    return found
+
+
+def forget_choices() -> None:
+    """After the table changed."""
+    _chosen.clear()
+
+
+def options(op: Op, weight: LinearWeight, size: int, quantised: bool) -> list[Candidate]:
+    """What may be chosen from, the default first."""
+    shape = shape_of(op, weight)
+    return candidates(shape, size, quantised, backend.num_sms(weight.data.get_device()))
+
+
+def shape_of(op: Op, weight: LinearWeight) -> Shape:
+    return Shape(op, weight.out_features, weight.in_features, weight.data.element_size(), _scaling(weight))
+
+
+def choice_key(op: Op, weight: LinearWeight, size: int, quantised: bool) -> str:
+    """Of the table."""
+    return f"{op} {_described(weight)} {'quantised' if quantised else 'plain'} {size}"
+
+
+def activations_key(weight: LinearWeight, size: int) -> str:
+    """Of the table: a candidate of the precision that activations should have."""
+    return f"activations {_described(weight)} {size}"
+
+
+def run(op: Op, x: Activation, weight: LinearWeight, chosen: Candidate) -> torch.Tensor:
+    """With one implementation. x: [rows, in_features], rows ≥ 1, quantised as `chosen` wants it."""
+    gated, split = op == "gated", op == "split"
+    if chosen.kind == "library":
+        if not gated:
+            return _library(x, weight, chosen)
+        middle = _library_gated(x, weight, chosen, quantise=False)
+        assert isinstance(middle, torch.Tensor)
+        return middle
+    if chosen.kind == "persistent":
+        from common.ops.linear.gemm_triton import linear_persistent
+
+        return linear_persistent(x, weight, chosen, gated=gated)
+    if chosen.kind == "gemv":
+        from common.ops.linear.gemv_triton import linear_gemv
+
+        assert isinstance(x, torch.Tensor)
+        return linear_gemv(x, weight, chosen, gated=gated, split=split)
+    from common.ops.linear.dot_triton import linear_dot
+
+    return linear_dot(x, weight, chosen, gated=gated, split=split)
+
+
+def _prepared(x: Activation, weight: LinearWeight) -> Activation:
+    """Contiguous, and quantised if that is faster."""
+    if isinstance(x, Quantised):
+        return x
+    rows = len(x)
+    return quantise_rows(x) if weight.format == "fp8" and wants_quantised(weight, rows) else x.contiguous()
+
+
+def _choose(op: Op, weight: LinearWeight, size: int, quantised: bool) -> Candidate:
+    if backend.BATCH_INVARIANT:
+        return invariant_candidate(shape_of(op, weight), backend.num_sms(weight.data.get_device()))
+    return _table(weight).choose(choice_key(op, weight, size, quantised), options(op, weight, size, quantised))
+
+
+def _table(weight: LinearWeight) -> Table[Candidate]:
+    if not TABLE.is_open:
+        TABLE.open(weight.data.device)
+    return TABLE
+
+
+def _scaling(weight: LinearWeight) -> Scaling:
+    return "none" if weight.scale is None else "channel" if weight.scale.ndim == 1 else "blocks"
+
+
+def _described(weight: LinearWeight) -> str:
+    item, model = (str(dtype).removeprefix("torch.") for dtype in (weight.data.dtype, weight.dtype))
+    return f"{item} {_scaling(weight)} {model} {weight.out_features}x{weight.in_features}"
+
+
+# ── the library ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _library(x: Activation, weight: LinearWeight, chosen: Candidate) -> torch.Tensor:
+    if isinstance(x, Quantised) and not library_scales(shape_of("linear", weight)):
+        x = (x.data.float() * x.scale[:, None]).to(weight.dtype)
+    if isinstance(x, Quantised):
+        if chosen.tensor_scale or weight.dtype != torch.bfloat16:
+            from common.ops.linear.gate_up_triton import rescale_triton
+
+            assert weight.scale is not None
+            return rescale_triton(_unscaled(x, weight), x.scale, weight.scale, weight.bias, weight.dtype)
+        return _scaled(x, weight)
+    if weight.scale is None:
+        return F.linear(x, weight.data, weight.bias)
+    if weight.scale.ndim == 2:
+        return F.linear(x, dequantise_weight_reference(weight.data, weight.scale).to(x.dtype), weight.bias)
+    y = F.linear(x, weight.data.to(x.dtype)).float() * weight.scale
+    return (y if weight.bias is None else y + weight.bias).to(weight.dtype)
+
+
+def _library_gated(x: Activation, weight: LinearWeight, chosen: Candidate, *, quantise: bool) -> Activation:
+    from common.ops.linear.gate_up_triton import silu_mul_triton
+
+    fused = library_scales(shape_of("gated", weight)) and (chosen.tensor_scale or weight.dtype != torch.bfloat16)
+    if isinstance(x, Quantised) and fused:
+        assert weight.scale is not None
+        scales = (x.scale, weight.scale)
+        return silu_mul_triton(_unscaled(x, weight), weight.dtype, scales=scales, bias=weight.bias, quantise=quantise)
+    return silu_mul_triton(_library(x, weight, chosen), weight.dtype, quantise=quantise)
+
+
+def _scaled(x: Quantised, weight: LinearWeight) -> torch.Tensor:
+    """With scales of rows and columns, bf16."""
+    assert weight.scale is not None
+    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        x.data,
+        weight.data.t(),
+        scale_a=x.scale[:, None],
+        scale_b=weight.scale[None, :],
+        bias=weight.bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+
+
+def _unscaled(x: Quantised, weight: LinearWeight) -> torch.Tensor:
+    """Σ of products of the 8-bit numbers; bf16, which holds their range, or float32 where the model is finer."""
+    one = _one(x.data.device)
+    wide = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
+    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+        x.data, weight.data.t(), scale_a=one, scale_b=one, out_dtype=wide, use_fast_accum=True
+    )
+
+
+_ones: dict[torch.device, torch.Tensor] = {}
+
+
+def _one(device: torch.device) -> torch.Tensor:
+    if device not in _ones:
+        _ones[device] = torch.ones((), dtype=torch.float32, device=device)
+    return _ones[device]

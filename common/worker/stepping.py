@@ -1,0 +1,198 @@
+"""The loop that steps an engine: plan, execute, commit, for ever; and what happens when a step fails.
+
+While a step runs, messages are handled, the step before is reported and, with a runner that runs ahead, the next one is planned
+and submitted. What a message changes meanwhile, a cancel above all, the scheduler defers where a running step depends on it.
+
+A step that raises says nothing about who is to blame. Its sequences go back to where the last good step left them and are run
+again in halves, until the ones that fail alone are found; only those end. If each of several fails alone, or nothing succeeds
+between failures of several requests, the engine is to blame, and is given up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+import anyio
+
+from common.engine.plan import Runner, RunnerLost, StepPlan, StepResult
+from common.engine.sequence import Sequence
+from common.runtime import logs
+from common.worker.watchdog import StepWatch
+
+log = logs.get("engine")
+
+LONE_FAILURES = 3
+"""Requests that may fail one after another, each alone in its step, before the engine is to blame."""
+CLOSE_TIMEOUT_S = 2.0
+
+Flight = tuple[StepPlan, asyncio.Future[StepResult]]
+
+
+class Scheduler(Protocol):
+    """What the loop asks of a scheduler."""
+
+    def plan(self, now: float, only: Collection[Sequence] | None = None) -> StepPlan | None: ...
+    def rewind(self) -> list[Sequence]: ...
+    def holds(self, sequence: Sequence) -> bool: ...
+
+
+class Steps(Protocol):
+    """What the loop tells of its steps."""
+
+    def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
+        """Commit a step to the scheduler. What is returned tells everyone concerned; it is called once the next step runs."""
+        ...
+
+    def step_ended(self, plan: StepPlan, elapsed_s: float) -> None: ...
+    def step_failed(self) -> None: ...
+    def sequence_failed(self, sequence: Sequence) -> None:
+        """It fails whatever runs beside it. It is still in the scheduler."""
+        ...
+
+
+class EngineThreads:
+    """The two threads of an engine: one that submits steps, and opened it, and one that waits for their results."""
+
+    def __init__(self) -> None:
+        self.submitting = ThreadPoolExecutor(1, thread_name_prefix="submit")
+        self.waiting = ThreadPoolExecutor(1, thread_name_prefix="engine")
+
+    def start(self, runner: Runner, plan: StepPlan) -> asyncio.Future[StepResult]:
+        """A step on its way, behind those that are."""
+        loop = asyncio.get_running_loop()
+        if runner.run_ahead == 1:
+            return loop.run_in_executor(self.waiting, runner.execute, plan)
+        submitted = self.submitting.submit(runner.submit, plan)
+        return loop.run_in_executor(self.waiting, lambda: submitted.result().result())
+
+    def close(self) -> bool:
+        """Wait for the threads to end, but not for one that hangs. Returns whether both have ended."""
+        last: list[Future[None]] = []
+        for executor in (self.submitting, self.waiting):
+            last.append(executor.submit(_nothing))
+            executor.shutdown(wait=False)
+        try:
+            for future in last:
+                future.result(CLOSE_TIMEOUT_S)
+        except TimeoutError:
+            return False
+        return True
+
+
+class StepLoop:
+    """`run` it in a task; `wake` it when something can be planned that could not be before."""
+
+    def __init__(
+        self,
+        *,
+        runner: Runner,
+        scheduler: Scheduler,
+        steps: Steps,
+        threads: EngineThreads,
+        watch: StepWatch,
+        clock: Callable[[], float],
+    ) -> None:
+        self._runner = runner
+        self._scheduler = scheduler
+        self._steps = steps
+        self._threads = threads
+        self._watch = watch
+        self._clock = clock
+        self._flights: deque[Flight] = deque()
+        self._wake = anyio.Event()
+        self._report: Callable[[], None] = _nothing
+        self._ended = clock()
+        self._lone_failures = 0
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    async def run(self) -> None:
+        """:raises RunnerLost: no later step can run, or each would fail."""
+        while True:
+            room = len(self._flights) < self._runner.run_ahead
+            if room and (plan := self._scheduler.plan(self._clock())) is not None:
+                self._flights.append(self._start(plan))
+                continue
+            self._tell()
+            if not self._flights:
+                self._wake = anyio.Event()
+                await self._wake.wait()
+                self._ended = self._clock()
+                continue
+            if not await self._land(self._flights.popleft()):
+                await self._isolate()
+
+    def _start(self, plan: StepPlan) -> Flight:
+        self._watch.began(self._clock(), compiling=self._runner.may_compile(plan))
+        return plan, self._threads.start(self._runner, plan)
+
+    async def _land(self, flight: Flight) -> bool:
+        """Wait for a step and commit it. False if it failed, and with it those submitted after it."""
+        plan, running = flight
+        try:
+            result = await running
+        except RunnerLost:
+            log.critical("engine_lost", step=plan.step, rows=len(plan.rows))
+            raise  # nobody is told that a request failed: gateways go on elsewhere, with the tokens so far
+        except Exception:
+            log.exception("step_failed", step=plan.step, rows=len(plan.rows))
+            self._steps.step_failed()
+            await asyncio.gather(*(later for _, later in self._flights), return_exceptions=True)
+            for _ in range(1 + len(self._flights)):
+                self._watch.ended(self._clock())
+            self._flights.clear()
+            return False
+        began, self._ended = self._ended, self._clock()
+        self._watch.ended(self._ended)
+        self._steps.step_ended(plan, self._ended - began)
+        self._report = self._steps.commit(plan, result)
+        self._lone_failures = 0
+        return True
+
+    def _tell(self) -> None:
+        report, self._report = self._report, _nothing
+        report()
+
+    async def _isolate(self) -> None:
+        """A step failed: find whom it fails for.
+
+        :raises RunnerLost: if it fails for everyone.
+        """
+        suspects = self._scheduler.rewind()
+        culprits: list[Sequence] = []
+        groups = deque(_halves(suspects))
+        while groups:
+            group = [sequence for sequence in groups.popleft() if self._scheduler.holds(sequence)]
+            plan = self._scheduler.plan(self._clock(), group) if group else None
+            if plan is None:
+                continue
+            if await self._land(self._start(plan)):
+                self._tell()
+                continue
+            failed = self._scheduler.rewind()
+            if len(failed) > 1:
+                groups.extendleft(_halves(failed))
+            else:
+                culprits += failed
+        self._ended = self._clock()
+        self._lone_failures += len(culprits) == len(suspects) == 1
+        if len(culprits) == len(suspects) > 1 or self._lone_failures >= LONE_FAILURES:
+            raise RunnerLost("every step fails, whatever it computes")
+        for sequence in culprits:
+            log.error("sequence_failed", request=sequence.request, tokens=len(sequence.tokens), suspects=len(suspects))
+            self._steps.sequence_failed(sequence)
+
+
+def _halves(sequences: list[Sequence]) -> list[list[Sequence]]:
+    """One sequence stays as it is: it is tried once more, alone."""
+    middle = (len(sequences) + 1) // 2
+    return [half for half in (sequences[:middle], sequences[middle:]) if half]
+
+
+def _nothing() -> None:
+    """There is no step to report."""
