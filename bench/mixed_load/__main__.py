@@ -38,6 +38,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--greedy", action="store_true", help="measure a greedy tenant beside a modest one instead")
     parser.add_argument("--engine", choices=("simulated", "real", "gpu"), default="simulated", help="of --greedy")
     parser.add_argument("--shape", default="llama-3.1-8b", help="of --greedy --engine gpu: the model, with random weights")
+    parser.add_argument("--prefill", type=int, default=0, help="of --greedy --engine gpu: prefill workers, a GPU each")
     parser.add_argument("--max-running", type=int, default=32, help="of --greedy: requests that a worker runs at once")
     parser.add_argument("--time-scale", type=float, default=2.0, help="of --greedy: slowness of the simulated engine")
     parser.add_argument("--turns", type=int, default=3, help="of --greedy")

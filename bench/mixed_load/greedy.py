@@ -39,11 +39,13 @@ Engine = Literal["simulated", "real", "gpu"]
 
 class GreedyRun(msgspec.Struct, frozen=True, kw_only=True):
     """`turn_s`: seconds of each half of a turn. `time_scale`: how much slower than the roofline the simulated engine is.
-    `max_running`: places of a worker. `shape`: of both models on a GPU, with random weights."""
+    `max_running`: places of a worker. `shape`: of both models on a GPU, with random weights. `prefill`: prefill workers there,
+    each on a GPU of its own."""
 
     engine: Engine
     max_running: int
     shape: str
+    prefill: int
     time_scale: float
     turns: int
     turn_s: float
@@ -92,9 +94,9 @@ def median_ratio(alone: Sequence[float], beside: Sequence[float]) -> float:
 
 
 def sizes(options: GreedyRun) -> Sizes:
-    """Return a prefill and a decode worker for each of two models; on a GPU, a decode worker of one alone."""
+    """Return a prefill and a decode worker for each of two models; on GPUs, a decode worker of one, and `prefill` workers."""
     if options.engine == "gpu":
-        workers = {MODEL: {"prefill": 0, "decode": 1, "draft": 0}}
+        workers = {MODEL: {"prefill": options.prefill, "decode": 1, "draft": 0}}
         engine = ['dtype = "bfloat16"', 'load_format = "dummy"', f"max_running = {options.max_running}", "max_model_len = 4096"]
         return Sizes(gateways=1, kvstores=0, workers=workers, engine=engine, shape=options.shape, device="cuda")
     engine = ["threads = 1", "num_blocks = 4000", f"max_running = {options.max_running}"]
