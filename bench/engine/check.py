@@ -30,6 +30,7 @@ from bench.engine.checks import Checks, poisoned
 from bench.engine.sweeps import short
 from common.ops import backend
 from common.ops.attention.configs import suits_parts
+from common.ops.attention.form import AttentionForm
 from common.ops.attention.paged_attention import (
     AttentionRow,
     AttentionWorkspace,
@@ -126,8 +127,8 @@ def attention(checks: Checks, heads: dict[str, tuple[int, int, int]], spans: dic
                 keys, values = torch.cat(own, dim=1).to(dtype)
                 fresh = {"key": keys.contiguous(), "value": values.contiguous()}
             plan = plan_device_attention(batch, pool, q, AttentionWorkspace(checks.device), dtype=dtype)
-            found = paged_attention(query, pool, 1, plan, dim**-0.5, kv_scale=kv_scale, **fresh)
-            wanted = paged_attention_reference(query.float(), plain, 1, listed, dim**-0.5)
+            found = paged_attention(query, pool, 1, plan, AttentionForm(dim**-0.5), kv_scale=kv_scale, **fresh)
+            wanted = paged_attention_reference(query.float(), plain, 1, listed, AttentionForm(dim**-0.5))
             checks.close("attention", case, found, wanted, TOLERANCE[dtype])
 
         checks.attempt("attention", case, check)
@@ -261,7 +262,7 @@ def invariance(checks: Checks, shapes: dict[str, tuple[int, int]], heads: dict[s
                     num_tokens=len(some),
                 )
                 plan = plan_device_attention(batch, pool, q, AttentionWorkspace(checks.device))
-                return paged_attention(query[picked].contiguous(), pool, 1, plan, dim**-0.5)[:1].contiguous()
+                return paged_attention(query[picked].contiguous(), pool, 1, plan, AttentionForm(dim**-0.5))[:1].contiguous()
 
             case = f"attention {name}, 1 of 4"
             checks.attempt("invariance", case, lambda c=case, a=attended: checks.same("invariance", c, a([0, 1, 2, 3]), a([0])))

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from common.models.config import ModelConfig
+from common.ops.attention.form import AttentionForm
 from common.ops.attention.paged_attention import AttentionPlan, DevicePlan, paged_attention
 from common.ops.kv.paged_kv import SlotMapping, write_kv
 from common.ops.kv.qkv_rope import QueryKeyValue, qkv_rope
@@ -59,7 +60,7 @@ class CpuAttention:
             query = apply_rope(rms_norm(qkv[:, :heads], norms.q_norm, eps), self.cos, self.sin)
             key = apply_rope(rms_norm(qkv[:, heads:end], norms.k_norm, eps), self.cos, self.sin)
         write_kv(self.pool, layer, key, qkv[:, end:], self.slots)
-        return paged_attention(query, self.pool, layer, self.plan, self.config.head_dim**-0.5).flatten(1)
+        return paged_attention(query, self.pool, layer, self.plan, AttentionForm(self.config.head_dim**-0.5)).flatten(1)
 
 
 @dataclass(slots=True)
@@ -101,6 +102,6 @@ class DeviceAttention:
             need_kv=self.plan.takes_kv,
         )
         query, key, value = made if isinstance(made, QueryKeyValue) else (made, None, None)
-        scale = self.config.head_dim**-0.5
-        attended = paged_attention(query, self.pool, layer, self.plan, scale, key=key, value=value, kv_scale=self.kv_scale)
+        form = AttentionForm(self.config.head_dim**-0.5)
+        attended = paged_attention(query, self.pool, layer, self.plan, form, key=key, value=value, kv_scale=self.kv_scale)
         return attended.flatten(1)

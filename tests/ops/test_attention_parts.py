@@ -14,6 +14,7 @@ import torch
 from common.ops import backend
 from common.ops.attention import configs as attention_configs
 from common.ops.attention.configs import part_length
+from common.ops.attention.form import AttentionForm
 from common.ops.attention.paged_attention import paged_attention
 from common.ops.attention.paged_reference import paged_attention_reference
 from common.ops.attention.parts import merge_pair, merge_pair_reference, piece_sizes, planned_parts
@@ -65,8 +66,8 @@ def test_long_pieces_after_long_prefixes_go_in_parts(dtype: torch.dtype, monkeyp
         plan = plan_device_attention(make_batch(rows, num_tokens, known=True), pool, 6, workspace, dtype=torch.bfloat16)
         assert [(run.start, run.length) for run in plan.chunks] == [span for span in spans if span[0] >= 16 and span[1] >= 21]
         assert len(plan.chunks) == parts
-        out = paged_attention(query, pool, LAYER, plan, 0.2, key=key, value=value, kv_scale=kv_scale)
-        close(out, paged_attention_reference(query.float(), plain, LAYER, rows, 0.2).bfloat16())
+        out = paged_attention(query, pool, LAYER, plan, AttentionForm(0.2), key=key, value=value, kv_scale=kv_scale)
+        close(out, paged_attention_reference(query.float(), plain, LAYER, rows, AttentionForm(0.2)).bfloat16())
 
 
 def test_parts_come_in_few_sizes() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from common.ops.attention.form import AttentionForm
 from common.ops.attention.paged_reference import paged_attention_reference
 from common.ops.cpu_int8.attention_numba import Step, attention, write_kv
 from common.ops.cpu_int8.lanes_numba import MAX_GROUP
@@ -176,5 +177,5 @@ def test_attention_is_that_of_the_reference(heads: int, kv_heads: int, size: int
             entry = pool[row.blocks[position // block_tokens], 1, :, position % block_tokens].float()
             torch.testing.assert_close(entry[0], turned[row.first + i, heads : heads + kv_heads], rtol=1e-2, atol=1e-2)
             assert torch.equal(entry[1].bfloat16(), given[row.first + i, heads + kv_heads :].bfloat16())
-    expected = paged_attention_reference(turned[:, :heads], pool.float(), 1, rows, size**-0.5)
+    expected = paged_attention_reference(turned[:, :heads], pool.float(), 1, rows, AttentionForm(size**-0.5))
     torch.testing.assert_close(found.view(expected.shape), expected, rtol=1e-3, atol=2e-5)

@@ -17,6 +17,7 @@ from triton.runtime import interpreter
 from common.ops import backend
 from common.ops.attention import configs as attention_configs
 from common.ops.attention.configs import AttentionConfig, attention_candidates, choose_config, default_config
+from common.ops.attention.form import AttentionForm
 from common.ops.attention.paged_attention import AttentionRow, paged_attention
 from common.ops.attention.paged_reference import paged_attention_reference
 from common.ops.attention.prefill import planned_lengths
@@ -126,11 +127,11 @@ def run(
     plain = pool.float()
     if kv_scale is not None:
         plain *= kv_scale[None, :, :, None, :, None]
-    expected = paged_attention_reference(query.float(), plain, LAYER, rows, head_dim**-0.5).to(compute)
+    expected = paged_attention_reference(query.float(), plain, LAYER, rows, AttentionForm(head_dim**-0.5)).to(compute)
     poison_unused(pool, rows)
     batch = make_batch(rows, num_tokens, capacity=capacity, max_queries=max_queries)
     plan = make_plan(batch, pool, heads, config)
-    out = paged_attention(query, pool, LAYER, plan, head_dim**-0.5, kv_scale=kv_scale)
+    out = paged_attention(query, pool, LAYER, plan, AttentionForm(head_dim**-0.5), kv_scale=kv_scale)
     close(out, expected)
     assert not out[-2:].any()
     return plan
@@ -256,8 +257,8 @@ def test_a_plan_follows_its_batch() -> None:
         for name in ("query_starts", "context_lens", "block_ids", "block_starts"):
             getattr(kept, name).copy_(getattr(batch, name))
         plan = make_plan(kept, pool, 4, workspace=workspace)
-        out = paged_attention(query, pool, LAYER, plan, 0.2)
-        close(out, paged_attention_reference(query, pool, LAYER, rows, 0.2))
+        out = paged_attention(query, pool, LAYER, plan, AttentionForm(0.2))
+        close(out, paged_attention_reference(query, pool, LAYER, rows, AttentionForm(0.2)))
 
 
 @pytest.mark.parametrize("long", [False, True])
@@ -286,10 +287,10 @@ def test_prompts_without_a_prefix_may_go_another_way(long: bool, monkeypatch: py
         fresh = [length for start, length in spans if start == 0 and length >= 20]
         together = [fresh.count(length) for length in sorted(set(fresh))]
         assert [run.count for run in plan.fresh] == ([1] * len(fresh) if long else together)
-        out = paged_attention(query, pool, LAYER, plan, 0.2, key=key, value=value)
-        close(out, paged_attention_reference(query, pool, LAYER, rows, 0.2))
+        out = paged_attention(query, pool, LAYER, plan, AttentionForm(0.2), key=key, value=value)
+        close(out, paged_attention_reference(query, pool, LAYER, rows, AttentionForm(0.2)))
         with pytest.raises(ValueError, match="key and value"):
-            paged_attention(query, pool, LAYER, plan, 0.2)
+            paged_attention(query, pool, LAYER, plan, AttentionForm(0.2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
@@ -325,11 +326,13 @@ def test_a_query_gets_the_same_bits_in_every_batch(dtype: torch.dtype, monkeypat
         parts = [query[start : start + count] for start, count in spans]
         flat = torch.cat([torch.randn(strangers, 3, 32).to(compute), *parts])
         plan = make_plan(make_batch(rows, len(flat)), pool, 3)
-        return paged_attention(flat, pool, LAYER, plan, 0.1, kv_scale=kv_scale)[strangers:]
+        return paged_attention(flat, pool, LAYER, plan, AttentionForm(0.1), kv_scale=kv_scale)[strangers:]
 
     whole = attend([(0, length)])
     plain = pool.float() * kv_scale[None, :, :, None, :, None]
-    reference = paged_attention_reference(query.float(), plain, LAYER, [AttentionRow(0, length, 0, blocks[:15])], 0.1)
+    reference = paged_attention_reference(
+        query.float(), plain, LAYER, [AttentionRow(0, length, 0, blocks[:15])], AttentionForm(0.1)
+    )
     close(whole, reference.to(compute))
     for spans in ([(149, 1)], [(63, 1), (64, 1)], [(125, 5), (3, 2)], [(50, 90), (17, 1)]):
         together = torch.cat([whole[start : start + count] for start, count in spans])
@@ -349,11 +352,11 @@ def test_what_does_not_fit_is_refused() -> None:
         make_plan(batch, make_pool(4, 2, 32, 12, torch.float32), 4)
     plan = make_plan(batch, pool, 4)
     with pytest.raises(ValueError, match="the plan is for"):
-        paged_attention(torch.randn(2, 4, 32), pool, LAYER, plan, 0.1)
+        paged_attention(torch.randn(2, 4, 32), pool, LAYER, plan, AttentionForm(0.1))
     with pytest.raises(ValueError, match="does not go with"):
-        paged_attention(torch.randn(3, 4, 32).half(), pool, LAYER, plan, 0.1)
+        paged_attention(torch.randn(3, 4, 32).half(), pool, LAYER, plan, AttentionForm(0.1))
     with pytest.raises(ValueError, match="kv_scale"):
-        paged_attention(torch.randn(3, 4, 32), pool, LAYER, plan, 0.1, kv_scale=torch.ones(2, 2))
+        paged_attention(torch.randn(3, 4, 32), pool, LAYER, plan, AttentionForm(0.1), kv_scale=torch.ones(2, 2))
 
 
 def test_cudnn_meets_few_lengths() -> None:

@@ -3,8 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+
+
+class Reach(NamedTuple):
+    """Which keys a query sees besides causality. Layers of equal reach share the plan of a step.
+
+    window: keys that a query sees, its own included; 0 for all keys up to its own.
+    chunk: positions of a chunk; a query sees only keys of its own chunk (position // chunk). 0 for no chunks.
+    """
+
+    window: int = 0
+    chunk: int = 0
+
+    def first_key(self, position: int) -> int:
+        """Return the first key that the query at `position` sees."""
+        first = position - self.window + 1 if self.window else 0
+        return max(first, position // self.chunk * self.chunk if self.chunk else 0, 0)
+
+
+UNLIMITED = Reach()
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +44,34 @@ class AttentionForm:
     soft_cap: float = 0.0
     sinks: torch.Tensor | None = None
 
+    def __post_init__(self) -> None:
+        """:raises ValueError: for numbers that make no attention."""
+        if not self.scale > 0 or self.window < 0 or self.chunk < 0 or not self.soft_cap >= 0:
+            raise ValueError(
+                "scale must be positive, window, chunk and soft cap not negative, not "
+                f"{self.scale}, {self.window}, {self.chunk}, {self.soft_cap}"
+            )
+
+    @property
+    def reach(self) -> Reach:
+        """Return which keys a query sees."""
+        return Reach(self.window, self.chunk)
+
+    @property
+    def is_plain(self) -> bool:
+        """Tell whether this is causal softmax attention over all keys."""
+        return self.reach == UNLIMITED and not self.soft_cap and self.sinks is None
+
     def first_key(self, position: int) -> int:
         """Return the first key that the query at `position` sees."""
-        first = position - self.window + 1 if self.window else 0
-        return max(first, position // self.chunk * self.chunk if self.chunk else 0, 0)
+        return self.reach.first_key(position)
+
+    def check(self, num_heads: int, device: torch.device) -> None:
+        """:raises ValueError: if the sinks are not float32 [num_heads] on `device`, contiguous."""
+        sinks = self.sinks
+        if sinks is None:
+            return
+        if sinks.shape != (num_heads,) or sinks.dtype != torch.float32 or not sinks.is_contiguous():
+            raise ValueError(f"sinks are contiguous float32 [{num_heads}], not {sinks.dtype} {list(sinks.shape)}")
+        if sinks.device != device:
+            raise ValueError(f"sinks must be on {device}, not on {sinks.device}")

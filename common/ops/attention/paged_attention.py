@@ -7,26 +7,24 @@ from __future__ import annotations
 
 import torch
 
-from common.ops.attention.paged_cpu import (
-    AttentionPlan,
-    AttentionRow,
-    NotInvariant,
-    Scratch,
-    attend_cpu,
-    check_attention,
-    plan_attention,
-)
+from common.ops.attention.form import AttentionForm, Reach
+from common.ops.attention.paged_cpu import attend_cpu
 from common.ops.attention.parts import attend_chunk
+from common.ops.attention.plan_cpu import AttentionPlan, AttentionRow, check_attention, plan_attention
 from common.ops.attention.prefill import attend_fresh, attend_run
+from common.ops.attention.rows_cpu import NotInvariant
+from common.ops.attention.scratch_cpu import Scratch
 from common.ops.attention.work import AttentionWorkspace, DeviceBatch, DevicePlan, plan_device_attention
 
 __all__ = [
+    "AttentionForm",
     "AttentionPlan",
     "AttentionRow",
     "AttentionWorkspace",
     "DeviceBatch",
     "DevicePlan",
     "NotInvariant",
+    "Reach",
     "Scratch",
     "check_attention",
     "paged_attention",
@@ -40,7 +38,7 @@ def paged_attention(
     pool: torch.Tensor,
     layer: int,
     plan: AttentionPlan | DevicePlan,
-    scale: float,
+    form: AttentionForm,
     *,
     key: torch.Tensor | None = None,
     value: torch.Tensor | None = None,
@@ -49,17 +47,20 @@ def paged_attention(
     """query: [tokens, heads, head_dim]. Returns the same shape and dtype; padding tokens get zeros.
 
     The step's own K and V must be in the pool: in the query's dtype, or (on a GPU) float8_e4m3fn; then kv_scale is float32
-    [layers, 2, kv_heads], by which what is stored was divided. The kernel computes with 8-bit KV in float16. scale is
-    positive. key, value: the step's K and V [tokens, kv_heads, head_dim] in the query's dtype, which prompts without a prefix,
-    and long pieces of others, use instead of the pool (GPU only).
+    [layers, 2, kv_heads], by which what is stored was divided. The kernel computes with 8-bit KV in float16.
+    key, value: the step's K and V [tokens, kv_heads, head_dim] in the query's dtype, which prompts without a prefix, and long
+    pieces of others, use instead of the pool (GPU only).
 
-    :raises ValueError: if the tensors are not what the plan was made for.
+    :raises ValueError: if the tensors are not what the plan was made for, or the form's sinks don't fit.
     """
     if isinstance(plan, AttentionPlan):
         if kv_scale is not None:
             raise ValueError("8-bit KV is for GPUs")
-        return attend_cpu(query, pool, layer, plan, scale)
+        return attend_cpu(query, pool, layer, plan, form)
     _check(query, pool, plan, key, value, kv_scale)
+    if not form.is_plain:
+        raise ValueError("windows, chunks, soft caps and sinks are for CPUs")
+    scale = form.scale
     if not plan.lists and len(plan.fresh) + len(plan.chunks) == 1 and key is not None and value is not None:
         if plan.fresh and plan.fresh[0].count * plan.fresh[0].length == len(query):
             return attend_run(query, key, value, plan.fresh[0], plan.prefill_backend, scale)

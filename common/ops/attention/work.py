@@ -15,7 +15,7 @@ import torch
 from common.ops import backend
 from common.ops.attention import configs as attention_configs
 from common.ops.attention.configs import AttentionConfig, PrefillBackend, choose_config, widened
-from common.ops.attention.paged_cpu import AttentionRow
+from common.ops.attention.plan_cpu import AttentionRow
 
 _MOST = 1 << 30
 
