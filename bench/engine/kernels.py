@@ -206,7 +206,7 @@ def main(argv: Sequence[str]) -> int:
         torch.cuda.set_device(device)
     precision = resolve_engine_precision(model, engine, name)
     ceilings = measure_ceilings(device, fp8=device.type == "cuda" and precision.weights == "fp8")
-    fewer = msgspec.structs.replace(model, num_layers=layers_needed(model, precision, device))
+    fewer = msgspec.structs.replace(model, layers=model.layers[: layers_needed(model, precision, device)])
     report = Report(
         machine=describe(),
         command=shlex.join(["python", "-m", "bench.engine.kernels", *argv]),

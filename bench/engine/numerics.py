@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -152,7 +151,7 @@ def assemble(variant: Variant, model: ModelConfig, opened: Open) -> tuple[Refere
         plain = opened(precision.compute, "none")
         decoder = copy.copy(decoder)
         decoder.layers = [
-            replace(layer, **{role: getattr(other, role) for role in LINEARS - variant.fp8})
+            layer.with_linears({role: other.linears[role] for role in LINEARS - variant.fp8})
             for layer, other in zip(decoder.layers, plain.layers, strict=True)
         ]
     kv = torch.float8_e4m3fn if precision.kv == "fp8" else getattr(torch, precision.kv)

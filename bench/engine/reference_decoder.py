@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.models.attention import HeadNorms
-from common.models.decoder import Decoder
+from common.models.decoder import Decoder, Layer
 from common.ops.kv.qkv_rope_reference import qkv_rope_reference
 from common.ops.linear.embed import embed
 from common.ops.linear.linear import linear
@@ -70,7 +69,7 @@ class ReferenceDecoder:
     def _given(self, x: torch.Tensor, reader: Role) -> Activation:
         return quantise_rows(x) if reader in self.quantised else x.to(self.decoder.dtype)
 
-    def _attend(self, qkv: torch.Tensor, norms: HeadNorms, layer: int, pool: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
+    def _attend(self, qkv: torch.Tensor, norms: Layer, layer: int, pool: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
         """pool: a block for each row. Returns [rows · tokens, heads · head_dim]."""
         decoder, config, (rows, length) = self.decoder, self.decoder.config, (len(pool), pool.shape[3])
         form = decoder.kv_form(self.kv)

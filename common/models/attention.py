@@ -6,13 +6,15 @@ a GPU is here: on a CPU the pieces are torch calls, on a GPU everything before a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
+from common.models.blocks.attention import AttentionBlock
 from common.models.config import ModelConfig
-from common.ops.attention.form import AttentionForm
+from common.models.spec import QueryTemperature, RopeSpec
 from common.ops.attention.paged_attention import AttentionPlan, DevicePlan, paged_attention
 from common.ops.kv.paged_kv import SlotMapping, write_kv
 from common.ops.kv.qkv_rope import QueryKeyValue, qkv_rope
@@ -20,47 +22,53 @@ from common.ops.kv.rope import apply_rope
 from common.ops.norm.rms_norm import rms_norm
 
 
-class HeadNorms(Protocol):
-    """Weights of the norms over Q's and K's heads (Qwen3): [head_dim] each, or None."""
-
-    @property
-    def q_norm(self) -> torch.Tensor | None: ...
-    @property
-    def k_norm(self) -> torch.Tensor | None: ...
-
-
-class Attention(Protocol):
-    def __call__(self, qkv: torch.Tensor, norms: HeadNorms, layer: int) -> torch.Tensor:
-        """qkv: [tokens, (heads + 2 · kv_heads) · head_dim], or float32 partial sums of it [splits, …].
-
-        Writes K and V into the pool. Returns [tokens, heads · head_dim].
-        """
-        ...
-
-
 @dataclass(slots=True)
 class CpuAttention:
-    """pool: see `ops.kv.paged_kv`. cos, sin: [tokens, 1, head_dim], rows of a `RopeTable`."""
+    """pool: see `ops.kv.paged_kv`. positions: int64 [tokens]. rotations: of each variant, cos and sin [tokens, 1, rotated
+    dimensions], rows of a `RopeTable`. eps: of the norms over Q and K."""
 
-    config: ModelConfig
     pool: torch.Tensor
     plan: AttentionPlan
     slots: SlotMapping
-    cos: torch.Tensor
-    sin: torch.Tensor
+    positions: torch.Tensor
+    rotations: Mapping[RopeSpec, tuple[torch.Tensor, torch.Tensor]]
+    eps: float
 
-    def __call__(self, qkv: torch.Tensor, norms: HeadNorms, layer: int) -> torch.Tensor:
-        heads, eps = self.config.num_heads, self.config.rms_eps
-        end = heads + self.config.num_kv_heads
-        qkv = qkv.view(len(qkv), -1, self.config.head_dim)
-        if norms.q_norm is None or norms.k_norm is None:
-            rotated = apply_rope(qkv[:, :end], self.cos, self.sin)
-            query, key = rotated[:, :heads], rotated[:, heads:]
+    def __call__(self, qkv: torch.Tensor, block: AttentionBlock, layer: int) -> torch.Tensor:
+        spec = block.spec
+        end = spec.num_heads + spec.num_kv_heads
+        if block.q_norm is not None and block.k_norm is not None and spec.qk_norm == "projection":
+            query, key, value = qkv.split((spec.query_size, spec.kv_size, spec.kv_size), -1)
+            qkv = torch.cat((rms_norm(query, block.q_norm, self.eps), rms_norm(key, block.k_norm, self.eps), value), -1)
+        qkv = qkv.view(len(qkv), -1, spec.head_dim)
+        if block.q_norm is None or block.k_norm is None or spec.qk_norm != "head":
+            rotated = self._rotate(qkv[:, :end], spec.rope)
+            query, key = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
         else:
-            query = apply_rope(rms_norm(qkv[:, :heads], norms.q_norm, eps), self.cos, self.sin)
-            key = apply_rope(rms_norm(qkv[:, heads:end], norms.k_norm, eps), self.cos, self.sin)
+            query = self._rotate(rms_norm(qkv[:, : spec.num_heads], block.q_norm, self.eps), spec.rope)
+            key = self._rotate(rms_norm(qkv[:, spec.num_heads : end], block.k_norm, self.eps), spec.rope)
+        if spec.qk_norm == "l2":
+            query, key = (F.rms_norm(x, (spec.head_dim,), eps=self.eps) for x in (query, key))
+        if spec.temperature is not None:
+            query = query * self._temperatures(spec.temperature).to(query.dtype)
         write_kv(self.pool, layer, key, qkv[:, end:], self.slots)
-        return paged_attention(query, self.pool, layer, self.plan, AttentionForm(self.config.head_dim**-0.5)).flatten(1)
+        return paged_attention(query, self.pool, layer, self.plan, block.form).flatten(1)
+
+    def _rotate(self, x: torch.Tensor, rope: RopeSpec | None) -> torch.Tensor:
+        """x: [tokens, heads, head_dim]. Interleaved pairs are brought into halves, in Q and K alike, and stay there."""
+        if rope is None:
+            return x
+        cos, sin = self.rotations[rope]
+        if rope.interleaved:
+            x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        if not rope.dims:
+            return apply_rope(x, cos, sin)
+        return torch.cat((apply_rope(x[..., : rope.dims], cos, sin), x[..., rope.dims :]), -1)
+
+    def _temperatures(self, temperature: QueryTemperature) -> torch.Tensor:
+        """float32 [tokens, 1, 1]."""
+        steps = torch.floor((self.positions.float() + 1.0) / temperature.floor)
+        return (torch.log1p(steps) * temperature.scale + 1.0)[:, None, None]
 
 
 @dataclass(slots=True)
@@ -82,14 +90,14 @@ class DeviceAttention:
     k_center: torch.Tensor | None
     mix: bool
 
-    def __call__(self, qkv: torch.Tensor, norms: HeadNorms, layer: int) -> torch.Tensor:
+    def __call__(self, qkv: torch.Tensor, block: AttentionBlock, layer: int) -> torch.Tensor:
         made = qkv_rope(
             qkv,
             num_heads=self.config.num_heads,
             positions=self.positions,
             rope=self.rope,
-            q_norm=norms.q_norm,
-            k_norm=norms.k_norm,
+            q_norm=block.q_norm,
+            k_norm=block.k_norm,
             eps=self.config.rms_eps,
             bias=None,
             pool=self.pool,
@@ -102,6 +110,5 @@ class DeviceAttention:
             need_kv=self.plan.takes_kv,
         )
         query, key, value = made if isinstance(made, QueryKeyValue) else (made, None, None)
-        form = AttentionForm(self.config.head_dim**-0.5)
-        attended = paged_attention(query, self.pool, layer, self.plan, form, key=key, value=value, kv_scale=self.kv_scale)
+        attended = paged_attention(query, self.pool, layer, self.plan, block.form, key=key, value=value, kv_scale=self.kv_scale)
         return attended.flatten(1)

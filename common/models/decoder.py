@@ -1,28 +1,29 @@
-"""The decoder that Llama and Qwen3 share: pre-norm, grouped-query attention with RoPE, SwiGLU.
+"""The decoder: a loop over layers, each a mixer and an MLP (`blocks`) as its specification says.
 
-What differs between models (QK norm, biases, head size, rope scaling, tied embeddings) is configuration. Q, K and V are one
-matrix here, and so are gate and up. A step's tokens are flat: rows of all sequences, one after the other, go through the
-linears together; only attention knows where a row begins.
+A step's tokens are flat: rows of all sequences, one after the other, go through the linears together; only attention knows
+where a row begins. What goes from block to block is a `Border`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import torch
 
-from common.models.attention import Attention
+from common.models.blocks.attention import Attention, AttentionBlock, load_attention
+from common.models.blocks.border import Border, Norms
+from common.models.blocks.loading import take_norm
+from common.models.blocks.mlp import DenseBlock, load_dense
 from common.models.config import ModelConfig
 from common.models.rope import RopeTable, inverse_frequencies
+from common.models.spec import DenseSpec, RopeSpec
 from common.models.weights.base import WeightLoader
 from common.ops.linear.embed import embed
-from common.ops.linear.gate_up import gate_up
-from common.ops.linear.linear import linear, takes_quantised
+from common.ops.linear.linear import linear
 from common.ops.linear.weight import LinearWeight, Role
-from common.ops.norm.add_rms_norm import add_rms_norm
 from common.ops.tensors import Feed
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -60,15 +61,55 @@ class Inputs:
 
 
 @dataclass(slots=True, frozen=True)
-class _Layer:
-    input_norm: torch.Tensor
-    qkv: LinearWeight
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    output: LinearWeight
-    mlp_norm: torch.Tensor
-    gate_up: LinearWeight
-    down: LinearWeight
+class Layer:
+    """A mixer and the MLP behind it. The properties are the parts by which FP8 choices and benchmarks name them."""
+
+    mixer: AttentionBlock
+    mlp: DenseBlock
+
+    @property
+    def input_norm(self) -> torch.Tensor:
+        assert self.mixer.norms.before is not None
+        return self.mixer.norms.before
+
+    @property
+    def qkv(self) -> LinearWeight:
+        return self.mixer.qkv
+
+    @property
+    def q_norm(self) -> torch.Tensor | None:
+        return self.mixer.q_norm
+
+    @property
+    def k_norm(self) -> torch.Tensor | None:
+        return self.mixer.k_norm
+
+    @property
+    def output(self) -> LinearWeight:
+        return self.mixer.output
+
+    @property
+    def mlp_norm(self) -> torch.Tensor:
+        assert self.mlp.norms.before is not None
+        return self.mlp.norms.before
+
+    @property
+    def gate_up(self) -> LinearWeight:
+        return self.mlp.gate_up
+
+    @property
+    def down(self) -> LinearWeight:
+        return self.mlp.down
+
+    @property
+    def linears(self) -> dict[Role, LinearWeight]:
+        return {"qkv": self.qkv, "output": self.output, "gate_up": self.gate_up, "down": self.down}
+
+    def with_linears(self, weights: Mapping[Role, LinearWeight]) -> Layer:
+        """Return this layer with other weights for those linears."""
+        mixer = {role: weight for role, weight in weights.items() if role in ("qkv", "output")}
+        mlp = {role: weight for role, weight in weights.items() if role in ("gate_up", "down")}
+        return Layer(replace(self.mixer, **mixer), replace(self.mlp, **mlp))
 
 
 class Decoder:
@@ -81,35 +122,44 @@ class Decoder:
         self.config = config
         self.device = loader.device
         self.dtype = loader.dtype
-        self.embedding = loader.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
-        self.layers = [self._load_layer(loader, f"model.layers.{layer}") for layer in range(config.num_layers)]
-        self.norm = loader.take("model.norm.weight", config.hidden_size)
+        names = config.names
+        self.embedding = loader.take(f"{names.embedding}.weight", config.vocab_size, config.hidden_size)
+        self.layers = [_load_layer(loader, config, layer) for layer in range(config.num_layers)]
+        self.norm = take_norm(loader, config, names.norm, config.hidden_size)
+        head = f"{names.head}.weight"
         if config.tie_embeddings:
-            loader.skip("lm_head.weight")  # some files hold the tied copy too
+            loader.skip(head)  # some files hold the tied copy too
             self.head = loader.pack_head(self.embedding)
         else:
-            self.head = loader.pack_head(loader.take("lm_head.weight", config.vocab_size, config.hidden_size))
+            self.head = loader.pack_head(loader.take(head, config.vocab_size, config.hidden_size))
         self.kv_scale = loader.take_kv_scales(config.num_layers, config.num_kv_heads)
         self.k_center: torch.Tensor | None = None
         """float32 [layers, kv_heads, head_dim], subtracted from K where the pool is FP8 (`ops.kv.qkv_rope`); set after load."""
-        self.rope = self._load_rope(loader)
+        self._rope_factors = self._load_rope_factors(loader)
+        self.ropes = self._new_ropes()
         loader.finish()
+
+    @property
+    def rope(self) -> RopeTable:
+        """The table of the first layer that has positions."""
+        return self.ropes[self.config.rope]
+
+    def limit(self, config: ModelConfig) -> None:
+        """Serve `config`, this model's with another context: its rotary positions may depend on that."""
+        self.config = config
+        self.ropes = self._new_ropes()
 
     @property
     def linears(self) -> Iterator[tuple[Role, LinearWeight]]:
         """Every linear, with what it is for."""
         for layer in self.layers:
-            yield "qkv", layer.qkv
-            yield "output", layer.output
-            yield "gate_up", layer.gate_up
-            yield "down", layer.down
+            yield from layer.linears.items()
         yield "head", self.head
 
     @property
     def layer_parameters(self) -> int:
         """Numbers in the linears of a layer."""
-        layer = self.layers[0]
-        return sum(weight.parameters for weight in (layer.qkv, layer.output, layer.gate_up, layer.down))
+        return sum(weight.parameters for weight in self.layers[0].linears.values())
 
     def kv_form(self, pool: torch.dtype) -> KvForm:
         """In a pool of that dtype: what is 8 bits is scaled, centred and mixed, the rest is as it is."""
@@ -122,8 +172,7 @@ class Decoder:
         mixed = copy.copy(self)
         mixed.layers = list(self.layers)
         for layer, role in places:
-            weight = getattr(other.layers[layer], role)
-            mixed.layers[layer] = replace(mixed.layers[layer], **{role: weight})
+            mixed.layers[layer] = mixed.layers[layer].with_linears({role: other.layers[layer].linears[role]})
         return mixed
 
     @torch.inference_mode()
@@ -135,64 +184,52 @@ class Decoder:
         """states: [rows, hidden_size], of `states`. Returns logits [rows, vocab_size] in the model's dtype."""
         if not len(states):
             return torch.empty(0, self.config.vocab_size, device=self.device, dtype=self.dtype)
-        return linear(states, self.head)
+        logits = linear(states, self.head)
+        if cap := self.config.logit_soft_cap:
+            logits = logits.div_(cap).tanh_().mul_(cap)
+        return logits
 
     @torch.inference_mode()
     def states(self, inputs: Inputs) -> torch.Tensor:
         """Writes the step's K and V into the pool. Returns the hidden states behind the last norm, [samples, hidden_size] in
         the model's dtype."""
-        eps = self.config.rms_eps
         hidden = embed(inputs.tokens, self.embedding, inputs.feed)
-        first, rows = self.layers[0], len(hidden)
-        x = add_rms_norm(hidden, None, first.input_norm, eps, quantise=takes_quantised(first.qkv, rows))
+        if self.config.embedding_scale != 1.0:
+            hidden.mul_(torch.tensor(self.config.embedding_scale, dtype=hidden.dtype))  # rounded to the dtype, as in training
+        border = Border(hidden)
+        last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
-            attended = inputs.attention(linear(x, layer.qkv, split=True), layer, index)
-            following = self.layers[index + 1] if index + 1 < len(self.layers) else None
-            if following is None and inputs.samples is not None:
-                if not len(inputs.samples):  # the middle of a prompt: only its K and V were wanted
-                    return hidden[:0]
-                hidden, attended = hidden.index_select(0, inputs.samples), attended.index_select(0, inputs.samples)
-                rows = len(hidden)
-            delta = linear(attended, layer.output, split=True)
-            x = add_rms_norm(hidden, delta, layer.mlp_norm, eps, quantise=takes_quantised(layer.gate_up, rows))
-            middle = gate_up(x, layer.gate_up, quantise=takes_quantised(layer.down, rows))
-            delta = linear(middle, layer.down, split=True)
-            if following is None:  # the head takes nothing quantised
-                states = add_rms_norm(hidden, delta, self.norm, eps, quantise=False)
-                assert isinstance(states, torch.Tensor)
-                return states
-            x = add_rms_norm(hidden, delta, following.input_norm, eps, quantise=takes_quantised(following.qkv, rows))
-        raise AssertionError("a decoder without layers")
+            samples = inputs.samples if index == last else None
+            border = layer.mixer.forward(border, inputs.attention, index, samples)
+            if not border.rows:
+                return border.residual
+            border = layer.mlp.forward(border)
+        states = border.read(Norms(self.norm, None, self.config.rms_eps), None)  # the head takes nothing quantised
+        assert isinstance(states, torch.Tensor)
+        return states
 
     # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _load_layer(self, loader: WeightLoader, prefix: str) -> _Layer:
-        config = self.config
-        hidden, middle = config.hidden_size, config.intermediate_size
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-
-        def norm(name: str, size: int) -> torch.Tensor:
-            return loader.take(f"{prefix}.{name}.weight", size)
-
-        def fused(role: Role, outputs: tuple[int, ...], inputs: int, bias: bool) -> LinearWeight:
-            named = {f"{prefix}.{name}": size for name, size in zip(MODULES[role], outputs, strict=True)}
-            return loader.take_linear(named, inputs, bias)
-
-        return _Layer(
-            input_norm=norm("input_layernorm", hidden),
-            qkv=fused("qkv", (q_size, kv_size, kv_size), hidden, config.qkv_bias),
-            q_norm=norm("self_attn.q_norm", config.head_dim) if config.qk_norm else None,
-            k_norm=norm("self_attn.k_norm", config.head_dim) if config.qk_norm else None,
-            output=fused("output", (hidden,), q_size, config.output_bias),
-            mlp_norm=norm("post_attention_layernorm", hidden),
-            gate_up=fused("gate_up", (middle, middle), hidden, config.mlp_bias),
-            down=fused("down", (hidden,), middle, config.mlp_bias),
-        )
-
-    def _load_rope(self, loader: WeightLoader) -> RopeTable:
-        frequencies, scale = inverse_frequencies(self.config.rope, self.config.head_dim)
-        if loader.has(ROPE_FACTORS):  # how GGUF files say Llama 3's scaling
-            frequencies = frequencies / loader.take(ROPE_FACTORS, self.config.head_dim // 2, dtype=torch.float32).cpu()
+    def _load_rope_factors(self, loader: WeightLoader) -> torch.Tensor | None:
+        """float32 [head_dim / 2], by which frequencies are divided: how GGUF files say Llama 3's scaling."""
         for layer in range(self.config.num_layers):
-            loader.skip(f"model.layers.{layer}.self_attn.rotary_emb.inv_freq")  # old checkpoints hold what we compute
-        return RopeTable(frequencies, scale, self.dtype, self.device)
+            # old checkpoints hold what we compute
+            loader.skip(f"{self.config.names.layers}.{layer}.self_attn.rotary_emb.inv_freq")
+        if not loader.has(ROPE_FACTORS):
+            return None
+        return loader.take(ROPE_FACTORS, self.config.head_dim // 2, dtype=torch.float32).cpu()
+
+    def _new_ropes(self) -> dict[RopeSpec, RopeTable]:
+        tables: dict[RopeSpec, RopeTable] = {}
+        for rope in self.config.ropes or (self.config.rope,):
+            frequencies, scale = inverse_frequencies(rope, self.config.head_dim, self.config.max_context)
+            if self._rope_factors is not None:
+                frequencies = frequencies / self._rope_factors
+            tables[rope] = RopeTable(frequencies, scale, self.dtype, self.device)
+        return tables
+
+
+def _load_layer(loader: WeightLoader, config: ModelConfig, layer: int) -> Layer:
+    mixer, mlp = load_attention(loader, config, layer), config.layers[layer].mlp
+    assert isinstance(mlp, DenseSpec)
+    return Layer(mixer, load_dense(loader, config, layer, mlp))

@@ -14,8 +14,6 @@ from common.models.weights.dummy import DummyWeights
 from common.models.weights.safetensors import SafetensorsWeights
 from common.models.weights.source import Progress, WeightSource
 
-_DECODERS = {"llama": Decoder, "qwen3": Decoder}
-
 
 def open_weights(files: ModelFiles, config: ModelConfig, *, dummy: bool = False) -> WeightSource:
     """With `dummy`, or for files without weights, random ones.
@@ -51,4 +49,4 @@ def load_decoder(
     source = open_weights(files, config, dummy=dummy)
     threads = 0 if isinstance(source, DummyWeights) else -1
     with WeightLoader(source, dtype, on_progress, device=device, weights=weights, plain=plain, threads=threads) as loader:
-        return _DECODERS[config.architecture](config, loader)
+        return Decoder(config, loader)

@@ -10,14 +10,19 @@ import math
 
 import torch
 
-from common.models.config import RopeConfig
+from common.models.spec import RopeSpec
 
 _CHUNK = 1024
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Radians per position, float32 [head_dim / 2], and the factor that scales sines and cosines."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+def inverse_frequencies(rope: RopeSpec, head_dim: int, context: int) -> tuple[torch.Tensor, float]:
+    """Radians per position, float32 [rotated dimensions / 2], and the factor that scales sines and cosines.
+
+    context: tokens that are served at most. LongRoPE has one set of frequencies for short contexts and one for long ones; it
+    is chosen once, since keys that were rotated by one set don't meet queries of the other.
+    """
+    dims = rope.dims or head_dim
+    exponents = torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
     match rope.type:
         case "default":
             return 1.0 / rope.theta**exponents, 1.0
@@ -26,10 +31,13 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
         case "llama3":
             return _llama3(1.0 / rope.theta**exponents, rope), 1.0
         case "yarn":
-            return _yarn(rope.theta**exponents, rope, head_dim), _attention_factor(rope)
+            return _yarn(rope.theta**exponents, rope, dims), rope.yarn_attention
+        case "longrope":
+            factors = torch.tensor(rope.long_factors if rope.is_long(context) else rope.short_factors, dtype=torch.float32)
+            return 1.0 / (factors * rope.theta**exponents), rope.attention_factor
 
 
-def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+def _llama3(frequencies: torch.Tensor, rope: RopeSpec) -> torch.Tensor:
     """Long waves are slowed by `factor`, short ones kept, those between interpolated (Llama 3.1)."""
     low_wavelength = rope.original_max_context / rope.low_freq_factor
     high_wavelength = rope.original_max_context / rope.high_freq_factor
@@ -41,7 +49,7 @@ def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     return torch.where(between, smoothed, scaled)
 
 
-def _yarn(wave_steps: torch.Tensor, rope: RopeConfig, head_dim: int) -> torch.Tensor:
+def _yarn(wave_steps: torch.Tensor, rope: RopeSpec, head_dim: int) -> torch.Tensor:
     """arXiv 2309.00071: interpolate dimensions that turn less than `beta_slow` times, keep those above `beta_fast`."""
 
     def dimension(rotations: float) -> float:
@@ -54,18 +62,6 @@ def _yarn(wave_steps: torch.Tensor, rope: RopeConfig, head_dim: int) -> torch.Te
     high = high + 0.001 if low == high else high
     kept = 1 - torch.clamp((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
     return 1.0 / (rope.factor * wave_steps) * (1 - kept) + 1.0 / wave_steps * kept
-
-
-def _attention_factor(rope: RopeConfig) -> float:
-    if rope.attention_factor:
-        return rope.attention_factor
-
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-
-    if rope.mscale and rope.mscale_all_dim:
-        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
-    return mscale(1.0)
 
 
 class RopeTable:

@@ -7,7 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from common.models.source import ModelFiles
 
@@ -52,6 +69,46 @@ def _qwen3(**changes: Any) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(_eager(config))
 
 
+def _of(config: Any, model: Any, **fields: Any) -> Callable[..., Any]:
+    return lambda **changes: model(_eager(config(**{**_BASE, **fields, **changes})))
+
+
+_LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
+}
+_mistral = _of(MistralConfig, MistralForCausalLM, head_dim=16, sliding_window=24)
+_qwen2 = _of(Qwen2Config, Qwen2ForCausalLM, tie_word_embeddings=False)
+_gemma2 = _of(
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    num_hidden_layers=4,
+    head_dim=32,
+    sliding_window=24,
+    query_pre_attn_scalar=20,
+    attn_logit_softcapping=1.5,
+    final_logit_softcapping=2.0,
+)
+_gemma3 = _of(
+    Gemma3TextConfig,
+    Gemma3ForCausalLM,
+    num_hidden_layers=3,
+    head_dim=32,
+    sliding_window=24,
+    query_pre_attn_scalar=20,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    rope_parameters={
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    },
+)
+_phi3 = _of(Phi3Config, Phi3ForCausalLM, pad_token_id=0)
+_olmo2 = _of(Olmo2Config, Olmo2ForCausalLM, pad_token_id=0)
+
+
 def _eager(config: Any) -> Any:
     config._attn_implementation = "eager"
     return config
@@ -65,6 +122,15 @@ ORACLES: dict[str, Callable[[], Any]] = {
     "llama-wide-heads": lambda: _llama(head_dim=40, num_attention_heads=8, num_key_value_heads=2),
     "qwen3-yarn": lambda: _qwen3(rope_parameters=_YARN),
     "qwen3-tied-groups-of-three": lambda: _qwen3(tie_word_embeddings=True, num_attention_heads=6, num_key_value_heads=2),
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen2-windows-in-last-layers": lambda: _qwen2(use_sliding_window=True, sliding_window=20, max_window_layers=1),
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+    # every sequence of the tests is longer than 4 tokens, so that transformers takes the long factors as well
+    "phi3-longrope": lambda: _phi3(original_max_position_embeddings=4, rope_parameters=_LONGROPE, sliding_window=30),
+    "olmo2": _olmo2,
 }
 GREEDY = {"llama": [140, 118, 118, 118], "qwen3": [3, 212, 7, 81]}
 """What these two generate after `oracle_prompt()`, as recorded when they were made."""
@@ -78,7 +144,7 @@ def build(name: str, seed: int = 0) -> Any:
         for key, tensor in model.named_parameters():
             if "norm" in key and key.endswith("weight"):
                 tensor.add_(0.2 * torch.randn(tensor.shape, generator=generator))
-            elif key.endswith("bias"):
+            elif key.endswith(("bias", "sinks")):
                 tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
     return model
 

@@ -62,16 +62,17 @@ class TorchRunner(CpuRunner):
         ends = [first_of[i] + len(row.tokens) for i, row in enumerate(rows)]
         samples = [place for end, row in zip(ends, rows, strict=True) for place in range(end - row.num_samples, end)]
         samples += [place for i in order_of_reading(rows) for place in range(ends[i] - rows[i].num_read, ends[i])]
-        cos, sin = self.decoder.rope.rows(torch.from_numpy(positions), int(positions.max()))
+        where, highest = torch.from_numpy(positions), int(positions.max())
+        rotations = {rope: table.rows(where, highest) for rope, table in self.decoder.ropes.items()}
         placed = [AttentionRow(first_of[i], len(rows[i].tokens), rows[i].start, rows[i].blocks) for i in order]
         config = self.decoder.config
         attention = CpuAttention(
-            config,
             self.pool,
             plan_attention(self.pool, config.num_heads, placed, num_tokens, self._scratch),
             SlotMapping(self.pool, blocks, positions % self.block_tokens),
-            cos,
-            sin,
+            where,
+            rotations,
+            config.rms_eps,
         )
         return Inputs(
             tokens=torch.from_numpy(tokens),

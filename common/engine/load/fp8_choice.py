@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from common.engine.load.sample_text import SAMPLE_TEXT
-from common.models.attention import HeadNorms
+from common.models.blocks.attention import AttentionBlock
 from common.models.config import ModelConfig
 from common.models.decoder import MODULES, Decoder, Inputs, LinearPlace
 from common.ops.kv.hadamard_reference import hadamard
@@ -136,7 +136,7 @@ def measure(plain: Decoder, quantised: Decoder | None, tokens: list[int], max_lo
     everything: list[LinearPlace] = []
     if quantised is not None:
         everything = [(layer, role) for layer in range(config.num_layers) for role in MODULES]
-    sizes: dict[LinearPlace, int] = {(layer, role): getattr(plain.layers[layer], role).parameters for layer, role in everything}
+    sizes: dict[LinearPlace, int] = {(layer, role): plain.layers[layer].linears[role].parameters for layer, role in everything}
 
     def weights_loss(chosen: Collection[LinearPlace]) -> float:
         return loss(plain.with_linears(quantised, chosen)) - floor if quantised is not None and chosen else 0.0
@@ -220,13 +220,13 @@ class _Causal:
         positions = torch.arange(self.length, device=self.decoder.device)
         self.rope = self.decoder.rope.rows(positions, self.length - 1)
 
-    def __call__(self, qkv: torch.Tensor, norms: HeadNorms, layer: int) -> torch.Tensor:
+    def __call__(self, qkv: torch.Tensor, block: AttentionBlock, layer: int) -> torch.Tensor:
         config, dtype = self.decoder.config, self.decoder.dtype
         heads, kv_heads = config.num_heads, config.num_kv_heads
         summed = qkv if qkv.ndim == 2 else qkv.sum(0)
         query, key, value = summed.to(dtype).view(len(summed), -1, config.head_dim).split((heads, kv_heads, kv_heads), dim=1)
-        if norms.q_norm is not None and norms.k_norm is not None:
-            query, key = rms_norm(query, norms.q_norm, config.rms_eps), rms_norm(key, norms.k_norm, config.rms_eps)
+        if block.q_norm is not None and block.k_norm is not None:
+            query, key = rms_norm(query, block.q_norm, config.rms_eps), rms_norm(key, block.k_norm, config.rms_eps)
         if self.keys is not None:
             self.keys[layer] += key.float().sum(0)
         rows = len(summed) // self.length

@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from common.cache.spec import CacheLayout, gqa_layout
+from common.engine.load.abilities import gpu_lacks, int8_lacks
 from common.engine.load.precision import (
     DeviceKind,
     DtypeSetting,
@@ -70,15 +71,22 @@ def limit_context(model: ModelConfig, engine: EngineConfig) -> ModelConfig:
 def resolve_engine_precision(model: ModelConfig, engine: EngineConfig, device: str) -> Precision:
     """What `model` is computed with on `device` (as `resolve_device` names it).
 
-    :raises ConfigError: see `resolve_precision`.
+    :raises ConfigError: see `resolve_precision`; and if the device can't compute the model.
     """
     kind: DeviceKind = "cuda" if device.startswith("cuda") else "cpu"
+    computes = engine.engine == "torch"
+    if computes and kind == "cuda" and (lacks := gpu_lacks(model)):
+        raise ConfigError(
+            f"{model.architecture} models can't run on a GPU yet, which lacks {', '.join(lacks)}; use device cpu",
+            param="device",
+        )
     return resolve_precision(
         engine.dtype,
         engine.quantization,
         engine.kv_cache_dtype,
         kind,
         checkpoint="none" if model.weight_format == "plain" else "fp8",
+        int8_lacks=int8_lacks(model) if computes else (),
     )
 
 
@@ -108,6 +116,8 @@ def cache_layout(
     if precision.weights == "fp8":
         weights += f"/{engine.quantization_max_loss}"
     name = f"{weights}/{engine.engine}/{precision.name}/{layout.digest()}"
+    if any(rope.is_long(context_of(model.max_context, engine.max_model_len)) for rope in model.ropes):
+        name += "/long"
     if fp8_choice:
         name += f"/{fp8_choice}"
     return layout.sized(num_blocks, hashlib.blake2b(name.encode(), digest_size=16).hexdigest())

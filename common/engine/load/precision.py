@@ -10,6 +10,7 @@ bfloat16 KV, everything else in float32; `--dtype float32` is float32 throughout
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,13 +60,17 @@ def resolve_precision(
     device_kind: DeviceKind,
     *,
     checkpoint: Literal["none", "fp8"] = "none",
+    int8_lacks: Sequence[str] = (),
 ) -> Precision:
     """`checkpoint`: how the files hold the linears' weights. FP8 files stay FP8 on a GPU, unless `quantization` is none.
+    `int8_lacks`: what the 8-bit engine can't compute of the model; then `auto` is not 8-bit.
 
     :raises ConfigError: if the device has no such arithmetic, or the settings contradict each other.
     """
-    resolve = _on_cpu if device_kind == "cpu" else _on_cuda
-    precision = resolve(dtype, quantization, kv_cache_dtype, checkpoint)
+    if device_kind == "cpu":
+        precision = _on_cpu(dtype, quantization, kv_cache_dtype, int8_lacks)
+    else:
+        precision = _on_cuda(dtype, quantization, kv_cache_dtype, checkpoint)
     if precision.kv not in ("fp8", precision.compute) and precision.weights != "int8":
         raise ConfigError(
             f"kv_cache_dtype {precision.kv} does not go with {precision.compute} compute; use auto or fp8",
@@ -74,8 +79,10 @@ def resolve_precision(
     return precision
 
 
-def _on_cpu(dtype: DtypeSetting, quantization: QuantizationSetting, kv_cache_dtype: KvSetting, checkpoint: str) -> Precision:
-    """FP8 files are dequantised: `checkpoint` changes nothing."""
+def _on_cpu(
+    dtype: DtypeSetting, quantization: QuantizationSetting, kv_cache_dtype: KvSetting, int8_lacks: Sequence[str]
+) -> Precision:
+    """How the files hold the weights changes nothing: they are dequantised."""
     if dtype == "float16":
         raise ConfigError("dtype float16 is not supported on a CPU; use float32 or bfloat16", param="dtype")
     if quantization == "fp8":
@@ -83,10 +90,12 @@ def _on_cpu(dtype: DtypeSetting, quantization: QuantizationSetting, kv_cache_dty
     if quantization == "int8" and (dtype == "bfloat16" or not has_int8()):
         reason = "goes with dtype float32 or auto" if has_int8() else "needs the package numba"
         raise ConfigError(f"quantization int8 {reason}", param="quantization")
+    if quantization == "int8" and int8_lacks:
+        raise ConfigError(f"quantization int8 lacks {', '.join(int8_lacks)}; use none or auto", param="quantization")
     if kv_cache_dtype == "fp8":
         raise ConfigError("kv_cache_dtype fp8 needs a GPU; on a CPU use auto", param="kv_cache_dtype")
     weights: Weights = "int8" if quantization == "int8" else "none"
-    if dtype == "auto" and quantization == "auto" and has_int8():
+    if dtype == "auto" and quantization == "auto" and has_int8() and not int8_lacks:
         weights = "int8"
     suiting: Compute = "bfloat16" if weights == "none" and cpu_has_bfloat16() else "float32"
     compute = suiting if dtype == "auto" else dtype

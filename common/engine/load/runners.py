@@ -209,7 +209,7 @@ def _decoder(
     choice = _fp8_choice(files, model, engine, precision, torch.device(device), load)
     decoder = load(weights=precision.weights, plain=choice.plain if choice else (), on_progress=on_progress)
     # only now: what was measured above, and is kept on disk, does not depend on it
-    decoder.config = limit_context(model, engine)
+    decoder.limit(limit_context(model, engine))
     if precision.kv == "fp8":  # random weights are centred on zero: the same kernels, for benchmarks
         decoder.k_center = (
             choice.center(model, decoder.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from common.models.config import ModelConfig
 from common.models.source import ModelFiles
 from common.models.weights.errors import WeightsError
+from common.models.weights.expected import decoder_shapes
 from common.models.weights.gguf_tensors import check_type, map_file, read_tensors
 
 _SAFETENSORS_TYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3"})
@@ -29,14 +31,17 @@ def take_inventory(files: ModelFiles, config: ModelConfig) -> Inventory:
 
     :raises WeightsError, InvalidGguf: if a file is damaged or cut short, or holds a type that can't be computed with."""
     if files.format == "dummy":
-        return _of_shape(config)
+        return _counted(decoder_shapes(config), config, files.path)
     shapes = _gguf_shapes(files.path) if files.format == "gguf" else _safetensors_shapes(files.path)
-    embedding = sum(
-        math.prod(shapes.get(name, ())) for name in ("model.embed_tokens.weight", "lm_head.weight") if name in shapes
-    )
-    if not embedding:
-        raise WeightsError(f"{files.path} holds no model.embed_tokens.weight: these are no weights of a language model")
-    return Inventory(embedding, sum(map(math.prod, shapes.values())) - embedding)
+    return _counted(shapes, config, files.path)
+
+
+def _counted(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, path: Path) -> Inventory:
+    embedding, head = f"{config.names.embedding}.weight", f"{config.names.head}.weight"
+    if embedding not in shapes:
+        raise WeightsError(f"{path} holds no {embedding}: these are no weights of a language model")
+    tables = sum(math.prod(shapes[name]) for name in (embedding, head) if name in shapes)
+    return Inventory(tables, sum(map(math.prod, shapes.values())) - tables)
 
 
 def _gguf_shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -64,11 +69,3 @@ def _safetensors_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"{path} can't be read, it may be cut short: {error}") from error
     return shapes
-
-
-def _of_shape(config: ModelConfig) -> Inventory:
-    """Count the weights that a model of this shape has."""
-    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    layer = config.hidden_size * (heads + config.num_heads * config.head_dim + 3 * config.intermediate_size)
-    tables = 1 if config.tie_embeddings else 2
-    return Inventory(tables * config.vocab_size * config.hidden_size, config.num_layers * layer)

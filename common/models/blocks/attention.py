@@ -1,0 +1,91 @@
+"""The mixer of grouped-query attention: full, windowed or chunked, with or without positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from common.models.blocks.border import Border, Norms
+from common.models.blocks.loading import take_fused, take_norm, take_norms
+from common.models.blocks.shards import ShardRule
+from common.models.spec import AttentionSpec, ModelSpec
+from common.models.weights.base import WeightLoader
+from common.ops.attention.form import AttentionForm
+from common.ops.linear.linear import linear
+from common.ops.linear.weight import LinearWeight
+
+
+@dataclass(slots=True, frozen=True)
+class AttentionBlock:
+    """qkv: the fused projections. q_norm, k_norm: [head_dim], or of the whole projection; None for none.
+
+    Its cache component: K and V of `spec.num_kv_heads` heads of `spec.head_dim` numbers each, kept as `spec.retention` says.
+    """
+
+    spec: AttentionSpec
+    form: AttentionForm
+    norms: Norms
+    qkv: LinearWeight
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    output: LinearWeight
+
+    def forward(self, border: Border, attention: Attention, layer: int, samples: torch.Tensor | None) -> Border:
+        """Writes K and V of layer `layer`. samples: int64, the tokens that go on; None for all."""
+        x = border.read(self.norms, self.qkv)
+        attended = attention(linear(x, self.qkv, split=True), self, layer)
+        if samples is not None:
+            border = border.select(samples)
+            if not len(samples):  # the middle of a prompt: only its K and V were wanted
+                return border
+            attended = attended.index_select(0, samples)
+        else:
+            border = Border(border.residual)
+        return border.leave(linear(attended, self.output, split=True), self.norms)
+
+
+class Attention(Protocol):
+    """Attention of a step; `common.models.attention` has one for CPUs and one for GPUs."""
+
+    def __call__(self, qkv: torch.Tensor, block: AttentionBlock, layer: int) -> torch.Tensor:
+        """qkv: [tokens, (heads + 2 · kv_heads) · head_dim], or float32 partial sums of it [splits, …].
+
+        Writes K and V into the pool. Returns [tokens, heads · head_dim].
+        """
+        ...
+
+
+SHARDS: dict[str, ShardRule] = {
+    "norms": "replicated",
+    "qkv": "heads",
+    "q_norm": "replicated",  # over the whole projection, "heads", and the sum of squares is every rank's together
+    "k_norm": "replicated",
+    "sinks": "heads",
+    "output": "inputs",
+}
+
+
+def load_attention(loader: WeightLoader, model: ModelSpec, layer: int) -> AttentionBlock:
+    """:raises WeightsError: if the weights don't fit."""
+    spec, names, prefix = model.layers[layer].mixer, model.names.layer, f"{model.names.layers}.{layer}"
+    per_head = spec.qk_norm == "head"
+    q_norm = k_norm = sinks = None
+    norms = take_norms(loader, model, prefix, names.mixer_norms)
+    sizes = (spec.query_size, spec.kv_size, spec.kv_size)
+    qkv = take_fused(loader, prefix, names.qkv, sizes, model.hidden_size, spec.qkv_bias)
+    if spec.qk_norm in ("head", "projection"):
+        q_norm = take_norm(loader, model, f"{prefix}.{names.q_norm}", spec.head_dim if per_head else spec.query_size)
+        k_norm = take_norm(loader, model, f"{prefix}.{names.k_norm}", spec.head_dim if per_head else spec.kv_size)
+    if spec.sinks:
+        sinks = loader.take(f"{prefix}.{names.sinks}", spec.num_heads, dtype=torch.float32)
+    return AttentionBlock(
+        spec=spec,
+        form=AttentionForm(spec.scale, window=spec.window, chunk=spec.chunk, soft_cap=spec.soft_cap, sinks=sinks),
+        norms=norms,
+        qkv=qkv,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        output=take_fused(loader, prefix, (names.output,), (model.hidden_size,), spec.query_size, spec.output_bias),
+    )

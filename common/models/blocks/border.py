@@ -1,0 +1,71 @@
+"""What crosses the border between two blocks of a decoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from common.ops.linear.linear import takes_quantised
+from common.ops.linear.weight import LinearWeight
+from common.ops.norm.add_rms_norm import add_rms_norm
+from common.ops.norm.rms_norm import rms_norm
+from common.ops.tensors import Activation
+
+
+@dataclass(slots=True, frozen=True)
+class Norms:
+    """A block's norms, [hidden_size] each in the model's dtype: before it, and behind it before the residual is added; None
+    where it has none."""
+
+    before: torch.Tensor | None
+    behind: torch.Tensor | None
+    eps: float
+
+
+@dataclass(slots=True, frozen=True)
+class Border:
+    """The residual stream, and what the block before has made for it and not yet added.
+
+    residual: [rows, hidden_size] in the model's dtype; a reader may add `delta` to it in place.
+    delta: None; [rows, hidden_size] in that dtype; or float32 partial sums [splits, rows, hidden_size], to be added first to
+    last.
+
+    The block that reads adds, normalises, and quantises for its first linear, all in one kernel: so sums stay partial and
+    activations leave no kernel unquantised.
+    """
+
+    residual: torch.Tensor
+    delta: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.residual)
+
+    def read(self, norms: Norms, reader: LinearWeight | None) -> Activation:
+        """Add `delta` to the residual, and return what the block's first linear takes: [rows, hidden_size] in the model's
+        dtype, or quantised where `reader` wants that.
+
+        The residual that goes on is `carried`.
+        """
+        if norms.before is None:
+            if self.delta is not None:
+                self.residual.add_(total(self.delta, self.residual.dtype))
+            return self.residual
+        quantise = reader is not None and takes_quantised(reader, self.rows)
+        return add_rms_norm(self.residual, self.delta, norms.before, norms.eps, quantise=quantise)
+
+    def leave(self, delta: torch.Tensor, norms: Norms) -> Border:
+        """Return the border behind a block that has read this one and made `delta`, as `Border.delta` describes it."""
+        if norms.behind is None:
+            return Border(self.residual, delta)
+        return Border(self.residual, rms_norm(total(delta, self.residual.dtype), norms.behind, norms.eps))
+
+    def select(self, rows: torch.Tensor) -> Border:
+        """Return those rows of a border that was read. rows: int64."""
+        return Border(self.residual.index_select(0, rows))
+
+
+def total(delta: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """delta: as `Border.delta`. Returns [rows, size] in `dtype`."""
+    return delta if delta.ndim == 2 else delta.sum(0).to(dtype)

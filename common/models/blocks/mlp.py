@@ -1,0 +1,63 @@
+"""The dense MLP: down(activation(gate(x)) · up(x))."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from common.models.blocks.border import Border, Norms
+from common.models.blocks.loading import take_fused, take_norms
+from common.models.blocks.shards import ShardRule
+from common.models.spec import DenseSpec, ModelSpec
+from common.models.weights.base import WeightLoader
+from common.ops.linear.gate_up import gate_up
+from common.ops.linear.linear import linear, takes_quantised
+from common.ops.linear.weight import LinearWeight
+from common.ops.tensors import Activation
+
+
+@dataclass(slots=True, frozen=True)
+class DenseBlock:
+    """gate_up: the fused projections, the gate's rows first. It keeps nothing in the cache."""
+
+    spec: DenseSpec
+    norms: Norms
+    gate_up: LinearWeight
+    down: LinearWeight
+
+    def forward(self, border: Border) -> Border:
+        x = border.read(self.norms, self.gate_up)
+        return Border(border.residual).leave(feed_forward(x, self.spec, self.gate_up, self.down), self.norms)
+
+
+SHARDS: dict[str, ShardRule] = {"norms": "replicated", "gate_up": "outputs", "down": "inputs"}
+
+
+def feed_forward(x: Activation, spec: DenseSpec, into: LinearWeight, down: LinearWeight) -> torch.Tensor:
+    """x: [rows, hidden_size]. Returns the same, or float32 partial sums of it [splits, …]."""
+    if spec.activation == "silu":
+        rows = len(x) if isinstance(x, torch.Tensor) else len(x.data)
+        return linear(gate_up(x, into, quantise=takes_quantised(down, rows)), down, split=True)
+    gate, up = linear(x, into).chunk(2, -1)
+    return linear(F.gelu(gate, approximate="tanh").mul_(up), down, split=True)
+
+
+def load_dense(loader: WeightLoader, model: ModelSpec, layer: int, spec: DenseSpec) -> DenseBlock:
+    """:raises WeightsError: if the weights don't fit."""
+    names, prefix = model.names.layer, f"{model.names.layers}.{layer}"
+    norms = take_norms(loader, model, prefix, names.mlp_norms)
+    return DenseBlock(spec, norms, *take_feed_forward(loader, model, prefix, names.gate_up, names.down, spec))
+
+
+def take_feed_forward(
+    loader: WeightLoader, model: ModelSpec, prefix: str, gate_up: Sequence[str], down: str, spec: DenseSpec
+) -> tuple[LinearWeight, LinearWeight]:
+    """Return the fused projections and the one back."""
+    middle = spec.intermediate_size
+    return (
+        take_fused(loader, prefix, gate_up, (middle, middle), model.hidden_size, spec.bias),
+        take_fused(loader, prefix, (down,), (model.hidden_size,), middle, spec.bias),
+    )

@@ -1,0 +1,129 @@
+"""What most families read from config.json in the same way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+
+from common.models.families.fields import Fields
+from common.models.families.harmless import JSON, JSON_DEFAULTS
+from common.models.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, RopeSpec, RopeType
+from common.protocol.errors import ConfigError
+
+SCALED: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
+_DEFAULT_CONTEXT = 2048
+_ROPE_TYPES: dict[str, RopeType] = {kind: kind for kind in (*SCALED, "longrope")}
+
+
+def read_rope(
+    fields: Fields,
+    *,
+    theta: float = 10_000.0,
+    kinds: Collection[RopeType] = SCALED,
+    layer_type: str = "",
+    partial: bool = False,
+) -> RopeSpec:
+    """Return the rotary positions: transformers 5 writes `rope_parameters`; 4 wrote `rope_theta` and `rope_scaling`.
+
+    layer_type: key of the layers' own parameters within `rope_parameters`. partial: a part of the head may be rotated.
+
+    :raises ConfigError: for a type that is not among `kinds`, or a parameter that nobody reads.
+    """
+    old: dict[str, Any] = fields.get("rope_scaling", {})
+    found: dict[str, Any] = fields.get("rope_parameters", old)
+    if layer_type and layer_type in found:
+        found = found[layer_type]
+    if not isinstance(found, dict):
+        raise ConfigError(f"the rotary parameters in {fields.where} must be an object, not {found!r}")
+    get = Fields(found, "rope_parameters")
+    kind = _ROPE_TYPES.get(get.get("rope_type", get.get("type", "default")))
+    if kind is None or kind not in kinds:
+        named = get.get("rope_type", get.get("type"))
+        raise ConfigError(f"rope type {named!r} is not supported; supported are {', '.join(kinds)}")
+    share = get.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if share != 1.0 and not partial:
+        raise ConfigError("rotary embedding over a part of the head is not supported for this family")
+    context = fields.size("max_position_embeddings", _DEFAULT_CONTEXT)
+    rope = RopeSpec(
+        type=kind,
+        theta=get.number("rope_theta", fields.number("rope_theta", theta)),
+        factor=get.number("factor", 1.0),
+        low_freq_factor=get.number("low_freq_factor", 1.0),
+        high_freq_factor=get.number("high_freq_factor", 4.0),
+        original_max_context=get.size("original_max_position_embeddings", context),
+        beta_fast=get.number("beta_fast", 32.0),
+        beta_slow=get.number("beta_slow", 1.0),
+        attention_factor=get.number("attention_factor", 0.0),
+        mscale=get.number("mscale", 0.0),
+        mscale_all_dim=get.number("mscale_all_dim", 0.0),
+        truncate=get.flag("truncate", True),
+        short_factors=get.numbers("short_factor"),
+        long_factors=get.numbers("long_factor"),
+    )
+    get.check_read((), {})
+    return rope
+
+
+def read_attention(fields: Fields, rope: RopeSpec | None, *, head_dim: int | None = None, **others: Any) -> AttentionSpec:
+    """Return attention of the usual fields; head_dim: the family's default. others: fields of `AttentionSpec`."""
+    num_heads = fields.size("num_attention_heads")
+    head_dim = fields.size("head_dim", head_dim or fields.size("hidden_size") // num_heads)
+    spec = AttentionSpec(
+        num_heads=num_heads,
+        num_kv_heads=fields.size("num_key_value_heads", num_heads),
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        rope=rope,
+    )
+    return msgspec.structs.replace(spec, **others)
+
+
+def read_silu_mlp(fields: Fields, *, bias: bool = False) -> DenseSpec:
+    """:raises ConfigError: if the activation is not silu."""
+    fields.only("hidden_act", "silu")
+    return DenseSpec(intermediate_size=fields.size("intermediate_size"), bias=bias)
+
+
+def read_windows(fields: Fields, default: list[str], *, window: int) -> list[int]:
+    """Return each layer's window, 0 for full attention. default: layer types where the file lists none.
+
+    :raises ConfigError: for a layer type of another name.
+    """
+    kinds = fields.per_layer("layer_types", len(default), default)
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ConfigError(f"layer type {kind!r} is not supported; full_attention and sliding_attention are")
+    return [window if kind == "sliding_attention" else 0 for kind in kinds]
+
+
+def read_model(fields: Fields, architecture: str, layers: list[LayerSpec], *, tied: bool = False, **others: Any) -> ModelSpec:
+    """Return the model of these layers. tied: the family's default. others: fields of `ModelSpec`.
+
+    :raises ConfigError: if a key with a value is left that nobody read.
+    """
+    context = fields.size("max_position_embeddings", _DEFAULT_CONTEXT)
+    spec = ModelSpec(
+        architecture=architecture,
+        layers=tuple(layers),
+        hidden_size=fields.size("hidden_size"),
+        vocab_size=fields.size("vocab_size"),
+        max_context=extended_context(context, layers),
+        rms_eps=fields.number("rms_norm_eps", 1e-6),
+        tie_embeddings=fields.flag("tie_word_embeddings", tied),
+        bos_id=fields.get("bos_token_id"),
+    )
+    fields.get("quantization_config")  # `weights.fp8_scheme` reads it
+    fields.check_read(JSON, JSON_DEFAULTS)
+    return msgspec.structs.replace(spec, **others)
+
+
+def extended_context(context: int, layers: list[LayerSpec]) -> int:
+    """Return the tokens that the positions reach: YaRN stretches the context that the model was first trained for."""
+    for layer in layers:
+        rope = layer.mixer.rope
+        if rope is not None and rope.type == "yarn":
+            context = max(context, math.floor(rope.factor * rope.original_max_context))
+    return context

@@ -1,0 +1,42 @@
+"""Gemma 3, text: Gemma 2 with head norms instead of soft caps, and rotary positions of their own in the local layers."""
+
+from __future__ import annotations
+
+import msgspec
+
+from common.models.families.common import read_rope, read_windows
+from common.models.families.fields import Fields
+from common.models.families.gemma2 import gemma_attention, gemma_layer, gemma_model, read_cap
+from common.models.spec import ModelSpec, RopeSpec
+
+_GLOBAL_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
+_WINDOW, _PATTERN = 4096, 6
+
+
+def from_json(fields: Fields) -> ModelSpec:
+    """:raises ConfigError: if a field is missing, wrong or unknown."""
+    fields.only("use_bidirectional_attention", False)
+    everywhere = read_rope(fields, theta=_GLOBAL_THETA, layer_type="full_attention")
+    local = _local_rope(fields)
+    pattern = fields.size("_sliding_window_pattern", fields.size("sliding_window_pattern", _PATTERN))
+    kinds = [
+        "sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(fields.size("num_hidden_layers"))
+    ]
+    windows = read_windows(fields, kinds, window=fields.size("sliding_window", _WINDOW))
+    soft_cap = read_cap(fields, "attn_logit_softcapping", 0.0)
+    layers = [
+        gemma_layer(
+            fields,
+            gemma_attention(fields, local if one else everywhere, window=one, soft_cap=soft_cap, qk_norm="head"),
+        )
+        for one in windows
+    ]
+    return gemma_model(fields, "gemma3_text", layers, logit_soft_cap=read_cap(fields, "final_logit_softcapping", 0.0))
+
+
+def _local_rope(fields: Fields) -> RopeSpec:
+    """Files of transformers 4 have a theta for the local layers, which no scaling touches."""
+    theta = fields.number("rope_local_base_freq", _LOCAL_THETA)
+    if "sliding_attention" in fields.get("rope_parameters", {}):
+        return read_rope(fields, theta=theta, layer_type="sliding_attention")
+    return msgspec.structs.replace(RopeSpec(theta=theta), original_max_context=fields.size("max_position_embeddings", 131_072))

@@ -1,0 +1,42 @@
+"""Phi-3 and Phi-4: Q, K and V, and gate and up, are fused in the files; long contexts by LongRoPE."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from common.models.families.common import SCALED, read_attention, read_model, read_rope, read_silu_mlp
+from common.models.families.fields import Fields
+from common.models.spec import LayerNames, LayerSpec, ModelSpec, RopeSpec, WeightNames
+from common.protocol.errors import ConfigError
+
+_NAMES = WeightNames(layer=LayerNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)))
+
+
+def from_json(fields: Fields) -> ModelSpec:
+    """:raises ConfigError: if a field is missing, wrong or unknown."""
+    fields.only("attention_bias", False)
+    window = 0 if fields.get("sliding_window") is None else fields.size("sliding_window")
+    mixer = read_attention(fields, None, window=window)
+    mixer = msgspec.structs.replace(mixer, rope=_rope(fields, mixer.head_dim))
+    layer = LayerSpec(mixer=mixer, mlp=read_silu_mlp(fields))
+    return read_model(fields, "phi3", [layer] * fields.size("num_hidden_layers"), names=_NAMES)
+
+
+def _rope(fields: Fields, head_dim: int) -> RopeSpec:
+    rope = read_rope(fields, kinds=(*SCALED, "longrope"), partial=True)
+    parameters = fields.get("rope_parameters", fields.get("rope_scaling", {}))
+    share = parameters.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
+    rope = msgspec.structs.replace(rope, dims=int(head_dim * share) % head_dim)
+    original = fields.get("original_max_position_embeddings")
+    if rope.type != "longrope":
+        return rope
+    if original is not None and "original_max_position_embeddings" not in parameters:
+        rope = msgspec.structs.replace(rope, original_max_context=fields.size("original_max_position_embeddings"))
+    pairs = (rope.dims or head_dim) // 2
+    if len(rope.short_factors) != pairs or len(rope.long_factors) != pairs:
+        raise ConfigError(f"longrope needs a short and a long factor for each of {pairs} pairs of dimensions")
+    factor = parameters.get("factor") or fields.size("max_position_embeddings") / rope.original_max_context
+    attention = math.sqrt(1 + math.log(factor) / math.log(rope.original_max_context)) if factor > 1 else 1.0
+    return msgspec.structs.replace(rope, factor=factor, attention_factor=rope.attention_factor or attention)

@@ -1,0 +1,46 @@
+"""The families that are served, by the names that config.json and GGUF metadata give them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from common.models.families import (
+    gemma2,
+    gemma3,
+    llama,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+)
+from common.models.families.fields import Fields
+from common.models.spec import ModelSpec
+from common.protocol.errors import ConfigError
+
+Reader = Callable[[Fields], ModelSpec]
+
+JSON_FAMILIES: dict[str, Reader] = {
+    "llama": llama.from_json,
+    "mistral": mistral.from_json,
+    "qwen2": qwen2.from_json,
+    "qwen3": qwen3.from_json,
+    "gemma2": gemma2.from_json,
+    "gemma3_text": gemma3.from_json,
+    "phi3": phi3.from_json,
+    "olmo2": olmo2.from_json,
+}
+"""`model_type` of config.json."""
+
+GGUF_FAMILIES: dict[str, Reader] = {"llama": llama.from_gguf, "qwen2": qwen2.from_gguf, "qwen3": qwen3.from_gguf}
+"""`general.architecture` of GGUF metadata."""
+
+
+def reader_of(name: object, families: Mapping[str, Reader], where: str) -> Reader:
+    """Return what reads this family. where: what the name is, for the error.
+
+    :raises ConfigError: with the list of what is served, if it is not among `families`.
+    """
+    if not isinstance(name, str) or name not in families:
+        raise ConfigError(f"{where} {name!r} is not supported; supported are {', '.join(families)}")
+    return families[name]

@@ -1,0 +1,172 @@
+"""Families: what is served, what their files must not say unread, and where a model can run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from common.engine.load.abilities import features, gpu_lacks, int8_lacks
+from common.engine.load.layout import EngineConfig, cache_layout, resolve_engine_precision
+from common.engine.load.precision import has_int8
+from common.models.config import config_from_gguf, config_from_json
+from common.models.families.registry import GGUF_FAMILIES, JSON_FAMILIES
+from common.models.spec import AttentionSpec, ModelSpec
+from common.models.weights.fp8_scheme import weight_format
+from common.protocol.errors import ConfigError
+from tests.models.oracles import ORACLES
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 512,
+}
+_GGUF: dict[str, Any] = {
+    "block_count": 2,
+    "context_length": 512,
+    "embedding_length": 64,
+    "feed_forward_length": 128,
+    "attention.head_count": 4,
+    "attention.head_count_kv": 2,
+    "vocab_size": 256,
+}
+
+
+def tiny(family: str, **changes: Any) -> ModelSpec:
+    return config_from_json({"model_type": family, **_SIZES, **changes})
+
+
+def gguf(architecture: str, **changes: Any) -> ModelSpec:
+    named = {f"{architecture}.{key}": value for key, value in {**_GGUF, **changes}.items()}
+    return config_from_gguf({"general.architecture": architecture, **named})
+
+
+def mixers(spec: ModelSpec) -> list[AttentionSpec]:
+    return [layer.mixer for layer in spec.layers]
+
+
+def test_what_is_not_served_is_refused_with_the_list_of_what_is() -> None:
+    with pytest.raises(ConfigError, match=f"'mamba' is not supported; supported are {', '.join(JSON_FAMILIES)}"):
+        tiny("mamba")
+    with pytest.raises(ConfigError, match=f"'bert' is not supported; supported are {', '.join(GGUF_FAMILIES)}"):
+        gguf("bert")
+
+
+@pytest.mark.parametrize("family", JSON_FAMILIES)
+def test_a_key_that_nobody_reads_is_an_error_that_names_it(family: str) -> None:
+    tiny(family, pretraining_tp=1, rope_theta=1e4, use_cache=True, unheard_of=None, other=False)
+    with pytest.raises(ConfigError, match="attention_sparsity"):
+        tiny(family, attention_sparsity=0.5)
+    with pytest.raises(ConfigError, match="pretraining_tp"):
+        tiny(family, pretraining_tp=4)
+    with pytest.raises(ConfigError, match="mrope_section"):
+        tiny(family, rope_parameters={"rope_type": "default", "mrope_section": [2, 1, 1]})
+
+
+@pytest.mark.parametrize("family", GGUF_FAMILIES)
+def test_a_key_of_gguf_metadata_that_nobody_reads_is_an_error(family: str) -> None:
+    with pytest.raises(ConfigError, match="logit_scale"):
+        gguf(family, logit_scale=0.5)
+
+
+def test_transforms_of_compressed_tensors_are_refused() -> None:
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
+    groups = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": {"weights": weights}},
+    }
+    plain = {"quantization_config": {**groups, "transform_config": {}}}
+    assert weight_format(plain) == "fp8"
+    assert tiny("llama", **plain).num_layers == 4
+    with pytest.raises(ConfigError, match="transform_config"):
+        tiny("llama", quantization_config={**groups, "transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}})
+
+
+def test_a_gguf_window_is_read() -> None:
+    assert {mixer.window for mixer in mixers(gguf("llama", **{"attention.sliding_window": 64}))} == {64}
+
+
+def test_gguf_rope_scaling_is_as_in_llama_cpp() -> None:
+    old = gguf("llama", **{"rope.scale_linear": 4.0}).rope
+    assert (old.type, old.factor) == ("linear", 4.0)
+    untyped = gguf("llama", **{"rope.scaling.factor": 2.0}).rope
+    assert (untyped.type, untyped.factor) == ("linear", 2.0)
+    with pytest.raises(ConfigError, match="attn_factor"):
+        gguf("llama", **{"rope.scaling.attn_factor": 1.19})
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 512}
+    plain, tuned = gguf("llama", **yarn), gguf("llama", **yarn, **{"rope.scaling.attn_factor": 0.5})
+    assert tuned.rope.yarn_attention == pytest.approx(plain.rope.yarn_attention / 2)
+    assert plain.max_context == 2048
+
+
+def test_yarn_extends_the_context() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 400}
+    assert tiny("qwen3", rope_scaling=yarn).max_context == 1600
+    assert tiny("qwen3", rope_scaling={**yarn, "original_max_position_embeddings": 100}).max_context == 512
+
+
+def test_layers_say_what_they_keep() -> None:
+    assert [mixer.retention for mixer in mixers(tiny("gemma2", sliding_window=24))] == [("window", 24), ("full", 0)] * 2
+    assert {mixer.retention for mixer in mixers(tiny("mistral", sliding_window=None))} == {("full", 0)}
+
+
+def test_windows_as_long_as_the_context_are_none() -> None:
+    spec = tiny("mistral", sliding_window=512)
+    assert spec.layers[0].mixer.window == 0
+    assert features(spec) == []
+
+
+def test_gemma_3_of_transformers_4_has_a_theta_for_local_layers() -> None:
+    spec = tiny("gemma3_text", rope_theta=1e6, rope_local_base_freq=1e4, sliding_window_pattern=2, sliding_window=24)
+    ropes = [mixer.rope for mixer in mixers(spec)]
+    assert [rope.theta for rope in ropes if rope is not None] == [1e4, 1e6] * 2
+
+
+def test_longrope_is_chosen_by_the_context_that_is_served() -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    spec = tiny("phi3", original_max_position_embeddings=128, rope_scaling={"type": "longrope", **factors})
+    assert (spec.rope.original_max_context, spec.rope.is_long(128), spec.rope.is_long(129)) == (128, False, True)
+    short, long = (cache_layout(spec, EngineConfig(max_model_len=length, num_blocks=4)) for length in (128, 256))
+    assert short.fingerprint != long.fingerprint
+    with pytest.raises(ConfigError, match="8 pairs"):
+        tiny("phi3", rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]})
+
+
+def test_what_a_gpu_lacks_is_refused_there_and_named() -> None:
+    for family in ("llama", "qwen2", "qwen3", "mistral"):
+        plain = tiny(family, **({"sliding_window": None} if family == "mistral" else {}))
+        assert resolve_engine_precision(plain, EngineConfig(), "cuda:0").compute == "bfloat16"
+    gemma = tiny("gemma2", sliding_window=24)
+    assert "attention windows" in gpu_lacks(gemma)
+    with pytest.raises(ConfigError, match=r"gemma2 models can't run on a GPU yet, which lacks .*attention windows"):
+        resolve_engine_precision(gemma, EngineConfig(), "cuda:0")
+    assert resolve_engine_precision(gemma, EngineConfig(engine="simulated"), "cuda:0")
+
+
+@pytest.mark.skipif(not has_int8(), reason="the package numba is not installed")
+def test_a_cpu_takes_8_bits_where_they_can_express_the_model() -> None:
+    assert resolve_engine_precision(tiny("llama"), EngineConfig(), "cpu").weights == "int8"
+    gemma = tiny("gemma2", sliding_window=24)
+    assert "norms behind blocks" in int8_lacks(gemma)
+    assert resolve_engine_precision(gemma, EngineConfig(), "cpu").weights == "none"
+    with pytest.raises(ConfigError, match=r"int8 lacks .*norms behind blocks"):
+        resolve_engine_precision(gemma, EngineConfig(quantization="int8"), "cpu")
+
+
+@pytest.mark.parametrize("name", ORACLES)
+def test_no_weight_is_without_a_shape_or_a_file(name: str) -> None:
+    """What is expected of a family's files is what transformers has for it."""
+    from common.models.weights.expected import decoder_shapes
+
+    model = ORACLES[name]()
+    expected = decoder_shapes(config_from_json(model.config.to_dict()))
+    held = {key: tuple(value.shape) for key, value in model.state_dict().items() if not torch.is_complex(value)}
+    if model.config.tie_word_embeddings:
+        held.pop("lm_head.weight", None)
+    assert expected == held
