@@ -17,6 +17,7 @@ from common.models.blocks.attention import Attention, AttentionBlock, load_atten
 from common.models.blocks.border import Border, Norms
 from common.models.blocks.loading import take_norm
 from common.models.blocks.mlp import DenseBlock, load_dense
+from common.models.blocks.moe import ExpertsBlock, load_experts
 from common.models.config import ModelConfig
 from common.models.rope import RopeTable, inverse_frequencies
 from common.models.spec import DenseSpec, RopeSpec
@@ -65,7 +66,7 @@ class Layer:
     """A mixer and the MLP behind it. The properties are the parts by which FP8 choices and benchmarks name them."""
 
     mixer: AttentionBlock
-    mlp: DenseBlock
+    mlp: DenseBlock | ExpertsBlock
 
     @property
     def input_norm(self) -> torch.Tensor:
@@ -95,15 +96,17 @@ class Layer:
 
     @property
     def gate_up(self) -> LinearWeight:
+        assert isinstance(self.mlp, DenseBlock)
         return self.mlp.gate_up
 
     @property
     def down(self) -> LinearWeight:
+        assert isinstance(self.mlp, DenseBlock)
         return self.mlp.down
 
     @property
     def linears(self) -> dict[Role, LinearWeight]:
-        return {"qkv": self.qkv, "output": self.output, "gate_up": self.gate_up, "down": self.down}
+        return {"qkv": self.qkv, "output": self.output, **self.mlp.linears}
 
     def with_linears(self, weights: Mapping[Role, LinearWeight]) -> Layer:
         """Return this layer with other weights for those linears."""
@@ -231,5 +234,6 @@ class Decoder:
 
 def _load_layer(loader: WeightLoader, config: ModelConfig, layer: int) -> Layer:
     mixer, mlp = load_attention(loader, config, layer), config.layers[layer].mlp
-    assert isinstance(mlp, DenseSpec)
-    return Layer(mixer, load_dense(loader, config, layer, mlp))
+    if isinstance(mlp, DenseSpec):
+        return Layer(mixer, load_dense(loader, config, layer, mlp))
+    return Layer(mixer, load_experts(loader, config, layer, mlp))

@@ -54,7 +54,8 @@ class Request:
 
 def run(runner: Runner, sequences: Sequence[Request], *, seed: int = 0) -> list[list[int]]:
     """All sequences to their ends, in shared steps; blocks are handed out in random order and reused."""
-    free = list(range(runner.num_blocks))
+    held = {block for one in sequences for block in one.blocks}  # of a prefix that another run computed
+    free = [block for block in range(runner.num_blocks) if block not in held]
     random.Random(seed).shuffle(free)
     step = 0
     while not all(one.done for one in sequences):

@@ -12,10 +12,16 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
     Phi3Config,
@@ -24,6 +30,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from common.models.source import ModelFiles
@@ -108,6 +116,45 @@ _gemma3 = _of(
 _phi3 = _of(Phi3Config, Phi3ForCausalLM, pad_token_id=0)
 _olmo2 = _of(Olmo2Config, Olmo2ForCausalLM, pad_token_id=0)
 
+_mixtral = _of(MixtralConfig, MixtralForCausalLM, num_local_experts=4, num_experts_per_tok=2, sliding_window=24)
+_qwen3_moe = _of(
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    head_dim=32,
+    num_hidden_layers=3,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    norm_topk_prob=True,
+    mlp_only_layers=[1],
+)
+_gpt_oss = _of(
+    GptOssConfig,
+    GptOssForCausalLM,
+    head_dim=32,
+    intermediate_size=64,
+    num_local_experts=8,
+    num_experts_per_tok=2,
+    sliding_window=24,
+    swiglu_limit=1.0,
+    rope_parameters={**_YARN, "rope_theta": 1.5e5, "truncate": False},
+)
+_llama4 = _of(
+    Llama4TextConfig,
+    Llama4ForCausalLM,
+    head_dim=16,
+    intermediate_size=32,
+    intermediate_size_mlp=128,
+    num_hidden_layers=4,
+    num_local_experts=8,
+    num_experts_per_tok=1,
+    interleave_moe_layer_step=2,
+    use_qk_norm=False,
+    attention_chunk_size=24,
+    floor_scale=8,
+    rope_parameters={"rope_type": "default", "rope_theta": 5e5},
+)
+
 
 def _eager(config: Any) -> Any:
     config._attn_implementation = "eager"
@@ -131,6 +178,12 @@ ORACLES: dict[str, Callable[[], Any]] = {
     # every sequence of the tests is longer than 4 tokens, so that transformers takes the long factors as well
     "phi3-longrope": lambda: _phi3(original_max_position_embeddings=4, rope_parameters=_LONGROPE, sliding_window=30),
     "olmo2": _olmo2,
+    "mixtral": _mixtral,
+    "qwen3-moe": _qwen3_moe,
+    "qwen3-moe-weights-as-they-are": lambda: _qwen3_moe(norm_topk_prob=False, decoder_sparse_step=2, mlp_only_layers=[]),
+    "gpt-oss": _gpt_oss,
+    "llama4": _llama4,
+    "llama4-norms-of-q-and-k": lambda: _llama4(use_qk_norm=True, interleave_moe_layer_step=1, num_experts_per_tok=2),
 }
 GREEDY = {"llama": [140, 118, 118, 118], "qwen3": [3, 212, 7, 81]}
 """What these two generate after `oracle_prompt()`, as recorded when they were made."""

@@ -1,14 +1,16 @@
-"""The decoder equals transformers on tiny models: greedy tokens alone, in a ragged batch, and cut into chunks."""
+"""The decoder equals transformers on tiny models: greedy tokens alone, in a ragged batch, in chunks, and behind prefixes."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from common.models.source import ModelFiles
-from tests.models.driver import Request, open_runner, run
+from tests.models.driver import Request, open_runner, run, seen_logits
 from tests.models.oracles import GREEDY, ORACLES, build, greedy_choices, oracle_prompt, save
 
 
@@ -37,6 +39,55 @@ def test_a_ragged_batch_in_chunks_gives_the_same_text(oracle: tuple[Any, ModelFi
     ]
     for request, output in zip(requests, run(runner, requests), strict=True):
         assert output == greedy_choices(model, request.prompt, output), len(request.prompt)
+
+
+def test_a_prefix_that_another_request_computed_gives_the_same_text(oracle: tuple[Any, ModelFiles, str]) -> None:
+    model, files, _ = oracle
+    runner = open_runner(files)
+    first = Request(oracle_prompt(length=70), 4, chunk=40)
+    run(runner, [first])
+    second = Request(first.prompt[:64] + oracle_prompt(seed=5, length=9), 8, blocks=first.blocks[:4], computed=64)
+    output = run(runner, [second])[0]
+    assert output == greedy_choices(model, second.prompt, output)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mistral", {"sliding_window": None}),
+        ("qwen2-windows-in-last-layers", {"use_sliding_window": False, "layer_types": None}),
+        ("gemma2", {"sliding_window": 400}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+        ("gemma2", {"final_logit_softcapping": None}),
+        ("gemma2", {"query_pre_attn_scalar": 32}),
+        ("gemma3", {"sliding_window": 400}),
+        ("gemma3", {"layer_types": ["full_attention"] * 3}),
+        ("phi3-longrope", {"sliding_window": None}),
+        ("phi3-longrope", {"max_position_embeddings": 300}),
+        ("qwen3-moe", {"norm_topk_prob": False}),
+        ("gpt-oss", {"sliding_window": 400}),
+        ("gpt-oss", {"swiglu_limit": 70.0}),
+        ("llama4", {"attention_chunk_size": 400}),
+        ("llama4", {"floor_scale": 8192}),
+        ("llama4-norms-of-q-and-k", {"use_qk_norm": False}),
+    ],
+)
+def test_logits_are_those_of_transformers_and_show_each_setting(name: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    model = build(name)
+    files, prompt = save(model, tmp_path), oracle_prompt(length=90)
+
+    def logits() -> torch.Tensor:
+        runner = open_runner(files)
+        with seen_logits(runner) as seen:
+            run(runner, [Request(prompt, 1, chunk=64)])
+        return seen[-1][0]
+
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt]), use_cache=False).logits[0, -1]
+    assert torch.allclose(logits(), expected, atol=1e-4, rtol=1e-4)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    assert not torch.allclose(logits(), expected, atol=1e-3, rtol=1e-3)
 
 
 def test_shards_load_like_one_file(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from common.models.spec import DenseSpec, ModelSpec
 from common.models.weights.base import WeightLoader
 from common.ops.linear.gate_up import gate_up
 from common.ops.linear.linear import linear, takes_quantised
-from common.ops.linear.weight import LinearWeight
+from common.ops.linear.weight import LinearWeight, Role
 from common.ops.tensors import Activation
 
 
@@ -31,6 +31,10 @@ class DenseBlock:
     def forward(self, border: Border) -> Border:
         x = border.read(self.norms, self.gate_up)
         return Border(border.residual).leave(feed_forward(x, self.spec, self.gate_up, self.down), self.norms)
+
+    @property
+    def linears(self) -> dict[Role, LinearWeight]:
+        return {"gate_up": self.gate_up, "down": self.down}
 
 
 SHARDS: dict[str, ShardRule] = {"norms": "replicated", "gate_up": "outputs", "down": "inputs"}

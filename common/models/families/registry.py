@@ -7,12 +7,16 @@ from collections.abc import Callable, Mapping
 from common.models.families import (
     gemma2,
     gemma3,
+    gpt_oss,
     llama,
+    llama4,
     mistral,
+    mixtral,
     olmo2,
     phi3,
     qwen2,
     qwen3,
+    qwen3_moe,
 )
 from common.models.families.fields import Fields
 from common.models.spec import ModelSpec
@@ -29,6 +33,10 @@ JSON_FAMILIES: dict[str, Reader] = {
     "gemma3_text": gemma3.from_json,
     "phi3": phi3.from_json,
     "olmo2": olmo2.from_json,
+    "mixtral": mixtral.from_json,
+    "qwen3_moe": qwen3_moe.from_json,
+    "gpt_oss": gpt_oss.from_json,
+    "llama4_text": llama4.from_json,
 }
 """`model_type` of config.json."""
 

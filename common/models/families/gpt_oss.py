@@ -1,0 +1,40 @@
+"""gpt-oss: a window in every second layer, sinks, biases everywhere, and experts with a clamped SwiGLU."""
+
+from __future__ import annotations
+
+from common.models.families.common import read_attention, read_model, read_rope, read_windows
+from common.models.families.fields import Fields
+from common.models.spec import ExpertsSpec, LayerNames, LayerSpec, ModelSpec, RouterSpec, WeightNames
+
+_NAMES = WeightNames(layer=LayerNames(router="mlp.router", each_expert=(), interleaved_gate_up=True))
+
+
+def from_json(fields: Fields) -> ModelSpec:
+    """:raises ConfigError: if a field is missing, wrong or unknown."""
+    fields.only("hidden_act", "silu")
+    for copy in ("experts_per_token", "initial_context_length"):  # what other fields say as well
+        fields.get(copy)
+    router = RouterSpec(
+        num_experts=fields.size("num_local_experts", 128),
+        top_k=fields.size("num_experts_per_tok", 4),
+        scoring="softmax_selected",
+        bias=True,
+    )
+    experts = ExpertsSpec(
+        router=router,
+        intermediate_size=fields.size("intermediate_size"),
+        activation="clamped_swiglu",
+        alpha=fields.number("swiglu_alpha", 1.702),
+        limit=fields.number("swiglu_limit", 7.0),
+        bias=True,
+    )
+    rope, bias = read_rope(fields, theta=150_000.0), fields.flag("attention_bias", True)
+    kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(fields.size("num_hidden_layers"))]
+    layers = [
+        LayerSpec(
+            mixer=read_attention(fields, rope, head_dim=64, window=window, sinks=True, qkv_bias=bias, output_bias=bias),
+            mlp=experts,
+        )
+        for window in read_windows(fields, kinds, window=fields.size("sliding_window", 128))
+    ]
+    return read_model(fields, "gpt_oss", layers, names=_NAMES)
