@@ -19,7 +19,6 @@ from common.models.config import load_config
 from common.models.registry import load_decoder
 from common.models.source import ModelFiles
 from common.models.weights.base import LinearFormat
-from common.ops.attention import configs as attention_configs
 from common.ops.backend import interpreted
 from common.ops.kv.hadamard_reference import hadamard
 from common.ops.linear.candidates import Candidate
@@ -272,14 +271,13 @@ def test_a_card_that_refuses_attention_in_parts_does_without(
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("cuDNN: no such plan")
 
-    monkeypatch.setattr(attention_configs, "LONG_PREFIX", attention_configs.LONG_PREFIX)  # put back afterwards
     monkeypatch.setattr("common.engine.gpu.runner.attend_run", lambda *_: None)
     monkeypatch.setattr("common.engine.gpu.runner.attend_part", refuse)
     runner = device_runner(llama[1], dtype=torch.bfloat16)
-    assert attention_configs.suits_parts(2048, 4096)
+    assert runner._attention.suits_parts(2048, 4096)
     runner.max_context = 8192
     runner._plan_prompts(2048)
-    assert not attention_configs.suits_parts(2048, 4096)
+    assert not runner._attention.suits_parts(2048, 4096)
 
 
 def chosen(table: ShapeTable, num_rows: int, prompt: int) -> tuple[int, int] | None:

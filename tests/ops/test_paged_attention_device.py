@@ -21,6 +21,7 @@ from common.ops.attention.form import AttentionForm
 from common.ops.attention.paged_attention import AttentionRow, paged_attention
 from common.ops.attention.paged_reference import paged_attention_reference
 from common.ops.attention.prefill import planned_lengths
+from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
 from common.ops.attention.work import AttentionWorkspace, DeviceBatch, DevicePlan, plan_device_attention
 
 LAYERS, LAYER = 2, 1
@@ -89,9 +90,11 @@ def make_plan(
     heads: int,
     config: AttentionConfig | None = None,
     workspace: AttentionWorkspace | None = None,
+    settings: AttentionSettings = DEFAULT_SETTINGS,
+    form: AttentionForm | None = None,
 ) -> DevicePlan:
     workspace = workspace or AttentionWorkspace(CPU)
-    plan = plan_device_attention(batch, pool, heads, workspace, config=config)
+    plan = plan_device_attention(batch, pool, heads, workspace, settings=settings, config=config, form=form)
     for work in plan.lists:
         work.partials.fill_(torch.nan)
         work.sums.fill_(torch.nan)
@@ -188,7 +191,7 @@ def test_rows_may_be_shorter_than_their_bucket() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_long_row_is_split_and_merged(fused: bool) -> None:
     torch.manual_seed(4)
-    config = AttentionConfig(16, 32, 4, 2, programs=4, fewest_keys=32, fused=fused)
+    config = AttentionConfig(16, 32, 4, 2, programs=4, min_split_keys=32, fused=fused)
     plan = run([(700, 1), (3, 1), (40, 1)], kv_heads=1, heads=4, config=config)
     assert splits_of(plan) == 1
     assert plan.lists[0].merges[0, 3] > 10
@@ -197,7 +200,7 @@ def test_a_long_row_is_split_and_merged(fused: bool) -> None:
     assert not plan.lists[0].arrivals.any()
 
 
-def test_no_item_has_more_than_its_share() -> None:
+def test_all_items_run_at_once_and_the_longest_is_as_short_as_that_allows() -> None:
     torch.manual_seed(5)
     contexts = torch.randint(1, 5000, (37,))
     contexts[5] = 60_000
@@ -207,9 +210,11 @@ def test_no_item_has_more_than_its_share() -> None:
     plan = make_plan(make_batch(rows, len(rows), capacity=64), pool, 4, config)
     work = plan.lists[0]
     count, merges = work.counts.tolist()
-    wanted = 64 * 4 // 2
-    share = -(-sum(-(-int(n) // 64) for n in contexts) // wanted)
+    tiles = [-(-int(n) // 64) for n in contexts]
+    places = 64 * 4 // 2
+    share = next(share for share in range(1, max(tiles) + 1) if sum(-(-n // share) for n in tiles) <= places)
     items = work.items[:count].tolist()
+    assert count <= places
     assert max(item[5] for item in items) <= share
     whole = [item[5] for item in items if item[6] < 0]
     assert whole == sorted(whole, key=lambda tiles: 2 * tiles <= share)  # the long ones first
@@ -237,7 +242,7 @@ def test_every_way_to_cut_gives_the_same(kind: attention_configs.Kind, dtype: to
     for config in attention_candidates(64, 2, dtype, kind):
         if (config.tile, config.swap) not in seen:  # the rest is the compiler's
             seen.add((config.tile, config.swap))
-            run(spans, heads=4, head_dim=64, dtype=dtype, config=replace(config, fewest_keys=64))
+            run(spans, heads=4, head_dim=64, dtype=dtype, config=replace(config, min_split_keys=64))
     assert len(seen) >= 2
 
 
@@ -262,12 +267,10 @@ def test_a_plan_follows_its_batch() -> None:
 
 
 @pytest.mark.parametrize("long", [False, True])
-def test_prompts_without_a_prefix_may_go_another_way(long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_without_a_prefix_may_go_another_way(long: bool) -> None:
     """`long`: one prompt a call, padded: 30 tokens to 32, 22 to 24."""
     torch.manual_seed(8)
-    monkeypatch.setattr(attention_configs, "FRESH_QUERIES", 20)
-    if long:
-        monkeypatch.setattr(attention_configs, "LONG_PROMPT", 21)
+    settings = AttentionSettings(fresh_prefill_min=20, long_prompt_min=21 if long else 1024)
     for spans, padding in (
         ([(0, 24), (0, 24), (0, 30)], 3),
         ([(100, 1), (0, 24), (0, 24), (16, 40), (0, 5)], 3),
@@ -283,7 +286,7 @@ def test_prompts_without_a_prefix_may_go_another_way(long: bool, monkeypatch: py
             for which, tensor in enumerate((key, value)):
                 held = pool[list(row.blocks), LAYER, which].reshape(-1, 2, 32)
                 tensor[row.first : row.first + row.length] = held[row.start : row.start + row.length]
-        plan = make_plan(make_batch(rows, num_tokens, known=True), pool, 6)
+        plan = make_plan(make_batch(rows, num_tokens, known=True), pool, 6, settings=settings)
         fresh = [length for start, length in spans if start == 0 and length >= 20]
         together = [fresh.count(length) for length in sorted(set(fresh))]
         assert [run.count for run in plan.fresh] == ([1] * len(fresh) if long else together)
@@ -363,11 +366,11 @@ def test_cudnn_meets_few_lengths() -> None:
     lengths = range(1, 9000)
     planned = [attention_configs.planned_length(length) for length in lengths]
     assert all(length <= padded <= 1.25 * length + 1 for length, padded in zip(lengths, planned, strict=True))
-    assert len({length for length in planned if length >= attention_configs.LONG_PROMPT}) <= 14
+    assert len({length for length in planned if length >= DEFAULT_SETTINGS.long_prompt_min}) <= 14
     assert attention_configs.planned_length(8192) == 8192
     for longest in (1023, 1024, 1100, 2048, 8999):
-        met = {planned[length - 1] for length in range(attention_configs.LONG_PROMPT, longest + 1)}
-        assert set(planned_lengths(longest)) == met
+        met = {planned[length - 1] for length in range(DEFAULT_SETTINGS.long_prompt_min, longest + 1)}
+        assert set(planned_lengths(longest, DEFAULT_SETTINGS)) == met
 
 
 def test_defaults_fit_a_multiprocessor() -> None:
