@@ -192,10 +192,12 @@ def timed(device: Device, cell: Cell, rounds: int, bandwidth: float) -> str:
     names = [name for name in WAYS if cell.is_mixed or name != "overlap"]
     workspaces = {name: AttentionWorkspace(device.device) for name in names}
     calls: list[Callable[[], object]] = []
+    plans: list[DevicePlan] = []  # a graph does not keep the tensors that it reads
     shapes: list[str] = []
     for name in names:
         device.workspace = workspaces[name]
         plan = device.plan(cell, rows, WAYS[name])
+        plans.append(plan)
         items = [int(work.counts[0]) * KV_HEADS for work in plan.lists]
         shapes.append(f"{name} {'+'.join(map(str, items)) or '-'}" + (f"/{plan.beside.num_programs}" if plan.beside else ""))
 

@@ -137,7 +137,10 @@ CASES = [
     _attention("window", 64, 8, torch.float8_e4m3fn, 1, default_config(64, 8, torch.float8_e4m3fn, "decode"), form=WINDOWED),
     _attention("window-prefill", 64, 8, torch.bfloat16, 8192, default_config(64, 8, torch.bfloat16, "prefill"), form=WINDOWED),
     _attention("cap", 256, 2, torch.bfloat16, 1, default_config(256, 2, torch.bfloat16, "decode"), form=CAPPED),
-    _attention("cap-prefill", 256, 2, torch.bfloat16, 8192, default_config(256, 2, torch.bfloat16, "prefill"), form=CAPPED),
+    replace(
+        _attention("cap-prefill", 256, 2, torch.bfloat16, 8192, default_config(256, 2, torch.bfloat16, "prefill"), form=CAPPED),
+        stack_bytes=16,
+    ),
     _attention("plain", 96, 4, torch.bfloat16, 1, default_config(96, 4, torch.bfloat16, "decode")),
     _attention("beside", 128, 4, torch.bfloat16, 1, fat_config(_DECODE, 128, torch.bfloat16), loop=True),
     _attention("beside", 128, 4, torch.float8_e4m3fn, 1, fat_config(_DECODE, 128, torch.float8_e4m3fn), loop=True),
