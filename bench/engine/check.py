@@ -29,7 +29,6 @@ from bench.common.machine import describe
 from bench.engine.checks import Checks, poisoned
 from bench.engine.sweeps import short
 from common.ops import backend
-from common.ops.attention.configs import suits_parts
 from common.ops.attention.form import AttentionForm
 from common.ops.attention.paged_attention import (
     AttentionRow,
@@ -39,6 +38,7 @@ from common.ops.attention.paged_attention import (
     plan_device_attention,
 )
 from common.ops.attention.paged_reference import paged_attention_reference
+from common.ops.attention.settings import DEFAULT_SETTINGS
 from common.ops.kv.qkv_rope import qkv_rope
 from common.ops.kv.qkv_rope_reference import qkv_rope_reference
 from common.ops.linear import device as linear_device
@@ -119,7 +119,9 @@ def attention(checks: Checks, heads: dict[str, tuple[int, int, int]], spans: dic
             kv_scale = torch.rand(2, 2, kv, device=checks.device) + 0.5 if pool_kind == FP8 else None
             plain = pool.float() if kv_scale is None else pool.float() * kv_scale[None, :, :, None, :, None]
             fresh: dict[str, Any] = {}
-            known = all(start == 0 for start, _ in rows) or any(suits_parts(length, start) for start, length in rows)
+            known = all(start == 0 for start, _ in rows) or any(
+                DEFAULT_SETTINGS.suits_parts(length, start) for start, length in rows
+            )
             if known and checks.device.type == "cuda":
                 batch.rows = listed  # SDPA takes them, with K and V as tensors
                 held = [(row, plain[list(row.blocks), 1].transpose(0, 1).flatten(1, 2)) for row in listed]

@@ -7,7 +7,7 @@ when a layer's turn comes again, nothing of it is left there. Attention has sets
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -19,7 +19,8 @@ from common.engine.load.precision import Precision
 from common.models.attention import DeviceAttention
 from common.models.config import ModelConfig
 from common.models.decoder import Decoder, Inputs
-from common.ops.attention.configs import AttentionConfig, PrefillBackend
+from common.ops.attention.configs import AttentionConfig
+from common.ops.attention.form import AttentionForm
 from common.ops.attention.paged_attention import (
     AttentionRow,
     AttentionWorkspace,
@@ -28,6 +29,7 @@ from common.ops.attention.paged_attention import (
     plan_device_attention,
 )
 from common.ops.attention.paged_attention import paged_attention as attend
+from common.ops.attention.settings import DEFAULT_SETTINGS
 from common.ops.kv.qkv_rope import qkv_rope
 from common.ops.linear.embed import embed
 from common.ops.linear.gate_up import gate_up
@@ -147,10 +149,10 @@ class Bench:
             for row in rows
             for position in range(load.context, keys)
         ]
-        backend: PrefillBackend | None = "kernel" if config is not None else None  # a config is the kernel's
+        settings = DEFAULT_SETTINGS if config is None else replace(DEFAULT_SETTINGS, prefill_backend="kernel")
         heads = self.model.num_heads
         plan = plan_device_attention(
-            device_batch, self.pool, heads, workspace, prefill_backend=backend, config=config, dtype=self.dtype
+            device_batch, self.pool, heads, workspace, settings=settings, config=config, dtype=self.dtype
         )
         return Batch(
             plan=plan,
@@ -254,7 +256,7 @@ class Bench:
 
         def call(batch: Batch, layer: int) -> object:
             extra = {"key": key, "value": value} if batch.plan.takes_kv else {}
-            return attend(query, self.pool, layer, batch.plan, model.head_dim**-0.5, kv_scale=scale, **extra)
+            return attend(query, self.pool, layer, batch.plan, AttentionForm(model.head_dim**-0.5), kv_scale=scale, **extra)
 
         return [lambda b=b, i=i: call(b, i) for b in batches for i in range(self.num_layers)]
 

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from common.engine.gpu.graphs import ShapeTable, borrowed
-from common.engine.gpu.runner import DeviceRunner
+from common.engine.gpu.graphs import ShapeTable, borrowed, exact_shape
+from common.engine.gpu.runner import DeviceRunner, _attention_rows
 from common.engine.gpu.sampling import DeviceSampler
-from common.engine.gpu.step_buffers import StepShape
+from common.engine.gpu.step_buffers import StepPacker, StepShape, layout
 from common.engine.plan import StepPlan, StepRow
 from common.models.config import load_config
 from common.models.registry import load_decoder
 from common.models.source import ModelFiles
 from common.models.weights.base import LinearFormat
-from common.ops.attention import configs as attention_configs
+from common.ops.attention.settings import AttentionSettings
+from common.ops.attention.work import _chunk_runs
 from common.ops.backend import interpreted
 from common.ops.kv.hadamard_reference import hadamard
 from common.ops.linear.candidates import Candidate
@@ -272,14 +273,27 @@ def test_a_card_that_refuses_attention_in_parts_does_without(
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("cuDNN: no such plan")
 
-    monkeypatch.setattr(attention_configs, "LONG_PREFIX", attention_configs.LONG_PREFIX)  # put back afterwards
     monkeypatch.setattr("common.engine.gpu.runner.attend_run", lambda *_: None)
     monkeypatch.setattr("common.engine.gpu.runner.attend_part", refuse)
     runner = device_runner(llama[1], dtype=torch.bfloat16)
-    assert attention_configs.suits_parts(2048, 4096)
+    assert runner._attention.suits_parts(2048, 4096)
     runner.max_context = 8192
     runner._plan_prompts(2048)
-    assert not attention_configs.suits_parts(2048, 4096)
+    assert not runner._attention.suits_parts(2048, 4096)
+
+
+def test_a_plan_has_the_blocks_that_were_packed() -> None:
+    """While a step is planned on one thread, another one may give its rows more blocks, whose ids were not packed."""
+    blocks = [3, 4, 5]
+    rows = [StepRow([1], 40, blocks, 1, GREEDY, 40), StepRow([1] * 24, 32, [7, 8, 9, 10], 1, GREEDY, 56)]
+    shape = exact_shape(rows)
+    fields = layout(torch.zeros(1 << 16, dtype=torch.uint8), shape)
+    packed = StepPacker(block_tokens=16, num_blocks=64, vocab_size=100).pack(rows, fields, shape)
+    blocks.append(11)
+    planned = _attention_rows(packed)
+    run = _chunk_runs(planned, AttentionSettings(long_prompt_min=20, part_min_prefix=30))[0]
+    assert fields.block_ids[run.first_block : run.first_block + 4].tolist() == [7, 8, 9, 10]
+    assert [list(row.blocks) for row in planned] == [[3, 4, 5], [7, 8, 9, 10]]
 
 
 def chosen(table: ShapeTable, num_rows: int, prompt: int) -> tuple[int, int] | None:

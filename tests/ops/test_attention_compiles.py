@@ -7,12 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.ops.attention.configs import SHORT_QUERIES, AttentionConfig, choose_config, default_config
+from common.ops.attention.configs import SHORT_QUERIES, AttentionConfig, choose_config, default_config, fat_config
+from common.ops.attention.form import AttentionForm
 from tests.ops.compiling import ARCHITECTURES, Builds, KernelCase, check, compile_cases
 
 _PDL = ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8"}
 _LAYERS, _BLOCK_TOKENS, _KV_HEADS = 32, 16, 8
+
+
+PLAIN = AttentionForm(1.0)
+WINDOWED = AttentionForm(1.0, window=128, sinks=torch.zeros(1))
+CAPPED = AttentionForm(1.0, window=4096, soft_cap=50.0)
 
 
 def _attention(
@@ -23,6 +29,8 @@ def _attention(
     max_queries: int,
     config: AttentionConfig,
     max_registers: int = 255,
+    form: AttentionForm = PLAIN,
+    loop: bool = False,
 ) -> KernelCase:
     kv8 = dtype == torch.float8_e4m3fn
     compute = "bf16" if kv8 else _NAMES[dtype]
@@ -39,12 +47,16 @@ def _attention(
         "query_starts": "*i32",
         "layer": "i32",
         "scale": "fp32",
+        "soft_cap": "fp32",
+        "window": "i32",
+        "chunk": "i32",
         "query_stride": "i32:16",
         "num_rows": "i32",
         "end_token": "i32",
     }
     absent: dict[str, int | float | bool | str | None] = {}
-    for parameter, kind, there in (("kv_scale", "*fp32", kv8), ("arrivals", "*i32", config.fused)):
+    pointers = (("kv_scale", "*fp32", kv8), ("arrivals", "*i32", config.fused), ("sinks", "*fp32", form.sinks is not None))
+    for parameter, kind, there in pointers:
         if there:
             signature[parameter] = kind
         else:
@@ -70,16 +82,19 @@ def _attention(
             "ASSEMBLY": True,
             "SCALED": kv8,
             "SWAP": config.swap,
-            "OPEN_LOOP": max_queries > SHORT_QUERIES and not segment,
+            "OPEN_LOOP": max_queries > SHORT_QUERIES and not segment and not any(form.reach),
             "FUSED": config.fused,
             "PREFETCH": config.prefetch,
-            "LOOP": segment > 0,
-            "PDL": True,
+            "LOOP": segment > 0 or loop,
+            "LIMITED": any(form.reach),
+            "CAPPED": form.soft_cap > 0,
+            "SINKS": form.sinks is not None,
+            "PDL": not loop,
         },
         num_warps=config.warps,
         num_stages=config.stages,
         enable_fp_fusion=not segment,
-        expects=(*_PDL, "cp.async"),
+        expects=("cp.async",) if loop else (*_PDL, "cp.async"),
         expects_90=tensor_cores if dtype != torch.float32 else (),
         max_registers=max_registers,
     )
@@ -118,26 +133,46 @@ CASES = [
     _chosen("invariant", 128, torch.bfloat16),
     _chosen("decode", 64, torch.float32, group=3),
     _attention("fused", 128, 4, torch.bfloat16, 1, replace(_DECODE, fused=True, prefetch=2), 168),
+    _attention("window", 64, 8, torch.bfloat16, 1, default_config(64, 8, torch.bfloat16, "decode"), form=WINDOWED),
+    _attention("window", 64, 8, torch.float8_e4m3fn, 1, default_config(64, 8, torch.float8_e4m3fn, "decode"), form=WINDOWED),
+    _attention("window-prefill", 64, 8, torch.bfloat16, 8192, default_config(64, 8, torch.bfloat16, "prefill"), form=WINDOWED),
+    _attention("cap", 256, 2, torch.bfloat16, 1, default_config(256, 2, torch.bfloat16, "decode"), form=CAPPED),
+    replace(
+        _attention("cap-prefill", 256, 2, torch.bfloat16, 8192, default_config(256, 2, torch.bfloat16, "prefill"), form=CAPPED),
+        stack_bytes=16,
+    ),
+    _attention("plain", 96, 4, torch.bfloat16, 1, default_config(96, 4, torch.bfloat16, "decode")),
+    _attention("beside", 128, 4, torch.bfloat16, 1, fat_config(_DECODE, 128, torch.bfloat16), loop=True),
+    _attention("beside", 128, 4, torch.float8_e4m3fn, 1, fat_config(_DECODE, 128, torch.float8_e4m3fn), loop=True),
     _attention("swapped", 128, 4, torch.bfloat16, 1, replace(_DECODE, swap=True), 168),
     *(
         KernelCase(
             name,
             "common.ops.attention.merge_triton",
             "merge_kernel",
-            {"output": "*bf16", "partials": "*fp32", "sums": "*fp32", "merges": "*i32", "counts": "*i32"},
             {
+                "output": "*bf16",
+                "partials": "*fp32",
+                "sums": "*fp32",
+                "merges": "*i32",
+                "counts": "*i32",
+                **({"sinks": "*fp32"} if name == "sinks" else {}),
+            },
+            ({} if name == "sinks" else {"sinks": None})
+            | {
                 "KV_HEADS": 8,
                 "GROUP": 4,
                 "HEAD_DIM": 128,
                 "SLOT_ROWS": 4,
                 "PARTS": 16,
                 "IN_ORDER": name == "in_order",
+                "SINKS": name == "sinks",
                 "PDL": True,
             },
             expects=_PDL,
             max_registers=128,
         )
-        for name in ("at_once", "in_order")
+        for name in ("at_once", "in_order", "sinks")
     ),
     KernelCase(
         "512_rows",
@@ -145,10 +180,11 @@ CASES = [
         "work_kernel",
         {
             **dict.fromkeys(("query_starts", "context_lens", "block_starts", "items", "merges", "counts"), "*i32"),
-            **dict.fromkeys(("num_rows", "max_items", "max_merges", "wanted", "fewest", "least", "most"), "i32"),
-            **dict.fromkeys(("fresh", "chunk", "prefix", "query_tile", "tile"), "i32"),
+            **dict.fromkeys(("num_rows", "max_items", "max_merges", "target_items", "min_tiles_per_split"), "i32"),
+            **dict.fromkeys(("min_queries", "max_queries", "fresh_prefill_min", "part_min_queries"), "i32"),
+            **dict.fromkeys(("part_min_prefix", "query_tile", "tile", "window", "chunk"), "i32"),
         },
-        {"ROWS": 512, "ITEMS": 32, "SEGMENT": 0},
+        {"ROWS": 512, "ITEMS": 32, "SEGMENT": 0, "EVEN": True},
         num_warps=8,
     ),
     *(

@@ -12,12 +12,12 @@ pytest.importorskip("triton")
 import torch
 
 from common.ops import backend
-from common.ops.attention import configs as attention_configs
 from common.ops.attention.configs import part_length
 from common.ops.attention.form import AttentionForm
 from common.ops.attention.paged_attention import paged_attention
 from common.ops.attention.paged_reference import paged_attention_reference
 from common.ops.attention.parts import merge_pair, merge_pair_reference, piece_sizes, planned_parts
+from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
 from common.ops.attention.work import AttentionWorkspace, plan_device_attention
 from tests.ops.test_paged_attention_device import (
     CPU,
@@ -39,17 +39,23 @@ def _on_the_interpreter() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
-def test_long_pieces_after_long_prefixes_go_in_parts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_long_pieces_after_long_prefixes_go_in_parts(
+    dtype: torch.dtype, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Here from 16 keys and 21 tokens on, in pieces of 16, 32 and 64 keys; rows of other kinds beside them."""
     torch.manual_seed(8)
-    monkeypatch.setattr(attention_configs, "FRESH_QUERIES", 20)
-    for name, value in (("LONG_PROMPT", 21), ("LONG_PREFIX", 16), ("SHORTEST_PIECE", 16), ("LONGEST_PIECE", 64)):
-        monkeypatch.setattr(attention_configs, name, value)
+    monkeypatch.setattr("common.ops.attention.work._MIN_OVERLAP_BYTES", 0)
+    monkeypatch.setattr("common.ops.attention.work.sms_beside", lambda *_: 3)
+    settings = AttentionSettings(
+        fresh_prefill_min=20, long_prompt_min=21, part_min_prefix=16, min_piece=16, max_piece=64, overlap_decode=overlap
+    )
     kv_scale = torch.rand(LAYERS, 2, 2) + 0.5 if dtype == FP8 else None
     for spans, padding, parts in (
         ([(16, 21)], 0, 1),
         ([(250, 33)], 2, 1),
         ([(100, 1), (15, 40), (93, 30), (0, 24), (64, 22), (40, 20)], 3, 2),
+        ([(100, 1), (300, 1), (9, 1), (93, 30), (0, 24), (64, 22)], 3, 2),
     ):
         pool = make_pool(90, 2, 32, 16, dtype)
         rows = make_rows(pool, spans)
@@ -63,7 +69,9 @@ def test_long_pieces_after_long_prefixes_go_in_parts(dtype: torch.dtype, monkeyp
                 tensor[row.first : row.first + row.length] = held[row.start : row.start + row.length]
         poison_unused(pool, rows)
         workspace = AttentionWorkspace(CPU)
-        plan = plan_device_attention(make_batch(rows, num_tokens, known=True), pool, 6, workspace, dtype=torch.bfloat16)
+        batch = make_batch(rows, num_tokens, known=True)
+        plan = plan_device_attention(batch, pool, 6, workspace, settings=settings, dtype=torch.bfloat16)
+        assert (plan.beside is not None) == (overlap and len(spans) > 3 and spans[2][1] == 1)
         assert [(run.start, run.length) for run in plan.chunks] == [span for span in spans if span[0] >= 16 and span[1] >= 21]
         assert len(plan.chunks) == parts
         out = paged_attention(query, pool, LAYER, plan, AttentionForm(0.2), key=key, value=value, kv_scale=kv_scale)
@@ -71,19 +79,20 @@ def test_long_pieces_after_long_prefixes_go_in_parts(dtype: torch.dtype, monkeyp
 
 
 def test_parts_come_in_few_sizes() -> None:
-    longest = attention_configs.LONGEST_PIECE
+    settings = DEFAULT_SETTINGS
+    longest = settings.max_piece
     for prefix in (1024, 5000, 16384, 65536, 131071):
-        sizes = list(piece_sizes(prefix))
-        assert sizes == sorted(sizes, reverse=True) and sum(sizes) <= prefix < sum(sizes) + attention_configs.SHORTEST_PIECE
+        sizes = list(piece_sizes(prefix, settings))
+        assert sizes == sorted(sizes, reverse=True) and sum(sizes) <= prefix < sum(sizes) + settings.min_piece
         assert all(size <= longest and size & (size - 1) == 0 for size in sizes)
-    planned = list(planned_parts(2048, 131072))
+    planned = list(planned_parts(2048, 131072, settings))
     assert [keys for _, keys, causal in planned if not causal] == [1024, 2048, 4096, 8192, 16384]
     assert [keys for _, keys, causal in planned if causal] == [2048, 2560, 3072]
-    assert [keys for _, keys, causal in planned_parts(2048, 4096) if not causal] == [1024, 2048, 4096]
-    assert not list(planned_parts(1000, 131072))
+    assert [keys for _, keys, causal in planned_parts(2048, 4096, settings) if not causal] == [1024, 2048, 4096]
+    assert not list(planned_parts(1000, 131072, settings))
     # a worker's budget less the rows that decode, after any prefix: little more than it has to be
-    squares = {keys for _, keys, causal in planned_parts(16384, 131072) if causal}
-    assert squares == {16384, 17408} == {part_length(16384 - 7 + rest) for rest in range(1024)}
+    squares = {keys for _, keys, causal in planned_parts(16384, 131072, settings) if causal}
+    assert squares == {16384, 17408} == {part_length(16384 - 7 + rest, settings.min_piece) for rest in range(1024)}
 
 
 @pytest.mark.parametrize(("tokens", "heads", "head_dim"), [(1, 3, 32), (37, 6, 80), (64, 4, 128)])

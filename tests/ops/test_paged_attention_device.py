@@ -12,16 +12,20 @@ import torch
 pytest.importorskip("triton")
 
 import triton.language as tl
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
 from common.ops import backend
 from common.ops.attention import configs as attention_configs
+from common.ops.attention import work_triton
 from common.ops.attention.configs import AttentionConfig, attention_candidates, choose_config, default_config
 from common.ops.attention.form import AttentionForm
 from common.ops.attention.paged_attention import AttentionRow, paged_attention
 from common.ops.attention.paged_reference import paged_attention_reference
 from common.ops.attention.prefill import planned_lengths
+from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
 from common.ops.attention.work import AttentionWorkspace, DeviceBatch, DevicePlan, plan_device_attention
+from tests.fixtures.slow import some_slow
 
 LAYERS, LAYER = 2, 1
 CPU = torch.device("cpu")
@@ -49,12 +53,14 @@ def make_rows(pool: torch.Tensor, spans: Spans) -> list[AttentionRow]:
     return rows
 
 
-def poison_unused(pool: torch.Tensor, rows: list[AttentionRow]) -> None:
-    """NaN wherever no row has a key."""
+def poison_unused(pool: torch.Tensor, rows: list[AttentionRow], spare: int | None = None) -> None:
+    """NaN wherever no row has a key, and in block `spare`."""
     used = torch.zeros(pool.shape[0], pool.shape[3], dtype=torch.bool)
     for row in rows:
         for position in range(row.start + row.length):
             used[row.blocks[position // pool.shape[3]], position % pool.shape[3]] = True
+    if spare is not None:
+        used[spare] = False
     if pool.dtype == FP8:
         bytes_ = pool.view(torch.uint8)
         bytes_.masked_fill_(~used[:, None, None, :, None, None], 0x7F)
@@ -89,9 +95,11 @@ def make_plan(
     heads: int,
     config: AttentionConfig | None = None,
     workspace: AttentionWorkspace | None = None,
+    settings: AttentionSettings = DEFAULT_SETTINGS,
+    form: AttentionForm | None = None,
 ) -> DevicePlan:
     workspace = workspace or AttentionWorkspace(CPU)
-    plan = plan_device_attention(batch, pool, heads, workspace, config=config)
+    plan = plan_device_attention(batch, pool, heads, workspace, settings=settings, config=config, form=form)
     for work in plan.lists:
         work.partials.fill_(torch.nan)
         work.sums.fill_(torch.nan)
@@ -114,12 +122,15 @@ def run(
     config: AttentionConfig | None = None,
     capacity: int = 0,
     max_queries: int = 0,
+    form: AttentionForm | None = None,
 ) -> DevicePlan:
-    """Attention over a pool that is NaN outside the rows; compared with the reference."""
+    """Attention over a pool that is NaN outside the rows, and in blocks that no query sees; compared with the reference."""
+    form = form or AttentionForm(head_dim**-0.5)
     pool = make_pool(
         4 + sum(-(-(start + count) // block_tokens) for start, count in spans), kv_heads, head_dim, block_tokens, dtype
     )
-    rows = make_rows(pool, spans)
+    spare = len(pool) - 1
+    rows = make_rows(pool[:spare], spans)
     num_tokens = sum(count for _, count in spans) + 2
     compute = torch.bfloat16 if dtype == FP8 else dtype
     query = torch.randn(num_tokens, heads, head_dim).to(compute)
@@ -127,11 +138,13 @@ def run(
     plain = pool.float()
     if kv_scale is not None:
         plain *= kv_scale[None, :, :, None, :, None]
-    expected = paged_attention_reference(query.float(), plain, LAYER, rows, AttentionForm(head_dim**-0.5)).to(compute)
-    poison_unused(pool, rows)
+    expected = paged_attention_reference(query.float(), plain, LAYER, rows, form).to(compute)
+    gone = [form.first_key(row.start) // block_tokens for row in rows]
+    rows = [row._replace(blocks=[spare] * n + list(row.blocks[n:])) for n, row in zip(gone, rows, strict=True)]
+    poison_unused(pool, rows, spare)
     batch = make_batch(rows, num_tokens, capacity=capacity, max_queries=max_queries)
-    plan = make_plan(batch, pool, heads, config)
-    out = paged_attention(query, pool, LAYER, plan, AttentionForm(head_dim**-0.5), kv_scale=kv_scale)
+    plan = make_plan(batch, pool, heads, config, form=form)
+    out = paged_attention(query, pool, LAYER, plan, form, kv_scale=kv_scale)
     close(out, expected)
     assert not out[-2:].any()
     return plan
@@ -188,7 +201,7 @@ def test_rows_may_be_shorter_than_their_bucket() -> None:
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_long_row_is_split_and_merged(fused: bool) -> None:
     torch.manual_seed(4)
-    config = AttentionConfig(16, 32, 4, 2, programs=4, fewest_keys=32, fused=fused)
+    config = AttentionConfig(16, 32, 4, 2, programs=4, min_split_keys=32, fused=fused)
     plan = run([(700, 1), (3, 1), (40, 1)], kv_heads=1, heads=4, config=config)
     assert splits_of(plan) == 1
     assert plan.lists[0].merges[0, 3] > 10
@@ -197,7 +210,82 @@ def test_a_long_row_is_split_and_merged(fused: bool) -> None:
     assert not plan.lists[0].arrivals.any()
 
 
-def test_no_item_has_more_than_its_share() -> None:
+FORMS = {
+    "window": AttentionForm(0.2, window=37),
+    "window-of-one": AttentionForm(0.2, window=1),
+    "chunk": AttentionForm(0.2, chunk=150),
+    "cap": AttentionForm(0.4, soft_cap=2.0),
+    "sinks": AttentionForm(0.2, sinks=torch.linspace(-60, 8, 6)),
+    "all": AttentionForm(0.4, window=130, chunk=333, soft_cap=5.0, sinks=torch.linspace(4, -3, 6)),
+}
+
+
+@pytest.mark.parametrize("name", some_slow(list(FORMS), quick=["window", "all"]))
+@pytest.mark.parametrize(
+    "spans",
+    [[(299, 1), (0, 1), (127, 1)], [(0, 5), (250, 2), (140, 3)], [(200, 1), (0, 22), (140, 25)]],
+    ids=["decode", "verification", "mixed"],
+)
+def test_every_form_equals_the_reference(name: str, spans: Spans) -> None:
+    torch.manual_seed(11)
+    run(spans, heads=6, form=FORMS[name])
+
+
+@pytest.mark.parametrize("name", some_slow(list(FORMS), quick=["all"]))
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("swap", [False, True])
+def test_every_form_may_be_split(name: str, fused: bool, swap: bool) -> None:
+    torch.manual_seed(12)
+    config = AttentionConfig(16, 32, 4, 2, programs=4, min_split_keys=32, fused=fused, swap=swap)
+    dtype = torch.bfloat16 if swap else torch.float32
+    plan = run([(700, 1), (3, 1), (40, 1)], heads=6, dtype=dtype, config=config, form=FORMS[name])
+    assert splits_of(plan) > 0 or name == "window-of-one"
+
+
+@pytest.mark.parametrize("head_dim", [80, 96, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
+def test_forms_of_wide_and_odd_heads(head_dim: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(13)
+    form = AttentionForm(head_dim**-0.5, window=60, soft_cap=5.0, sinks=torch.linspace(-1, 1, 4))
+    run([(150, 1), (70, 20)], head_dim=head_dim, dtype=dtype, form=form)
+
+
+def test_a_list_has_only_keys_that_are_seen() -> None:
+    pool = make_pool(1, 2, 32, 16, torch.float32)
+    rows = [AttentionRow(i, 1, n, [0] * 4000) for i, n in enumerate((60_000, 50, 1000))]
+    config = AttentionConfig(16, 64, 4, 2, programs=16)
+    plan = make_plan(make_batch(rows, 3), pool, 4, config, form=AttentionForm(1.0, window=128))
+    items = plan.lists[0].items[: int(plan.lists[0].counts[0])].tolist()
+    seen: dict[int, set[int]] = {row.first: set() for row in rows}
+    for token, _, _, _, first, tiles, _, _ in items:
+        seen[token] |= set(range(first, first + tiles))
+    for row in rows:
+        assert seen[row.first] == set(range(max(row.start - 127, 0) // 64, row.start // 64 + 1))
+    with pytest.raises(ValueError, match="the plan is for"):
+        paged_attention(torch.randn(3, 4, 32), pool, LAYER, plan, AttentionForm(1.0, window=64))
+
+
+def test_a_plan_ends_with_a_launch_that_waits_for_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention reads the list before it waits for the kernel before it: that one must begin after the list is written."""
+    launched: list[str] = []
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            launched.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    listing = work_triton.list_work
+    monkeypatch.setattr(work_triton, "list_work", lambda *given: (listing(*given), launched.append("list")))
+    pool = make_pool(8, 2, 32, 16, torch.float32)
+    batch = make_batch(make_rows(pool, [(4, 1), (0, 40)]), 41)
+    workspace = AttentionWorkspace(CPU)
+    with Recorded():
+        plan_device_attention(batch, pool, 4, workspace)
+    assert launched.count("list") == 2
+    assert launched[-1] == "aten.zero_.default"  # torch launches nothing with programmatic dependence
+
+
+def test_all_items_run_at_once_and_the_longest_is_as_short_as_that_allows() -> None:
     torch.manual_seed(5)
     contexts = torch.randint(1, 5000, (37,))
     contexts[5] = 60_000
@@ -207,9 +295,11 @@ def test_no_item_has_more_than_its_share() -> None:
     plan = make_plan(make_batch(rows, len(rows), capacity=64), pool, 4, config)
     work = plan.lists[0]
     count, merges = work.counts.tolist()
-    wanted = 64 * 4 // 2
-    share = -(-sum(-(-int(n) // 64) for n in contexts) // wanted)
+    tiles = [-(-int(n) // 64) for n in contexts]
+    places = 64 * 4 // 2
+    share = next(share for share in range(1, max(tiles) + 1) if sum(-(-n // share) for n in tiles) <= places)
     items = work.items[:count].tolist()
+    assert count <= places
     assert max(item[5] for item in items) <= share
     whole = [item[5] for item in items if item[6] < 0]
     assert whole == sorted(whole, key=lambda tiles: 2 * tiles <= share)  # the long ones first
@@ -237,7 +327,7 @@ def test_every_way_to_cut_gives_the_same(kind: attention_configs.Kind, dtype: to
     for config in attention_candidates(64, 2, dtype, kind):
         if (config.tile, config.swap) not in seen:  # the rest is the compiler's
             seen.add((config.tile, config.swap))
-            run(spans, heads=4, head_dim=64, dtype=dtype, config=replace(config, fewest_keys=64))
+            run(spans, heads=4, head_dim=64, dtype=dtype, config=replace(config, min_split_keys=64))
     assert len(seen) >= 2
 
 
@@ -262,12 +352,10 @@ def test_a_plan_follows_its_batch() -> None:
 
 
 @pytest.mark.parametrize("long", [False, True])
-def test_prompts_without_a_prefix_may_go_another_way(long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_without_a_prefix_may_go_another_way(long: bool) -> None:
     """`long`: one prompt a call, padded: 30 tokens to 32, 22 to 24."""
     torch.manual_seed(8)
-    monkeypatch.setattr(attention_configs, "FRESH_QUERIES", 20)
-    if long:
-        monkeypatch.setattr(attention_configs, "LONG_PROMPT", 21)
+    settings = AttentionSettings(fresh_prefill_min=20, long_prompt_min=21 if long else 1024)
     for spans, padding in (
         ([(0, 24), (0, 24), (0, 30)], 3),
         ([(100, 1), (0, 24), (0, 24), (16, 40), (0, 5)], 3),
@@ -283,7 +371,7 @@ def test_prompts_without_a_prefix_may_go_another_way(long: bool, monkeypatch: py
             for which, tensor in enumerate((key, value)):
                 held = pool[list(row.blocks), LAYER, which].reshape(-1, 2, 32)
                 tensor[row.first : row.first + row.length] = held[row.start : row.start + row.length]
-        plan = make_plan(make_batch(rows, num_tokens, known=True), pool, 6)
+        plan = make_plan(make_batch(rows, num_tokens, known=True), pool, 6, settings=settings)
         fresh = [length for start, length in spans if start == 0 and length >= 20]
         together = [fresh.count(length) for length in sorted(set(fresh))]
         assert [run.count for run in plan.fresh] == ([1] * len(fresh) if long else together)
@@ -293,8 +381,13 @@ def test_prompts_without_a_prefix_may_go_another_way(long: bool, monkeypatch: py
             paged_attention(query, pool, LAYER, plan, AttentionForm(0.2))
 
 
+@pytest.mark.parametrize(
+    "form", [AttentionForm(0.1), AttentionForm(0.1, window=70, soft_cap=3.0, sinks=torch.ones(3))], ids=["plain", "all"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8], ids=str)
-def test_a_query_gets_the_same_bits_in_every_batch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_query_gets_the_same_bits_in_every_batch(
+    dtype: torch.dtype, form: AttentionForm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Alone, in a chunk of its prompt, in a verification, beside others: when `BATCH_INVARIANT` is on.
 
     The interpreter's matrix products are numpy's, whose rounding depends on a row's place; a GPU's does not. float64 hides it.
@@ -325,14 +418,12 @@ def test_a_query_gets_the_same_bits_in_every_batch(dtype: torch.dtype, monkeypat
             rows.append(AttentionRow(rows[-1].first + rows[-1].length if rows else 0, count, start, blocks[:15]))
         parts = [query[start : start + count] for start, count in spans]
         flat = torch.cat([torch.randn(strangers, 3, 32).to(compute), *parts])
-        plan = make_plan(make_batch(rows, len(flat)), pool, 3)
-        return paged_attention(flat, pool, LAYER, plan, AttentionForm(0.1), kv_scale=kv_scale)[strangers:]
+        plan = make_plan(make_batch(rows, len(flat)), pool, 3, form=form)
+        return paged_attention(flat, pool, LAYER, plan, form, kv_scale=kv_scale)[strangers:]
 
     whole = attend([(0, length)])
     plain = pool.float() * kv_scale[None, :, :, None, :, None]
-    reference = paged_attention_reference(
-        query.float(), plain, LAYER, [AttentionRow(0, length, 0, blocks[:15])], AttentionForm(0.1)
-    )
+    reference = paged_attention_reference(query.float(), plain, LAYER, [AttentionRow(0, length, 0, blocks[:15])], form)
     close(whole, reference.to(compute))
     for spans in ([(149, 1)], [(63, 1), (64, 1)], [(125, 5), (3, 2)], [(50, 90), (17, 1)]):
         together = torch.cat([whole[start : start + count] for start, count in spans])
@@ -363,11 +454,11 @@ def test_cudnn_meets_few_lengths() -> None:
     lengths = range(1, 9000)
     planned = [attention_configs.planned_length(length) for length in lengths]
     assert all(length <= padded <= 1.25 * length + 1 for length, padded in zip(lengths, planned, strict=True))
-    assert len({length for length in planned if length >= attention_configs.LONG_PROMPT}) <= 14
+    assert len({length for length in planned if length >= DEFAULT_SETTINGS.long_prompt_min}) <= 14
     assert attention_configs.planned_length(8192) == 8192
     for longest in (1023, 1024, 1100, 2048, 8999):
-        met = {planned[length - 1] for length in range(attention_configs.LONG_PROMPT, longest + 1)}
-        assert set(planned_lengths(longest)) == met
+        met = {planned[length - 1] for length in range(DEFAULT_SETTINGS.long_prompt_min, longest + 1)}
+        assert set(planned_lengths(longest, DEFAULT_SETTINGS)) == met
 
 
 def test_defaults_fit_a_multiprocessor() -> None:

@@ -6,7 +6,7 @@ import torch
 
 from common.cache.spec import CacheLayout
 from common.models.config import ModelConfig
-from common.ops.attention.configs import LONGEST_PIECE
+from common.ops.attention.settings import DEFAULT_SETTINGS
 from common.protocol.errors import ConfigError
 
 _FIXED_BYTES = 3 << 29
@@ -20,7 +20,7 @@ def workspace_bytes(model: ModelConfig, max_running: int, token_budget: int) -> 
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     per_token = 4 * (4 * model.hidden_size + 2 * qkv + 3 * model.intermediate_size)
     per_sample = 3 * 4 * model.vocab_size
-    piece = 6 * LONGEST_PIECE * model.num_kv_heads * model.head_dim  # K and V, as stored and as multiplied
+    piece = 6 * DEFAULT_SETTINGS.max_piece * model.num_kv_heads * model.head_dim  # K and V, as stored and as multiplied
     return _FIXED_BYTES + token_budget * per_token + max_running * per_sample + piece
 
 

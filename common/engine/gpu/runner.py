@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -30,11 +31,11 @@ from common.engine.sampling import penalised
 from common.models.attention import DeviceAttention
 from common.models.decoder import Decoder, Inputs
 from common.ops import backend
-from common.ops.attention import configs as attention_configs
 from common.ops.attention.configs import has_parts
 from common.ops.attention.paged_attention import AttentionRow
 from common.ops.attention.parts import attend_part, planned_parts
 from common.ops.attention.prefill import attend_run, planned_lengths
+from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
 from common.ops.attention.work import AttentionWorkspace, DeviceBatch, FreshRun, plan_device_attention
 from common.ops.tensors import Feed
 from common.protocol.errors import ConfigError, InvalidParameter
@@ -72,6 +73,7 @@ class DeviceRunner:
         token_budget: int,
         graphs: bool = True,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
+        attention: AttentionSettings = DEFAULT_SETTINGS,
     ) -> None:
         config = decoder.config
         expected = (config.num_layers, 2, pool.shape[3], config.num_kv_heads, config.head_dim)
@@ -100,6 +102,7 @@ class DeviceRunner:
         self._packer = StepPacker(block_tokens=self.block_tokens, num_blocks=self.num_blocks, vocab_size=config.vocab_size)
         self._sampler = DeviceSampler(max_tokens, self._device, _DEPTH)
         self._workspace = AttentionWorkspace(self._device)
+        self._attention = attention
         self._rope = decoder.rope.table(min(config.max_context, self.num_blocks * self.block_tokens))
         self._shapes = ShapeTable(max_rows, max_tokens, layer_parameters=decoder.layer_parameters)
         self._graphs: dict[StepShape, StepGraph] = {}
@@ -141,7 +144,7 @@ class DeviceRunner:
             self._buffer[: packed.used_bytes].copy_(staging[: packed.used_bytes], non_blocking=True)
             special = self._sampler.load(rows)
             read = places_read(rows, packed, self._device) if is_read else None
-            logits = self._forward(shape, _attention_rows(rows, packed), read) if graph is None else graph.replay()
+            logits = self._forward(shape, _attention_rows(packed), read) if graph is None else graph.replay()
             readings = read_rows(self.decoder, rows, self._states) if is_read else ()
             self._states = self._no_states
             logprobs = self._sampler.finish(logits, rows, partial(self._masks, rows)) if special else None
@@ -182,7 +185,9 @@ class DeviceRunner:
         fields = layout(self._buffer, shape)
         config = self.decoder.config
         batch = _batch(fields, shape, rows)
-        plan = plan_device_attention(batch, self.pool, config.num_heads, self._workspace, dtype=self.decoder.dtype)
+        plan = plan_device_attention(
+            batch, self.pool, config.num_heads, self._workspace, settings=self._attention, dtype=self.decoder.dtype
+        )
         attention = DeviceAttention(
             config,
             self.pool,
@@ -232,6 +237,8 @@ class DeviceRunner:
                     self._sampler.load(rows)
                     logits = self._forward(shape, [AttentionRow(0, num_tokens, start, [])])
                     self._sampler.finish(logits, rows, partial(self._masks, rows))
+                if self._attention.overlap_decode and num_tokens > self._attention.long_prompt_min:
+                    self._overlap(num_tokens)
                 if self._stream is not None:
                     self._plan_prompts(token_budget)
                     self._stream.synchronize()
@@ -241,6 +248,16 @@ class DeviceRunner:
                 "or kv_cache_mb",
                 param="token_budget",
             ) from error
+
+    def _overlap(self, num_tokens: int) -> None:
+        """Run a step of a long prompt beside a row that decodes: its attention has a kernel of its own."""
+        rows = [
+            AttentionRow(0, num_tokens - 1, self._attention.part_min_prefix or 0, []),
+            AttentionRow(num_tokens - 1, 1, 1 << 16, []),
+        ]
+        shape = StepShape(tokens=num_tokens, rows=2, max_queries=num_tokens, samples=2)
+        self._blank(shape)
+        self._forward(shape, rows)
 
     def _plan_prompts(self, token_budget: int) -> None:
         if self.decoder.dtype == torch.float32:  # which cuDNN refuses
@@ -255,13 +272,13 @@ class DeviceRunner:
             return [zeros(length, config.num_heads), zeros(keys, config.num_kv_heads), zeros(keys, config.num_kv_heads)]
 
         longest = min(token_budget, self.max_context)
-        for length in planned_lengths(longest):
+        for length in planned_lengths(longest, self._attention):
             query, key, value = qkv(length, length)
-            attend_run(query, key, value, FreshRun(0, 1, length), "cudnn", scale)
+            attend_run(query, key, value, FreshRun(0, 1, length), self._attention, scale)
         if not has_parts(config.head_dim, self.decoder.dtype):
             return
         try:
-            for queries, keys, causal in planned_parts(longest, self.max_context):
+            for queries, keys, causal in planned_parts(longest, self.max_context, self._attention):
                 query, key, value = qkv(queries, keys)
                 attend_part(query, key, value, scale, causal=causal)
         except torch.OutOfMemoryError:
@@ -269,7 +286,7 @@ class DeviceRunner:
         except RuntimeError as error:  # an old card, or torch without cuDNN: there the kernel that reads pages does it
             if not backend.gpu_answers():
                 raise
-            attention_configs.forgo_parts()
+            self._attention = replace(self._attention, part_min_prefix=None)
             log.warning("attention_in_parts_refused", error=str(error)[:300])
 
     # ── graphs ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -362,11 +379,11 @@ def _batch(fields: Fields, shape: StepShape, rows: Sequence[AttentionRow] | None
     )
 
 
-def _attention_rows(rows: Sequence[StepRow], packed: PackedStep) -> list[AttentionRow]:
+def _attention_rows(packed: PackedStep) -> list[AttentionRow]:
     return [
-        AttentionRow(first, length, start, row.blocks)
-        for first, length, start, row in zip(
-            packed.firsts.tolist(), packed.lengths.tolist(), packed.starts.tolist(), rows, strict=True
+        AttentionRow(first, length, start, blocks)
+        for first, length, start, blocks in zip(
+            packed.firsts.tolist(), packed.lengths.tolist(), packed.starts.tolist(), packed.blocks, strict=True
         )
     ]
 

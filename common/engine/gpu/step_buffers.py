@@ -67,12 +67,16 @@ def buffer_bytes(max_tokens: int, max_rows: int, num_block_ids: int) -> int:
 
 @dataclass(slots=True)
 class PackedStep:
-    """What packing found out. int64 [rows]: where each row begins in the step, its tokens, and the position of its first."""
+    """What packing found out. int64 [rows]: where each row begins in the step, its tokens, and the position of its first.
+
+    blocks: each row's block ids as they were packed. A row's own list may grow on another thread meanwhile.
+    """
 
     used_bytes: int
     firsts: NDArray[np.int64]
     lengths: NDArray[np.int64]
     starts: NDArray[np.int64]
+    blocks: list[NDArray[np.int32]]
 
 
 class StepPacker:
@@ -135,7 +139,7 @@ class StepPacker:
         block_starts[1 : num_rows + 1], block_starts[num_rows + 1 :] = block_ends, num_ids
         context_lens[:num_rows], context_lens[num_rows:] = starts + lengths, 0
         used = fields.block_ids.data_ptr() - fields.tokens.data_ptr() + 4 * num_ids
-        return PackedStep(used, firsts, lengths, starts)
+        return PackedStep(used, firsts, lengths, starts, blocks)
 
     def _blocks_of(self, row: StepRow) -> NDArray[np.int32]:
         blocks = row.blocks

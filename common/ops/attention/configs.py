@@ -16,29 +16,19 @@ SHARED_BYTES = 227 * 1024
 SHORT_QUERIES = 16
 """Rows of decode and verification have at most so many queries: one work list. With longer rows there are two."""
 
-PREFILL_BACKEND: PrefillBackend = "cudnn"
-"""For prompts with no cached prefix. Causal, 8k, 32/8 heads × 128 on an H200: cuDNN 590 TFLOP/s, FlashAttention-2 289."""
-FRESH_QUERIES = 64
-"""Shorter prompts stay with the kernel: they share its launch with the other rows."""
-LONG_PROMPT = 1024
-"""From here on cuDNN has one prompt a call, padded to one of a few lengths; below, FlashAttention-2 takes its place. cuDNN
-plans every shape that is new to a thread, for 0.1 s and more (pytorch#154602), which no other length of prompt may cost."""
-
-LONG_PREFIX = 2048
-"""A prompt that goes on after so many keys or more, by at least LONG_PROMPT tokens, is cuDNN's as well (`attention_parts`)."""
-SHORTEST_PIECE, LONGEST_PIECE = 1024, 16384
-"""Of a prefix, in keys: over the shortest cuDNN is a tenth faster than the kernel, over more than the longest no faster."""
-
 
 @dataclass(slots=True, frozen=True)
 class AttentionConfig:
     """What one program does.
 
-    block_m: queries × query heads of one matrix product; tile: keys of one; programs: wanted per multiprocessor when keys are
-    split; fewest_keys: of a split; segment_keys: 0, or splits begin at its multiples, whatever the batch (batch-invariant);
-    swap: keys, not queries, are the rows of the products (wgmma for decode; not for 8-bit KV); fused: the last program of a
-    split row merges it, instead of a second kernel (not batch-invariant); prefetch: how many first tiles a program asks the L2
-    cache for while the kernel before attention still runs.
+    block_m: queries × query heads of one matrix product.
+    tile: keys of one.
+    programs: how many an SM has at once, when keys are split.
+    min_split_keys: of a split, at least.
+    segment_keys: 0, or splits begin at its multiples, whatever the batch (batch-invariant).
+    swap: keys, not queries, are the rows of the products (wgmma for decode; not for 8-bit KV).
+    fused: the last program of a split row merges it, instead of a second kernel (not batch-invariant).
+    prefetch: how many first tiles a program asks the L2 cache for while the kernel before attention still runs.
     """
 
     block_m: int
@@ -46,7 +36,7 @@ class AttentionConfig:
     warps: int
     stages: int
     programs: int
-    fewest_keys: int = 128
+    min_split_keys: int = 128
     segment_keys: int = 0
     swap: bool = False
     fused: bool = False
@@ -80,7 +70,7 @@ def default_config(head_dim: int, group: int, dtype: torch.dtype, kind: Kind, *,
     if kind == "prefill":
         large = head_dim > 128
         tile = 32 if large else 128 if row_bytes == 256 else 64
-        return AttentionConfig(max(64 if large else 128, block_m), tile, 8, 3, 2, fewest_keys=1024)
+        return AttentionConfig(max(64 if large else 128, block_m), tile, 8, 3, 2, min_split_keys=1024)
     tile = min(128, max(32, 64 * 256 // row_bytes))
     if rows_per_sm <= 0.6:
         return AttentionConfig(block_m, tile, 4, 3, 3, 64)
@@ -89,6 +79,13 @@ def default_config(head_dim: int, group: int, dtype: torch.dtype, kind: Kind, *,
     if rows_per_sm <= 6:
         return AttentionConfig(block_m, max(32, tile // 2), 2, 4, 4, 64)
     return AttentionConfig(block_m, 32, 1, 2 if row_bytes >= 256 else 3, 8, 64)
+
+
+def fat_config(config: AttentionConfig, head_dim: int, dtype: torch.dtype) -> AttentionConfig:
+    """Return `config` for a kernel that has few SMs: one program fills an SM's shared memory with loads in flight."""
+    row_bytes = _power_of_2(head_dim) * dtype.itemsize
+    tile = max(16, min(128, 32768 // row_bytes))
+    return replace(config, tile=tile, warps=8, stages=4, swap=False, fused=False, prefetch=0)
 
 
 def widened(config: AttentionConfig, head_dim: int, group: int, dtype: torch.dtype, max_queries: int) -> AttentionConfig:
@@ -105,8 +102,8 @@ def attention_candidates(head_dim: int, group: int, dtype: torch.dtype, kind: Ki
     base = default_config(head_dim, group, dtype, kind)
     yield base
     if kind == "decode":
-        for fused, prefetch, fewest in itertools.product((False, True), (0, 2), (64, 128, 256)):
-            yield replace(base, fused=fused, prefetch=prefetch, fewest_keys=fewest)
+        for fused, prefetch, keys in itertools.product((False, True), (0, 2), (64, 128, 256)):
+            yield replace(base, fused=fused, prefetch=prefetch, min_split_keys=keys)
         for fused in (False, True):  # 64 KB each: two already have enough in flight, and cut fewer rows
             yield replace(base, fused=fused, programs=2)
     row_bytes = _power_of_2(head_dim) * dtype.itemsize
@@ -126,26 +123,15 @@ def has_parts(head_dim: int, dtype: torch.dtype) -> bool:
     return head_dim % 8 == 0 and head_dim <= 128 and dtype in (torch.bfloat16, torch.float16)
 
 
-def suits_parts(row_length: int, start: int) -> bool:
-    """Is a row of so many tokens after so many keys long enough for `attention_parts`?"""
-    return row_length >= LONG_PROMPT and start >= LONG_PREFIX
-
-
-def forgo_parts() -> None:
-    """From now on no prefix is long enough."""
-    global LONG_PREFIX
-    LONG_PREFIX = 1 << 30
-
-
 def planned_length(length: int) -> int:
     """What cuDNN gets for a prompt of `length`: four lengths between powers of two."""
     step = max(1, _power_of_2(length) // 8)
     return -(-length // step) * step
 
 
-def part_length(length: int) -> int:
-    """What cuDNN gets for `length` queries of a part: a square of a long one is padded by a multiple of 1024 at most."""
-    return min(planned_length(length), -(-length // SHORTEST_PIECE) * SHORTEST_PIECE)
+def part_length(length: int, min_piece: int) -> int:
+    """Return what cuDNN gets for `length` queries of a part: a square of a long one is padded by less than min_piece."""
+    return min(planned_length(length), -(-length // min_piece) * min_piece)
 
 
 def _power_of_2(n: int) -> int:

@@ -25,10 +25,18 @@ def fold(best, mass, part_sum):
 
 
 @triton.jit
+def sink_weight(sinks, head, m, best, GROUP: tl.constexpr):
+    """What sinks add to the mass of query rows m of a KV head, whose largest exponent of 2 is `best`."""
+    sink = tl.load(sinks + head * GROUP + m % GROUP)
+    return tl.exp2(tl.fma(sink, sink * 0.0 + 1.4426950408889634, -tl.where(best == float("-inf"), 0.0, best)))
+
+
+@triton.jit
 def merge_rows(
     output,
     partials,
     sums,
+    sinks,
     head,
     token,
     queries,
@@ -40,6 +48,7 @@ def merge_rows(
     SLOT_ROWS: tl.constexpr,
     ROWS: tl.constexpr,
     PARTS: tl.constexpr,
+    SINKS: tl.constexpr,
     begin,
 ):
     """Result rows begin, …, begin + ROWS - 1 of a slot, PARTS parts at a time."""
@@ -66,6 +75,8 @@ def merge_rows(
         mass = mass * kept + tl.sum(weights, 0)
         merged = merged * kept[:, None] + tl.sum(found * weights[:, :, None], 0)
         best = higher
+    if SINKS:
+        mass += sink_weight(sinks, head, m, best, GROUP)
     merged = merged / tl.where(mass == 0.0, 1.0, mass)[:, None]
     places = (token + m // GROUP).to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + m % GROUP
     tl.store(output + (places * HEAD_DIM)[:, None] + d[None, :], merged, mask=mine[:, None] & (d < HEAD_DIM)[None, :])
@@ -76,6 +87,7 @@ def _merge_in_order(
     output,
     partials,
     sums,
+    sinks,
     head,
     token,
     m,
@@ -85,6 +97,7 @@ def _merge_in_order(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     SLOT_ROWS: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """One result row, with the operations by which one program merges the segments of its keys."""
     d = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
@@ -98,6 +111,8 @@ def _merge_in_order(
         found = tl.load(partials + places * HEAD_DIM + d, mask=shown, other=0.0)
         best, mass, kept, added = fold(best, mass, tl.load(sums + places))
         merged = tl.fma(found, tl.zeros_like(merged) + added, merged * kept)
+    if SINKS:
+        mass += sink_weight(sinks, head, m, best, GROUP)
     place = (token + m // GROUP).to(tl.int64) * (KV_HEADS * GROUP) + head * GROUP + m % GROUP
     tl.store(output + place * HEAD_DIM + d, merged / mass, mask=shown)
 
@@ -113,6 +128,7 @@ def merge_kernel(
     output,  # [tokens, KV_HEADS * GROUP, HEAD_DIM]
     partials,  # float32 [slots, KV_HEADS, SLOT_ROWS, HEAD_DIM]
     sums,  # float32 [slots, KV_HEADS, SLOT_ROWS], base 2
+    sinks,  # float32 [KV_HEADS * GROUP] if SINKS
     merges,  # int32 [merges, 4], see attention_work
     counts,  # int32 [2]
     KV_HEADS: tl.constexpr,
@@ -121,6 +137,7 @@ def merge_kernel(
     SLOT_ROWS: tl.constexpr,
     PARTS: tl.constexpr,
     IN_ORDER: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -138,21 +155,32 @@ def merge_kernel(
         if m // GROUP < queries:
             if IN_ORDER:
                 _merge_in_order(
-                    output, partials, sums, head, token, m, slot, parts, KV_HEADS, GROUP, HEAD_DIM, SLOT_ROWS
+                    output, partials, sums, sinks, head, token, m, slot, parts, KV_HEADS, GROUP, HEAD_DIM, SLOT_ROWS, SINKS
                 )  # fmt: skip
             else:
                 merge_rows(
-                    output, partials, sums, head, token, queries, slot, parts, KV_HEADS, GROUP, HEAD_DIM, SLOT_ROWS, 1, PARTS, m
+                    output, partials, sums, sinks, head, token, queries, slot, parts, KV_HEADS, GROUP, HEAD_DIM, SLOT_ROWS, 1,
+                    PARTS, SINKS, m,
                 )  # fmt: skip
 
 
-def merge_splits(work: WorkList, plan: DevicePlan, output: torch.Tensor, sms: int, *, pdl: bool, in_order: bool) -> None:
+def merge_splits(
+    work: WorkList,
+    plan: DevicePlan,
+    sinks: torch.Tensor | None,
+    output: torch.Tensor,
+    sms: int,
+    *,
+    pdl: bool,
+    in_order: bool,
+) -> None:
     """Writes the rows of `output` whose keys were split."""
     slot_rows = work.partials.shape[2]
     merge_kernel[(min(len(work.merges) * plan.kv_heads * slot_rows, 8 * sms),)](
         output=output,
         partials=work.partials,
         sums=work.sums,
+        sinks=sinks,
         merges=work.merges,
         counts=work.counts,
         KV_HEADS=plan.kv_heads,
@@ -161,6 +189,7 @@ def merge_splits(work: WorkList, plan: DevicePlan, output: torch.Tensor, sms: in
         SLOT_ROWS=slot_rows,
         PARTS=16,
         IN_ORDER=in_order,
+        SINKS=sinks is not None,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,

@@ -9,9 +9,9 @@ import torch
 
 from common.ops.attention.form import AttentionForm, Reach
 from common.ops.attention.paged_cpu import attend_cpu
-from common.ops.attention.parts import attend_chunk
+from common.ops.attention.paged_device import attend_device
+from common.ops.attention.parts import StepKv
 from common.ops.attention.plan_cpu import AttentionPlan, AttentionRow, check_attention, plan_attention
-from common.ops.attention.prefill import attend_fresh, attend_run
 from common.ops.attention.rows_cpu import NotInvariant
 from common.ops.attention.scratch_cpu import Scratch
 from common.ops.attention.work import AttentionWorkspace, DeviceBatch, DevicePlan, plan_device_attention
@@ -57,41 +57,25 @@ def paged_attention(
         if kv_scale is not None:
             raise ValueError("8-bit KV is for GPUs")
         return attend_cpu(query, pool, layer, plan, form)
-    _check(query, pool, plan, key, value, kv_scale)
-    if not form.is_plain:
-        raise ValueError("windows, chunks, soft caps and sinks are for CPUs")
-    scale = form.scale
-    if not plan.lists and len(plan.fresh) + len(plan.chunks) == 1 and key is not None and value is not None:
-        if plan.fresh and plan.fresh[0].count * plan.fresh[0].length == len(query):
-            return attend_run(query, key, value, plan.fresh[0], plan.prefill_backend, scale)
-        if plan.chunks and plan.chunks[0].length == len(query):
-            return attend_chunk(query, key, value, pool, layer, plan.batch.block_ids, plan.chunks[0], scale, kv_scale)
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    if plan.lists:
-        from common.ops.attention.paged_triton import attend_paged
-
-        attend_paged(query, pool, layer, plan, scale, kv_scale, output)
-    elif sum(run.count * run.length for run in plan.fresh) + sum(run.length for run in plan.chunks) < len(output):
-        output.zero_()
-    if key is not None and value is not None:
-        attend_fresh(query, key, value, plan.fresh, plan.prefill_backend, scale, output)
-        for run in plan.chunks:
-            attended = attend_chunk(query, key, value, pool, layer, plan.batch.block_ids, run, scale, kv_scale)
-            output[run.first : run.first + run.length] = attended
-    return output
+    _check(query, pool, plan, form, key, value, kv_scale)
+    if key is None or value is None:
+        return attend_device(query, None, pool, layer, plan, form, kv_scale)
+    kv = StepKv(key, value, pool, layer, plan.batch.block_ids, kv_scale)
+    return attend_device(query, kv, pool, layer, plan, form, kv_scale)
 
 
 def _check(
     query: torch.Tensor,
     pool: torch.Tensor,
     plan: DevicePlan,
+    form: AttentionForm,
     key: torch.Tensor | None,
     value: torch.Tensor | None,
     kv_scale: torch.Tensor | None,
 ) -> None:
-    wanted = (plan.batch.num_tokens, plan.num_heads, plan.head_dim)
-    if query.shape != wanted or query.stride()[1:] != (plan.head_dim, 1):
-        raise ValueError(f"the plan is for {list(wanted)}, heads contiguous, not {list(query.shape)}, {query.stride()}")
+    expected = (plan.batch.num_tokens, plan.num_heads, plan.head_dim)
+    if query.shape != expected or query.stride()[1:] != (plan.head_dim, 1):
+        raise ValueError(f"the plan is for {list(expected)}, heads contiguous, not {list(query.shape)}, {query.stride()}")
     if pool.shape[4:] != (plan.kv_heads, plan.head_dim) or not pool.is_contiguous():
         raise ValueError(f"the plan is for {plan.kv_heads} KV heads of {plan.head_dim}, not {list(pool.shape[4:])}")
     if pool.dtype not in (query.dtype, torch.float8_e4m3fn):
@@ -100,5 +84,8 @@ def _check(
         raise ValueError("8-bit KV is read in pairs: head_dim must be even")
     if kv_scale is not None and (kv_scale.shape != (pool.shape[1], 2, plan.kv_heads) or not kv_scale.is_contiguous()):
         raise ValueError(f"kv_scale is [layers, 2, kv_heads], contiguous, not {list(kv_scale.shape)}")
+    form.check(plan.num_heads, query.device)
+    if form.reach != plan.reach or (plan.takes_kv and not form.is_plain):
+        raise ValueError(f"the plan is for {plan.reach}{', uncapped and without sinks' if plan.takes_kv else ''}, not {form}")
     if plan.takes_kv and (key is None or value is None):
         raise ValueError("the plan leaves prompts to SDPA: it needs key and value")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from common.ops.attention.form import AttentionForm
 
@@ -20,7 +22,7 @@ class Row(Protocol):
     @property
     def start(self) -> int: ...
     @property
-    def blocks(self) -> Sequence[int]: ...
+    def blocks(self) -> Sequence[int] | NDArray[np.int32]: ...
 
 
 def paged_attention_reference(

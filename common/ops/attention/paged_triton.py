@@ -8,6 +8,8 @@ See FlashAttention-2 (arXiv 2307.08691) and FlashDecoding (pytorch.org/blog/flas
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportOptionalMemberAccess=false, reportOperatorIssue=false
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -15,9 +17,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from common.ops import backend
 from common.ops.attention.configs import SHORT_QUERIES
-from common.ops.attention.merge_triton import fold, merge_rows, merge_splits
+from common.ops.attention.form import AttentionForm
+from common.ops.attention.merge_triton import fold, merge_rows, merge_splits, sink_weight
 from common.ops.attention.tiles_triton import attend_tiles, load_blocks, prefetch_tiles
-from common.ops.attention.work import DevicePlan
+from common.ops.attention.work import DevicePlan, WorkList
+from common.ops.attention.work_triton import first_key
 
 
 @triton.jit
@@ -29,8 +33,8 @@ def _load_item(item):
 
 
 @triton.jit
-def _first_blocks(block_ids, item, real, BLOCK_SHIFT: tl.constexpr, TILE: tl.constexpr):
-    return load_blocks(block_ids + item[3], item[4], item[2] + item[1], real, BLOCK_SHIFT, TILE)
+def _first_blocks(block_ids, item, low, real, BLOCK_SHIFT: tl.constexpr, TILE: tl.constexpr, LIMITED: tl.constexpr):
+    return load_blocks(block_ids + item[3], item[4], low, item[2] + item[1], real, BLOCK_SHIFT, TILE, LIMITED)
 
 
 @triton.jit
@@ -43,11 +47,16 @@ def _attend_item(
     arrivals,
     block_ids,
     kv_scale,
+    sinks,
     layer,
     scale,
+    soft_cap,
+    window,
+    chunk,
     query_stride,
     head,
     item,
+    low,
     block,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -64,6 +73,9 @@ def _attend_item(
     SWAP: tl.constexpr,
     OPEN_LOOP: tl.constexpr,
     FUSED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     token, queries, start, blocks, first, tiles, first_slot, part = item
     WIDTH: tl.constexpr = HEAD_DIM // 2 if KV8 else HEAD_DIM
@@ -77,6 +89,7 @@ def _attend_item(
     nth = m // GROUP
     mine = nth < queries
     position = start + nth
+    lowest = first_key(position, window, chunk) if LIMITED else 0
     rows = (token + nth).to(tl.int64)
     columns = (head * GROUP + m % GROUP) * HEAD_DIM
     shown = mine[:, None] & (d < HEAD_DIM)[None, :]
@@ -90,6 +103,9 @@ def _attend_item(
     if SCALED:
         factor *= tl.load(kv_scale + 2 * layer * KV_HEADS + head)
         value_scale = tl.load(kv_scale + (2 * layer + 1) * KV_HEADS + head)
+    cap = soft_cap * 1.4426950408889634
+    if CAPPED:
+        factor *= 2 / soft_cap
 
     bases = pool + (layer.to(tl.int64) * (TOKEN_STRIDE << (BLOCK_SHIFT + 1)) + head * WIDTH)
     ids = block_ids + blocks
@@ -108,8 +124,8 @@ def _attend_item(
             acc_odd = acc if KV8 else 0
             acc, acc_odd, top, total, block = attend_tiles(
                 q, q_odd, acc, acc_odd, top, total, bases, ids, block, begin, tl.minimum(begin + SEGMENT, last),
-                end, position, factor, TOKEN_STRIDE, BLOCK_STRIDE, BLOCK_SHIFT, TILE, WIDTH, BLOCK_D, KV8, ASSEMBLY,
-                False, LAZY, True,
+                low, end, position, lowest, factor, cap, TOKEN_STRIDE, BLOCK_STRIDE, BLOCK_SHIFT, TILE, WIDTH, BLOCK_D, KV8,
+                ASSEMBLY, False, LAZY, True, LIMITED, CAPPED,
             )  # fmt: skip
             total = tl.sum(total, 1) if LAZY else total
             divisor = tl.where(total == 0.0, 1.0, total)  # a query that sees nothing: top is -inf, and so is its sum
@@ -128,17 +144,20 @@ def _attend_item(
         if OPEN_LOOP:
             open_end = tl.maximum(tl.minimum((start + 1) // TILE, last), first)  # every query sees the tiles before it whole
             acc, acc_odd, top, total, block = attend_tiles(
-                q, q_odd, acc, acc_odd, top, total, bases, ids, block, first, open_end, end, position, factor,
-                TOKEN_STRIDE, BLOCK_STRIDE, BLOCK_SHIFT, TILE, WIDTH, BLOCK_D, KV8, ASSEMBLY, SWAP, LAZY, False,
+                q, q_odd, acc, acc_odd, top, total, bases, ids, block, first, open_end, low, end, position, lowest,
+                factor, cap, TOKEN_STRIDE, BLOCK_STRIDE, BLOCK_SHIFT, TILE, WIDTH, BLOCK_D, KV8, ASSEMBLY, SWAP, LAZY, False,
+                False, CAPPED,
             )  # fmt: skip
             first = open_end
         acc, acc_odd, top, total, block = attend_tiles(
-            q, q_odd, acc, acc_odd, top, total, bases, ids, block, first, last, end, position, factor,
-            TOKEN_STRIDE, BLOCK_STRIDE, BLOCK_SHIFT, TILE, WIDTH, BLOCK_D, KV8, ASSEMBLY, SWAP, LAZY, True,
+            q, q_odd, acc, acc_odd, top, total, bases, ids, block, first, last, low, end, position, lowest, factor, cap,
+            TOKEN_STRIDE, BLOCK_STRIDE, BLOCK_SHIFT, TILE, WIDTH, BLOCK_D, KV8, ASSEMBLY, SWAP, LAZY, True, LIMITED, CAPPED,
         )  # fmt: skip
         if LAZY:
             total = tl.sum(total, 0 if SWAP else 1)
 
+    if SINKS and first_slot < 0:  # else the merge adds them
+        total += sink_weight(sinks, head, m, top, GROUP)
     divisor = tl.where(total == 0.0, 1.0, total)
     if SWAP:
         acc = tl.trans(acc)
@@ -160,12 +179,12 @@ def _attend_item(
                 ROWS: tl.constexpr = min(4, triton.next_power_of_2(SLOT_ROWS))
                 for begin in range(0, queries * GROUP, ROWS):
                     merge_rows(
-                        output, partials, sums, head, token, queries, first_slot, part // 65536, KV_HEADS, GROUP, HEAD_DIM,
-                        SLOT_ROWS, ROWS, max(1, 4096 // (ROWS * FULL_D)), begin,
+                        output, partials, sums, sinks, head, token, queries, first_slot, part // 65536, KV_HEADS, GROUP,
+                        HEAD_DIM, SLOT_ROWS, ROWS, max(1, 4096 // (ROWS * FULL_D)), SINKS, begin,
                     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["layer", "num_rows", "end_token"])
+@triton.jit(do_not_specialize=["layer", "soft_cap", "window", "chunk", "num_rows", "end_token"])
 def attention_kernel(
     query,  # [tokens, KV_HEADS * GROUP, HEAD_DIM], rows query_stride apart
     pool,  # see paged_kv; as int16 [..., HEAD_DIM // 2] if KV8
@@ -178,8 +197,12 @@ def attention_kernel(
     block_ids,
     query_starts,  # of the step: tokens past query_starts[num_rows] are padding
     kv_scale,  # float32 [layers, 2, KV_HEADS] if SCALED
+    sinks,  # float32 [KV_HEADS * GROUP] if SINKS
     layer,
     scale,
+    soft_cap,  # if CAPPED
+    window,  # if LIMITED, as `chunk`: see `form.Reach`
+    chunk,
     query_stride,
     num_rows,
     end_token,  # padding up to there gets zeros
@@ -200,6 +223,9 @@ def attention_kernel(
     FUSED: tl.constexpr,
     PREFETCH: tl.constexpr,
     LOOP: tl.constexpr,
+    LIMITED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -212,28 +238,32 @@ def attention_kernel(
             gdc_wait()
         for index in range(program, work, programs):
             item = _load_item(items + index // KV_HEADS * 8)
-            block = _first_blocks(block_ids, item, program < work, BLOCK_SHIFT, TILE)
+            low = first_key(item[2], window, chunk) if LIMITED else 0
+            block = _first_blocks(block_ids, item, low, program < work, BLOCK_SHIFT, TILE, LIMITED)
             _attend_item(
-                query, pool, output, partials, sums, arrivals, block_ids, kv_scale, layer, scale, query_stride,
-                index % KV_HEADS, item, block, KV_HEADS, GROUP, HEAD_DIM, BLOCK_SHIFT,
-                BLOCK_STRIDE, BLOCK_M, TILE, SLOT_ROWS, SEGMENT, KV8, ASSEMBLY, SCALED, SWAP, OPEN_LOOP, FUSED,
+                query, pool, output, partials, sums, arrivals, block_ids, kv_scale, sinks, layer, scale, soft_cap, window,
+                chunk, query_stride, index % KV_HEADS, item, low, block, KV_HEADS, GROUP, HEAD_DIM, BLOCK_SHIFT,
+                BLOCK_STRIDE, BLOCK_M, TILE, SLOT_ROWS, SEGMENT, KV8, ASSEMBLY, SCALED, SWAP, OPEN_LOOP, FUSED, LIMITED, CAPPED,
+                SINKS,
             )  # fmt: skip
     else:
         # work list and block ids are older than the kernel before this one: read them while that one still runs
         item = _load_item(items + program // KV_HEADS * 8)
-        block = _first_blocks(block_ids, item, program < work, BLOCK_SHIFT, TILE)
+        low = first_key(item[2], window, chunk) if LIMITED else 0
+        block = _first_blocks(block_ids, item, low, program < work, BLOCK_SHIFT, TILE, LIMITED)
         if PREFETCH > 0 and program < work:
             prefetch_tiles(
                 pool, block_ids, item, program % KV_HEADS, layer, KV_HEADS, HEAD_DIM // 2 if KV8 else HEAD_DIM, BLOCK_SHIFT,
-                BLOCK_STRIDE, TILE, PREFETCH,
+                BLOCK_STRIDE, TILE, PREFETCH, low, LIMITED,
             )  # fmt: skip
         if PDL:
             gdc_wait()
         if program < work and item[5] > 0:
             _attend_item(
-                query, pool, output, partials, sums, arrivals, block_ids, kv_scale, layer, scale, query_stride,
-                program % KV_HEADS, item, block, KV_HEADS, GROUP, HEAD_DIM, BLOCK_SHIFT, BLOCK_STRIDE, BLOCK_M, TILE, SLOT_ROWS,
-                SEGMENT, KV8, ASSEMBLY, SCALED, SWAP, OPEN_LOOP, FUSED,
+                query, pool, output, partials, sums, arrivals, block_ids, kv_scale, sinks, layer, scale, soft_cap, window,
+                chunk, query_stride, program % KV_HEADS, item, low, block, KV_HEADS, GROUP, HEAD_DIM, BLOCK_SHIFT,
+                BLOCK_STRIDE, BLOCK_M, TILE, SLOT_ROWS, SEGMENT, KV8, ASSEMBLY, SCALED, SWAP, OPEN_LOOP, FUSED, LIMITED, CAPPED,
+                SINKS,
             )  # fmt: skip
     d = tl.arange(0, triton.next_power_of_2(HEAD_DIM))
     for index in range(used * KV_HEADS * GROUP + program, end_token * KV_HEADS * GROUP, programs):
@@ -246,23 +276,30 @@ def attend_paged(
     pool: torch.Tensor,
     layer: int,
     plan: DevicePlan,
-    scale: float,
+    form: AttentionForm,
     kv_scale: torch.Tensor | None,
     output: torch.Tensor,
+    *,
+    lists: Sequence[WorkList] | None = None,
+    num_programs: int = 0,
 ) -> None:
-    """The rows in the plan's lists, and zeros for padding. Two launches a list, or one where nothing can be split."""
+    """The rows in the plan's lists, and zeros for padding. Two launches a list, or one where nothing can be split.
+
+    lists: of the plan's, all by default. num_programs: of a persistent kernel; 0 for one program per item.
+    """
     _, layers, _, block_tokens, kv_heads, head_dim = pool.shape
     group = plan.num_heads // kv_heads
     kv8 = pool.dtype == torch.float8_e4m3fn
     words = pool.view(torch.int16) if kv8 else pool
     width = words.shape[5]
-    sms, pdl = backend.num_sms(query.get_device()), backend.pdl(query)
-    for work in plan.lists:
+    sms, pdl = backend.num_sms(query.get_device()), backend.pdl(query) and not num_programs
+    is_limited = any(form.reach)
+    for work in plan.lists if lists is None else lists:
         config = work.config
         segment = config.segment_keys // config.tile
         programs = len(work.items) * kv_heads
-        loop = segment > 0
-        attention_kernel[(min(programs, 8 * sms) if loop else programs,)](
+        loop = segment > 0 or num_programs > 0
+        attention_kernel[(min(programs, num_programs or 8 * sms) if loop else programs,)](
             query=query,
             pool=words,
             output=output,
@@ -274,8 +311,12 @@ def attend_paged(
             block_ids=plan.batch.block_ids,
             query_starts=plan.batch.query_starts,
             kv_scale=kv_scale,
+            sinks=form.sinks,
             layer=layer,
-            scale=scale,
+            scale=form.scale,
+            soft_cap=form.soft_cap,
+            window=form.window,
+            chunk=form.chunk,
             query_stride=query.stride(0),
             num_rows=plan.batch.num_rows,
             end_token=plan.batch.num_tokens if work is plan.lists[-1] else 0,  # no constant: a kernel more to compile
@@ -292,10 +333,13 @@ def attend_paged(
             ASSEMBLY=query.is_cuda,
             SCALED=kv_scale is not None,
             SWAP=config.swap,
-            OPEN_LOOP=work.most > SHORT_QUERIES and not segment,
+            OPEN_LOOP=work.max_queries > SHORT_QUERIES and not segment and not is_limited,
             FUSED=config.fused,
             PREFETCH=config.prefetch if query.is_cuda and not loop else 0,
             LOOP=loop,
+            LIMITED=is_limited,
+            CAPPED=form.soft_cap > 0,
+            SINKS=form.sinks is not None,
             PDL=pdl,
             num_warps=config.warps,
             num_stages=config.stages,
@@ -303,4 +347,4 @@ def attend_paged(
             enable_fp_fusion=not segment,  # fused or not, by what a compiler likes, is not invariant
         )
         if not config.fused:
-            merge_splits(work, plan, output, sms, pdl=pdl, in_order=segment > 0)
+            merge_splits(work, plan, form.sinks, output, sms, pdl=pdl, in_order=segment > 0)

@@ -10,14 +10,15 @@ it: pieces come in few sizes. What is before the prompt's own tokens is copied o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 
 from common.ops import backend
-from common.ops.attention import configs as attention_configs
 from common.ops.attention.configs import part_length
+from common.ops.attention.settings import AttentionSettings
 from common.ops.attention.work import ChunkRun
 from common.ops.backend import on_device
 
@@ -25,46 +26,53 @@ Part = tuple[torch.Tensor, torch.Tensor]
 """Attention over some keys [tokens, heads, head_dim], and the log of the sum of their weights, float32 [heads, tokens]."""
 
 
-def attend_chunk(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    pool: torch.Tensor,
-    layer: int,
-    block_ids: torch.Tensor,
-    run: ChunkRun,
-    scale: float,
-    kv_scale: torch.Tensor | None,
-) -> torch.Tensor:
-    """query: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim] of the step; the rest as `paged_attention` has
-    it. Returns [run.length, heads, head_dim]."""
+@dataclass(slots=True, frozen=True)
+class StepKv:
+    """K and V of a step, and the pool that holds what is before them.
+
+    key, value: [tokens, kv_heads, head_dim] in the queries' dtype.
+    block_ids: `DeviceBatch.block_ids`.
+    pool, layer, kv_scale: as `paged_attention` has them.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    pool: torch.Tensor
+    layer: int
+    block_ids: torch.Tensor
+    kv_scale: torch.Tensor | None
+
+
+def attend_chunk(query: torch.Tensor, kv: StepKv, run: ChunkRun, scale: float, settings: AttentionSettings) -> torch.Tensor:
+    """query: [tokens, heads, head_dim], of the step. Returns [run.length, heads, head_dim]."""
     own = slice(run.first, run.first + run.length)
-
-    def before(begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return _gathered(pool, layer, block_ids[run.first_block :], begin, end, query.dtype, kv_scale)
-
-    sizes = list(piece_sizes(run.start))
+    sizes = list(piece_sizes(run.start, settings))
     whole = sum(sizes)
     rest = run.start - whole
-    padding = part_length(rest + run.length) - rest - run.length  # later keys: no real query sees them
-    keys, values = (
-        F.pad(torch.cat((earlier, x[own])), (0, 0, 0, 0, 0, padding))
-        for earlier, x in zip(before(whole, run.start), (key, value), strict=True)
-    )
-    attended, sums = attend_part(F.pad(query[own], (0, 0, 0, 0, rest, padding)), keys, values, scale, causal=True)
+    padding = part_length(rest + run.length, settings.min_piece) - rest - run.length  # later keys: no real query sees them
+    queries, keys, values = query[own], kv.key[own], kv.value[own]
+    if rest:
+        before = _gathered(kv, run.first_block, whole, run.start, query.dtype)
+        keys, values = (torch.cat(pair) for pair in zip(before, (keys, values), strict=True))
+    if padding:
+        keys, values = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (keys, values))
+    square = F.pad(queries, (0, 0, 0, 0, rest, padding)) if rest or padding else queries
+    attended, sums = attend_part(square, keys, values, scale, causal=True)
     merged, sums = attended[rest : rest + run.length], sums[:, rest : rest + run.length]
-    padded = F.pad(query[own], (0, 0, 0, 0, 0, part_length(run.length) - run.length))
+    padding = part_length(run.length, settings.min_piece) - run.length
+    padded = F.pad(queries, (0, 0, 0, 0, 0, padding)) if padding else queries
     for size, end in zip(sizes, accumulate(sizes), strict=True):
-        attended, part_sums = attend_part(padded, *before(end - size, end), scale, causal=False)
+        before = _gathered(kv, run.first_block, end - size, end, query.dtype)
+        attended, part_sums = attend_part(padded, *before, scale, causal=False)
         dtype = query.dtype if end == whole else torch.float32
         merged, sums = merge_pair((merged, sums), (attended[: run.length], part_sums[:, : run.length]), dtype)
     return merged
 
 
-def piece_sizes(prefix: int) -> Iterator[int]:
-    """From LONGEST_PIECE to SHORTEST_PIECE by powers of two, the largest first; what is left is less than the shortest."""
-    size = attention_configs.LONGEST_PIECE
-    while size >= attention_configs.SHORTEST_PIECE:
+def piece_sizes(prefix: int, settings: AttentionSettings) -> Iterator[int]:
+    """Yield max_piece to min_piece by powers of two, the largest first; what is left of `prefix` is less than min_piece."""
+    size = settings.max_piece
+    while size >= settings.min_piece:
         if prefix >= size:
             yield size
             prefix -= size
@@ -72,17 +80,19 @@ def piece_sizes(prefix: int) -> Iterator[int]:
             size //= 2
 
 
-def planned_parts(tokens: int, max_context: int) -> Iterator[tuple[int, int, bool]]:
-    """Queries, keys and whether causal, of what cuDNN gets for `tokens` at once: what a thread should run before the first."""
-    if attention_configs.PREFILL_BACKEND != "cudnn" or backend.BATCH_INVARIANT or tokens < attention_configs.LONG_PROMPT:
+def planned_parts(tokens: int, max_context: int, settings: AttentionSettings) -> Iterator[tuple[int, int, bool]]:
+    """Yield queries, keys and whether causal, of what cuDNN gets for `tokens` at once: what a thread should run before the
+    first."""
+    if settings.prefill_backend != "cudnn" or backend.BATCH_INVARIANT or tokens < settings.long_prompt_min:
         return
-    queries, longest = part_length(tokens), part_length(tokens + attention_configs.SHORTEST_PIECE - 1)
+    queries = part_length(tokens, settings.min_piece)
+    longest = part_length(tokens + settings.min_piece - 1, settings.min_piece)
     length = queries
     while length <= longest:
         yield length, length, True
-        length = part_length(length + 1)
-    size = attention_configs.SHORTEST_PIECE
-    while size <= min(attention_configs.LONGEST_PIECE, max_context):
+        length = part_length(length + 1, settings.min_piece)
+    size = settings.min_piece
+    while size <= min(settings.max_piece, max_context):
         yield queries, size, False
         size *= 2
 
@@ -124,25 +134,19 @@ def merge_pair_reference(first: Part, second: Part, dtype: torch.dtype) -> Part:
     return merged.to(dtype), sums
 
 
-def _gathered(
-    pool: torch.Tensor,
-    layer: int,
-    ids: torch.Tensor,
-    begin: int,
-    end: int,
-    dtype: torch.dtype,
-    kv_scale: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a sequence's keys [begin, end), out of its blocks `ids`: [keys, kv_heads, head_dim] in `dtype` each."""
+def _gathered(kv: StepKv, first_block: int, begin: int, end: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of keys [begin, end) of the sequence whose blocks begin at block_ids[first_block]: [keys, kv_heads, head_dim] in
+    `dtype` each."""
+    pool, kv_scale = kv.pool, kv.kv_scale
     size = pool.shape[3]
-    ids = ids[begin // size : -(-end // size)]
+    ids = kv.block_ids[first_block + begin // size : first_block - (-end // size)]
     skipped = begin % size
     found: list[torch.Tensor] = []
     for index in (0, 1):
-        entries = pool[:, layer, index]
+        entries = pool[:, kv.layer, index]
         if pool.dtype == torch.float8_e4m3fn:  # which not every device indexes
             copied = entries.view(torch.uint8).index_select(0, ids).view(pool.dtype).to(dtype)
-            copied = copied if kv_scale is None else copied * kv_scale[layer, index].to(dtype)[:, None]
+            copied = copied if kv_scale is None else copied * kv_scale[kv.layer, index].to(dtype)[:, None]
         else:
             copied = entries.index_select(0, ids)
         found.append(copied.flatten(0, 1)[skipped : skipped + end - begin])

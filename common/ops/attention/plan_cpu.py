@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from common.ops.attention.form import UNLIMITED, AttentionForm, Reach
 from common.ops.attention.rows_cpu import row_multiple
@@ -31,7 +32,7 @@ class AttentionRow(NamedTuple):
     first: int
     length: int
     start: int
-    blocks: Sequence[int]
+    blocks: Sequence[int] | NDArray[np.int32]
 
 
 @dataclass(slots=True)

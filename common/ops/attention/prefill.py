@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.ops import backend
-from common.ops.attention import configs as attention_configs
-from common.ops.attention.configs import PrefillBackend, planned_length
+from common.ops.attention.configs import planned_length
+from common.ops.attention.settings import AttentionSettings
 from common.ops.attention.work import FreshRun
 
 _REST = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # for dtypes and head sizes that the fast ones refuse
@@ -21,15 +21,16 @@ _BACKENDS: dict[str, list[SDPBackend]] = {
 
 
 def attend_run(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: FreshRun, prefill_backend: PrefillBackend, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: FreshRun, settings: AttentionSettings, scale: float
 ) -> torch.Tensor:
     """query: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim]. Returns [run's tokens, heads, head_dim].
 
-    Short prompts of equal length that lie side by side are one call. See `attention_configs.LONG_PROMPT`.
+    Short prompts of equal length that lie side by side are one call. See `AttentionSettings.long_prompt_min`.
     """
     first, end, padding = run.first, run.first + run.count * run.length, 0
+    prefill_backend = settings.prefill_backend
     if prefill_backend == "cudnn":
-        if run.length < attention_configs.LONG_PROMPT:
+        if run.length < settings.long_prompt_min:
             prefill_backend = "flash"
         else:
             padding = planned_length(run.length) - run.length
@@ -44,27 +45,14 @@ def attend_run(
     return attended.transpose(1, 2).flatten(0, 1)[: end - first]
 
 
-def planned_lengths(longest: int) -> Iterator[int]:
-    """The lengths that cuDNN gets for prompts of up to `longest` tokens: what a thread should run before the first prompt."""
-    if attention_configs.PREFILL_BACKEND != "cudnn" or backend.BATCH_INVARIANT:
+def planned_lengths(longest: int, settings: AttentionSettings) -> Iterator[int]:
+    """Yield the lengths that cuDNN gets for prompts of up to `longest` tokens: what a thread should run before the first
+    prompt."""
+    if settings.prefill_backend != "cudnn" or backend.BATCH_INVARIANT:
         return
-    length = attention_configs.LONG_PROMPT
+    length = settings.long_prompt_min
     while length < longest:
         yield length
         length = planned_length(length + 1)
-    if longest >= attention_configs.LONG_PROMPT:
+    if longest >= settings.long_prompt_min:
         yield planned_length(longest)
-
-
-def attend_fresh(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    runs: Sequence[FreshRun],
-    prefill_backend: PrefillBackend,
-    scale: float,
-    output: torch.Tensor,
-) -> None:
-    """`attend_run` of each run, into its rows of `output`."""
-    for run in runs:
-        output[run.first : run.first + run.count * run.length] = attend_run(query, key, value, run, prefill_backend, scale)

@@ -34,10 +34,19 @@ def _unpack(pairs, ASSEMBLY: tl.constexpr):
 
 
 @triton.jit
-def load_blocks(ids, tile, end, real, BLOCK_SHIFT: tl.constexpr, TILE: tl.constexpr):
-    """Which block each key of a tile is in. Keys past the end are read as the last key, which is finite, and hidden by the
-    scores: no load of K or V needs a mask. Nothing is read if not `real`."""
+def seen_keys(tile, low, end, TILE: tl.constexpr, LIMITED: tl.constexpr):
+    """The keys of a tile. Those past the end are read as the last key, which is finite, and those before `low` as that one;
+    the scores hide them: no load of K or V needs a mask."""
     keys = tl.minimum(tile * TILE + tl.arange(0, TILE), end - 1)
+    if LIMITED:
+        keys = tl.maximum(keys, low)
+    return keys
+
+
+@triton.jit
+def load_blocks(ids, tile, low, end, real, BLOCK_SHIFT: tl.constexpr, TILE: tl.constexpr, LIMITED: tl.constexpr):
+    """Which block each key of a tile is in. Nothing is read if not `real`."""
+    keys = seen_keys(tile, low, end, TILE, LIMITED)
     return tl.load(ids + (keys >> BLOCK_SHIFT), mask=tl.broadcast_to(real, TILE), other=0)
 
 
@@ -54,9 +63,12 @@ def attend_tiles(
     block,
     first,
     last,
+    low,
     end,
     position,
+    first_key,
     factor,
+    cap,
     TOKEN_STRIDE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     BLOCK_SHIFT: tl.constexpr,
@@ -68,18 +80,21 @@ def attend_tiles(
     SWAP: tl.constexpr,
     LAZY: tl.constexpr,
     MASKED: tl.constexpr,
+    LIMITED: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):
     """Key tiles [first, last). q: [BLOCK_M, BLOCK_D]; acc alike, float32; top: [BLOCK_M]; total alike, or with LAZY one for
     each key of a tile, to be added up once at the end. SWAP: acc and a lazy total are transposed.
-    block: `load_blocks` of the first tile; returned for the last."""
+    block: `load_blocks` of the first tile; returned for the last. LIMITED: queries see no key before first_key: [BLOCK_M], and
+    none is read before `low`. CAPPED: factor makes exponents of 2 for tanh, and capped scores are multiplied by `cap`."""
     tokens = tl.arange(0, TILE)
     d = tl.arange(0, BLOCK_D)
     for tile in range(first, last):
-        keys = tl.minimum(tile * TILE + tokens, end - 1)
+        keys = seen_keys(tile, low, end, TILE, LIMITED)
         places = bases + (block.to(tl.int64) * BLOCK_STRIDE + (keys & ((1 << BLOCK_SHIFT) - 1)) * TOKEN_STRIDE)[:, None]
         places += d[None, :]
         # those of the next tile: K and V are then one load deep, which the pipeliner needs to fetch them stages ahead
-        keys = tl.minimum(tile * TILE + TILE + tokens, end - 1)
+        keys = seen_keys(tile + 1, low, end, TILE, LIMITED)
         block = tl.load(ids + (keys >> BLOCK_SHIFT))
         if WIDTH < BLOCK_D:
             shown = tl.broadcast_to((d < WIDTH)[None, :], TILE, BLOCK_D)
@@ -91,11 +106,16 @@ def attend_tiles(
         key = tile * TILE + tokens
         if SWAP:
             scores = tl.dot(k, tl.trans(q), input_precision="ieee")
+            if CAPPED:
+                scores = cap - 2 * cap / (tl.exp2(scores * factor) + 1)
             if MASKED:
                 scores = tl.where(key[:, None] <= position[None, :], scores, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, 0) * factor)
+            if LIMITED:
+                scores = tl.where(key[:, None] >= first_key[None, :], scores, float("-inf"))
+            slope = 1.0 if CAPPED else factor
+            higher = tl.maximum(top, tl.max(scores, 0) * slope)
             safe = tl.where(higher == float("-inf"), 0.0, higher)
-            weights = tl.exp2(scores * factor - safe[None, :])
+            weights = tl.exp2(scores * slope - safe[None, :])
             fade = tl.exp2(top - safe)
             total = total * fade[None, :] + weights if LAZY else total * fade + tl.sum(weights, 0)
             acc = tl.dot(tl.trans(v), weights.to(v.dtype), acc * fade[None, :], input_precision="ieee")
@@ -106,11 +126,16 @@ def attend_tiles(
                 scores = tl.dot(q_odd, k_odd, scores)
             else:
                 scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if CAPPED:
+                scores = cap - 2 * cap / (tl.exp2(scores * factor) + 1)
             if MASKED:
                 scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
-            higher = tl.maximum(top, tl.max(scores, 1) * factor)
-            safe = tl.where(higher == float("-inf"), 0.0, higher) if MASKED else higher
-            weights = tl.exp2(scores * factor - safe[:, None])
+            if LIMITED:
+                scores = tl.where(key[None, :] >= first_key[:, None], scores, float("-inf"))
+            slope = 1.0 if CAPPED else factor
+            higher = tl.maximum(top, tl.max(scores, 1) * slope)
+            safe = tl.where(higher == float("-inf"), 0.0, higher) if MASKED or LIMITED else higher
+            weights = tl.exp2(scores * slope - safe[:, None])
             fade = tl.exp2(top - safe)
             total = total * fade[:, None] + weights if LAZY else total * fade + tl.sum(weights, 1)
             if KV8:
@@ -137,8 +162,10 @@ def prefetch_tiles(
     BLOCK_STRIDE: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
+    low,
+    LIMITED: tl.constexpr,
 ):
-    """Asks the L2 cache for the first TILES tiles of an item. What was prefetched is coherent: no need to wait for writers."""
+    """Ask the L2 cache for the first TILES tiles of an item. What was prefetched is coherent: no need to wait for writers."""
     LINE: tl.constexpr = 1024 // pool.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(WIDTH, LINE))
     TOKEN_STRIDE: tl.constexpr = KV_HEADS * WIDTH
@@ -146,7 +173,7 @@ def prefetch_tiles(
     elements = tl.minimum(tl.arange(0, LINES) * LINE, WIDTH - 1)
     end = item[2] + item[1]
     for tile in range(item[4], item[4] + tl.minimum(item[5], TILES)):
-        keys = tl.minimum(tile * TILE + tl.arange(0, TILE), end - 1)
+        keys = seen_keys(tile, low, end, TILE, LIMITED)
         block = tl.load(block_ids + item[3] + (keys >> BLOCK_SHIFT)).to(tl.int64)
         rows = bases + block * BLOCK_STRIDE + (keys & ((1 << BLOCK_SHIFT) - 1)) * TOKEN_STRIDE
         places = rows[:, None] + elements[None, :]

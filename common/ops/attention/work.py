@@ -13,11 +13,24 @@ from dataclasses import dataclass, field
 import torch
 
 from common.ops import backend
-from common.ops.attention import configs as attention_configs
-from common.ops.attention.configs import AttentionConfig, PrefillBackend, choose_config, widened
+from common.ops.attention.beside import Beside, sms_beside
+from common.ops.attention.configs import (
+    SHORT_QUERIES,
+    AttentionConfig,
+    PrefillBackend,
+    choose_config,
+    fat_config,
+    has_parts,
+    widened,
+)
+from common.ops.attention.cut import Cut
+from common.ops.attention.form import UNLIMITED, AttentionForm, Reach
 from common.ops.attention.plan_cpu import AttentionRow
+from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
 
-_MOST = 1 << 30
+_NEVER = 1 << 30
+_MIN_OVERLAP_BYTES = 64 << 20
+"""Less KV than that is read before a second stream has begun."""
 
 
 @dataclass(slots=True)
@@ -53,6 +66,13 @@ class AttentionWorkspace:
         self._device = device
         self._buffers: dict[str, torch.Tensor] = {}
         self._outgrown: list[torch.Tensor] = []
+        self._second_stream: torch.cuda.Stream | None = None
+
+    def second_stream(self) -> torch.cuda.Stream | None:
+        """Return a stream beside that of the step, the same for all plans; None on a CPU."""
+        if self._second_stream is None and self._device.type == "cuda":
+            self._second_stream = torch.cuda.Stream(self._device)
+        return self._second_stream
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zero at first; the same memory for the same name, until more is asked for."""
@@ -69,7 +89,7 @@ class AttentionWorkspace:
 
 @dataclass(slots=True)
 class WorkList:
-    """Rows of [least, most] queries.
+    """Rows of up to max_queries queries.
 
     items: int32 [max_items, 8]: first token, queries, position of the first, where the row's block ids begin, first key tile,
         key tiles, first slot of the partial results (-1: there is one result, written to the output), which of the parts this
@@ -81,8 +101,7 @@ class WorkList:
     """
 
     config: AttentionConfig
-    least: int
-    most: int
+    max_queries: int
     items: torch.Tensor
     merges: torch.Tensor
     counts: torch.Tensor
@@ -94,7 +113,7 @@ class WorkList:
 @dataclass(slots=True, frozen=True)
 class FreshRun:
     """`count` prompts of `length` tokens each, one after the other from token `first`, with nothing before them. A long
-    prompt is alone (`attention_configs.LONG_PROMPT`)."""
+    prompt is alone (`AttentionSettings.long_prompt_min`)."""
 
     first: int
     count: int
@@ -115,16 +134,19 @@ class ChunkRun:
 @dataclass(slots=True)
 class DevicePlan:
     """`plan_device_attention` makes it; valid until the next plan from the same workspace. Rows in `fresh` and `chunks` are in
-    no list."""
+    no list. beside: where the lists run while cuDNN computes the others; None for before them."""
 
     batch: DeviceBatch
     num_heads: int
     kv_heads: int
     head_dim: int
     prefill_backend: PrefillBackend
+    settings: AttentionSettings
+    reach: Reach
     lists: list[WorkList] = field(default_factory=list)
     fresh: list[FreshRun] = field(default_factory=list)
     chunks: list[ChunkRun] = field(default_factory=list)
+    beside: Beside | None = None
 
     @property
     def takes_kv(self) -> bool:
@@ -138,124 +160,135 @@ def plan_device_attention(
     num_heads: int,
     workspace: AttentionWorkspace,
     *,
-    prefill_backend: PrefillBackend | None = None,
+    settings: AttentionSettings = DEFAULT_SETTINGS,
     config: AttentionConfig | None = None,
     dtype: torch.dtype | None = None,
+    form: AttentionForm | None = None,
 ) -> DevicePlan:
-    """Launches the kernel (two for steps of short and long rows) that makes the work list.
+    """Launch the kernel (two for steps of short and long rows) that makes the work list.
 
-    Between it and the first attention there must be a launch without programmatic dependence (the embedding is one): attention
-    reads the list and `block_ids` before it waits for the kernel before it.
+    Attention reads the list and `block_ids` before it waits for the kernel before it. So the last launch made here has no
+    programmatic dependence: it begins after the list is written, and whatever follows begins after that.
 
-    prefill_backend: None for the measured choice; other than "kernel" it needs `batch.rows`, and K and V as tensors in every
-    `paged_attention`. config: instead of the table's, for measurements. dtype: of queries; None: the pool's.
+    config: instead of the table's, for measurements. dtype: of queries; None: the pool's. form: of the layers that use the
+    plan; None for plain attention. Layers of equal reach share a plan if either all or none of them have a cap or sinks.
 
     :raises ValueError: for tensors of other shapes or dtypes, or heads that don't divide.
     """
     kv_heads, head_dim = pool.shape[4:]
     _check(batch, num_heads, kv_heads, pool)
-    if prefill_backend is None:
-        prefill_backend = attention_configs.PREFILL_BACKEND
-    if batch.rows is None or batch.max_queries < attention_configs.FRESH_QUERIES or backend.BATCH_INVARIANT:
-        prefill_backend = "kernel"
-    plan = DevicePlan(batch, num_heads, kv_heads, head_dim, prefill_backend)
-    fresh = chunk = _MOST
-    rows = batch.rows
-    if rows is not None and prefill_backend != "kernel":
-        fresh = attention_configs.FRESH_QUERIES
-        plan.fresh = _fresh_runs([row for row in rows if row.start == 0 and row.length >= fresh])
-        if prefill_backend == "cudnn" and attention_configs.has_parts(head_dim, dtype or pool.dtype):
-            chunk = attention_configs.LONG_PROMPT
-            plan.chunks = _chunk_runs(rows)
-        rows = [row for row in rows if (row.start > 0 or row.length < fresh) and not (plan.chunks and _is_chunk(row))]
-    for least, most in _ranges(batch, num_heads // kv_heads):
-        if rows is not None and not any(least <= row.length <= most for row in rows):
+    reach = UNLIMITED if form is None else form.reach
+    rows, backend_name = batch.rows, settings.prefill_backend
+    if rows is None or batch.max_queries < settings.fresh_prefill_min or backend.BATCH_INVARIANT:
+        backend_name = "kernel"
+    if form is not None and not form.is_plain:  # which SDPA can't express
+        backend_name = "kernel"
+    plan = DevicePlan(batch, num_heads, kv_heads, head_dim, backend_name, settings, reach)
+    fresh_prefill_min = part_min_queries = _NEVER
+    if rows is not None and backend_name != "kernel":
+        fresh_prefill_min = settings.fresh_prefill_min
+        plan.fresh = _fresh_runs([row for row in rows if row.start == 0 and row.length >= fresh_prefill_min], settings)
+        if backend_name == "cudnn" and has_parts(head_dim, dtype or pool.dtype):
+            part_min_queries = settings.long_prompt_min
+            plan.chunks = _chunk_runs(rows, settings)
+        rows = [
+            row
+            for row in rows
+            if (row.start > 0 or row.length < fresh_prefill_min)
+            and not (plan.chunks and settings.suits_parts(row.length, row.start))
+        ]
+    group = num_heads // kv_heads
+    if settings.overlap_decode and rows and max(row.length for row in rows) <= max(1, 16 // group):
+        plan.beside = _beside(plan, pool, rows, workspace)
+    for min_queries, max_queries in _ranges(batch, group):
+        if rows is not None and not any(min_queries <= row.length <= max_queries for row in rows):
             continue
-        group, queries = num_heads // kv_heads, min(most, batch.max_queries)
+        queries = min(max_queries, batch.max_queries)
         if config is None:
             rows_per_sm = batch.num_rows * kv_heads / backend.num_sms(pool.get_device())
             invariant = backend.BATCH_INVARIANT
             chosen = choose_config(head_dim, group, pool.dtype, queries, rows_per_sm=rows_per_sm, invariant=invariant)
+            if plan.beside is not None:
+                chosen = fat_config(chosen, head_dim, pool.dtype)
         else:
             chosen = widened(config, head_dim, group, pool.dtype, queries)
-        plan.lists.append(_make_list(batch, pool, num_heads, workspace, chosen, least, most, fresh, chunk, len(plan.lists)))
+        cut = Cut(
+            target_items=max(1, backend.num_sms(pool.get_device()) * chosen.programs // kv_heads),
+            min_tiles_per_split=max(1, chosen.min_split_keys // chosen.tile),
+            min_queries=min_queries,
+            max_queries=max_queries,
+            fresh_prefill_min=fresh_prefill_min,
+            part_min_queries=part_min_queries,
+            part_min_prefix=_NEVER if settings.part_min_prefix is None else settings.part_min_prefix,
+            query_tile=chosen.block_m // group,
+            tile=chosen.tile,
+            segment=chosen.segment_keys // chosen.tile,
+            is_even=settings.is_even,
+            reach=reach,
+        )
+        plan.lists.append(_make_list(plan, pool, workspace, chosen, cut))
+    if plan.lists:
+        workspace.take("fence", (1,), torch.int32).zero_()
     return plan
+
+
+def _beside(plan: DevicePlan, pool: torch.Tensor, rows: Sequence[AttentionRow], workspace: AttentionWorkspace) -> Beside | None:
+    """Return where `rows` run beside the prompts of `plan`; None if those are too few or too short for it."""
+    row_bytes = 2 * plan.kv_heads * plan.head_dim * pool.dtype.itemsize
+    kv_bytes = row_bytes * sum(row.start + row.length for row in rows)
+    pairs = sum(run.count * run.length * run.length / 2 for run in plan.fresh)
+    pairs += sum(run.length * (run.start + run.length / 2) for run in plan.chunks)
+    sms = sms_beside(kv_bytes, 4.0 * plan.num_heads * plan.head_dim * pairs, backend.num_sms(pool.get_device()))
+    return Beside(sms, workspace.second_stream()) if sms and kv_bytes >= _MIN_OVERLAP_BYTES else None
 
 
 def _ranges(batch: DeviceBatch, group: int) -> list[tuple[int, int]]:
     short = max(1, 16 // group)
-    if batch.max_queries <= attention_configs.SHORT_QUERIES or backend.BATCH_INVARIANT or batch.num_rows == 1:
+    if batch.max_queries <= SHORT_QUERIES or backend.BATCH_INVARIANT or batch.num_rows == 1:
         return [(1, batch.max_queries)]
     return [(1, short), (short + 1, batch.max_queries)]
 
 
 def _make_list(
-    batch: DeviceBatch,
-    pool: torch.Tensor,
-    num_heads: int,
-    workspace: AttentionWorkspace,
-    config: AttentionConfig,
-    least: int,
-    most: int,
-    fresh: int,
-    chunk: int,
-    index: int,
+    plan: DevicePlan, pool: torch.Tensor, workspace: AttentionWorkspace, config: AttentionConfig, cut: Cut
 ) -> WorkList:
-    """fresh, chunk: queries from which on rows without a prefix, and with a long one, are not for the list."""
     from common.ops.attention.work_triton import list_work
 
+    batch, index = plan.batch, len(plan.lists)
     block_tokens, kv_heads, head_dim = pool.shape[3:]
-    query_tile = config.block_m // (num_heads // kv_heads)
-    segment = config.segment_keys // config.tile
-    query_tiles = batch.num_rows + (0 if most <= query_tile else batch.num_tokens // query_tile)
-    if segment:
-        wanted = -(-len(batch.block_ids) * block_tokens // config.segment_keys)
-    else:
-        wanted = max(1, backend.num_sms(pool.get_device()) * config.programs // kv_heads)
-    max_items = query_tiles + wanted
-    slots = min(max_items, 2 * wanted)
-    slot_rows = (1 if most == 1 else query_tile) * (num_heads // kv_heads)  # few sizes: each is a kernel to compile
+    group = plan.num_heads // kv_heads
+    query_tiles = batch.num_rows + (0 if cut.max_queries <= cut.query_tile else batch.num_tokens // cut.query_tile)
+    split_items = cut.target_items
+    if cut.segment:
+        split_items = -(-len(batch.block_ids) * block_tokens // config.segment_keys)
+        split_items += batch.num_rows if any(cut.reach) else 0  # a window begins inside a segment
+    max_items = query_tiles + split_items
+    slots = min(max_items, 2 * split_items)
+    slot_rows = (1 if cut.max_queries == 1 else cut.query_tile) * group  # few sizes: each is a kernel to compile
+    name = f"{index}-{plan.reach.window}-{plan.reach.chunk}"
 
-    def take(name: str, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return workspace.take(f"{name}-{index}", shape, dtype)
+    def take(what: str, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return workspace.take(f"{what}-{name}", shape, dtype)
 
     work = WorkList(
         config=config,
-        least=least,
-        most=most,
+        max_queries=cut.max_queries,
         items=take("items", max_items, 8),
-        merges=take("merges", min(query_tiles, wanted), 4),
+        merges=take("merges", min(query_tiles, split_items), 4),
         counts=take("counts", 2),
         partials=take("partials", slots, kv_heads, slot_rows, head_dim, dtype=torch.float32),
         sums=take("sums", slots, kv_heads, slot_rows, dtype=torch.float32),
         arrivals=take("arrivals", slots, kv_heads),
     )
-    list_work(
-        batch.query_starts,
-        batch.context_lens,
-        batch.block_starts,
-        work.items,
-        work.merges,
-        work.counts,
-        query_tile=query_tile,
-        tile=config.tile,
-        segment=segment,
-        wanted=wanted,
-        fewest=max(1, config.fewest_keys // config.tile),
-        least=least,
-        most=most,
-        fresh=fresh,
-        chunk=chunk,
-        prefix=attention_configs.LONG_PREFIX,
-    )
+    list_work(batch, work, cut)
     return work
 
 
-def _fresh_runs(rows: list[AttentionRow]) -> list[FreshRun]:
+def _fresh_runs(rows: list[AttentionRow], settings: AttentionSettings) -> list[FreshRun]:
     runs: list[FreshRun] = []
     for row in sorted(rows, key=lambda row: row.first):
         last = runs[-1] if runs else None
-        short = row.length < attention_configs.LONG_PROMPT
+        short = row.length < settings.long_prompt_min
         if short and last is not None and last.length == row.length and last.first + last.count * last.length == row.first:
             runs[-1] = FreshRun(last.first, last.count + 1, last.length)
         else:
@@ -263,16 +296,12 @@ def _fresh_runs(rows: list[AttentionRow]) -> list[FreshRun]:
     return runs
 
 
-def _is_chunk(row: AttentionRow) -> bool:
-    return attention_configs.suits_parts(row.length, row.start)
-
-
-def _chunk_runs(rows: Sequence[AttentionRow]) -> list[ChunkRun]:
-    """rows: all of the step, in the order of their blocks."""
+def _chunk_runs(rows: Sequence[AttentionRow], settings: AttentionSettings) -> list[ChunkRun]:
+    """rows: all of the step, in the order of their blocks; `blocks` as they are in `DeviceBatch.block_ids`."""
     runs: list[ChunkRun] = []
     first_block = 0
     for row in rows:
-        if _is_chunk(row):
+        if settings.suits_parts(row.length, row.start):
             runs.append(ChunkRun(row.first, row.length, row.start, first_block))
         first_block += len(row.blocks)
     return runs

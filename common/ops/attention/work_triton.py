@@ -3,25 +3,65 @@
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
+
+from common.ops.attention.cut import Cut
+
+if TYPE_CHECKING:
+    from common.ops.attention.work import DeviceBatch, WorkList
 
 _ITEMS = 32  # per program
 _NUMBERS = [
     "num_rows",
     "max_items",
     "max_merges",
-    "wanted",
-    "fewest",
-    "least",
-    "most",
-    "fresh",
-    "chunk",
-    "prefix",
+    "target_items",
+    "min_tiles_per_split",
+    "min_queries",
+    "max_queries",
+    "fresh_prefill_min",
+    "part_min_queries",
+    "part_min_prefix",
     "query_tile",
     "tile",
+    "window",
+    "chunk",
 ]
+
+
+@triton.jit
+def first_key(position, window, chunk):
+    """As `Reach.first_key`."""
+    first = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
+    return tl.where(chunk > 0, tl.maximum(first, position // tl.maximum(chunk, 1) * chunk), first)
+
+
+@triton.jit
+def _base_tile(position, window, chunk, tile, SEGMENT: tl.constexpr):
+    """The first key tile of queries from `position` on; splits at segments' multiples begin at one."""
+    base = first_key(position, window, chunk) // tile
+    if SEGMENT > 0:
+        base = base // SEGMENT * SEGMENT
+    return base
+
+
+@triton.jit
+def _even_share(query_tiles, key_tiles, share, target_items):
+    """The fewest tiles per item, `share` or more, for which all items together are no more than `target_items`: then they run
+    at once. `share` if there are more rows than that."""
+    if tl.sum(query_tiles, 0) <= target_items:
+        low, high = share, tl.maximum(tl.max(key_tiles, 0), share)
+        while low < high:
+            middle = (low + high) // 2
+            if tl.sum(query_tiles * tl.cdiv(key_tiles, middle), 0) <= target_items:
+                high = middle
+            else:
+                low = middle + 1
+        share = low
+    return share
 
 
 @triton.jit(do_not_specialize=_NUMBERS)
@@ -35,32 +75,46 @@ def work_kernel(
     num_rows,
     max_items,
     max_merges,
-    wanted,  # items, if the keys were shared out evenly
-    fewest,  # tiles of a split
-    least,  # rows of fewer queries are not for this list,
-    most,  # nor are rows of more,
-    fresh,  # nor rows of at least so many queries and no earlier key,
-    chunk,  # nor rows of at least so many
-    prefix,  # and at least so many earlier keys
-    query_tile,  # queries of an item; no constants: one build serves lists of decode and of prefill
-    tile,  # keys of a tile
+    target_items,  # see `Cut`, as what follows
+    min_tiles_per_split,
+    min_queries,
+    max_queries,
+    fresh_prefill_min,
+    part_min_queries,
+    part_min_prefix,
+    query_tile,  # no constants: one build serves lists of decode and of prefill
+    tile,
+    window,
+    chunk,
     ROWS: tl.constexpr,
     ITEMS: tl.constexpr,
     SEGMENT: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     rows = tl.arange(0, ROWS)
     real = rows < num_rows
     queries = tl.load(query_starts + rows + 1, mask=real, other=0) - tl.load(query_starts + rows, mask=real, other=0)
     context = tl.load(context_lens + rows, mask=real, other=0)
-    listed = (queries >= least) & (queries <= most) & (context >= queries) & ((context > queries) | (queries < fresh))
-    listed &= (queries < chunk) | (context - queries < prefix)
+    prefix = context - queries
+    listed = (queries >= min_queries) & (queries <= max_queries) & (prefix >= 0)
+    listed &= (prefix > 0) | (queries < fresh_prefill_min)
+    listed &= (queries < part_min_queries) | (prefix < part_min_prefix)
     query_tiles = tl.where(listed, tl.cdiv(queries, query_tile), 0)
-    key_tiles = tl.where(listed, tl.cdiv(context, tile), 0)
+    # of the query tile that sees the most: only in rows of one is the first key known
+    key_tiles = tl.cdiv(context, tile)
+    bound = tl.where(window > 0, window, context) + query_tile - 1
+    bound = tl.where(chunk > 0, tl.minimum(bound, chunk + query_tile - 1), bound)
+    spread = tl.cdiv(bound, tile) + (SEGMENT if SEGMENT > 0 else 1)
+    one = key_tiles - _base_tile(prefix, window, chunk, tile, SEGMENT)
+    key_tiles = tl.where(query_tiles == 1, one, tl.minimum(key_tiles, spread))
+    key_tiles = tl.where(listed, key_tiles, 0)
     if SEGMENT > 0:
         share = SEGMENT
         splits = tl.where(query_tiles == 1, tl.cdiv(key_tiles, SEGMENT), tl.minimum(key_tiles, 1))
     else:
-        share = tl.maximum(tl.cdiv(tl.sum(query_tiles * key_tiles, 0), wanted), fewest)
+        share = tl.maximum(tl.cdiv(tl.sum(query_tiles * key_tiles, 0), target_items), min_tiles_per_split)
+        if EVEN:
+            share = _even_share(query_tiles, key_tiles, share, target_items)
         splits = tl.cdiv(key_tiles, share)
         splits = tl.cdiv(key_tiles, tl.maximum(tl.cdiv(key_tiles, tl.maximum(splits, 1)), 1))
     work = query_tiles * splits
@@ -84,12 +138,12 @@ def work_kernel(
     row = tl.sum(tl.where(found, rows[None, :], 0), 1)
     begin = tl.sum(tl.where(found, begins[None, :], 0), 1)
     merge = tl.sum(tl.where(found, merge_begins[None, :], 0), 1)
+    key_tiles = tl.sum(tl.where(found, key_tiles[None, :], 0), 1)
 
     token = tl.load(query_starts + row)
     queries = tl.load(query_starts + row + 1) - token
     context = tl.load(context_lens + row)
     query_tiles = tl.cdiv(queries, query_tile)
-    key_tiles = tl.cdiv(context, tile)
     if SEGMENT > 0:
         each = tl.where(query_tiles == 1, SEGMENT, tl.maximum(key_tiles, 1))
     else:
@@ -101,7 +155,8 @@ def work_kernel(
     queries = tl.minimum(queries - skipped, query_tile)
     start = context - tl.load(query_starts + row + 1) + token + skipped
     seen = tl.cdiv(start + queries, tile)
-    first = split * each
+    base = _base_tile(start, window, chunk, tile, SEGMENT)
+    first = base + split * each
     item = items + index * 8
     tl.store(item, token + skipped, mask=mine)
     tl.store(item + 1, queries, mask=mine)
@@ -109,7 +164,7 @@ def work_kernel(
     tl.store(item + 3, tl.load(block_starts + row), mask=mine)
     tl.store(item + 4, first, mask=mine)
     tl.store(item + 5, tl.maximum(tl.minimum(first + each, seen) - first, 0), mask=mine)
-    parts = tl.cdiv(seen, each)
+    parts = tl.cdiv(seen - base, each)
     tl.store(item + 6, tl.where(is_split, index - split, -1), mask=mine)
     tl.store(item + 7, split + (parts << 16), mask=mine)
     heads = mine & is_split & (split == 0)
@@ -125,48 +180,33 @@ def work_kernel(
         tl.store(counts + 1, tl.minimum(tl.sum(merge_tiles, 0), max_merges))
 
 
-def list_work(
-    query_starts: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_starts: torch.Tensor,
-    items: torch.Tensor,
-    merges: torch.Tensor,
-    counts: torch.Tensor,
-    *,
-    query_tile: int,
-    tile: int,
-    segment: int,
-    wanted: int,
-    fewest: int,
-    least: int,
-    most: int,
-    fresh: int,
-    chunk: int,
-    prefix: int,
-) -> None:
-    """Fills items, merges and counts; see `attention_work.WorkList`. No allocation, no synchronisation."""
-    num_rows = len(context_lens)
-    work_kernel[(triton.cdiv(len(items), _ITEMS),)](
-        query_starts=query_starts,
-        context_lens=context_lens,
-        block_starts=block_starts,
-        items=items,
-        merges=merges,
-        counts=counts,
+def list_work(batch: DeviceBatch, work: WorkList, cut: Cut) -> None:
+    """Fill a list's items, merges and counts. No allocation, no synchronisation."""
+    num_rows = batch.num_rows
+    work_kernel[(triton.cdiv(len(work.items), _ITEMS),)](
+        query_starts=batch.query_starts,
+        context_lens=batch.context_lens,
+        block_starts=batch.block_starts,
+        items=work.items,
+        merges=work.merges,
+        counts=work.counts,
         num_rows=num_rows,
-        max_items=len(items),
-        max_merges=len(merges),
-        wanted=wanted,
-        fewest=fewest,
-        least=least,
-        most=most,
-        fresh=fresh,
-        chunk=chunk,
-        prefix=prefix,
-        query_tile=query_tile,
-        tile=tile,
+        max_items=len(work.items),
+        max_merges=len(work.merges),
+        target_items=cut.target_items,
+        min_tiles_per_split=cut.min_tiles_per_split,
+        min_queries=cut.min_queries,
+        max_queries=cut.max_queries,
+        fresh_prefill_min=cut.fresh_prefill_min,
+        part_min_queries=cut.part_min_queries,
+        part_min_prefix=cut.part_min_prefix,
+        query_tile=cut.query_tile,
+        tile=cut.tile,
+        window=cut.reach.window,
+        chunk=cut.reach.chunk,
         ROWS=triton.next_power_of_2(num_rows),
         ITEMS=_ITEMS,
-        SEGMENT=segment,
+        SEGMENT=cut.segment,
+        EVEN=cut.is_even and not cut.segment,
         num_warps=8,
     )

@@ -1,0 +1,41 @@
+"""What a runner decides about its attention on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.ops.attention.configs import PrefillBackend
+
+
+@dataclass(slots=True, frozen=True)
+class AttentionSettings:
+    """What a runner decides about its attention.
+
+    prefill_backend: for prompts without a cached prefix; "kernel" is the one that reads pages. With another, prompts' K and V
+        must come as tensors. Causal, 8k, 32/8 heads × 128 on an H200: cuDNN 590 TFLOP/s, FlashAttention-2 289.
+    fresh_prefill_min: shorter prompts stay with the kernel: they share its launch with the other rows.
+    long_prompt_min: from here on cuDNN has one prompt a call, padded to one of a few lengths; below, FlashAttention-2 takes its
+        place. cuDNN plans every shape that is new to a thread, for 0.1 s and more (pytorch#154602).
+    part_min_prefix: a prompt that goes on after so many keys, by long_prompt_min tokens or more, is cuDNN's as well (`parts`);
+        None: never.
+    min_piece, max_piece: of a prefix in parts, in keys: over the shortest cuDNN is a tenth faster than the kernel, over more
+        than the longest no faster.
+    overlap_decode: rows that decode beside a long prompt are computed while cuDNN computes the prompt, on few SMs.
+    is_even: see `Cut`.
+    """
+
+    prefill_backend: PrefillBackend = "cudnn"
+    fresh_prefill_min: int = 64
+    long_prompt_min: int = 1024
+    part_min_prefix: int | None = 2048
+    min_piece: int = 1024
+    max_piece: int = 16384
+    overlap_decode: bool = False
+    is_even: bool = True
+
+    def suits_parts(self, row_length: int, start: int) -> bool:
+        """Return whether a row of so many tokens after so many keys is long enough for `parts`."""
+        return self.part_min_prefix is not None and row_length >= self.long_prompt_min and start >= self.part_min_prefix
+
+
+DEFAULT_SETTINGS = AttentionSettings()
