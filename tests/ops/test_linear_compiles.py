@@ -47,18 +47,18 @@ def kernel_case(shape: Shape, chosen: Candidate, *, whole: bool = False) -> Kern
     if chosen.kind == "dot" and converts:
         expects = (*expects, "mma.sync")
     if chosen.kind == "dot":
-        module, kernel, unused = "linear_triton", "dot_kernel", ("n_tiles",)
+        module, kernel, unused = "linear.dot_triton", "dot_kernel", ("n_tiles",)
         signature |= {"x": f"*{data}", "weight": f"*{item}"}
         constants |= ahead | {"PREFETCH": stages - 1 if prefetched else 0, "WHOLE": whole}
         constants |= {"EXACT": chosen.quantised and chosen.block_m <= 64}
     elif chosen.kind == "gemv":
-        module, kernel, unused = "linear_gemv_triton", "gemv_kernel", ("scale_columns", "tiles_per_split", "splits")
+        module, kernel, unused = "linear.gemv_triton", "gemv_kernel", ("scale_columns", "tiles_per_split", "splits")
         signature |= {"x": f"*{data}", "weight": f"*{item}"}
         constants |= ahead | {"PREFETCH": 2 if prefetched else 0, "STAGES": stages}
         constants.pop("x_scale")
         stages = 3
     else:
-        module, kernel, unused = "linear_gemm_triton", "gemm_kernel", ("n_tiles", "tiles_per_split", "splits")
+        module, kernel, unused = "linear.gemm_triton", "gemm_kernel", ("n_tiles", "tiles_per_split", "splits")
         width = chosen.block_n // (2 if gated else 1)
         signature |= {"x_box": f"tensordesc<{data}[{chosen.block_m},{chosen.block_k}]>"}
         signature |= {"w_box": f"tensordesc<{item}[{width},{chosen.block_k}]>"}
@@ -180,7 +180,7 @@ _SCALED = {"x_scale": "*fp32", "w_scale": "*fp32", "bias": "*bf16"}
 CASES += [
     _small(
         "quantise_rows_kernel",
-        "quantise_triton",
+        "quant.quantise_triton",
         {"x": "*bf16", "data": "*fp8e4nv", "scale": "*fp32", "size": "i32:16"},
         {"BLOCK": block, "WHOLE": whole},
         num_warps,
@@ -190,7 +190,7 @@ CASES += [
 CASES += [
     _small(
         "silu_mul_kernel",
-        "gate_up_triton",
+        "linear.gate_up_triton",
         {**_GATE, **_SCALED, "out": "*fp8e4nv", "out_scale": "*fp32"},
         {"BLOCK": block, "QUANTISE": True, "WHOLE": block == 16384},
         num_warps,
@@ -200,11 +200,13 @@ CASES += [
 CASES += [
     _small(
         "silu_mul_kernel",
-        "gate_up_triton",
+        "linear.gate_up_triton",
         {**_GATE, "out": "*bf16"},
         {**dict.fromkeys((*_SCALED, "out_scale")), "BLOCK": 2048, "QUANTISE": False, "WHOLE": False},
     ),
-    _small("rescale_kernel", "gate_up_triton", {"y": "*bf16", **_SCALED, "out": "*bf16", "N": "i32:16"}, {"BLOCK": 2048}),
+    _small(
+        "rescale_kernel", "linear.gate_up_triton", {"y": "*bf16", **_SCALED, "out": "*bf16", "N": "i32:16"}, {"BLOCK": 2048}
+    ),
     _small(
         "sum_kernel",
         "linear_parts_triton",

@@ -174,11 +174,11 @@ def _device_runner(
 
 def tuned_shapes(decoder: Decoder) -> list[LinearShape]:
     """The linears of a decoder, as `tune_linears` wants them: each once."""
+    from common.ops.linear.linear_tuning import tuned_format
+
     shapes: dict[LinearShape, None] = {}
     for role, weight in decoder.linears:
-        blocks = weight.scale is not None and weight.scale.ndim == 2
-        kind = "plain" if weight.format != "fp8" else "fp8_blocks" if blocks else "fp8"
-        shapes[kind, weight.out_features, weight.in_features, role] = None
+        shapes[tuned_format(weight), weight.out_features, weight.in_features, role] = None
     return list(shapes)
 
 
