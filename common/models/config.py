@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from common.models.formats.detect import detect
+from common.models.formats.scheme import WeightFormat, WeightScheme
 from common.models.json_files import read_object, read_object_if_any
 from common.models.naming import DUMMY_PREFIX
 from common.models.source import ModelFiles
-from common.models.weights.fp8_scheme import WeightFormat, weight_format
 from common.models.weights.gguf_metadata import read_metadata
 from common.protocol.errors import ConfigError
 
@@ -53,7 +54,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A decoder with grouped-query attention and a SwiGLU feed-forward.
 
     `identity` names the weights' content (a digest over sizes and file edges, not over whole files). `eos_ids` are all ids
-    that end a text. `max_context` is in tokens. `weight_format`: how the files hold the linears.
+    that end a text. `max_context` is in tokens. `quantization`: how the files hold the linears.
     """
 
     architecture: Architecture
@@ -74,8 +75,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     mlp_bias: bool = False
     bos_id: int | None = None
     eos_ids: list[int] = []
-    weight_format: WeightFormat = "plain"
+    quantization: WeightScheme = WeightScheme()
     identity: str = ""
+
+    @property
+    def weight_format(self) -> WeightFormat:
+        """How the linears are multiplied on a GPU, unless a setting says otherwise."""
+        return self.quantization.kind
 
 
 def load_config(files: ModelFiles) -> ModelConfig:
@@ -158,7 +164,7 @@ def config_from_json(data: Mapping[str, Any], generation: Mapping[str, Any] | No
             mlp_bias=bool(data.get("mlp_bias", False)),
             bos_id=data.get("bos_token_id"),
             eos_ids=_ids(eos),
-            weight_format=weight_format(data),
+            quantization=detect(data),
         )
     )
 

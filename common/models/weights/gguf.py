@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize as gguf_dequantize
 
 from common.models.config import ModelConfig
+from common.models.formats.groups import Groups
 from common.models.weights.gguf_blocks import can_dequantise, dequantise_blocks
 from common.models.weights.gguf_tensors import map_file, read_tensors
 from common.models.weights.source import WeightsError
@@ -48,6 +50,11 @@ class GgufWeights:
         if embedding := self._tensors.get("model.embed_tokens.weight"):
             self._tensors.setdefault("lm_head.weight", embedding)
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    groups: Collection[str] = ()
+
+    def read_groups(self, name: str, upload: Upload) -> Groups:
+        raise WeightsError(f"{name} is stored in another way")
 
     def size_bytes(self, name: str) -> int:
         return self._tensors[name].num_bytes

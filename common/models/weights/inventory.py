@@ -15,6 +15,8 @@ from common.models.weights.errors import WeightsError
 from common.models.weights.gguf_tensors import check_type, map_file, read_tensors
 
 _SAFETENSORS_TYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3"})
+_INTEGERS = frozenset({"I64", "I32", "I8", "U8"})
+"""What codes of quantised weights are in."""
 
 
 class Inventory(msgspec.Struct, frozen=True):
@@ -30,12 +32,20 @@ def take_inventory(files: ModelFiles, config: ModelConfig) -> Inventory:
     :raises WeightsError, InvalidGguf: if a file is damaged or cut short, or holds a type that can't be computed with."""
     if files.format == "dummy":
         return _of_shape(config)
-    shapes = _gguf_shapes(files.path) if files.format == "gguf" else _safetensors_shapes(files.path)
+    shapes = (
+        _gguf_shapes(files.path)
+        if files.format == "gguf"
+        else _safetensors_shapes(
+            files.path, _SAFETENSORS_TYPES | (_INTEGERS if config.weight_format == "groups" else frozenset())
+        )
+    )
     embedding = sum(
         math.prod(shapes.get(name, ())) for name in ("model.embed_tokens.weight", "lm_head.weight") if name in shapes
     )
     if not embedding:
         raise WeightsError(f"{files.path} holds no model.embed_tokens.weight: these are no weights of a language model")
+    if config.weight_format == "groups" and files.format == "safetensors":  # several codes are one number of a tensor
+        return Inventory(embedding, _of_shape(config).others)
     return Inventory(embedding, sum(map(math.prod, shapes.values())) - embedding)
 
 
@@ -49,7 +59,7 @@ def _gguf_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def _safetensors_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+def _safetensors_shapes(folder: Path, types: frozenset[str]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -57,7 +67,7 @@ def _safetensors_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
                 opened: Any = file
                 for name in opened.keys():  # noqa: SIM118 — a safe_open handle is no mapping
                     view = opened.get_slice(name)
-                    if view.get_dtype() in _SAFETENSORS_TYPES:
+                    if view.get_dtype() in types:
                         shapes[name] = tuple(view.get_shape())
                     else:
                         raise WeightsError(f"{name} in {path} is {view.get_dtype()}; floating-point weights are supported")
