@@ -73,6 +73,7 @@ def command(
         lambda: check_shm(Path(shm_dir)),
         lambda: check_stale(Path(shm_dir)),
         lambda: check_model(model, Path(shm_dir), os.environ),
+        *(lambda finding=finding: finding for finding in check_footprint(model, os.environ)),
         lambda: check_port(http_port),
         lambda: run(lambda: check_bus(nats_url)),
     ]
@@ -184,6 +185,33 @@ def check_model(spec: str, shm_dir: Path, environ: Mapping[str, str]) -> Finding
     warnings = [*servable.warnings, *tight]
     found = f"{servable}, in {servable.files.path}"
     return Finding("warning", "model", found, "; ".join(warnings)) if warnings else Finding("ok", "model", found)
+
+
+def check_footprint(spec: str, environ: Mapping[str, str]) -> list[Finding]:
+    """What the model would take of a GPU, and the most that GPUs can make of it; nothing for a model that can't be served."""
+    from common.cli import footprint, up_settings  # slow to import
+    from common.engine.load.layout import EngineConfig, cache_layout, limit_context, resolve_engine_precision
+    from common.models.config import load_config
+    from common.models.source import resolve
+    from common.models.weights.inventory import take_inventory
+
+    try:
+        asked = up_settings.read([f"--model={spec}"], environ)
+        engine = EngineConfig.of(asked.services["decode"]) if asked else EngineConfig()
+        files = resolve(spec, weights=engine.load_format != "dummy")
+        model = limit_context(load_config(files), engine)
+        precision = resolve_engine_precision(model, engine, "cuda")
+        made_up = engine.load_format == "dummy" or files.format == "dummy"
+        inventory = take_inventory(msgspec.structs.replace(files, format="dummy") if made_up else files, model)
+        layout = cache_layout(model, msgspec.structs.replace(engine, num_blocks=1), "cuda")
+    except PenstockError:
+        return []  # `check_model` says why
+    found = footprint.footprint(model, precision, inventory, layout)
+    weights = precision.weights if precision.weights != "none" else precision.compute
+    return [
+        Finding("ok", "kv on a gpu", f"{precision.kv}; {footprint.describe_kv(found, model.max_context)}"),
+        Finding("ok", "on a gpu", f"{weights} weights; {footprint.describe_cards(found)}"),
+    ]
 
 
 def check_port(port: int) -> Finding:

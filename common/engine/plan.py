@@ -108,6 +108,11 @@ class StepResult(msgspec.Struct):
     elapsed_s: float = 0.0
 
 
+PACKED_TOKENS = 2048
+"""A step takes up no further prompt once prompts have so many tokens in it, which keep a GPU as busy as more would
+(docs/performance.md): longer steps would only make everyone wait. A longer prompt fills the step up to the token budget."""
+
+
 class RunnerLost(Exception):
     """The device failed in a way that it does not recover from: no later step can run. The process should end."""
 

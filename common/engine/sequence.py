@@ -40,7 +40,8 @@ class Sequence:
     """`held_from`: index in `tokens` of the first token whose logprobs are kept here (what came before, others sent).
     `ends_at`: the request's deadline in seconds of the worker's clock. `matcher`: the state of the request's grammar, once that
     is compiled. `num_reported`: outputs of a sequence that is read which its gateway has, or is being sent.
-    `timeline`: what has happened to it here, if it is traced.
+    `timeline`: what has happened to it here, if it is traced. `arrival`, `admitted_step`: its number among those admitted, and
+    the step before which it was.
     """
 
     generation: Generation
@@ -59,6 +60,7 @@ class Sequence:
     finish: FinishReason | None = None
     cancelled: bool = False
     arrival: int = 0
+    admitted_step: int = 0
     ends_at: float = math.inf
     matcher: Matcher | None = None
     given: list[int] = field(default_factory=list)
@@ -319,31 +321,36 @@ class SequenceCache:
         if sequence.num_cached < 0:
             sequence.num_cached = min(sequence.num_computed, sequence.generation.prompt_tokens)
 
-    def catch_up(self, sequence: Sequence, num_tokens: int, computing: set[bytes]) -> bool:
-        """Before a step computes the next `num_tokens` of a prompt: take over what others have computed of it since `open`.
+    def catch_up(self, sequence: Sequence) -> None:
+        """Take over what others have computed of a prompt since `open`: many that share a prefix then have little left."""
+        hashes = [] if sequence.num_steps else self._missing(sequence)
+        if not hashes or not (found := self.pool.match(hashes)):
+            return
+        first = sequence.num_planned // self.block_tokens
+        self.pool.retain(found)
+        self.pool.release(sequence.blocks[first : first + len(found)])
+        sequence.blocks[first : first + len(found)] = found
+        sequence.num_cached += (first + len(found)) * self.block_tokens - sequence.num_computed
+        sequence.computed((first + len(found)) * self.block_tokens)
+        sequence.num_published = max(sequence.num_published, first + len(found))
+
+    def claim(self, sequence: Sequence, num_tokens: int, computing: set[bytes]) -> bool:
+        """Before a step computes the next `num_tokens` of a prompt: name the blocks that it will fill.
 
         `computing` holds the hashes of the blocks that the step, or one in flight, computes already. False: the sequence's next
         block is one of them, and waiting for the next step saves computing it twice.
         """
-        if not self.pool.keeps_content or sequence.needs_every_state:
-            return True
-        first = sequence.num_planned // self.block_tokens
-        hashes = self.hash(sequence, len(sequence.tokens) - 1)[first:]
-        if not hashes or sequence.num_planned % self.block_tokens:
-            return True
-        found = [] if sequence.num_steps else self.pool.match(hashes)
-        if found:
-            self.pool.retain(found)
-            self.pool.release(sequence.blocks[first : first + len(found)])
-            sequence.blocks[first : first + len(found)] = found
-            sequence.computed(sequence.num_computed + len(found) * self.block_tokens)
-            sequence.num_published = max(sequence.num_published, first + len(found))
-            sequence.num_cached += len(found) * self.block_tokens
-            hashes = hashes[len(found) :]
+        hashes = self._missing(sequence)
         if hashes and hashes[0] in computing:
             return False
-        computing.update(hashes[: num_tokens // self.block_tokens])
+        computing.update(hashes[: (sequence.num_planned % self.block_tokens + num_tokens) // self.block_tokens])
         return True
+
+    def _missing(self, sequence: Sequence) -> list[bytes]:
+        """Return the hashes of the prompt's full blocks that are not wholly planned; none where they can't be shared."""
+        if not self.pool.keeps_content or sequence.needs_every_state:
+            return []
+        return self.hash(sequence, len(sequence.tokens) - 1)[sequence.num_planned // self.block_tokens :]
 
     def grow(self, sequence: Sequence, num_tokens: int) -> None:
         """:raises OutOfBlocks: nothing has been taken then."""

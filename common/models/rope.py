@@ -95,6 +95,9 @@ class RopeTable:
         self._sin = torch.cat((self._sin, torch.cat((-sin, sin), -1)[:, None].to(self._sin)))
 
     def table(self, positions: int) -> torch.Tensor:
-        """float32 [positions, head_dim] on the device: cosines, then sines, of each position (see `ops.kv.qkv_rope`)."""
+        """Return float32 [positions, head_dim] on the device: cosines, then sines, of each position (see `ops.kv.qkv_rope`).
+
+        Ask for the positions that the KV pool holds: a context of ten million tokens would be gigabytes.
+        """
         angles = torch.outer(torch.arange(positions).float(), self._frequencies)
         return torch.cat((angles.cos() * self._scale, angles.sin() * self._scale), -1).to(self._cos.device)

@@ -29,6 +29,14 @@ LONE_FAILURES = 3
 """Requests that may fail one after another, each alone in its step, before the engine is to blame."""
 CLOSE_TIMEOUT_S = 2.0
 
+LEAD_S = 0.02
+"""Seconds before the expected end of the running step at which the next one is planned. A step of a long prompt takes 0.2 s on
+a GPU: planned at its beginning, the next step would make a request that arrives meanwhile wait for both."""
+MIN_PACE_TOKENS = 256
+"""A step of fewer tokens says nothing of how fast tokens can be computed: its time goes into reading weights."""
+PACE_DECAY = 1.02
+"""Growth, per step, of the best pace that was seen, so that an engine which has become slower is expected to be."""
+
 Flight = tuple[StepPlan, asyncio.Future[StepResult]]
 
 
@@ -106,6 +114,7 @@ class StepLoop:
         self._wake = anyio.Event()
         self._report: Callable[[], None] = _nothing
         self._ended = clock()
+        self._pace_s = 0.0
         self._lone_failures = 0
 
     def wake(self) -> None:
@@ -115,6 +124,10 @@ class StepLoop:
         """:raises RunnerLost: no later step can run, or each would fail."""
         while True:
             room = len(self._flights) < self._runner.run_ahead
+            if room and (early_s := self._early_s()) > 0:
+                self._tell()
+                await asyncio.wait([self._flights[0][1]], timeout=early_s)
+                room = not self._flights[0][1].done()
             if room and (plan := self._scheduler.plan(self._clock())) is not None:
                 self._flights.append(self._start(plan))
                 continue
@@ -126,6 +139,20 @@ class StepLoop:
                 continue
             if not await self._land(self._flights.popleft()):
                 await self._isolate()
+
+    def _early_s(self) -> float:
+        """Return how many seconds it is too early to plan the step after those in flight.
+
+        Their end is expected after the time that their tokens would take at the best pace seen lately: rather too soon than too
+        late, when the engine would have nothing to do.
+        """
+        tokens = sum(plan.num_tokens for plan, _ in self._flights)
+        return self._ended + tokens * self._pace_s - LEAD_S - self._clock() if self._flights else 0.0
+
+    def _measure(self, num_tokens: int, elapsed_s: float) -> None:
+        if num_tokens >= MIN_PACE_TOKENS:
+            pace_s = elapsed_s / num_tokens
+            self._pace_s = min(pace_s, PACE_DECAY * self._pace_s) if self._pace_s else pace_s
 
     def _start(self, plan: StepPlan) -> Flight:
         self._watch.began(self._clock(), compiling=self._runner.may_compile(plan))
@@ -149,6 +176,7 @@ class StepLoop:
             return False
         began, self._ended = self._ended, self._clock()
         self._watch.ended(self._ended)
+        self._measure(plan.num_tokens, self._ended - began)
         self._steps.step_ended(plan, self._ended - began)
         self._report = self._steps.commit(plan, result)
         self._lone_failures = 0

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from common.engine.plan import StepPlan, StepResult, StepRow
+from common.engine.plan import PACKED_TOKENS, StepPlan, StepResult, StepRow
 from common.engine.sequence import Sequence, SequenceCache
 from common.engine.shares import TurnTaking
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
@@ -40,6 +40,11 @@ class Progress:
     proposed: int
     accepted: int
     forced: bool = False
+
+
+AGING_TOKENS_PER_STEP = 64
+"""Prompts with the fewest tokens left go first. Each step that a prompt waits counts as so many tokens less, so that a long one
+is overtaken by short ones for a while only."""
 
 
 class DecodeScheduler:
@@ -118,6 +123,7 @@ class DecodeScheduler:
         self.cache.open(sequence, sequence.length)
         self._arrivals += 1
         sequence.arrival = self._arrivals
+        sequence.admitted_step = self._step
         self._running[sequence] = None
 
     def begin_copy(self, sequence: Sequence) -> None:
@@ -171,18 +177,21 @@ class DecodeScheduler:
         budget = max(budget, 0 if rows else 1)
         computing = self._computing if ahead else set[bytes]()
         before = frozenset(computing)
-        for sequence in self._turns.in_turn([s for s in candidates if s.num_unplanned > (0 if s.is_read else 1)]):
-            if budget <= 0:
+        prompts = [s for s in candidates if s in self._running and s.num_unplanned > (0 if s.is_read else 1)]
+        for sequence in prompts:
+            self.cache.catch_up(sequence)
+        num_prompt_tokens = 0
+        for sequence in self._turns.in_turn(sorted(prompts, key=self._remaining)):
+            if budget <= 0 or num_prompt_tokens >= PACKED_TOKENS:
                 break
-            if sequence not in self._running:
-                continue
-            if not self.cache.catch_up(sequence, budget, computing):
+            if not self.cache.claim(sequence, budget, computing):
                 continue
             rows.append(sequence.plan(min(budget, sequence.num_unplanned), [], num_samples))
             planned.append(sequence)
             num_samples += rows[-1].num_samples
             num_tokens = len(rows[-1].tokens)
             budget -= num_tokens
+            num_prompt_tokens += num_tokens
             is_last = rows[-1].num_samples > 0 or not sequence.num_unplanned
             self._turns.served(sequence.tenant, num_tokens, sequence.generation.weight, ends=is_last)
         if not rows:
@@ -191,6 +200,10 @@ class DecodeScheduler:
         self._flights.append(planned)
         self._step += 1
         return StepPlan(step=self._step, rows=rows)
+
+    def _remaining(self, sequence: Sequence) -> int:
+        """Return the tokens to compute of a prompt, less what its age makes up for."""
+        return sequence.num_unplanned - (self._step - sequence.admitted_step) * AGING_TOKENS_PER_STEP
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Progress]:
         """Take the oldest step's result: keep what was accepted, free what finished or was cancelled meanwhile."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 
-from common.engine.plan import StepPlan, StepResult
+from common.engine.plan import PACKED_TOKENS, StepPlan, StepResult
 from common.engine.sequence import Sequence, SequenceCache
 from common.engine.shares import PRIORITY_STEP_S, TurnTaking
 from common.protocol.errors import ContextLengthExceeded, OutOfCredits
@@ -108,10 +108,12 @@ class PrefillScheduler:
             for sequence in candidates
             if sequence.is_ready and not sequence.num_awaited and not sequence.cancelled and sequence.num_unplanned
         ]
+        for sequence in queued:
+            self.cache.catch_up(sequence)
         for sequence in self._turns.in_turn(sorted(queued, key=lambda s: self._remaining(s, now))):
-            if budget <= 0:
+            if budget <= 0 or self.token_budget - budget >= PACKED_TOKENS:
                 break
-            if not self.cache.catch_up(sequence, budget, computing):
+            if not self.cache.claim(sequence, budget, computing):
                 continue
             rows.append(sequence.plan(min(budget, sequence.num_unplanned), [], num_samples))
             planned.append(sequence)

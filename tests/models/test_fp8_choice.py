@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
 import pytest
 
 pytest.importorskip("torch")
@@ -179,3 +180,11 @@ def test_a_model_that_does_not_fit_twice_is_loaded_all_the_same(
     assert found is None
     found = load._fp8_choice(*model, EngineConfig(), Precision(compute="bfloat16", weights="fp8", kv="fp8"), CPU, small)
     assert found is not None and found.plain == [] and found.center(model[1], CPU).abs().max() > 0
+
+
+def test_engines_that_chose_otherwise_are_told_apart() -> None:
+    chosen = Fp8Choice(plain=["a"], share=0.5, kv_loss=0, loss=0, full_loss=0, floor=0, k_center=b"1234")
+    measured_again = msgspec.structs.replace(chosen, loss=0.1, floor=0.2)
+    assert chosen.digest() == measured_again.digest()
+    others = [msgspec.structs.replace(chosen, plain=["b"]), msgspec.structs.replace(chosen, k_center=b"4321")]
+    assert len({chosen.digest(), *(other.digest() for other in others)}) == 3

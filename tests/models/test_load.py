@@ -136,6 +136,8 @@ def test_a_fingerprint_names_weights_precision_and_layout(model: tuple[ModelFile
         cache_layout(config, EngineConfig(dtype="bfloat16"), "cuda:0"),
         cache_layout(config, EngineConfig(dtype="bfloat16", kv_cache_dtype="fp8"), "cuda:0"),
         cache_layout(config, EngineConfig(dtype="bfloat16", quantization="fp8"), "cuda:0"),
+        cache_layout(config, EngineConfig(dtype="bfloat16", quantization="fp8"), "cuda:0", fp8_choice="one"),
+        cache_layout(config, EngineConfig(dtype="bfloat16", quantization="fp8"), "cuda:0", fp8_choice="another"),
     ]
     path = files.path / "model.safetensors"
     damaged = bytearray(path.read_bytes())

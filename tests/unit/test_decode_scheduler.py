@@ -346,3 +346,22 @@ def test_running_ahead_changes_no_token_and_gives_everything_back(data: st.DataO
         assert s.finish in ("length", "stop")
     assert scheduler.num_held == 0
     assert bench.all_given_back()
+
+
+def test_who_shares_a_prefix_waits_for_it_and_goes_before_prefixes_that_nobody_has_computed() -> None:
+    bench = Bench(num_blocks=400)
+    scheduler = scheduler_on(bench, token_budget=64, max_running=40)
+    prefixes = [[3 + number] * 48 for number in range(4)]
+    for number in range(20):
+        scheduler.admit(sequence(f"{number % 4} {number}", [*prefixes[number % 4], 100 + number], max_tokens=1))
+    ended: list[list[str]] = []
+    computed = 0
+    while plan := scheduler.plan(0.0):
+        computed += plan.num_tokens
+        done = [progress.sequence for progress in scheduler.commit(plan, bench.runner.execute(plan), 0.0)]
+        ended.append([s.request for s in done if s.finish])
+    assert computed == 4 * 48 + 20
+    first, second = [{name[0] for name in names} for names in ended[:2]]
+    # the step after the one that computes a prefix serves everyone who waits for it
+    assert first == {"0"} and second >= {"0"} and len(ended[1]) >= 4
+    assert bench.all_given_back()

@@ -207,3 +207,17 @@ def test_running_ahead_changes_no_token_and_gives_everything_back(arrivals: list
     for s in done:
         assert s.tokens[s.generation.prompt_tokens :] == bench.expected(s)
     assert bench.all_given_back()
+
+
+def test_a_step_takes_up_no_more_prompts_than_keep_the_engine_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.prefill.scheduler.PACKED_TOKENS", 20)
+    bench = Bench()
+    scheduler = scheduler_on(bench, token_budget=64)
+    for number in range(6):
+        scheduler.admit(sequence(f"short {number}", [3 + number] * 8), 0.0)
+    scheduler.admit(sequence("long", list(range(3, 80))), 0.0)
+    sizes = []
+    while plan := scheduler.plan(0.0):
+        sizes.append(plan.num_tokens)
+        scheduler.commit(plan, bench.runner.execute(plan), 0.0)
+    assert sizes == [24, 24, 64, 13]

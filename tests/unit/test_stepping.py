@@ -10,8 +10,9 @@ from collections.abc import Callable
 import anyio
 import pytest
 
-from common.engine.plan import LaterStep, RunnerLost, StepPlan, StepResult
+from common.engine.plan import LaterStep, RunnerLost, StepPlan, StepResult, StepRow
 from common.engine.sequence import Sequence
+from common.protocol.messages import SamplingParams
 from common.worker.stepping import LONE_FAILURES, EngineThreads, StepLoop
 from common.worker.watchdog import StepWatch
 from services.decode.scheduler import DecodeScheduler
@@ -166,3 +167,61 @@ async def test_threads_are_waited_for_unless_they_hang() -> None:
         assert threads.close() is not hangs
         assert time.monotonic() - began < 4
         released.set()
+
+
+class LongSteps:
+    """Steps of 300 tokens that take 0.1 s each, five of them; `planned_at` and `ended_at` on the event loop's clock."""
+
+    run_ahead = 2
+    block_tokens = num_blocks = max_context = vocab_size = 1000
+    fingerprint = "test"
+
+    def __init__(self) -> None:
+        self.planned_at: list[float] = []
+        self.ended_at: list[float] = []
+
+    def plan(self, now: float, only: object = None) -> StepPlan | None:
+        if len(self.planned_at) == 5:
+            return None
+        self.planned_at.append(time.monotonic())
+        return StepPlan(len(self.planned_at), [StepRow([1] * 300, 0, [0], 0, SamplingParams(), 300)])
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        time.sleep(0.1)
+        return StepResult(rows=[])
+
+    def submit(self, plan: StepPlan) -> LaterStep:
+        return LaterStep(self, plan)
+
+    def may_compile(self, plan: StepPlan) -> bool:
+        return False
+
+    def rewind(self) -> list[Sequence]:
+        return []
+
+    def holds(self, sequence: Sequence) -> bool:
+        return False
+
+    def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
+        self.ended_at.append(time.monotonic())
+        return lambda: None
+
+    def step_ended(self, plan: StepPlan, elapsed_s: float) -> None: ...
+    def step_failed(self) -> None: ...
+    def sequence_failed(self, sequence: Sequence) -> None: ...
+
+
+async def test_a_long_step_is_planned_shortly_before_the_one_before_it_ends() -> None:
+    steps, threads = LongSteps(), EngineThreads()
+    watch = StepWatch(floor_s=5.0, compile_s=5.0)
+    loop = StepLoop(runner=steps, scheduler=steps, steps=steps, threads=threads, watch=watch, clock=time.monotonic)
+    async with anyio.create_task_group() as group:
+        group.start_soon(loop.run)
+        with anyio.fail_after(10):
+            while len(steps.ended_at) < 5:
+                await anyio.sleep(0.002)
+        group.cancel_scope.cancel()
+    assert threads.close()
+    # the first two are planned at once, when nothing is known; later ones at LEAD_S before the end of the step that runs
+    for planned, ended in zip(steps.planned_at[2:], steps.ended_at[1:], strict=False):
+        assert ended - 0.09 < planned < ended

@@ -34,7 +34,7 @@ class Int8Runner(CpuRunner):
         config = decoder.config
         self._weights = _weights(decoder)
         self._forward = forward(config.head_dim, config.num_heads // config.num_kv_heads)
-        self._rope = decoder.rope.table(config.max_context).numpy()
+        self._rope = decoder.rope.table(min(config.max_context, self.num_blocks * self.block_tokens)).numpy()
         self._pool_bits = pool.view(torch.int16).numpy()
         self._room = self._new_room(1)
         self._logits = self._new_logits(1)

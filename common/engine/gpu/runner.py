@@ -100,7 +100,7 @@ class DeviceRunner:
         self._packer = StepPacker(block_tokens=self.block_tokens, num_blocks=self.num_blocks, vocab_size=config.vocab_size)
         self._sampler = DeviceSampler(max_tokens, self._device, _DEPTH)
         self._workspace = AttentionWorkspace(self._device)
-        self._rope = decoder.rope.table(config.max_context)
+        self._rope = decoder.rope.table(min(config.max_context, self.num_blocks * self.block_tokens))
         self._shapes = ShapeTable(max_rows, max_tokens, layer_parameters=decoder.layer_parameters)
         self._graphs: dict[StepShape, StepGraph] = {}
         self._launched_sizes: set[tuple[int, int, bool]] = set()

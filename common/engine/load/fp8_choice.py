@@ -59,6 +59,10 @@ class Fp8Choice(msgspec.Struct, frozen=True, kw_only=True):
     floor: float
     k_center: bytes
 
+    def digest(self) -> str:
+        """Return a name of what was chosen: engines that chose otherwise compute other KV, or store it about another centre."""
+        return hashlib.blake2b(msgspec.json.encode((self.plain, self.k_center)), digest_size=8).hexdigest()
+
     def center(self, config: ModelConfig, device: torch.device) -> torch.Tensor:
         """float32 [layers, kv_heads, head_dim] on `device`."""
         numbers = np.frombuffer(self.k_center, np.float32).copy()

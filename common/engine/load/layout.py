@@ -89,10 +89,13 @@ def resolve_engine_precision(model: ModelConfig, engine: EngineConfig, device: s
     )
 
 
-def cache_layout(model: ModelConfig, engine: EngineConfig, device: str = "cpu", *, kv_bytes: int = 0) -> CacheLayout:
+def cache_layout(
+    model: ModelConfig, engine: EngineConfig, device: str = "cpu", *, kv_bytes: int = 0, fp8_choice: str = ""
+) -> CacheLayout:
     """The KV layout of `model` under `engine`, sized and with its fingerprint.
 
-    `kv_bytes`: memory for KV where neither `num_blocks` nor `kv_cache_mb` says it; 0: a CPU's default.
+    `kv_bytes`: memory for KV where neither `num_blocks` nor `kv_cache_mb` says it; 0: a CPU's default. `fp8_choice`: the digest
+    of what FP8 was allowed to touch; empty where nothing was chosen.
 
     :raises ConfigError: if the settings are impossible, or the cache too small for one block.
     """
@@ -112,6 +115,8 @@ def cache_layout(model: ModelConfig, engine: EngineConfig, device: str = "cpu", 
     if precision.weights == "fp8":
         weights += f"/{engine.quantization_max_loss}"
     name = f"{weights}/{engine.engine}/{precision.name}/{layout.digest()}"
+    if fp8_choice:
+        name += f"/{fp8_choice}"
     return layout.sized(num_blocks, hashlib.blake2b(name.encode(), digest_size=16).hexdigest())
 
 

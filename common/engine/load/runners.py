@@ -119,7 +119,7 @@ def _cpu_runner(
 
     threads = engine.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
-    decoder, precision = _decoder(files, model, engine, "cpu", on_progress)
+    decoder, precision, _ = _decoder(files, model, engine, "cpu", on_progress)
     pool = kv_pool(segment_blocks, model, engine.block_tokens, getattr(torch, precision.kv))
     if precision.weights == "int8":
         from common.engine.cpu.int8_runner import Int8Runner
@@ -151,7 +151,7 @@ def _device_runner(
     gpu = torch.device(device)
     torch.cuda.set_device(gpu)
     backend.BATCH_INVARIANT = engine.batch_invariant
-    decoder, precision = _decoder(files, model, engine, device, on_progress)
+    decoder, precision, choice = _decoder(files, model, engine, device, on_progress)
     if not engine.batch_invariant:
         begun = time.perf_counter()
         tuned = tune_linears(tuned_shapes(decoder), dtype=decoder.dtype, device=gpu)
@@ -160,7 +160,7 @@ def _device_runner(
     if not engine.num_blocks and not engine.kv_cache_mb:
         workspace = workspace_bytes(model, engine.max_running, engine.token_budget)
         room = measured_kv_room(gpu, engine.gpu_memory_utilization, workspace)
-    layout = cache_layout(model, engine, device, kv_bytes=room)
+    layout = cache_layout(model, engine, device, kv_bytes=room, fp8_choice=choice.digest() if choice else "")
     announce_pool(decoder.config, engine, layout)
     pool = new_pool(model, layout, precision.kv, gpu)
     torch.cuda.synchronize(gpu)  # the runner works on a stream of its own
@@ -192,7 +192,7 @@ def _decoder(
     engine: EngineConfig,
     device: str,
     on_progress: Callable[[int, int], None] | None,
-) -> tuple[Decoder, Precision]:
+) -> tuple[Decoder, Precision, Fp8Choice | None]:
     import torch
 
     from common.models.registry import load_decoder
@@ -216,7 +216,7 @@ def _decoder(
             if choice
             else torch.zeros(model.num_layers, model.num_kv_heads, model.head_dim, device=decoder.device)
         )
-    return decoder, precision
+    return decoder, precision, choice
 
 
 def _fp8_choice(

@@ -1,0 +1,117 @@
+"""What a model takes of a card, and what the card can make of it at best. Pure.
+
+    tokens per second of N sequences <= N * bandwidth / (weights that a step reads + N * context * KV bytes per token)
+
+The limit of decoding alone: https://arxiv.org/abs/2211.05102, section 2. Prompts, and whatever is no reading, come on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from common.cache.spec import CacheLayout
+from common.engine.load.precision import Precision
+from common.models.config import ModelConfig
+from common.models.weights.inventory import Inventory
+
+ACHIEVED = 0.88
+"""Share of a datasheet's bandwidth that a plain copy reaches: 4.24 of 4.8 TB/s on an H200 (docs/performance.md)."""
+CONTEXT = 1024
+"""Tokens that each sequence is assumed to have."""
+USABLE = 0.9
+"""Share of a card's memory for weights and KV: the default of gpu_memory_utilization."""
+
+_GIB = 1 << 30
+_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0}
+
+
+class Card(msgspec.Struct, frozen=True):
+    """A GPU's memory in bytes, and its bandwidth in bytes per second, both as its datasheet says."""
+
+    name: str
+    memory_bytes: float
+    bytes_per_s: float
+
+
+CARDS = (Card("H100", 80e9, 3.35e12), Card("H200", 141e9, 4.8e12), Card("B200", 180e9, 8.0e12))
+
+
+class GroupFootprint(msgspec.Struct, frozen=True):
+    """KV of one cache group: its layers, and bytes per token over all of them. `window`: tokens kept, 0 for all."""
+
+    name: str
+    layers: int
+    token_bytes: int
+    window: int
+
+    def bytes_of(self, num_tokens: int) -> int:
+        """Return the bytes that a sequence of so many tokens keeps in this group."""
+        return self.token_bytes * (min(num_tokens, self.window) if self.window else num_tokens)
+
+
+class Footprint(msgspec.Struct, frozen=True):
+    """A model in one precision. `weight_bytes`: of all weights. `step_bytes`: of those that a decode step reads, which looks up
+    single rows of the input embedding."""
+
+    weight_bytes: float
+    step_bytes: float
+    groups: Sequence[GroupFootprint]
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of KV of a sequence of so many tokens."""
+        return sum(group.bytes_of(num_tokens) for group in self.groups)
+
+    def fits(self, card: Card) -> bool:
+        """Whether the weights leave room for one sequence of CONTEXT tokens."""
+        return self.weight_bytes + self.kv_bytes(CONTEXT) <= USABLE * card.memory_bytes
+
+    def rows_that_fit(self, card: Card) -> int:
+        """Return how many sequences of CONTEXT tokens a card holds beside the weights."""
+        return max(0, int((USABLE * card.memory_bytes - self.weight_bytes) // self.kv_bytes(CONTEXT)))
+
+    def tokens_per_s(self, card: Card, rows: int) -> float:
+        """Return the most tokens per second that decoding `rows` sequences of CONTEXT tokens can give on a card."""
+        return rows * ACHIEVED * card.bytes_per_s / (self.step_bytes + rows * self.kv_bytes(CONTEXT))
+
+
+def footprint(model: ModelConfig, precision: Precision, inventory: Inventory, layout: CacheLayout) -> Footprint:
+    """Return what `model` takes in `precision`. `layout`: its KV groups, with KV in that precision."""
+    compute = _BYTES[precision.compute]
+    linear = compute if precision.weights == "none" else _BYTES[precision.weights]
+    head = model.vocab_size * model.hidden_size * compute
+    linears = linear * inventory.others
+    groups = [
+        GroupFootprint(
+            group.name,
+            len({member.layer for member in group.members}),
+            group.block_bytes // group.block_tokens,
+            max((member.component.window for member in group.members), default=0),
+        )
+        for group in layout.groups
+    ]
+    return Footprint(linears + compute * inventory.embedding, linears + head, groups)
+
+
+def describe_kv(found: Footprint, max_context: int) -> str:
+    """Return a line about the KV groups."""
+    groups = [
+        f"{group.name}: {group.layers} layers, {group.token_bytes:,} bytes a token"
+        + (f" for the last {group.window:,}" if group.window else "")
+        for group in found.groups
+    ]
+    return f"{'; '.join(groups)}; {found.kv_bytes(max_context) / _GIB:.2f} GiB for a context of {max_context:,} tokens"
+
+
+def describe_cards(found: Footprint, rows: Sequence[int] = (1, 32, 256)) -> str:
+    """Return a line for each card: whether the model fits, and the most tokens per second at some batch sizes."""
+    lines = [f"weights {found.weight_bytes / _GIB:.2f} GiB; at most, in sequences of {CONTEXT:,} tokens, by bandwidth alone:"]
+    for card in CARDS:
+        if not found.fits(card):
+            lines.append(f"{card.name}: does not fit into {USABLE:.0%} of its {card.memory_bytes / 1e9:.0f} GB")
+            continue
+        held = [count for count in rows if count <= found.rows_that_fit(card)]
+        speeds = ", ".join(f"{found.tokens_per_s(card, count):,.0f} tok/s at {count}" for count in held)
+        lines.append(f"{card.name}: {speeds}; holds {found.rows_that_fit(card):,} sequences")
+    return "\n".join(lines)
