@@ -1,6 +1,6 @@
 """Linears of 4- and 8-bit weights beside bf16, on a GPU: `python -m bench.engine.quantised`.
 
-First every kernel that may be chosen is compared with the float32 product of the dequantised weight, for each code and group.
+First kernels for few and many rows are compared with the float32 product of the dequantised weight, for each code and group.
 Then the four linears of a layer are timed in each format, as they run when served: the fastest candidate, in a CUDA graph, with
 the weight not in L2. Each figure stands beside the time that reading the weight's bytes takes.
 
@@ -18,12 +18,15 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 
 from bench.common.table import markdown
 from common.models.shapes import SHAPES
+from common.ops import backend
 from common.ops.linear import device as linear_device
 from common.ops.linear.candidates import Candidate, Op
 from common.ops.linear.linear_tuning import LinearShape, tune_linears
@@ -61,6 +64,15 @@ CHECKED: tuple[tuple[Code, int, bool], ...] = (
     ("int8", 32, False),
     ("int8", 128, False),
 )
+CASES: tuple[tuple[int, int, int, Op, slice], ...] = (
+    (512, 2048, 1, "linear", slice(2)),
+    (328, 1000, 7, "split", slice(1)),
+    (512, 2048, 32, "gated", slice(1)),
+    (512, 2048, 128, "split", slice(2)),
+    (328, 1000, 300, "linear", slice(-1, None)),
+    (512, 2048, 300, "gated", slice(1)),
+)
+"""Outputs, inputs, rows, op, and which of the candidates."""
 MAX_ERROR = 0.03
 """Of a result, in standard deviations of the results: bf16 rounds one of 4 by 0.016."""
 
@@ -70,7 +82,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="python -m bench.engine.quantised", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="llama-3.1-8b", choices=sorted(SHAPES))
-    parser.add_argument("--formats", default="plain,fp8,int4/128,fp4/16", help=f"of {', '.join(NAMES)}; between commas")
+    parser.add_argument("--formats", default="plain,int4/128,fp4/16,fp8", help=f"of {', '.join(NAMES)}; between commas")
     parser.add_argument("--rows", default="1,8,32,128,2048", help="between commas")
     parser.add_argument("--check-only", action="store_true")
     parser.add_argument("--no-check", action="store_true")
@@ -95,31 +107,32 @@ def random_weight(code: Code, group: int, offsets: bool, size: int, depth: int, 
 
 
 def check(device: torch.device) -> list[str]:
-    """Compare every candidate with the reference. Returns what is wrong."""
-    problems: list[str] = []
+    """Compare the kernels with the reference, for few rows and many. Returns what is wrong."""
+    jobs: list[tuple[str, Callable[[], float]]] = []
     for code, group, offsets in CHECKED:
-        worst, tried = 0.0, 0
-        for size, depth in ((512, 2048), (328, 1000)):
+        for size, depth, rows, op, first in CASES:
             weight = random_weight(code, group, offsets, size, depth, device)
             assert weight.grouped is not None
-            for rows in (1, 7, 16, 32, 70, 128, 300):
-                x = torch.randn(rows, depth, device=device).bfloat16()
-                meant = linear_grouped_reference(x, weight.grouped, None, torch.float32)
-                ops: tuple[Op, ...] = ("split", "linear", "gated")
-                for op in ops:
-                    for chosen in linear_device.options(op, weight, linear_device.bucket(rows), False):
-                        name = f"{linear_device.grouped_name(weight)} {op} {rows}x{size}x{depth} {chosen}"
-                        try:
-                            error = error_of(op, x, weight, chosen, meant)
-                        except Exception as failure:
-                            problems.append(f"{name}: {type(failure).__name__}: {str(failure)[:200]}")
-                            continue
-                        tried += 1
-                        worst = max(worst, error)
-                        if not error < MAX_ERROR:
-                            problems.append(f"{name}: off by {error:.3f} standard deviations")
-        print(f"{code}/{group}{'+offsets' if offsets else ''}: {tried} kernels, off by {worst:.4f} at most", flush=True)
-    return problems
+            x = torch.randn(rows, depth, device=device).bfloat16()
+            meant = linear_grouped_reference(x, weight.grouped, None, torch.float32)
+            for chosen in linear_device.options(op, weight, linear_device.bucket(rows), False)[first]:
+                name = f"{linear_device.grouped_name(weight)} {op} {rows}x{size}x{depth} {chosen}"
+                jobs.append((name, partial(error_of, op, x, weight, chosen, meant)))
+    backend.ready_for_threads()
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # most of the time goes into compiling
+        found = list(pool.map(lambda job: attempt(*job), jobs))
+    print(f"{len(jobs)} kernels, off by {max(error for error, _ in found):.4f} standard deviations at most", flush=True)
+    return [said for _, said in found if said]
+
+
+def attempt(name: str, compute: Callable[[], float]) -> tuple[float, str]:
+    """The error, and what is wrong, if something is."""
+    torch.cuda.set_device(0)
+    try:
+        error = compute()
+    except Exception as failure:
+        return 0.0, f"{name}: {type(failure).__name__}: {str(failure)[:300]}"
+    return error, "" if error < MAX_ERROR else f"{name}: off by {error:.3f} standard deviations"
 
 
 def error_of(op: Op, x: torch.Tensor, weight: LinearWeight, chosen: Candidate, meant: torch.Tensor) -> float:
@@ -205,7 +218,8 @@ def main(argv: Sequence[str]) -> int:
     found: dict[str, dict[int, float]] = {}
     for kind in options.formats:
         found[kind] = measure(kind, shapes, options.rows, device)
-        print(f"  {NAMES[kind]} measured, {time.monotonic() - begun:.0f} s", flush=True)
+        figures = ", ".join(f"{rows} rows {seconds * 1e6:.1f} us" for rows, seconds in found[kind].items())
+        print(f"  {NAMES[kind]}: {figures}; {time.monotonic() - begun:.0f} s", flush=True)
     print(f"\n{options.model}, the four linears of a layer, µs (byte limit; times as fast as {NAMES[options.formats[0]]})\n")
     lines: list[list[str]] = []
     for rows in options.rows:

@@ -155,6 +155,45 @@ CASES = [
 ]
 
 
+def _grouped(n: int, k: int, code: int, group: int, rows: int, index: int, *, gated: bool, offsets: bool) -> KernelCase:
+    """A candidate for a weight in groups; code: see `grouped_triton.CODES`."""
+    shape = Shape("gated" if gated else "split", n, k, 1, "channel", group, 8 if code == 3 else 4)
+    chosen = candidates(shape, rows, False, _NUM_SMS)[index]
+    signature = dict.fromkeys(("rows", "steps", "steps_per_split"), "i32") | {"N": "i32:16", "K": "i32:16", "x": "*bf16"}
+    signature |= {"weight": "*i8" if code == 3 else "*u8", "scales": "*i32", "channel": "*fp32"}
+    signature["out"] = "*fp32" if chosen.splits > 1 else "*bf16"
+    constants: dict[str, int | float | bool | str | None] = {"bias": None, "table": None, "GROUP": group}
+    constants |= {"RUN": max(32, group), "BLOCK_N": chosen.block_n, "BLOCK_M": chosen.block_m, "CODE": code, "GATED": gated}
+    constants |= {"EVEN_K": True, "SCALED": chosen.scaled or group < 32, "STAGES": chosen.stages, "FAST": True, "PDL": True}
+    if offsets:
+        signature["offsets"] = "*i32"
+    else:
+        constants["offsets"] = None
+    tall = rows > 32
+    return KernelCase(
+        f"{shape.op}-{n}-{k}-{code}-{group}-{rows}-{index}",
+        "common.ops.linear.grouped_triton",
+        "grouped_kernel",
+        signature,
+        constants,
+        num_warps=chosen.warps,
+        expects=(*_PDL, "cp.async"),
+        expects_90=("wgmma",) if tall else ("mma.sync",),
+        expects_100=() if tall else ("mma.sync",),
+    )
+
+
+CASES += [
+    _grouped(4096, 4096, 0, 128, 1, 0, gated=False, offsets=True),
+    _grouped(28672, 4096, 0, 128, 1, 0, gated=True, offsets=False),
+    _grouped(28672, 4096, 1, 16, 8, 0, gated=True, offsets=False),
+    _grouped(4096, 14336, 2, 64, 16, 0, gated=False, offsets=False),
+    _grouped(28672, 4096, 3, 128, 1, 0, gated=True, offsets=False),
+    _grouped(28672, 4096, 0, 128, 128, 0, gated=True, offsets=False),
+    _grouped(4096, 14336, 0, 32, 4096, 0, gated=False, offsets=False),
+]
+
+
 def _small(
     kernel: str,
     module: str,
@@ -209,7 +248,7 @@ CASES += [
     ),
     _small(
         "sum_kernel",
-        "linear_parts_triton",
+        "linear.parts_triton",
         {"partials": "*fp32", "out": "*bf16", "rows": "i32", "N": "i32:16", "splits": "i32"},
         {"BLOCK": 1024},
     ),

@@ -12,6 +12,10 @@ WeightFormat = Literal["plain", "fp8", "fp8_blocks", "groups"]
 """How linears are multiplied where nothing else is asked for; "groups": `common/ops/quant/grouped.py`."""
 
 
+_MAX_GROUP, _SCALE_BYTES = 128, 2
+"""As `common/ops/quant/grouped.py` stores them."""
+
+
 class WeightScheme(msgspec.Struct, frozen=True, kw_only=True):
     """name: of the format. bits: of a code. group: inputs that share a scale; 0: all of an output's.
 
@@ -28,6 +32,12 @@ class WeightScheme(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def kind(self) -> WeightFormat:
         return self.name if self.name in ("plain", "fp8", "fp8_blocks") else "groups"
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes that a number of a linear takes on a GPU, about: its code and its share of a scale."""
+        group = min(self.group or _MAX_GROUP, _MAX_GROUP)
+        return self.bits / 8 + (_SCALE_BYTES / group if self.kind == "groups" else 0)
 
     def leaves_alone(self, module: str) -> bool:
         """Whether the configuration says that `module` (a name without `.weight`) is not quantised."""
