@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from common.models.formats.detect import detect
+from common.models.formats.detect import detect, gguf_scheme
 from common.models.formats.scheme import WeightFormat, WeightScheme
 from common.models.json_files import read_object, read_object_if_any
 from common.models.naming import DUMMY_PREFIX
@@ -201,6 +201,7 @@ def config_from_gguf(metadata: Mapping[str, Any]) -> ModelConfig:
             qk_norm=architecture == "qwen3",
             bos_id=metadata.get("tokenizer.ggml.bos_token_id"),
             eos_ids=list(dict.fromkeys(token for token in eos if token is not None)),
+            quantization=gguf_scheme(metadata),
         )
     )
 

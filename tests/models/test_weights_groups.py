@@ -7,15 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 from safetensors.torch import load_file, save_file
 
 from common.models.config import config_from_json, load_config
+from common.models.formats.gguf import groups_of_blocks
 from common.models.formats.mxfp4 import experts_reference
 from common.models.formats.scheme import WeightScheme
 from common.models.registry import open_weights
-from common.models.source import ModelFiles
+from common.models.source import DEFAULT_MODEL, ModelFiles, resolve
 from common.models.weights.base import LinearFormat, WeightLoader, WeightsError
 from common.ops.quant.grouped import dequantise_grouped
 from common.protocol.errors import ConfigError
@@ -357,3 +361,33 @@ def test_published_configurations_are_known() -> None:
 def test_what_is_not_supported_is_named(quantization: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_from_json({**JSON, "quantization_config": quantization})
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q4_K", "Q8_0", "Q6_K"])
+def test_gguf_blocks_mean_what_the_package_says(name: str) -> None:
+    kind = GGMLQuantizationType[name]
+    size, num_bytes = GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(4)
+    raw = rng.integers(0, 256, (24 * 512 // size, num_bytes), np.uint8)
+    halves = {"Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q8_0": (0,), "Q6_K": (208,)}[name]
+    for at in halves:  # random bits would be NaN now and then
+        raw[:, at : at + 2] = rng.uniform(1e-3, 1e-2, (len(raw), 1)).astype(np.float16).view(np.uint8)
+    wanted = torch.from_numpy(dequantize(raw, kind).reshape(24, 512))
+    found = groups_of_blocks(torch.from_numpy(raw.reshape(-1)), kind, (24, 512))
+    torch.testing.assert_close(found.dequantise(), wanted, atol=1e-6, rtol=1e-5)
+    packed = found.pack()
+    assert packed is not None
+    torch.testing.assert_close(dequantise_grouped(packed), wanted, atol=2e-3 * float(wanted.abs().max()), rtol=1e-3)
+
+
+def test_the_default_model_stays_quantised_on_a_gpu() -> None:
+    files = resolve(DEFAULT_MODEL)
+    config = load_config(files)
+    assert (config.weight_format, config.quantization.bits) == ("groups", 4)
+    source = open_weights(files, config)
+    loader = WeightLoader(source, torch.float32, weights="groups", scheme=config.quantization)
+    name = "model.layers.3.self_attn.q_proj"
+    packed = loader.take_linear({name: 576}, 576, bias=False)
+    assert packed.grouped is not None
+    plain = WeightLoader(source, torch.float32).take(f"{name}.weight", 576, 576)
+    torch.testing.assert_close(dequantise_grouped(packed.grouped), plain, atol=1e-3, rtol=1e-3)

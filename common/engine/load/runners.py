@@ -236,7 +236,7 @@ def _fp8_choice(
     from common.engine.load.sample_text import SAMPLE_TEXT
     from common.text.tokenizer import load_tokenizer
 
-    online = precision.weights == "fp8" and model.weight_format == "plain"
+    online = precision.weights == "fp8" and model.weight_format in ("plain", "groups")
     kv = precision.kv == "fp8"
 
     def measured(what: str, loaded: Callable[[], tuple[Decoder, Decoder | None]]) -> Fp8Choice:

@@ -22,6 +22,8 @@ from common.protocol.errors import ConfigError
 
 FP8_BLOCK = 128
 _GROUPS = (16, 32, 64)
+_GGUF_BITS = {2: 4, 3: 4, 7: 8, 14: 4, 15: 4, 18: 8}
+"""By llama.cpp's `llama_ftype`: Q4_0, Q4_1, Q8_0, Q4_K_S, Q4_K_M, Q6_K."""
 _METHODS = "awq, bitsandbytes, compressed-tensors, fbgemm_fp8, fp8, gptq, modelopt and mxfp4"
 
 
@@ -54,6 +56,13 @@ def detect(config: Mapping[str, Any]) -> WeightScheme:
             return _modelopt(found)
         case other:
             raise ConfigError(f"quant_method {other!r} is not supported; supported are {_METHODS}")
+
+
+def gguf_scheme(metadata: Mapping[str, Any]) -> WeightScheme:
+    """What a GGUF file's linears are, mostly: each of its tensors has a type of its own. Types that have no kernel are
+    dequantised, and so are files that do not say their type."""
+    bits = _GGUF_BITS.get(metadata.get("general.file_type", -1))
+    return WeightScheme() if bits is None else WeightScheme(name="gguf", bits=bits, group=32)
 
 
 def _fp8(found: Mapping[str, Any]) -> WeightScheme:
