@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from common.models.config import ModelConfig, RopeConfig
+from common.models.formats.scheme import WeightScheme
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -29,7 +30,18 @@ def hugging_face_config(model: ModelConfig) -> dict[str, Any]:
         "bos_token_id": 1,
         "eos_token_id": 2,
         **_rope(model.rope),
+        **_quantization(model.quantization),
     }
+
+
+def _quantization(scheme: WeightScheme) -> dict[str, Any]:
+    """:raises ValueError: for a format that no shape has."""
+    if scheme.name == "plain":
+        return {}
+    if scheme.name != "awq":
+        raise ValueError(f"a peer is not told of {scheme.name} weights")
+    awq = {"quant_method": "awq", "bits": scheme.bits, "group_size": scheme.group, "zero_point": True, "version": "gemm"}
+    return {"quantization_config": awq}
 
 
 def _rope(rope: RopeConfig) -> dict[str, Any]:

@@ -79,7 +79,8 @@ class Footprint(msgspec.Struct, frozen=True):
 def footprint(model: ModelConfig, precision: Precision, inventory: Inventory, layout: CacheLayout) -> Footprint:
     """Return what `model` takes in `precision`. `layout`: its KV groups, with KV in that precision."""
     compute = _BYTES[precision.compute]
-    linear = compute if precision.weights == "none" else _BYTES[precision.weights]
+    linear = model.quantization.weight_bytes if precision.weights == "groups" else compute
+    linear = _BYTES.get(precision.weights, linear)
     head = model.vocab_size * model.hidden_size * compute
     linears = linear * inventory.others
     groups = [

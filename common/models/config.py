@@ -12,11 +12,11 @@ import msgspec
 
 from common.models.families.fields import Fields
 from common.models.families.registry import GGUF_FAMILIES, JSON_FAMILIES, reader_of
+from common.models.formats.detect import detect, gguf_scheme
 from common.models.json_files import read_object, read_object_if_any
 from common.models.naming import DUMMY_PREFIX
 from common.models.source import ModelFiles
 from common.models.spec import ExpertsSpec, LayerSpec, ModelSpec, RopeSpec
-from common.models.weights.fp8_scheme import weight_format
 from common.models.weights.gguf_metadata import read_metadata
 from common.protocol.errors import ConfigError
 
@@ -80,7 +80,7 @@ def config_from_json(data: Mapping[str, Any], generation: Mapping[str, Any] | No
     if isinstance(quantization := data.get("quantization_config"), Mapping) and quantization.get("transform_config"):
         raise ConfigError("quantization_config.transform_config is not supported: its weights are rotated")
     eos = (generation or {}).get("eos_token_id", data.get("eos_token_id"))
-    return _checked(msgspec.structs.replace(spec, eos_ids=_ids(eos), weight_format=weight_format(data)))
+    return _checked(msgspec.structs.replace(spec, eos_ids=_ids(eos), quantization=detect(data)))
 
 
 def config_from_gguf(metadata: Mapping[str, Any]) -> ModelSpec:
@@ -97,6 +97,7 @@ def config_from_gguf(metadata: Mapping[str, Any]) -> ModelSpec:
             spec,
             bos_id=metadata.get("tokenizer.ggml.bos_token_id"),
             eos_ids=list(dict.fromkeys(token for token in eos if token is not None)),
+            quantization=gguf_scheme(metadata),
         )
     )
 

@@ -23,7 +23,7 @@ def open_weights(files: ModelFiles, config: ModelConfig, *, dummy: bool = False)
     if dummy or files.format == "dummy":
         return DummyWeights(config)
     if files.format == "safetensors":
-        return SafetensorsWeights(files.path)
+        return SafetensorsWeights(files.path, integers=config.weight_format == "groups")
     from common.models.weights.gguf import GgufWeights  # a seventh of a second of every start
 
     return GgufWeights(files.path, config)
@@ -48,5 +48,7 @@ def load_decoder(
     """
     source = open_weights(files, config, dummy=dummy)
     threads = 0 if isinstance(source, DummyWeights) else -1
-    with WeightLoader(source, dtype, on_progress, device=device, weights=weights, plain=plain, threads=threads) as loader:
+    with WeightLoader(
+        source, dtype, on_progress, device=device, weights=weights, plain=plain, scheme=config.quantization, threads=threads
+    ) as loader:
         return Decoder(config, loader)

@@ -42,6 +42,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     | {"tie_word_embeddings": True},
 }
 
+SHAPES["llama-3.1-8b-awq"] = SHAPES["llama-3.1-8b"] | {
+    "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+}
+
 _TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from common.models.weights.fp8_scheme import WeightFormat
+from common.models.formats.scheme import WeightFormat, WeightScheme
 
 RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
 QkNorm = Literal["none", "head", "projection", "l2"]
@@ -208,7 +208,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     logit_soft_cap: logits become cap · tanh(logit / cap); 0 for no cap.
     zero_centred_norms: the files hold norm weights w that mean 1 + w.
     eos_ids: all ids that end a text.
-    weight_format: how the files hold the linears.
+    quantization: how the files hold the linears.
     identity: names the weights' content (a digest over sizes and file edges, not over whole files).
 
     Properties that speak of "the" heads or sizes are those of the layer that has most.
@@ -227,8 +227,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     names: WeightNames = WeightNames()
     bos_id: int | None = None
     eos_ids: list[int] = []
-    weight_format: WeightFormat = "plain"
+    quantization: WeightScheme = WeightScheme()
     identity: str = ""
+
+    @property
+    def weight_format(self) -> WeightFormat:
+        """How the linears are multiplied on a GPU, unless a setting says otherwise."""
+        return self.quantization.kind
 
     @property
     def num_layers(self) -> int:

@@ -13,9 +13,9 @@ from common.engine.load.layout import EngineConfig, cache_layout, resolve_engine
 from common.engine.load.precision import has_int8
 from common.models.config import config_from_gguf, config_from_json, load_config
 from common.models.families.registry import GGUF_FAMILIES, JSON_FAMILIES
+from common.models.formats.detect import detect
 from common.models.spec import AttentionSpec, ModelSpec
 from common.models.weights.expected import decoder_shapes
-from common.models.weights.fp8_scheme import weight_format
 from common.protocol.errors import ConfigError
 from tests.models.oracles import ORACLES, save
 
@@ -84,7 +84,7 @@ def test_transforms_of_compressed_tensors_are_refused() -> None:
         "config_groups": {"group_0": {"weights": weights}},
     }
     plain = {"quantization_config": {**groups, "transform_config": {}}}
-    assert weight_format(plain) == "fp8"
+    assert detect(plain).kind == "fp8"
     assert tiny("llama", **plain).num_layers == 4
     with pytest.raises(ConfigError, match="transform_config"):
         tiny("llama", quantization_config={**groups, "transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}})

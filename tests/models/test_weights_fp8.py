@@ -203,11 +203,11 @@ def test_published_configurations_are_known() -> None:
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
-        ({"quant_method": "awq"}, "'awq' is not supported"),
+        ({"quant_method": "hqq"}, "'hqq' is not supported"),
         ("fp8", "must be an object"),
         ({**BLOCKS, "fmt": "e5m2"}, "e5m2"),
         ({**BLOCKS, "weight_block_size": [64, 128]}, r"\[64, 128\]"),
-        ({**COMPRESSED, "format": "pack-quantized"}, "pack-quantized"),
+        ({**COMPRESSED, "format": "pack-quantized"}, "pack-quantized weights of type 'float'"),
         ({**COMPRESSED, "config_groups": {}}, "config_groups"),
         ({**COMPRESSED, "config_groups": {"g": {"weights": {"num_bits": 4, "type": "int"}}}}, "8-bit floats only"),
         (

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from common.engine.load.runners import EngineConfig, cache_layout
 from common.models.config import config_from_json, load_config
+from common.models.formats.groups import Groups
 from common.models.registry import load_decoder, open_weights
 from common.models.shapes import SHAPES
 from common.models.source import ModelFiles, resolve
@@ -31,6 +32,10 @@ class Recorder:
     """A source that counts how much is read and not yet taken."""
 
     holds_fp8 = False
+    groups = ()
+
+    def read_groups(self, name: str, upload: Upload) -> Groups:
+        raise NotImplementedError
 
     def __init__(self, names: list[str], size: int = 100) -> None:
         self.shapes = dict.fromkeys(names, (size,))

@@ -47,18 +47,18 @@ def kernel_case(shape: Shape, chosen: Candidate, *, whole: bool = False) -> Kern
     if chosen.kind == "dot" and converts:
         expects = (*expects, "mma.sync")
     if chosen.kind == "dot":
-        module, kernel, unused = "linear_triton", "dot_kernel", ("n_tiles",)
+        module, kernel, unused = "linear.dot_triton", "dot_kernel", ("n_tiles",)
         signature |= {"x": f"*{data}", "weight": f"*{item}"}
         constants |= ahead | {"PREFETCH": stages - 1 if prefetched else 0, "WHOLE": whole}
         constants |= {"EXACT": chosen.quantised and chosen.block_m <= 64}
     elif chosen.kind == "gemv":
-        module, kernel, unused = "linear_gemv_triton", "gemv_kernel", ("scale_columns", "tiles_per_split", "splits")
+        module, kernel, unused = "linear.gemv_triton", "gemv_kernel", ("scale_columns", "tiles_per_split", "splits")
         signature |= {"x": f"*{data}", "weight": f"*{item}"}
         constants |= ahead | {"PREFETCH": 2 if prefetched else 0, "STAGES": stages}
         constants.pop("x_scale")
         stages = 3
     else:
-        module, kernel, unused = "linear_gemm_triton", "gemm_kernel", ("n_tiles", "tiles_per_split", "splits")
+        module, kernel, unused = "linear.gemm_triton", "gemm_kernel", ("n_tiles", "tiles_per_split", "splits")
         width = chosen.block_n // (2 if gated else 1)
         signature |= {"x_box": f"tensordesc<{data}[{chosen.block_m},{chosen.block_k}]>"}
         signature |= {"w_box": f"tensordesc<{item}[{width},{chosen.block_k}]>"}
@@ -155,6 +155,45 @@ CASES = [
 ]
 
 
+def _grouped(n: int, k: int, code: int, group: int, rows: int, index: int, *, gated: bool, offsets: bool) -> KernelCase:
+    """A candidate for a weight in groups; code: see `grouped_triton.CODES`."""
+    shape = Shape("gated" if gated else "split", n, k, 1, "channel", group, 8 if code == 3 else 4)
+    chosen = candidates(shape, rows, False, _NUM_SMS)[index]
+    signature = dict.fromkeys(("rows", "steps", "steps_per_split"), "i32") | {"N": "i32:16", "K": "i32:16", "x": "*bf16"}
+    signature |= {"weight": "*i8" if code == 3 else "*u8", "scales": "*i32", "channel": "*fp32"}
+    signature["out"] = "*fp32" if chosen.splits > 1 else "*bf16"
+    constants: dict[str, int | float | bool | str | None] = {"bias": None, "table": None, "GROUP": group}
+    constants |= {"RUN": max(32, group), "BLOCK_N": chosen.block_n, "BLOCK_M": chosen.block_m, "CODE": code, "GATED": gated}
+    constants |= {"EVEN_K": True, "SCALED": chosen.scaled or group < 32, "STAGES": chosen.stages, "FAST": True, "PDL": True}
+    if offsets:
+        signature["offsets"] = "*i32"
+    else:
+        constants["offsets"] = None
+    tall = rows > 32
+    return KernelCase(
+        f"{shape.op}-{n}-{k}-{code}-{group}-{rows}-{index}",
+        "common.ops.linear.grouped_triton",
+        "grouped_kernel",
+        signature,
+        constants,
+        num_warps=chosen.warps,
+        expects=(*_PDL, "cp.async"),
+        expects_90=("wgmma",) if tall else ("mma.sync",),
+        expects_100=() if tall else ("mma.sync",),
+    )
+
+
+CASES += [
+    _grouped(4096, 4096, 0, 128, 1, 0, gated=False, offsets=True),
+    _grouped(28672, 4096, 0, 128, 1, 0, gated=True, offsets=False),
+    _grouped(28672, 4096, 1, 16, 8, 0, gated=True, offsets=False),
+    _grouped(4096, 14336, 2, 64, 16, 0, gated=False, offsets=False),
+    _grouped(28672, 4096, 3, 128, 1, 0, gated=True, offsets=False),
+    _grouped(28672, 4096, 0, 128, 128, 0, gated=True, offsets=False),
+    _grouped(4096, 14336, 0, 32, 4096, 0, gated=False, offsets=False),
+]
+
+
 def _small(
     kernel: str,
     module: str,
@@ -180,7 +219,7 @@ _SCALED = {"x_scale": "*fp32", "w_scale": "*fp32", "bias": "*bf16"}
 CASES += [
     _small(
         "quantise_rows_kernel",
-        "quantise_triton",
+        "quant.quantise_triton",
         {"x": "*bf16", "data": "*fp8e4nv", "scale": "*fp32", "size": "i32:16"},
         {"BLOCK": block, "WHOLE": whole},
         num_warps,
@@ -190,7 +229,7 @@ CASES += [
 CASES += [
     _small(
         "silu_mul_kernel",
-        "gate_up_triton",
+        "linear.gate_up_triton",
         {**_GATE, **_SCALED, "out": "*fp8e4nv", "out_scale": "*fp32"},
         {"BLOCK": block, "QUANTISE": True, "WHOLE": block == 16384},
         num_warps,
@@ -200,14 +239,16 @@ CASES += [
 CASES += [
     _small(
         "silu_mul_kernel",
-        "gate_up_triton",
+        "linear.gate_up_triton",
         {**_GATE, "out": "*bf16"},
         {**dict.fromkeys((*_SCALED, "out_scale")), "BLOCK": 2048, "QUANTISE": False, "WHOLE": False},
     ),
-    _small("rescale_kernel", "gate_up_triton", {"y": "*bf16", **_SCALED, "out": "*bf16", "N": "i32:16"}, {"BLOCK": 2048}),
+    _small(
+        "rescale_kernel", "linear.gate_up_triton", {"y": "*bf16", **_SCALED, "out": "*bf16", "N": "i32:16"}, {"BLOCK": 2048}
+    ),
     _small(
         "sum_kernel",
-        "linear_parts_triton",
+        "linear.parts_triton",
         {"partials": "*fp32", "out": "*bf16", "rows": "i32", "N": "i32:16", "splits": "i32"},
         {"BLOCK": 1024},
     ),

@@ -41,8 +41,8 @@ def hold_integers(folder: Path) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "architecture": (lambda folder: edit_config(folder, model_type="mamba"), "model_type 'mamba' is not supported"),
     "quantisation": (
-        lambda folder: edit_config(folder, quantization_config={"quant_method": "awq", "bits": 4}),
-        "quant_method 'awq' is not supported",
+        lambda folder: edit_config(folder, quantization_config={"quant_method": "hqq", "bits": 4}),
+        "quant_method 'hqq' is not supported",
     ),
     "activation": (lambda folder: edit_config(folder, hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
     "sizes": (lambda folder: edit_config(folder, num_attention_heads=0), "num_attention_heads"),
@@ -192,7 +192,7 @@ def test_a_repository_is_judged_by_its_configuration_before_its_weights_come(
     supported: bool, model: Path, tmp_path: Path
 ) -> None:
     if not supported:
-        edit_config(model, quantization_config={"quant_method": "gptq", "bits": 4})
+        edit_config(model, quantization_config={"quant_method": "hqq", "bits": 4})
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PENSTOCK_", "HF_"))}
     with hub_of(model) as hub:
         ended = subprocess.run(
@@ -205,6 +205,6 @@ def test_a_repository_is_judged_by_its_configuration_before_its_weights_come(
         )
     assert ended.returncode == (0 if supported else 1), ended.stderr
     assert "Traceback" not in ended.stderr and "Fetching" not in ended.stderr
-    assert ("it can be served: owner/name: llama, 2 layers" if supported else "quant_method 'gptq'") in ended.stderr
+    assert ("it can be served: owner/name: llama, 2 layers" if supported else "quant_method 'hqq'") in ended.stderr
     assert ("model.safetensors" in hub.fetched) == supported
     assert len(hub.fetched) == len(set(hub.fetched)), "nothing comes twice"

@@ -21,12 +21,19 @@ from common.engine.load.precision import (
     resolve_precision,
 )
 from common.models.config import ModelConfig, context_of
+from common.models.formats.scheme import WeightFormat
 from common.protocol.errors import ConfigError
 
 MIN_CONTEXT_TOKENS = 256
 """A KV pool that holds no sequence of this length, or of the model's whole context, is a mistake in the settings."""
 
 _MIB = 1 << 20
+_CHECKPOINTS: dict[WeightFormat, Literal["none", "fp8", "groups"]] = {
+    "plain": "none",
+    "fp8": "fp8",
+    "fp8_blocks": "fp8",
+    "groups": "groups",
+}
 _CPU_KV_MB = 1024
 
 
@@ -85,7 +92,7 @@ def resolve_engine_precision(model: ModelConfig, engine: EngineConfig, device: s
         engine.quantization,
         engine.kv_cache_dtype,
         kind,
-        checkpoint="none" if model.weight_format == "plain" else "fp8",
+        checkpoint=_CHECKPOINTS[model.weight_format],
         int8_lacks=int8_lacks(model) if computes else (),
     )
 

@@ -1,7 +1,7 @@
 """What numbers an engine computes with and keeps: from settings and a device to a `Precision`. Torch-free.
 
     compute   activations, norms, embedding, lm_head
-    weights   the linears of the layers: "none" is the compute dtype
+    weights   the linears of the layers: "none" is the compute dtype, "groups" 4 or 8 bits as the files hold them
     kv        the KV pool
 
 `auto` is what suits the device. On a GPU: bfloat16, weights as the files hold them. On a CPU: 8-bit weights and
@@ -21,7 +21,7 @@ import msgspec
 from common.protocol.errors import ConfigError
 
 Compute = Literal["float32", "bfloat16", "float16"]
-Weights = Literal["none", "int8", "fp8"]
+Weights = Literal["none", "int8", "fp8", "groups"]
 Kv = Literal["float32", "bfloat16", "float16", "fp8"]
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -59,10 +59,10 @@ def resolve_precision(
     kv_cache_dtype: KvSetting,
     device_kind: DeviceKind,
     *,
-    checkpoint: Literal["none", "fp8"] = "none",
+    checkpoint: Literal["none", "fp8", "groups"] = "none",
     int8_lacks: Sequence[str] = (),
 ) -> Precision:
-    """`checkpoint`: how the files hold the linears' weights. FP8 files stay FP8 on a GPU, unless `quantization` is none.
+    """`checkpoint`: how the files hold the linears' weights. On a GPU they stay so, unless `quantization` says otherwise.
     `int8_lacks`: what the 8-bit engine can't compute of the model; then `auto` is not 8-bit.
 
     :raises ConfigError: if the device has no such arithmetic, or the settings contradict each other.
@@ -125,7 +125,7 @@ def _on_cuda(dtype: DtypeSetting, quantization: QuantizationSetting, kv_cache_dt
     if quantization == "int8":
         raise ConfigError("quantization int8 is for CPUs; on a GPU use fp8 or none", param="quantization")
     compute: Compute = "bfloat16" if dtype == "auto" else dtype
-    stored: Weights = "fp8" if checkpoint == "fp8" else "none"
+    stored: Weights = "none" if checkpoint == "none" else "fp8" if checkpoint == "fp8" else "groups"
     return Precision(
         compute=compute,
         weights=stored if quantization == "auto" else quantization,

@@ -174,11 +174,11 @@ def _device_runner(
 
 def tuned_shapes(decoder: Decoder) -> list[LinearShape]:
     """The linears of a decoder, as `tune_linears` wants them: each once."""
+    from common.ops.linear.linear_tuning import tuned_format
+
     shapes: dict[LinearShape, None] = {}
     for role, weight in decoder.linears:
-        blocks = weight.scale is not None and weight.scale.ndim == 2
-        kind = "plain" if weight.format != "fp8" else "fp8_blocks" if blocks else "fp8"
-        shapes[kind, weight.out_features, weight.in_features, role] = None
+        shapes[tuned_format(weight), weight.out_features, weight.in_features, role] = None
     return list(shapes)
 
 
@@ -236,7 +236,7 @@ def _fp8_choice(
     from common.engine.load.sample_text import SAMPLE_TEXT
     from common.text.tokenizer import load_tokenizer
 
-    online = precision.weights == "fp8" and model.weight_format == "plain"
+    online = precision.weights == "fp8" and model.weight_format in ("plain", "groups")
     kv = precision.kv == "fp8"
 
     def measured(what: str, loaded: Callable[[], tuple[Decoder, Decoder | None]]) -> Fp8Choice:

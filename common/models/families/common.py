@@ -115,7 +115,7 @@ def read_model(fields: Fields, architecture: str, layers: list[LayerSpec], *, ti
         tie_embeddings=fields.flag("tie_word_embeddings", tied),
         bos_id=fields.get("bos_token_id"),
     )
-    fields.get("quantization_config")  # `weights.fp8_scheme` reads it
+    fields.get("quantization_config")  # `formats.detect` reads it
     fields.check_read(JSON, JSON_DEFAULTS)
     return msgspec.structs.replace(spec, **others)
 

@@ -3,8 +3,9 @@
 Names are Hugging Face's (`model.layers.0.self_attn.q_proj.weight`), whatever the format. A tensor that is missing, has another
 shape, or that the model has no use for is an error: half-right weights would still generate text.
 
-FP8 checkpoints hold a `.weight` in float8 and beside it its scale (see `fp8`). Who takes such a weight as a tensor gets it
-dequantised; `take_linear` keeps it as it is where the engine computes in FP8.
+FP8 checkpoints hold a `.weight` in float8 and beside it its scale (see `fp8`); other formats have several tensors for each
+module (see `common/models/formats`). Who takes such a weight as a tensor gets it dequantised; `take_linear` keeps it as it is
+where the engine has a kernel for it.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ from typing import Literal
 
 import torch
 
+from common.models.formats.groups import Groups
+from common.models.formats.registry import format_of
+from common.models.formats.scheme import WeightScheme
 from common.models.weights.fp8 import dequantise_fp8, find_scale, fused_fp8, is_companion, kv_scales
 from common.models.weights.prefetch import Prefetch
 from common.models.weights.source import Progress, WeightsError, WeightSource
 from common.models.weights.upload import Upload
-from common.ops.linear.weight import LinearWeight, pack_linear
+from common.ops.linear.weight import LinearWeight, linear_from_grouped, pack_linear
+from common.ops.quant.grouped import join_grouped
 
 MAX_THREADS = 8
 """That read ahead. Candidates, and how they compare: `python -m bench.load`."""
 
-LinearFormat = Literal["none", "int8", "fp8"]
+LinearFormat = Literal["none", "int8", "fp8", "groups"]
 
 
 class WeightLoader:
@@ -43,14 +48,19 @@ class WeightLoader:
         device: torch.device | None = None,
         weights: LinearFormat = "none",
         plain: Collection[str] = (),
+        scheme: WeightScheme | None = None,
         threads: int = -1,
     ) -> None:
-        """`plain`: modules that are not quantised. `threads` that read ahead; -1: as many as suit `device`."""
+        """`plain`: modules that are not quantised. `scheme`: how the files hold the others; None: as floats.
+
+        `threads` that read ahead; -1: as many as suit `device`."""
         self.source = source
         self.dtype = dtype
         self.device = device or torch.device("cpu")
         self.weights: LinearFormat = weights
         self._plain_modules = frozenset(plain)
+        self._scheme = scheme or WeightScheme()
+        self._format = format_of(self._scheme, source.shapes)
         self._on_progress = on_progress or (lambda done, total: None)
         self._left = {name for name in source.shapes if not is_companion(name)}
         self._total = sum(source.size_bytes(name) for name in source.shapes)
@@ -81,16 +91,17 @@ class WeightLoader:
 
         :raises WeightsError: if a part is missing or has another shape.
         """
+        if any(self._in_groups(name) for name in outputs):
+            return self._take_groups(outputs, inputs, bias)
         parts = {name: self._take(f"{name}.weight", (size, inputs)) for name, size in outputs.items()}
-        biases = [self.take(f"{name}.bias", size) for name, size in outputs.items()] if bias else []
-        fused_bias = None if not biases else biases[0] if len(biases) == 1 else torch.cat(biases)
+        fused_bias = self._take_bias(outputs) if bias else None
         if self.weights == "fp8" and all(part.dtype == torch.float8_e4m3fn for part in parts.values()):
             scales = [self._scale(f"{name}.weight", part) for name, part in parts.items()]
             if fused := fused_fp8(list(parts.values()), scales, fused_bias, self.dtype):
                 return fused
         weight = self._joined(parts)
         left_alone = not self._plain_modules.isdisjoint(outputs) or (self.weights == "fp8" and self.source.holds_fp8)
-        if self.weights == "none" or left_alone:
+        if self.weights in ("none", "groups") or left_alone:
             return pack_linear(weight, fused_bias)
         return pack_linear(weight, fused_bias, format=self.weights)
 
@@ -123,16 +134,77 @@ class WeightLoader:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise WeightsError(f"the weights hold tensors that this model does not have: {', '.join(names[:3])}{more}")
 
+    def _in_groups(self, module: str) -> bool:
+        """Whether `module`'s weight has scales for groups, by the files and by what the configuration leaves alone."""
+        if f"{module}.weight" in self.source.groups:
+            return self.weights == "groups"
+        if self._format is None or self._scheme.leaves_alone(module):
+            return False
+        main = self._format.main(module)
+        return main in self.source.shapes and (main != f"{module}.weight" or f"{main}_scale" in self.source.shapes)
+
+    def _groups(self, module: str, size: int, inputs: int) -> Groups:
+        """:raises WeightsError: see `GroupFormat.load`."""
+        weight = f"{module}.weight"
+        if weight in self.source.groups:
+            found = self.source.read_groups(weight, self._prefetch.upload)
+            if tuple(found.codes.shape) != (size, inputs):
+                raise WeightsError(f"{weight} has shape {list(found.codes.shape)}, the configuration asks for {[size, inputs]}")
+        else:
+            assert self._format is not None
+            found = self._format.load(_ModuleTensors(self), module, size, inputs, self._scheme)
+        for name in (weight, f"{module}.qweight", f"{module}.weight_packed"):
+            self.skip(name)
+        return found
+
+    def _take_groups(self, outputs: Mapping[str, int], inputs: int, bias: bool) -> LinearWeight:
+        """As `take_linear`, where at least one part has scales for groups."""
+        fused_bias = self._take_bias(outputs) if bias else None
+        found: list[Groups | torch.Tensor] = []
+        for name, size in outputs.items():
+            if self._in_groups(name):
+                found.append(self._groups(name, size, inputs))
+            else:
+                found.append(self._plain(f"{name}.weight", self._take(f"{name}.weight", (size, inputs)), self.dtype))
+            if not bias and self.has(f"{name}.bias"):  # AutoGPTQ writes zeros for linears without a bias
+                self._skip_zeros(f"{name}.bias")
+        if self.weights == "groups":
+            packed = [part.pack() if isinstance(part, Groups) else None for part in found]
+            known = [part for part in packed if part is not None]
+            joined = join_grouped(known) if len(known) == len(packed) else None
+            if joined is not None:
+                return linear_from_grouped(joined, fused_bias, dtype=self.dtype)
+        parts = [part.dequantise().to(self.dtype) if isinstance(part, Groups) else part for part in found]
+        weight = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if self.weights in ("none", "groups") or not self._plain_modules.isdisjoint(outputs):
+            return pack_linear(weight, fused_bias)
+        return pack_linear(weight, fused_bias, format=self.weights)
+
+    def _take_bias(self, outputs: Mapping[str, int]) -> torch.Tensor:
+        biases = [self.take(f"{name}.bias", size) for name, size in outputs.items()]
+        return biases[0] if len(biases) == 1 else torch.cat(biases)
+
+    def _skip_zeros(self, name: str) -> None:
+        if not bool((self._prefetch.read(name) != 0).any()):
+            self.skip(name)
+
     def _take(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """On the device, in the dtype of the files."""
         found = self.source.shapes.get(name)
         if found is None:
-            raise WeightsError(f"the weights lack {name}")
+            raise WeightsError(f"the weights lack {self._wanted(name)}")
         if found != shape:
             raise WeightsError(f"{name} has shape {list(found)}, the configuration asks for {list(shape)}")
         tensor = self._prefetch.read(name)
         self.skip(name)
         return tensor
+
+    def _wanted(self, name: str) -> str:
+        """`name`, or what a quantised checkpoint has in its place."""
+        module, _, last = name.rpartition(".")
+        if last != "weight" or self._format is None or "_proj" not in module or self._scheme.leaves_alone(module):
+            return name
+        return f"{self._format.main(module)} (or {name})"
 
     def _joined(self, parts: dict[str, torch.Tensor]) -> torch.Tensor:
         """Weights below each other, in `dtype`; `parts` is emptied, so that no more than one is there twice."""
@@ -150,5 +222,25 @@ class WeightLoader:
             return dequantise_fp8(tensor, self._scale(name, tensor), dtype)
         return tensor.to(dtype)
 
+    def read_stored(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """`name` on the device, as stored; see `Tensors`."""
+        found = self.source.shapes.get(name)
+        if found is None:
+            raise WeightsError(f"the weights lack {name}")
+        if shape and found != shape:
+            raise WeightsError(f"{name} has shape {list(found)}, {list(shape)} was expected")
+        return self._prefetch.read(name)
+
     def _scale(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         return find_scale(self.source, self._prefetch.upload, name, weight.shape)
+
+
+class _ModuleTensors:
+    """The `Tensors` of a loader."""
+
+    def __init__(self, loader: WeightLoader) -> None:
+        self.shapes = loader.source.shapes
+        self._loader = loader
+
+    def __call__(self, name: str, *shape: int) -> torch.Tensor:
+        return self._loader.read_stored(name, shape)

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import torch
 
-from common.models.weights.fp8_scheme import BLOCK
+from common.models.formats.detect import FP8_BLOCK as BLOCK
+from common.models.formats.groups import COMPANIONS, checked_scales
 from common.models.weights.source import WeightsError, WeightSource
 from common.models.weights.upload import Upload
 from common.ops.linear.weight import LinearWeight, linear_from_fp8
 
 _COMPANIONS = ("weight_scale", "weight_scale_inv", "input_scale", "input_scale_ub", "activation_scale")
 _COMPANIONS += ("q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale")
+_COMPANIONS += COMPANIONS
 
 
 def is_companion(name: str) -> bool:
@@ -34,7 +36,7 @@ def find_scale(source: WeightSource, upload: Upload, name: str, shape: torch.Siz
     for candidate in (f"{name}_scale_inv", f"{name}_scale"):
         if candidate not in source.shapes:
             continue
-        scale = source.read(candidate, upload).float()
+        scale = checked_scales(candidate, source.read(candidate, upload))
         blocks = (-(-rows // BLOCK), -(-columns // BLOCK))
         if scale.shape == blocks and (scale.numel() > 1 or candidate.endswith("_inv")):
             return scale.contiguous()

@@ -1,4 +1,4 @@
-"""Weights in a GGUF file, dequantised while loading.
+"""Weights in a GGUF file: dequantised while loading, or, those of linears on a GPU, as they are stored.
 
 Two things of llama.cpp's are undone here, so that the decoder sees Hugging Face's tensors: names, and for the `llama`
 architecture the order of rows in the Q and K projections (llama.cpp rotates neighbouring pairs, we rotate halves; see
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -19,6 +20,8 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize as gguf_dequantize
 
 from common.models.config import ModelConfig
+from common.models.formats.gguf import can_group_blocks, groups_of_blocks
+from common.models.formats.groups import Groups
 from common.models.weights.gguf_blocks import can_dequantise, dequantise_blocks
 from common.models.weights.gguf_tensors import map_file, read_tensors
 from common.models.weights.source import WeightsError
@@ -49,6 +52,23 @@ class GgufWeights:
             self._tensors.setdefault("lm_head.weight", embedding)
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 
+    @property
+    def groups(self) -> Collection[str]:
+        """The linears of the layers that stay quantised on a GPU."""
+        return frozenset(
+            name for name, tensor in self._tensors.items() if name.endswith("_proj.weight") and can_group_blocks(tensor.kind)
+        )
+
+    def read_groups(self, name: str, upload: Upload) -> Groups:
+        """:raises WeightsError: if scales are not finite."""
+        tensor = self._tensors[name]
+        raw = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
+        found = groups_of_blocks(upload(raw), tensor.kind, tensor.shape)
+        if not bool(found.scales.isfinite().all()):
+            raise WeightsError(f"{name} holds a scale that is NaN or infinite")
+        heads = self._permuted_heads(name)
+        return found.map_rows(lambda rows: _unpermute(rows, heads)) if heads else found
+
     def size_bytes(self, name: str) -> int:
         return self._tensors[name].num_bytes
 
@@ -56,11 +76,14 @@ class GgufWeights:
         tensor = self._tensors[name]
         raw = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
         values = dequantize(raw, tensor.kind, tensor.shape, upload)
-        if self._config.architecture == "llama" and ".q_proj." in name:
-            return _unpermute(values, self._config.num_heads)
-        if self._config.architecture == "llama" and ".k_proj." in name:
-            return _unpermute(values, self._config.num_kv_heads)
-        return values
+        heads = self._permuted_heads(name)
+        return _unpermute(values, heads) if heads else values
+
+    def _permuted_heads(self, name: str) -> int:
+        """The heads whose rows llama.cpp has reordered in this tensor; 0: none."""
+        if self._config.architecture != "llama":
+            return 0
+        return self._config.num_heads if ".q_proj." in name else self._config.num_kv_heads if ".k_proj." in name else 0
 
 
 def dequantize(data: torch.Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...], upload: Upload) -> torch.Tensor:

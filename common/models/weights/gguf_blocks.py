@@ -33,52 +33,56 @@ def dequantise_blocks(raw: torch.Tensor, kind: GGMLQuantizationType, dtype: torc
 
 def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
     """32 values: d, 32 int8."""
-    return blocks[:, 2:].view(torch.int8).float() * _half(blocks, 0)
+    return blocks[:, 2:].view(torch.int8).float() * half(blocks, 0)
 
 
 def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
     """32 values: d, 16 bytes of two nibbles."""
-    return (_nibbles(blocks[:, 2:]) - 8).float() * _half(blocks, 0)
+    return (nibbles(blocks[:, 2:]) - 8).float() * half(blocks, 0)
 
 
 def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
     """32 values: d, m, 16 bytes of two nibbles."""
-    return (_nibbles(blocks[:, 4:]).float() * _half(blocks, 0)).add_(_half(blocks, 2))
+    return (nibbles(blocks[:, 4:]).float() * half(blocks, 0)).add_(half(blocks, 2))
 
 
 def _q5_0(blocks: torch.Tensor) -> torch.Tensor:
     """32 values: d, 32 fifth bits, 16 bytes of two nibbles."""
-    return (_five_bits(blocks, 2) - 16).float() * _half(blocks, 0)
+    return (_five_bits(blocks, 2) - 16).float() * half(blocks, 0)
 
 
 def _q5_1(blocks: torch.Tensor) -> torch.Tensor:
     """32 values: d, m, 32 fifth bits, 16 bytes of two nibbles."""
-    return (_five_bits(blocks, 4).float() * _half(blocks, 0)).add_(_half(blocks, 2))
+    return (_five_bits(blocks, 4).float() * half(blocks, 0)).add_(half(blocks, 2))
 
 
 def _q4_k(blocks: torch.Tensor) -> torch.Tensor:
     """256 values, 8 groups: d, m, 12 bytes of 6-bit scales and minima, 4 × 32 bytes of two nibbles."""
-    scale, minimum = _k_scales(blocks)
-    values = _k_nibbles(blocks[:, 16:])
+    scale, minimum = k_scales(blocks)
+    values = k_nibbles(blocks[:, 16:])
     return (values.float() * scale - minimum).view(-1, 256)
 
 
 def _q5_k(blocks: torch.Tensor) -> torch.Tensor:
     """256 values, 8 groups: d, m, 12 bytes of scales and minima, 32 bytes of a fifth bit for each group, nibbles."""
-    scale, minimum = _k_scales(blocks)
+    scale, minimum = k_scales(blocks)
     fifth = (blocks[:, None, 16:48] >> _shifts(blocks, range(8))) & 1
-    values = _k_nibbles(blocks[:, 48:]) | (fifth << 4)
+    values = k_nibbles(blocks[:, 48:]) | (fifth << 4)
     return (values.float() * scale - minimum).view(-1, 256)
 
 
 def _q6_k(blocks: torch.Tensor) -> torch.Tensor:
     """256 values, 16 groups: 2 × 64 bytes of low nibbles, 2 × 32 bytes of four upper bit pairs, 16 int8 scales, d."""
+    scale = half(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
+    return (q6_k_values(blocks).view(-1, 16, 16).float() * scale[:, :, None]).view(-1, 256)
+
+
+def q6_k_values(blocks: torch.Tensor) -> torch.Tensor:
+    """Q6_K's integers, int8 [blocks, 256]."""
     low = blocks[:, :128].view(-1, 2, 1, 64)
     low = torch.cat([low & 15, low >> 4], 2).view(-1, 8, 32)
     high = (blocks[:, 128:192].view(-1, 2, 1, 32) >> _shifts(blocks, (0, 2, 4, 6))[None]) & 3
-    values = (low | (high.view(-1, 8, 32) << 4)).to(torch.int8) - 32
-    scale = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
-    return (values.view(-1, 16, 16).float() * scale[:, :, None]).view(-1, 256)
+    return ((low | (high.view(-1, 8, 32) << 4)).to(torch.int8) - 32).view(-1, 256)
 
 
 _BLOCKS: dict[GGMLQuantizationType, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -93,12 +97,12 @@ _BLOCKS: dict[GGMLQuantizationType, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+def half(blocks: torch.Tensor, at: int) -> torch.Tensor:
     """The fp16 at byte `at` of each block, as float32 [blocks, 1]."""
     return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
 
 
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+def nibbles(packed: torch.Tensor) -> torch.Tensor:
     """uint8 [blocks, 16] → int8 [blocks, 32]: all low halves, then all high ones."""
     return torch.cat([packed & 15, packed >> 4], 1).view(torch.int8)
 
@@ -106,21 +110,21 @@ def _nibbles(packed: torch.Tensor) -> torch.Tensor:
 def _five_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
     """Nibbles after the four bytes at `at`, which hold the fifth bit of each, lowest first. int8 [blocks, 32]."""
     fifth = (blocks[:, at : at + 4, None] >> _shifts(blocks, range(8)).view(1, 1, 8)) & 1
-    return _nibbles(blocks[:, at + 4 :]) | (fifth.view(-1, 32) << 4).view(torch.int8)
+    return nibbles(blocks[:, at + 4 :]) | (fifth.view(-1, 32) << 4).view(torch.int8)
 
 
-def _k_nibbles(packed: torch.Tensor) -> torch.Tensor:
+def k_nibbles(packed: torch.Tensor) -> torch.Tensor:
     """uint8 [blocks, 128] → [blocks, 8, 32]: of every 32 bytes the low halves, then the high ones."""
     quarters = packed.reshape(-1, 4, 1, 32)
     return torch.cat([quarters & 15, quarters >> 4], 2).view(-1, 8, 32)
 
 
-def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and minimum of each of a block's 8 groups, float32 [blocks, 8, 1]: two fp16, then 6-bit factors of both."""
     first, second, upper = blocks[:, 4:16].reshape(-1, 3, 4).unbind(1)
     scale = torch.cat([first & 63, (upper & 15) | ((first >> 2) & 48)], 1)
     minimum = torch.cat([second & 63, (upper >> 4) | ((second >> 2) & 48)], 1)
-    return (_half(blocks, 0) * scale.float())[:, :, None], (_half(blocks, 2) * minimum.float())[:, :, None]
+    return (half(blocks, 0) * scale.float())[:, :, None], (half(blocks, 2) * minimum.float())[:, :, None]
 
 
 def _shifts(blocks: torch.Tensor, bits: range | tuple[int, ...]) -> torch.Tensor:

@@ -17,6 +17,8 @@ from common.models.weights.expected import decoder_shapes
 from common.models.weights.gguf_tensors import check_type, map_file, read_tensors
 
 _SAFETENSORS_TYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3"})
+_INTEGERS = frozenset({"I64", "I32", "I8", "U8"})
+"""What codes of quantised weights are in."""
 
 
 class Inventory(msgspec.Struct, frozen=True):
@@ -32,8 +34,12 @@ def take_inventory(files: ModelFiles, config: ModelConfig) -> Inventory:
     :raises WeightsError, InvalidGguf: if a file is damaged or cut short, or holds a type that can't be computed with."""
     if files.format == "dummy":
         return _counted(decoder_shapes(config), config, files.path)
-    shapes = _gguf_shapes(files.path) if files.format == "gguf" else _safetensors_shapes(files.path)
-    return _counted(shapes, config, files.path)
+    if files.format == "gguf":
+        return _counted(_gguf_shapes(files.path), config, files.path)
+    in_groups = config.weight_format == "groups"
+    shapes = _safetensors_shapes(files.path, _SAFETENSORS_TYPES | (_INTEGERS if in_groups else frozenset()))
+    # where several codes are one number of a tensor, the shapes of the files say less than those of the model
+    return _counted(decoder_shapes(config) if in_groups else shapes, config, files.path)
 
 
 def _counted(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, path: Path) -> Inventory:
@@ -54,7 +60,7 @@ def _gguf_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def _safetensors_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+def _safetensors_shapes(folder: Path, types: frozenset[str]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -62,7 +68,7 @@ def _safetensors_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
                 opened: Any = file
                 for name in opened.keys():  # noqa: SIM118 — a safe_open handle is no mapping
                     view = opened.get_slice(name)
-                    if view.get_dtype() in _SAFETENSORS_TYPES:
+                    if view.get_dtype() in types:
                         shapes[name] = tuple(view.get_shape())
                     else:
                         raise WeightsError(f"{name} in {path} is {view.get_dtype()}; floating-point weights are supported")

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from common.models.formats.groups import Groups
 from common.models.weights.source import WeightsError
 from common.models.weights.upload import Upload
 
 _INDEX = "model.safetensors.index.json"
 _FP8 = "F8_E4M3"
-_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, _FP8: 1}
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, _FP8: 1, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
+_INTEGERS = ("I64", "I32", "I8", "U8")
 
 
 class SafetensorsWeights:
-    """A `WeightSource` over mapped files.
+    """A `WeightSource` over mapped files. integers: whether they may hold codes of quantised weights.
 
     :raises WeightsError: if a file is missing, damaged, or the index names tensors that are in no shard.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, integers: bool = False) -> None:
+        self._integers = integers
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Any] = {}
         self._bytes: dict[str, int] = {}
@@ -46,7 +50,7 @@ class SafetensorsWeights:
                     continue
                 view = file.get_slice(name)
                 dtype = view.get_dtype()
-                if dtype not in _ITEM_BYTES:
+                if dtype not in _ITEM_BYTES or (dtype in _INTEGERS and not self._integers):
                     raise WeightsError(f"{name} in {path.name} is {dtype}; floating-point weights are supported")
                 self.shapes[name] = tuple(view.get_shape())
                 self._bytes[name] = math.prod(self.shapes[name]) * _ITEM_BYTES[dtype]
@@ -54,6 +58,11 @@ class SafetensorsWeights:
                 self._files[name] = file
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"{path} can't be read: {error}") from error
+
+    groups: Collection[str] = ()
+
+    def read_groups(self, name: str, upload: Upload) -> Groups:
+        raise WeightsError(f"{name} is stored in another way")
 
     def size_bytes(self, name: str) -> int:
         return self._bytes[name]

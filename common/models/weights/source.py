@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
 import torch
 
+from common.models.formats.groups import Groups
 from common.models.weights.errors import WeightsError as WeightsError
 from common.models.weights.upload import Upload
 
@@ -23,6 +24,15 @@ class WeightSource(Protocol):
     @property
     def holds_fp8(self) -> bool:
         """Are weights float8 in the files? What then isn't, is so on purpose."""
+        ...
+
+    @property
+    def groups(self) -> Collection[str]:
+        """Tensors that `read_groups` gives as codes and scales; `read` gives them dequantised."""
+        ...
+
+    def read_groups(self, name: str, upload: Upload) -> Groups:
+        """On `upload.device`. :raises WeightsError: if it can't be read."""
         ...
 
     def size_bytes(self, name: str) -> int:

@@ -23,7 +23,7 @@ INVARIANT_ROWS = 64
 _SYNC_STAGES = 1
 """Stages without a buffer: mma.sync has read a tile when the next copy begins, wgmma may still be reading."""
 
-Kind = Literal["gemv", "dot", "persistent", "library"]
+Kind = Literal["gemv", "dot", "persistent", "library", "grouped"]
 Op = Literal["linear", "split", "gated"]
 Scaling = Literal["none", "channel", "blocks"]
 
@@ -33,7 +33,8 @@ class Candidate:
     """One implementation. quantised: activations are e4m3. ahead: what asks L2 for weights before the kernel's turn comes.
 
     "library": tensor_scale has scales applied by a kernel of ours instead of row-wise in the library. "persistent": flat
-    overlaps a tile's end with the next one's beginning.
+    overlaps a tile's end with the next one's beginning. "grouped": scaled multiplies numbers by their group's scale before the
+    product, not after it.
     """
 
     kind: Kind
@@ -47,16 +48,55 @@ class Candidate:
     ahead: Literal["none", "bulk", "lines"] = "bulk"
     tensor_scale: bool = False
     flat: bool = False
+    scaled: bool = False
 
 
 class Shape(NamedTuple):
-    """A weight [n, k] of `item_bytes` an element; op: "split" may give partial sums, "gated" is gate and up in one."""
+    """A weight [n, k] of `item_bytes` an element; op: "split" may give partial sums, "gated" is gate and up in one.
+
+    group: inputs that share a scale, and bits of one of their codes, for weights in groups; 0 for others."""
 
     op: Op
     n: int
     k: int
     item_bytes: int
     scaling: Scaling
+    group: int = 0
+    bits: int = 0
+
+
+def grouped_candidates(shape: Shape, rows: int, num_sms: int) -> list[Candidate]:
+    """For weights in groups. Up to 32 rows: two warps or tiles of 32 outputs, which make it mma.sync on purpose (see
+    `_converting`), and as many stages as keep 40 KB in flight on a multiprocessor. More: wgmma with the weight in registers.
+    From 256 rows on the library, too, with a dequantised copy in parts."""
+    run = max(32, shape.group)
+    step_bytes = 2 * run * shape.bits // 8  # of one output
+    found: list[Candidate] = []
+    if rows <= 32:
+        block_m = 8 if rows <= 8 else 16 if rows <= 16 else 32
+        for block_n, warps, residents in ((64, 2, 4), (64, 2, 6), (32, 2, 6), (128, 4, 3), (128, 2, 3)):
+            stage_bytes = block_n * step_bytes + 2 * block_m * 2 * run
+            stages = max(2, min(8, SHARED_BYTES // residents // stage_bytes + _SYNC_STAGES))
+            for splits in _grouped_splits(shape, block_n, num_sms * residents):
+                found.append(Candidate("grouped", False, block_n, block_m, 0, splits, warps, stages))
+        return list(dict.fromkeys(found))
+    tiles = (
+        ((64, 64, 4), (128, 64, 4), (128, 128, 8), (64, 128, 4))
+        if rows <= 128
+        else ((128, 128, 8), (128, 256, 8), (64, 256, 4))
+    )
+    for block_n, block_m, warps in tiles:
+        stage_bytes = block_n * step_bytes + 2 * block_m * 2 * run
+        stages = max(2, min(4, SHARED_BYTES // stage_bytes))
+        splits = _grouped_splits(shape, block_n, num_sms * 2 // cdiv(rows, block_m))[0]
+        for scaled in (True, False) if shape.group >= 32 else (True,):
+            found.append(Candidate("grouped", False, block_n, block_m, 0, splits, warps, stages, scaled=scaled))
+    return [*found, Candidate("library")] if rows > 128 else found
+
+
+def _grouped_splits(shape: Shape, block_n: int, slots: int) -> list[int]:
+    """As `_splits`, of steps."""
+    return _splits(shape, block_n, 2 * max(32, shape.group), slots)
 
 
 def bucket(rows: int) -> int:
@@ -70,6 +110,8 @@ def cdiv(a: int, b: int) -> int:
 
 def candidates(shape: Shape, rows: int, quantised: bool, num_sms: int) -> list[Candidate]:
     """For `rows`, a bucket. quantised: activations are e4m3 (the weight is then); else they are in the model's dtype."""
+    if shape.group:
+        return grouped_candidates(shape, rows, num_sms)
     if shape.item_bytes == 4:
         return _exact(shape, rows, num_sms)
     if not blocks_fit(shape):
@@ -90,6 +132,8 @@ def candidates(shape: Shape, rows: int, quantised: bool, num_sms: int) -> list[C
 
 def invariant_candidate(shape: Shape, num_sms: int) -> Candidate:
     """The one implementation for every number of rows (batch_invariant): fp8 weights take quantised activations."""
+    if shape.group:
+        return Candidate("grouped", block_n=64, block_m=INVARIANT_ROWS, warps=4, stages=3)
     if shape.item_bytes == 4:
         return Candidate("dot", block_n=64, block_m=16, block_k=32, splits=_splits(shape, 64, 32, num_sms)[0])
     block_k = 128 // shape.item_bytes

@@ -34,6 +34,8 @@ _OPS = Path(__file__).parents[1]
 TABLE = Table("linear", Candidate, sorted((*_OPS.glob("*.py"), *_OPS.glob("linear/*.py"), *_OPS.glob("quant/*.py"))))
 """An edit of any source whose kernels are timed, or that they are made of, measures again."""
 
+_DEQUANTISED_BYTES = 64 << 20
+
 _chosen: dict[tuple[object, ...], Candidate] = {}
 
 
@@ -73,7 +75,8 @@ def wants_quantised(weight: LinearWeight, rows: int) -> bool:
 def choose(op: Op, weight: LinearWeight, rows: int, quantised: bool) -> Candidate:
     """The implementation for `rows` activations, quantised or not."""
     size = 0 if backend.BATCH_INVARIANT else bucket(rows)
-    key = (op, weight.data.dtype, weight.dtype, weight.out_features, weight.in_features, _scaling(weight), quantised, size)
+    kind = grouped_name(weight) or (weight.data.dtype, _scaling(weight))
+    key = (op, kind, weight.dtype, weight.out_features, weight.in_features, quantised, size)
     found = _chosen.get(key)
     if found is None:
         found = _chosen[key] = _choose(op, weight, size, quantised)
@@ -92,7 +95,8 @@ def options(op: Op, weight: LinearWeight, size: int, quantised: bool) -> list[Ca
 
 
 def shape_of(op: Op, weight: LinearWeight) -> Shape:
-    return Shape(op, weight.out_features, weight.in_features, weight.data.element_size(), _scaling(weight))
+    group, bits = (weight.grouped.group, 8 if weight.grouped.code == "int8" else 4) if weight.grouped else (0, 0)
+    return Shape(op, weight.out_features, weight.in_features, weight.data.element_size(), _scaling(weight), group, bits)
 
 
 def choice_key(op: Op, weight: LinearWeight, size: int, quantised: bool) -> str:
@@ -118,6 +122,11 @@ def run(op: Op, x: Activation, weight: LinearWeight, chosen: Candidate) -> torch
         from common.ops.linear.gemm_triton import linear_persistent
 
         return linear_persistent(x, weight, chosen, gated=gated)
+    if chosen.kind == "grouped":
+        from common.ops.linear.grouped_triton import linear_grouped
+
+        assert isinstance(x, torch.Tensor)
+        return linear_grouped(x, weight, chosen, gated=gated, split=split)
     if chosen.kind == "gemv":
         from common.ops.linear.gemv_triton import linear_gemv
 
@@ -133,6 +142,8 @@ def _prepared(x: Activation, weight: LinearWeight) -> Activation:
     if isinstance(x, Quantised):
         return x
     rows = len(x)
+    if weight.grouped is not None and weight.grouped.order is not None:
+        return x.index_select(1, weight.grouped.order)
     return quantise_rows(x) if weight.format == "fp8" and wants_quantised(weight, rows) else x.contiguous()
 
 
@@ -152,15 +163,40 @@ def _scaling(weight: LinearWeight) -> Scaling:
     return "none" if weight.scale is None else "channel" if weight.scale.ndim == 1 else "blocks"
 
 
+def grouped_name(weight: LinearWeight) -> str:
+    """What is in a weight in groups: "int4/128", "int4/32+offsets"; empty for others."""
+    if weight.grouped is None:
+        return ""
+    return f"{weight.grouped.code}/{weight.grouped.group}{'' if weight.grouped.offsets is None else '+offsets'}"
+
+
 def _described(weight: LinearWeight) -> str:
     item, model = (str(dtype).removeprefix("torch.") for dtype in (weight.data.dtype, weight.dtype))
-    return f"{item} {_scaling(weight)} {model} {weight.out_features}x{weight.in_features}"
+    return f"{grouped_name(weight) or item} {_scaling(weight)} {model} {weight.out_features}x{weight.in_features}"
 
 
 # ── the library ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def _library_grouped(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+    """With a dequantised copy, in parts that L2 holds."""
+    from common.ops.linear.grouped_triton import dequantise_rows
+
+    assert weight.grouped is not None
+    out = torch.empty(len(x), weight.out_features, dtype=weight.dtype, device=x.device)
+    at_once = max(256, _DEQUANTISED_BYTES // (weight.in_features * x.element_size()) // 256 * 256)
+    for first in range(0, weight.out_features, at_once):
+        rows = min(at_once, weight.out_features - first)
+        part = dequantise_rows(weight.grouped, first, rows, x.dtype)
+        bias = None if weight.bias is None else weight.bias[first : first + rows]
+        out[:, first : first + rows] = F.linear(x, part, bias)
+    return out
+
+
 def _library(x: Activation, weight: LinearWeight, chosen: Candidate) -> torch.Tensor:
+    if weight.grouped is not None:
+        assert isinstance(x, torch.Tensor)
+        return _library_grouped(x, weight)
     if isinstance(x, Quantised) and not library_scales(shape_of("linear", weight)):
         x = (x.data.float() * x.scale[:, None]).to(weight.dtype)
     if isinstance(x, Quantised):

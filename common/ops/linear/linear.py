@@ -6,7 +6,7 @@ import torch
 
 from common.ops.backend import on_device
 from common.ops.linear.linear_cpu import linear_tiles
-from common.ops.linear.reference import linear_fp8_reference, linear_reference
+from common.ops.linear.reference import linear_fp8_reference, linear_grouped_reference, linear_reference
 from common.ops.linear.weight import LinearWeight, check_activation
 from common.ops.tensors import Activation, Quantised
 
@@ -22,13 +22,15 @@ def linear(x: Activation, weight: LinearWeight, *, split: bool = False) -> torch
     """
     check_activation(x, weight)
     data = x.data if isinstance(x, Quantised) else x
-    if on_device(data) and weight.format in ("plain", "fp8"):
+    if on_device(data) and weight.format in ("plain", "fp8", "grouped"):
         from common.ops.linear.device import linear_device
 
         return linear_device(x, weight, split=split)
     if weight.format == "fp8":
         return linear_fp8_reference(x, weight.data, weight.scale, weight.bias, weight.dtype)
     assert not isinstance(x, Quantised)
+    if weight.grouped is not None:
+        return linear_grouped_reference(x, weight.grouped, weight.bias, weight.dtype)
     if weight.format == "tiles":
         return linear_tiles(x, weight.data, weight.bias, weight.out_features)
     return linear_reference(x, weight.data, weight.bias)

@@ -10,18 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import cast
 
 import torch
 
 from common.ops.linear import device as linear_device
 from common.ops.linear.candidates import ROW_BUCKETS, Candidate, Op
-from common.ops.linear.weight import FP8_BLOCK, LinearWeight, Role
+from common.ops.linear.weight import FP8_BLOCK, LinearWeight, Role, linear_from_grouped
+from common.ops.quant.grouped import MIN_RUN, Code, GroupedWeight
 from common.ops.quant.quantise import quantise_rows
 from common.ops.tensors import Activation
 from common.ops.tuning import Case, Tuned, launches_for, tune
 
-TunedFormat = Literal["plain", "fp8", "fp8_blocks"]
+TunedFormat = str
+"""plain, fp8, fp8_blocks, or what `linear_device.grouped_name` says of a weight in groups."""
 
 LinearShape = tuple[TunedFormat, int, int, Role]
 """(format, out_features, in_features, role)"""
@@ -66,6 +68,15 @@ def tune_linears(
     return tuned
 
 
+def tuned_format(weight: LinearWeight) -> TunedFormat:
+    """Return the format of `weight` for a `LinearShape`."""
+    if weight.grouped is not None:
+        return linear_device.grouped_name(weight)
+    if weight.format != "fp8":
+        return "plain"
+    return "fp8_blocks" if weight.scale is not None and weight.scale.ndim == 2 else "fp8"
+
+
 def _is_known(shape: LinearShape, dtype: torch.dtype, device: torch.device, buckets: Sequence[int]) -> bool:
     op, weight = _OPS[shape[3]], _described(shape, dtype, device)
     return all(
@@ -82,7 +93,7 @@ def _sizes(shape: LinearShape, buckets: Sequence[int]) -> list[int]:
 
 def _precisions(weight: LinearWeight) -> tuple[bool, ...]:
     """Of activations: quantised?"""
-    return (False,) if weight.format == "plain" else (False, True)
+    return (False, True) if weight.format == "fp8" else (False,)
 
 
 def _described(shape: LinearShape, dtype: torch.dtype, device: torch.device) -> LinearWeight:
@@ -91,10 +102,28 @@ def _described(shape: LinearShape, dtype: torch.dtype, device: torch.device) -> 
     if kind == "plain":
         data = torch.empty(0, dtype=dtype, device=device)
         return LinearWeight(data, None, in_features, out_features, "plain", dtype=dtype)
+    if kind not in ("fp8", "fp8_blocks"):
+        return linear_from_grouped(_described_groups(kind, out_features, in_features, device), dtype=dtype)
     blocks = (-(-out_features // FP8_BLOCK), -(-in_features // FP8_BLOCK))
     scale = torch.full((out_features,) if kind == "fp8" else blocks, 0.01, device=device)
     data = torch.empty(0, dtype=torch.float8_e4m3fn, device=device)
     return LinearWeight(data, None, in_features, out_features, "fp8", scale, dtype)
+
+
+def _described_groups(kind: TunedFormat, out_features: int, in_features: int, device: torch.device) -> GroupedWeight:
+    """Codes without memory (a stride of 0), scales of 0.01."""
+    name, _, offset = kind.partition("+")
+    code, _, group = name.partition("/")
+    size, run = int(group), max(MIN_RUN, int(group))
+    steps = -(-in_features // (2 * run))
+    scales = torch.full((steps * run // size, out_features, 2), 0.01, dtype=torch.float16, device=device).view(torch.int32)[
+        :, :, 0
+    ]
+    shape = (steps, 2, out_features, run) if code == "int8" else (steps, out_features, run)
+    data = torch.zeros(1, dtype=torch.int8 if code == "int8" else torch.uint8, device=device).expand(shape)
+    channel = torch.ones(out_features, device=device)
+    offsets = scales.contiguous() if offset else None
+    return GroupedWeight(data, scales.contiguous(), offsets, channel, cast(Code, code), size, in_features)
 
 
 def _tune_shapes(
@@ -151,7 +180,7 @@ def _case(op: Op, role: Role, weights: list[LinearWeight], x: torch.Tensor, quan
         alone = 0.0 if role == "qkv" else more / _NORM_BYTES_PER_S
         return max(alone, rows * more / _PARTIALS_BYTES_PER_S)
 
-    estimate = max(weight.data.nbytes / _BYTES_PER_S, 2 * rows * weight.data.numel() / _FLOPS)
+    estimate = max(weight.data.nbytes / _BYTES_PER_S, 2 * rows * weight.parameters / _FLOPS)
     return Case(
         key=linear_device.choice_key(op, weight, rows, quantised),
         candidates=linear_device.options(op, weight, rows, quantised),
@@ -165,6 +194,8 @@ def _case(op: Op, role: Role, weights: list[LinearWeight], x: torch.Tensor, quan
 
 def _weights(described: LinearWeight, buffers: dict[torch.dtype, torch.Tensor]) -> list[LinearWeight]:
     """With random numbers, as many as keep L2 from holding them, at least two. Shapes share a buffer."""
+    if described.grouped is not None:
+        return _grouped_weights(described, described.grouped, buffers)
     item, device = described.data.dtype, described.data.device
     size = described.out_features * described.in_features
     stride = -(-size // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
@@ -177,3 +208,20 @@ def _weights(described: LinearWeight, buffers: dict[torch.dtype, torch.Tensor]) 
             part.copy_(torch.randn(len(part), dtype=described.dtype, device=device))
     shape = (described.out_features, described.in_features)
     return [replace(described, data=flat[i * stride : i * stride + size].view(shape)) for i in range(copies)]
+
+
+def _grouped_weights(
+    described: LinearWeight, grouped: GroupedWeight, buffers: dict[torch.dtype, torch.Tensor]
+) -> list[LinearWeight]:
+    """As `_weights`, of random codes; all have the same scales."""
+    item, device, shape = grouped.data.dtype, grouped.data.device, grouped.data.shape
+    size = math.prod(shape)
+    stride = -(-size // _ALIGNED_ELEMENTS) * _ALIGNED_ELEMENTS
+    copies = max(2, math.ceil(_ROTATED_BYTES / size))
+    flat = buffers.get(item)
+    if flat is None or len(flat) < copies * stride:
+        buffers.pop(item, None)
+        info = torch.iinfo(item)
+        flat = buffers[item] = torch.randint(info.min, info.max + 1, (copies * stride,), dtype=item, device=device)
+    parts = [replace(grouped, data=flat[i * stride : i * stride + size].view(shape)) for i in range(copies)]
+    return [replace(described, data=part.data, grouped=part) for part in parts]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from common.ops.quant.grouped import GroupedWeight, dequantise_grouped
 from common.ops.quant.quantise_reference import dequantise_weight_reference
 from common.ops.tensors import Activation, Quantised
 
@@ -22,3 +23,10 @@ def linear_fp8_reference(
     wide = x.data.float() * x.scale[:, None] if isinstance(x, Quantised) else x.float()
     weight = dequantise_weight_reference(data, scale)
     return F.linear(wide, weight, None if bias is None else bias.float()).to(dtype)
+
+
+def linear_grouped_reference(
+    x: torch.Tensor, weight: GroupedWeight, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """x: [rows, in], columns in the order of the inputs. Returns [rows, out] in `dtype`."""
+    return F.linear(x.float(), dequantise_grouped(weight), None if bias is None else bias.float()).to(dtype)

@@ -10,10 +10,11 @@ import torch
 from common.ops.backend import on_device
 from common.ops.cpu_int8.weights import Int8Weight, pack_int8
 from common.ops.linear.linear_cpu import pack_tiles
+from common.ops.quant.grouped import GroupedWeight
 from common.ops.quant.quantise import quantise_weight
 from common.ops.tensors import Activation, Quantised
 
-Format = Literal["plain", "tiles", "int8", "fp8"]
+Format = Literal["plain", "tiles", "int8", "fp8", "grouped"]
 PackFormat = Literal["plain", "int8", "fp8"]
 Role = Literal["qkv", "output", "gate_up", "down", "head"]
 """What a linear is in a decoder."""
@@ -26,10 +27,11 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 @dataclass(slots=True, frozen=True)
 class LinearWeight:
     """`data` by `format`: "plain" [out_features, in_features]; "tiles" [blocks, in_features, 16], on a CPU; "fp8" float8_e4m3fn
-    [out, in]; "int8" the tiles of `int8`, which is multiplied by `forward_numba` alone.
+    [out, in]; "int8" the tiles of `int8`, which is multiplied by `forward_numba` alone; "grouped" the codes of `grouped`,
+    which also has the scales.
 
-    bias: [out_features]. scale of "fp8": float32 [out], or [⌈out/128⌉, ⌈in/128⌉] for weights quantised in blocks of 128.
-    dtype: the model's, which "fp8" gives results in.
+    bias: [out_features]. scale of "fp8": float32 [out], or [⌈out/128⌉, ⌈in/128⌉] for weights quantised in blocks of 128;
+    of "grouped" float32 [out]. dtype: the model's, which "fp8" and "grouped" give results in.
     """
 
     data: torch.Tensor
@@ -40,6 +42,7 @@ class LinearWeight:
     scale: torch.Tensor | None = None
     dtype: torch.dtype = torch.bfloat16
     int8: Int8Weight | None = None
+    grouped: GroupedWeight | None = None
 
     @property
     def parameters(self) -> int:
@@ -93,6 +96,20 @@ def linear_from_fp8(
     else:
         raise ValueError(f"scales of {list(scale.shape)} do not fit an FP8 weight of {list(data.shape)}")
     return LinearWeight(data.contiguous(), bias, in_features, out_features, "fp8", scale, dtype)
+
+
+def linear_from_grouped(
+    grouped: GroupedWeight, bias: torch.Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16
+) -> LinearWeight:
+    """A weight in groups (`quant/grouped.py`). bias: [out]; dtype: the model's.
+
+    :raises ValueError: for a bias of another shape.
+    """
+    if bias is not None and bias.shape != (grouped.out_features,):
+        raise ValueError(f"a weight of {grouped.out_features} outputs has a bias of as many, not {list(bias.shape)}")
+    return LinearWeight(
+        grouped.data, bias, grouped.in_features, grouped.out_features, "grouped", grouped.channel, dtype, grouped=grouped
+    )
 
 
 def check_activation(x: Activation, weight: LinearWeight) -> None:

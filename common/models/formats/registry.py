@@ -1,0 +1,32 @@
+"""The formats with scales for groups of inputs, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from common.models.formats.awq import Awq
+from common.models.formats.gptq import Gptq
+from common.models.formats.groups import GroupFormat
+from common.models.formats.int8 import Int8
+from common.models.formats.mxfp4 import Mxfp4
+from common.models.formats.nf4 import Nf4
+from common.models.formats.nvfp4 import Nvfp4
+from common.models.formats.packed import Packed
+from common.models.formats.scheme import WeightScheme
+
+_FORMATS: dict[str, GroupFormat] = {
+    "awq": Awq(),
+    "gptq": Gptq(),
+    "int8": Int8(),
+    "mxfp4": Mxfp4(),
+    "nf4": Nf4(),
+    "packed": Packed(),
+}
+
+
+def format_of(scheme: WeightScheme, shapes: Mapping[str, tuple[int, ...]]) -> GroupFormat | None:
+    """The format of a checkpoint with tensors of `shapes`; None where its weights are floats (or GGUF's, which its reader
+    knows)."""
+    if scheme.name == "nvfp4":
+        return Nvfp4(modelopt=any(name.endswith(".weight_scale_2") for name in shapes))
+    return _FORMATS.get(scheme.name)

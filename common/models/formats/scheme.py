@@ -1,0 +1,50 @@
+"""What a checkpoint's configuration says of its weights: a plain value, known before any tensor is read. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+FormatName = Literal["plain", "fp8", "fp8_blocks", "int8", "awq", "gptq", "packed", "nf4", "mxfp4", "nvfp4", "gguf"]
+WeightFormat = Literal["plain", "fp8", "fp8_blocks", "groups"]
+"""How linears are multiplied where nothing else is asked for; "groups": `common/ops/quant/grouped.py`."""
+
+
+_MAX_GROUP, _SCALE_BYTES = 128, 2
+"""As `common/ops/quant/grouped.py` stores them."""
+
+
+class WeightScheme(msgspec.Struct, frozen=True, kw_only=True):
+    """name: of the format. bits: of a code. group: inputs that share a scale; 0: all of an output's.
+
+    zero_offset: what is added to the zero points that the files hold. ignore: modules whose weights are as they were: names,
+    parts of names, or patterns that begin with "re:".
+    """
+
+    name: FormatName = "plain"
+    bits: int = 16
+    group: int = 0
+    zero_offset: int = 0
+    ignore: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> WeightFormat:
+        return self.name if self.name in ("plain", "fp8", "fp8_blocks") else "groups"
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes that a number of a linear takes on a GPU, about: its code and its share of a scale."""
+        group = min(self.group or _MAX_GROUP, _MAX_GROUP)
+        return self.bits / 8 + (_SCALE_BYTES / group if self.kind == "groups" else 0)
+
+    def leaves_alone(self, module: str) -> bool:
+        """Whether the configuration says that `module` (a name without `.weight`) is not quantised."""
+        return any(_matches(pattern, module) for pattern in self.ignore)
+
+
+def _matches(pattern: str, module: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], module) is not None
+    return f".{pattern}." in f".{module}."

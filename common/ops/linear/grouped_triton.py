@@ -1,0 +1,260 @@
+"""`linear` for weights of 4 or 8 bits with a scale for each group (`quant/grouped.py`): from one row to thousands.
+
+As `dot_triton.py`: tiles of the weight are the tall side of `tl.dot`, activation rows its narrow one; one tile is one step,
+two runs of inputs. Codes become bf16 numbers in registers, exactly, four bytes at a time; each run's product is multiplied by
+its group's scale in float32 (few rows), or the numbers are by their scale before (SCALED: many rows, and groups of 16, two of
+which are one run). An offset meets the sum of its group's activations. 8 rows go through mma.sync, which two warps feed best;
+more rows through wgmma, with the weight as its operand in registers.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from common.ops import backend
+from common.ops.linear.candidates import Candidate
+from common.ops.linear.parts_triton import finish, output_of, scaled, summed, weight_rows
+from common.ops.linear.unpack_triton import times, unpacked
+from common.ops.quant.grouped import GroupedWeight, table_of
+
+if TYPE_CHECKING:
+    from common.ops.linear.weight import LinearWeight
+
+CODES = {"int4": 0, "fp4": 1, "nf4": 2, "int8": 3}
+"""CODE of the kernels."""
+
+_DEQUANTISED_ROWS = 32
+
+
+@triton.jit
+def halves_of(pair):
+    """int32, two float16. Returns both as float32."""
+    low = (pair & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    high = ((pair >> 16) & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def step_numbers(w_rows, step, N, table, dtype: tl.constexpr, RUN: tl.constexpr, CODE: tl.constexpr, FAST: tl.constexpr):
+    """The numbers of a step's two runs, [BLOCK_N, RUN] each. w_rows: pointers [BLOCK_N, RUN] to step 0."""
+    size = tl.cast(N, tl.int64) * RUN
+    if CODE == 3:
+        low = tl.load(w_rows + 2 * step * size).to(tl.float32).to(dtype)
+        high = tl.load(w_rows + (2 * step + 1) * size).to(tl.float32).to(dtype)
+    else:
+        low, high = unpacked(tl.load(w_rows + step * size), table, dtype, CODE, FAST)
+    return low, high
+
+
+@triton.jit
+def step_scales(scales, step, n, N, lane, GROUP: tl.constexpr, RUN: tl.constexpr):
+    """The scales of a step's two runs, float32: [BLOCK_N, 1] each, or [BLOCK_N, RUN] where a run is two groups."""
+    row = scales + n
+    if GROUP == RUN:
+        first, second = halves_of(tl.load(row + tl.cast(step, tl.int64) * N))
+        low, high = first[:, None], second[:, None]
+    else:
+        first, second = halves_of(tl.load(row + 2 * tl.cast(step, tl.int64) * N))
+        third, fourth = halves_of(tl.load(row + (2 * tl.cast(step, tl.int64) + 1) * N))
+        left = (lane < GROUP)[None, :]
+        low = tl.where(left, first[:, None], second[:, None])
+        high = tl.where(left, third[:, None], fourth[:, None])
+    return low, high
+
+
+@triton.jit(do_not_specialize=["rows", "steps_per_split", "steps"])
+def grouped_kernel(
+    x,  # [rows, K]
+    weight,  # see `GroupedWeight`
+    scales,  # int32 [steps, N]
+    offsets,  # int32 [steps, N] or None
+    channel,  # float32 [N]
+    table,  # float32 [16], read where CODE is 2 and FAST is not set
+    bias,  # [N] or None
+    out,  # [rows, N], [rows, N / 2] if GATED, or float32 [splits, rows, N]
+    rows,
+    N,
+    K,
+    steps,
+    steps_per_split,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GROUP: tl.constexpr,
+    RUN: tl.constexpr,
+    CODE: tl.constexpr,
+    GATED: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SCALED: tl.constexpr,
+    STAGES: tl.constexpr,
+    FAST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    m_tiles = tl.cdiv(rows, BLOCK_M)
+    tile = tl.program_id(0) // m_tiles  # programs of one weight tile are neighbours: the second finds it in L2
+    m = tl.program_id(0) % m_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    split = tl.program_id(1)
+    first = split * steps_per_split
+    last = tl.minimum(first + steps_per_split, steps)
+    n = weight_rows(tile, N, BLOCK_N, GATED)
+    lane = tl.arange(0, RUN)
+    w_rows = weight + n.to(tl.int64)[:, None] * RUN + lane[None, :]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x_rows = x + tl.minimum(m, rows - 1).to(tl.int64)[:, None] * K
+    shown = (m < rows)[:, None]
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for step in tl.range(first, last, num_stages=STAGES):  # named, so that scales are copied ahead as well
+        depth = step * (2 * RUN) + lane
+        if EVEN_K:
+            if BLOCK_M <= 16:  # padding is not read: all programs would ask L2 for one row, again and again
+                a = tl.load(x_rows + depth[None, :], mask=shown, other=0.0)
+                b = tl.load(x_rows + (depth + RUN)[None, :], mask=shown, other=0.0)
+            else:
+                a = tl.load(x_rows + depth[None, :])
+                b = tl.load(x_rows + (depth + RUN)[None, :])
+        else:
+            a = tl.load(x_rows + depth[None, :], mask=shown & (depth < K)[None, :], other=0.0)
+            b = tl.load(x_rows + (depth + RUN)[None, :], mask=shown & (depth + RUN < K)[None, :], other=0.0)
+        low_scale, high_scale = step_scales(scales, step, n, N, lane, GROUP, RUN)
+        low, high = step_numbers(w_rows, step, N, table, a.dtype, RUN, CODE, FAST)
+        if SCALED:
+            low = times(low, tl.broadcast_to(low_scale.to(a.dtype), [BLOCK_N, RUN]), a.dtype, FAST)
+            high = times(high, tl.broadcast_to(high_scale.to(a.dtype), [BLOCK_N, RUN]), a.dtype, FAST)
+            total = tl.dot(low, a.T, total, input_precision="ieee")
+            total = tl.dot(high, b.T, total, input_precision="ieee")
+        else:
+            total += tl.dot(low, a.T, input_precision="ieee") * low_scale
+            total += tl.dot(high, b.T, input_precision="ieee") * high_scale
+        if offsets is not None:
+            low_offset, high_offset = step_scales(offsets, step, n, N, lane, GROUP, RUN)
+            total += low_offset * tl.sum(a.to(tl.float32), axis=1)[None, :]
+            total += high_offset * tl.sum(b.to(tl.float32), axis=1)[None, :]
+    total = scaled(total, n, m, split, None, channel, bias, rows, 1)
+    finish(total, m, tile, split, out, rows, N, BLOCK_N, BLOCK_M, GATED)
+
+
+def linear_grouped(x: torch.Tensor, weight: LinearWeight, chosen: Candidate, *, gated: bool, split: bool) -> torch.Tensor:
+    """x: [rows, in_features], columns in the weight's order. Returns as `linear_dot` does."""
+    grouped = weight.grouped
+    assert grouped is not None
+    rows, depth = x.shape
+    steps = len(grouped.data)
+    per_split = triton.cdiv(steps, chosen.splits)
+    splits = triton.cdiv(steps, per_split)
+    out = output_of(x, weight, splits=splits, partial=splits > 1, gated=gated)
+    pdl = backend.pdl(x)
+    grid = (triton.cdiv(weight.out_features, chosen.block_n) * triton.cdiv(rows, chosen.block_m), splits)
+    grouped_kernel[grid](
+        x=x,
+        weight=grouped.data,
+        scales=grouped.scales,
+        offsets=grouped.offsets,
+        channel=grouped.channel,
+        table=_table(grouped),
+        bias=weight.bias,
+        out=out,
+        rows=rows,
+        N=weight.out_features,
+        K=depth,
+        steps=steps,
+        steps_per_split=per_split,
+        BLOCK_N=chosen.block_n,
+        BLOCK_M=chosen.block_m,
+        GROUP=grouped.group,
+        CODE=CODES[grouped.code],
+        GATED=gated,
+        RUN=grouped.run,
+        EVEN_K=depth % (2 * grouped.run) == 0,
+        SCALED=chosen.scaled or grouped.group < grouped.run,
+        STAGES=chosen.stages,
+        FAST=pdl,
+        PDL=pdl,
+        num_warps=chosen.warps,
+        launch_pdl=pdl,
+        enable_fp_fusion=not backend.BATCH_INVARIANT,
+    )
+    return summed(out, weight, split)
+
+
+# ── for the library ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@triton.jit
+def dequantise_grouped_kernel(
+    weight,
+    scales,
+    offsets,
+    channel,
+    table,
+    out,  # [rows, K], of the weight's rows first … first + rows - 1
+    first,
+    rows,
+    N,
+    K,
+    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr,
+    RUN: tl.constexpr,
+    CODE: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    step = tl.program_id(1)
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = first + tl.minimum(row, rows - 1)
+    lane = tl.arange(0, RUN)
+    w_rows = weight + n.to(tl.int64)[:, None] * RUN + lane[None, :]
+    low, high = step_numbers(w_rows, step, N, table, out.dtype.element_ty, RUN, CODE, FAST)
+    factor = tl.load(channel + n)[:, None]
+    low_scale, high_scale = step_scales(scales, step, n, N, lane, GROUP, RUN)
+    low = low.to(tl.float32) * (low_scale * factor)
+    high = high.to(tl.float32) * (high_scale * factor)
+    if offsets is not None:
+        low_offset, high_offset = step_scales(offsets, step, n, N, lane, GROUP, RUN)
+        low += low_offset * factor
+        high += high_offset * factor
+    depth = step * (2 * RUN) + lane
+    place = out + row.to(tl.int64)[:, None] * K
+    inside = (row < rows)[:, None]
+    tl.store(place + depth[None, :], low.to(out.dtype.element_ty), mask=inside & (depth < K)[None, :])
+    tl.store(place + (depth + RUN)[None, :], high.to(out.dtype.element_ty), mask=inside & (depth + RUN < K)[None, :])
+
+
+def dequantise_rows(weight: GroupedWeight, first: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """Outputs first … first + rows - 1 of `weight`, [rows, in] in `dtype`, columns in the stored order."""
+    out = torch.empty(rows, weight.in_features, dtype=dtype, device=weight.data.device)
+    dequantise_grouped_kernel[(triton.cdiv(rows, _DEQUANTISED_ROWS), len(weight.data))](
+        weight=weight.data,
+        scales=weight.scales,
+        offsets=weight.offsets,
+        channel=weight.channel,
+        table=_table(weight),
+        out=out,
+        first=first,
+        rows=rows,
+        N=weight.out_features,
+        K=weight.in_features,
+        BLOCK_N=_DEQUANTISED_ROWS,
+        GROUP=weight.group,
+        RUN=weight.run,
+        CODE=CODES[weight.code],
+        FAST=backend.pdl(out),
+        num_warps=4,
+    )
+    return out
+
+
+_tables: dict[torch.device, torch.Tensor] = {}
+
+
+def _table(weight: GroupedWeight) -> torch.Tensor | None:
+    if weight.code != "nf4":
+        return None
+    device = weight.data.device
+    if device not in _tables:
+        _tables[device] = table_of("nf4", device)
+    return _tables[device]
