@@ -112,3 +112,8 @@ def gqa_layout(num_layers: int, num_kv_heads: int, head_dim: int, dtype_bytes: i
     )
     group = GroupSpec(name="kv", members=tuple(Member(layer, kv) for layer in range(num_layers)), block_tokens=block_tokens)
     return CacheLayout(groups=(group,))
+
+
+def group_name(name: str, group: int) -> str:
+    """Return the name of a cache group's segment, or the fingerprint of its blocks, from the first group's."""
+    return f"{name}-{group}" if group else name

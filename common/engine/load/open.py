@@ -11,7 +11,7 @@ from threading import Thread
 
 import msgspec
 
-from common.engine.engine import Engine
+from common.engine.engine import Engine, GroupMemory
 from common.engine.load.layout import EngineConfig, cache_layout, limit_context
 from common.engine.load.runners import announce_pool, load_runner, resolve_device
 from common.engine.settings import EngineServiceConfig
@@ -61,7 +61,7 @@ def open_engine(
     )
     if transport is not None:
         transport.attach(pool)
-    return Engine(runner, segment, on_gpu=True, identity=identity, files=files)
+    return Engine(runner, GroupMemory(segment), on_gpu=True, identity=identity, files=files)
 
 
 def _open_on_cpu(
@@ -82,7 +82,7 @@ def _open_on_cpu(
             from common.ops.cpu_int8.huge_pages_cpu import use_huge_pages
 
             Thread(target=use_huge_pages, name="huge-pages", daemon=True).start()  # steps get faster; nobody waits for it
-        return Engine(runner, segment)
+        return Engine(runner, GroupMemory(segment))
     except BaseException:
         segment.close()
         raise
