@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import msgspec
 
 
@@ -19,6 +21,16 @@ class Retention(msgspec.Struct, frozen=True, array_like=True):
     def keeps_all(self) -> bool:
         return not self.window and not self.chunk
 
+    @property
+    def span(self) -> int:
+        """Tokens that a query sees at most; 0 for all."""
+        return min((limit for limit in (self.window, self.chunk) if limit), default=0)
+
+    @property
+    def name(self) -> str:
+        """What a group that keeps this is called."""
+        return f"window{self.window}" if self.window else f"chunk{self.chunk}" if self.chunk else "kv"
+
     def first_token(self, position: int) -> int:
         """Return the first token whose KV the token at `position`, or any later one, reads."""
         first = position - self.window + 1 if self.window else 0
@@ -32,8 +44,12 @@ class Retention(msgspec.Struct, frozen=True, array_like=True):
         all_blocks = -(-num_tokens // block_tokens)
         if self.keeps_all:
             return all_blocks
-        span = min(limit for limit in (self.window, self.chunk) if limit)
-        return min(all_blocks, -(-span // block_tokens) + 2)
+        return min(all_blocks, -(-self.span // block_tokens) + 2)
+
+    def longest(self, num_blocks: int, block_tokens: int) -> int:
+        """Return the tokens of the longest sequence that `num_blocks` blocks hold."""
+        bounded = not self.keeps_all and num_blocks >= self.blocks_for(sys.maxsize, block_tokens)
+        return sys.maxsize if bounded else num_blocks * block_tokens
 
 
 KEEP_ALL = Retention()

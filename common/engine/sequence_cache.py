@@ -10,11 +10,8 @@ tokens, so none of them reads a block that is given back.
 
 from __future__ import annotations
 
-import sys
-
 from common.cache.grouped_pool import HOLE, GroupedPool
 from common.cache.prefix import hash_chain
-from common.cache.retention import Retention
 from common.engine.sequence import Sequence
 from common.protocol.errors import OutOfBlocks
 
@@ -29,7 +26,7 @@ class SequenceCache:
 
     def longest(self, *, spare: int) -> int:
         """Return the tokens of the longest sequence that the pools hold, beside `spare` blocks that are kept free."""
-        return min(self._longest(group.retention, group.pool.num_blocks - spare) for group in self.pool.groups)
+        return min(kept.longest(pool.num_blocks - spare, self.block_tokens) for pool, kept in self.pool.groups)
 
     @property
     def longest_sequence(self) -> int:
@@ -212,10 +209,6 @@ class SequenceCache:
 
     def _shares(self, sequence: Sequence) -> bool:
         return self.pool.keeps_content and not sequence.needs_every_state
-
-    def _longest(self, retention: Retention, num_blocks: int) -> int:
-        bounded = not retention.keeps_all and num_blocks >= retention.blocks_for(sys.maxsize, self.block_tokens)
-        return sys.maxsize if bounded else num_blocks * self.block_tokens
 
     def _reservation(self, num_tokens: int) -> list[int]:
         """Return the blocks to reserve in each group; 0 where they are taken at once.
