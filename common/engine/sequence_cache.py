@@ -22,6 +22,7 @@ class SequenceCache:
         self.block_tokens = pool.block_tokens
         self.fingerprint = fingerprint
         self._keeps_all = all(group.retention.keeps_all for group in pool.groups)
+        self._only = pool.groups[0].pool if self._keeps_all and len(pool.groups) == 1 else None
         self._reserved = [0] * len(pool.groups)
 
     def longest(self, *, spare: int) -> int:
@@ -146,7 +147,10 @@ class SequenceCache:
 
         :raises OutOfBlocks: nothing has been taken then.
         """
-        if self._keeps_all and len(sequence.blocks) * self.block_tokens >= num_tokens:
+        if self._only is not None:  # for each sequence of each step
+            missing = self.blocks_for(num_tokens) - len(sequence.blocks)
+            if missing > 0:
+                sequence.blocks += self._only.allocate(missing)
             return
         self._fill(sequence, [self._lacking(table, sequence.num_planned, num_tokens) for table in sequence.tables])
 
@@ -177,10 +181,10 @@ class SequenceCache:
         full = sequence.num_computed // self.block_tokens
         if full > sequence.num_published:
             hashes = self.hash(sequence, sequence.num_computed)
-            for group, table in zip(self.pool.groups, sequence.tables, strict=True):
+            for (pool, _), table in zip(self.pool.groups, sequence.tables, strict=True):
                 for index in range(sequence.num_published, full):
                     if table[index] != HOLE:
-                        group.pool.publish(table[index], hashes[index])
+                        pool.publish(table[index], hashes[index])
             sequence.num_published = full
         if not self._keeps_all:
             self._let_go(sequence)
