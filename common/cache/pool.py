@@ -145,6 +145,10 @@ class BlockPool:
             self._by_hash[block_hash] = block
             self._hashes[block] = block_hash
 
+    def find(self, block_hash: bytes) -> int:
+        """Return the block of a hash, or -1. Not retained: do that at once."""
+        return self._by_hash.get(block_hash, -1)
+
     def match(self, hashes: Iterable[bytes]) -> list[int]:
         """The blocks of the longest leading part of the chain `hashes` that is held. Not retained: do that at once."""
         blocks = []

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+
+from common.cache.retention import KEEP_ALL, Retention
 
 Kind = Literal["paged", "window", "chunk", "state"]
 Rollback = Literal["truncate", "ring", "snapshot"]
@@ -22,8 +25,8 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of state of one layer.
 
     `entry_bytes` is the size of one entry, which covers `tokens_per_entry` tokens (a state has one entry per block, however
-    many tokens). `layout` names the byte format inside. `window`: tokens kept, 0 for all. `shard`: what tensor parallelism
-    does to it. `rollback`: how the last tokens are undone after rejected speculation.
+    many tokens). `layout` names the byte format inside. `window`: tokens of a window or a chunk, 0 for all. `shard`: what
+    tensor parallelism does to it. `rollback`: how the last tokens are undone after rejected speculation.
     """
 
     name: str
@@ -58,6 +61,14 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int
 
     @property
+    def retention(self) -> Retention:
+        """What is kept of a sequence: that of the members' components, which is equal."""
+        component = self.members[0].component
+        if component.kind == "chunk":
+            return Retention(chunk=component.window)
+        return Retention(window=component.window)
+
+    @property
     def block_bytes(self) -> int:
         return sum(member.component.bytes_per_block(self.block_tokens) for member in self.members)
 
@@ -77,11 +88,12 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True):
 class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
     """A model's groups, and how many blocks the pool has. `fingerprint` names model, precision and layout.
 
-    All groups draw from one pool of equal blocks, so a block is as large as the largest group needs.
+    Each group has a pool of its own, of blocks of its own size: the first group `num_blocks`, the others `more_blocks`.
     """
 
     groups: tuple[GroupSpec, ...]
     num_blocks: int = 0
+    more_blocks: tuple[int, ...] = ()
     fingerprint: str = ""
 
     @property
@@ -91,24 +103,87 @@ class CacheLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def block_bytes(self) -> int:
-        return max(group.block_bytes for group in self.groups)
+        """Bytes of a block of the first group."""
+        return self.groups[0].block_bytes
+
+    @property
+    def pools(self) -> list[tuple[GroupSpec, int]]:
+        """Each group, and how many blocks it has."""
+        return list(zip(self.groups, (self.num_blocks, *self.more_blocks), strict=True))
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(group.block_bytes * num_blocks for group, num_blocks in self.pools)
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens that the pools hold for one sequence, beside a block that is kept free."""
+        return min(group.retention.longest(num_blocks - 1, group.block_tokens) for group, num_blocks in self.pools)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """Return the memory for one sequence of `num_tokens` tokens, and a block of each group that is kept free."""
+        return sum(
+            group.block_bytes * (group.retention.blocks_for(num_tokens, group.block_tokens) + 1) for group in self.groups
+        )
 
     def digest(self) -> str:
         """A short name of the groups alone (not of the pool's size), as one ingredient of a fingerprint."""
         return hashlib.blake2b(msgspec.json.encode(self.groups), digest_size=8).hexdigest()
 
-    def sized(self, num_blocks: int, fingerprint: str) -> CacheLayout:
-        return msgspec.structs.replace(self, num_blocks=num_blocks, fingerprint=fingerprint)
+    def sized(self, num_blocks: int, fingerprint: str, *more_blocks: int) -> CacheLayout:
+        return msgspec.structs.replace(self, num_blocks=num_blocks, more_blocks=more_blocks, fingerprint=fingerprint)
+
+
+class LayerCache(msgspec.Struct, frozen=True, kw_only=True):
+    """What a layer's attention keeps of each token, K and V, and of which tokens."""
+
+    num_kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+    retention: Retention = KEEP_ALL
+
+
+def attention_layout(layers: Sequence[LayerCache], block_tokens: int) -> CacheLayout:
+    """Return a group for each retention that `layers` have, the longest first.
+
+    A block of a group is [its layers, 2, block_tokens, kv_heads, head_dim], where all have the same heads.
+
+    :raises ValueError: if a layer keeps a window and chunks.
+    """
+    retentions = sorted({layer.retention for layer in layers}, key=lambda kept: (not kept.keeps_all, -kept.span, kept.name))
+    groups: list[GroupSpec] = []
+    for retention in retentions:
+        members = [(index, layer) for index, layer in enumerate(layers) if layer.retention == retention]
+        groups.append(
+            GroupSpec(
+                name=retention.name,
+                members=tuple(Member(index, _kv_component(layer)) for index, layer in members),
+                block_tokens=block_tokens,
+            )
+        )
+    return CacheLayout(groups=tuple(groups))
 
 
 def gqa_layout(num_layers: int, num_kv_heads: int, head_dim: int, dtype_bytes: int, block_tokens: int) -> CacheLayout:
     """Grouped-query attention (Llama, Qwen3): one paged group; a block is [layers, 2, block_tokens, kv_heads, head_dim]."""
-    kv = Component(
+    layer = LayerCache(num_kv_heads=num_kv_heads, head_dim=head_dim, dtype_bytes=dtype_bytes)
+    return attention_layout([layer] * num_layers, block_tokens)
+
+
+def _kv_component(layer: LayerCache) -> Component:
+    retention = layer.retention
+    if retention.window and retention.chunk:
+        raise ValueError("a layer keeps a window or chunks, not both")
+    return Component(
         name="kv",
-        kind="paged",
-        entry_bytes=2 * num_kv_heads * head_dim * dtype_bytes,
-        layout=f"kv_split{8 * dtype_bytes}",  # all K of the block, then all V
+        kind="paged" if retention.keeps_all else "window" if retention.window else "chunk",
+        entry_bytes=2 * layer.num_kv_heads * layer.head_dim * layer.dtype_bytes,
+        layout=f"kv_split{8 * layer.dtype_bytes}",  # all K of the block, then all V
+        window=retention.span,
         shard="kv_head",
     )
-    group = GroupSpec(name="kv", members=tuple(Member(layer, kv) for layer in range(num_layers)), block_tokens=block_tokens)
-    return CacheLayout(groups=(group,))
+
+
+def group_name(name: str, group: int) -> str:
+    """Return the name of a cache group's segment, or the fingerprint of its blocks, from the first group's."""
+    return f"{name}-{group}" if group else name

@@ -80,7 +80,7 @@ def check_model(spec: str, engine: EngineConfig | None = None, device: DeviceKin
         precision=precision,
         longest=longest,
         engine_bytes=ENGINE_BYTES + (0 if engine.engine == "simulated" else _weight_bytes(inventory, precision)),
-        pool_bytes=layout.num_blocks * layout.block_bytes,
+        pool_bytes=layout.memory_bytes,
         warnings=warnings,
     )
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from common.cache.grouped_pool import GroupedPool, PoolGroup
+from common.cache.pool import BlockPool
+from common.cache.retention import KEEP_ALL, Retention
 from common.engine.plan import Runner
 from common.models.source import ModelFiles
 from common.protocol.errors import ConfigError
@@ -12,31 +15,61 @@ from common.transfer.segment import Segment
 
 
 @dataclass(slots=True)
+class GroupMemory:
+    """The segment that holds the KV blocks of one cache group, and what the group keeps of a sequence."""
+
+    segment: Segment
+    retention: Retention = KEEP_ALL
+
+
+@dataclass(slots=True)
 class Engine:
-    """A runner and the segment that holds its KV blocks. `identity`: what its weights are, see `Presence`.
-    `files`: the model's; None where nothing is known of its tokenizer."""
+    """A runner and the memory of its KV blocks: of the first cache group, and of the others in `more`.
+    `identity`: what its weights are, see `Presence`. `files`: the model's; None where nothing is known of its tokenizer."""
 
     runner: Runner
-    segment: Segment
+    memory: GroupMemory
+    more: list[GroupMemory] = field(default_factory=list)
     on_gpu: bool = False
     identity: str = ""
     files: ModelFiles | None = None
 
-    def wiping(self, zero_retention: bool) -> Callable[[int], None] | None:
-        """Return what clears a block that nobody holds any more, where nothing may outlive its request; else None.
+    @property
+    def groups(self) -> list[GroupMemory]:
+        return [self.memory, *self.more]
 
-        :raises ConfigError: KV is in a GPU's memory.
+    @property
+    def segment(self) -> Segment:
+        """The first group's, whose name names those of the others, too (see `group_name`)."""
+        return self.memory.segment
+
+    def pool(self, fence: Callable[[], None], *, zero_retention: bool) -> GroupedPool:
+        """Return the bookkeeping of all blocks. zero_retention: clear a block that nobody holds any more.
+
+        :raises ConfigError: blocks in a GPU's memory can't be cleared yet.
         """
-        if not zero_retention:
-            return None
-        if self.on_gpu:
+        if zero_retention and self.on_gpu:
             raise ConfigError("zero_retention is not supported on GPUs yet: use --device cpu", param="zero_retention")
-        blocks = self.segment.blocks
+        groups: list[PoolGroup] = []
+        for group in self.groups:
+            segment = group.segment
+            wipe = _wiping(segment) if zero_retention else None
+            pool = BlockPool(segment.num_blocks, self.runner.block_tokens, segment.generations, fence, wipe=wipe)
+            groups.append(PoolGroup(pool, group.retention))
+        return GroupedPool(*groups)
 
-        def wipe(block: int) -> None:
-            blocks[block] = 0
+    def close(self) -> None:
+        for group in self.groups:
+            group.segment.close()
 
-        return wipe
+
+def _wiping(segment: Segment) -> Callable[[int], None]:
+    blocks = segment.blocks
+
+    def wipe(block: int) -> None:
+        blocks[block] = 0
+
+    return wipe
 
 
 OpenEngine = Callable[[str, Callable[[int, int], None]], Engine]

@@ -2,7 +2,7 @@
 
 tokens   [0, prompt_tokens)            the client's prompt
          [prompt_tokens, len(tokens))  generated, by earlier attempts or here
-KV       [0, num_computed)             valid in `blocks`
+KV       [0, num_computed)             valid in `blocks` and `more_blocks`, as far as later tokens read it
          [num_computed, num_planned)   being computed by steps in flight (`num_steps` of them)
          [num_planned, length)         still to be planned: one token when decoding, more while prefilling
 
@@ -23,8 +23,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from common.cache.pool import BlockPool
-from common.cache.prefix import hash_chain
 from common.engine.matcher import Matcher
 from common.engine.plan import FIXED_POINT, UNKNOWN, RowSamples, StepRow
 from common.engine.timeline import Timeline
@@ -38,6 +36,8 @@ MAX_SAMPLING_NUMBER = 1000.0
 @dataclass(slots=True, eq=False)
 class Sequence:
     """`held_from`: index in `tokens` of the first token whose logprobs are kept here (what came before, others sent).
+    `blocks`: the block table of the first cache group; `more_blocks`: those of the other groups; `reserved`: blocks of each
+    group that were promised to it (see `SequenceCache`).
     `ends_at`: the request's deadline in seconds of the worker's clock. `matcher`: the state of the request's grammar, once that
     is compiled. `num_reported`: outputs of a sequence that is read which its gateway has, or is being sent.
     `timeline`: what has happened to it here, if it is traced. `arrival`, `admitted_step`: its number among those admitted, and
@@ -49,6 +49,8 @@ class Sequence:
     held_from: int
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
+    more_blocks: list[list[int]] = field(default_factory=list)
+    reserved: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     num_computed: int = 0
     num_planned: int = 0
@@ -106,6 +108,11 @@ class Sequence:
     @property
     def sampling(self) -> SamplingParams:
         return self.generation.sampling
+
+    @property
+    def tables(self) -> list[list[int]]:
+        """The block table of each cache group."""
+        return [self.blocks, *self.more_blocks]
 
     @property
     def num_outputs(self) -> int:
@@ -178,6 +185,7 @@ class Sequence:
             tokens=inputs,
             start=start,
             blocks=self.blocks,
+            more_blocks=self.more_blocks,
             num_samples=1 + len(proposal) if sampled else 0,
             sampling=self.sampling,
             prompt_tokens=self.generation.prompt_tokens,
@@ -198,6 +206,7 @@ class Sequence:
             tokens=self.given[start:end],
             start=start,
             blocks=self.blocks,
+            more_blocks=self.more_blocks,
             num_samples=0,
             sampling=self.sampling,
             prompt_tokens=self.generation.prompt_tokens,
@@ -270,110 +279,6 @@ class Sequence:
             cached_tokens=self.num_cached,
             embedding=self.embedding if finish else b"",
         )
-
-
-class SequenceCache:
-    """What sequences do with a block pool: reuse a prefix, grow, publish full blocks, let go. Pure."""
-
-    def __init__(self, pool: BlockPool, *, block_tokens: int, fingerprint: str) -> None:
-        self.pool = pool
-        self.block_tokens = block_tokens
-        self.fingerprint = fingerprint
-
-    @property
-    def longest_sequence(self) -> int:
-        """Tokens that the pool holds for one sequence, beside a block that is kept free."""
-        return (self.pool.num_blocks - 1) * self.block_tokens
-
-    def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_tokens)
-
-    def hash(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
-        """The hash chain of the full blocks within the first `num_tokens` tokens; extended as the sequence grows."""
-        known, full = len(sequence.hashes), num_tokens // self.block_tokens
-        if full > known:
-            sequence.hashes += hash_chain(
-                sequence.tokens[known * self.block_tokens : full * self.block_tokens],
-                self.block_tokens,
-                fingerprint=self.fingerprint,
-                salt=sequence.generation.salt,
-                parent=sequence.hashes[-1] if known else b"",
-            )
-        return sequence.hashes[:full]
-
-    def open(self, sequence: Sequence, num_tokens: int) -> None:
-        """Give an empty sequence blocks for `num_tokens` tokens, the first ones from the prefix cache where it has them.
-
-        At least one token is left to compute: its logits are needed.
-
-        :raises OutOfBlocks: nothing has been taken then.
-        """
-        cached = [] if sequence.needs_every_state else self.pool.match(self.hash(sequence, len(sequence.tokens) - 1))
-        self.pool.retain(cached)
-        try:
-            fresh = self.pool.allocate(self.blocks_for(num_tokens) - len(cached))
-        except BaseException:
-            self.pool.release(cached)
-            raise
-        sequence.blocks = cached + fresh
-        sequence.computed(len(cached) * self.block_tokens)
-        sequence.num_published = len(cached)
-        if sequence.num_cached < 0:
-            sequence.num_cached = min(sequence.num_computed, sequence.generation.prompt_tokens)
-
-    def catch_up(self, sequence: Sequence) -> None:
-        """Take over what others have computed of a prompt since `open`: many that share a prefix then have little left."""
-        hashes = [] if sequence.num_steps else self._missing(sequence)
-        if not hashes or not (found := self.pool.match(hashes)):
-            return
-        first = sequence.num_planned // self.block_tokens
-        self.pool.retain(found)
-        self.pool.release(sequence.blocks[first : first + len(found)])
-        sequence.blocks[first : first + len(found)] = found
-        sequence.num_cached += (first + len(found)) * self.block_tokens - sequence.num_computed
-        sequence.computed((first + len(found)) * self.block_tokens)
-        sequence.num_published = max(sequence.num_published, first + len(found))
-
-    def claim(self, sequence: Sequence, num_tokens: int, computing: set[bytes]) -> bool:
-        """Before a step computes the next `num_tokens` of a prompt: name the blocks that it will fill.
-
-        `computing` holds the hashes of the blocks that the step, or one in flight, computes already. False: the sequence's next
-        block is one of them, and waiting for the next step saves computing it twice.
-        """
-        hashes = self._missing(sequence)
-        if hashes and hashes[0] in computing:
-            return False
-        computing.update(hashes[: (sequence.num_planned % self.block_tokens + num_tokens) // self.block_tokens])
-        return True
-
-    def _missing(self, sequence: Sequence) -> list[bytes]:
-        """Return the hashes of the prompt's full blocks that are not wholly planned; none where they can't be shared."""
-        if not self.pool.keeps_content or sequence.needs_every_state:
-            return []
-        return self.hash(sequence, len(sequence.tokens) - 1)[sequence.num_planned // self.block_tokens :]
-
-    def grow(self, sequence: Sequence, num_tokens: int) -> None:
-        """:raises OutOfBlocks: nothing has been taken then."""
-        missing = self.blocks_for(num_tokens) - len(sequence.blocks)
-        if missing > 0:
-            sequence.blocks += self.pool.allocate(missing)
-
-    def publish(self, sequence: Sequence) -> None:
-        """Make the full blocks of computed KV findable by their content."""
-        full = sequence.num_computed // self.block_tokens
-        if full <= sequence.num_published:
-            return
-        hashes = self.hash(sequence, sequence.num_computed)
-        for index in range(sequence.num_published, full):
-            self.pool.publish(sequence.blocks[index], hashes[index])
-        sequence.num_published = full
-
-    def close(self, sequence: Sequence) -> None:
-        """Let go of every block. Harmless twice."""
-        blocks, sequence.blocks = sequence.blocks, []
-        self.pool.release(blocks)
-        sequence.num_computed = sequence.num_planned = sequence.num_published = 0
-        sequence.total = None
 
 
 def _normalised(vector: NDArray[np.floating[Any]]) -> bytes:

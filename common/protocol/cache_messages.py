@@ -10,7 +10,8 @@ from common.protocol.handles import WorkerRef
 class BlockLookup(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """worker → kvstore: which leading part of this hash chain do you hold? Answered by BlockLease.
 
-    The holder names the lease, so that it can release one whose answer it never got. Empty: the store names it.
+    The holder names the lease, so that it can release one whose answer it never got. Empty: the store names it. `fingerprint`
+    names the blocks of one cache group: that of group i > 0 ends with `-i`.
     """
 
     holder: WorkerRef

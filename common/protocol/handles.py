@@ -32,7 +32,11 @@ class WorkerRef(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupBlocks(msgspec.Struct, frozen=True, array_like=True):
-    """The blocks of one cache group: `blocks[i]` had `generations[i]`, and holds entries of tokens [start, end)."""
+    """The blocks of one cache group: `blocks[i]` had `generations[i]`, and holds entries of tokens [start, end).
+
+    A group whose layers read a window or a chunk leaves out the blocks before what the token at `end` reads: `start` is where
+    its first block begins.
+    """
 
     group: int
     blocks: list[int]
@@ -45,7 +49,8 @@ class KvHandle(msgspec.Struct, frozen=True, kw_only=True):
     """Readable KV of a prompt, until the lease ends.
 
     `fingerprint` names model, dtype and layout: a reader with another one refuses. `chain` is the block hash of the last
-    full block (empty when there is none).
+    full block (empty when there is none). `groups`: every cache group of the layout, in its order. The segment of group i > 0
+    is the one that the owner announces, with `-i` behind its name, and its blocks' fingerprint is `fingerprint` with `-i`.
     """
 
     owner: WorkerRef

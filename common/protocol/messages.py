@@ -288,18 +288,18 @@ class ReleaseLease(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class KvUsage(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of a pool. Invariant: free + owned + leased + cached == total."""
+    """Blocks: free + owned + leased + cached == total. `groups`: of each cache group, where there are several."""
 
     total: int = 0
     free: int = 0
     owned: int = 0
     leased: int = 0
     cached: int = 0
+    groups: list[KvUsage] = []
 
 
 class ServedModel(msgspec.Struct, frozen=True, array_like=True):
-    """One of a gateway's models: the name that it announces, further names for clients, whether a request would be answered
-    now, and how many of this gateway's run and wait."""
+    """A gateway's model: its name, others for clients, whether requests are answered now, how many run and wait here."""
 
     name: str
     aliases: list[str] = []

@@ -20,10 +20,10 @@ from typing import Protocol
 import anyio
 import msgspec
 
-from common.cache.pool import BlockPool
 from common.engine.engine import Engine, OpenEngine
 from common.engine.plan import RunnerLost, StepPlan, StepResult
-from common.engine.sequence import Sequence, SequenceCache
+from common.engine.sequence import Sequence
+from common.engine.sequence_cache import SequenceCache
 from common.engine.settings import EngineServiceConfig
 from common.engine.speeds import Speeds
 from common.protocol.errors import Cancelled, OutOfCredits, PenstockError, ShuttingDown
@@ -101,12 +101,11 @@ class EngineWorker(Actor):
 
     async def start(self) -> None:
         self.engine = await self._opened()
-        runner, segment = self.engine.runner, self.engine.segment
-        generations, wipe = segment.generations, self.engine.wiping(self.config.zero_retention)
-        self.pool = BlockPool(runner.num_blocks, runner.block_tokens, generations, memory_fence(), wipe=wipe)
-        self.cache = SequenceCache(self.pool, block_tokens=runner.block_tokens, fingerprint=runner.fingerprint)
-        keeps = not self.config.zero_retention
-        self.store = StoreClient(self, segment.blocks, runner.fingerprint, self.config.shm_dir, enabled=keeps)
+        runner, keeps = self.engine.runner, not self.config.zero_retention
+        self.pool = self.engine.pool(memory_fence(), zero_retention=self.config.zero_retention)
+        self.cache = SequenceCache(self.pool, fingerprint=runner.fingerprint)
+        blocks = [group.segment.blocks for group in self.engine.groups]
+        self.store = StoreClient(self, blocks, runner.fingerprint, self.config.shm_dir, enabled=keeps)
         self.traces = WorkerTraces(self.tracing, lambda: self.ref, self.clock)
         self.scheduler = self.make_scheduler()
         self.prefixes = Prefixes(self)
@@ -180,7 +179,7 @@ class EngineWorker(Actor):
             log.error("engine_thread_hangs", worker=self.ref.id, consequence="the process ends without it")
         if self.loaded:
             self.store.close()
-            self.engine.segment.close()
+            self.engine.close()
 
     # -- requests
 

@@ -62,4 +62,5 @@ class EngineMetrics:
 
 
 def _share(usage: KvUsage) -> float:
-    return (usage.owned + usage.leased) / usage.total if usage.total else 0.0
+    """Return the share of blocks in use of the group that has the fewest left."""
+    return max((group.owned + group.leased) / group.total if group.total else 0.0 for group in usage.groups or [usage])

@@ -7,8 +7,10 @@ from typing import Protocol
 
 from anyio.abc import TaskGroup
 
-from common.cache.pool import BlockPool
-from common.engine.sequence import Sequence, SequenceCache
+from common.cache.grouped_pool import HOLE, GroupedPool
+from common.engine.sequence import Sequence
+from common.engine.sequence_cache import SequenceCache
+from common.protocol.errors import OutOfBlocks
 from common.worker.metrics import EngineMetrics
 from common.worker.store_client import StoreClient
 from common.worker.traces import WorkerTraces
@@ -23,7 +25,7 @@ class Worker(Protocol):
     """What this needs of its worker."""
 
     task_group: TaskGroup
-    pool: BlockPool
+    pool: GroupedPool
     cache: SequenceCache
     store: StoreClient
     counters: EngineMetrics
@@ -59,7 +61,7 @@ class Prefixes:
         copied, began_at = 0, worker.clock()
         try:
             hashes = worker.cache.hash(sequence, len(sequence.tokens) - 1)
-            copied = await worker.store.fetch(hashes[have:], sequence.blocks[have : len(hashes)])
+            copied = await self._copy_in(sequence, hashes, have)
         finally:
             num_computed = (have + copied) * block_tokens
             sequence.num_cached = min(num_computed, sequence.generation.prompt_tokens)
@@ -68,19 +70,43 @@ class Prefixes:
             worker.traces.copied(sequence, "prefix", began_at)
             worker.wake()
 
+    async def _copy_in(self, sequence: Sequence, hashes: list[bytes], have: int) -> int:
+        """Fetch blocks of every group for the same prefix; return how many blocks it is longer than `have`.
+
+        Groups that keep all of a sequence say how long it can be. Of the others only those blocks are fetched that the token
+        behind that prefix reads; without all of them, nothing counts.
+        """
+        worker, end = self._worker, len(hashes)
+        groups = list(enumerate(zip(worker.pool.groups, sequence.tables, strict=True)))
+        for index, (group, table) in groups:
+            if group.retention.keeps_all:
+                end = have + await worker.store.fetch(hashes[have:end], table[have:end], index)
+        try:
+            worker.cache.reach(sequence, end * worker.cache.block_tokens)
+        except OutOfBlocks:
+            return 0
+        for index, (group, table) in groups:
+            if not group.retention.keeps_all:
+                begin = max(have, worker.cache.first_block(index, end * worker.cache.block_tokens))
+                if await worker.store.fetch(hashes[begin:end], table[begin:end], index) < end - begin:
+                    return 0
+        return end - have
+
     def offer_soon(self, sequence: Sequence) -> None:
         """Offer the full blocks of a sequence in the background; call before its blocks are freed."""
         worker = self._worker
-        hashes = worker.cache.hash(sequence, sequence.num_computed)
-        blocks = sequence.blocks[: len(hashes)]
-        if blocks and worker.store.available:
-            worker.pool.retain(blocks)
-            worker.task_group.start_soon(self._offer, blocks, list(hashes))
+        hashes = list(worker.cache.hash(sequence, sequence.num_computed))
+        tables = [table[: len(hashes)] for table in sequence.tables]
+        if hashes and worker.store.available:
+            worker.pool.retain(tables)
+            worker.task_group.start_soon(self._offer, tables, hashes)
 
-    async def _offer(self, blocks: list[int], hashes: list[bytes]) -> None:
+    async def _offer(self, tables: list[list[int]], hashes: list[bytes]) -> None:
         """Give full blocks to the kvstore. They were retained, and are released here, whatever happens."""
         try:
-            await self._worker.store.offer(hashes, blocks)
+            for index, table in enumerate(tables):
+                held = [(block_hash, block) for block_hash, block in zip(hashes, table, strict=True) if block != HOLE]
+                await self._worker.store.offer([block_hash for block_hash, _ in held], [block for _, block in held], index)
         finally:
-            self._worker.pool.release(blocks)
+            self._worker.pool.release(tables)
             self._worker.wake()

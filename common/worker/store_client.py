@@ -12,11 +12,13 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import anyio
 import anyio.to_thread
 import numpy as np
 
+from common.cache.spec import group_name
 from common.protocol.cache_messages import BlockCommit, BlockGrant, BlockLease, BlockLookup, BlockOffer
 from common.protocol.errors import PenstockError, ProtocolError, StaleHandle, from_wire
 from common.protocol.handles import WorkerRef, new_lease
@@ -39,18 +41,30 @@ MAX_STORES = 4
 """Stores asked per lookup."""
 
 
+class _GroupBlocks(NamedTuple):
+    """The worker's blocks of one cache group, and the fingerprint under which kvstores keep such blocks."""
+
+    blocks: np.ndarray
+    fingerprint: str
+
+    def chunks(self, num_blocks: int) -> Iterator[tuple[int, int]]:
+        size = max(1, CHUNK_BYTES // self.blocks.shape[1])
+        return ((start, min(start + size, num_blocks)) for start in range(0, num_blocks, size))
+
+
 class StoreClient:
     """Talks to the kvstores of this host on behalf of `actor`.
 
-    `blocks`: the worker's own pool, [num_blocks, block_bytes], uint8; [num_blocks, 0] where it is in a GPU's memory, which no
-    kvstore reads or writes: then no kvstore is asked, nor is one without `enabled`. The caller keeps the blocks it passes
-    retained until the coroutine returns.
+    `pools`: the worker's own blocks, [num_blocks, block_bytes], uint8, of each cache group; [num_blocks, 0] where they are in a
+    GPU's memory, which no kvstore reads or writes: then no kvstore is asked, nor is one without `enabled`. A kvstore keeps the
+    blocks of each group apart, under a fingerprint of the group's own. The caller keeps the blocks it passes retained until the
+    coroutine returns.
     """
 
     def __init__(
         self,
         actor: Actor,
-        blocks: np.ndarray,
+        pools: Sequence[np.ndarray],
         fingerprint: str,
         shm_dir: str,
         *,
@@ -59,8 +73,7 @@ class StoreClient:
     ) -> None:
         self.actor = actor
         self._enabled = enabled
-        self.blocks = blocks
-        self.fingerprint = fingerprint
+        self._pools = [_GroupBlocks(blocks, group_name(fingerprint, group)) for group, blocks in enumerate(pools)]
         self.host = host_id(shm_dir)
         self._stored = StoreTransport(shm_dir)
         self._transport = transport or self._stored
@@ -75,8 +88,8 @@ class StoreClient:
         """Is there a kvstore on this host worth asking?"""
         return bool(self._stores())
 
-    async def fetch(self, hashes: Sequence[bytes], into_blocks: Sequence[int]) -> int:
-        """Copy the longest stored leading part of a hash chain to `into_blocks`; returns its length in blocks.
+    async def fetch(self, hashes: Sequence[bytes], into_blocks: Sequence[int], group: int = 0) -> int:
+        """Copy the longest stored leading part of a hash chain to `into_blocks` of a group; returns its length in blocks.
 
         The content of the blocks beyond that length is undefined. 0 on any failure. A store that does not answer costs
         0.2 s, once; copying goes on as long as it makes progress.
@@ -85,30 +98,31 @@ class StoreClient:
         stores = self._stores()[:MAX_STORES]
         if not wanted or not stores:
             return 0
+        pool = self._pools[group]
         found: list[BlockLease] = []
         copied = 0
         try:
-            async with anyio.create_task_group() as group:
+            async with anyio.create_task_group() as tasks:
                 for store in stores:
-                    group.start_soon(self._look_up, store, wanted, found)
+                    tasks.start_soon(self._look_up, pool, store, wanted, found)
             if found:
                 best = max(found, key=lambda lease: len(lease.blocks))
                 self._release(found, keep=best)
-                copied = await self._copy_in(best, wanted, into_blocks)
+                copied = await self._copy_in(pool, best, wanted, into_blocks)
         finally:
             self._release(found)
         self._fetched.inc(copied)
         return copied
 
-    async def offer(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
-        """Give the store what it lacks of a hash chain whose KV is in `blocks`. Best effort."""
+    async def offer(self, hashes: Sequence[bytes], blocks: Sequence[int], group: int = 0) -> None:
+        """Give the store what it lacks of a hash chain whose KV is in `blocks` of a group. Best effort."""
         stores = self._stores()
         if not hashes or len(hashes) != len(blocks) or not stores or self._offers >= MAX_OFFERS:
             return
         store = max(stores, key=lambda known: _affinity(known, hashes[0]))
         self._offers += 1
         try:
-            await self._offer_to(store, list(hashes), blocks)
+            await self._offer_to(self._pools[group], store, list(hashes), blocks)
         except PenstockError as error:
             self._failed(store, error)
         finally:
@@ -121,7 +135,7 @@ class StoreClient:
     # -- stores
 
     def _stores(self) -> list[WorkerRef]:
-        if not self._enabled or not self.actor.bus.connected or not self.blocks.shape[1]:
+        if not self._enabled or not self.actor.bus.connected or not self._pools[0].blocks.shape[1]:
             return []
         now = self.actor.clock()
         if self._skip_until:
@@ -150,9 +164,9 @@ class StoreClient:
 
     # -- fetch
 
-    async def _look_up(self, store: WorkerRef, hashes: list[bytes], found: list[BlockLease]) -> None:
+    async def _look_up(self, pool: _GroupBlocks, store: WorkerRef, hashes: list[bytes], found: list[BlockLease]) -> None:
         try:
-            lookup = BlockLookup(holder=self.actor.ref, fingerprint=self.fingerprint, hashes=hashes, lease=new_lease())
+            lookup = BlockLookup(holder=self.actor.ref, fingerprint=pool.fingerprint, hashes=hashes, lease=new_lease())
             answer = await self._ask(store, lookup)
             if not isinstance(answer, BlockLease):
                 raise ProtocolError(f"{type(answer).__name__} in answer to a lookup")
@@ -165,13 +179,13 @@ class StoreClient:
         except PenstockError as error:
             self._failed(store, error)
 
-    async def _copy_in(self, lease: BlockLease, hashes: list[bytes], into_blocks: Sequence[int]) -> int:
+    async def _copy_in(self, pool: _GroupBlocks, lease: BlockLease, hashes: list[bytes], into_blocks: Sequence[int]) -> int:
         copied = 0
         renewed_at = self.actor.clock()
         try:
-            for start, end in self._chunks(len(lease.blocks)):
+            for start, end in pool.chunks(len(lease.blocks)):
                 renewed_at = self._renew(lease.store, lease.lease, renewed_at)
-                good = await anyio.to_thread.run_sync(self._read_chunk, lease, start, end, list(into_blocks[start:end]))
+                good = await anyio.to_thread.run_sync(self._read_chunk, pool, lease, start, end, list(into_blocks[start:end]))
                 copied += good
                 if good < end - start:
                     damaged = hashes[start + good]
@@ -183,12 +197,12 @@ class StoreClient:
             self._failed(lease.store, error)
         return copied
 
-    def _read_chunk(self, lease: BlockLease, start: int, end: int, into_blocks: list[int]) -> int:
+    def _read_chunk(self, pool: _GroupBlocks, lease: BlockLease, start: int, end: int, into_blocks: list[int]) -> int:
         """In a thread. Blocks [start, end) of the lease; returns how many leading ones have the right checksum."""
-        source = RemoteBlocks(self.host, lease.segment, self.fingerprint, lease.blocks[start:end], lease.generations[start:end])
-        self._transport.read(source, self.blocks, into_blocks)
+        source = RemoteBlocks(self.host, lease.segment, pool.fingerprint, lease.blocks[start:end], lease.generations[start:end])
+        self._transport.read(source, pool.blocks, into_blocks)
         for i, block in enumerate(into_blocks):
-            if zlib.crc32(self.blocks[block]) != lease.checksums[start + i]:
+            if zlib.crc32(pool.blocks[block]) != lease.checksums[start + i]:
                 return i
         return end - start
 
@@ -199,11 +213,11 @@ class StoreClient:
 
     # -- offer
 
-    async def _offer_to(self, store: WorkerRef, hashes: list[bytes], blocks: Sequence[int]) -> None:
+    async def _offer_to(self, pool: _GroupBlocks, store: WorkerRef, hashes: list[bytes], blocks: Sequence[int]) -> None:
         offer = BlockOffer(
             holder=self.actor.ref,
-            fingerprint=self.fingerprint,
-            block_bytes=self.blocks.shape[1],
+            fingerprint=pool.fingerprint,
+            block_bytes=pool.blocks.shape[1],
             hashes=hashes,
             lease=new_lease(),
         )
@@ -217,7 +231,7 @@ class StoreClient:
             if len(grant.indices) != len(grant.blocks) or not all(0 <= index < len(hashes) for index in grant.indices):
                 raise ProtocolError("a grant that does not fit its offer")
             source_blocks = [blocks[index] for index in grant.indices]
-            checksums = await self._copy_out(store, grant, source_blocks)
+            checksums = await self._copy_out(pool, store, grant, source_blocks)
             self.actor.send(store, BlockCommit(lease=grant.lease, checksums=checksums))
             committed = True
             self._offered.inc(len(checksums))
@@ -225,31 +239,27 @@ class StoreClient:
             if not committed:
                 self.actor.send(store, ReleaseLease(leases=[grant.lease]))
 
-    async def _copy_out(self, store: WorkerRef, grant: BlockGrant, source_blocks: list[int]) -> list[int]:
+    async def _copy_out(self, pool: _GroupBlocks, store: WorkerRef, grant: BlockGrant, source_blocks: list[int]) -> list[int]:
         """Returns the checksums of what was copied. :raises StaleHandle: the grant may have ended meanwhile."""
         checksums: list[int] = []
         renewed_at = self.actor.clock()
-        for start, end in self._chunks(len(source_blocks)):
+        for start, end in pool.chunks(len(source_blocks)):
             renewed_at = self._renew(store, grant.lease, renewed_at)
             checksums += await anyio.to_thread.run_sync(
-                self._write_chunk, grant.segment, source_blocks[start:end], grant.blocks[start:end]
+                self._write_chunk, pool, grant.segment, source_blocks[start:end], grant.blocks[start:end]
             )
             # this process was stopped, or the machine is that slow: the slots may be somebody else's by now
             if self.actor.clock() - renewed_at > RENEW_EVERY_S + self.actor.config.dead_after_s:
                 raise StaleHandle("the store's grant has probably ended")
         return checksums
 
-    def _write_chunk(self, segment: str, source_blocks: list[int], target_blocks: list[int]) -> list[int]:
+    def _write_chunk(self, pool: _GroupBlocks, segment: str, source_blocks: list[int], target_blocks: list[int]) -> list[int]:
         """In a thread."""
-        checksums = [zlib.crc32(self.blocks[block]) for block in source_blocks]
-        self._stored.write(segment, self.fingerprint, target_blocks, self.blocks, source_blocks)
+        checksums = [zlib.crc32(pool.blocks[block]) for block in source_blocks]
+        self._stored.write(segment, pool.fingerprint, target_blocks, pool.blocks, source_blocks)
         return checksums
 
     # -- both
-
-    def _chunks(self, num_blocks: int) -> Iterator[tuple[int, int]]:
-        size = max(1, CHUNK_BYTES // self.blocks.shape[1])
-        return ((start, min(start + size, num_blocks)) for start in range(0, num_blocks, size))
 
     def _renew(self, store: WorkerRef, lease: str, renewed_at: float) -> float:
         """Renew the lease if it is time; returns when it was renewed last."""

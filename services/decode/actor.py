@@ -16,9 +16,12 @@ from collections.abc import Callable
 
 import anyio
 import msgspec
+import numpy as np
 
+from common.cache.spec import group_name
 from common.engine.plan import StepPlan, StepResult
 from common.engine.sequence import Sequence
+from common.engine.sequence_cache import SequenceCache
 from common.protocol.draft_messages import DraftResync, Proposals
 from common.protocol.errors import PenstockError, ProtocolError, StaleHandle, TransportUnavailable
 from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef
@@ -102,7 +105,7 @@ class DecodeActor(EngineWorker):
 
     def on_kv_ready(self, ready: KvReady, reply: str) -> None:
         def take(sequence: Sequence) -> None:
-            covered_blocks(ready.handle, len(sequence.tokens), self.cache.block_tokens)
+            covered_blocks(ready.handle, len(sequence.tokens), self.cache)
             sequence.num_cached = ready.cached_tokens
             if ready.first_logprobs is not None:
                 sequence.held_from -= 1
@@ -133,22 +136,33 @@ class DecodeActor(EngineWorker):
             self.wake()
 
     async def copy_blocks(self, sequence: Sequence, handle: KvHandle) -> None:
-        """:raises StaleHandle, TransportUnavailable: nothing that was copied may be used."""
+        """:raises StaleHandle, TransportUnavailable, OutOfBlocks: nothing that was copied may be used."""
         if handle.fingerprint != self.engine.runner.fingerprint:
             raise TransportUnavailable("the handle's model or KV layout is not ours")
         owner = self.registry.get(handle.owner.id)
         if owner is None or owner.worker != handle.owner:
             raise StaleHandle(f"{handle.owner.id} is not known in this epoch")
-        theirs = covered_blocks(handle, len(sequence.tokens), self.cache.block_tokens)
+        groups = covered_blocks(handle, len(sequence.tokens), self.cache)
         if handle.chain != (self.cache.hash(sequence, handle.num_tokens) or [b""])[-1]:
             raise StaleHandle("the handle is for other tokens")
-        have = sequence.num_computed // self.cache.block_tokens
-        if have < len(theirs.blocks):
-            source = RemoteBlocks(
-                owner.host, owner.segment, handle.fingerprint, theirs.blocks[have:], theirs.generations[have:]
-            )
-            mine = sequence.blocks[have : len(theirs.blocks)]
-            await anyio.to_thread.run_sync(self.transport.read, source, self.engine.segment.blocks, mine)
+        self.cache.reach(sequence, handle.num_tokens)
+        have, end = sequence.num_computed // self.cache.block_tokens, self.cache.blocks_for(handle.num_tokens)
+        copies: list[tuple[RemoteBlocks, np.ndarray, list[int]]] = []
+        for theirs, table, memory in zip(groups, sequence.tables, self.engine.groups, strict=True):
+            first = theirs.start // self.cache.block_tokens
+            begin = max(have, first)
+            if begin < end:
+                blocks, generations = theirs.blocks[begin - first :], theirs.generations[begin - first :]
+                segment, fingerprint = (group_name(name, theirs.group) for name in (owner.segment, handle.fingerprint))
+                source = RemoteBlocks(owner.host, segment, fingerprint, blocks, generations)
+                copies.append((source, memory.segment.blocks, table[begin:end]))
+
+        def copy() -> None:
+            for source, into, mine in copies:
+                self.transport.read(source, into, mine)
+
+        if copies:
+            await anyio.to_thread.run_sync(copy)
 
     # -- steps
 
@@ -220,18 +234,23 @@ class DecodeActor(EngineWorker):
             self.drafts.reset()
 
 
-def covered_blocks(handle: KvHandle, num_tokens: int, block_tokens: int) -> GroupBlocks:
-    """The handle's one group of blocks, if it covers all of `num_tokens` tokens but the last.
+def covered_blocks(handle: KvHandle, num_tokens: int, cache: SequenceCache) -> list[GroupBlocks]:
+    """The handle's blocks of each group, if they cover what comes behind all of `num_tokens` tokens but the last.
 
     :raises ProtocolError: for any other shape.
     """
-    group = handle.groups[0] if len(handle.groups) == 1 else None
+    covered = num_tokens - 1
+    expected = [
+        (index, cache.first_block(index, covered) * cache.block_tokens, covered) for index in range(len(cache.pool.groups))
+    ]
     if (
-        group is None
-        or (group.group, group.start, group.end) != (0, 0, num_tokens - 1)
-        or handle.num_tokens != num_tokens - 1
-        or len(group.blocks) != -(-handle.num_tokens // block_tokens)
-        or len(group.generations) != len(group.blocks)
+        handle.num_tokens != covered
+        or [(group.group, group.start, group.end) for group in handle.groups] != expected
+        or any(
+            len(group.blocks) != cache.blocks_for(covered) - group.start // cache.block_tokens
+            or len(group.generations) != len(group.blocks)
+            for group in handle.groups
+        )
     ):
         raise ProtocolError("the KV handle does not cover the tokens that came with it")
-    return group
+    return handle.groups

@@ -19,7 +19,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from common.engine.plan import PACKED_TOKENS, StepPlan, StepResult, StepRow
-from common.engine.sequence import Sequence, SequenceCache
+from common.engine.sequence import Sequence
+from common.engine.sequence_cache import SequenceCache
 from common.engine.shares import TurnTaking
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
 from services.decode.speculation import accept
@@ -71,7 +72,7 @@ class DecodeScheduler:
         self.cache = cache
         self.token_budget = token_budget
         self.max_running = max_running
-        self.max_context = min(max_context, (cache.pool.num_blocks - watermark) * cache.block_tokens)
+        self.max_context = min(max_context, cache.longest(spare=watermark))
         self.propose = propose
         self.begin_step = begin_step
         self.finishing = finishing
@@ -117,9 +118,7 @@ class DecodeScheduler:
             raise ContextLengthExceeded(f"{sequence.length} tokens; this worker holds at most {self.max_context} a sequence")
         if self.num_held >= self.max_running or self._preempted:
             raise OutOfCredits(f"{self.num_held} sequences are in work already")
-        needed = self.cache.blocks_for(sequence.length) + self.watermark
-        if self.cache.pool.available < needed:
-            raise OutOfBlocks(needed=needed, free=self.cache.pool.available)
+        self.cache.check_room(sequence.length, spare=self.watermark)
         self.cache.open(sequence, sequence.length)
         self._arrivals += 1
         sequence.arrival = self._arrivals
@@ -138,7 +137,7 @@ class DecodeScheduler:
         if sequence.cancelled:
             self.cache.close(sequence)
             return
-        sequence.computed(max(sequence.num_computed, num_computed))
+        self.cache.copied(sequence, num_computed)
         self.cache.publish(sequence)
         self._running[sequence] = None
 
@@ -184,12 +183,12 @@ class DecodeScheduler:
         for sequence in self._turns.in_turn(sorted(prompts, key=self._remaining)):
             if budget <= 0 or num_prompt_tokens >= PACKED_TOKENS:
                 break
-            if not self.cache.claim(sequence, budget, computing):
+            num_tokens = self.cache.cover(sequence, min(budget, sequence.num_unplanned))
+            if not num_tokens or not self.cache.claim(sequence, num_tokens, computing):
                 continue
-            rows.append(sequence.plan(min(budget, sequence.num_unplanned), [], num_samples))
+            rows.append(sequence.plan(num_tokens, [], num_samples))
             planned.append(sequence)
             num_samples += rows[-1].num_samples
-            num_tokens = len(rows[-1].tokens)
             budget -= num_tokens
             num_prompt_tokens += num_tokens
             is_last = rows[-1].num_samples > 0 or not sequence.num_unplanned
@@ -317,9 +316,9 @@ class DecodeScheduler:
     def _resume(self) -> None:
         while self._preempted:
             sequence = self._preempted[0]
-            if self._running and self.cache.pool.available < self.cache.blocks_for(sequence.length) + self.watermark:
-                return
             try:
+                if self._running:
+                    self.cache.check_room(sequence.length, spare=self.watermark)
                 self.cache.open(sequence, sequence.length)
             except OutOfBlocks:
                 return

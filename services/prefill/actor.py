@@ -48,11 +48,11 @@ log = logs.get("prefill")
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """Blocks that a decode worker may read."""
+    """Blocks that a decode worker may read: a block table for each cache group."""
 
     request: str
     attempt: int
-    blocks: list[int]
+    tables: list[list[int]]
 
 
 class PrefillActor(EngineWorker):
@@ -153,8 +153,8 @@ class PrefillActor(EngineWorker):
         decode = self.decode_for.get(sequence.request)
         if decode is None or self.parked.get(sequence.request) is not sequence:
             return
-        lease, leased = new_lease(), Leased(sequence.request, sequence.attempt, list(sequence.blocks))
-        self.pool.lease(leased.blocks)
+        lease, leased = new_lease(), Leased(sequence.request, sequence.attempt, [list(table) for table in sequence.tables])
+        self.pool.lease(leased.tables)
         self.leases.grant(lease, decode, leased, self.clock())
         self.lease_of[sequence.request] = (sequence.attempt, lease)
         began_at = self.clock()
@@ -181,7 +181,12 @@ class PrefillActor(EngineWorker):
     def kv_ready(self, sequence: Sequence, lease: str) -> KvReady:
         covered = sequence.num_computed
         hashes = self.cache.hash(sequence, covered)
-        blocks = GroupBlocks(0, list(sequence.blocks), self.pool.generations_of(sequence.blocks), 0, covered)
+        groups: list[GroupBlocks] = []
+        for index, (group, table) in enumerate(zip(self.pool.groups, sequence.tables, strict=True)):
+            first = self.cache.first_block(index, covered)
+            blocks = table[first : self.cache.blocks_for(covered)]
+            start = first * self.cache.block_tokens
+            groups.append(GroupBlocks(index, blocks, group.pool.generations_of(blocks), start, covered))
         return KvReady(
             generation=msgspec.structs.replace(
                 sequence.generation,
@@ -194,7 +199,7 @@ class PrefillActor(EngineWorker):
                 fingerprint=self.engine.runner.fingerprint,
                 num_tokens=covered,
                 chain=hashes[-1] if hashes else b"",
-                groups=[blocks],
+                groups=groups,
             ),
             first_logprobs=sequence.logprobs[-1] if sequence.logprobs else None,
             cached_tokens=sequence.num_cached,
@@ -220,14 +225,15 @@ class PrefillActor(EngineWorker):
             self.forget_lease(lease, leased)
 
     def forget_lease(self, lease: str, leased: Leased) -> None:
-        self.pool.end_lease(leased.blocks)
+        self.pool.end_lease(leased.tables)
+        self.wake()  # a group that gives blocks step by step may have had none left
         if self.lease_of.get(leased.request) == (leased.attempt, lease):
             del self.lease_of[leased.request]
 
     def tick(self, now: float) -> None:
         super().tick(now)
         for lease, leased in self.leases.expire(now):
-            log.warning("kv_lease_expired", request=leased.request, blocks=len(leased.blocks))
+            log.warning("kv_lease_expired", request=leased.request, blocks=sum(map(len, leased.tables)))
             self.forget_lease(lease, leased)
 
     def connection_changed(self, connected: bool) -> None:

@@ -13,7 +13,8 @@ from collections import deque
 from collections.abc import Collection
 
 from common.engine.plan import PACKED_TOKENS, StepPlan, StepResult
-from common.engine.sequence import Sequence, SequenceCache
+from common.engine.sequence import Sequence
+from common.engine.sequence_cache import SequenceCache
 from common.engine.shares import PRIORITY_STEP_S, TurnTaking
 from common.protocol.errors import ContextLengthExceeded, OutOfCredits
 
@@ -61,15 +62,15 @@ class PrefillScheduler:
         return sum(sequence.length - sequence.num_computed for sequence in (*self._queued, *self._copying))
 
     def admit(self, sequence: Sequence, now: float) -> None:
-        """Take a prompt and all the blocks it needs.
+        """Take a prompt and the blocks it needs.
 
         :raises OutOfCredits, OutOfBlocks: nothing has been taken; another worker may. :raises ContextLengthExceeded: none can.
         """
-        needed = self.cache.blocks_for(sequence.length)
-        if needed > self.cache.pool.num_blocks:
+        longest = self.cache.longest(spare=0)
+        if sequence.length > longest:
+            needed, there = self.cache.blocks_for(sequence.length), self.cache.blocks_for(longest)
             raise ContextLengthExceeded(
-                f"{sequence.length} tokens need {needed} KV blocks; this worker has {self.cache.pool.num_blocks}: "
-                "raise --kv-cache-mb"
+                f"{sequence.length} tokens need {needed} KV blocks; this worker has {there}: raise --kv-cache-mb"
             )
         if self.credits == 0:
             raise OutOfCredits(f"{self.num_held} prompts are in work already")
@@ -86,7 +87,7 @@ class PrefillScheduler:
         if sequence.cancelled:
             self.cache.close(sequence)
             return
-        sequence.computed(max(sequence.num_computed, num_computed))
+        self.cache.copied(sequence, num_computed)
         self._queued[sequence] = since
 
     def holds(self, sequence: Sequence) -> bool:
@@ -113,12 +114,12 @@ class PrefillScheduler:
         for sequence in self._turns.in_turn(sorted(queued, key=lambda s: self._remaining(s, now))):
             if budget <= 0 or self.token_budget - budget >= PACKED_TOKENS:
                 break
-            if not self.cache.claim(sequence, budget, computing):
+            num_tokens = self.cache.cover(sequence, min(budget, sequence.num_unplanned))
+            if not num_tokens or not self.cache.claim(sequence, num_tokens, computing):
                 continue
-            rows.append(sequence.plan(min(budget, sequence.num_unplanned), [], num_samples))
+            rows.append(sequence.plan(num_tokens, [], num_samples))
             planned.append(sequence)
             num_samples += rows[-1].num_samples
-            num_tokens = len(rows[-1].tokens)
             budget -= num_tokens
             is_last = rows[-1].num_samples > 0 or not sequence.num_unplanned
             self._turns.served(sequence.tenant, num_tokens, sequence.generation.weight, ends=is_last)

@@ -51,7 +51,7 @@ class Worker(Actor):
         if fill:
             self.blocks[:] = np.random.default_rng(fill).integers(0, 256, self.blocks.shape, np.uint8)
         self.transport = HookedTransport(shm_dir)
-        self.store = StoreClient(self, self.blocks, fingerprint, str(shm_dir), transport=self.transport)
+        self.store = StoreClient(self, [self.blocks], fingerprint, str(shm_dir), transport=self.transport)
 
     async def ask_store(self, store: KvstoreActor, message: messages.Message) -> messages.Message:
         return await self.ask(store.ref, message, 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import anyio
 import anyio.from_thread
@@ -220,9 +221,9 @@ async def test_a_cancelled_fetch_or_offer_gives_everything_back(site: Site, monk
         await settled(store, KvUsage(total=16, free=11, cached=5))
         write_chunk = worker.store._write_chunk
 
-        def slow_write(segment: str, source_blocks: list[int], target_blocks: list[int]) -> list[int]:
+        def slow_write(*chunk: Any) -> list[int]:
             time.sleep(0.1)
-            return write_chunk(segment, source_blocks, target_blocks)
+            return write_chunk(*chunk)
 
         monkeypatch.setattr(worker.store, "_write_chunk", slow_write)
         with anyio.move_on_after(0.15):

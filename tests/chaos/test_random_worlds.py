@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from common.cache.retention import Retention
 from common.protocol.handles import Role
 from tests.chaos.world import World
 from tests.fixtures import virtual_time
@@ -26,6 +27,12 @@ HISTORIES = int(os.environ.get("PENSTOCK_HISTORIES", "60"))
 WORKERS = st.sampled_from(["prefill", "decode", "draft", "kvstore"])
 ENGINES = ("prefill", "decode")
 MAX_OF_A_ROLE = 3
+WINDOWS: list[tuple[tuple[Retention, int], ...]] = [
+    (),
+    ((Retention(window=9), 20),),
+    ((Retention(chunk=12), 24), (Retention(window=6), 64)),
+]
+"""Cache groups beside the one that keeps everything: what each keeps, and its blocks."""
 
 
 class RandomWorld(RuleBasedStateMachine):
@@ -43,19 +50,31 @@ class RandomWorld(RuleBasedStateMachine):
     def play(self, act: Coroutine[Any, Any, None]) -> None:
         self.runner.run(act)
 
-    @initialize(num_blocks=st.sampled_from([24, 48, 256]), seed=st.integers(0, 99), run_ahead=st.sampled_from([1, 2]))
-    def begin(self, num_blocks: int, seed: int, run_ahead: int) -> None:
+    @initialize(
+        num_blocks=st.sampled_from([24, 48, 256]),
+        seed=st.integers(0, 99),
+        run_ahead=st.sampled_from([1, 2]),
+        windows=st.sampled_from(WINDOWS),
+    )
+    def begin(self, num_blocks: int, seed: int, run_ahead: int, windows: tuple[tuple[Retention, int], ...]) -> None:
         async def act() -> None:
             started: asyncio.Future[World] = asyncio.get_running_loop().create_future()
             self.stop = anyio.Event()
-            self.main = asyncio.ensure_future(self.live(started, num_blocks, seed, run_ahead))
+            self.main = asyncio.ensure_future(self.live(started, num_blocks, seed, run_ahead, windows))
             self.world = await started
 
         self.play(act())
 
-    async def live(self, started: asyncio.Future[World], num_blocks: int, seed: int, run_ahead: int) -> None:
+    async def live(
+        self,
+        started: asyncio.Future[World],
+        num_blocks: int,
+        seed: int,
+        run_ahead: int,
+        windows: tuple[tuple[Retention, int], ...],
+    ) -> None:
         async with anyio.create_task_group() as task_group:
-            world = World(task_group, self.shm_dir, num_blocks=num_blocks, seed=seed, run_ahead=run_ahead)
+            world = World(task_group, self.shm_dir, num_blocks=num_blocks, seed=seed, run_ahead=run_ahead, windows=windows)
             for role in ("gateway", "prefill", "decode", "draft", "kvstore"):
                 await world.start(role)
             await anyio.sleep(2.5)

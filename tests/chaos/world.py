@@ -16,7 +16,9 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
-from common.engine.engine import Engine
+from common.cache.retention import Retention
+from common.cache.spec import group_name
+from common.engine.engine import Engine, GroupMemory
 from common.engine.plan import RunnerLost
 from common.engine.simulated.runner import BYTES_PER_TOKEN, SimulatedRunner, TokenRule, expected_tokens
 from common.protocol.errors import PenstockError
@@ -86,7 +88,10 @@ class World:
         run_ahead: int = 1,
         max_running: int = 8,
         zero_retention: bool = False,
+        windows: tuple[tuple[Retention, int], ...] = (),
     ) -> None:
+        """`windows`: what cache groups beside the one that keeps everything keep, and how many blocks each has."""
+        self.windows = windows
         self.task_group = task_group
         self.shm_dir = shm_dir
         self.num_blocks = num_blocks
@@ -141,13 +146,21 @@ class World:
                 return KvstoreActor(bus=bus, config=KvstoreConfig(**shared, capacity_mb=1), clock=clock)
 
     def _open_engine(self, segment_name: str, on_progress: Callable[[int, int], None]) -> Engine:
-        block_bytes = BLOCK_TOKENS * BYTES_PER_TOKEN
-        segment = Segment.create(
-            self.shm_dir, segment_name, num_blocks=self.num_blocks, block_bytes=block_bytes, fingerprint="simulated"
-        )
+        def memory(group: int, num_blocks: int, retention: Retention) -> GroupMemory:
+            segment = Segment.create(
+                self.shm_dir,
+                group_name(segment_name, group),
+                num_blocks=num_blocks,
+                block_bytes=BLOCK_TOKENS * BYTES_PER_TOKEN,
+                fingerprint=group_name("simulated", group),
+            )
+            return GroupMemory(segment, retention)
+
+        first = memory(0, self.num_blocks, Retention())
+        more = [memory(index, num_blocks, retention) for index, (retention, num_blocks) in enumerate(self.windows, 1)]
         runner = SimulatedRunner(
             "instant",
-            storage=segment.blocks,
+            storage=first.segment.blocks,
             block_tokens=BLOCK_TOKENS,
             max_context=MAX_CONTEXT,
             vocab_size=VOCAB,
@@ -155,8 +168,9 @@ class World:
             time_scale=0,
             rule=RULE,
             run_ahead=self.run_ahead,
+            more=[(one.segment.blocks, one.retention) for one in more],
         )
-        return Engine(runner, segment)
+        return Engine(runner, first, more)
 
     def alive(self, role: str) -> list[str]:
         return [name for name, process in self.processes.items() if process.actor.role == role]
@@ -244,7 +258,7 @@ class World:
         """Every pool's books balance, whatever is going on."""
         for process in self.processes.values():
             if isinstance(process.actor, EngineWorker) and process.actor.loaded:
-                process.actor.pool.check()
+                process.actor.cache.check()
             if isinstance(process.actor, KvstoreActor):
                 arenas = process.actor.arenas
                 assert arenas.memory_bytes <= arenas.capacity_bytes

@@ -25,7 +25,7 @@ def open_runner(files: ModelFiles, *, num_blocks: int = 400, threads: int = 1, *
     engine = EngineConfig(num_blocks=num_blocks, threads=threads, **{"dtype": "float32", **settings})  # type: ignore[arg-type]
     layout = cache_layout(load_config(files), engine)
     # stale bytes of an earlier owner, as NaN: nothing may read what was not written
-    memory = np.full((layout.num_blocks, layout.block_bytes), 0xFF, np.uint8)
+    memory = [np.full((count, group.block_bytes), 0xFF, np.uint8) for group, count in layout.pools]
     return load_runner(files, engine, memory)
 
 

@@ -39,7 +39,7 @@ def all_logits(runner: Any, tokens: list[int]) -> torch.Tensor:
 
 @pytest.mark.slow
 def test_logits_have_the_same_bits_alone_in_a_batch_in_chunks_and_on_two_threads(runner: Any, smollm2: ModelFiles) -> None:
-    assert isinstance(runner, Int8Runner) and runner.pool.dtype == torch.bfloat16
+    assert isinstance(runner, Int8Runner) and runner.groups[0].pool.dtype == torch.bfloat16
     prompt = text_tokens(smollm2, 200, seed=5)
     alone = logits_of_first(runner, [Request(prompt, 4)])
     for chunk in (7, 16, 100):

@@ -158,7 +158,7 @@ def test_impossible_settings_are_errors(model: tuple[ModelFiles, ModelConfig]) -
     with pytest.raises(ConfigError, match="1 MiB for KV hold no block"):
         cache_layout(config, EngineConfig(kv_cache_mb=1, block_tokens=100_000))
     with pytest.raises(ConfigError, match="KV memory"):
-        load_runner(files, EngineConfig(), np.zeros((4, 100), np.uint8))
+        load_runner(files, EngineConfig(), [np.zeros((4, 100), np.uint8)])
     (files.path / "config.json").write_text(json.dumps([1]))
     with pytest.raises(ConfigError, match=r"config\.json"):
         load_config(files)
@@ -168,7 +168,7 @@ def test_a_simulated_engine_needs_no_weights(model: tuple[ModelFiles, ModelConfi
     files, config = model
     engine = EngineConfig(engine="simulated", num_blocks=4)
     layout = cache_layout(config, engine)
-    runner = load_runner(files, engine, np.zeros((4, layout.block_bytes), np.uint8))
+    runner = load_runner(files, engine, [np.zeros((4, layout.block_bytes), np.uint8)])
     assert (runner.vocab_size, runner.fingerprint) == (256, layout.fingerprint)
     assert len(runner.execute(StepPlan(0, [StepRow([5], 0, [1], 1, GREEDY, 1)])).rows[0].tokens) == 1
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from common.engine.cpu.layer_group import LayerGroup
 from common.engine.cpu.torch_runner import TorchRunner
 from common.engine.plan import Runner, StepPlan, StepRow
 from common.protocol.errors import ConfigError, InvalidParameter
@@ -125,7 +126,7 @@ def test_a_row_that_can_not_run_is_refused_by_name(runner: Runner, row: StepRow,
 def test_a_pool_of_another_model_is_refused(runner: Any) -> None:
     for pool in (torch.zeros(4, 2, 2, 16, 3, 32), torch.zeros(4, 2, 2, 16, 2, 32).bfloat16()):
         with pytest.raises(ConfigError, match="KV pool"):
-            TorchRunner(runner.decoder, pool, fingerprint="", threads=1)
+            TorchRunner(runner.decoder, [LayerGroup(pool, range(2))], fingerprint="", threads=1)
 
 
 def test_kv_written_by_one_runner_is_read_by_another(tmp_path: Path) -> None:
@@ -136,7 +137,7 @@ def test_kv_written_by_one_runner_is_read_by_another(tmp_path: Path) -> None:
     expected = run(prefill, [Request(prompt, 10, SEEDED)])[0]
     prefill.execute(StepPlan(0, [StepRow(prompt, 0, list(range(7)), 0, SEEDED, 100)]))
     moved = [30, 2, 17, 9, 55, 1, 8]
-    decode.pool[moved] = prefill.pool[:7]  # type: ignore[attr-defined]
+    decode.groups[0].pool[moved] = prefill.groups[0].pool[:7]  # type: ignore[attr-defined]
     output: list[int] = expected[:1]
     while len(output) < 10:
         row = StepRow(output[-1:], 99 + len(output), moved, 1, SEEDED, 100)

@@ -7,9 +7,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
+from common.cache.grouped_pool import GroupedPool, PoolGroup
 from common.cache.pool import BlockPool
+from common.cache.retention import KEEP_ALL, Retention
 from common.engine.plan import StepPlan, StepResult
-from common.engine.sequence import Sequence, SequenceCache
+from common.engine.sequence import Sequence
+from common.engine.sequence_cache import SequenceCache
 from common.engine.simulated.runner import BYTES_PER_TOKEN, SimulatedRunner
 from common.protocol import tokens as token_bytes
 from common.protocol.handles import WorkerRef
@@ -40,17 +43,21 @@ def sequence(request: str, prompt: list[int], **options: Any) -> Sequence:
 class Bench:
     """A pool, its cache and a runner over the same blocks."""
 
-    def __init__(self, num_blocks: int = 64) -> None:
-        self.pool = BlockPool(num_blocks, BLOCK_TOKENS)
-        self.cache = SequenceCache(self.pool, block_tokens=BLOCK_TOKENS, fingerprint="test")
+    def __init__(self, num_blocks: int = 64, *, windows: tuple[tuple[Retention, int], ...] = ()) -> None:
+        """`windows`: what cache groups beside the one that keeps everything keep, and how many blocks each has."""
+        groups = [(KEEP_ALL, num_blocks), *windows]
+        self.pool = GroupedPool(*(PoolGroup(BlockPool(count, BLOCK_TOKENS), retention) for retention, count in groups))
+        self.cache = SequenceCache(self.pool, fingerprint="test")
+        self.storage = [np.full((count, BLOCK_TOKENS * BYTES_PER_TOKEN), 0xA5, np.uint8) for _, count in groups]
         self.runner = SimulatedRunner(
             "instant",
-            storage=np.full((num_blocks, BLOCK_TOKENS * BYTES_PER_TOKEN), 0xA5, np.uint8),
+            storage=self.storage[0],
             block_tokens=BLOCK_TOKENS,
             max_context=MAX_CONTEXT,
             vocab_size=VOCAB,
             fingerprint="test",
             time_scale=0,
+            more=[(storage, retention) for storage, (retention, _) in zip(self.storage[1:], windows, strict=True)],
         )
 
     def expected(self, s: Sequence) -> list[int]:
@@ -59,7 +66,7 @@ class Bench:
         return self.runner.expected_tokens(prompt, s.sampling, s.num_outputs)
 
     def all_given_back(self) -> bool:
-        self.pool.check()
+        self.cache.check()
         usage = self.pool.usage()
         return usage.owned == usage.leased == 0
 
@@ -92,7 +99,7 @@ class Pipeline(Generic[Done]):
             return None
         plan = self.flights.popleft()
         done = self.scheduler.commit(plan, self.bench.runner.execute(plan), 0.0)
-        self.bench.pool.check()
+        self.bench.cache.check()
         return done
 
     def run(self) -> list[Done]:

@@ -245,7 +245,7 @@ def test_no_kvstore_is_asked_for_a_pool_that_it_cannot_reach(tmp_path: Path) -> 
         metrics=SimpleNamespace(counter=lambda *_: None),
         registry=SimpleNamespace(alive=alive),
     )
-    assert not StoreClient(actor, NOTHING, "m", str(tmp_path)).available
+    assert not StoreClient(actor, [NOTHING], "m", str(tmp_path)).available
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")

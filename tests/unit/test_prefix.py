@@ -63,7 +63,7 @@ def test_a_gqa_block_holds_k_and_v_of_all_layers():
     assert layout.digest() == layout.sized(7, "f").digest() != gqa_layout(30, 3, 64, 2, 16).digest()
 
 
-def test_groups_of_different_grain_share_one_pool():
+def test_groups_of_different_grain_have_blocks_of_their_own():
     latent = Component(name="latent", kind="paged", entry_bytes=100, layout="bf16")
     compressed = Component(name="ckv", kind="paged", entry_bytes=10, layout="bf16", tokens_per_entry=4)
     state = Component(name="delta", kind="state", entry_bytes=5000, layout="fp32", rollback="snapshot")
@@ -73,5 +73,5 @@ def test_groups_of_different_grain_share_one_pool():
     )
     layout = CacheLayout(groups=groups)
     assert [group.block_bytes for group in groups] == [16 * 100 + 4 * 10, 5000]
-    assert (layout.block_bytes, layout.block_tokens) == (5000, 48)
+    assert (layout.block_bytes, layout.block_tokens) == (16 * 100 + 4 * 10, 48)
     assert groups[0].offset_bytes(0, "ckv") == 1600

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from common.engine.cpu.layer_group import LayerGroup
 from common.engine.cpu.runner import CpuRunner
 from common.engine.plan import StepRow
 from common.models.decoder import Decoder
@@ -21,6 +22,7 @@ from common.ops.cpu_int8.forward_numba import Room, Weights, counters_for, forwa
 from common.ops.cpu_int8.team_cpu import together
 from common.ops.cpu_int8.weights import LANES, PAIRS, linears_of
 from common.ops.norm.rms_norm import rms_norm
+from common.protocol.errors import ConfigError
 
 _KEPT_LOGITS = 64
 """After a step that scored a prompt, memory for more rows of logits than this is given back."""
@@ -29,13 +31,16 @@ _KEPT_LOGITS = 64
 class Int8Runner(CpuRunner):
     """The pool is bfloat16."""
 
-    def __init__(self, decoder: Decoder, pool: torch.Tensor, *, fingerprint: str, threads: int) -> None:
-        super().__init__(decoder, pool, torch.bfloat16, fingerprint=fingerprint, threads=threads)
+    def __init__(self, decoder: Decoder, groups: Sequence[LayerGroup], *, fingerprint: str, threads: int) -> None:
+        """:raises ConfigError: if the layers keep KV in several pools, of which this engine reads one."""
+        if len(groups) > 1:
+            raise ConfigError("8-bit weights on a CPU need layers of equal retention: use --dtype float32", param="dtype")
+        super().__init__(decoder, groups, torch.bfloat16, fingerprint=fingerprint, threads=threads)
         config = decoder.config
         self._weights = _weights(decoder)
         self._forward = forward(config.head_dim, config.num_heads // config.num_kv_heads)
         self._rope = decoder.rope.table(min(config.max_context, self.num_blocks * self.block_tokens)).numpy()
-        self._pool_bits = pool.view(torch.int16).numpy()
+        self._pool_bits = groups[0].pool.view(torch.int16).numpy()
         self._room = self._new_room(1)
         self._logits = self._new_logits(1)
         self._first_read = self._num_kept = 0

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from common.engine.cpu.layer_group import LayerGroup
 from common.engine.plan import LaterStep, StepPlan, StepResult, StepRow, resolve_feeds
 from common.engine.reading import read_rows
 from common.engine.sampling import penalised, sample_rows
@@ -20,25 +21,32 @@ from common.protocol.messages import SamplingParams
 class CpuRunner(ABC):
     """`plan.Runner` over a decoder.
 
-    pool: [num_blocks, layers, 2, block_tokens, kv_heads, head_dim], contiguous, in the runner's dtype.
+    groups: a pool for each cache group, in the runner's dtype; each layer is in one of them.
 
-    :raises ConfigError: if the pool's shape or dtype is not the model's.
+    :raises ConfigError: if the pools' shapes or dtypes are not the model's.
     """
 
     run_ahead = 1
 
-    def __init__(self, decoder: Decoder, pool: torch.Tensor, dtype: torch.dtype, *, fingerprint: str, threads: int) -> None:
+    def __init__(
+        self, decoder: Decoder, groups: Sequence[LayerGroup], dtype: torch.dtype, *, fingerprint: str, threads: int
+    ) -> None:
         config = decoder.config
-        if (
-            pool.ndim != 6
-            or pool.shape[1:3] != (config.num_layers, 2)
-            or pool.shape[4:] != (config.num_kv_heads, config.head_dim)
-        ):
-            raise ConfigError(f"a KV pool of shape {list(pool.shape)} does not fit this model")
-        if pool.dtype != dtype:
-            raise ConfigError(f"a {pool.dtype} KV pool does not fit this model: it keeps {dtype}")
+        for pool, layers, _ in groups:
+            if (
+                pool.ndim != 6
+                or pool.shape[1:3] != (len(layers), 2)
+                or pool.shape[4:] != (config.num_kv_heads, config.head_dim)
+                or pool.shape[3] != groups[0].pool.shape[3]
+            ):
+                raise ConfigError(f"a KV pool of shape {list(pool.shape)} does not fit this model")
+            if pool.dtype != dtype:
+                raise ConfigError(f"a {pool.dtype} KV pool does not fit this model: it keeps {dtype}")
+        if sorted(layer for group in groups for layer in group.layers) != list(range(config.num_layers)):
+            raise ConfigError(f"the cache groups don't have each of {config.num_layers} layers once")
         self.decoder = decoder
-        self.pool = pool
+        self.groups = groups
+        pool = groups[0].pool
         self.num_blocks, self.block_tokens = pool.shape[0], pool.shape[3]
         self.max_context = config.max_context
         self.vocab_size = config.vocab_size
@@ -84,13 +92,19 @@ class CpuRunner(ABC):
 
     def warm_up(self) -> None:
         """Run a step of every kind on the first block, and leave it as it was: kernels are compiled by their first call."""
-        kept = self.pool[0].clone()
+        kept, more = [group.pool[0].clone() for group in self.groups], [[0]] * (len(self.groups) - 1)
         tokens = [0] * min(3, self.block_tokens)
         for sampling in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_k=2, top_p=0.5, logprobs=1)):
             rows = [StepRow([0], 0, [0], 1, sampling, 1), StepRow(tokens, 0, [0], 1, sampling, len(tokens))]
-            self.execute(StepPlan(0, rows))
-        self.execute(StepPlan(0, [StepRow(tokens, 0, [0], 0, SamplingParams(logprobs=1), 1, num_read=1, targets=[0])]))
-        self.pool[0] = kept
+            self._warm_up(rows, more)
+        self._warm_up([StepRow(tokens, 0, [0], 0, SamplingParams(logprobs=1), 1, num_read=1, targets=[0])], more)
+        for group, block in zip(self.groups, kept, strict=True):
+            group.pool[0] = block
+
+    def _warm_up(self, rows: list[StepRow], more_blocks: list[list[int]]) -> None:
+        for row in rows:
+            row.more_blocks = more_blocks
+        self.execute(StepPlan(0, rows))
 
     def _prepare_thread(self) -> None:
         """The number of threads is a property of each calling thread in OpenMP, not of the process."""
@@ -99,13 +113,12 @@ class CpuRunner(ABC):
             self._prepared.done = True
 
     def _check(self, row: StepRow) -> None:
-        end = row.start + len(row.tokens)
         if not row.tokens or row.start < 0 or not 0 <= row.num_samples <= len(row.tokens):
             raise InvalidParameter(f"a row of {len(row.tokens)} tokens can't give {row.num_samples} samples")
-        if len(row.blocks) * self.block_tokens < end:
-            raise InvalidParameter(f"{len(row.blocks)} blocks of {self.block_tokens} tokens don't hold {end} tokens")
-        if min(row.blocks) < 0 or max(row.blocks) >= self.num_blocks:
-            raise InvalidParameter(f"a row names a block outside the pool of {self.num_blocks}")
+        if 1 + len(row.more_blocks) != len(self.groups):
+            raise InvalidParameter(f"a row has {1 + len(row.more_blocks)} block tables for {len(self.groups)} cache groups")
+        for group, table in zip(self.groups, (row.blocks, *row.more_blocks), strict=True):
+            group.check(row, table)
         if min(row.tokens) < 0 or max(row.tokens) >= self.vocab_size:
             raise InvalidParameter(f"a token id is outside the vocabulary of {self.vocab_size}")
         if not 0 <= row.num_read <= len(row.tokens) or (row.num_read and row.num_samples):
@@ -116,5 +129,7 @@ class CpuRunner(ABC):
             len(row.targets) != row.num_read or not 0 <= min(row.targets) <= max(row.targets) < self.vocab_size
         ):
             raise InvalidParameter(f"{len(row.targets)} targets, or one outside the vocabulary, for {row.num_read} positions")
-        if row.num_samples and penalised(row.sampling) and len(row.history) < end:
-            raise InvalidParameter(f"penalties need the row's {end} tokens as history, not {len(row.history)}")
+        if row.num_samples and penalised(row.sampling) and len(row.history) < row.start + len(row.tokens):
+            raise InvalidParameter(
+                f"penalties need the row's {row.start + len(row.tokens)} tokens as history, not {len(row.history)}"
+            )

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from common.engine.cpu.layer_group import GroupedAttention, LayerGroup
 from common.engine.cpu.runner import CpuRunner
 from common.engine.plan import StepRow
 from common.engine.reading import order_of_reading
@@ -24,14 +25,14 @@ from common.protocol.errors import ConfigError
 class TorchRunner(CpuRunner):
     """For weights in a float format; the pool's dtype is theirs."""
 
-    def __init__(self, decoder: Decoder, pool: torch.Tensor, *, fingerprint: str, threads: int) -> None:
+    def __init__(self, decoder: Decoder, groups: Sequence[LayerGroup], *, fingerprint: str, threads: int) -> None:
         """:raises ConfigError: if this CPU's attention kernel makes answers depend on the batch."""
-        super().__init__(decoder, pool, decoder.dtype, fingerprint=fingerprint, threads=threads)
+        super().__init__(decoder, groups, decoder.dtype, fingerprint=fingerprint, threads=threads)
         try:
             check_attention(decoder.config.head_dim, self.block_tokens, threads)
         except NotInvariant as error:
             raise ConfigError(f"{error}; use --dtype auto with the package numba: 8-bit weights", param="dtype") from error
-        self._scratch = Scratch()
+        self._scratches = [Scratch() for _ in groups]
         self._read = torch.empty(0)
 
     def logits(self, rows: Sequence[StepRow]) -> torch.Tensor:
@@ -47,8 +48,6 @@ class TorchRunner(CpuRunner):
         return self.decoder.logits(self._read[start:end]).float()
 
     def _inputs(self, rows: Sequence[StepRow]) -> Inputs:
-        clear_tails(self.pool, [tail for row in rows if (tail := self._new_tail(row))])
-
         order = sorted(range(len(rows)), key=lambda i: (len(rows[i].tokens) > 1, -rows[i].start))
         counts = np.array([len(rows[i].tokens) for i in order])
         starts = np.array([rows[i].start for i in order])
@@ -56,7 +55,6 @@ class TorchRunner(CpuRunner):
         num_tokens = int(counts.sum())
         positions = np.repeat(starts - firsts, counts) + np.arange(num_tokens)
         tokens = np.fromiter((token for i in order for token in rows[i].tokens), np.int64, num_tokens)
-        blocks = np.concatenate([self._blocks_of(rows[i]) for i in order])
 
         first_of = dict(zip(order, firsts.tolist(), strict=True))
         ends = [first_of[i] + len(row.tokens) for i, row in enumerate(rows)]
@@ -64,33 +62,38 @@ class TorchRunner(CpuRunner):
         samples += [place for i in order_of_reading(rows) for place in range(ends[i] - rows[i].num_read, ends[i])]
         where, highest = torch.from_numpy(positions), int(positions.max())
         rotations = {rope: table.rows(where, highest) for rope, table in self.decoder.ropes.items()}
-        placed = [AttentionRow(first_of[i], len(rows[i].tokens), rows[i].start, rows[i].blocks) for i in order]
         config = self.decoder.config
-        attention = CpuAttention(
-            self.pool,
-            plan_attention(self.pool, config.num_heads, placed, num_tokens, self._scratch),
-            SlotMapping(self.pool, blocks, positions % self.block_tokens),
-            where,
-            rotations,
-            config.rms_eps,
-        )
+        attentions: list[CpuAttention] = []
+        for index, (group, scratch) in enumerate(zip(self.groups, self._scratches, strict=True)):
+            pool = group.pool
+            tables = [row.more_blocks[index - 1] if index else row.blocks for row in rows]
+            clear_tails(pool, [tail for row, table in zip(rows, tables, strict=True) if (tail := self._new_tail(row, table))])
+            blocks = np.concatenate([self._blocks_of(rows[i], tables[i]) for i in order])
+            placed = [
+                AttentionRow(first_of[i], len(rows[i].tokens), rows[i].start, group.whole_table(rows[i], tables[i]))
+                for i in order
+            ]
+            plan = plan_attention(pool, config.num_heads, placed, num_tokens, scratch)
+            slots = SlotMapping(pool, blocks, positions % self.block_tokens)
+            attentions.append(CpuAttention(pool, plan, slots, where, rotations, config.rms_eps))
+        attention = attentions[0] if len(attentions) == 1 else GroupedAttention(self.groups, attentions)
         return Inputs(
             tokens=torch.from_numpy(tokens),
             samples=torch.tensor(samples, dtype=torch.int64),
             attention=attention,
         )
 
-    def _blocks_of(self, row: StepRow) -> np.ndarray:
+    def _blocks_of(self, row: StepRow, table: Sequence[int]) -> np.ndarray:
         """The block of each of the row's tokens, int64 [tokens]."""
         if len(row.tokens) == 1:
-            return np.array([row.blocks[row.start // self.block_tokens]], np.int64)
+            return np.array([table[row.start // self.block_tokens]], np.int64)
         indices = np.arange(row.start, row.start + len(row.tokens)) // self.block_tokens
-        return np.asarray(row.blocks, np.int64)[indices]
+        return np.asarray(table, np.int64)[indices]
 
-    def _new_tail(self, row: StepRow) -> tuple[int, int] | None:
+    def _new_tail(self, row: StepRow, table: Sequence[int]) -> tuple[int, int] | None:
         """(block, offset) of what this step leaves unwritten in a block that it enters."""
         end = row.start + len(row.tokens)
         offset = end % self.block_tokens
         if offset == 0 or end - offset < row.start:
             return None
-        return row.blocks[end // self.block_tokens], offset
+        return table[end // self.block_tokens], offset

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from common.cache.division import divide_memory
 from common.cache.spec import CacheLayout, gqa_layout
 from common.engine.load.abilities import gpu_lacks, int8_lacks
 from common.engine.load.precision import (
@@ -116,9 +117,10 @@ def cache_layout(
     else:
         layout = gqa_layout(model.num_layers, model.num_kv_heads, model.head_dim, precision.kv_bytes, engine.block_tokens)
     memory = engine.kv_cache_mb * _MIB or kv_bytes or _CPU_KV_MB * _MIB
-    num_blocks = engine.num_blocks or memory // layout.block_bytes
-    if num_blocks < 1:
-        raise ConfigError(f"{memory >> 20} MiB for KV hold no block of {layout.block_bytes} bytes; raise kv_cache_mb")
+    counts = _blocks_of(layout, engine, memory, context_of(model.max_context, engine.max_model_len))
+    if min(counts) < 1:
+        size = sum(group.block_bytes for group in layout.groups)
+        raise ConfigError(f"{memory >> 20} MiB for KV hold no block of {size} bytes; raise kv_cache_mb")
     weights = f"dummy/{model.identity}" if engine.load_format == "dummy" else model.identity
     if precision.weights == "fp8":
         weights += f"/{engine.quantization_max_loss}"
@@ -127,7 +129,25 @@ def cache_layout(
         name += "/long"
     if fp8_choice:
         name += f"/{fp8_choice}"
-    return layout.sized(num_blocks, hashlib.blake2b(name.encode(), digest_size=16).hexdigest())
+    return layout.sized(counts[0], hashlib.blake2b(name.encode(), digest_size=16).hexdigest(), *counts[1:])
+
+
+def _blocks_of(layout: CacheLayout, engine: EngineConfig, memory_bytes: int, max_context: int) -> list[int]:
+    """Return the blocks of each group; where `num_blocks` says those of the first, the others get what is needed beside it."""
+    if not engine.num_blocks:
+        return divide_memory(
+            layout.groups,
+            memory_bytes,
+            max_context=max_context,
+            num_sequences=engine.max_running,
+            step_tokens=engine.token_budget,
+        )
+    size = layout.block_tokens
+    needed = [
+        engine.max_running * group.retention.blocks_for(max_context, size) + -(-engine.token_budget // size)
+        for group in layout.groups[1:]
+    ]
+    return [engine.num_blocks, *(min(engine.num_blocks, count) for count in needed)]
 
 
 def check_pool(model: ModelConfig, engine: EngineConfig, layout: CacheLayout) -> int:
@@ -135,14 +155,13 @@ def check_pool(model: ModelConfig, engine: EngineConfig, layout: CacheLayout) ->
 
     :raises ConfigError: if that is too little to be useful, and `num_blocks` does not ask for exactly that.
     """
-    longest = min(model.max_context, (layout.num_blocks - 1) * layout.block_tokens)
+    longest = min(model.max_context, layout.longest_sequence)
     least = min(model.max_context, MIN_CONTEXT_TOKENS)
     if longest < least and not engine.num_blocks:
-        needed = (-(-least // layout.block_tokens) + 1) * layout.block_bytes
+        needed, whole = (layout.bytes_for(tokens) for tokens in (least, model.max_context))
         raise ConfigError(
             f"the KV pool holds sequences of {max(longest, 0)} tokens, and {least} is the least that is useful: raise "
-            f"kv_cache_mb to {-(-needed // _MIB)} or more ({model.max_context} tokens need "
-            f"{-(-(-(-model.max_context // layout.block_tokens) + 1) * layout.block_bytes // _MIB)})",
+            f"kv_cache_mb to {-(-needed // _MIB)} or more ({model.max_context} tokens need {-(-whole // _MIB)})",
             param="kv_cache_mb",
         )
     return longest

@@ -11,7 +11,8 @@ from threading import Thread
 
 import msgspec
 
-from common.engine.engine import Engine
+from common.cache.spec import group_name
+from common.engine.engine import Engine, GroupMemory
 from common.engine.load.layout import EngineConfig, cache_layout, limit_context
 from common.engine.load.runners import announce_pool, load_runner, resolve_device
 from common.engine.settings import EngineServiceConfig
@@ -61,7 +62,7 @@ def open_engine(
     )
     if transport is not None:
         transport.attach(pool)
-    return Engine(runner, segment, on_gpu=True, identity=identity, files=files)
+    return Engine(runner, GroupMemory(segment), on_gpu=True, identity=identity, files=files)
 
 
 def _open_on_cpu(
@@ -69,20 +70,24 @@ def _open_on_cpu(
 ) -> Engine:
     layout = cache_layout(model, settings)
     announce_pool(model, settings, layout)
-    segment = Segment.create(
-        shm_dir,
-        segment_name,
-        num_blocks=layout.num_blocks,
-        block_bytes=layout.block_bytes,
-        fingerprint=layout.fingerprint,
-    )
+    memory: list[GroupMemory] = []
     try:
-        runner = load_runner(files, settings, segment.blocks, on_progress)
+        for index, (group, num_blocks) in enumerate(layout.pools):
+            segment = Segment.create(
+                shm_dir,
+                group_name(segment_name, index),
+                num_blocks=num_blocks,
+                block_bytes=group.block_bytes,
+                fingerprint=group_name(layout.fingerprint, index),
+            )
+            memory.append(GroupMemory(segment, group.retention))
+        runner = load_runner(files, settings, [group.segment.blocks for group in memory], on_progress)
         if settings.engine == "torch":
             from common.ops.cpu_int8.huge_pages_cpu import use_huge_pages
 
             Thread(target=use_huge_pages, name="huge-pages", daemon=True).start()  # steps get faster; nobody waits for it
-        return Engine(runner, segment)
+        return Engine(runner, memory[0], memory[1:])
     except BaseException:
-        segment.close()
+        for group in memory:
+            group.segment.close()
         raise

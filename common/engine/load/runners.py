@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.cache.spec import CacheLayout
+from common.cache.spec import CacheLayout, GroupSpec
 from common.engine.load.layout import EngineConfig, cache_layout, check_pool, limit_context, resolve_engine_precision
 from common.engine.load.precision import Precision
 from common.engine.plan import Runner
@@ -64,13 +64,14 @@ def resolve_device(engine: EngineConfig) -> str:
 def load_runner(
     files: ModelFiles,
     engine: EngineConfig,
-    segment_blocks: NDArray[np.uint8] | None = None,
+    segment_blocks: Sequence[NDArray[np.uint8]] = (),
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Runner:
     """Loads the weights; blocks for as long as that takes. `on_progress(done_bytes, total_bytes)` is called meanwhile.
 
-    segment_blocks: uint8 [num_blocks, block_bytes], writable; `cache_layout` gives the sizes. A runner on the CPU keeps KV in
-    it, or in memory of its own without it. On a GPU it is not used: the pool is what the weights leave of the GPU's memory.
+    segment_blocks: of each cache group, uint8 [num_blocks, block_bytes], writable; `cache_layout` gives the sizes. A runner on
+    the CPU keeps KV in it, or in memory of its own without it. On a GPU it is not used: the pool is what the weights leave of
+    the GPU's memory.
 
     :raises ConfigError: if the settings or the memory don't fit the model, or its files are damaged (`WeightsError`).
     """
@@ -80,13 +81,13 @@ def load_runner(
     if device != "cpu":
         return _device_runner(files, model, engine, device, on_progress)
     layout = cache_layout(model, engine, device)
-    if segment_blocks is None:
-        segment_blocks = np.zeros((layout.num_blocks, layout.block_bytes), np.uint8)
-    if segment_blocks.dtype != np.uint8 or segment_blocks.ndim != 2 or segment_blocks.shape[1] != layout.block_bytes:
-        raise ConfigError(f"KV memory must be uint8 [num_blocks, {layout.block_bytes}], not {list(segment_blocks.shape)}")
+    blocks = list(segment_blocks) or [np.zeros((count, group.block_bytes), np.uint8) for group, count in layout.pools]
+    for group, mine in zip(layout.groups, blocks, strict=True):
+        if mine.dtype != np.uint8 or mine.ndim != 2 or mine.shape[1] != group.block_bytes:
+            raise ConfigError(f"KV memory must be uint8 [num_blocks, {group.block_bytes}], not {list(mine.shape)}")
     if engine.engine == "simulated":
-        return _simulated_runner(limited, engine, layout, segment_blocks)
-    return _cpu_runner(files, model, engine, layout, segment_blocks, on_progress)
+        return _simulated_runner(limited, engine, layout, blocks[0])
+    return _cpu_runner(files, model, engine, layout, blocks, on_progress)
 
 
 def _simulated_runner(
@@ -110,25 +111,34 @@ def _cpu_runner(
     model: ModelConfig,
     engine: EngineConfig,
     layout: CacheLayout,
-    segment_blocks: NDArray[np.uint8],
+    blocks: Sequence[NDArray[np.uint8]],
     on_progress: Callable[[int, int], None] | None,
 ) -> Runner:
     # Threads that wait by spinning slow a machine with more workers than cores tenfold and more; it is read at import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
+    from common.engine.cpu.layer_group import LayerGroup
+
     threads = engine.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
     decoder, precision, _ = _decoder(files, model, engine, "cpu", on_progress)
-    pool = kv_pool(segment_blocks, model, engine.block_tokens, getattr(torch, precision.kv))
+    groups = [
+        LayerGroup(
+            kv_pool(mine, model, group, getattr(torch, precision.kv)),
+            [member.layer for member in group.members],
+            group.retention,
+        )
+        for group, mine in zip(layout.groups, blocks, strict=True)
+    ]
     if precision.weights == "int8":
         from common.engine.cpu.int8_runner import Int8Runner
 
-        runner: CpuRunner = Int8Runner(decoder, pool, fingerprint=layout.fingerprint, threads=threads)
+        runner: CpuRunner = Int8Runner(decoder, groups, fingerprint=layout.fingerprint, threads=threads)
     else:
         from common.engine.cpu.torch_runner import TorchRunner
 
-        runner = TorchRunner(decoder, pool, fingerprint=layout.fingerprint, threads=threads)
+        runner = TorchRunner(decoder, groups, fingerprint=layout.fingerprint, threads=threads)
     runner.warm_up()
     return runner
 
@@ -162,6 +172,8 @@ def _device_runner(
         room = measured_kv_room(gpu, engine.gpu_memory_utilization, workspace)
     layout = cache_layout(model, engine, device, kv_bytes=room, fp8_choice=choice.digest() if choice else "")
     announce_pool(decoder.config, engine, layout)
+    if len(layout.groups) > 1:
+        raise ConfigError("a GPU keeps the KV of all layers in one pool: layers with windows beside others need device cpu")
     pool = new_pool(model, layout, precision.kv, gpu)
     torch.cuda.synchronize(gpu)  # the runner works on a stream of its own
     begun = time.perf_counter()
@@ -257,9 +269,9 @@ def _fp8_choice(
     return found
 
 
-def kv_pool(segment_blocks: NDArray[np.uint8], model: ModelConfig, block_tokens: int, dtype: torch.dtype) -> torch.Tensor:
-    """`segment_blocks` seen as [num_blocks, layers, 2, block_tokens, kv_heads, head_dim]; the memory is shared."""
+def kv_pool(segment_blocks: NDArray[np.uint8], model: ModelConfig, group: GroupSpec, dtype: torch.dtype) -> torch.Tensor:
+    """`segment_blocks` of a group seen as [num_blocks, its layers, 2, block_tokens, kv_heads, head_dim], in the same memory."""
     import torch
 
     memory: Any = torch.from_numpy(segment_blocks)
-    return memory.view(dtype).view(-1, model.num_layers, 2, block_tokens, model.num_kv_heads, model.head_dim)
+    return memory.view(dtype).view(-1, len(group.members), 2, group.block_tokens, model.num_kv_heads, model.head_dim)

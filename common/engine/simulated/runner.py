@@ -7,6 +7,9 @@ only the prompt and the seed, says what they should have been. Greedy (temperatu
 
 The hash is h[p] = A · h[p-1] + g(token[p]) mod 2^64 with odd A: invertible, hence one cumulative sum over all rows of a
 step. Hundreds of workers run in one machine: about 2 µs for a row of a full decode step.
+
+With several cache groups, each keeps the same hashes in blocks of its own. A row reads what a group keeps of the positions
+before it, and a hash there that is not the first group's spoils the hashes from there on.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from common.cache.retention import Retention
 from common.engine.masks import allowed_tokens, fill_masks
 from common.engine.plan import LaterStep, RowSamples, StepPlan, StepResult, StepRow, resolve_feeds
 from common.engine.simulated import roofline
@@ -192,7 +196,8 @@ def _states(hashes: U64) -> I64:
 class SimulatedRunner:
     """`plan.Runner` without a model.
 
-    storage: uint8 [num_blocks, block_tokens * 8], zeroed or not; shared memory as a rule.
+    storage: uint8 [num_blocks, block_tokens * 8], zeroed or not; shared memory as a rule. It is the first cache group's, which
+    keeps everything; `more`: storage and retention of each other group.
     `execute` sleeps until the profile's time for the step, times `time_scale`, has passed; 0 never sleeps. `run_ahead` as of
     any runner.
 
@@ -211,11 +216,13 @@ class SimulatedRunner:
         time_scale: float = 1.0,
         rule: TokenRule | None = None,
         run_ahead: int = 1,
+        more: Sequence[tuple[NDArray[np.uint8], Retention]] = (),
     ) -> None:
         block_bytes = block_tokens * BYTES_PER_TOKEN
-        if storage.dtype != np.uint8 or storage.ndim != 2 or storage.shape[1] != block_bytes:
-            found = f"{storage.dtype} {list(storage.shape)}"
-            raise ConfigError(f"a simulated engine's storage must be uint8 [num_blocks, {block_bytes}], not {found}")
+        for one in (storage, *(other for other, _ in more)):
+            if one.dtype != np.uint8 or one.ndim != 2 or one.shape[1] != block_bytes:
+                found = f"{one.dtype} {list(one.shape)}"
+                raise ConfigError(f"a simulated engine's storage must be uint8 [num_blocks, {block_bytes}], not {found}")
         self.profile = roofline.profile(profile) if isinstance(profile, str) else profile
         self.storage = storage
         self.block_tokens = block_tokens
@@ -228,6 +235,7 @@ class SimulatedRunner:
         self.run_ahead = run_ahead
         self._sampled: list[int] = []
         self._hashes: U64 = storage.view(np.uint64)
+        self._more: list[tuple[U64, Retention]] = [(other.view(np.uint64), retention) for other, retention in more]
 
     def expected_tokens(self, prompt: Sequence[int], sampling: SamplingParams, num_tokens: int) -> list[int]:
         return expected_tokens(prompt, sampling, num_tokens, rule=self.rule)
@@ -269,15 +277,18 @@ class SimulatedRunner:
         tokens = np.fromiter(itertools.chain.from_iterable([row.tokens for row in rows]), np.uint64, int(ends[-1]))
         within = np.arange(len(tokens)) - np.repeat(firsts, lengths)
         positions = np.repeat(starts, lengths) + within
-        blocks = self._blocks_of(rows, lengths, positions)
+        blocks = self._blocks_of(rows, [row.blocks for row in rows], lengths, positions)
 
         last_blocks = np.array([row.blocks[(row.start - 1) // size] if row.start else 0 for row in rows], np.int64)
-        before = np.where(starts > 0, self._hashes[last_blocks, (starts - 1) % size], np.uint64(_EMPTY))
+        before = np.where(starts > 0, self._hashes[last_blocks, (starts - 1) % size], np.uint64(_EMPTY)) ^ self._damage(rows)
         powers, inverses = _powers(1 << int(lengths.max() - 1).bit_length())
         sums = np.cumsum(_mix_array(tokens) * inverses[within], dtype=np.uint64)
         sums_before = np.where(firsts > 0, sums[firsts - 1], np.uint64(0))
         hashes = powers[within] * (sums + np.repeat(before - sums_before, lengths))
         self._hashes[blocks, positions % size] = hashes
+        for index, (others, _) in enumerate(self._more):
+            tables = [row.more_blocks[index] for row in rows]
+            others[self._blocks_of(rows, tables, lengths, positions), positions % size] = hashes
 
         counts = np.array([row.num_samples for row in rows], np.int64)
         total = int(counts.sum())
@@ -303,14 +314,32 @@ class SimulatedRunner:
                 result.total = _states(mine).sum(0)
         return results
 
-    def _blocks_of(self, rows: Sequence[StepRow], lengths: I64, positions: I64) -> I64:
-        """The block of each flat position, int64 [tokens]."""
+    def _damage(self, rows: Sequence[StepRow]) -> U64:
+        """Bits that differ between the first group and the others in what the rows read of it, uint64 [rows].
+
+        :raises IndexError: if a row reads a block that a group has let go of.
+        """
+        size, damage = self.block_tokens, np.zeros(len(rows), np.uint64)
+        for index, (others, retention) in enumerate(self._more):
+            for at, row in enumerate(rows):
+                read = np.arange(retention.first_token(row.start), row.start)
+                entries = (read // size).tolist()
+                blocks = np.array([row.more_blocks[index][entry] for entry in entries], np.int64)
+                if len(blocks) and blocks.min() < 0:
+                    raise IndexError("a row reads a block that its group has let go of")
+                first = np.array([row.blocks[entry] for entry in entries], np.int64)
+                differ = self._hashes[first, read % size] ^ others[blocks, read % size]
+                damage[at] |= np.bitwise_or.reduce(differ)
+        return damage
+
+    def _blocks_of(self, rows: Sequence[StepRow], tables: Sequence[Sequence[int]], lengths: I64, positions: I64) -> I64:
+        """The block of each flat position in the rows' block tables of a group, int64 [tokens]."""
         size = self.block_tokens
         if len(positions) == len(rows):
-            return np.array([row.blocks[row.start // size] for row in rows], np.int64)
+            return np.array([table[row.start // size] for row, table in zip(rows, tables, strict=True)], np.int64)
         first = np.array([row.start // size for row in rows], np.int64)
         last = np.array([(row.start + len(row.tokens) - 1) // size for row in rows], np.int64)
-        spans = [row.blocks[i : j + 1] for row, i, j in zip(rows, first.tolist(), last.tolist(), strict=True)]
+        spans = [table[i : j + 1] for table, i, j in zip(tables, first.tolist(), last.tolist(), strict=True)]
         widths = last - first + 1
         if [len(span) for span in spans] != widths.tolist():
             raise IndexError("a row's blocks don't cover its positions")

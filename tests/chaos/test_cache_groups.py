@@ -1,0 +1,140 @@
+"""A model whose cache has a group that keeps a window: hand-offs, deaths, migrations and kvstores, as with one group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from common.cache.retention import Retention
+from common.protocol.messages import KvReady
+from services.decode.actor import DecodeActor
+from services.kvstore.actor import KvstoreActor
+from services.prefill.actor import PrefillActor
+from tests.chaos.world import World
+from tests.fixtures import virtual_time
+
+Story = Callable[[World], Coroutine[Any, Any, None]]
+ROLES = ("kvstore", "draft", "prefill", "decode", "gateway")
+WINDOWS = [((Retention(window=10), 96),), ((Retention(chunk=16), 96), (Retention(window=7), 96))]
+
+
+def play(shm_dir: Path, story: Story, windows: tuple[tuple[Retention, int], ...], *, run_ahead: int = 1) -> None:
+    async def main() -> None:
+        async with anyio.create_task_group() as task_group:
+            world = World(task_group, shm_dir, windows=windows, run_ahead=run_ahead)
+            for role in ROLES:
+                await world.start(role)  # pyright: ignore[reportArgumentType]
+            await anyio.sleep(3)
+            await story(world)
+            await world.all_ended()
+            world.check_outcomes()
+            await world.clean(within_s=7)
+            await world.end()
+            task_group.cancel_scope.cancel()
+
+    virtual_time.run(main)
+    assert not list(shm_dir.iterdir()), "a segment was left behind"
+
+
+def prompt(length: int, start: int = 3) -> list[int]:
+    return [3 + (start + 7 * i) % 900 for i in range(length)]
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("run_ahead", [1, 2])
+def test_a_hand_off_sends_a_windows_tail(
+    tmp_path: Path, windows: tuple[tuple[Retention, int], ...], run_ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed: list[KvReady] = []
+    make = PrefillActor.kv_ready
+
+    def seen(self: PrefillActor, *args: Any) -> KvReady:
+        handed.append(make(self, *args))
+        return handed[-1]
+
+    monkeypatch.setattr(PrefillActor, "kv_ready", seen)
+
+    async def story(world: World) -> None:
+        for length in (1, 4, 15, 16, 17, 61, 100):
+            world.submit(prompt(length, length), max_tokens=20)
+        await world.all_ended()
+        assert all(outcome.finish == "length" for outcome in world.outcomes)
+        decode = next(p.actor for p in world.processes.values() if isinstance(p.actor, DecodeActor))
+        usage = decode.presence("ready").kv
+        assert len(usage.groups) == 1 + len(windows) and sum(group.total for group in usage.groups) == usage.total
+
+    play(tmp_path, story, windows, run_ahead=run_ahead)
+    longest = max((ready.handle for ready in handed), key=lambda handle: handle.num_tokens)
+    assert longest.num_tokens == 100 and len(longest.groups[0].blocks) == 25
+    for group, (retention, _) in zip(longest.groups[1:], windows, strict=True):
+        assert group.start == retention.first_token(100) // 4 * 4
+        assert len(group.blocks) == 25 - group.start // 4 <= 3
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("role", ["prefill", "decode", "kvstore"])
+@pytest.mark.parametrize("after_s", [0.05, 0.6])
+def test_a_killed_worker_does_not_change_the_stream(
+    tmp_path: Path, windows: tuple[tuple[Retention, int], ...], role: str, after_s: float
+) -> None:
+    async def story(world: World) -> None:
+        await world.start(role)  # pyright: ignore[reportArgumentType]
+        await anyio.sleep(3)
+        for index in range(6):
+            world.submit(prompt(30, index), max_tokens=60)
+        await anyio.sleep(after_s)
+        await world.kill(world.alive(role)[0])
+        await world.all_ended(within_s=20)
+        assert all(outcome.finish == "length" for outcome in world.outcomes)
+
+    play(tmp_path, story, windows)
+
+
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_a_prefix_comes_back_from_the_kvstore_with_its_windows_tail(
+    tmp_path: Path, windows: tuple[tuple[Retention, int], ...]
+) -> None:
+    """A conversation goes on after all engines were replaced: its first turns are in the kvstore alone."""
+
+    async def story(world: World) -> None:
+        first = world.submit(prompt(70), max_tokens=1)
+        await world.all_ended()
+        await anyio.sleep(1)
+        store = next(p.actor for p in world.processes.values() if isinstance(p.actor, KvstoreActor))
+        assert len(store.arenas) == 1 + len(windows)
+        for role in ("prefill", "decode"):
+            old = world.alive(role)
+            await world.start(role)
+            await anyio.sleep(3)
+            for name in old:
+                await world.terminate(name)
+        again = world.submit([*first.prompt, *first.tokens, *prompt(20, 5)], max_tokens=5)
+        await world.all_ended()
+        assert again.cached_tokens == 68
+
+    play(tmp_path, story, windows)
+
+
+def test_a_handle_of_another_shape_is_refused(tmp_path: Path) -> None:
+    """A tail that is too short would be read as if all were there."""
+
+    async def story(world: World) -> None:
+        make = PrefillActor.kv_ready
+
+        def short(self: PrefillActor, *args: Any) -> KvReady:
+            ready = make(self, *args)
+            group = ready.handle.groups[1]
+            ready.handle.groups[1] = type(group)(1, group.blocks[1:], group.generations[1:], group.start + 4, group.end)
+            return ready
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(PrefillActor, "kv_ready", short)
+            outcome = world.submit(prompt(30), max_tokens=5, deadline_s=20)
+            await world.all_ended()
+        assert outcome.tokens == outcome.expected[: len(outcome.tokens)]
+
+    play(tmp_path, story, WINDOWS[0])
