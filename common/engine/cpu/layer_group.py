@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from common.cache.grouped_pool import HOLE
 from common.cache.retention import KEEP_ALL, Retention
 from common.engine.plan import StepRow
+from common.models.blocks.attention import AttentionBlock
 from common.protocol.errors import InvalidParameter
 
 
@@ -42,7 +43,7 @@ class LayerGroup(NamedTuple):
 
 
 class LayerAttention(Protocol):
-    def __call__(self, qkv: torch.Tensor, norms: Any, layer: int) -> torch.Tensor: ...
+    def __call__(self, qkv: torch.Tensor, block: AttentionBlock, layer: int) -> torch.Tensor: ...
 
 
 class GroupedAttention:
@@ -55,6 +56,6 @@ class GroupedAttention:
             for place, layer in enumerate(group.layers)
         }
 
-    def __call__(self, qkv: torch.Tensor, norms: Any, layer: int) -> torch.Tensor:
+    def __call__(self, qkv: torch.Tensor, block: AttentionBlock, layer: int) -> torch.Tensor:
         attention, place = self._places[layer]
-        return attention(qkv, norms, place)
+        return attention(qkv, block, place)
