@@ -29,6 +29,7 @@ from common.protocol.messages import SamplingParams
 from tests.fixtures.slow import some_slow
 from tests.models.driver import GREEDY, Request, Whims, open_runner, run
 from tests.models.oracles import build, greedy_choices, oracle_prompt, save
+from tests.models.test_weights_groups import Checkpoint
 from tests.ops.interpreter import act_as_a_gpu
 
 
@@ -78,6 +79,20 @@ SAMPLED = [
     SamplingParams(temperature=0.7, seed=6, presence_penalty=0.5, frequency_penalty=0.2, repetition_penalty=1.3),
     SamplingParams(temperature=0.0, logit_bias={3: 8.0}, min_tokens=3, stop_token_ids=[3, 118]),
 ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["awq", "gptq-act-order", "nvfp4"])
+def test_weights_in_groups_give_the_text_of_the_dequantised_model(name: str, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(tmp_path, name)
+    prompts = [oracle_prompt(seed=i, length=length) for i, length in enumerate([1, 17])]
+
+    def tokens(runner: DeviceRunner) -> list[list[int]]:
+        return run(runner, [Request(prompt, 3, chunk=12) for prompt in prompts])
+
+    quantised = device_runner(checkpoint.files, weights="groups")
+    assert {weight.format for role, weight in quantised.decoder.linears if role != "head"} == {"grouped"}
+    assert tokens(quantised) == tokens(device_runner(checkpoint.meant_files))
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,9 @@ class DummyWeights:
         low, high, dtype = (-127, 128, torch.int8) if code == "int8" else (0, 16, torch.uint8)
         codes = torch.randint(low, high, shape, generator=generator, dtype=dtype, device=upload.device)
         scales = torch.full((shape[0], -(-shape[1] // size)), STD / _DEVIATIONS[code], device=upload.device)
-        return Groups(codes, scales, None, code, size)
+        # of formats with zero points: the kernel has the work of theirs
+        offsets = torch.zeros_like(scales) if scheme.name in ("awq", "gptq") else None
+        return Groups(codes, scales, offsets, code, size)
 
     def size_bytes(self, name: str) -> int:
         return 2 * math.prod(self.shapes[name])
