@@ -15,7 +15,7 @@ import torch
 
 from bench.engine.driver import Driver, Request
 from common.engine.gpu import runner as device
-from common.engine.gpu.runner import DeviceStep
+from common.engine.gpu.step import DeviceStep
 from common.engine.plan import StepPlan, StepResult
 from common.models.source import ModelFiles
 from common.ops.backend import interpreted

@@ -17,16 +17,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-import numpy as np
 import torch
 
 from common.engine.gpu.graphs import PADDING, ShapeTable, StepGraph, exact_shape
-from common.engine.gpu.reading import Reading, places_read, put_readings, read_rows
-from common.engine.gpu.sampling import DeviceSampler, Logprobs
+from common.engine.gpu.reading import places_read, read_rows
+from common.engine.gpu.sampling import DeviceSampler
+from common.engine.gpu.step import DeviceStep, lost_if_broken
 from common.engine.gpu.step_buffers import Fields, PackedStep, StepPacker, StepShape, buffer_bytes, layout
 from common.engine.gpu.warm_up import WARM_UP
 from common.engine.masks import StepMasks, fill_masks
-from common.engine.plan import RowSamples, RunnerLost, StepPlan, StepResult, StepRow
+from common.engine.plan import StepPlan, StepResult, StepRow
 from common.engine.sampling import penalised
 from common.models.attention import DeviceAttention
 from common.models.decoder import Decoder, Inputs
@@ -39,7 +39,6 @@ from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
 from common.ops.attention.work import AttentionWorkspace, DeviceBatch, FreshRun, plan_device_attention
 from common.ops.tensors import Feed
 from common.protocol.errors import ConfigError, InvalidParameter
-from common.protocol.messages import TokenLogprobs
 from common.runtime import logs
 
 log = logs.get("engine")
@@ -313,60 +312,6 @@ class DeviceRunner:
         fields.feeds.fill_(-1)
 
 
-class DeviceStep:
-    """A submitted step; see `plan.PendingStep`."""
-
-    def __init__(
-        self,
-        rows: Sequence[StepRow],
-        begun: float,
-        tokens: torch.Tensor | None = None,
-        logprobs: Logprobs | None = None,
-        event: torch.cuda.Event | None = None,
-        readings: Sequence[Reading] = (),
-    ) -> None:
-        self._readings = readings
-        self._rows = rows
-        self._begun = begun
-        self._tokens = tokens
-        self._logprobs = logprobs
-        self._event = event
-
-    def sampled(self) -> list[int]:
-        """All samples in order, once the step has run.
-
-        :raises RunnerLost: if it can't any more.
-        """
-        if self._event is not None:
-            # this thread's device, too: a call from a thread without one may set up the first GPU, which is another worker's
-            with lost_if_broken(), torch.cuda.device(self._event.device):
-                self._event.synchronize()
-        return [] if self._tokens is None else self._tokens.tolist()
-
-    def result(self) -> StepResult:
-        tokens = self.sampled()
-        logprobs = _logprobs_of(self._logprobs)
-        rows: list[RowSamples] = []
-        at = 0
-        for row in self._rows:
-            span = range(at, at + row.num_samples)
-            wanted = row.sampling.logprobs
-            found = None if wanted < 0 else [_cut(logprobs[index], wanted) for index in span]
-            rows.append(RowSamples(tokens=tokens[at : at + row.num_samples], logprobs=found))
-            at += row.num_samples
-        put_readings(self._readings, rows)
-        return StepResult(rows=rows, elapsed_s=time.perf_counter() - self._begun)
-
-
-@contextlib.contextmanager
-def lost_if_broken() -> Iterator[None]:
-    """:raises RunnerLost: for an error after which CUDA gives every call the same error."""
-    try:
-        yield
-    except torch.AcceleratorError as error:
-        raise RunnerLost(str(error)) from error
-
-
 def _batch(fields: Fields, shape: StepShape, rows: Sequence[AttentionRow] | None) -> DeviceBatch:
     return DeviceBatch(
         query_starts=fields.query_starts,
@@ -386,17 +331,3 @@ def _attention_rows(packed: PackedStep) -> list[AttentionRow]:
             packed.firsts.tolist(), packed.lengths.tolist(), packed.starts.tolist(), packed.blocks, strict=True
         )
     ]
-
-
-def _logprobs_of(logprobs: Logprobs | None) -> dict[int, TokenLogprobs]:
-    if logprobs is None:
-        return {}
-    columns = (logprobs.asking, logprobs.chosen, logprobs.ids, logprobs.values)
-    return {
-        index: TokenLogprobs(logprob=chosen, top_tokens=tuple(ids), top_logprobs=tuple(values))
-        for index, chosen, ids, values in zip(*(np.asarray(column).tolist() for column in columns), strict=True)
-    }
-
-
-def _cut(found: TokenLogprobs, num_top: int) -> TokenLogprobs:
-    return TokenLogprobs(found.logprob, found.top_tokens[:num_top], found.top_logprobs[:num_top])
