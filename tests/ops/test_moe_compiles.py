@@ -51,6 +51,22 @@ CASES = [
         {"TOP_K": 4, "BLOCK": 1024},
         forbids=("atom",),
     ),
+    KernelCase(
+        "softmax_selected",
+        "common.ops.moe.route_triton",
+        "route_kernel",
+        {"logits": "*fp32", "ids": "*i32", "weights": "*fp32", "factor": "fp32"},
+        {
+            "bias": None,
+            "EXPERTS": _EXPERTS,
+            "BLOCK": 128,
+            "TOP_K": 4,
+            "TOP_K_BLOCK": 4,
+            "SCORING": "softmax_selected",
+            "RENORMALISE": False,
+        },
+        num_warps=1,
+    ),
 ]
 
 

@@ -11,6 +11,7 @@ from common.ops.moe.experts_reference import experts_reference
 from common.ops.moe.form import ExpertActivation, ExpertWeights, RouterForm, Routing
 from common.ops.moe.grouped_weight import GroupedFormat, GroupedWeight
 from common.ops.moe.route import route
+from common.ops.moe.route_reference import route_reference
 
 pytest.importorskip("triton")
 HIDDEN, MIDDLE, EXPERTS = 160, 96, 5
@@ -89,3 +90,31 @@ def test_scales_of_another_shape_are_refused() -> None:
         GroupedWeight(values, "mxfp4", torch.zeros(2, 4, 1, dtype=torch.uint8))
     with pytest.raises(ValueError, match="scales of int4"):
         GroupedWeight(values, "int4", torch.zeros(2, 3, 2))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        RouterForm(top_k=3),
+        RouterForm(top_k=2, renormalise=True, scale=2.5),
+        RouterForm(top_k=3, scoring="sigmoid", renormalise=True),
+        RouterForm(top_k=4, scoring="softmax_selected"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_router_chooses_and_weighs_as_plain_torch(form: RouterForm, biased: bool) -> None:
+    made = torch.Generator().manual_seed(5)
+    logits = torch.randn(9, 11, generator=made)
+    bias = torch.randn(11, generator=made) if biased else None
+    expected = route_reference(logits, form, bias)
+    with interpreted():
+        found = route(logits, form, bias)
+    assert found.ids.tolist() == expected.ids.tolist()
+    torch.testing.assert_close(found.weights, expected.weights)
+
+
+def test_a_router_without_numbers_still_chooses_different_experts() -> None:
+    with interpreted():
+        ids = route(torch.full((1, 6), float("nan")), RouterForm(top_k=3, scoring="sigmoid")).ids
+    assert ids.tolist() == [[0, 1, 2]]
