@@ -13,6 +13,7 @@ from common.ops.linear.linear import linear
 from common.ops.linear.weight import pack_linear
 from common.ops.moe.experts_reference import activate_reference
 from common.ops.moe.form import ExpertActivation, ExpertWeights, Routing
+from common.ops.moe.grouped_weight import GroupedWeight
 
 
 def pack_experts(
@@ -37,6 +38,10 @@ def pack_experts(
     for bias, size in ((gate_up_bias, double), (down_bias, hidden)):
         if bias is not None and bias.shape != (experts, size):
             raise ValueError(f"a bias of experts is {[experts, size]}, not {list(bias.shape)}")
+    if on_device(gate_up):
+        return ExpertWeights.grouped(
+            GroupedWeight(gate_up.contiguous(), bias=gate_up_bias), GroupedWeight(down.contiguous(), bias=down_bias)
+        )
     gate_up_biases = [None] * experts if gate_up_bias is None else list(gate_up_bias)
     down_biases = [None] * experts if down_bias is None else list(down_bias)
     return ExpertWeights(
@@ -57,13 +62,21 @@ def experts(
 
     weigh_inputs: the weights scale what experts are given, not what they answer (Llama 4).
 
-    :raises ValueError: if shapes don't fit, or on a GPU, for which there is no kernel.
+    On a GPU the ids must be below the number of experts; nothing checks them.
+
+    :raises ValueError: if shapes don't fit, or the weights are packed for another kind of device.
     """
     ids = routing.ids
     if x.ndim != 2 or ids.ndim != 2 or len(ids) != len(x) or routing.weights.shape != ids.shape:
         raise ValueError(f"{list(x.shape)} tokens are not routed by {list(ids.shape)} ids and {list(routing.weights.shape)}")
     if on_device(x):
-        raise ValueError("mixtures of experts have no kernel for a GPU")
+        if weights.on_gpu is None or not x.is_contiguous() or x.shape[1] != weights.on_gpu[0].k:
+            raise ValueError(f"contiguous tokens and weights packed for a GPU are needed, not {list(x.shape)}")
+        from common.ops.moe.experts_triton import experts_triton
+
+        return experts_triton(x, routing, *weights.on_gpu, activation, weigh_inputs=weigh_inputs)
+    if weights.on_gpu is not None:
+        raise ValueError("weights packed for a GPU are not for tokens on a CPU")
     rows, top_k = ids.shape
     answers = torch.empty(rows * top_k, x.shape[1], dtype=torch.float32)
     places = torch.argsort(ids.flatten(), stable=True)

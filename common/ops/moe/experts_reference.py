@@ -30,7 +30,7 @@ def experts_reference(
 ) -> torch.Tensor:
     """x: [rows, hidden]. gate_up: [experts, 2 * intermediate, hidden]; down: [experts, hidden, intermediate]; biases: [experts,
     …]. Returns [rows, hidden]. See `experts`."""
-    total = torch.zeros(x.shape, dtype=torch.float32)
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for rank in range(routing.ids.shape[1]):
         chosen, weight = routing.ids[:, rank].long(), routing.weights[:, rank, None]
         given = x.float() * weight if weigh_inputs else x.float()

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from common.ops.linear.weight import LinearWeight
+from common.ops.moe.grouped_weight import GroupedWeight
 
 Scoring = Literal["softmax", "sigmoid", "softmax_selected"]
 ActivationKind = Literal["silu", "gelu_tanh", "clamped_swiglu"]
@@ -55,15 +56,32 @@ class ExpertActivation:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """Every expert's linears: gate above up, [2 * intermediate, hidden], and down, [hidden, intermediate]."""
+    """Every expert's linears: gate above up, [2 * intermediate, hidden], and down, [hidden, intermediate].
+
+    gate_up, down: one linear per expert on a CPU; empty on a GPU.
+    on_gpu: on a GPU, those of all experts: gate_up and down.
+    """
 
     gate_up: tuple[LinearWeight, ...]
     down: tuple[LinearWeight, ...]
+    on_gpu: tuple[GroupedWeight, GroupedWeight] | None = None
+
+    @classmethod
+    def grouped(cls, gate_up: GroupedWeight, down: GroupedWeight) -> ExpertWeights:
+        """Return weights for a GPU.
+
+        :raises ValueError: if the two don't fit each other.
+        """
+        if (gate_up.experts, gate_up.k, gate_up.n) != (down.experts, down.n, 2 * down.k):
+            raise ValueError(f"{list(gate_up.values.shape)} experts can't come before {list(down.values.shape)}")
+        return cls((), (), (gate_up, down))
 
     @property
     def num_experts(self) -> int:
-        return len(self.down)
+        return len(self.down) if self.on_gpu is None else self.on_gpu[0].experts
 
     @property
     def parameters(self) -> int:
+        if self.on_gpu is not None:
+            return sum(weight.experts * weight.n * weight.k for weight in self.on_gpu)
         return sum(weight.parameters for weight in (*self.gate_up, *self.down))

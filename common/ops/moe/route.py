@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from common.ops.backend import on_device
 from common.ops.moe.form import RouterForm, Routing
 from common.ops.moe.route_reference import route_reference
 
@@ -20,4 +21,8 @@ def route(logits: torch.Tensor, form: RouterForm, bias: torch.Tensor | None = No
         raise ValueError(f"{experts} experts don't divide into {form.groups} groups")
     if not 1 <= form.top_groups <= form.groups or not 1 <= form.top_k <= form.top_groups * (experts // form.groups):
         raise ValueError(f"{form.top_k} of {experts} experts, in {form.top_groups} of {form.groups} groups, can't be chosen")
+    if on_device(logits) and form.groups == 1:
+        from common.ops.moe.route_triton import route_triton
+
+        return route_triton(logits, form, bias)
     return route_reference(logits, form, bias)
