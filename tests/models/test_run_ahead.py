@@ -66,15 +66,16 @@ class QueuedRunner:
         forward, finish, load, previous = runner._forward, sampler.finish, sampler.draws.load, sampler._previous
         logits: list[torch.Tensor] = []
 
-        def end(extras: Any) -> None:
+        def end(rows: Any, masks: Any, turn: int) -> None:
             later, sampler._previous = sampler._previous, previous
-            finish(logits.pop(), extras)
-            sampler._previous = later
+            now, sampler._turn = sampler._turn, turn
+            finish(logits.pop(), rows, masks)
+            sampler._previous, sampler._turn = later, now
 
         runner._buffer = Later(runner._buffer, self._queue)
         runner._tokens = [Later(tokens, self._queue) for tokens in runner._tokens]
-        runner._forward = lambda shape, rows: self._queue.append(lambda: logits.append(forward(shape, rows)))
-        sampler.finish = lambda _, extras, masks: self._queue.append(lambda: end(extras))
+        runner._forward = lambda shape, rows, read: self._queue.append(lambda: logits.append(forward(shape, rows, read)))
+        sampler.finish = lambda _, rows, masks: self._queue.append(lambda turn=sampler._turn: end(rows, masks, turn))
         sampler._previous = Later(previous, self._queue)
         object.__setattr__(sampler.draws, "load", lambda host: self._queue.append(lambda: load(host)))
 
