@@ -253,7 +253,7 @@ async def test_ctrl_c_at_generate_has_status_130_and_frees_the_worker(stack: Sta
     process = subprocess.Popen(
         penstock(stack, "generate", "Hello", *LONG), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    await busy(stack)
+    assert process.stdout is not None and await anyio.to_thread.run_sync(process.stdout.read, 1)  # `busy` may be a canary
     process.send_signal(signal.SIGINT)
     _, said = await anyio.to_thread.run_sync(lambda: process.communicate(timeout=10))
     assert process.returncode == 130 and b"Traceback" not in said
