@@ -39,6 +39,7 @@ from common.ops.attention.paged_attention import (
 )
 from common.ops.attention.paged_reference import paged_attention_reference
 from common.ops.attention.settings import DEFAULT_SETTINGS
+from common.ops.kv.forms import HeadForm, KvTarget
 from common.ops.kv.qkv_rope import qkv_rope
 from common.ops.kv.qkv_rope_reference import qkv_rope_reference
 from common.ops.linear import device as linear_device
@@ -196,29 +197,22 @@ def small_ops(checks: Checks, heads: dict[str, tuple[int, int, int]], rows: Sequ
 def _projection(checks: Checks, case: str, q: int, kv: int, dim: int, count: int, pool_dtype: torch.dtype, norms: bool) -> None:
     qkv = checks.random(3, count, (q + 2 * kv) * dim)
     blocks = -(-count // 16) + 2
-    arguments: dict[str, Any] = {
-        "num_heads": q,
-        "positions": torch.randint(0, 500, (count,), device=checks.device),
-        "rope": checks.random(500, dim),
-        "q_norm": checks.random(dim, dtype=torch.bfloat16) if norms else None,
-        "k_norm": checks.random(dim, dtype=torch.bfloat16) if norms else None,
-        "eps": 1e-6,
-        "bias": None,
-        "layer": 1,
-        "slots": torch.randperm(blocks * 16, device=checks.device)[:count],
-        "dtype": torch.bfloat16,
-        "k_center": checks.random(2, kv, dim) if pool_dtype == FP8 else None,
-        "mix": pool_dtype == FP8,
-    }
+    norm = [checks.random(dim, dtype=torch.bfloat16) if norms else None for _ in range(2)]
+    form = HeadForm(q, 1e-6, *norm)
+    center = checks.random(2, kv, dim) if pool_dtype == FP8 else None
+    slots = torch.randperm(blocks * 16, device=checks.device)[:count]
     pool = torch.zeros(blocks, 2, 2, 16, kv, dim, device=checks.device).to(pool_dtype)
-    host: dict[str, Any] = {
-        name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()
-    }
+    target = KvTarget(pool, slots, k_center=center, mix=pool_dtype == FP8)
+    positions, rope = torch.randint(0, 500, (count,), device=checks.device), checks.random(500, dim)
     expected = pool.cpu().clone()
+    on_host = HeadForm(q, 1e-6, *(None if one is None else one.cpu() for one in norm))
+    host = KvTarget(expected, slots.cpu(), k_center=None if center is None else center.cpu(), mix=target.mix)
 
     def check() -> None:
-        made = qkv_rope(qkv, pool=pool, need_kv=True, **arguments)
-        wanted = qkv_rope_reference(qkv.cpu(), pool=expected, **host)
+        made = qkv_rope(qkv, form, target, 1, positions=positions, rope=rope, dtype=torch.bfloat16, need_kv=True)
+        wanted = qkv_rope_reference(
+            qkv.cpu(), on_host, host, 1, positions=positions.cpu(), rope=rope.cpu(), bias=None, dtype=torch.bfloat16
+        )
         for which, one, other in zip("qkv", made, wanted, strict=True):
             checks.close("qkv_rope", f"{case}, {which}", one, other, 1e-2)
         checks.close("qkv_rope", f"{case}, pool", pool.float(), expected.float(), 0.07 if pool_dtype == FP8 else 1e-2)

@@ -20,7 +20,7 @@ from common.models.attention import DeviceAttention
 from common.models.config import ModelConfig
 from common.models.decoder import Decoder, Inputs
 from common.ops.attention.configs import AttentionConfig
-from common.ops.attention.form import AttentionForm
+from common.ops.attention.form import AttentionForm, FormKind
 from common.ops.attention.paged_attention import (
     AttentionRow,
     AttentionWorkspace,
@@ -30,6 +30,7 @@ from common.ops.attention.paged_attention import (
 )
 from common.ops.attention.paged_attention import paged_attention as attend
 from common.ops.attention.settings import DEFAULT_SETTINGS
+from common.ops.kv.forms import KvTarget
 from common.ops.kv.qkv_rope import qkv_rope
 from common.ops.linear.embed import embed
 from common.ops.linear.gate_up import gate_up
@@ -168,14 +169,11 @@ class Bench:
 
     def attention(self, batch: Batch) -> DeviceAttention:
         return DeviceAttention(
-            self.model,
-            self.pool,
-            batch.plan,
-            batch.slots,
+            self._target(batch),
+            {FormKind(): batch.plan},
             batch.positions,
-            self.rope,
-            dtype=self.dtype,
-            **self.decoder.kv_form(self.kv_dtype),
+            {self.model.rope: self.rope},
+            self.dtype,
         )
 
     # -- the ops
@@ -185,6 +183,7 @@ class Bench:
         rows, samples = load.tokens, load.rows
         eps = model.rms_eps
         batches = self.batches(load)
+        targets = {id(batch): self._target(batch) for batch in batches}
         q_size = model.num_heads * model.head_dim
         hidden = self._random(rows, model.hidden_size)
         tokens = torch.randint(0, model.vocab_size, (rows,), device=self.device)
@@ -212,7 +211,16 @@ class Bench:
             return op(name, [lambda one=one: call(one) for one in weights], total, bytes_, flops, peak)
 
         def project(batch: Batch, layer: int) -> object:
-            return qkv_rope(projected, **self._projection(batch, layer, batch.plan.takes_kv))
+            return qkv_rope(
+                projected,
+                layers[layer].mixer.heads,
+                targets[id(batch)],
+                layer,
+                positions=batch.positions,
+                rope=self.rope,
+                dtype=self.dtype,
+                need_kv=batch.plan.takes_kv,
+            )
 
         head = self.decoder.head
         head_bytes = head.data.nbytes + samples * (model.hidden_size + model.vocab_size) * item
@@ -274,23 +282,8 @@ class Bench:
         size, flops = self.attend_bytes(load), self.attend_flops(load)
         return Op(f"attention, {kind}", calls, self.model.num_layers, size, flops, peak)
 
-    def _projection(self, batch: Batch, layer: int, need_kv: bool) -> dict[str, Any]:
-        one = self.decoder.layers[layer]
-        return {
-            "num_heads": self.model.num_heads,
-            "positions": batch.positions,
-            "rope": self.rope,
-            "q_norm": one.q_norm,
-            "k_norm": one.k_norm,
-            "eps": self.model.rms_eps,
-            "bias": None,
-            "pool": self.pool,
-            "layer": layer,
-            "slots": batch.slots,
-            "dtype": self.dtype,
-            "need_kv": need_kv,
-            **self.decoder.kv_form(self.kv_dtype),
-        }
+    def _target(self, batch: Batch) -> KvTarget:
+        return KvTarget(self.pool, batch.slots, **self.decoder.kv_form(self.kv_dtype))
 
     def _replanning(self, batch: Batch) -> Call:
         workspace = AttentionWorkspace(self.device)  # kept from step to step

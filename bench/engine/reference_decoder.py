@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from common.models.decoder import Decoder, Layer
+from common.ops.kv.forms import KvTarget
 from common.ops.kv.qkv_rope_reference import qkv_rope_reference
 from common.ops.linear.embed import embed
 from common.ops.linear.linear import linear
@@ -76,18 +77,13 @@ class ReferenceDecoder:
         slots = torch.arange(rows * length)
         query, _, _ = qkv_rope_reference(
             qkv,
-            num_heads=config.num_heads,
+            norms.mixer.heads,
+            KvTarget(pool, slots, **form),
+            layer,
             positions=slots % length,
             rope=rope,
-            q_norm=norms.q_norm,
-            k_norm=norms.k_norm,
-            eps=config.rms_eps,
             bias=None,
-            pool=pool,
-            layer=layer,
-            slots=slots,
             dtype=decoder.dtype,
-            **form,
         )
         scales = torch.ones(2, config.num_kv_heads) if form["kv_scale"] is None else form["kv_scale"][layer]
         attended = [

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from common.models.blocks.attention import AttentionBlock
-from common.models.config import ModelConfig
 from common.models.spec import QueryTemperature, RopeSpec
+from common.ops.attention.form import FormKind
 from common.ops.attention.paged_attention import AttentionPlan, DevicePlan, paged_attention
+from common.ops.kv.forms import KvTarget
 from common.ops.kv.paged_kv import SlotMapping, write_kv
 from common.ops.kv.qkv_rope import QueryKeyValue, qkv_rope
 from common.ops.kv.rope import apply_rope
@@ -73,42 +74,41 @@ class CpuAttention:
 
 @dataclass(slots=True)
 class DeviceAttention:
-    """positions: int64 [tokens]. slots: int64 [tokens], the pool's entry block · block_tokens + offset; -1 for padding.
+    """Of layers that keep KV in one pool; `layer` is a layer's place there.
 
-    rope: float32 [max_positions, head_dim], cosines then sines. kv_scale: float32 [layers, 2, kv_heads] of a float8 pool, or
-    None. dtype: the model's. k_center, mix: see `ops.kv.qkv_rope`; None and False but for a float8 pool.
+    target: the pool, and the step's slots. plans: of each kind of form among the layers. positions: int64 [tokens]. ropes: of
+    each variant, float32 [max_positions, rotated dimensions], cosines then sines. dtype: the model's.
     """
 
-    config: ModelConfig
-    pool: torch.Tensor
-    plan: DevicePlan
-    slots: torch.Tensor
+    target: KvTarget
+    plans: Mapping[FormKind, DevicePlan]
     positions: torch.Tensor
-    rope: torch.Tensor
-    kv_scale: torch.Tensor | None
+    ropes: Mapping[RopeSpec, torch.Tensor]
     dtype: torch.dtype
-    k_center: torch.Tensor | None
-    mix: bool
 
     def __call__(self, qkv: torch.Tensor, block: AttentionBlock, layer: int) -> torch.Tensor:
+        plan, rope = self.plans[block.form.kind], block.spec.rope
+        if block.spec.qk_norm == "projection":
+            qkv = self._normed(qkv, block)
         made = qkv_rope(
             qkv,
-            num_heads=self.config.num_heads,
+            block.heads,
+            self.target,
+            layer,
             positions=self.positions,
-            rope=self.rope,
-            q_norm=block.q_norm,
-            k_norm=block.k_norm,
-            eps=self.config.rms_eps,
-            bias=None,
-            pool=self.pool,
-            layer=layer,
-            slots=self.slots,
+            rope=None if rope is None else self.ropes[rope],
             dtype=self.dtype,
-            kv_scale=self.kv_scale,
-            k_center=self.k_center,
-            mix=self.mix,
-            need_kv=self.plan.takes_kv,
+            need_kv=plan.takes_kv,
         )
         query, key, value = made if isinstance(made, QueryKeyValue) else (made, None, None)
-        attended = paged_attention(query, self.pool, layer, self.plan, block.form, key=key, value=value, kv_scale=self.kv_scale)
+        attended = paged_attention(
+            query, self.target.pool, layer, plan, block.form, key=key, value=value, kv_scale=self.target.kv_scale
+        )
         return attended.flatten(1)
+
+    def _normed(self, qkv: torch.Tensor, block: AttentionBlock) -> torch.Tensor:
+        """Norms over the whole of Q and K."""
+        assert block.q_norm is not None and block.k_norm is not None
+        spec, eps = block.spec, block.heads.eps
+        query, key, value = qkv.split((spec.query_size, spec.kv_size, spec.kv_size), -1)
+        return torch.cat((rms_norm(query, block.q_norm, eps), rms_norm(key, block.k_norm, eps), value), -1)

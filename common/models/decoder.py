@@ -7,7 +7,7 @@ where a row begins. What goes from block to block is a `Border`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypedDict
 
@@ -31,7 +31,7 @@ ROPE_FACTORS = "rope_freqs.weight"
 
 
 class KvForm(TypedDict):
-    """How K and V are written: arguments of `ops.kv.qkv_rope`."""
+    """How K and V are written: fields of `ops.kv.forms.KvTarget`."""
 
     kv_scale: torch.Tensor | None
     k_center: torch.Tensor | None
@@ -164,11 +164,18 @@ class Decoder:
         """Numbers in the linears of a layer."""
         return sum(weight.parameters for weight in self.layers[0].linears.values())
 
-    def kv_form(self, pool: torch.dtype) -> KvForm:
-        """In a pool of that dtype: what is 8 bits is scaled, centred and mixed, the rest is as it is."""
+    def kv_form(self, pool: torch.dtype, layers: Sequence[int] | None = None) -> KvForm:
+        """Return how `layers` (None: all) keep KV in a pool of that dtype: in 8 bits it is scaled, centred and mixed.
+
+        Where scores have a cap or sinks, a softmax would see that keys are centred.
+        """
         if pool != torch.float8_e4m3fn:
             return KvForm(kv_scale=None, k_center=None, mix=False)
-        return KvForm(kv_scale=self.kv_scale, k_center=self.k_center, mix=True)
+        chosen = list(range(len(self.layers)) if layers is None else layers)
+        scale, center = (None if x is None else x[chosen].contiguous() for x in (self.kv_scale, self.k_center))
+        if center is not None:
+            center[[self.layers[layer].mixer.form.kind.is_adjusted for layer in chosen]] = 0.0
+        return KvForm(kv_scale=scale, k_center=center, mix=True)
 
     def with_linears(self, other: Decoder, places: Collection[LinearPlace]) -> Decoder:
         """This decoder with those linears of `other`, an equal model in another precision; the rest is shared."""

@@ -18,7 +18,7 @@ import contextlib
 import ctypes
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -84,9 +84,11 @@ class LocalTransport:
     def host(self) -> str:
         return self._shm.host
 
-    def attach(self, pool: torch.Tensor, driver: Driver | None = None) -> None:
-        """From now on blocks are copied into `pool` [num_blocks, …], contiguous, on a GPU; `into` of `read` is not used."""
-        self._device = _DeviceReader(pool, self._segments, driver or CudaDriver(pool.device.index))
+    def attach(self, pools: Mapping[str, torch.Tensor], driver: Driver | None = None) -> None:
+        """From now on blocks are copied into the pool of their fingerprint, [num_blocks, …], contiguous, on a GPU; `into` of
+        `read` is not used. pools: of each cache group, on one GPU."""
+        index = next(iter(pools.values())).device.index
+        self._device = _DeviceReader(pools, self._segments, driver or CudaDriver(index))
 
     def read(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> int:
         """See `Transport.read`."""
@@ -104,22 +106,24 @@ class LocalTransport:
 
 
 class _DeviceReader:
-    """Copies into `pool` what other processes keep on GPUs. One copy at a time: they share a link anyway."""
+    """Copies into `pools` what other processes keep on GPUs. One copy at a time: they share a link anyway."""
 
-    def __init__(self, pool: torch.Tensor, segments: SegmentCache[Segment], driver: Driver) -> None:
+    def __init__(self, pools: Mapping[str, torch.Tensor], segments: SegmentCache[Segment], driver: Driver) -> None:
         import torch
 
-        self._pool = pool.view(torch.uint8).flatten(1)
+        self._pools = {fingerprint: pool.view(torch.uint8).flatten(1) for fingerprint, pool in pools.items()}
+        self._device = next(iter(pools.values())).device
         self._segments = segments
         self._driver = driver
         # beside the steps: a copy waits for nothing that runs, and nothing that runs waits for it
-        self._stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._fence = memory_fence()
         self._opened: dict[tuple[str, str, bytes], int] = {}
         self._lock = threading.Lock()
-        if pool.is_cuda:  # the first request does not wait for a compiler; of even numbers of ids it makes another kernel
-            for count in (1, 2):
-                self._copy(self._pool, [0] * count, [0] * count)
+        if self._stream is not None:  # the first request does not wait for a compiler; of even numbers of ids it makes another
+            for pool in self._pools.values():
+                for count in (1, 2):
+                    self._copy(pool, [0] * count, pool, [0] * count)
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="cuda-ipc", daemon=True)
         self._watcher.start()
@@ -129,16 +133,16 @@ class _DeviceReader:
         memory, block_bytes, current = segment.device_memory, segment.block_bytes, segment.generations
         if not memory:
             raise TransportUnavailable(f"the blocks of {source.segment} are not in a GPU's memory")
-        mine = self._pool.shape[1]
-        if block_bytes != mine:
-            raise StaleHandle(f"{source.segment} has blocks of {block_bytes} bytes, not {mine}")
+        pool = self._pools.get(source.fingerprint)
+        if pool is None or block_bytes != pool.shape[1]:
+            raise StaleHandle(f"{source.segment} has blocks of {block_bytes} bytes and of another kind than this worker's")
         check_generations(current, source.blocks, source.generations)
         if len(into_blocks) != len(source.blocks):
             raise StaleHandle(f"{len(source.blocks)} blocks don't fit into {len(into_blocks)}")
         with self._lock:
-            theirs = self._theirs((source.segment, source.fingerprint, memory), len(current))
+            theirs = self._theirs((source.segment, source.fingerprint, memory), len(current), block_bytes)
             try:
-                self._copy(theirs, source.blocks, into_blocks)
+                self._copy(theirs, source.blocks, pool, into_blocks)
             except (RuntimeError, ValueError) as error:
                 raise TransportUnavailable(f"copying from {source.segment} failed: {error}") from error
         self._fence()  # the copy comes before the generations are read
@@ -153,13 +157,13 @@ class _DeviceReader:
                 self._driver.close(pointer)
             self._opened.clear()
 
-    def _theirs(self, key: tuple[str, str, bytes], num_blocks: int) -> torch.Tensor:
+    def _theirs(self, key: tuple[str, str, bytes], num_blocks: int, block_bytes: int) -> torch.Tensor:
         """The owner's pool as a tensor of the reader's device, uint8 [num_blocks, block_bytes]."""
         import torch
 
         handle, offset = _MEMORY.unpack(key[2])
         pointer = self._opened.get(key)
-        size = num_blocks * self._pool.shape[1]
+        size = num_blocks * block_bytes
         if handle == _NO_HANDLE:
             raise TransportUnavailable(f"{key[0]} is in memory that its owner can't share")
         if pointer is None:
@@ -170,18 +174,20 @@ class _DeviceReader:
                 raise TransportUnavailable(f"{key[0]} is damaged: its pool is larger than its allocation")
             self._opened[key] = pointer
         # made from the address alone: torch would ask the driver which GPU owns it and refuse to read that from here
-        storage: Any = torch._C._construct_storage_from_data_pointer(pointer + offset, self._pool.device, size)
-        whole: Any = torch.empty(0, dtype=torch.uint8, device=self._pool.device)
-        return whole.set_(storage, 0, (num_blocks, self._pool.shape[1]))
+        storage: Any = torch._C._construct_storage_from_data_pointer(pointer + offset, self._device, size)
+        whole: Any = torch.empty(0, dtype=torch.uint8, device=self._device)
+        return whole.set_(storage, 0, (num_blocks, block_bytes))
 
-    def _copy(self, theirs: torch.Tensor, source_blocks: Sequence[int], into_blocks: Sequence[int]) -> None:
+    def _copy(
+        self, theirs: torch.Tensor, source_blocks: Sequence[int], pool: torch.Tensor, into_blocks: Sequence[int]
+    ) -> None:
         import torch
 
         from common.ops.kv.block_copy import copy_blocks
 
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            ids = torch.tensor([list(source_blocks), list(into_blocks)], dtype=torch.int64).to(self._pool.device)
-            copy_blocks(theirs, ids[0], self._pool, ids[1], max_programs=_PROGRAMS)
+            ids = torch.tensor([list(source_blocks), list(into_blocks)], dtype=torch.int64).to(self._device)
+            copy_blocks(theirs, ids[0], pool, ids[1], max_programs=_PROGRAMS)
         if self._stream is not None:
             self._stream.synchronize()
 

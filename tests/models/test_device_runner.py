@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from common.cache.retention import Retention
+from common.cache.spec import LayerCache, attention_layout
 from common.engine.gpu.graphs import ShapeTable, borrowed, exact_shape
 from common.engine.gpu.runner import DeviceRunner, _attention_rows
 from common.engine.gpu.sampling import DeviceSampler
 from common.engine.gpu.step_buffers import StepPacker, StepShape, layout
+from common.engine.layer_group import LayerGroup
 from common.engine.plan import StepPlan, StepRow
 from common.models.config import load_config
 from common.models.registry import load_decoder
@@ -52,9 +55,21 @@ def device_runner(
     model = load_config(files)
     decoder = load_decoder(files, model, dtype=dtype, device=torch.device("cpu"), weights=weights)
     decoder.k_center = torch.randn(model.num_layers, model.num_kv_heads, model.head_dim)
-    shape = (64, model.num_layers, 2, 16, model.num_kv_heads, model.head_dim)
-    pool = torch.full(shape, torch.nan, dtype=torch.float32).to(kv or dtype)
-    return DeviceRunner(decoder, pool, fingerprint="test", max_rows=16, token_budget=512)
+    caches = [
+        LayerCache(
+            num_kv_heads=layer.mixer.num_kv_heads,
+            head_dim=layer.mixer.head_dim,
+            dtype_bytes=4,
+            retention=Retention(layer.mixer.window, layer.mixer.chunk),
+        )
+        for layer in model.layers
+    ]
+    groups: list[LayerGroup] = []
+    for group in attention_layout(caches, 16).groups:
+        layers = [member.layer for member in group.members]
+        shape = (64, len(layers), 2, 16, model.num_kv_heads, model.head_dim)
+        groups.append(LayerGroup(torch.full(shape, torch.nan, dtype=torch.float32).to(kv or dtype), layers, group.retention))
+    return DeviceRunner(decoder, groups, fingerprint="test", max_rows=16, token_budget=512)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +81,36 @@ def test_a_ragged_batch_in_chunks_gives_the_text_of_transformers(name: str, tmp_
     requests = [
         Request(oracle_prompt(seed=i, length=length), 2 + i % 2, chunk=(1 << 30, 12)[i % 2], begins=i % 2)
         for i, length in enumerate([1, 17, 15])
+    ]
+    for request, output in zip(requests, run(runner, requests), strict=True):
+        assert output == greedy_choices(model, request.prompt, output), len(request.prompt)
+
+
+FAMILIES = [
+    "mistral",
+    "qwen2",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "phi3-longrope",
+    "olmo2",
+    "mixtral",
+    "qwen3-moe",
+    "qwen3-moe-weights-as-they-are",
+    "gpt-oss",
+    "llama4",
+    "llama4-norms-of-q-and-k",
+]
+
+
+@pytest.mark.parametrize("name", some_slow(FAMILIES, quick=["gemma2", "gpt-oss"]))
+def test_every_family_gives_the_text_of_transformers(name: str, tmp_path: Path) -> None:
+    """Prompts longer than windows and chunks, alone and together, in chunks; windows' blocks are given back meanwhile."""
+    model = build(name)
+    runner = device_runner(save(model, tmp_path))
+    requests = [
+        Request(oracle_prompt(seed=i, length=length), 3, chunk=(1 << 30, 24)[i % 2], begins=i % 2)
+        for i, length in enumerate([61, 44])
     ]
     for request, output in zip(requests, run(runner, requests), strict=True):
         assert output == greedy_choices(model, request.prompt, output), len(request.prompt)
@@ -231,7 +276,7 @@ def test_keys_are_centred_and_mixed_where_they_are_stored_in_8_bits(llama: tuple
     plain, moved = (device_runner(llama[1], dtype=torch.bfloat16, kv=kv) for kv in (None, torch.float8_e4m3fn))
     for runner in (plain, moved):
         runner.execute(StepPlan(0, [StepRow(prompt, 0, [3], 1, GREEDY, 16)]))
-    (key, value), (moved_key, moved_value) = (runner.pool[3, 0].float() for runner in (plain, moved))
+    (key, value), (moved_key, moved_value) = (runner.groups[0].pool[3, 0].float() for runner in (plain, moved))
     assert moved.decoder.k_center is not None
     unmoved = moved_key @ hadamard(key.shape[-1]) + moved.decoder.k_center[0]
     for one, other in ((unmoved, key), (moved_value, value)):
@@ -303,9 +348,9 @@ def test_a_plan_has_the_blocks_that_were_packed() -> None:
     rows = [StepRow([1], 40, blocks, 1, GREEDY, 40), StepRow([1] * 24, 32, [7, 8, 9, 10], 1, GREEDY, 56)]
     shape = exact_shape(rows)
     fields = layout(torch.zeros(1 << 16, dtype=torch.uint8), shape)
-    packed = StepPacker(block_tokens=16, num_blocks=64, vocab_size=100).pack(rows, fields, shape)
+    packed = StepPacker(block_tokens=16, num_blocks=[64], vocab_size=100).pack(rows, fields, shape)
     blocks.append(11)
-    planned = _attention_rows(packed)
+    (planned,) = _attention_rows(packed)
     run = _chunk_runs(planned, AttentionSettings(long_prompt_min=20, part_min_prefix=30))[0]
     assert fields.block_ids[run.first_block : run.first_block + 4].tolist() == [7, 8, 9, 10]
     assert [list(row.blocks) for row in planned] == [[3, 4, 5], [7, 8, 9, 10]]
@@ -355,9 +400,9 @@ def test_warming_up_leaves_no_trace(llama: tuple[Any, ModelFiles]) -> None:
     requests = [Request(oracle_prompt(length=20), 3), Request(oracle_prompt(seed=1, length=9), 3, SAMPLED[2])]
     expected = run(open_runner(llama[1]), [Request(r.prompt, r.num_tokens, r.sampling) for r in requests])
     runner = device_runner(llama[1])
-    pool = runner.pool.clone()
+    pool = runner.groups[0].pool.clone()
     runner.warm_up(64)
-    assert torch.equal(runner.pool.view(torch.uint8), pool.view(torch.uint8))
+    assert torch.equal(runner.groups[0].pool.view(torch.uint8), pool.view(torch.uint8))
     assert run(runner, requests) == expected
 
 

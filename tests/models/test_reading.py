@@ -144,6 +144,7 @@ def test_a_gpu_reads_beside_sampled_rows(llama: tuple[Any, ModelFiles], as_a_gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_card_reads_what_transformers_says(tmp_path: Path) -> None:
     from common.engine.gpu.runner import DeviceRunner
+    from common.engine.layer_group import LayerGroup
     from common.models.config import load_config
     from common.models.registry import load_decoder
 
@@ -152,7 +153,7 @@ def test_a_card_reads_what_transformers_says(tmp_path: Path) -> None:
     config, device = load_config(files), torch.device("cuda")
     decoder = load_decoder(files, config, dtype=torch.bfloat16, device=device)
     pool = torch.zeros(64, config.num_layers, 2, 16, config.num_kv_heads, config.head_dim, dtype=torch.bfloat16, device=device)
-    runner = DeviceRunner(decoder, pool, fingerprint="test", max_rows=16, token_budget=512)
+    runner = DeviceRunner(decoder, [LayerGroup(pool, range(config.num_layers))], fingerprint="test", max_rows=16, token_budget=512)
     check(model, runner, length=140, tolerance=0.15)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from common.engine.cpu.layer_group import LayerGroup
+from common.engine.layer_group import LayerGroup
 from common.engine.cpu.torch_runner import TorchRunner
 from common.engine.plan import Runner, StepPlan, StepRow
 from common.protocol.errors import ConfigError, InvalidParameter

@@ -57,6 +57,34 @@ def test_equals_the_reference(rows: int, size: int, splits: int | None, dtype: t
     torch.testing.assert_close(normed, expected.to(dtype), atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@pytest.mark.parametrize("splits", [None, 0, 3])
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(("rows", "size"), [(1, 576), (3, 100)])
+@pytest.mark.usefixtures("poisoned", "device")
+def test_norms_behind_blocks_equal_the_reference(
+    rows: int, size: int, before: bool, splits: int | None, dtype: torch.dtype
+) -> None:
+    residual, behind = torch.randn(rows, size).to(dtype), torch.randn(size).to(dtype)
+    weight = torch.randn(size).to(dtype) if before else None
+    delta = make_delta(rows, size, splits, dtype)
+    expected_residual, expected = add_rms_norm_reference(residual, delta, weight, EPS, behind)
+    normed = add_rms_norm(residual, delta, weight, EPS, behind=behind)
+    assert isinstance(normed, torch.Tensor) and (normed is residual) == (not before)
+    torch.testing.assert_close(residual, expected_residual, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    torch.testing.assert_close(normed, expected.to(dtype), atol=2 * TOLERANCES[dtype], rtol=2 * TOLERANCES[dtype])
+
+
+def test_a_residual_without_a_norm_can_be_quantised() -> None:
+    residual, delta, behind = (torch.randn(3, 576).bfloat16() for _ in range(3))
+    expected_residual, exact = add_rms_norm_reference(residual, delta, None, EPS, behind[0])
+    with backend.interpreted():
+        found = add_rms_norm(residual, delta, None, EPS, behind=behind[0].contiguous(), quantise=True)
+    assert isinstance(found, Quantised)
+    torch.testing.assert_close(residual, expected_residual, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(found.data.float() * found.scale[:, None], exact, rtol=2**-4, atol=0.03)
+
+
 @pytest.mark.parametrize("splits", [None, 0, 2])
 @pytest.mark.parametrize(("rows", "size"), [(2, 576), (3, 48)])
 @pytest.mark.usefixtures("poisoned")

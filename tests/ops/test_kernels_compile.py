@@ -12,7 +12,8 @@ _PDL = ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
 _WIDE = ("ld.global.v4", "st.global.v4")
 
 
-def _add_rms_norm(size: int, splits: int, dtype: str = "bf16", quantise: bool = False, elements: int = 8) -> KernelCase:
+def _add_rms_norm(size: int, splits: int, dtype: str = "bf16", quantise: bool = False, elements: int = 8, norms: str = "before") -> KernelCase:
+    """norms: "before", "sandwich" or "post"."""
     block = 1 << (size - 1).bit_length()
     partial = dtype if splits <= 1 else "fp32"
     signature = {
@@ -25,10 +26,14 @@ def _add_rms_norm(size: int, splits: int, dtype: str = "bf16", quantise: bool = 
         signature |= {"delta": f"*{partial}", "split_stride": "i32:16", "row_stride": "i32:16"}
     if quantise:
         signature |= {"scale": "*fp32"}
-    absent = {name: None for name in ("delta", "scale") if name not in signature}
+    if norms != "before":
+        signature |= {"behind": f"*{dtype}"}
+    if norms == "post":
+        del signature["weight"], signature["output"]
+    absent = {name: None for name in ("delta", "scale", "weight", "behind", "output") if name not in signature}
     absent |= {} if splits else {"split_stride": 0, "row_stride": 0}
     return KernelCase(
-        f"{size}-{splits}-{dtype}{'-fp8' if quantise else ''}-{elements}",
+        f"{size}-{splits}-{dtype}{'-fp8' if quantise else ''}-{elements}-{norms}",
         "common.ops.norm.add_rms_norm_triton",
         "add_rms_norm_kernel",
         signature,
@@ -53,6 +58,9 @@ def _qkv_rope(
     scaled: bool = False,
     mixed: bool = False,
     need_kv: bool = False,
+    rotated: int | None = None,
+    interleaved: bool = False,
+    tempered: bool = False,
     num_warps: int = 1,
 ) -> KernelCase:
     half = max(16, 1 << (head_dim // 2 - 1).bit_length())
@@ -68,13 +76,17 @@ def _qkv_rope(
         "row_stride": "i32:16",
         "eps": "fp32",
         "layer": "i32",
+        "temperature_scale": "fp32",
+        "temperature_floor": "fp32",
     }
+    if rotated == 0:
+        del signature["rope"]
     signature |= {"q_norm": f"*{dtype}", "k_norm": f"*{dtype}"} if normed else {}
     signature |= {"bias": f"*{dtype}"} if biased else {}
     signature |= {"kv_scale": "*fp32"} if scaled else {}
     signature |= {"k_center": "*fp32"} if mixed else {}
     signature |= {"key": f"*{dtype}", "value": f"*{dtype}"} if need_kv else {}
-    optional = ("q_norm", "k_norm", "bias", "kv_scale", "k_center", "key", "value")
+    optional = ("rope", "q_norm", "k_norm", "bias", "kv_scale", "k_center", "key", "value")
     return KernelCase(
         name,
         "common.ops.kv.qkv_rope_triton",
@@ -91,6 +103,10 @@ def _qkv_rope(
             "HALF_BLOCK": half,
             "SPLITS": splits,
             "DTYPE": {"bf16": "tl.bfloat16", "fp16": "tl.float16"}[dtype],
+            "ROTATED": head_dim if rotated is None else rotated,
+            "INTERLEAVED": interleaved,
+            "NORMED": normed or tempered,
+            "TEMPERED": tempered,
             "MIX": mixed,
             "NEED_KV": need_kv,
             "PDL": True,
@@ -138,6 +154,9 @@ CASES = [
     _add_rms_norm(4096, 4, "fp16"),
     _add_rms_norm(4096, 4, quantise=True),
     _add_rms_norm(5120, 1, quantise=True),
+    _add_rms_norm(3584, 4, norms="sandwich"),
+    _add_rms_norm(3584, 1, quantise=True, norms="sandwich"),
+    _add_rms_norm(4096, 4, norms="post"),
     _qkv_rope("llama-8b", 32, 8, 128),
     _qkv_rope("llama-8b-split", 32, 8, 128, splits=4),
     _qkv_rope("llama-8b-split-fp8", 32, 8, 128, splits=4, pool="fp8e4nv", scaled=True),
@@ -148,6 +167,10 @@ CASES = [
     _qkv_rope("qwen3-prefill-fp8", 32, 8, 128, pool="fp8e4nv", normed=True, need_kv=True, num_warps=4),
     _qkv_rope("smollm2-split", 9, 3, 64, splits=2),
     _qkv_rope("smollm2-fp16", 9, 3, 64, dtype="fp16", pool="fp16"),
+    _qkv_rope("gpt-oss-split", 64, 8, 64, splits=4, biased=True),
+    _qkv_rope("phi-4-mini", 24, 8, 128, rotated=96),
+    _qkv_rope("llama-4", 40, 8, 128, interleaved=True),
+    _qkv_rope("llama-4-nope", 40, 8, 128, rotated=0, tempered=True),
     _qkv_rope("biased", 28, 4, 128, biased=True),
     _qkv_rope("80", 8, 8, 80, splits=2),
     _qkv_rope("32", 8, 2, 32),

@@ -10,7 +10,9 @@ import torch
 
 from common.ops import backend
 from common.ops.kv.hadamard_reference import hadamard
-from common.ops.kv.qkv_rope import QueryKeyValue, qkv_rope
+from common.ops.kv.forms import HeadForm, KvTarget, Temperature
+from common.ops.kv.qkv_rope import QueryKeyValue
+from common.ops.kv.qkv_rope import qkv_rope as structured
 from common.ops.kv.qkv_rope_reference import qkv_rope_reference
 from common.ops.kv.qkv_rope_triton import qkv_rope_triton
 
@@ -64,21 +66,40 @@ def make_call(shape: Shape, rows: int, **changes: Any) -> dict[str, Any]:
         "kv_scale": None,
         "k_center": None,
         "mix": False,
+        "without_weights": False,
+        "rotated": None,
+        "interleaved": False,
+        "temperature": None,
     }
     assert changes.keys() <= call.keys()
     return call | changes
 
 
+FORM, TARGET = HeadForm.__dataclass_fields__, KvTarget.__dataclass_fields__
+
+
+def structs(call: dict[str, Any]) -> dict[str, Any]:
+    """The same call, its arguments in their structs."""
+    form = HeadForm(**{name: value for name, value in call.items() if name in FORM})
+    target = KvTarget(**{name: value for name, value in call.items() if name in TARGET})
+    rest = {name: value for name, value in call.items() if name not in FORM and name not in TARGET}
+    return {"form": form, "target": target, **rest}
+
+
+def qkv_rope(*, need_kv: bool = False, **call: Any) -> Any:
+    return structured(**structs(call), need_kv=need_kv)
+
+
 def compare(call: dict[str, Any], num_warps: int | None = None) -> None:
     """Q, K, V and the whole pool, what nobody writes included."""
     expected_pool = call["pool"].clone()
-    expected = qkv_rope_reference(**{**call, "pool": expected_pool})
+    expected = qkv_rope_reference(**structs(call | {"pool": expected_pool}))
     with backend.interpreted():
         if num_warps is None:
             found = qkv_rope(**call, need_kv=True)
             assert isinstance(found, QueryKeyValue)
         else:
-            found = qkv_rope_triton(**call, need_kv=True, num_warps=num_warps)
+            found = qkv_rope_triton(**structs(call), need_kv=True, num_warps=num_warps)
     tolerance = TOLERANCES[call["dtype"]]
     for one, other in zip(found, expected, strict=True):
         assert one is not None
@@ -140,6 +161,37 @@ def test_centred_and_mixed_equals_the_reference(
         changes |= {"kv_scale": torch.rand(LAYERS, 2, shape.kv_heads) + 0.5}
     qkv = torch.randn(2, rows, shape.size)
     compare(make_call(shape, rows, qkv=qkv, dtype=dtype, pool_dtype=pool_dtype, **changes))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "rotated"), [(Shape(4, 2, 64), 32), (Shape(3, 1, 96), 72), (Shape(2, 1, 128), 6)], ids=str
+)
+def test_a_part_of_each_head_is_rotated(shape: Shape, rotated: int, mixed: bool) -> None:
+    changes: dict[str, Any] = {"k_center": torch.randn(LAYERS, shape.kv_heads, shape.head_dim), "mix": True} if mixed else {}
+    angles = torch.randn(MAX_POSITIONS, rotated // 2) * 9
+    changes |= {"rope": torch.cat((angles.cos(), angles.sin()), -1), "rotated": rotated}
+    norms = {name: torch.randn(shape.head_dim) for name in ("q_norm", "k_norm")}
+    bias = torch.randn(shape.size)
+    compare(make_call(shape, 3, qkv=torch.randn(2, 3, shape.size), bias=bias, **norms, **changes))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("shape", [Shape(4, 2, 64), Shape(3, 1, 80)], ids=str)
+def test_interleaved_pairs_leave_as_halves(shape: Shape, mixed: bool) -> None:
+    changes: dict[str, Any] = {"k_center": torch.randn(LAYERS, shape.kv_heads, shape.head_dim), "mix": True} if mixed else {}
+    bias = torch.randn(shape.size)
+    call = make_call(shape, 3, qkv=torch.randn(2, 3, shape.size), bias=bias, without_weights=True, interleaved=True, **changes)
+    compare(call)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_layer_without_positions_scales_queries_by_their_position(normed: bool) -> None:
+    shape = Shape(4, 2, 64)
+    positions = torch.tensor([0, 24, 199])
+    tempered = {"temperature": Temperature(0.1, 25.0), "positions": positions}
+    compare(make_call(shape, 3, rope=None, rotated=0, without_weights=normed, **tempered))
+    compare(make_call(shape, 3, without_weights=normed, **tempered))
 
 
 def test_centring_and_mixing_are_each_without_the_other() -> None:
@@ -244,6 +296,12 @@ def test_no_rows_are_no_work() -> None:
         ({"positions": torch.zeros(2)}, "positions"),
         ({"rope": torch.zeros(9, 16)}, "sines"),
         ({"q_norm": torch.zeros(32)}, "both or neither"),
+        ({"q_norm": torch.zeros(32), "k_norm": torch.zeros(32), "without_weights": True}, "with weights or without"),
+        ({"rotated": 7}, "even part"),
+        ({"rotated": 34}, "even part"),
+        ({"rotated": 16, "interleaved": True}, "whole"),
+        ({"rotated": 0}, "0 dimensions"),
+        ({"rope": None}, "32 dimensions"),
         ({"bias": torch.zeros(32)}, "bias"),
         ({"layer": 3}, "layers below"),
         ({"kv_scale": torch.ones(3, 2)}, "kv_scale"),

@@ -18,6 +18,7 @@ from bench.engine import numerics, texts
 from bench.engine.observe import Scored, force
 from bench.engine.reference_decoder import ReferenceDecoder
 from common.engine.gpu.runner import DeviceRunner
+from common.engine.layer_group import LayerGroup
 from common.models.config import load_config
 from common.models.registry import load_decoder
 from common.models.source import ModelFiles
@@ -63,8 +64,9 @@ def test_in_each_precision_it_is_the_device_runner(
     monkeypatch.setattr("common.ops.linear.device.wants_quantised", lambda *_: bool(variant.quantised))
     act_as_a_gpu()
     with interpreted():
+        groups = [LayerGroup(pool, range(config.num_layers))]
         on_device, _ = numerics.assemble(variant, config, opened)
-        runner = DeviceRunner(on_device.decoder, pool, fingerprint="test", max_rows=2, token_budget=16)
+        runner = DeviceRunner(on_device.decoder, groups, fingerprint="test", max_rows=2, token_budget=16)
         expected = force(runner, TEXT, PROMPT)
     assert distance(found, expected) < distance(exact, expected) / 2
 

@@ -97,7 +97,7 @@ def transport(
 ) -> Iterator[LocalTransport]:
     monkeypatch.setattr(cuda_ipc, "_LOOK_EVERY_S", 0.02)
     found = LocalTransport(str(tmp_path))
-    found.attach(mine, driver)
+    found.attach({"m": mine}, driver)
     yield found
     found.close()
 
@@ -282,7 +282,7 @@ def test_another_process_memory_is_read(tmp_path: Path, device: int) -> None:
         assert owner.stdout.readline() == "ready\n"
         mine = torch.zeros(4, 1024, device=f"cuda:{device}")
         transport = LocalTransport(str(tmp_path))
-        transport.attach(mine)
+        transport.attach({"m": mine})
         assert transport.read(remote(transport, [5, 2, 3], [0, 0, 0]), NOTHING, [0, 3, 1]) == 3 * 4096
         expected = torch.arange(6 * 1024).view(6, 1024).mul(0.5)
         assert torch.equal(mine.cpu()[[0, 3, 1]], expected[[5, 2, 3]])

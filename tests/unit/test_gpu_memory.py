@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.engine.gpu.memory import kv_room, new_pool, workspace_bytes
+from common.engine.gpu.memory import kv_room, new_groups, workspace_bytes
 from common.engine.load.runners import EngineConfig, cache_layout
 from common.models.config import config_from_json
 from common.models.shapes import SHAPES
@@ -47,7 +47,8 @@ def test_a_pool_is_as_large_as_its_layout_says() -> None:
     for dtype in ("auto", "fp8"):
         engine = EngineConfig(dtype="bfloat16", kv_cache_dtype=dtype, num_blocks=3)
         layout = cache_layout(model, engine, "cuda:0")
-        pool = new_pool(model, layout, "bfloat16" if dtype == "auto" else "fp8", torch.device("cpu"))
+        (group,) = new_groups(model, layout, "bfloat16" if dtype == "auto" else "fp8", torch.device("cpu"))
+        pool = group.pool
         assert (len(pool), pool[0].nbytes) == (layout.num_blocks, layout.block_bytes)
         assert not pool.view(torch.uint8).any()
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.engine.cpu.layer_group import LayerGroup
+from common.engine.layer_group import LayerGroup
 from common.engine.cpu.runner import CpuRunner
 from common.engine.plan import StepRow
 from common.models.decoder import Decoder

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import torch
 
-from common.engine.cpu.layer_group import LayerGroup
+from common.engine.layer_group import LayerGroup, check_groups
 from common.engine.plan import LaterStep, StepPlan, StepResult, StepRow, resolve_feeds
 from common.engine.reading import read_rows
 from common.engine.sampling import penalised, sample_rows
 from common.models.decoder import Decoder
-from common.protocol.errors import ConfigError, InvalidParameter
+from common.protocol.errors import InvalidParameter
 from common.protocol.messages import SamplingParams
 
 
@@ -32,18 +32,7 @@ class CpuRunner(ABC):
         self, decoder: Decoder, groups: Sequence[LayerGroup], dtype: torch.dtype, *, fingerprint: str, threads: int
     ) -> None:
         config = decoder.config
-        for pool, layers, _ in groups:
-            if (
-                pool.ndim != 6
-                or pool.shape[1:3] != (len(layers), 2)
-                or pool.shape[4:] != (config.num_kv_heads, config.head_dim)
-                or pool.shape[3] != groups[0].pool.shape[3]
-            ):
-                raise ConfigError(f"a KV pool of shape {list(pool.shape)} does not fit this model")
-            if pool.dtype != dtype:
-                raise ConfigError(f"a {pool.dtype} KV pool does not fit this model: it keeps {dtype}")
-        if sorted(layer for group in groups for layer in group.layers) != list(range(config.num_layers)):
-            raise ConfigError(f"the cache groups don't have each of {config.num_layers} layers once")
+        check_groups(groups, config, [dtype])
         self.decoder = decoder
         self.groups = groups
         pool = groups[0].pool

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from common.engine.cpu.layer_group import GroupedAttention, LayerGroup
+from common.engine.layer_group import GroupedAttention, LayerGroup
 from common.engine.cpu.runner import CpuRunner
 from common.engine.plan import StepRow
 from common.engine.reading import order_of_reading

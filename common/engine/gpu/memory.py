@@ -1,10 +1,11 @@
-"""How much of a GPU is left for KV once the weights are in, and the pool itself."""
+"""How much of a GPU is left for KV once the weights are in, and the pools themselves."""
 
 from __future__ import annotations
 
 import torch
 
 from common.cache.spec import CacheLayout
+from common.engine.layer_group import LayerGroup
 from common.models.config import ModelConfig
 from common.ops.attention.settings import DEFAULT_SETTINGS
 from common.protocol.errors import ConfigError
@@ -50,16 +51,21 @@ def measured_kv_room(device: torch.device, utilization: float, workspace: int) -
     return kv_room(free=free, total=total, used=used, utilization=utilization, workspace=workspace)
 
 
-def new_pool(model: ModelConfig, layout: CacheLayout, kv: str, device: torch.device) -> torch.Tensor:
-    """The KV pool: [num_blocks, layers, 2, block_tokens, kv_heads, head_dim] of `Precision.kv`, one allocation of its own.
+def new_groups(model: ModelConfig, layout: CacheLayout, kv: str, device: torch.device) -> list[LayerGroup]:
+    """Return the cache groups with a pool each: [num_blocks, layers, 2, block_tokens, kv_heads, head_dim] of `Precision.kv`, one
+    allocation of its own.
 
-    :raises ConfigError: if it does not fit.
+    :raises ConfigError: if they don't fit.
     """
     dtype = _STORAGE.get(kv) or getattr(torch, kv)
-    shape = (layout.num_blocks, model.num_layers, 2, layout.block_tokens, model.num_kv_heads, model.head_dim)
-    try:
-        # zeros, not anything: what a masked load brings in must be a number
-        return torch.zeros(shape, dtype=dtype, device=device)
-    except torch.OutOfMemoryError as error:
-        size = layout.num_blocks * layout.block_bytes
-        raise ConfigError(f"{size >> 20} MiB of KV don't fit onto {device}: lower kv_cache_mb or num_blocks") from error
+    made: list[LayerGroup] = []
+    for group, num_blocks in layout.pools:
+        layers = [member.layer for member in group.members]
+        shape = (num_blocks, len(layers), 2, group.block_tokens, model.num_kv_heads, model.head_dim)
+        try:
+            # zeros, not anything: what a masked load brings in must be a number
+            made.append(LayerGroup(torch.zeros(shape, dtype=dtype, device=device), layers, group.retention))
+        except torch.OutOfMemoryError as error:
+            size = layout.memory_bytes
+            raise ConfigError(f"{size >> 20} MiB of KV don't fit onto {device}: lower kv_cache_mb or num_blocks") from error
+    return made

@@ -25,6 +25,7 @@ from common.engine.gpu.sampling import DeviceSampler
 from common.engine.gpu.step import DeviceStep, lost_if_broken
 from common.engine.gpu.step_buffers import Fields, PackedStep, StepPacker, StepShape, buffer_bytes, layout
 from common.engine.gpu.warm_up import WARM_UP
+from common.engine.layer_group import GroupedAttention, LayerGroup, check_groups
 from common.engine.masks import StepMasks, fill_masks
 from common.engine.plan import StepPlan, StepResult, StepRow
 from common.engine.sampling import penalised
@@ -32,11 +33,13 @@ from common.models.attention import DeviceAttention
 from common.models.decoder import Decoder, Inputs
 from common.ops import backend
 from common.ops.attention.configs import has_parts
+from common.ops.attention.form import AttentionForm, FormKind
 from common.ops.attention.paged_attention import AttentionRow
 from common.ops.attention.parts import attend_part, planned_parts
 from common.ops.attention.prefill import attend_run, planned_lengths
 from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
 from common.ops.attention.work import AttentionWorkspace, DeviceBatch, FreshRun, plan_device_attention
+from common.ops.kv.forms import KvTarget
 from common.ops.tensors import Feed
 from common.protocol.errors import ConfigError, InvalidParameter
 from common.runtime import logs
@@ -53,11 +56,11 @@ _MAX_BLOCK_IDS = 4 << 20
 class DeviceRunner:
     """`plan.Runner` over a decoder whose weights are on a GPU.
 
-    pool: [num_blocks, layers, 2, block_tokens, kv_heads, head_dim], contiguous, in the decoder's dtype or float8_e4m3fn.
+    groups: a pool for each cache group, in the decoder's dtype or float8_e4m3fn; each layer is in one of them.
     `max_rows`: sequences a step samples at most; `token_budget`: tokens it computes at most. With `graphs`, shapes that
     `ShapeTable` lists are compiled and captured here, which takes seconds.
 
-    :raises ConfigError: if the pool's shape or dtype is not the model's.
+    :raises ConfigError: if the pools' shapes or dtypes are not the model's.
     """
 
     run_ahead = 2
@@ -65,7 +68,7 @@ class DeviceRunner:
     def __init__(
         self,
         decoder: Decoder,
-        pool: torch.Tensor,
+        groups: Sequence[LayerGroup],
         *,
         fingerprint: str,
         max_rows: int,
@@ -75,13 +78,10 @@ class DeviceRunner:
         attention: AttentionSettings = DEFAULT_SETTINGS,
     ) -> None:
         config = decoder.config
-        expected = (config.num_layers, 2, pool.shape[3], config.num_kv_heads, config.head_dim)
-        if pool.ndim != 6 or pool.shape[1:] != expected or not pool.is_contiguous():
-            raise ConfigError(f"a KV pool of shape {list(pool.shape)} does not fit this model")
-        if pool.dtype not in (decoder.dtype, torch.float8_e4m3fn):
-            raise ConfigError(f"a {pool.dtype} KV pool does not fit a {decoder.dtype} model")
+        check_groups(groups, config, (decoder.dtype, torch.float8_e4m3fn))
         self.decoder = decoder
-        self.pool = pool
+        self.groups = groups
+        pool = groups[0].pool
         self.num_blocks, self.block_tokens = pool.shape[0], pool.shape[3]
         self.max_context = config.max_context
         self.vocab_size = config.vocab_size
@@ -90,19 +90,24 @@ class DeviceRunner:
         self._on_gpu = pool.is_cuda
         self._stream = torch.cuda.Stream(self._device) if self._on_gpu else None
         self._max_tokens = max_tokens = max(token_budget, max_rows) + 64
-        num_ids = self.num_blocks + max_rows + _SPARE_BLOCK_IDS
+        longest = min(config.max_context, *(group.longest for group in groups))
+        num_ids = max(len(group.pool) for group in groups) + max_rows + _SPARE_BLOCK_IDS
         if not backend.BATCH_INVARIANT:  # whose workspace is sized by it; else rows that share blocks name them often
-            num_ids = max(num_ids, min(max_rows * -(-self.max_context // self.block_tokens), _MAX_BLOCK_IDS))
-        size = buffer_bytes(max_tokens, max_tokens, num_ids)
+            num_ids = max(num_ids, min(max_rows * -(-longest // self.block_tokens), _MAX_BLOCK_IDS))
+        size = buffer_bytes(max_tokens, max_tokens, num_ids * len(groups), len(groups))
         self._buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
         self._staging = [torch.zeros(size, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(_DEPTH)]
         self._tokens = [torch.zeros(max_tokens, dtype=torch.int64, pin_memory=self._on_gpu) for _ in range(_DEPTH)]
         self._turn = 0
-        self._packer = StepPacker(block_tokens=self.block_tokens, num_blocks=self.num_blocks, vocab_size=config.vocab_size)
+        self._packer = StepPacker(
+            block_tokens=self.block_tokens, num_blocks=[len(group.pool) for group in groups], vocab_size=config.vocab_size
+        )
         self._sampler = DeviceSampler(max_tokens, self._device, _DEPTH)
         self._workspace = AttentionWorkspace(self._device)
         self._attention = attention
-        self._rope = decoder.rope.table(min(config.max_context, self.num_blocks * self.block_tokens))
+        self._ropes = {rope: table.table(longest) for rope, table in decoder.ropes.items()}
+        self._kinds = [_kinds(decoder, group) for group in groups]
+        self._kv_forms = [decoder.kv_form(group.pool.dtype, group.layers) for group in groups]
         self._shapes = ShapeTable(max_rows, max_tokens, layer_parameters=decoder.layer_parameters)
         self._graphs: dict[StepShape, StepGraph] = {}
         self._launched_sizes: set[tuple[int, int, bool]] = set()
@@ -137,7 +142,7 @@ class DeviceRunner:
         staging = self._staging[(self._turn + 1) % _DEPTH]
         if shape.tokens > self._max_tokens:
             raise InvalidParameter(f"a step of {shape.tokens} tokens is more than this engine's token budget")
-        packed = self._packer.pack(rows, layout(staging, shape), shape)
+        packed = self._packer.pack(rows, layout(staging, shape, len(self.groups)), shape)
         self._turn = (self._turn + 1) % _DEPTH
         with self._running(), lost_if_broken():
             self._buffer[: packed.used_bytes].copy_(staging[: packed.used_bytes], non_blocking=True)
@@ -177,26 +182,13 @@ class DeviceRunner:
         return not known
 
     def _forward(
-        self, shape: StepShape, rows: Sequence[AttentionRow] | None = None, read: torch.Tensor | None = None
+        self, shape: StepShape, rows: Sequence[Sequence[AttentionRow]] = (), read: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Launches a step over the device buffer as it is laid out for `shape`. `rows`: for steps that are not captured.
-        `read`: the tokens whose hidden states are to be left in `_states`."""
-        fields = layout(self._buffer, shape)
-        config = self.decoder.config
-        batch = _batch(fields, shape, rows)
-        plan = plan_device_attention(
-            batch, self.pool, config.num_heads, self._workspace, settings=self._attention, dtype=self.decoder.dtype
-        )
-        attention = DeviceAttention(
-            config,
-            self.pool,
-            plan,
-            fields.slots,
-            fields.positions,
-            self._rope,
-            dtype=self.decoder.dtype,
-            **self.decoder.kv_form(self.pool.dtype),
-        )
+        """Launches a step over the device buffer as it is laid out for `shape`. `rows`: of each cache group, for steps that are
+        not captured. `read`: the tokens whose hidden states are to be left in `_states`."""
+        fields = layout(self._buffer, shape, len(self.groups))
+        attentions = [self._attend(fields, shape, group, rows[group] if rows else None) for group in range(len(self.groups))]
+        attention = attentions[0] if len(attentions) == 1 else GroupedAttention(self.groups, attentions)
         every = shape.samples == shape.tokens
         samples = None if every else fields.samples
         feed = Feed(fields.feeds, self._sampler.sampled)
@@ -209,6 +201,27 @@ class DeviceRunner:
         if len(logits):
             self._sampler.draw(logits)
         return logits
+
+    def _attend(
+        self, fields: Fields, shape: StepShape, group: int, rows: Sequence[AttentionRow] | None
+    ) -> DeviceAttention:
+        """Plan the attention of a cache group's layers."""
+        pool, dtype = self.groups[group].pool, self.decoder.dtype
+        batch = _batch(fields, shape, group, rows)
+        plans = {
+            kind: plan_device_attention(
+                batch,
+                pool,
+                self.decoder.config.num_heads,
+                self._workspace,
+                settings=self._attention,
+                dtype=dtype,
+                form=form,
+            )
+            for kind, form in self._kinds[group].items()
+        }
+        target = KvTarget(pool, fields.slots[group], **self._kv_forms[group])
+        return DeviceAttention(target, plans, fields.positions, self._ropes, dtype)
 
     @contextlib.contextmanager
     def _running(self) -> Iterator[None]:
@@ -234,7 +247,7 @@ class DeviceRunner:
                     rows = [StepRow([0], 0, [], 1, params, 0, [0], constraint=one) for params, one in samples]
                     self._blank(shape)
                     self._sampler.load(rows)
-                    logits = self._forward(shape, [AttentionRow(0, num_tokens, start, [])])
+                    logits = self._forward(shape, [[AttentionRow(0, num_tokens, start, [])]] * len(self.groups))
                     self._sampler.finish(logits, rows, partial(self._masks, rows))
                 if self._attention.overlap_decode and num_tokens > self._attention.long_prompt_min:
                     self._overlap(num_tokens)
@@ -256,13 +269,16 @@ class DeviceRunner:
         ]
         shape = StepShape(tokens=num_tokens, rows=2, max_queries=num_tokens, samples=2)
         self._blank(shape)
-        self._forward(shape, rows)
+        self._forward(shape, [rows] * len(self.groups))
 
     def _plan_prompts(self, token_budget: int) -> None:
         if self.decoder.dtype == torch.float32:  # which cuDNN refuses
             return
         config = self.decoder.config
-        scale = config.head_dim**-0.5
+        plain = [kinds[FormKind()] for kinds in self._kinds if FormKind() in kinds]
+        if not plain:  # which is all that cuDNN can do
+            return
+        scale = plain[0].scale
 
         def zeros(length: int, heads: int) -> torch.Tensor:
             return torch.zeros(length, heads, config.head_dim, dtype=self.decoder.dtype, device=self._device)
@@ -307,27 +323,38 @@ class DeviceRunner:
     def _blank(self, shape: StepShape) -> None:
         """A step of nothing but padding."""
         self._buffer.zero_()
-        fields = layout(self._buffer, shape)
-        fields.slots.fill_(-1)
+        fields = layout(self._buffer, shape, len(self.groups))
+        for slots in fields.slots:
+            slots.fill_(-1)
         fields.feeds.fill_(-1)
 
 
-def _batch(fields: Fields, shape: StepShape, rows: Sequence[AttentionRow] | None) -> DeviceBatch:
+def _kinds(decoder: Decoder, group: LayerGroup) -> dict[FormKind, AttentionForm]:
+    """Return a form of each kind among a group's layers."""
+    forms = [decoder.layers[layer].mixer.form for layer in group.layers]
+    return {form.kind: form for form in forms}
+
+
+def _batch(fields: Fields, shape: StepShape, group: int, rows: Sequence[AttentionRow] | None) -> DeviceBatch:
     return DeviceBatch(
         query_starts=fields.query_starts,
         context_lens=fields.context_lens,
         block_ids=fields.block_ids,
-        block_starts=fields.block_starts,
+        block_starts=fields.block_starts[group],
         max_queries=shape.max_queries,
         num_tokens=shape.tokens,
         rows=rows,
     )
 
 
-def _attention_rows(packed: PackedStep) -> list[AttentionRow]:
+def _attention_rows(packed: PackedStep) -> list[list[AttentionRow]]:
+    """Of each cache group."""
     return [
-        AttentionRow(first, length, start, blocks)
-        for first, length, start, blocks in zip(
-            packed.firsts.tolist(), packed.lengths.tolist(), packed.starts.tolist(), packed.blocks, strict=True
-        )
+        [
+            AttentionRow(first, length, start, blocks)
+            for first, length, start, blocks in zip(
+                packed.firsts.tolist(), packed.lengths.tolist(), packed.starts.tolist(), tables, strict=True
+            )
+        ]
+        for tables in packed.blocks
     ]

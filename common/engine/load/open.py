@@ -6,8 +6,9 @@ gets what the weights leave, so the segment comes last; it holds generations, an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Thread
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -21,6 +22,9 @@ from common.models.source import ModelFiles, resolve
 from common.transfer.cuda_ipc import LocalTransport, export_pool
 from common.transfer.segment import Segment
 from common.transfer.segment_file import sweep
+
+if TYPE_CHECKING:
+    from common.engine.layer_group import LayerGroup
 
 Progress = Callable[[int, int], None]
 
@@ -51,18 +55,26 @@ def open_engine(
         engine.identity, engine.files = identity, files
         return engine
     runner = load_runner(files, settings, on_progress=on_progress)
-    pool = runner.pool  # pyright: ignore[reportAttributeAccessIssue]
-    segment = Segment.create(
-        config.shm_dir,
-        segment_name,
-        num_blocks=len(pool),
-        block_bytes=pool[0].nbytes,
-        fingerprint=runner.fingerprint,
-        device_memory=export_pool(pool),
-    )
-    if transport is not None:
-        transport.attach(pool)
-    return Engine(runner, GroupMemory(segment), on_gpu=True, identity=identity, files=files)
+    groups: Sequence[LayerGroup] = runner.groups  # pyright: ignore[reportAttributeAccessIssue]
+    memory: list[GroupMemory] = []
+    try:
+        for index, group in enumerate(groups):
+            segment = Segment.create(
+                config.shm_dir,
+                group_name(segment_name, index),
+                num_blocks=len(group.pool),
+                block_bytes=group.pool[0].nbytes,
+                fingerprint=group_name(runner.fingerprint, index),
+                device_memory=export_pool(group.pool),
+            )
+            memory.append(GroupMemory(segment, group.retention))
+        if transport is not None:
+            transport.attach({group_name(runner.fingerprint, index): group.pool for index, group in enumerate(groups)})
+    except BaseException:
+        for one in memory:
+            one.segment.close()
+        raise
+    return Engine(runner, memory[0], memory[1:], on_gpu=True, identity=identity, files=files)
 
 
 def _open_on_cpu(

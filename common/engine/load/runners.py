@@ -118,7 +118,7 @@ def _cpu_runner(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
-    from common.engine.cpu.layer_group import LayerGroup
+    from common.engine.layer_group import LayerGroup
 
     threads = engine.threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(threads)
@@ -153,7 +153,7 @@ def _device_runner(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
-    from common.engine.gpu.memory import measured_kv_room, new_pool, workspace_bytes
+    from common.engine.gpu.memory import measured_kv_room, new_groups, workspace_bytes
     from common.engine.gpu.runner import DeviceRunner
     from common.ops import backend
     from common.ops.linear.linear_tuning import tune_linears
@@ -172,13 +172,11 @@ def _device_runner(
         room = measured_kv_room(gpu, engine.gpu_memory_utilization, workspace)
     layout = cache_layout(model, engine, device, kv_bytes=room, fp8_choice=choice.digest() if choice else "")
     announce_pool(decoder.config, engine, layout)
-    if len(layout.groups) > 1:
-        raise ConfigError("a GPU keeps the KV of all layers in one pool: layers with windows beside others need device cpu")
-    pool = new_pool(model, layout, precision.kv, gpu)
+    groups = new_groups(model, layout, precision.kv, gpu)
     torch.cuda.synchronize(gpu)  # the runner works on a stream of its own
     begun = time.perf_counter()
     runner = DeviceRunner(
-        decoder, pool, fingerprint=layout.fingerprint, max_rows=engine.max_running, token_budget=engine.token_budget
+        decoder, groups, fingerprint=layout.fingerprint, max_rows=engine.max_running, token_budget=engine.token_budget
     )
     log.info("graphs_captured", kv_blocks=layout.num_blocks, seconds=_since(begun))
     return runner

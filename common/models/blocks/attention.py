@@ -13,19 +13,22 @@ from common.models.blocks.shards import ShardRule
 from common.models.spec import AttentionSpec, ModelSpec
 from common.models.weights.base import WeightLoader
 from common.ops.attention.form import AttentionForm
+from common.ops.kv.forms import HeadForm, Temperature
 from common.ops.linear.linear import linear
 from common.ops.linear.weight import LinearWeight
 
 
 @dataclass(slots=True, frozen=True)
 class AttentionBlock:
-    """qkv: the fused projections. q_norm, k_norm: [head_dim], or of the whole projection; None for none.
+    """qkv: the fused projections. q_norm, k_norm: [head_dim], or of the whole projection; None for none. heads: what happens
+    to Q and K of each head; its norms are over single heads only.
 
     Its cache component: K and V of `spec.num_kv_heads` heads of `spec.head_dim` numbers each, kept as `spec.retention` says.
     """
 
     spec: AttentionSpec
     form: AttentionForm
+    heads: HeadForm
     norms: Norms
     qkv: LinearWeight
     q_norm: torch.Tensor | None
@@ -35,7 +38,8 @@ class AttentionBlock:
     def forward(self, border: Border, attention: Attention, layer: int, samples: torch.Tensor | None) -> Border:
         """Writes K and V of layer `layer`. samples: int64, the tokens that go on; None for all."""
         x = border.read(self.norms, self.qkv)
-        attended = attention(linear(x, self.qkv, split=True), self, layer)
+        partial = self.spec.qk_norm != "projection"  # which is over sums of all parts
+        attended = attention(linear(x, self.qkv, split=partial), self, layer)
         if samples is not None:
             border = border.select(samples)
             if not len(samples):  # the middle of a prompt: only its K and V were wanted
@@ -82,10 +86,25 @@ def load_attention(loader: WeightLoader, model: ModelSpec, layer: int) -> Attent
         sinks = loader.take(f"{prefix}.{names.sinks}", spec.num_heads, dtype=torch.float32)
     return AttentionBlock(
         spec=spec,
+        heads=_head_form(spec, model.rms_eps, q_norm if per_head else None, k_norm if per_head else None),
         form=AttentionForm(spec.scale, window=spec.window, chunk=spec.chunk, soft_cap=spec.soft_cap, sinks=sinks),
         norms=norms,
         qkv=qkv,
         q_norm=q_norm,
         k_norm=k_norm,
         output=take_fused(loader, prefix, (names.output,), (model.hidden_size,), spec.query_size, spec.output_bias),
+    )
+
+
+def _head_form(spec: AttentionSpec, eps: float, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None) -> HeadForm:
+    temperature = spec.temperature
+    return HeadForm(
+        num_heads=spec.num_heads,
+        eps=eps,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        without_weights=spec.qk_norm == "l2",
+        rotated=0 if spec.rope is None else spec.rope.dims or None,
+        interleaved=spec.rope is not None and spec.rope.interleaved,
+        temperature=None if temperature is None else Temperature(temperature.scale, temperature.floor),
     )

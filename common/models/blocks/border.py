@@ -9,7 +9,6 @@ import torch
 from common.ops.linear.linear import takes_quantised
 from common.ops.linear.weight import LinearWeight
 from common.ops.norm.add_rms_norm import add_rms_norm
-from common.ops.norm.rms_norm import rms_norm
 from common.ops.tensors import Activation
 
 
@@ -30,6 +29,7 @@ class Border:
     residual: [rows, hidden_size] in the model's dtype; a reader may add `delta` to it in place.
     delta: None; [rows, hidden_size] in that dtype; or float32 partial sums [splits, rows, hidden_size], to be added first to
     last.
+    behind: [hidden_size], the norm that the sum goes through before it is added; None for none.
 
     The block that reads adds, normalises, and quantises for its first linear, all in one kernel: so sums stay partial and
     activations leave no kernel unquantised.
@@ -37,6 +37,7 @@ class Border:
 
     residual: torch.Tensor
     delta: torch.Tensor | None = None
+    behind: torch.Tensor | None = None
 
     @property
     def rows(self) -> int:
@@ -46,20 +47,14 @@ class Border:
         """Add `delta` to the residual, and return what the block's first linear takes: [rows, hidden_size] in the model's
         dtype, or quantised where `reader` wants that.
 
-        The residual that goes on is `carried`.
+        The residual changes in place; what is returned may be the residual itself.
         """
-        if norms.before is None:
-            if self.delta is not None:
-                self.residual.add_(total(self.delta, self.residual.dtype))
-            return self.residual
         quantise = reader is not None and takes_quantised(reader, self.rows)
-        return add_rms_norm(self.residual, self.delta, norms.before, norms.eps, quantise=quantise)
+        return add_rms_norm(self.residual, self.delta, norms.before, norms.eps, behind=self.behind, quantise=quantise)
 
     def leave(self, delta: torch.Tensor, norms: Norms) -> Border:
         """Return the border behind a block that has read this one and made `delta`, as `Border.delta` describes it."""
-        if norms.behind is None:
-            return Border(self.residual, delta)
-        return Border(self.residual, rms_norm(total(delta, self.residual.dtype), norms.behind, norms.eps))
+        return Border(self.residual, delta, norms.behind)
 
     def select(self, rows: torch.Tensor) -> Border:
         """Return those rows of a border that was read. rows: int64."""

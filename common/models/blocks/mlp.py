@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from common.models.blocks.border import Border, Norms
 from common.models.blocks.loading import take_fused, take_norms
@@ -42,11 +41,10 @@ SHARDS: dict[str, ShardRule] = {"norms": "replicated", "gate_up": "outputs", "do
 
 def feed_forward(x: Activation, spec: DenseSpec, into: LinearWeight, down: LinearWeight) -> torch.Tensor:
     """x: [rows, hidden_size]. Returns the same, or float32 partial sums of it [splits, …]."""
-    if spec.activation == "silu":
-        rows = len(x) if isinstance(x, torch.Tensor) else len(x.data)
-        return linear(gate_up(x, into, quantise=takes_quantised(down, rows)), down, split=True)
-    gate, up = linear(x, into).chunk(2, -1)
-    return linear(F.gelu(gate, approximate="tanh").mul_(up), down, split=True)
+    assert spec.activation != "clamped_swiglu", "an expert's"
+    rows = len(x) if isinstance(x, torch.Tensor) else len(x.data)
+    middle = gate_up(x, into, activation=spec.activation, quantise=takes_quantised(down, rows))
+    return linear(middle, down, split=True)
 
 
 def load_dense(loader: WeightLoader, model: ModelSpec, layer: int, spec: DenseSpec) -> DenseBlock:

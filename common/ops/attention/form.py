@@ -27,6 +27,13 @@ class Reach(NamedTuple):
 UNLIMITED = Reach()
 
 
+class FormKind(NamedTuple):
+    """What a plan is made for: layers of equal kind share the plan of a step. is_adjusted: scores have a cap or sinks."""
+
+    reach: Reach = UNLIMITED
+    is_adjusted: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
     """The attention of one layer.
@@ -58,9 +65,14 @@ class AttentionForm:
         return Reach(self.window, self.chunk)
 
     @property
+    def kind(self) -> FormKind:
+        """Return which plan serves this layer."""
+        return FormKind(self.reach, bool(self.soft_cap) or self.sinks is not None)
+
+    @property
     def is_plain(self) -> bool:
         """Tell whether this is causal softmax attention over all keys."""
-        return self.reach == UNLIMITED and not self.soft_cap and self.sinks is None
+        return self.kind == FormKind()
 
     def first_key(self, position: int) -> int:
         """Return the first key that the query at `position` sees."""

@@ -24,7 +24,7 @@ from common.ops.attention.configs import (
     widened,
 )
 from common.ops.attention.cut import Cut
-from common.ops.attention.form import UNLIMITED, AttentionForm, Reach
+from common.ops.attention.form import AttentionForm, FormKind, Reach
 from common.ops.attention.plan_cpu import AttentionRow
 from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
 
@@ -142,11 +142,15 @@ class DevicePlan:
     head_dim: int
     prefill_backend: PrefillBackend
     settings: AttentionSettings
-    reach: Reach
+    kind: FormKind
     lists: list[WorkList] = field(default_factory=list)
     fresh: list[FreshRun] = field(default_factory=list)
     chunks: list[ChunkRun] = field(default_factory=list)
     beside: Beside | None = None
+
+    @property
+    def reach(self) -> Reach:
+        return self.kind.reach
 
     @property
     def takes_kv(self) -> bool:
@@ -171,19 +175,19 @@ def plan_device_attention(
     programmatic dependence: it begins after the list is written, and whatever follows begins after that.
 
     config: instead of the table's, for measurements. dtype: of queries; None: the pool's. form: of the layers that use the
-    plan; None for plain attention. Layers of equal reach share a plan if either all or none of them have a cap or sinks.
+    plan; None for plain attention. Layers whose forms are of one kind share a plan.
 
     :raises ValueError: for tensors of other shapes or dtypes, or heads that don't divide.
     """
     kv_heads, head_dim = pool.shape[4:]
     _check(batch, num_heads, kv_heads, pool)
-    reach = UNLIMITED if form is None else form.reach
+    kind = FormKind() if form is None else form.kind
     rows, backend_name = batch.rows, settings.prefill_backend
     if rows is None or batch.max_queries < settings.fresh_prefill_min or backend.BATCH_INVARIANT:
         backend_name = "kernel"
-    if form is not None and not form.is_plain:  # which SDPA can't express
+    if kind != FormKind():  # which SDPA can't express
         backend_name = "kernel"
-    plan = DevicePlan(batch, num_heads, kv_heads, head_dim, backend_name, settings, reach)
+    plan = DevicePlan(batch, num_heads, kv_heads, head_dim, backend_name, settings, kind)
     fresh_prefill_min = part_min_queries = _NEVER
     if rows is not None and backend_name != "kernel":
         fresh_prefill_min = settings.fresh_prefill_min
@@ -224,7 +228,7 @@ def plan_device_attention(
             tile=chosen.tile,
             segment=chosen.segment_keys // chosen.tile,
             is_even=settings.is_even,
-            reach=reach,
+            reach=kind.reach,
         )
         plan.lists.append(_make_list(plan, pool, workspace, chosen, cut))
     if plan.lists:
@@ -265,7 +269,7 @@ def _make_list(
     max_items = query_tiles + split_items
     slots = min(max_items, 2 * split_items)
     slot_rows = (1 if cut.max_queries == 1 else cut.query_tile) * group  # few sizes: each is a kernel to compile
-    name = f"{index}-{plan.reach.window}-{plan.reach.chunk}"
+    name = f"{index}-{plan.reach.window}-{plan.reach.chunk}-{plan.kind.is_adjusted:d}"
 
     def take(what: str, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return workspace.take(f"{what}-{name}", shape, dtype)

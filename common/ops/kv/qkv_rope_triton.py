@@ -1,7 +1,7 @@
 """Sums, bias, QK norm, rotation, centring, mixing and the write into the pool: one program per row and group of heads.
 
-A head's two halves are two tiles, because rotation pairs an element with the one half a head away. Groups hold heads of one
-kind, Q, K or V, so that what a program does is one branch.
+A head is two tiles, because rotation pairs elements: those half a head apart, or as `_pairs` finds them. Groups hold heads of
+one kind, Q, K or V, so that what a program does is one branch.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
@@ -13,6 +13,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from common.ops import backend
+from common.ops.kv.forms import HeadForm, KvTarget
 from common.ops.kv.hadamard_triton import hadamard_mixed
 from common.ops.loads_triton import AT_ONCE, held, loads_begun
 
@@ -33,15 +34,15 @@ def choose(rows: int, mix: bool = False) -> int:
 
 
 @triton.jit
-def _summed(places, split_stride, mask, bias_first, bias_second, HALF: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr):
-    """Both halves, added up first to last; a few splits are read at once."""
+def _summed(places, apart, split_stride, mask, bias_first, bias_second, SPLITS: tl.constexpr, PDL: tl.constexpr):
+    """Both tiles, `apart` in memory, added up first to last; a few splits are read at once."""
     first, second = 0.0, 0.0
     for begin in tl.static_range(0, SPLITS, AT_ONCE):
         firsts, seconds = (), ()
         for split in tl.static_range(begin, min(begin + AT_ONCE, SPLITS)):
             place = places + tl.full((), split, tl.int64) * split_stride
             firsts += (tl.load(place, mask=mask, other=0.0).to(tl.float32),)
-            seconds += (tl.load(place + HALF, mask=mask, other=0.0).to(tl.float32),)
+            seconds += (tl.load(place + apart, mask=mask, other=0.0).to(tl.float32),)
         zero = loads_begun(PDL and SPLITS > 1)
         part_first = held(firsts[0], zero, PDL and SPLITS > 1)
         part_second = held(seconds[0], zero, PDL and SPLITS > 1)
@@ -57,14 +58,33 @@ def _summed(places, split_stride, mask, bias_first, bias_second, HALF: tl.conste
 
 
 @triton.jit
-def _rotated(first, second, gain_first, gain_second, cos, sin, eps, HEAD_DIM: tl.constexpr):
-    """RMSNorm if there are gains, then rotation; tiles [heads, half]."""
+def _pairs(columns, HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: tl.constexpr, IS_TARGET: tl.constexpr):
+    """The element of a head that each column of the first tile holds, and how far on the second tile's is.
+
+    Behind what is rotated lie pairs that are not. Interleaved pairs are read as such and written as halves (IS_TARGET).
+    """
+    HALF: tl.constexpr = HEAD_DIM // 2
+    if INTERLEAVED and not IS_TARGET:
+        return columns * 2, 1
+    elif ROTATED == 0 or ROTATED == HEAD_DIM:
+        return columns, HALF
+    else:
+        PAIRS: tl.constexpr = ROTATED // 2
+        turned = columns < PAIRS
+        return tl.where(turned, columns, columns + PAIRS), tl.where(turned, PAIRS, HALF - PAIRS)
+
+
+@triton.jit
+def _normed(first, second, gain_first, gain_second, eps, HEAD_DIM: tl.constexpr):
+    """RMSNorm over heads; tiles [heads, half]."""
+    squares = tl.sum(first * first + second * second, axis=1)
+    inverse = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+    first *= inverse
+    second *= inverse
     if gain_first is not None:
-        squares = tl.sum(first * first + second * second, axis=1)
-        inverse = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
-        first = first * inverse * gain_first
-        second = second * inverse * gain_second
-    return first * cos - second * sin, second * cos + first * sin
+        first *= gain_first
+        second *= gain_second
+    return first, second
 
 
 @triton.jit
@@ -80,7 +100,7 @@ def _for_pool(tile, inverse_scale, DTYPE: tl.constexpr, held: tl.constexpr):
 def qkv_rope_kernel(
     qkv,  # [SPLITS, rows, (HEADS + 2 * KV_HEADS) * HEAD_DIM]
     positions,  # [rows]
-    rope,  # float32 [max_positions, HEAD_DIM]
+    rope,  # float32 [max_positions, ROTATED] or None
     q_norm,  # [HEAD_DIM] or None
     k_norm,
     bias,  # [(HEADS + 2 * KV_HEADS) * HEAD_DIM] or None
@@ -95,6 +115,8 @@ def qkv_rope_kernel(
     row_stride,
     eps,
     layer,
+    temperature_scale,
+    temperature_floor,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -104,6 +126,10 @@ def qkv_rope_kernel(
     HALF_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
     DTYPE: tl.constexpr,
+    ROTATED: tl.constexpr,  # dimensions
+    INTERLEAVED: tl.constexpr,
+    NORMED: tl.constexpr,
+    TEMPERED: tl.constexpr,
     MIX: tl.constexpr,
     NEED_KV: tl.constexpr,
     PDL: tl.constexpr,
@@ -123,18 +149,22 @@ def qkv_rope_kernel(
     heads = local_group * GROUP + tl.arange(0, GROUP)
     columns = heads[:, None] * 0 + tl.arange(0, HALF_BLOCK)[None, :]  # whole tiles: one layout for all loads
     mask = (heads < tl.where(is_query, HEADS, KV_HEADS))[:, None] & (columns < HALF)
-    inside = heads[:, None] * HEAD_DIM + columns
-    offsets = base * HEAD_DIM + inside
+    source, source_apart = _pairs(columns, HEAD_DIM, ROTATED, INTERLEAVED, IS_TARGET=False)
+    target, apart = _pairs(columns, HEAD_DIM, ROTATED, INTERLEAVED, IS_TARGET=True)
+    if INTERLEAVED:  # V is as it is
+        source, source_apart = tl.where(is_value, columns, source), tl.where(is_value, HALF, source_apart)
+    inside = heads[:, None] * HEAD_DIM + target
+    offsets = (base + heads[:, None]) * HEAD_DIM + source
 
     # what no earlier kernel writes
     gain_first, gain_second, bias_first, bias_second, inverse_scale = None, None, None, None, None
     if bias is not None:
         bias_first = tl.load(bias + offsets, mask=mask, other=0.0).to(tl.float32)
-        bias_second = tl.load(bias + offsets + HALF, mask=mask, other=0.0).to(tl.float32)
+        bias_second = tl.load(bias + offsets + source_apart, mask=mask, other=0.0).to(tl.float32)
     if q_norm is not None:
-        norm = tl.where(is_query, q_norm, k_norm) + columns
+        norm = tl.where(is_query, q_norm, k_norm) + source
         gain_first = tl.load(norm, mask=mask, other=0.0).to(tl.float32)
-        gain_second = tl.load(norm + HALF, mask=mask, other=0.0).to(tl.float32)
+        gain_second = tl.load(norm + source_apart, mask=mask, other=0.0).to(tl.float32)
     if kv_scale is not None:
         scales = kv_scale + (layer * 2 + is_value.to(tl.int32)) * KV_HEADS + heads[:, None]
         inverse_scale = 1.0 / tl.load(scales, mask=(heads < KV_HEADS)[:, None] & (group >= Q_GROUPS), other=1.0)
@@ -143,20 +173,31 @@ def qkv_rope_kernel(
         of_key = mask & (group >= Q_GROUPS) & (group < Q_GROUPS + KV_GROUPS)
         centers = k_center + layer * (KV_HEADS * HEAD_DIM) + inside
         center_first = tl.load(centers, mask=of_key, other=0.0)
-        center_second = tl.load(centers + HALF, mask=of_key, other=0.0)
+        center_second = tl.load(centers + apart, mask=of_key, other=0.0)
     # like attention's work list, a step's positions and slots are older than the kernel before this one
     position = tl.load(positions + row).to(tl.int64)
     slot = tl.load(slots + row)
-    angles = rope + position * HEAD_DIM + columns
-    cos = tl.load(angles, mask=mask & (group < Q_GROUPS + KV_GROUPS), other=0.0)
-    sin = tl.load(angles + HALF, mask=mask & (group < Q_GROUPS + KV_GROUPS), other=0.0)
+    cos, sin = None, None
+    if ROTATED > 0:
+        angles = rope + position * ROTATED + columns
+        turned = mask & (group < Q_GROUPS + KV_GROUPS) & (columns < ROTATED // 2)
+        cos = tl.load(angles, mask=turned, other=0.0 if ROTATED == HEAD_DIM else 1.0)
+        sin = tl.load(angles + ROTATED // 2, mask=turned, other=0.0)
     if PDL:
         gdc_wait()
 
     places = qkv + row * row_stride + offsets
-    first, second = _summed(places, split_stride, mask, bias_first, bias_second, HALF, SPLITS, PDL)
+    first, second = _summed(places, source_apart, split_stride, mask, bias_first, bias_second, SPLITS, PDL)
     if group < Q_GROUPS + KV_GROUPS:
-        first, second = _rotated(first, second, gain_first, gain_second, cos, sin, eps, HEAD_DIM)
+        if NORMED:
+            first, second = _normed(first, second, gain_first, gain_second, eps, HEAD_DIM)
+        if ROTATED > 0:
+            first, second = first * cos - second * sin, second * cos + first * sin
+        if TEMPERED:
+            steps = tl.floor((position.to(tl.float32) + 1.0) / temperature_floor)
+            factor = tl.where(is_query, 1.0 + temperature_scale * tl.log(1.0 + steps), 1.0)
+            first *= factor
+            second *= factor
         if center_first is not None:  # of Q it is zero
             first -= center_first
             second -= center_second
@@ -165,7 +206,7 @@ def qkv_rope_kernel(
     if is_query:
         targets = query + row * (HEADS * HEAD_DIM) + inside
         tl.store(targets, first.to(DTYPE), mask=mask)
-        tl.store(targets + HALF, second.to(DTYPE), mask=mask)
+        tl.store(targets + apart, second.to(DTYPE), mask=mask)
     else:
         ENTRY: tl.constexpr = KV_HEADS * HEAD_DIM
         POOL_DTYPE: tl.constexpr = pool.dtype.element_ty
@@ -174,11 +215,11 @@ def qkv_rope_kernel(
         stored = pool + entry * ENTRY + inside
         written = mask & (slot >= 0)
         tl.store(stored, _for_pool(first, inverse_scale, DTYPE, POOL_DTYPE), mask=written)
-        tl.store(stored + HALF, _for_pool(second, inverse_scale, DTYPE, POOL_DTYPE), mask=written)
+        tl.store(stored + apart, _for_pool(second, inverse_scale, DTYPE, POOL_DTYPE), mask=written)
         if NEED_KV:
             copies = tl.where(is_value, value, key) + row * ENTRY + inside
             tl.store(copies, first.to(DTYPE), mask=mask)
-            tl.store(copies + HALF, second.to(DTYPE), mask=mask)
+            tl.store(copies + apart, second.to(DTYPE), mask=mask)
 
 
 def heads_per_program(half: int, num_warps: int) -> int:
@@ -191,27 +232,22 @@ _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.
 
 def qkv_rope_triton(
     qkv: torch.Tensor,
-    *,
-    num_heads: int,
-    positions: torch.Tensor,
-    rope: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    eps: float,
-    bias: torch.Tensor | None,
-    pool: torch.Tensor,
+    form: HeadForm,
+    target: KvTarget,
     layer: int,
-    slots: torch.Tensor,
+    *,
+    positions: torch.Tensor,
+    rope: torch.Tensor | None,
+    bias: torch.Tensor | None,
     dtype: torch.dtype,
-    kv_scale: torch.Tensor | None,
-    k_center: torch.Tensor | None = None,
-    mix: bool = False,
     need_kv: bool,
     num_warps: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """As `qkv_rope`, shapes checked by it."""
+    pool, mix, num_heads = target.pool, target.mix, form.num_heads
     _, layers, _, block_tokens, kv_heads, head_dim = pool.shape
     rows = qkv.shape[-2]
+    temperature = form.temperature
     query = torch.empty(rows, num_heads, head_dim, dtype=dtype, device=qkv.device)
     key = torch.empty(rows, kv_heads, head_dim, dtype=dtype, device=qkv.device) if need_kv else None
     value = torch.empty(rows, kv_heads, head_dim, dtype=dtype, device=qkv.device) if need_kv else None
@@ -225,20 +261,22 @@ def qkv_rope_triton(
         qkv=qkv,
         positions=positions,
         rope=rope,
-        q_norm=q_norm,
-        k_norm=k_norm,
+        q_norm=form.q_norm,
+        k_norm=form.k_norm,
         bias=bias,
         pool=pool,
-        slots=slots,
-        kv_scale=kv_scale,
-        k_center=k_center,
+        slots=target.slots,
+        kv_scale=target.kv_scale,
+        k_center=target.k_center,
         query=query,
         key=key,
         value=value,
         split_stride=qkv.stride(0) if qkv.ndim == 3 else 0,
         row_stride=qkv.stride(-2),
-        eps=eps,
+        eps=form.eps,
         layer=layer,
+        temperature_scale=0.0 if temperature is None else temperature.scale,
+        temperature_floor=1.0 if temperature is None else temperature.floor,
         HEADS=num_heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
@@ -248,6 +286,10 @@ def qkv_rope_triton(
         HALF_BLOCK=half,
         SPLITS=qkv.shape[0] if qkv.ndim == 3 else 1,
         DTYPE=_TRITON_DTYPES[dtype],
+        ROTATED=form.num_rotated(head_dim),
+        INTERLEAVED=form.interleaved,
+        NORMED=form.without_weights or form.q_norm is not None,
+        TEMPERED=temperature is not None,
         MIX=mix,
         NEED_KV=need_kv,
         PDL=pdl,

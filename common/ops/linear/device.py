@@ -24,7 +24,7 @@ from common.ops.linear.candidates import (
     invariant_candidate,
     library_scales,
 )
-from common.ops.linear.weight import LinearWeight
+from common.ops.linear.weight import GateActivation, LinearWeight
 from common.ops.quant.quantise import quantise_rows
 from common.ops.quant.quantise_reference import dequantise_weight_reference
 from common.ops.tensors import Activation, Quantised
@@ -49,12 +49,18 @@ def linear_device(x: Activation, weight: LinearWeight, *, split: bool) -> torch.
     return run(op, x, weight, choose(op, weight, rows, isinstance(x, Quantised)))
 
 
-def gate_up_device(x: Activation, weight: LinearWeight, *, quantise: bool) -> Activation:
-    """As `gate_up`."""
+def gate_up_device(
+    x: Activation, weight: LinearWeight, *, activation: GateActivation = "silu", quantise: bool
+) -> Activation:
+    """As `gate_up`. Gelu is a pass of its own behind the linear."""
     rows = len(x.data if isinstance(x, Quantised) else x)
     if not rows:
         empty = torch.empty(0, weight.out_features // 2, dtype=weight.dtype, device=weight.data.device)
         return quantise_rows(empty) if quantise else empty
+    if activation == "gelu_tanh":
+        from common.ops.linear.gate_up_triton import silu_mul_triton
+
+        return silu_mul_triton(linear_device(x, weight, split=False), weight.dtype, quantise=quantise, gelu=True)
     x = _prepared(x, weight)
     chosen = choose("gated", weight, rows, isinstance(x, Quantised))
     if chosen.kind == "library":

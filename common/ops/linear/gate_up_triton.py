@@ -1,4 +1,4 @@
-"""silu(gate) · up of a finished linear on a GPU, and what the linear left to do: scales and bias."""
+"""activation(gate) · up of a finished linear on a GPU, and what the linear left to do: scales and bias."""
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -28,6 +28,7 @@ def silu_mul_kernel(
     BLOCK: tl.constexpr,
     QUANTISE: tl.constexpr,
     WHOLE: tl.constexpr,  # BLOCK holds a row
+    GELU: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -40,28 +41,28 @@ def silu_mul_kernel(
         x_scale += row
     if QUANTISE and WHOLE:
         place = tl.arange(0, BLOCK)
-        values = gated(gate_up, x_scale, w_scale, bias, place, size)
+        values = gated(gate_up, x_scale, w_scale, bias, place, size, GELU)
         highest = tl.maximum(tl.max(tl.abs(values), axis=0), 1e-20)
         tl.store(out + place, as_e4m3(values, highest), mask=place < size)
         tl.store(out_scale + row, highest / 448.0)
     elif QUANTISE:
         found = tl.zeros([BLOCK], tl.float32)
         for start in range(0, size, BLOCK):
-            found = tl.maximum(found, tl.abs(gated(gate_up, x_scale, w_scale, bias, start + tl.arange(0, BLOCK), size)))
+            found = tl.maximum(found, tl.abs(gated(gate_up, x_scale, w_scale, bias, start + tl.arange(0, BLOCK), size, GELU)))
         highest = tl.maximum(tl.max(found, axis=0), 1e-20)
         for start in range(0, size, BLOCK):
             place = start + tl.arange(0, BLOCK)
-            tl.store(out + place, as_e4m3(gated(gate_up, x_scale, w_scale, bias, place, size), highest), mask=place < size)
+            tl.store(out + place, as_e4m3(gated(gate_up, x_scale, w_scale, bias, place, size, GELU), highest), mask=place < size)
         tl.store(out_scale + row, highest / 448.0)
     else:
         place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        values = gated(gate_up, x_scale, w_scale, bias, place, size)
+        values = gated(gate_up, x_scale, w_scale, bias, place, size, GELU)
         tl.store(out + place, values.to(out.dtype.element_ty), mask=place < size)
 
 
 @triton.jit
-def gated(gate_up, x_scale, w_scale, bias, place, size):
-    """silu(gate) · up of one row at `place`, float32; 0 past its end."""
+def gated(gate_up, x_scale, w_scale, bias, place, size, GELU: tl.constexpr):
+    """silu(gate) · up of one row at `place`, or gelu's tanh form, float32; 0 past its end."""
     inside = place < size
     gate = tl.load(gate_up + place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + size + place, mask=inside, other=0.0).to(tl.float32)
@@ -72,7 +73,10 @@ def gated(gate_up, x_scale, w_scale, bias, place, size):
     if bias is not None:
         gate += tl.load(bias + place, mask=inside, other=0.0).to(tl.float32)
         up += tl.load(bias + size + place, mask=inside, other=0.0).to(tl.float32)
-    return gate / (1.0 + tl.exp(-gate)) * up
+    inner = gate
+    if GELU:  # x · (1 + tanh(y)) / 2 is x · sigmoid(2 y)
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return gate / (1.0 + tl.exp(-inner)) * up
 
 
 @triton.jit
@@ -98,8 +102,12 @@ def silu_mul_triton(
     scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     bias: torch.Tensor | None = None,
     quantise: bool = False,
+    gelu: bool = False,
 ) -> Activation:
-    """gate_up: [rows, 2 · size], before `scales` (of rows and of columns) and `bias` if given. Returns [rows, size]."""
+    """gate_up: [rows, 2 · size], before `scales` (of rows and of columns) and `bias` if given. gelu: instead of silu.
+
+    Returns [rows, size].
+    """
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, size, dtype=torch.float8_e4m3fn if quantise else dtype, device=gate_up.device)
     out_scale = torch.empty(rows, dtype=torch.float32, device=gate_up.device) if quantise else None
@@ -117,6 +125,7 @@ def silu_mul_triton(
         BLOCK=block,
         QUANTISE=quantise,
         WHOLE=whole,
+        GELU=gelu,
         PDL=pdl,
         num_warps=min(32, max(4, block // 512)) if whole else 8 if block >= 2048 else 4,
         launch_pdl=pdl,

@@ -19,6 +19,9 @@ PackFormat = Literal["plain", "int8", "fp8"]
 Role = Literal["qkv", "output", "gate_up", "down", "head"]
 """What a linear is in a decoder."""
 
+GateActivation = Literal["silu", "gelu_tanh"]
+"""Of a gated feed-forward; gelu in its tanh form."""
+
 FP8_BLOCK = 128
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -26,8 +26,9 @@ def _sum_and_highest(sum_a, highest_a, sum_b, highest_b):
 def add_rms_norm_kernel(
     residual,  # [rows, SIZE], read and written
     delta,  # [SPLITS, rows, SIZE] in the residual's dtype or float32; None if SPLITS is 0
-    weight,  # [SIZE]
-    output,  # [rows, SIZE], the residual's dtype or float8_e4m3fn
+    weight,  # [SIZE] or None
+    behind,  # [SIZE] or None
+    output,  # [rows, SIZE], the residual's dtype or float8_e4m3fn; None if weight is and QUANTISE is not
     scale,  # float32 [rows] if QUANTISE, else None
     split_stride,
     row_stride,  # of delta
@@ -41,7 +42,11 @@ def add_rms_norm_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
-    gain = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    gain, gain_behind = 1.0, None
+    if weight is not None:
+        gain = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    if behind is not None:
+        gain_behind = tl.load(behind + columns, mask=mask, other=0.0).to(tl.float32)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -59,33 +64,46 @@ def add_rms_norm_kernel(
             total = part if begin == 0 else total + part
             for split in tl.static_range(1, min(AT_ONCE, SPLITS - begin)):
                 total += parts[split]
+        if behind is not None:
+            DTYPE: tl.constexpr = residual.dtype.element_ty
+            total = total.to(DTYPE).to(tl.float32)
+            total = total * tl.rsqrt(tl.sum(total * total, axis=0) / SIZE + eps) * gain_behind
+            total = total.to(DTYPE).to(tl.float32)
         rounded = (x + total).to(residual.dtype.element_ty)
         tl.store(places, rounded, mask=mask)
         x = rounded.to(tl.float32)
-    target = output + row * SIZE + columns
-    if QUANTISE:
+    if QUANTISE and weight is None:
+        highest = tl.maximum(tl.max(tl.abs(x), axis=0), 1e-20, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(scale + row, highest / 448.0)
+        tl.store(output + row * SIZE + columns, (x * (448.0 / highest)).to(output.dtype.element_ty), mask=mask)
+    elif QUANTISE:
         squares, highest = tl.reduce((x * x, tl.abs(x * gain)), axis=0, combine_fn=_sum_and_highest)
         inverse = tl.rsqrt(squares / SIZE + eps)
         highest = tl.maximum(highest * inverse, 1e-20, propagate_nan=tl.PropagateNan.ALL)
         tl.store(scale + row, highest / 448.0)
         y = x * gain * (inverse * (448.0 / highest))  # the conversion saturates, and NaN stays NaN
-    else:
+        tl.store(output + row * SIZE + columns, y.to(output.dtype.element_ty), mask=mask)
+    elif weight is not None:
         y = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps) * gain
-    tl.store(target, y.to(output.dtype.element_ty), mask=mask)
+        tl.store(output + row * SIZE + columns, y.to(output.dtype.element_ty), mask=mask)
 
 
 def add_rms_norm_triton(
     residual: torch.Tensor,
     delta: torch.Tensor | None,
-    weight: torch.Tensor,
+    weight: torch.Tensor | None,
     eps: float,
     *,
+    behind: torch.Tensor | None = None,
     quantise: bool,
     elements_per_thread: int = ELEMENTS_PER_THREAD,
 ) -> Activation:
     """As `add_rms_norm`, shapes checked by it."""
     rows, size = residual.shape
-    output = torch.empty_like(residual, dtype=torch.float8_e4m3fn if quantise else residual.dtype)
+    in_place = weight is None and not quantise
+    if in_place and delta is None:
+        return residual
+    output = None if in_place else torch.empty_like(residual, dtype=torch.float8_e4m3fn if quantise else residual.dtype)
     scale = torch.empty(rows, dtype=torch.float32, device=residual.device) if quantise else None
     if rows:
         pdl = backend.pdl(residual)
@@ -95,6 +113,7 @@ def add_rms_norm_triton(
             residual=residual,
             delta=delta,
             weight=weight,
+            behind=None if delta is None else behind,
             output=output,
             scale=scale,
             split_stride=0 if delta is None else delta.stride(0),
@@ -108,6 +127,8 @@ def add_rms_norm_triton(
             num_warps=num_warps(block, elements_per_thread),
             launch_pdl=pdl,
         )
+    if output is None:
+        return residual
     return output if scale is None else Quantised(output, scale)
 
 

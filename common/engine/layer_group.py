@@ -1,8 +1,8 @@
-"""The KV pool of one cache group on a CPU, and which layers read it."""
+"""The KV pool of one cache group, and which layers read it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -11,7 +11,8 @@ from common.cache.grouped_pool import HOLE
 from common.cache.retention import KEEP_ALL, Retention
 from common.engine.plan import StepRow
 from common.models.blocks.attention import AttentionBlock
-from common.protocol.errors import InvalidParameter
+from common.models.spec import ModelSpec
+from common.protocol.errors import ConfigError, InvalidParameter
 
 
 class LayerGroup(NamedTuple):
@@ -20,6 +21,11 @@ class LayerGroup(NamedTuple):
     pool: torch.Tensor
     layers: Sequence[int]
     retention: Retention = KEEP_ALL
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the pool holds."""
+        return self.retention.longest(self.pool.shape[0], self.pool.shape[3])
 
     def check(self, row: StepRow, table: Sequence[int]) -> None:
         """:raises InvalidParameter: if the row's block table does not have what the row reads and writes."""
@@ -40,6 +46,23 @@ class LayerGroup(NamedTuple):
 
     def _first(self, row: StepRow) -> int:
         return self.retention.first_token(row.start) // self.pool.shape[3]
+
+
+def check_groups(groups: Sequence[LayerGroup], model: ModelSpec, dtypes: Collection[torch.dtype]) -> None:
+    """:raises ConfigError: if the pools' shapes or dtypes are not the model's, or a layer is not in one of them."""
+    for pool, layers, _ in groups:
+        if (
+            pool.ndim != 6
+            or pool.shape[1:3] != (len(layers), 2)
+            or pool.shape[4:] != (model.num_kv_heads, model.head_dim)
+            or pool.shape[3] != groups[0].pool.shape[3]
+            or not pool.is_contiguous()
+        ):
+            raise ConfigError(f"a KV pool of shape {list(pool.shape)} does not fit this model")
+        if pool.dtype not in dtypes or pool.dtype != groups[0].pool.dtype:
+            raise ConfigError(f"a {pool.dtype} KV pool does not fit this model: it keeps {' or '.join(map(str, dtypes))}")
+    if sorted(layer for group in groups for layer in group.layers) != list(range(model.num_layers)):
+        raise ConfigError(f"the cache groups don't have each of {model.num_layers} layers once")
 
 
 class LayerAttention(Protocol):
