@@ -197,15 +197,15 @@ def small_ops(checks: Checks, heads: dict[str, tuple[int, int, int]], rows: Sequ
 def _projection(checks: Checks, case: str, q: int, kv: int, dim: int, count: int, pool_dtype: torch.dtype, norms: bool) -> None:
     qkv = checks.random(3, count, (q + 2 * kv) * dim)
     blocks = -(-count // 16) + 2
-    norm = [checks.random(dim, dtype=torch.bfloat16) if norms else None for _ in range(2)]
-    form = HeadForm(q, 1e-6, *norm)
+    q_norm, k_norm = (checks.random(dim, dtype=torch.bfloat16) if norms else None for _ in range(2))
+    form = HeadForm(q, 1e-6, q_norm, k_norm)
     center = checks.random(2, kv, dim) if pool_dtype == FP8 else None
     slots = torch.randperm(blocks * 16, device=checks.device)[:count]
     pool = torch.zeros(blocks, 2, 2, 16, kv, dim, device=checks.device).to(pool_dtype)
     target = KvTarget(pool, slots, k_center=center, mix=pool_dtype == FP8)
     positions, rope = torch.randint(0, 500, (count,), device=checks.device), checks.random(500, dim)
     expected = pool.cpu().clone()
-    on_host = HeadForm(q, 1e-6, *(None if one is None else one.cpu() for one in norm))
+    on_host = HeadForm(q, 1e-6, None if q_norm is None else q_norm.cpu(), None if k_norm is None else k_norm.cpu())
     host = KvTarget(expected, slots.cpu(), k_center=None if center is None else center.cpu(), mix=target.mix)
 
     def check() -> None:

@@ -60,29 +60,29 @@ def norms(device: torch.device, small: bool) -> Iterator[Timed]:
 
 def projections(device: torch.device, small: bool) -> Iterator[Timed]:
     from common.ops.kv import qkv_rope_triton
+    from common.ops.kv.forms import HeadForm, KvTarget
 
     def make(
         rows: int, heads: int, kv_heads: int, dim: int, splits: int, pool_dtype: torch.dtype, need_kv: bool, warps: int
     ) -> Callable[[], object]:
         size = (heads + 2 * kv_heads) * dim
         blocks = -(-rows // _BLOCK_TOKENS)
+        target = KvTarget(
+            torch.zeros(blocks, _LAYERS, 2, _BLOCK_TOKENS, kv_heads, dim, device=device).to(pool_dtype),
+            torch.randperm(blocks * _BLOCK_TOKENS, device=device)[:rows],
+            k_center=torch.randn(_LAYERS, kv_heads, dim, device=device) if pool_dtype.itemsize == 1 else None,
+            mix=pool_dtype.itemsize == 1,
+        )
         return partial(
             qkv_rope_triton.qkv_rope_triton,
             torch.randn(splits, rows, size, device=device) if splits else torch.randn(rows, size, device=device).bfloat16(),
-            num_heads=heads,
+            HeadForm(heads, 1e-6),
+            target,
+            1,
             positions=torch.randint(0, 4096, (rows,), device=device),
             rope=torch.randn(4096, dim, device=device),
-            q_norm=None,
-            k_norm=None,
-            eps=1e-6,
             bias=None,
-            pool=torch.zeros(blocks, _LAYERS, 2, _BLOCK_TOKENS, kv_heads, dim, device=device).to(pool_dtype),
-            layer=1,
-            slots=torch.randperm(blocks * _BLOCK_TOKENS, device=device)[:rows],
             dtype=torch.bfloat16,
-            kv_scale=None,
-            k_center=torch.randn(_LAYERS, kv_heads, dim, device=device) if pool_dtype.itemsize == 1 else None,
-            mix=pool_dtype.itemsize == 1,
             need_kv=need_kv,
             num_warps=warps,
         )

@@ -22,54 +22,69 @@ from common.ops.kv.qkv_rope import QueryKeyValue, qkv_rope
 from common.ops.kv.rope import apply_rope
 from common.ops.norm.rms_norm import rms_norm
 
+Rotations = Mapping[RopeSpec, tuple[torch.Tensor, torch.Tensor]]
+
 
 @dataclass(slots=True)
 class CpuAttention:
     """pool: see `ops.kv.paged_kv`. positions: int64 [tokens]. rotations: of each variant, cos and sin [tokens, 1, rotated
-    dimensions], rows of a `RopeTable`. eps: of the norms over Q and K."""
+    dimensions], rows of a `RopeTable`."""
 
     pool: torch.Tensor
     plan: AttentionPlan
     slots: SlotMapping
     positions: torch.Tensor
-    rotations: Mapping[RopeSpec, tuple[torch.Tensor, torch.Tensor]]
-    eps: float
+    rotations: Rotations
 
     def __call__(self, qkv: torch.Tensor, block: AttentionBlock, layer: int) -> torch.Tensor:
-        spec = block.spec
-        end = spec.num_heads + spec.num_kv_heads
-        if block.q_norm is not None and block.k_norm is not None and spec.qk_norm == "projection":
-            query, key, value = qkv.split((spec.query_size, spec.kv_size, spec.kv_size), -1)
-            qkv = torch.cat((rms_norm(query, block.q_norm, self.eps), rms_norm(key, block.k_norm, self.eps), value), -1)
-        qkv = qkv.view(len(qkv), -1, spec.head_dim)
-        if block.q_norm is None or block.k_norm is None or spec.qk_norm != "head":
-            rotated = self._rotate(qkv[:, :end], spec.rope)
-            query, key = rotated[:, : spec.num_heads], rotated[:, spec.num_heads :]
-        else:
-            query = self._rotate(rms_norm(qkv[:, : spec.num_heads], block.q_norm, self.eps), spec.rope)
-            key = self._rotate(rms_norm(qkv[:, spec.num_heads : end], block.k_norm, self.eps), spec.rope)
-        if spec.qk_norm == "l2":
-            query, key = (F.rms_norm(x, (spec.head_dim,), eps=self.eps) for x in (query, key))
-        if spec.temperature is not None:
-            query = query * self._temperatures(spec.temperature).to(query.dtype)
-        write_kv(self.pool, layer, key, qkv[:, end:], self.slots)
+        query, key, value, _ = queries_and_keys(qkv, block, self.rotations, self.positions)
+        write_kv(self.pool, layer, key, value, self.slots)
         return paged_attention(query, self.pool, layer, self.plan, block.form).flatten(1)
 
-    def _rotate(self, x: torch.Tensor, rope: RopeSpec | None) -> torch.Tensor:
-        """x: [tokens, heads, head_dim]. Interleaved pairs are brought into halves, in Q and K alike, and stay there."""
-        if rope is None:
-            return x
-        cos, sin = self.rotations[rope]
-        if rope.interleaved:
-            x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        if not rope.dims:
-            return apply_rope(x, cos, sin)
-        return torch.cat((apply_rope(x[..., : rope.dims], cos, sin), x[..., rope.dims :]), -1)
 
-    def _temperatures(self, temperature: QueryTemperature) -> torch.Tensor:
-        """float32 [tokens, 1, 1]."""
-        steps = torch.floor((self.positions.float() + 1.0) / temperature.floor)
-        return (torch.log1p(steps) * temperature.scale + 1.0)[:, None, None]
+def queries_and_keys(
+    qkv: torch.Tensor, block: AttentionBlock, rotations: Rotations, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """qkv: [tokens, (heads + 2 · kv_heads) · head_dim]. positions: int64 [tokens].
+
+    Returns Q [tokens, heads, head_dim], K and V [tokens, kv_heads, head_dim], and K before its rotation.
+    """
+    spec, eps = block.spec, block.heads.eps
+    end = spec.num_heads + spec.num_kv_heads
+    if block.q_norm is not None and block.k_norm is not None and spec.qk_norm == "projection":
+        query, key, value = qkv.split((spec.query_size, spec.kv_size, spec.kv_size), -1)
+        qkv = torch.cat((rms_norm(query, block.q_norm, eps), rms_norm(key, block.k_norm, eps), value), -1)
+    qkv = qkv.view(len(qkv), -1, spec.head_dim)
+    query, key, value = qkv[:, : spec.num_heads], qkv[:, spec.num_heads : end], qkv[:, end:]
+    if block.q_norm is not None and block.k_norm is not None and spec.qk_norm == "head":
+        query, unrotated = rms_norm(query, block.q_norm, eps), rms_norm(key, block.k_norm, eps)
+        query, key = _rotated(query, spec.rope, rotations), _rotated(unrotated, spec.rope, rotations)
+    else:
+        unrotated, both = key, _rotated(qkv[:, :end], spec.rope, rotations)
+        query, key = both[:, : spec.num_heads], both[:, spec.num_heads :]
+    if spec.qk_norm == "l2":
+        query, key = (F.rms_norm(x, (spec.head_dim,), eps=eps) for x in (query, key))
+    if spec.temperature is not None:
+        query = query * _temperatures(spec.temperature, positions).to(query.dtype)
+    return query, key, value, unrotated
+
+
+def _rotated(x: torch.Tensor, rope: RopeSpec | None, rotations: Rotations) -> torch.Tensor:
+    """x: [tokens, heads, head_dim]. Interleaved pairs are brought into halves, in Q and K alike, and stay there."""
+    if rope is None:
+        return x
+    cos, sin = rotations[rope]
+    if rope.interleaved:
+        x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    if not rope.dims:
+        return apply_rope(x, cos, sin)
+    return torch.cat((apply_rope(x[..., : rope.dims], cos, sin), x[..., rope.dims :]), -1)
+
+
+def _temperatures(temperature: QueryTemperature, positions: torch.Tensor) -> torch.Tensor:
+    """float32 [tokens, 1, 1]."""
+    steps = torch.floor((positions.float() + 1.0) / temperature.floor)
+    return (torch.log1p(steps) * temperature.scale + 1.0)[:, None, None]
 
 
 @dataclass(slots=True)

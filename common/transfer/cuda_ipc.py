@@ -178,9 +178,7 @@ class _DeviceReader:
         whole: Any = torch.empty(0, dtype=torch.uint8, device=self._device)
         return whole.set_(storage, 0, (num_blocks, block_bytes))
 
-    def _copy(
-        self, theirs: torch.Tensor, source_blocks: Sequence[int], pool: torch.Tensor, into_blocks: Sequence[int]
-    ) -> None:
+    def _copy(self, theirs: torch.Tensor, source_blocks: Sequence[int], pool: torch.Tensor, into_blocks: Sequence[int]) -> None:
         import torch
 
         from common.ops.kv.block_copy import copy_blocks

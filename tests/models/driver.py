@@ -36,8 +36,8 @@ def open_runner(files: ModelFiles, *, num_blocks: int = 400, threads: int = 1, *
 
 @dataclass
 class Request:
-    """One request. `begins`: the step from which on it may run. `chunk`: prompt tokens per step. `tables`: a block table of each
-    cache group."""
+    """One request. `begins`: the step from which on it may run. `chunk`: prompt tokens per step. `tables`: a block table of
+    each cache group."""
 
     prompt: list[int]
     num_tokens: int

@@ -103,13 +103,13 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize("name", some_slow(FAMILIES, quick=["gemma2", "gpt-oss"]))
+@pytest.mark.parametrize("name", some_slow(FAMILIES, quick=["gpt-oss"]))
 def test_every_family_gives_the_text_of_transformers(name: str, tmp_path: Path) -> None:
     """Prompts longer than windows and chunks, alone and together, in chunks; windows' blocks are given back meanwhile."""
     model = build(name)
     runner = device_runner(save(model, tmp_path))
     requests = [
-        Request(oracle_prompt(seed=i, length=length), 3, chunk=(1 << 30, 24)[i % 2], begins=i % 2)
+        Request(oracle_prompt(seed=i, length=length), 3 - i, chunk=(1 << 30, 24)[i % 2], begins=i)
         for i, length in enumerate([61, 44])
     ]
     for request, output in zip(requests, run(runner, requests), strict=True):

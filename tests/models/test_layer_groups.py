@@ -11,9 +11,9 @@ from common.cache.grouped_pool import GroupedPool, PoolGroup
 from common.cache.pool import BlockPool
 from common.cache.retention import KEEP_ALL, Retention
 from common.engine.cpu.int8_runner import Int8Runner
-from common.engine.layer_group import LayerGroup
 from common.engine.cpu.runner import CpuRunner
 from common.engine.cpu.torch_runner import TorchRunner
+from common.engine.layer_group import LayerGroup
 from common.engine.plan import StepPlan, StepRow
 from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache

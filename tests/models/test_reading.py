@@ -153,7 +153,9 @@ def test_a_card_reads_what_transformers_says(tmp_path: Path) -> None:
     config, device = load_config(files), torch.device("cuda")
     decoder = load_decoder(files, config, dtype=torch.bfloat16, device=device)
     pool = torch.zeros(64, config.num_layers, 2, 16, config.num_kv_heads, config.head_dim, dtype=torch.bfloat16, device=device)
-    runner = DeviceRunner(decoder, [LayerGroup(pool, range(config.num_layers))], fingerprint="test", max_rows=16, token_budget=512)
+    runner = DeviceRunner(
+        decoder, [LayerGroup(pool, range(config.num_layers))], fingerprint="test", max_rows=16, token_budget=512
+    )
     check(model, runner, length=140, tolerance=0.15)
 
 

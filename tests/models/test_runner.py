@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from common.engine.layer_group import LayerGroup
 from common.engine.cpu.torch_runner import TorchRunner
+from common.engine.layer_group import LayerGroup
 from common.engine.plan import Runner, StepPlan, StepRow
 from common.protocol.errors import ConfigError, InvalidParameter
 from common.protocol.messages import SamplingParams

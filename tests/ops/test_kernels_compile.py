@@ -12,7 +12,9 @@ _PDL = ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
 _WIDE = ("ld.global.v4", "st.global.v4")
 
 
-def _add_rms_norm(size: int, splits: int, dtype: str = "bf16", quantise: bool = False, elements: int = 8, norms: str = "before") -> KernelCase:
+def _add_rms_norm(
+    size: int, splits: int, dtype: str = "bf16", quantise: bool = False, elements: int = 8, norms: str = "before"
+) -> KernelCase:
     """norms: "before", "sandwich" or "post"."""
     block = 1 << (size - 1).bit_length()
     partial = dtype if splits <= 1 else "fp32"

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from common.ops import backend
-from common.ops.kv.hadamard_reference import hadamard
 from common.ops.kv.forms import HeadForm, KvTarget, Temperature
+from common.ops.kv.hadamard_reference import hadamard
 from common.ops.kv.qkv_rope import QueryKeyValue
 from common.ops.kv.qkv_rope import qkv_rope as structured
 from common.ops.kv.qkv_rope_reference import qkv_rope_reference
@@ -86,8 +86,8 @@ def structs(call: dict[str, Any]) -> dict[str, Any]:
     return {"form": form, "target": target, **rest}
 
 
-def qkv_rope(*, need_kv: bool = False, **call: Any) -> Any:
-    return structured(**structs(call), need_kv=need_kv)
+def qkv_rope(**call: Any) -> Any:
+    return structured(**structs(call))
 
 
 def compare(call: dict[str, Any], num_warps: int | None = None) -> None:
@@ -164,9 +164,7 @@ def test_centred_and_mixed_equals_the_reference(
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize(
-    ("shape", "rotated"), [(Shape(4, 2, 64), 32), (Shape(3, 1, 96), 72), (Shape(2, 1, 128), 6)], ids=str
-)
+@pytest.mark.parametrize(("shape", "rotated"), [(Shape(4, 2, 64), 32), (Shape(3, 1, 96), 72), (Shape(2, 1, 128), 6)], ids=str)
 def test_a_part_of_each_head_is_rotated(shape: Shape, rotated: int, mixed: bool) -> None:
     changes: dict[str, Any] = {"k_center": torch.randn(LAYERS, shape.kv_heads, shape.head_dim), "mix": True} if mixed else {}
     angles = torch.randn(MAX_POSITIONS, rotated // 2) * 9

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.engine.layer_group import LayerGroup
 from common.engine.cpu.runner import CpuRunner
+from common.engine.layer_group import LayerGroup
 from common.engine.plan import StepRow
 from common.models.decoder import Decoder
 from common.ops.cpu_int8.attention_numba import Step

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from common.engine.layer_group import GroupedAttention, LayerGroup
 from common.engine.cpu.runner import CpuRunner
+from common.engine.layer_group import GroupedAttention, LayerGroup
 from common.engine.plan import StepRow
 from common.engine.reading import order_of_reading
 from common.models.attention import CpuAttention
@@ -75,7 +75,7 @@ class TorchRunner(CpuRunner):
             ]
             plan = plan_attention(pool, config.num_heads, placed, num_tokens, scratch)
             slots = SlotMapping(pool, blocks, positions % self.block_tokens)
-            attentions.append(CpuAttention(pool, plan, slots, where, rotations, config.rms_eps))
+            attentions.append(CpuAttention(pool, plan, slots, where, rotations))
         attention = attentions[0] if len(attentions) == 1 else GroupedAttention(self.groups, attentions)
         return Inputs(
             tokens=torch.from_numpy(tokens),

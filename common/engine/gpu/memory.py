@@ -52,8 +52,8 @@ def measured_kv_room(device: torch.device, utilization: float, workspace: int) -
 
 
 def new_groups(model: ModelConfig, layout: CacheLayout, kv: str, device: torch.device) -> list[LayerGroup]:
-    """Return the cache groups with a pool each: [num_blocks, layers, 2, block_tokens, kv_heads, head_dim] of `Precision.kv`, one
-    allocation of its own.
+    """Return the cache groups with a pool each, an allocation of its own: [num_blocks, layers, 2, block_tokens, kv_heads,
+    head_dim] of `Precision.kv`.
 
     :raises ConfigError: if they don't fit.
     """

@@ -202,9 +202,7 @@ class DeviceRunner:
             self._sampler.draw(logits)
         return logits
 
-    def _attend(
-        self, fields: Fields, shape: StepShape, group: int, rows: Sequence[AttentionRow] | None
-    ) -> DeviceAttention:
+    def _attend(self, fields: Fields, shape: StepShape, group: int, rows: Sequence[AttentionRow] | None) -> DeviceAttention:
         """Plan the attention of a cache group's layers."""
         pool, dtype = self.groups[group].pool, self.decoder.dtype
         batch = _batch(fields, shape, group, rows)

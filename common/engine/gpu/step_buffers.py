@@ -84,7 +84,7 @@ def buffer_bytes(max_tokens: int, max_rows: int, num_block_ids: int, num_groups:
 class PackedStep:
     """What packing found out. int64 [rows]: where each row begins in the step, its tokens, and the position of its first.
 
-    blocks: of each cache group, each row's block ids as they were packed. A row's own list may grow on another thread meanwhile.
+    blocks: of each cache group, each row's block ids as they were packed. A row's list may grow on another thread meanwhile.
     """
 
     used_bytes: int

@@ -7,7 +7,7 @@ linear is measured alone, and those that cost least for the bytes that they save
 reach the limit. In bfloat16 any change at all tips other roundings everywhere, a divergence that does not add up: what a last
 bit of the embedding does is subtracted.
 
-The keys' centre (see `ops.kv.qkv_rope`) is their mean over the same text, at all positions up to CENTERED_POSITIONS: what no
+The keys' centre (see `ops.kv.qkv_rope`) is their mean over the same text, at all positions up to `CENTERED_POSITIONS`: what no
 position turns away is what all of them share.
 """
 
@@ -17,7 +17,6 @@ import copy
 import hashlib
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -25,21 +24,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from common.engine.load.causal import Causal, centered
 from common.engine.load.sample_text import SAMPLE_TEXT
-from common.models.blocks.attention import AttentionBlock
 from common.models.config import ModelConfig
 from common.models.decoder import MODULES, Decoder, Inputs, LinearPlace
-from common.ops.kv.hadamard_reference import hadamard
-from common.ops.kv.rope import apply_rope
-from common.ops.norm.rms_norm import rms_norm
-from common.ops.quant.quantise_reference import E4M3_MAX
 from common.ops.tuning import cache_directory, device_name, exclusive
 from common.runtime import logs
 
 log = logs.get("engine")
 
 ROW_TOKENS = 512
-CENTERED_POSITIONS = 2048
 _VERSION = 3
 _CHUNK = 256
 
@@ -125,11 +119,11 @@ def measure(plain: Decoder, quantised: Decoder | None, tokens: list[int], max_lo
     length = len(tokens) // rows
     text = torch.tensor(tokens[: rows * length], device=plain.device).view(-1, length)
     keys = torch.zeros(config.num_layers, config.num_kv_heads, config.head_dim, device=plain.device)
-    reference = _logits(plain, _Causal(plain, length, keys=keys), text)
-    center = _centered(keys / text.numel(), plain)
+    reference = _logits(plain, Causal(plain, length, keys=keys), text)
+    center = centered(keys / text.numel(), plain)
 
     def loss(decoder: Decoder, pool_center: torch.Tensor | None = None) -> float:
-        return _divergence(reference, _logits(decoder, _Causal(decoder, length, center=pool_center), text))
+        return _divergence(reference, _logits(decoder, Causal(decoder, length, center=pool_center), text))
 
     floor = loss(_nudged(plain))
     kv_loss = loss(plain, center) - floor if kv else 0.0
@@ -170,7 +164,7 @@ def _affordable(costs: dict[LinearPlace, float], sizes: dict[LinearPlace, int], 
     return chosen
 
 
-def _logits(decoder: Decoder, attention: _Causal, text: torch.Tensor) -> torch.Tensor:
+def _logits(decoder: Decoder, attention: Causal, text: torch.Tensor) -> torch.Tensor:
     """text: int64 [rows, tokens]. Returns [rows · tokens, vocab_size]."""
     return decoder.forward(Inputs(text.flatten(), None, attention))
 
@@ -192,58 +186,3 @@ def _divergence(reference: torch.Tensor, logits: torch.Tensor) -> float:
         expected, given = wanted.float().log_softmax(-1), found.float().log_softmax(-1)
         total += F.kl_div(given, expected, reduction="sum", log_target=True).item()
     return total / len(reference)
-
-
-def _centered(mean: torch.Tensor, decoder: Decoder) -> torch.Tensor:
-    """mean: of K before rotation, float32 [layers, kv_heads, head_dim]. Its mean after rotation to positions from 0 on, rounded
-    so that machines that add up differently agree on nearly all of it."""
-    cos, sin = decoder.rope.table(min(CENTERED_POSITIONS, decoder.config.max_context)).mean(0).chunk(2)
-    first, second = mean.chunk(2, -1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).bfloat16().float()
-
-
-@dataclass(slots=True)
-class _Causal:
-    """An `Attention` without a pool: rows of `length` tokens from their beginnings.
-
-    keys: float32 [layers, kv_heads, head_dim], to which K before rotation is added, or None. center: as `qkv_rope` takes it:
-    K and V are what an FP8 pool would make of them; None: as they are.
-    """
-
-    decoder: Decoder
-    length: int
-    keys: torch.Tensor | None = None
-    center: torch.Tensor | None = None
-    rope: tuple[torch.Tensor, torch.Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        positions = torch.arange(self.length, device=self.decoder.device)
-        self.rope = self.decoder.rope.rows(positions, self.length - 1)
-
-    def __call__(self, qkv: torch.Tensor, block: AttentionBlock, layer: int) -> torch.Tensor:
-        config, dtype = self.decoder.config, self.decoder.dtype
-        heads, kv_heads = config.num_heads, config.num_kv_heads
-        summed = qkv if qkv.ndim == 2 else qkv.sum(0)
-        query, key, value = summed.to(dtype).view(len(summed), -1, config.head_dim).split((heads, kv_heads, kv_heads), dim=1)
-        if block.q_norm is not None and block.k_norm is not None:
-            query, key = rms_norm(query, block.q_norm, config.rms_eps), rms_norm(key, block.k_norm, config.rms_eps)
-        if self.keys is not None:
-            self.keys[layer] += key.float().sum(0)
-        rows = len(summed) // self.length
-        cos, sin = (part.repeat(rows, 1, 1) for part in self.rope)
-        query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
-        if self.center is not None:
-            mix = hadamard(config.head_dim).to(query.device)
-            query, key = (query.float() @ mix).to(dtype), (key.float() - self.center[layer]) @ mix
-            key, value = (self._stored(x, layer, index) for index, x in enumerate((key, value)))
-        query, key, value = (x.reshape(rows, self.length, -1, config.head_dim).transpose(1, 2) for x in (query, key, value))
-        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=heads != kv_heads)
-        return attended.transpose(1, 2).reshape(len(summed), -1)
-
-    def _stored(self, x: torch.Tensor, layer: int, index: int) -> torch.Tensor:
-        """K (0) or V (1) as it comes back from an FP8 pool. x: [tokens, kv_heads, head_dim]."""
-        scales = self.decoder.kv_scale
-        scale = torch.ones((), device=x.device) if scales is None else scales[layer, index][:, None]
-        dtype = self.decoder.dtype
-        in_8_bits = (x.to(dtype).float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-        return (in_8_bits.float() * scale).to(dtype)

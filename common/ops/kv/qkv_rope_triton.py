@@ -64,14 +64,14 @@ def _pairs(columns, HEAD_DIM: tl.constexpr, ROTATED: tl.constexpr, INTERLEAVED: 
     Behind what is rotated lie pairs that are not. Interleaved pairs are read as such and written as halves (IS_TARGET).
     """
     HALF: tl.constexpr = HEAD_DIM // 2
+    place, apart = columns, HALF
     if INTERLEAVED and not IS_TARGET:
-        return columns * 2, 1
-    elif ROTATED == 0 or ROTATED == HEAD_DIM:
-        return columns, HALF
-    else:
+        place, apart = columns * 2, 1
+    elif ROTATED > 0 and ROTATED < HEAD_DIM:
         PAIRS: tl.constexpr = ROTATED // 2
         turned = columns < PAIRS
-        return tl.where(turned, columns, columns + PAIRS), tl.where(turned, PAIRS, HALF - PAIRS)
+        place, apart = tl.where(turned, columns, columns + PAIRS), tl.where(turned, PAIRS, HALF - PAIRS)
+    return place, apart
 
 
 @triton.jit

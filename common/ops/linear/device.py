@@ -49,9 +49,7 @@ def linear_device(x: Activation, weight: LinearWeight, *, split: bool) -> torch.
     return run(op, x, weight, choose(op, weight, rows, isinstance(x, Quantised)))
 
 
-def gate_up_device(
-    x: Activation, weight: LinearWeight, *, activation: GateActivation = "silu", quantise: bool
-) -> Activation:
+def gate_up_device(x: Activation, weight: LinearWeight, *, activation: GateActivation = "silu", quantise: bool) -> Activation:
     """As `gate_up`. Gelu is a pass of its own behind the linear."""
     rows = len(x.data if isinstance(x, Quantised) else x)
     if not rows:

@@ -22,14 +22,10 @@ def gate_up(
 
 
 @overload
-def gate_up(
-    x: Activation, weight: LinearWeight, *, activation: GateActivation = "silu", quantise: bool
-) -> Activation: ...
+def gate_up(x: Activation, weight: LinearWeight, *, activation: GateActivation = "silu", quantise: bool) -> Activation: ...
 
 
-def gate_up(
-    x: Activation, weight: LinearWeight, *, activation: GateActivation = "silu", quantise: bool = False
-) -> Activation:
+def gate_up(x: Activation, weight: LinearWeight, *, activation: GateActivation = "silu", quantise: bool = False) -> Activation:
     """x: [rows, in_features]. weight: [2 · size, in_features], the gate's rows first.
 
     Returns [rows, size] in the model's dtype, or quantised for the linear that follows.

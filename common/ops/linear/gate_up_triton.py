@@ -52,7 +52,9 @@ def silu_mul_kernel(
         highest = tl.maximum(tl.max(found, axis=0), 1e-20)
         for start in range(0, size, BLOCK):
             place = start + tl.arange(0, BLOCK)
-            tl.store(out + place, as_e4m3(gated(gate_up, x_scale, w_scale, bias, place, size, GELU), highest), mask=place < size)
+            tl.store(
+                out + place, as_e4m3(gated(gate_up, x_scale, w_scale, bias, place, size, GELU), highest), mask=place < size
+            )
         tl.store(out_scale + row, highest / 448.0)
     else:
         place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
