@@ -2,8 +2,7 @@
 
     python -m bench.engine.attention_cells
 
-The old cut of the work and the new one, and a mixed step one after the other and overlapped, are timed in turns. Heads are
-Llama-3.1-8B's. Needs a GPU; nothing is read from disk.
+The old cut of the work and the new one are timed in turns. Heads are Llama-3.1-8B's. Needs a GPU; nothing is read from disk.
 """
 
 from __future__ import annotations
@@ -26,9 +25,8 @@ HEADS, KV_HEADS, HEAD_DIM, BLOCK_TOKENS = 32, 8, 128, 16
 SCALE = HEAD_DIM**-0.5
 EVEN = AttentionSettings()
 WAYS = {
-    "old": replace(EVEN, is_even=False, overlap_decode=False),
-    "even": replace(EVEN, overlap_decode=False),
-    "overlap": replace(EVEN, overlap_decode=True),
+    "old": replace(EVEN, is_even=False),
+    "even": EVEN,
 }
 
 Spans = list[tuple[int, int]]
@@ -189,17 +187,16 @@ def timed(device: Device, cell: Cell, rounds: int, bandwidth: float) -> str:
     query = torch.randn(rows[-1].first + rows[-1].length, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device.device)
     key, value = torch.randn(2, len(query), KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device.device)
     form = device.form(cell)
-    names = [name for name in WAYS if cell.is_mixed or name != "overlap"]
-    workspaces = {name: AttentionWorkspace(device.device) for name in names}
+    workspaces = {name: AttentionWorkspace(device.device) for name in WAYS}
     calls: list[Callable[[], object]] = []
     plans: list[DevicePlan] = []  # a graph does not keep the tensors that it reads
     shapes: list[str] = []
-    for name in names:
+    for name in WAYS:
         device.workspace = workspaces[name]
         plan = device.plan(cell, rows, WAYS[name])
         plans.append(plan)
         items = [int(work.counts[0]) * KV_HEADS for work in plan.lists]
-        shapes.append(f"{name} {'+'.join(map(str, items)) or '-'}" + (f"/{plan.beside.num_programs}" if plan.beside else ""))
+        shapes.append(f"{name} {'+'.join(map(str, items)) or '-'}")
 
         def layers(plan: DevicePlan = plan) -> None:
             for layer in range(device.layers):
@@ -210,7 +207,7 @@ def timed(device: Device, cell: Cell, rounds: int, bandwidth: float) -> str:
     size = device.pool.dtype.itemsize
     read = sum(min(start + count, cell.window + count - 1 if cell.window else 1 << 40) for start, count in cell.spans)
     least = 2 * read * KV_HEADS * HEAD_DIM * size / bandwidth
-    shown = "  ".join(f"{name} {one * 1e6:8.1f}" for name, one in zip(names, times, strict=True))
+    shown = "  ".join(f"{name} {one * 1e6:8.1f}" for name, one in zip(WAYS, times, strict=True))
     return f"{cell.name:32s} {shown}  | bytes/bw {least * 1e6:7.1f}, reached {least / min(times):4.0%} | {', '.join(shapes)}"
 
 
@@ -239,7 +236,7 @@ def main() -> None:
                 print(lines[-1], flush=True)
             del device
             torch.cuda.empty_cache()
-    print("\nµs per layer; old: the cut before, even: all items at once, overlap: rows beside a prompt; programs of each")
+    print("\nµs per layer; old: the cut before, even: all items at once; programs of each")
     print("\n".join(lines))
 
 

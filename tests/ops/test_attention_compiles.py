@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.ops.attention.configs import SHORT_QUERIES, AttentionConfig, choose_config, default_config, fat_config
+from common.ops.attention.configs import SHORT_QUERIES, AttentionConfig, choose_config, default_config
 from common.ops.attention.form import AttentionForm
 from tests.ops.compiling import ARCHITECTURES, Builds, KernelCase, check, compile_cases
 
@@ -30,7 +30,6 @@ def _attention(
     config: AttentionConfig,
     max_registers: int = 255,
     form: AttentionForm = PLAIN,
-    loop: bool = False,
 ) -> KernelCase:
     kv8 = dtype == torch.float8_e4m3fn
     compute = "bf16" if kv8 else _NAMES[dtype]
@@ -85,16 +84,16 @@ def _attention(
             "OPEN_LOOP": max_queries > SHORT_QUERIES and not segment and not any(form.reach),
             "FUSED": config.fused,
             "PREFETCH": config.prefetch,
-            "LOOP": segment > 0 or loop,
+            "LOOP": segment > 0,
             "LIMITED": any(form.reach),
             "CAPPED": form.soft_cap > 0,
             "SINKS": form.sinks is not None,
-            "PDL": not loop,
+            "PDL": True,
         },
         num_warps=config.warps,
         num_stages=config.stages,
         enable_fp_fusion=not segment,
-        expects=("cp.async",) if loop else (*_PDL, "cp.async"),
+        expects=(*_PDL, "cp.async"),
         expects_90=tensor_cores if dtype != torch.float32 else (),
         max_registers=max_registers,
     )
@@ -142,8 +141,6 @@ CASES = [
         stack_bytes=16,
     ),
     _attention("plain", 96, 4, torch.bfloat16, 1, default_config(96, 4, torch.bfloat16, "decode")),
-    _attention("beside", 128, 4, torch.bfloat16, 1, fat_config(_DECODE, 128, torch.bfloat16), loop=True),
-    _attention("beside", 128, 4, torch.float8_e4m3fn, 1, fat_config(_DECODE, 128, torch.float8_e4m3fn), loop=True),
     _attention("swapped", 128, 4, torch.bfloat16, 1, replace(_DECODE, swap=True), 168),
     *(
         KernelCase(

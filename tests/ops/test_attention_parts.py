@@ -39,17 +39,10 @@ def _on_the_interpreter() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
-@pytest.mark.parametrize("overlap", [False, True])
-def test_long_pieces_after_long_prefixes_go_in_parts(
-    dtype: torch.dtype, overlap: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_pieces_after_long_prefixes_go_in_parts(dtype: torch.dtype) -> None:
     """Here from 16 keys and 21 tokens on, in pieces of 16, 32 and 64 keys; rows of other kinds beside them."""
     torch.manual_seed(8)
-    monkeypatch.setattr("common.ops.attention.work._MIN_OVERLAP_BYTES", 0)
-    monkeypatch.setattr("common.ops.attention.work.sms_beside", lambda *_: 3)
-    settings = AttentionSettings(
-        fresh_prefill_min=20, long_prompt_min=21, part_min_prefix=16, min_piece=16, max_piece=64, overlap_decode=overlap
-    )
+    settings = AttentionSettings(fresh_prefill_min=20, long_prompt_min=21, part_min_prefix=16, min_piece=16, max_piece=64)
     kv_scale = torch.rand(LAYERS, 2, 2) + 0.5 if dtype == FP8 else None
     for spans, padding, parts in (
         ([(16, 21)], 0, 1),
@@ -71,7 +64,6 @@ def test_long_pieces_after_long_prefixes_go_in_parts(
         workspace = AttentionWorkspace(CPU)
         batch = make_batch(rows, num_tokens, known=True)
         plan = plan_device_attention(batch, pool, 6, workspace, settings=settings, dtype=torch.bfloat16)
-        assert (plan.beside is not None) == (overlap and len(spans) > 3 and spans[2][1] == 1)
         assert [(run.start, run.length) for run in plan.chunks] == [span for span in spans if span[0] >= 16 and span[1] >= 21]
         assert len(plan.chunks) == parts
         out = paged_attention(query, pool, LAYER, plan, AttentionForm(0.2), key=key, value=value, kv_scale=kv_scale)

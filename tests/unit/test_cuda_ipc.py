@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from common.cache.retention import KEEP_ALL, Retention
+from common.engine.layer_group import LayerGroup
 from common.engine.load import open as opening
 from common.engine.settings import EngineServiceConfig
 from common.protocol.errors import StaleHandle, TransportUnavailable
@@ -27,6 +29,7 @@ from common.worker.store_client import StoreClient
 
 BLOCK = (2, 2, 4, 1, 8)  # layers, K and V, tokens, heads, head_dim
 BLOCK_BYTES = 2 * 2 * 4 * 8 * 2
+WINDOW = Retention(window=24)
 NOTHING = np.zeros((4, 0), np.uint8)
 
 
@@ -214,11 +217,15 @@ def test_memory_that_cannot_be_shared_is_unavailable_to_others_and_no_reason_to_
             transport.read(remote(transport, [0], [0], "unshared"), NOTHING, [0])
 
 
-def test_an_engine_on_a_gpu_shares_its_pool_and_reads_into_it(
+def test_an_engine_on_a_gpu_shares_its_pools_and_reads_into_them(
     tmp_path: Path, driver: HostDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pools = {"prefill": random_pool(6), "decode": random_pool(5)}
-    runners = iter(SimpleNamespace(pool=pool, fingerprint="m") for pool in pools.values())
+    windows = {role: torch.randn(count, 3, 2, 16, 4).to(torch.bfloat16) for role, count in (("prefill", 4), ("decode", 3))}
+    runners = iter(
+        SimpleNamespace(groups=[LayerGroup(pool, [0]), LayerGroup(windows[role], [1, 2, 3], WINDOW)], fingerprint="m")
+        for role, pool in pools.items()
+    )
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
     monkeypatch.setattr(opening, "resolve_device", lambda settings: "cuda:0")
     monkeypatch.setattr(opening, "load_runner", lambda files, settings, on_progress: next(runners))
@@ -230,9 +237,31 @@ def test_an_engine_on_a_gpu_shares_its_pool_and_reads_into_it(
     assert (prefill.segment.num_blocks, prefill.segment.block_bytes) == (6, BLOCK_BYTES)
     transport.read(remote(transport, [4, 2], [0, 0], name="prefill-1"), decode.segment.blocks, [3, 0])
     assert torch.equal(pools["decode"][[3, 0]], pools["prefill"][[4, 2]])
+    assert [group.retention for group in prefill.groups] == [KEEP_ALL, WINDOW]
+    tail = RemoteBlocks(transport.host, "prefill-1-1", "m-1", [3], [0])
+    transport.read(tail, decode.groups[1].segment.blocks, [2])
+    assert torch.equal(windows["decode"][2], windows["prefill"][3])
+    with pytest.raises(StaleHandle):
+        transport.read(RemoteBlocks(transport.host, "prefill-1-1", "m", [3], [0]), decode.segment.blocks, [2])
     for engine in (prefill, decode):
-        engine.segment.close()
+        engine.close()
     transport.close()
+
+
+def test_an_engine_that_cannot_share_all_of_its_pools_leaves_no_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = [LayerGroup(random_pool(6), [0]), LayerGroup(random_pool(3), [1], WINDOW)]
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
+    monkeypatch.setattr(opening, "resolve_device", lambda settings: "cuda:0")
+    monkeypatch.setattr(
+        opening, "load_runner", lambda files, settings, on_progress: SimpleNamespace(groups=groups, fingerprint="m")
+    )
+    exported = iter([b"\0" * 72])
+    monkeypatch.setattr(opening, "export_pool", lambda pool: next(exported))
+    with pytest.raises(StopIteration):
+        opening.open_engine(EngineServiceConfig(model="dummy:tiny", shm_dir=str(tmp_path)), "decode-1")
+    assert not list(tmp_path.glob("*decode-1*"))
 
 
 def test_no_kvstore_is_asked_for_a_pool_that_it_cannot_reach(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import torch
 from common.cache.spec import CacheLayout
 from common.engine.layer_group import LayerGroup
 from common.models.config import ModelConfig
+from common.models.spec import ExpertsSpec
 from common.ops.attention.settings import DEFAULT_SETTINGS
 from common.protocol.errors import ConfigError
 
@@ -20,6 +21,13 @@ def workspace_bytes(model: ModelConfig, max_running: int, token_budget: int) -> 
     """What a step of `token_budget` tokens with `max_running` sampled rows holds at most, rather too much than too little."""
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     per_token = 4 * (4 * model.hidden_size + 2 * qkv + 3 * model.intermediate_size)
+    per_token += (
+        4
+        * model.hidden_size
+        * max(  # each expert's answer to it
+            (layer.mlp.router.top_k for layer in model.layers if isinstance(layer.mlp, ExpertsSpec)), default=0
+        )
+    )
     per_sample = 3 * 4 * model.vocab_size
     piece = 6 * DEFAULT_SETTINGS.max_piece * model.num_kv_heads * model.head_dim  # K and V, as stored and as multiplied
     return _FIXED_BYTES + token_budget * per_token + max_running * per_sample + piece

@@ -247,8 +247,6 @@ class DeviceRunner:
                     self._sampler.load(rows)
                     logits = self._forward(shape, [[AttentionRow(0, num_tokens, start, [])]] * len(self.groups))
                     self._sampler.finish(logits, rows, partial(self._masks, rows))
-                if self._attention.overlap_decode and num_tokens > self._attention.long_prompt_min:
-                    self._overlap(num_tokens)
                 if self._stream is not None:
                     self._plan_prompts(token_budget)
                     self._stream.synchronize()
@@ -258,16 +256,6 @@ class DeviceRunner:
                 "or kv_cache_mb",
                 param="token_budget",
             ) from error
-
-    def _overlap(self, num_tokens: int) -> None:
-        """Run a step of a long prompt beside a row that decodes: its attention has a kernel of its own."""
-        rows = [
-            AttentionRow(0, num_tokens - 1, self._attention.part_min_prefix or 0, []),
-            AttentionRow(num_tokens - 1, 1, 1 << 16, []),
-        ]
-        shape = StepShape(tokens=num_tokens, rows=2, max_queries=num_tokens, samples=2)
-        self._blank(shape)
-        self._forward(shape, [rows] * len(self.groups))
 
     def _plan_prompts(self, token_budget: int) -> None:
         if self.decoder.dtype == torch.float32:  # which cuDNN refuses

@@ -45,6 +45,12 @@ class ExpertsBlock:
         return Border(border.residual).leave(delta, self.norms)
 
     @property
+    def parameters(self) -> int:
+        """Numbers in the linears that a token goes through."""
+        routed = self.weights.parameters * self.spec.router.top_k // self.spec.router.num_experts
+        return routed + self.router.parameters + sum(weight.parameters for weight in self.shared or ())
+
+    @property
     def linears(self) -> dict[Role, LinearWeight]:
         """None of the linears that FP8 choices and tables of kernels know by their roles."""
         return {}

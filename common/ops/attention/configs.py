@@ -81,13 +81,6 @@ def default_config(head_dim: int, group: int, dtype: torch.dtype, kind: Kind, *,
     return AttentionConfig(block_m, 32, 1, 2 if row_bytes >= 256 else 3, 8, 64)
 
 
-def fat_config(config: AttentionConfig, head_dim: int, dtype: torch.dtype) -> AttentionConfig:
-    """Return `config` for a kernel that has few SMs: one program fills an SM's shared memory with loads in flight."""
-    row_bytes = _power_of_2(head_dim) * dtype.itemsize
-    tile = max(16, min(128, 32768 // row_bytes))
-    return replace(config, tile=tile, warps=8, stages=4, swap=False, fused=False, prefetch=0)
-
-
 def widened(config: AttentionConfig, head_dim: int, group: int, dtype: torch.dtype, max_queries: int) -> AttentionConfig:
     """For verification: all queries of a row in one product of up to 64 rows; shorter tiles, for the registers."""
     block_m = min(32 if dtype == torch.float32 else 64, _power_of_2(group * max_queries))

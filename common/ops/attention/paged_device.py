@@ -26,14 +26,6 @@ def attend_device(
         if plan.chunks and plan.chunks[0].length == len(query):
             return attend_chunk(query, kv, plan.chunks[0], form.scale, plan.settings)
     output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    if plan.beside is not None and kv is not None:
-        from common.ops.attention.paged_triton import attend_paged
-
-        with plan.beside.forked(query.device):
-            attend_paged(query, pool, layer, plan, form, kv_scale, output, num_programs=plan.beside.num_programs)
-        _attend_prompts(query, kv, plan, form, output)
-        plan.beside.join()
-        return output
     if plan.lists:
         from common.ops.attention.paged_triton import attend_paged
 

@@ -281,25 +281,24 @@ def attend_paged(
     output: torch.Tensor,
     *,
     lists: Sequence[WorkList] | None = None,
-    num_programs: int = 0,
 ) -> None:
     """The rows in the plan's lists, and zeros for padding. Two launches a list, or one where nothing can be split.
 
-    lists: of the plan's, all by default. num_programs: of a persistent kernel; 0 for one program per item.
+    lists: of the plan's, all by default.
     """
     _, layers, _, block_tokens, kv_heads, head_dim = pool.shape
     group = plan.num_heads // kv_heads
     kv8 = pool.dtype == torch.float8_e4m3fn
     words = pool.view(torch.int16) if kv8 else pool
     width = words.shape[5]
-    sms, pdl = backend.num_sms(query.get_device()), backend.pdl(query) and not num_programs
+    sms, pdl = backend.num_sms(query.get_device()), backend.pdl(query)
     is_limited = any(form.reach)
     for work in plan.lists if lists is None else lists:
         config = work.config
         segment = config.segment_keys // config.tile
         programs = len(work.items) * kv_heads
-        loop = segment > 0 or num_programs > 0
-        attention_kernel[(min(programs, num_programs or 8 * sms) if loop else programs,)](
+        loop = segment > 0
+        attention_kernel[(min(programs, 8 * sms) if loop else programs,)](
             query=query,
             pool=words,
             output=output,

@@ -20,7 +20,6 @@ class AttentionSettings:
         None: never.
     min_piece, max_piece: of a prefix in parts, in keys: over the shortest cuDNN is a tenth faster than the kernel, over more
         than the longest no faster.
-    overlap_decode: rows that decode beside a long prompt are computed while cuDNN computes the prompt, on few SMs.
     is_even: see `Cut`.
     """
 
@@ -30,7 +29,6 @@ class AttentionSettings:
     part_min_prefix: int | None = 2048
     min_piece: int = 1024
     max_piece: int = 16384
-    overlap_decode: bool = False
     is_even: bool = True
 
     def suits_parts(self, row_length: int, start: int) -> bool:

@@ -13,13 +13,11 @@ from dataclasses import dataclass, field
 import torch
 
 from common.ops import backend
-from common.ops.attention.beside import Beside, sms_beside
 from common.ops.attention.configs import (
     SHORT_QUERIES,
     AttentionConfig,
     PrefillBackend,
     choose_config,
-    fat_config,
     has_parts,
     widened,
 )
@@ -29,8 +27,6 @@ from common.ops.attention.plan_cpu import AttentionRow
 from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
 
 _NEVER = 1 << 30
-_MIN_OVERLAP_BYTES = 64 << 20
-"""Less KV than that is read before a second stream has begun."""
 
 
 @dataclass(slots=True)
@@ -66,13 +62,6 @@ class AttentionWorkspace:
         self._device = device
         self._buffers: dict[str, torch.Tensor] = {}
         self._outgrown: list[torch.Tensor] = []
-        self._second_stream: torch.cuda.Stream | None = None
-
-    def second_stream(self) -> torch.cuda.Stream | None:
-        """Return a stream beside that of the step, the same for all plans; None on a CPU."""
-        if self._second_stream is None and self._device.type == "cuda":
-            self._second_stream = torch.cuda.Stream(self._device)
-        return self._second_stream
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Zero at first; the same memory for the same name, until more is asked for."""
@@ -134,7 +123,7 @@ class ChunkRun:
 @dataclass(slots=True)
 class DevicePlan:
     """`plan_device_attention` makes it; valid until the next plan from the same workspace. Rows in `fresh` and `chunks` are in
-    no list. beside: where the lists run while cuDNN computes the others; None for before them."""
+    no list."""
 
     batch: DeviceBatch
     num_heads: int
@@ -146,7 +135,6 @@ class DevicePlan:
     lists: list[WorkList] = field(default_factory=list)
     fresh: list[FreshRun] = field(default_factory=list)
     chunks: list[ChunkRun] = field(default_factory=list)
-    beside: Beside | None = None
 
     @property
     def reach(self) -> Reach:
@@ -202,8 +190,6 @@ def plan_device_attention(
             and not (plan.chunks and settings.suits_parts(row.length, row.start))
         ]
     group = num_heads // kv_heads
-    if settings.overlap_decode and rows and max(row.length for row in rows) <= max(1, 16 // group):
-        plan.beside = _beside(plan, pool, rows, workspace)
     for min_queries, max_queries in _ranges(batch, group):
         if rows is not None and not any(min_queries <= row.length <= max_queries for row in rows):
             continue
@@ -212,8 +198,6 @@ def plan_device_attention(
             rows_per_sm = batch.num_rows * kv_heads / backend.num_sms(pool.get_device())
             invariant = backend.BATCH_INVARIANT
             chosen = choose_config(head_dim, group, pool.dtype, queries, rows_per_sm=rows_per_sm, invariant=invariant)
-            if plan.beside is not None:
-                chosen = fat_config(chosen, head_dim, pool.dtype)
         else:
             chosen = widened(config, head_dim, group, pool.dtype, queries)
         cut = Cut(
@@ -234,16 +218,6 @@ def plan_device_attention(
     if plan.lists:
         workspace.take("fence", (1,), torch.int32).zero_()
     return plan
-
-
-def _beside(plan: DevicePlan, pool: torch.Tensor, rows: Sequence[AttentionRow], workspace: AttentionWorkspace) -> Beside | None:
-    """Return where `rows` run beside the prompts of `plan`; None if those are too few or too short for it."""
-    row_bytes = 2 * plan.kv_heads * plan.head_dim * pool.dtype.itemsize
-    kv_bytes = row_bytes * sum(row.start + row.length for row in rows)
-    pairs = sum(run.count * run.length * run.length / 2 for run in plan.fresh)
-    pairs += sum(run.length * (run.start + run.length / 2) for run in plan.chunks)
-    sms = sms_beside(kv_bytes, 4.0 * plan.num_heads * plan.head_dim * pairs, backend.num_sms(pool.get_device()))
-    return Beside(sms, workspace.second_stream()) if sms and kv_bytes >= _MIN_OVERLAP_BYTES else None
 
 
 def _ranges(batch: DeviceBatch, group: int) -> list[tuple[int, int]]:
