@@ -1,4 +1,7 @@
-"""Drives a runner through whole sequences, as a scheduler would: blocks, chunks, decode steps, ragged starts and ends."""
+"""Drives a runner through whole sequences, as a scheduler would: blocks, chunks, decode steps, ragged starts and ends.
+
+Of a cache group with a window or chunks, a sequence holds the blocks that its next step reads or writes, and no others.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from common.cache.grouped_pool import HOLE
+from common.cache.retention import KEEP_ALL, Retention
 from common.engine.load.runners import EngineConfig, cache_layout, load_runner
 from common.engine.plan import Constraint, Masks, Runner, StepPlan, StepRow
 from common.models.config import load_config
@@ -31,7 +36,10 @@ def open_runner(files: ModelFiles, *, num_blocks: int = 400, threads: int = 1, *
 
 @dataclass
 class Request:
-    """One request. `begins`: the step from which on it may run. `chunk`: prompt tokens per step."""
+    """One request. `begins`: the step from which on it may run. `chunk`: prompt tokens per step.
+
+    `tables`: a block table of each cache group.
+    """
 
     prompt: list[int]
     num_tokens: int
@@ -39,7 +47,7 @@ class Request:
     chunk: int = 1 << 30
     begins: int = 0
     output: list[int] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
     computed: int = 0
     constraint: Constraint | None = None
 
@@ -54,20 +62,41 @@ class Request:
 
 def run(runner: Runner, sequences: Sequence[Request], *, seed: int = 0) -> list[list[int]]:
     """All sequences to their ends, in shared steps; blocks are handed out in random order and reused."""
-    held = {block for one in sequences for block in one.blocks}  # of a prefix that another run computed
-    free = [block for block in range(runner.num_blocks) if block not in held]
-    random.Random(seed).shuffle(free)
+    pools = [_Free(runner, group, sequences, seed) for group in range(len(getattr(runner, "groups", [None])))]
     step = 0
     while not all(one.done for one in sequences):
         active = [one for one in sequences if not one.done and one.begins <= step]
-        plan = StepPlan(step=step, rows=[_row(one, runner.block_tokens, free) for one in active])
+        plan = StepPlan(step=step, rows=[_row(one, runner.block_tokens, pools) for one in active])
         for one, row, samples in zip(active, plan.rows, runner.execute(plan).rows, strict=True):
             one.computed += len(row.tokens)
             one.output += samples.tokens
-            if one.done:
-                free += one.blocks
+            for pool, table in zip(pools, one.tables, strict=True):
+                pool.let_go(table, pool.retention.first_token(one.computed) // runner.block_tokens)
+                if one.done:
+                    pool.blocks += [block for block in table if block != HOLE]
         step += 1
     return [one.output for one in sequences]
+
+
+class _Free:
+    """The blocks of a cache group that no sequence holds, in random order."""
+
+    def __init__(self, runner: Any, group: int, sequences: Sequence[Request], seed: int) -> None:
+        groups = getattr(runner, "groups", None)  # a runner on a GPU has one, which keeps everything
+        self.retention: Retention = groups[group].retention if groups else KEEP_ALL
+        num_blocks = len(groups[group].pool) if groups else runner.num_blocks
+        # of a prefix that another run computed
+        held = {block for one in sequences if one.tables for block in one.tables[group]}
+        self.blocks = [block for block in range(num_blocks) if block not in held]
+        random.Random(seed).shuffle(self.blocks)
+
+    def extend(self, table: list[int], num_blocks: int) -> None:
+        table += [self.blocks.pop(0) for _ in range(num_blocks - len(table))]
+
+    def let_go(self, table: list[int], num_blocks: int) -> None:
+        """Take back the first blocks."""
+        self.blocks += [block for block in table[:num_blocks] if block != HOLE]
+        table[:num_blocks] = [HOLE] * num_blocks
 
 
 class Whims:
@@ -109,14 +138,17 @@ def logits_of_first(runner: Any, requests: list[Request]) -> torch.Tensor:
     return torch.stack([step[0] for step in seen[steps - 1 : steps - 1 + tokens]])
 
 
-def _row(one: Request, block_tokens: int, free: list[int]) -> StepRow:
+def _row(one: Request, block_tokens: int, pools: Sequence[_Free]) -> StepRow:
     end = min(one.computed + one.chunk, len(one.tokens))
-    while len(one.blocks) * block_tokens < end:
-        one.blocks.append(free.pop(0))
+    one.tables = one.tables or [[] for _ in pools]
+    for pool, table in zip(pools, one.tables, strict=True):
+        pool.extend(table, -(-end // block_tokens))
+    blocks, *more_blocks = (list(table) for table in one.tables)
     return StepRow(
         tokens=one.tokens[one.computed : end],
         start=one.computed,
-        blocks=one.blocks,
+        blocks=blocks,
+        more_blocks=more_blocks,
         num_samples=int(end == len(one.tokens)),
         sampling=one.sampling,
         prompt_tokens=len(one.prompt),

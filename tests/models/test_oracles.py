@@ -44,9 +44,9 @@ def test_a_ragged_batch_in_chunks_gives_the_same_text(oracle: tuple[Any, ModelFi
 def test_a_prefix_that_another_request_computed_gives_the_same_text(oracle: tuple[Any, ModelFiles, str]) -> None:
     model, files, _ = oracle
     runner = open_runner(files)
-    first = Request(oracle_prompt(length=70), 4, chunk=40)
+    first = Request(oracle_prompt(length=64), 1, chunk=40)
     run(runner, [first])
-    second = Request(first.prompt[:64] + oracle_prompt(seed=5, length=9), 8, blocks=first.blocks[:4], computed=64)
+    second = Request(first.prompt + oracle_prompt(seed=5, length=9), 8, tables=first.tables, computed=64)
     output = run(runner, [second])[0]
     assert output == greedy_choices(model, second.prompt, output)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from common.cache.retention import KEEP_ALL, Retention
 from common.models.spec import DenseSpec, LayerSpec, ModelSpec
 
 Feature = Literal[
@@ -34,6 +35,13 @@ GPU_HAS: frozenset[Feature] = frozenset()
 
 INT8_HAS: frozenset[Feature] = frozenset()
 """What the CPU's 8-bit engine computes beyond Llama, Qwen2 and Qwen3."""
+
+
+def kept_by_layers(model: ModelSpec, device: Literal["cpu", "cuda"]) -> list[Retention]:
+    """Return which tokens' KV an engine on such a device keeps for each layer. Layers that keep the same are a cache group."""
+    if device == "cuda":  # the GPU's runner has one block table for a sequence, which keeps what all layers read
+        return [KEEP_ALL] * model.num_layers
+    return [Retention(window=layer.mixer.window, chunk=layer.mixer.chunk) for layer in model.layers]
 
 
 def gpu_lacks(model: ModelSpec) -> list[Feature]:
