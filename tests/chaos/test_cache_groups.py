@@ -103,9 +103,16 @@ def test_a_killed_worker_does_not_change_the_stream(
     play(tmp_path, story, windows)
 
 
-@pytest.mark.parametrize("windows", WINDOWS)
+ALL_WINDOWS = [(), ((Retention(window=7), 40),)]
+"""Groups beside a first one that keeps a window, too: all layers have windows, as in Mistral 7B v0.1."""
+
+
+@pytest.mark.parametrize(
+    ("keeps", "windows"),
+    [*((KEEP_ALL, windows) for windows in WINDOWS), *((Retention(window=18), windows) for windows in ALL_WINDOWS)],
+)
 def test_a_prefix_comes_back_from_the_kvstore_with_its_windows_tail(
-    tmp_path: Path, windows: tuple[tuple[Retention, int], ...]
+    tmp_path: Path, keeps: Retention, windows: tuple[tuple[Retention, int], ...]
 ) -> None:
     """A conversation goes on after all engines were replaced: its first turns are in the kvstore alone."""
 
@@ -125,7 +132,33 @@ def test_a_prefix_comes_back_from_the_kvstore_with_its_windows_tail(
         await world.all_ended()
         assert again.cached_tokens == 68
 
-    play(tmp_path, story, windows)
+    play(tmp_path, story, windows, keeps=keeps)
+
+
+@pytest.mark.parametrize("length", [71, 72, 73])
+@pytest.mark.parametrize(
+    ("keeps", "windows"), [*((KEEP_ALL, windows) for windows in WINDOWS), (Retention(window=18), ALL_WINDOWS[1])]
+)
+def test_a_prompt_comes_back_from_the_kvstore_whatever_its_length(
+    tmp_path: Path, keeps: Retention, windows: tuple[tuple[Retention, int], ...], length: int
+) -> None:
+    """Its last token is computed anew: of 72 tokens 17 blocks count, and the tails at their end must be there."""
+
+    async def story(world: World) -> None:
+        world.submit(prompt(length), max_tokens=1)
+        await world.all_ended()
+        await anyio.sleep(1)
+        for role in ("prefill", "decode"):
+            old = world.alive(role)
+            await world.start(role)
+            await anyio.sleep(3)
+            for name in old:
+                await world.terminate(name)
+        again = world.submit(prompt(length), max_tokens=5)
+        await world.all_ended()
+        assert again.cached_tokens == (length - 1) // 4 * 4
+
+    play(tmp_path, story, windows, keeps=keeps)
 
 
 def test_a_handle_of_another_shape_is_refused(tmp_path: Path) -> None:
@@ -147,10 +180,6 @@ def test_a_handle_of_another_shape_is_refused(tmp_path: Path) -> None:
         assert outcome.tokens == outcome.expected[: len(outcome.tokens)]
 
     play(tmp_path, story, WINDOWS[0])
-
-
-ALL_WINDOWS = [(), ((Retention(window=7), 40),)]
-"""Groups beside a first one that keeps a window, too: all layers have windows, as in Mistral 7B v0.1."""
 
 
 @pytest.mark.parametrize("windows", ALL_WINDOWS)
