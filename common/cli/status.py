@@ -150,7 +150,7 @@ def as_fields(presence: Presence) -> dict[str, object]:
     """A heartbeat with named fields, for --json (on the wire some of it is positional)."""
     fields = {name: getattr(presence, name) for name in presence.__struct_fields__}
     worker, kv = presence.worker, presence.kv
-    fields["kv"] = _blocks(kv) | ({"groups": [_blocks(group) for group in kv.groups]} if kv.groups else {})
+    fields["kv"] = _blocks(kv) | {"groups": [_blocks(group) for group in kv.groups]}
     fields["worker"] = {"role": worker.role, "id": worker.id, "epoch": worker.epoch}
     fields["models"] = [{name: getattr(model, name) for name in model.__struct_fields__} for model in presence.models]
     return fields
