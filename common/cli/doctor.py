@@ -177,8 +177,9 @@ def check_model(spec: str, shm_dir: Path, environ: Mapping[str, str]) -> Finding
 
     try:
         asked = up_settings.read([f"--model={spec}"], environ)
-        engine = EngineConfig.of(asked.services["decode"]) if asked else EngineConfig()
-        servable = preflight.check_model(spec, engine, "cuda" if visible_gpus("auto") else "cpu")
+        on_gpu = bool(visible_gpus("auto"))
+        engine = EngineConfig.of(asked.services["decode"], on_gpu=on_gpu) if asked else EngineConfig()
+        servable = preflight.check_model(spec, engine, "cuda" if on_gpu else "cpu")
         tight = preflight.check_machine([(servable, 1)], shm_dir)
     except PenstockError as error:
         return Finding("problem", "model", spec, str(error))
@@ -188,7 +189,7 @@ def check_model(spec: str, shm_dir: Path, environ: Mapping[str, str]) -> Finding
 
 
 def check_footprint(spec: str, environ: Mapping[str, str]) -> list[Finding]:
-    """What the model would take of a GPU, and the most that GPUs can make of it; nothing for a model that can't be served."""
+    """What the model would take of a GPU, and the most that GPUs can make of it. Nothing for a model that can't be served."""
     from common.cli import footprint, up_settings  # slow to import
     from common.engine.load.layout import EngineConfig, cache_layout, limit_context, resolve_engine_precision
     from common.models.config import load_config
@@ -197,7 +198,7 @@ def check_footprint(spec: str, environ: Mapping[str, str]) -> list[Finding]:
 
     try:
         asked = up_settings.read([f"--model={spec}"], environ)
-        engine = EngineConfig.of(asked.services["decode"]) if asked else EngineConfig()
+        engine = EngineConfig.of(asked.services["decode"], on_gpu=True) if asked else EngineConfig()
         files = resolve(spec, weights=engine.load_format != "dummy")
         model = limit_context(load_config(files), engine)
         precision = resolve_engine_precision(model, engine, "cuda")
@@ -207,9 +208,10 @@ def check_footprint(spec: str, environ: Mapping[str, str]) -> list[Finding]:
     except PenstockError:
         return []  # `check_model` says why
     found = footprint.footprint(model, precision, inventory, layout)
+    kv = f"{precision.kv}; {footprint.describe_kv(found, model.max_context)}"
     weights = precision.weights if precision.weights != "none" else precision.compute
     return [
-        Finding("ok", "kv on a gpu", f"{precision.kv}; {footprint.describe_kv(found, model.max_context)}"),
+        Finding("ok", "kv on a gpu", kv),
         Finding("ok", "on a gpu", f"{weights} weights; {footprint.describe_cards(found)}"),
     ]
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from common.cache.retention import Retention
 from common.cache.spec import CacheLayout
 from common.engine.load.precision import Precision
 from common.models.config import ModelConfig
@@ -39,16 +40,22 @@ CARDS = (Card("H100", 80e9, 3.35e12), Card("H200", 141e9, 4.8e12), Card("B200", 
 
 
 class GroupFootprint(msgspec.Struct, frozen=True):
-    """KV of one cache group: its layers, and bytes per token over all of them. `window`: tokens kept, 0 for all."""
+    """KV of one cache group: its layers, and bytes per token over all of them. `retention`: which tokens' KV is kept."""
 
     name: str
     layers: int
     token_bytes: int
-    window: int
+    retention: Retention
 
     def bytes_of(self, num_tokens: int) -> int:
-        """Return the bytes that a sequence of so many tokens keeps in this group."""
-        return self.token_bytes * (min(num_tokens, self.window) if self.window else num_tokens)
+        """Return the most bytes that a sequence of so many tokens keeps in this group."""
+        span = self.retention.span
+        return self.token_bytes * (min(num_tokens, span) if span else num_tokens)
+
+    def __str__(self) -> str:
+        kept = f" for the last {self.retention.span:,}" if self.retention.window else ""
+        kept = f" in chunks of {self.retention.chunk:,}" if self.retention.chunk else kept
+        return f"{self.name}: {self.layers} layers, {self.token_bytes:,} bytes a token{kept}"
 
 
 class Footprint(msgspec.Struct, frozen=True):
@@ -88,7 +95,7 @@ def footprint(model: ModelConfig, precision: Precision, inventory: Inventory, la
             group.name,
             len({member.layer for member in group.members}),
             group.block_bytes // group.block_tokens,
-            max((member.component.window for member in group.members), default=0),
+            group.retention,
         )
         for group in layout.groups
     ]
@@ -97,12 +104,8 @@ def footprint(model: ModelConfig, precision: Precision, inventory: Inventory, la
 
 def describe_kv(found: Footprint, max_context: int) -> str:
     """Return a line about the KV groups."""
-    groups = [
-        f"{group.name}: {group.layers} layers, {group.token_bytes:,} bytes a token"
-        + (f" for the last {group.window:,}" if group.window else "")
-        for group in found.groups
-    ]
-    return f"{'; '.join(groups)}; {found.kv_bytes(max_context) / _GIB:.2f} GiB for a context of {max_context:,} tokens"
+    groups = "; ".join(map(str, found.groups))
+    return f"{groups}; {found.kv_bytes(max_context) / _GIB:.2f} GiB for a context of {max_context:,} tokens"
 
 
 def describe_cards(found: Footprint, rows: Sequence[int] = (1, 32, 256)) -> str:

@@ -19,7 +19,7 @@ from common.cli.console import DEFAULT_NATS_URL, NatsUrl, err, out, run
 from common.protocol import subjects
 from common.protocol.errors import NoWorkers
 from common.protocol.handles import Role
-from common.protocol.messages import Presence
+from common.protocol.messages import KvUsage, Presence
 from common.runtime.bus import Bus, BusMessage
 from common.runtime.registry import Registry
 
@@ -109,7 +109,8 @@ def _by_model(worker: Presence) -> list[Presence]:
 
 
 def _of_one_model(workers: list[Presence], columns: int) -> Table:
-    """`room`: how many more requests a worker would take. `used`, `cached`: shares of its KV blocks."""
+    """`room`: how many more requests a worker would take. `used`, `cached`: shares of its KV blocks; where these are of several
+    cache groups, of the fullest."""
     shown = Table(box=None, header_style="bold", pad_edge=False)
     widths = {"state": 8, "runs": 4, "waits": 5, "room": 4, "KV used": 7, "cached": 6, "step": 7, "tok/s": 5}
     id_columns = max(columns, 80) - sum(widths.values()) - 2 * len(widths)
@@ -117,7 +118,7 @@ def _of_one_model(workers: list[Presence], columns: int) -> Table:
     for title in widths:
         shown.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)
     for presence in workers:
-        worker_id, kv = presence.worker.id, presence.kv
+        worker_id, kv = presence.worker.id, presence.kv.fullest
         style = _STATE_STYLES.get(presence.state, "")
         state = f"load {100 * presence.loaded:.0f}%" if presence.loaded < 1 else presence.state
         shown.add_row(
@@ -126,7 +127,7 @@ def _of_one_model(workers: list[Presence], columns: int) -> Table:
             short(presence.running),
             short(presence.waiting),
             short(presence.credits),
-            f"{100 * (kv.owned + kv.leased) / kv.total:.0f}%" if kv.total else "-",
+            f"{100 * kv.used:.0f}%" if kv.total else "-",
             f"{100 * kv.cached / kv.total:.0f}%" if kv.total else "-",
             f"{presence.step_ms:.{0 if presence.step_ms >= 1000 else 1}f}ms" if presence.step_ms else "-",
             short(round(presence.tokens_per_s)) if presence.tokens_per_s else "-",
@@ -149,7 +150,11 @@ def as_fields(presence: Presence) -> dict[str, object]:
     """A heartbeat with named fields, for --json (on the wire some of it is positional)."""
     fields = {name: getattr(presence, name) for name in presence.__struct_fields__}
     worker, kv = presence.worker, presence.kv
+    fields["kv"] = _blocks(kv) | {"groups": [_blocks(group) for group in kv.groups]}
     fields["worker"] = {"role": worker.role, "id": worker.id, "epoch": worker.epoch}
-    fields["kv"] = {name: getattr(kv, name) for name in kv.__struct_fields__}
     fields["models"] = [{name: getattr(model, name) for name in model.__struct_fields__} for model in presence.models]
     return fields
+
+
+def _blocks(kv: KvUsage) -> dict[str, object]:
+    return {name: getattr(kv, name) for name in ("total", "free", "owned", "leased", "cached")}

@@ -120,11 +120,11 @@ def _checked(asked: UpSettings) -> tuple[UpSettings, list[str]]:
         limits: list[int] = []
         known: dict[EngineConfig, Servable] = {}
         for role, count in engines.items():
-            settings = EngineConfig.of(fleet.services[role])
             if not count and fleet.num_engines:
                 continue
+            on_gpu = bool(fleet.gpus) and getattr(fleet.services[role], "engine", "torch") != "simulated"
+            settings = EngineConfig.of(fleet.services[role], on_gpu=on_gpu)
             if settings not in known:
-                on_gpu = bool(fleet.gpus) and settings.engine != "simulated"
                 servable = known[settings] = check_model(config.model, settings, "cuda" if on_gpu else "cpu")
                 if servable.longest < servable.model.max_context:
                     limits.append(servable.longest)

@@ -10,6 +10,9 @@ from common.protocol.handles import WorkerRef
 class BlockLookup(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """worker → kvstore: which leading part of this hash chain do you hold? Answered by BlockLease.
 
+    A group that keeps a window or chunks reads of a part only its last blocks: hashes[firsts[i]:i + 1] of the part that ends
+    behind block i. With `firsts` the longest part is asked for of which those are there.
+
     The holder names the lease, so that it can release one whose answer it never got. Empty: the store names it. `fingerprint`
     names the blocks of one cache group: that of group i > 0 ends with `-i`.
     """
@@ -18,10 +21,12 @@ class BlockLookup(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     fingerprint: str
     hashes: list[bytes]
     lease: str = ""
+    firsts: list[int] = []
 
 
 class BlockLease(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """kvstore → worker: `blocks` of `segment` hold the first len(blocks) hashes, until the lease ends. Empty: a miss.
+    """kvstore → worker: `blocks` of `segment` hold len(blocks) hashes from index `first` on, until the lease ends. No block: a
+    miss, or with `first` a part of so many blocks behind which nothing of it is read.
 
     `checksums[i]` is the CRC-32 that the i-th block must have once copied.
     """
@@ -32,6 +37,7 @@ class BlockLease(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     generations: list[int]
     segment: str = ""
     checksums: list[int] = []
+    first: int = 0
 
 
 class BlockOffer(msgspec.Struct, tag=True, frozen=True, kw_only=True):

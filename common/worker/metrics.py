@@ -49,7 +49,7 @@ class EngineMetrics:
         self.step_failures = of_engine("engine_step_failures_total", "Steps that raised")
         read("engine_sequences_running", "Sequences in the running batch", lambda: float(running()))
         read("engine_sequences_waiting", "Sequences taken but not running", lambda: float(waiting()))
-        read("vllm:kv_cache_usage_perc", "Share of KV blocks owned or leased, 0 to 1", lambda: _share(usage()))
+        read("vllm:kv_cache_usage_perc", "Share of KV blocks owned or leased, 0 to 1", lambda: usage().fullest.used)
         blocks = metrics.gauge("kv_blocks", "KV blocks by state; they add up to the pool", [MODEL_LABEL, "state"])
         for state in ("free", "owned", "leased", "cached"):
             blocks.labels(model, state).set_function(lambda state=state: float(getattr(usage(), state)))
@@ -59,8 +59,3 @@ class EngineMetrics:
         prompt_tokens = sum(len(row.tokens) for row in plan.rows if len(row.tokens) > row.num_samples)
         if prompt_tokens:
             self.prompt_tokens.inc(prompt_tokens)
-
-
-def _share(usage: KvUsage) -> float:
-    """Return the share of blocks in use of the group that has the fewest left."""
-    return max((group.owned + group.leased) / group.total if group.total else 0.0 for group in usage.groups or [usage])

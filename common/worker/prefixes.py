@@ -73,30 +73,53 @@ class Prefixes:
     async def _copy_in(self, sequence: Sequence, hashes: list[bytes], have: int) -> int:
         """Fetch blocks of every group for the same prefix; return how many blocks it is longer than `have`.
 
-        Groups that keep all of a sequence say how long it can be. Of the others only those blocks are fetched that the token
-        behind that prefix reads; without all of them, nothing counts.
+        Groups that keep all of a sequence say how long it can be at most, then those that keep a part, until all agree. Of
+        these only those blocks are fetched that the token behind that prefix reads; without all of them, nothing counts.
         """
         worker, end = self._worker, len(hashes)
         groups = list(enumerate(zip(worker.pool.groups, sequence.tables, strict=True)))
         for index, (group, table) in groups:
             if group.retention.keeps_all:
                 end = have + await worker.store.fetch(hashes[have:end], table[have:end], index)
+        parts = [(index, table) for index, (group, table) in groups if not group.retention.keeps_all]
+        end = await self._agreed_end(hashes, have, end, [index for index, _ in parts])
+        if end == have:
+            return 0
         try:
             worker.cache.reach(sequence, end * worker.cache.block_tokens)
         except OutOfBlocks:
             return 0
-        for index, (group, table) in groups:
-            if not group.retention.keeps_all:
-                begin = max(have, worker.cache.first_block(index, end * worker.cache.block_tokens))
-                if await worker.store.fetch(hashes[begin:end], table[begin:end], index) < end - begin:
-                    return 0
+        for index, table in parts:
+            begin = max(have, self._first_read(index, end))
+            if await worker.store.fetch(hashes[begin:end], table[begin:end], index) < end - begin:
+                return 0
         return end - have
+
+    async def _agreed_end(self, hashes: list[bytes], have: int, end: int, groups: list[int]) -> int:
+        """Return the largest number of blocks, at most `end`, behind which each of `groups` has what it reads."""
+        agreed = asked = 0
+        while have < end and agreed < len(groups):
+            index = groups[asked % len(groups)]
+            firsts = [max(self._first_read(index, length), have) - have for length in range(have + 1, end + 1)]
+            found = have + await self._worker.store.find(hashes[have:end], firsts, index)
+            agreed = agreed + 1 if found == end else 1
+            end, asked = found, asked + 1
+        return end
+
+    def _first_read(self, group: int, num_blocks: int) -> int:
+        """The first block that a group reads behind so many."""
+        cache = self._worker.cache
+        return cache.first_block(group, num_blocks * cache.block_tokens)
 
     def offer_soon(self, sequence: Sequence) -> None:
         """Offer the full blocks of a sequence in the background; call before its blocks are freed."""
         worker = self._worker
         hashes = list(worker.cache.hash(sequence, sequence.num_computed))
         tables = [table[: len(hashes)] for table in sequence.tables]
+        for index, ((pool, _), table) in enumerate(zip(worker.pool.groups, tables, strict=True)):
+            # who has the same tokens again computes the last one anew, and that one may read a block that was let go just now
+            for i in range(worker.cache.first_block(index, max(sequence.num_computed - 1, 0)), len(table)):
+                table[i] = pool.find(hashes[i]) if table[i] == HOLE else table[i]
         if hashes and worker.store.available:
             worker.pool.retain(tables)
             worker.task_group.start_soon(self._offer, tables, hashes)

@@ -88,6 +88,21 @@ class StoreClient:
         """Is there a kvstore on this host worth asking?"""
         return bool(self._stores())
 
+    async def find(self, hashes: Sequence[bytes], firsts: Sequence[int], group: int) -> int:
+        """Return the length, in blocks, of the longest leading part of a hash chain of which a kvstore has all that the group
+        reads: `hashes[firsts[i] : i + 1]` of the part that ends behind block i. 0 on any failure.
+
+        Nothing is held: by the time of the `fetch` it may be gone.
+        """
+        stores, found = self._stores()[:MAX_STORES] if hashes else [], list[BlockLease]()
+        try:
+            async with anyio.create_task_group() as tasks:
+                for store in stores:
+                    tasks.start_soon(self._look_up, self._pools[group], store, list(hashes), found, list(firsts))
+            return max((lease.first + len(lease.blocks) for lease in found), default=0)
+        finally:
+            self._release(found)
+
     async def fetch(self, hashes: Sequence[bytes], into_blocks: Sequence[int], group: int = 0) -> int:
         """Copy the longest stored leading part of a hash chain to `into_blocks` of a group; returns its length in blocks.
 
@@ -104,7 +119,7 @@ class StoreClient:
         try:
             async with anyio.create_task_group() as tasks:
                 for store in stores:
-                    tasks.start_soon(self._look_up, pool, store, wanted, found)
+                    tasks.start_soon(self._look_up, pool, store, wanted, found, [])
             if found:
                 best = max(found, key=lambda lease: len(lease.blocks))
                 self._release(found, keep=best)
@@ -164,15 +179,24 @@ class StoreClient:
 
     # -- fetch
 
-    async def _look_up(self, pool: _GroupBlocks, store: WorkerRef, hashes: list[bytes], found: list[BlockLease]) -> None:
+    async def _look_up(
+        self, pool: _GroupBlocks, store: WorkerRef, hashes: list[bytes], found: list[BlockLease], firsts: list[int]
+    ) -> None:
         try:
-            lookup = BlockLookup(holder=self.actor.ref, fingerprint=pool.fingerprint, hashes=hashes, lease=new_lease())
+            lookup = BlockLookup(
+                holder=self.actor.ref, fingerprint=pool.fingerprint, hashes=hashes, lease=new_lease(), firsts=firsts
+            )
             answer = await self._ask(store, lookup)
             if not isinstance(answer, BlockLease):
                 raise ProtocolError(f"{type(answer).__name__} in answer to a lookup")
-            if not answer.lease:
+            end = answer.first + len(answer.blocks)
+            if not end:
                 return
-            if not len(answer.blocks) == len(answer.generations) == len(answer.checksums) <= len(hashes):
+            if (
+                not len(answer.blocks) == len(answer.generations) == len(answer.checksums) <= end <= len(hashes)
+                or not 0 <= answer.first <= (firsts[end - 1] if firsts else 0)
+                or (answer.blocks and not answer.lease)
+            ):
                 self._release([answer])
                 raise ProtocolError("a lease that does not fit its lookup")
             found.append(answer)
@@ -208,7 +232,8 @@ class StoreClient:
 
     def _release(self, found: list[BlockLease], keep: BlockLease | None = None) -> None:
         for lease in [lease for lease in found if lease is not keep]:
-            self.actor.send(lease.store, ReleaseLease(leases=[lease.lease]))
+            if lease.lease:
+                self.actor.send(lease.store, ReleaseLease(leases=[lease.lease]))
             found.remove(lease)
 
     # -- offer

@@ -157,7 +157,7 @@ class Census:
         return self._known
 
     def _row(self, presence: Presence) -> WorkerRow:
-        ref, kv = presence.worker, presence.kv
+        ref, kv = presence.worker, presence.kv.fullest
         health, ours = self._health(ref)
         if ref.role == "kvstore":
             load = (kv.total - kv.free) / kv.total if kv.total else 0.0

@@ -159,12 +159,13 @@ class KvstoreActor(Actor):
         return question.lease or new_lease()
 
     def _lookup(self, lookup: BlockLookup) -> BlockLease:
+        """:raises InvalidParameter: the question contradicts itself."""
         self._num_lookups.inc()
         self._num_looked_up.inc(len(lookup.hashes))
         arena = self.arenas.used(lookup.fingerprint)
-        slots = arena.index.lookup(lookup.hashes) if arena is not None else []
+        first, slots = _found(arena, lookup) if arena is not None else (0, [])
         if arena is None or not slots:
-            return BlockLease(store=self.ref, lease="", blocks=[], generations=[])
+            return BlockLease(store=self.ref, lease="", blocks=[], generations=[], first=first)
         self._num_hits.inc(len(slots))
         lease = self._name(lookup)
         arena.index.lease(slots)
@@ -176,6 +177,7 @@ class KvstoreActor(Actor):
             generations=arena.generations_of(slots),
             segment=arena.segment.name,
             checksums=arena.index.checksums_of(slots),
+            first=first,
         )
 
     def _grant(self, offer: BlockOffer) -> BlockGrant:
@@ -227,3 +229,12 @@ class KvstoreActor(Actor):
     def _wake_drain(self) -> None:
         if self.state == "draining" and not len(self.leases):
             self._idle.set()
+
+
+def _found(arena: Arena, lookup: BlockLookup) -> tuple[int, list[int]]:
+    """:raises InvalidParameter: `firsts` are not those of the hashes."""
+    if not lookup.firsts:
+        return 0, arena.index.lookup(lookup.hashes)
+    if len(lookup.firsts) != len(lookup.hashes) or any(not 0 <= first <= i + 1 for i, first in enumerate(lookup.firsts)):
+        raise InvalidParameter("firsts are one for each hash, and none is behind it", param="firsts")
+    return arena.index.lookup_tail(lookup.hashes, lookup.firsts)

@@ -81,13 +81,38 @@ class BlockIndex:
         """Readable slots of the longest leading part of a chain, which count as used now. Lease them before anything else."""
         found = []
         for block_hash in hashes:
-            slot = self._by_hash.get(block_hash)
-            if slot is None or not self._slots[slot].readable:
+            slot = self._readable(block_hash)
+            if slot is None:
                 break
             found.append(slot)
-        for slot in reversed(found):
+        return self._used(found)
+
+    def lookup_tail(self, hashes: Sequence[bytes], firsts: Sequence[int]) -> tuple[int, list[int]]:
+        """Find the longest leading part of a chain of which all that is read is there: see `BlockLookup`.
+
+        Return the index of the first hash that is read of it, and their slots as `lookup` does.
+        """
+        end = len(hashes)
+        while end:
+            first, found = firsts[end - 1], list[int]()
+            for i in range(end - 1, first - 1, -1):
+                slot = self._readable(hashes[i])
+                if slot is None:
+                    end = i  # whatever ends behind a later block reads this one, too
+                    break
+                found.append(slot)
+            else:
+                return first, self._used(found[::-1])
+        return 0, []
+
+    def _readable(self, block_hash: bytes) -> int | None:
+        slot = self._by_hash.get(block_hash)
+        return slot if slot is not None and self._slots[slot].readable else None
+
+    def _used(self, slots: list[int]) -> list[int]:
+        for slot in reversed(slots):
             self._lru.use(self._slots[slot].block_hash)
-        return found
+        return slots
 
     def checksums_of(self, slots: Sequence[int]) -> list[int]:
         return [self._slots[slot].checksum for slot in slots]

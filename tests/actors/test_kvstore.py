@@ -10,9 +10,9 @@ import anyio
 import anyio.from_thread
 import pytest
 
-from common.protocol.cache_messages import BlockCommit
+from common.protocol.cache_messages import BlockCommit, BlockLookup
 from common.protocol.errors import StaleHandle
-from common.protocol.messages import KvUsage, ReleaseLease
+from common.protocol.messages import KvUsage, Rejected, ReleaseLease
 from common.worker import store_client
 from tests.actors.kvstore_site import (
     BLOCK_BYTES,
@@ -56,6 +56,24 @@ async def test_a_miss_is_zero_and_holds_nothing(site: Site):
         assert await worker.store.fetch([b"unknown", *CHAIN], range(10)) == 0
         assert await worker.store.fetch([], []) == 0
         assert await other.store.fetch(CHAIN, range(10)) == 0, "another model's blocks are never found"
+        await settled(store, KvUsage(total=16, free=13, cached=3))
+
+
+async def test_a_windows_tail_is_found_although_what_comes_before_it_was_never_offered(site: Site):
+    store, giver, taker = site.make_store(), site.make_worker(fill=1), site.make_worker()
+    firsts = [max(0, i - 1) for i in range(10)]  # a window of two blocks
+    async with running(store, giver, taker):
+        await giver.store.offer(CHAIN[3:6], [7, 3, 4])
+        await until(lambda: store.usage().cached == 3)
+        assert await taker.store.find(CHAIN, firsts, 0) == 6
+        assert await taker.store.find(CHAIN[:5], firsts[:5], 0) == 5
+        assert await taker.store.find(CHAIN[:4], firsts[:4], 0) == 0, "a block of two"
+        assert await taker.store.find(CHAIN[:2], [0, 2], 0) == 2, "a part of which nothing is read"
+        assert await taker.store.find([], [], 0) == 0
+        await settled(store, KvUsage(total=16, free=13, cached=3))
+        for nonsense in ([0], [2, *firsts[1:]], [0, 3, *firsts[2:]], [-1, *firsts[1:]]):
+            answer = await taker.ask_store(store, BlockLookup(holder=taker.ref, fingerprint="m", hashes=CHAIN, firsts=nonsense))
+            assert isinstance(answer, Rejected) and answer.code == "invalid_parameter"
         await settled(store, KvUsage(total=16, free=13, cached=3))
 
 

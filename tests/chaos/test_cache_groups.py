@@ -9,12 +9,13 @@ from typing import Any
 import anyio
 import pytest
 
-from common.cache.retention import Retention
+from common.cache.retention import KEEP_ALL, Retention
 from common.protocol.messages import KvReady
+from common.worker.actor import EngineWorker
 from services.decode.actor import DecodeActor
 from services.kvstore.actor import KvstoreActor
 from services.prefill.actor import PrefillActor
-from tests.chaos.world import World
+from tests.chaos.world import MAX_CONTEXT, World
 from tests.fixtures import virtual_time
 
 Story = Callable[[World], Coroutine[Any, Any, None]]
@@ -22,10 +23,18 @@ ROLES = ("kvstore", "draft", "prefill", "decode", "gateway")
 WINDOWS = [((Retention(window=10), 96),), ((Retention(chunk=16), 96), (Retention(window=7), 96))]
 
 
-def play(shm_dir: Path, story: Story, windows: tuple[tuple[Retention, int], ...], *, run_ahead: int = 1) -> None:
+def play(
+    shm_dir: Path,
+    story: Story,
+    windows: tuple[tuple[Retention, int], ...],
+    *,
+    run_ahead: int = 1,
+    keeps: Retention = KEEP_ALL,
+    num_blocks: int = 256,
+) -> None:
     async def main() -> None:
         async with anyio.create_task_group() as task_group:
-            world = World(task_group, shm_dir, windows=windows, run_ahead=run_ahead)
+            world = World(task_group, shm_dir, windows=windows, run_ahead=run_ahead, keeps=keeps, num_blocks=num_blocks)
             for role in ROLES:
                 await world.start(role)  # pyright: ignore[reportArgumentType]
             await anyio.sleep(3)
@@ -94,9 +103,16 @@ def test_a_killed_worker_does_not_change_the_stream(
     play(tmp_path, story, windows)
 
 
-@pytest.mark.parametrize("windows", WINDOWS)
+ALL_WINDOWS = [(), ((Retention(window=7), 40),)]
+"""Groups beside a first one that keeps a window, too: all layers have windows, as in Mistral 7B v0.1."""
+
+
+@pytest.mark.parametrize(
+    ("keeps", "windows"),
+    [*((KEEP_ALL, windows) for windows in WINDOWS), *((Retention(window=18), windows) for windows in ALL_WINDOWS)],
+)
 def test_a_prefix_comes_back_from_the_kvstore_with_its_windows_tail(
-    tmp_path: Path, windows: tuple[tuple[Retention, int], ...]
+    tmp_path: Path, keeps: Retention, windows: tuple[tuple[Retention, int], ...]
 ) -> None:
     """A conversation goes on after all engines were replaced: its first turns are in the kvstore alone."""
 
@@ -116,7 +132,33 @@ def test_a_prefix_comes_back_from_the_kvstore_with_its_windows_tail(
         await world.all_ended()
         assert again.cached_tokens == 68
 
-    play(tmp_path, story, windows)
+    play(tmp_path, story, windows, keeps=keeps)
+
+
+@pytest.mark.parametrize("length", [71, 72, 73])
+@pytest.mark.parametrize(
+    ("keeps", "windows"), [*((KEEP_ALL, windows) for windows in WINDOWS), (Retention(window=18), ALL_WINDOWS[1])]
+)
+def test_a_prompt_comes_back_from_the_kvstore_whatever_its_length(
+    tmp_path: Path, keeps: Retention, windows: tuple[tuple[Retention, int], ...], length: int
+) -> None:
+    """Its last token is computed anew: of 72 tokens 17 blocks count, and the tails at their end must be there."""
+
+    async def story(world: World) -> None:
+        world.submit(prompt(length), max_tokens=1)
+        await world.all_ended()
+        await anyio.sleep(1)
+        for role in ("prefill", "decode"):
+            old = world.alive(role)
+            await world.start(role)
+            await anyio.sleep(3)
+            for name in old:
+                await world.terminate(name)
+        again = world.submit(prompt(length), max_tokens=5)
+        await world.all_ended()
+        assert again.cached_tokens == (length - 1) // 4 * 4
+
+    play(tmp_path, story, windows, keeps=keeps)
 
 
 def test_a_handle_of_another_shape_is_refused(tmp_path: Path) -> None:
@@ -138,3 +180,30 @@ def test_a_handle_of_another_shape_is_refused(tmp_path: Path) -> None:
         assert outcome.tokens == outcome.expected[: len(outcome.tokens)]
 
     play(tmp_path, story, WINDOWS[0])
+
+
+@pytest.mark.parametrize("windows", ALL_WINDOWS)
+@pytest.mark.parametrize("run_ahead", [1, 2])
+def test_windows_alone_hold_sequences_of_any_length(
+    tmp_path: Path, windows: tuple[tuple[Retention, int], ...], run_ahead: int
+) -> None:
+    """14 blocks are 56 tokens; the sequences have 120 to 160, are handed off, lose their workers, and go on."""
+
+    async def story(world: World) -> None:
+        await world.start("decode")
+        await anyio.sleep(3)
+        for index in range(5):
+            world.submit(prompt(100 + 4 * index, index), max_tokens=20 + 5 * index)
+        await anyio.sleep(0.05)
+        await world.kill(world.alive("decode")[0])
+        await world.start("prefill")
+        await anyio.sleep(0.05)
+        await world.kill(world.alive("prefill")[0])
+        await world.all_ended(within_s=30)
+        assert all(outcome.finish == "length" for outcome in world.outcomes), [o.error for o in world.outcomes]
+        for process in world.processes.values():
+            if isinstance(process.actor, EngineWorker):
+                assert process.actor.presence("ready").kv.total == 14 + sum(blocks for _, blocks in windows)
+                assert process.actor.cache.longest_sequence > MAX_CONTEXT
+
+    play(tmp_path, story, windows, run_ahead=run_ahead, keeps=Retention(window=18), num_blocks=14)

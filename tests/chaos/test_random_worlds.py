@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from common.cache.retention import Retention
+from common.cache.retention import KEEP_ALL, Retention
 from common.protocol.handles import Role
 from tests.chaos.world import World
 from tests.fixtures import virtual_time
@@ -32,7 +32,7 @@ WINDOWS: list[tuple[tuple[Retention, int], ...]] = [
     ((Retention(window=9), 20),),
     ((Retention(chunk=12), 24), (Retention(window=6), 64)),
 ]
-"""Cache groups beside the one that keeps everything: what each keeps, and its blocks."""
+"""Cache groups beside the first one: what each keeps, and its blocks."""
 
 
 class RandomWorld(RuleBasedStateMachine):
@@ -55,26 +55,23 @@ class RandomWorld(RuleBasedStateMachine):
         seed=st.integers(0, 99),
         run_ahead=st.sampled_from([1, 2]),
         windows=st.sampled_from(WINDOWS),
+        keeps=st.sampled_from([KEEP_ALL, KEEP_ALL, Retention(window=11)]),
     )
-    def begin(self, num_blocks: int, seed: int, run_ahead: int, windows: tuple[tuple[Retention, int], ...]) -> None:
+    def begin(
+        self, num_blocks: int, seed: int, run_ahead: int, windows: tuple[tuple[Retention, int], ...], keeps: Retention
+    ) -> None:
         async def act() -> None:
             started: asyncio.Future[World] = asyncio.get_running_loop().create_future()
             self.stop = anyio.Event()
-            self.main = asyncio.ensure_future(self.live(started, num_blocks, seed, run_ahead, windows))
+            settings = {"num_blocks": num_blocks, "seed": seed, "run_ahead": run_ahead, "windows": windows, "keeps": keeps}
+            self.main = asyncio.ensure_future(self.live(started, settings))
             self.world = await started
 
         self.play(act())
 
-    async def live(
-        self,
-        started: asyncio.Future[World],
-        num_blocks: int,
-        seed: int,
-        run_ahead: int,
-        windows: tuple[tuple[Retention, int], ...],
-    ) -> None:
+    async def live(self, started: asyncio.Future[World], settings: dict[str, Any]) -> None:
         async with anyio.create_task_group() as task_group:
-            world = World(task_group, self.shm_dir, num_blocks=num_blocks, seed=seed, run_ahead=run_ahead, windows=windows)
+            world = World(task_group, self.shm_dir, **settings)
             for role in ("gateway", "prefill", "decode", "draft", "kvstore"):
                 await world.start(role)
             await anyio.sleep(2.5)

@@ -16,7 +16,7 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
-from common.cache.retention import Retention
+from common.cache.retention import KEEP_ALL, Retention
 from common.cache.spec import group_name
 from common.engine.engine import Engine, GroupMemory
 from common.engine.plan import RunnerLost
@@ -63,6 +63,7 @@ class Outcome:
 
     prompt: list[int]
     sampling: SamplingParams
+    rule: TokenRule = RULE
     tokens: list[int] = field(default_factory=list)
     finish: str | None = None
     error: PenstockError | None = None
@@ -74,7 +75,7 @@ class Outcome:
 
     @property
     def expected(self) -> list[int]:
-        return expected_tokens(self.prompt, self.sampling, self.sampling.max_tokens, rule=RULE)
+        return expected_tokens(self.prompt, self.sampling, self.sampling.max_tokens, rule=self.rule)
 
 
 class World:
@@ -89,9 +90,12 @@ class World:
         max_running: int = 8,
         zero_retention: bool = False,
         windows: tuple[tuple[Retention, int], ...] = (),
+        keeps: Retention = KEEP_ALL,
     ) -> None:
-        """`windows`: what cache groups beside the one that keeps everything keep, and how many blocks each has."""
+        """`keeps`: what the first cache group keeps. `windows`: what the others keep, and how many blocks each has."""
         self.windows = windows
+        self.keeps = keeps
+        self.rule = TokenRule(VOCAB, repetition=0.5, reads=keeps)
         self.task_group = task_group
         self.shm_dir = shm_dir
         self.num_blocks = num_blocks
@@ -156,7 +160,7 @@ class World:
             )
             return GroupMemory(segment, retention)
 
-        first = memory(0, self.num_blocks, Retention())
+        first = memory(0, self.num_blocks, self.keeps)
         more = [memory(index, num_blocks, retention) for index, (retention, num_blocks) in enumerate(self.windows, 1)]
         runner = SimulatedRunner(
             "instant",
@@ -166,7 +170,7 @@ class World:
             vocab_size=VOCAB,
             fingerprint="simulated",
             time_scale=0,
-            rule=RULE,
+            rule=self.rule,
             run_ahead=self.run_ahead,
             more=[(one.segment.blocks, one.retention) for one in more],
         )
@@ -217,7 +221,7 @@ class World:
         grammar: str = "",
     ) -> Outcome:
         sampling = SamplingParams(seed=seed, max_tokens=max_tokens, grammar=grammar)
-        outcome = Outcome(prompt, sampling, tenant=tenant, asked_at=time.monotonic())
+        outcome = Outcome(prompt, sampling, self.rule, tenant=tenant, asked_at=time.monotonic())
         self.outcomes.append(outcome)
         request = GenerationRequest(
             id=f"request-{len(self.outcomes)}",
@@ -296,6 +300,7 @@ class World:
         for outcome in self.outcomes:
             assert outcome.tokens == outcome.expected[: len(outcome.tokens)]
             if outcome.finish is not None:
-                room = (self.num_blocks - 1) * BLOCK_TOKENS - len(outcome.prompt)
+                longest = min(MAX_CONTEXT, self.keeps.longest(self.num_blocks - 1, BLOCK_TOKENS))
+                room = longest - len(outcome.prompt)
                 assert outcome.finish == "length"
                 assert len(outcome.tokens) == min(outcome.sampling.max_tokens, room)

@@ -36,8 +36,10 @@ def open_runner(files: ModelFiles, *, num_blocks: int = 400, threads: int = 1, *
 
 @dataclass
 class Request:
-    """One request. `begins`: the step from which on it may run. `chunk`: prompt tokens per step. `tables`: a block table of
-    each cache group."""
+    """One request. `begins`: the step from which on it may run. `chunk`: prompt tokens per step.
+
+    `tables`: a block table of each cache group.
+    """
 
     prompt: list[int]
     num_tokens: int
@@ -80,7 +82,7 @@ class _Free:
     """The blocks of a cache group that no sequence holds, in random order."""
 
     def __init__(self, runner: Any, group: int, sequences: Sequence[Request], seed: int) -> None:
-        groups = getattr(runner, "groups", None)  # a runner on a GPU has one, which keeps everything
+        groups = getattr(runner, "groups", None)  # the simulated runner's is one, without tensors
         self.retention: Retention = groups[group].retention if groups else KEEP_ALL
         num_blocks = len(groups[group].pool) if groups else runner.num_blocks
         # of a prefix that another run computed

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from common.engine.load.abilities import features, gpu_lacks, int8_lacks
+from common.engine.load.abilities import features, int8_lacks
 from common.engine.load.layout import EngineConfig, cache_layout, resolve_engine_precision
 from common.engine.load.precision import has_int8
 from common.models.config import config_from_gguf, config_from_json, load_config
@@ -140,15 +140,9 @@ def test_longrope_is_chosen_by_the_context_that_is_served() -> None:
         tiny("phi3", rope_scaling={"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]})
 
 
-def test_what_a_gpu_lacks_is_refused_there_and_named() -> None:
-    for family in ("llama", "qwen2", "qwen3", "mistral"):
-        plain = tiny(family, **({"sliding_window": None} if family == "mistral" else {}))
-        assert resolve_engine_precision(plain, EngineConfig(), "cuda:0").compute == "bfloat16"
-    gemma = tiny("gemma2", sliding_window=24)
-    assert "attention windows" in gpu_lacks(gemma)
-    with pytest.raises(ConfigError, match=r"gemma2 models can't run on a GPU yet, which lacks .*attention windows"):
-        resolve_engine_precision(gemma, EngineConfig(), "cuda:0")
-    assert resolve_engine_precision(gemma, EngineConfig(engine="simulated"), "cuda:0")
+def test_a_gpu_computes_every_family_in_bfloat16() -> None:
+    for model in (tiny("llama"), tiny("mistral", sliding_window=24), tiny("gemma2", sliding_window=24), tiny("olmo2")):
+        assert resolve_engine_precision(model, EngineConfig(), "cuda:0").compute == "bfloat16"
 
 
 @pytest.mark.skipif(not has_int8(), reason="the package numba is not installed")

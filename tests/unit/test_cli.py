@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from common.cli import bench, doctor, status
 from common.cli.bench_report import percentile
@@ -187,6 +188,17 @@ def test_status_as_json_names_every_field() -> None:
     assert fields["worker"] == {"role": "decode", "id": "decode-0", "epoch": 1}
     assert fields["kv"] == {"total": 8, "free": 5, "owned": 3, "leased": 0, "cached": 0, "groups": []}
     msgspec.json.encode(fields)
+
+
+def test_status_speaks_of_the_fullest_cache_group() -> None:
+    groups = [KvUsage(total=900, free=890, owned=10), KvUsage(total=100, free=20, owned=70, leased=6, cached=4)]
+    worker = presence("decode", kv=KvUsage(total=1000, free=910, owned=80, leased=6, cached=4, groups=groups))
+    said = status.as_fields(worker)["kv"]
+    assert isinstance(said, dict)
+    assert said["groups"][1] == {"total": 100, "free": 20, "owned": 70, "leased": 6, "cached": 4}
+    console = Console(width=80, record=True)
+    console.print(status.table([worker]))
+    assert " 76% " in console.export_text()
 
 
 def test_every_finding_that_is_not_ok_says_what_to_do(tmp_path: Path, smollm2: ModelFiles) -> None:

@@ -35,6 +35,32 @@ def test_a_billion_slots_cost_nothing_before_they_are_used():
     index.check()
 
 
+@pytest.mark.parametrize(
+    ("stored", "found"),
+    [
+        ("abcdef", (4, 6)),
+        ("def", (4, 6)),
+        ("cd", (2, 4)),
+        ("ab", (0, 2)),
+        ("a", (0, 1)),
+        ("cef", (4, 6)),
+        ("ce", (0, 0)),
+        ("", (0, 0)),
+    ],
+)
+def test_a_window_goes_on_from_the_longest_part_of_which_its_last_blocks_are_there(stored: str, found: tuple[int, int]):
+    index, chain = BlockIndex(6), [bytes([letter]) for letter in b"abcdef"]
+    for letter in stored:
+        store(index, [letter.encode()])
+    first, slots = index.lookup_tail(chain, [0, 0, 1, 2, 3, 4])
+    assert (first, first + len(slots)) == found
+    assert index.checksums_of(slots) == [block[0] for block in chain[found[0] : found[1]]]
+
+
+def test_a_chunk_that_begins_behind_a_part_reads_nothing_of_it():
+    assert BlockIndex(6).lookup_tail([b"a", b"b", b"c", b"d"], [0, 2, 2, 2]) == (2, [])
+
+
 def test_what_is_being_written_is_neither_found_nor_granted_twice():
     index = BlockIndex(4)
     granted = index.reserve(CHAIN)

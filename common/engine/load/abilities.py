@@ -1,6 +1,6 @@
-"""Which engine can compute a model: what its specification asks for, and what each engine has. Torch-free.
+"""What a model's specification asks for, and what the CPU's 8-bit engine has of it. Torch-free.
 
-The torch engine on a CPU computes every specification. `GPU_HAS` and `INT8_HAS` are what to extend when kernels learn more.
+The torch engine computes every specification, on a CPU and on a GPU. `INT8_HAS` is what to extend when kernels learn more.
 """
 
 from __future__ import annotations
@@ -29,16 +29,8 @@ Feature = Literal[
     "experts",
 ]
 
-GPU_HAS: frozenset[Feature] = frozenset()
-"""What the GPU engine computes beyond Llama, Qwen2 and Qwen3."""
-
 INT8_HAS: frozenset[Feature] = frozenset()
 """What the CPU's 8-bit engine computes beyond Llama, Qwen2 and Qwen3."""
-
-
-def gpu_lacks(model: ModelSpec) -> list[Feature]:
-    """Return what the GPU engine can't compute of this model."""
-    return [feature for feature in features(model) if feature not in GPU_HAS]
 
 
 def int8_lacks(model: ModelSpec) -> list[Feature]:

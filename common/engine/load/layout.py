@@ -11,8 +11,9 @@ from typing import Literal
 import msgspec
 
 from common.cache.division import divide_memory
-from common.cache.spec import CacheLayout, gqa_layout
-from common.engine.load.abilities import gpu_lacks, int8_lacks
+from common.cache.retention import Retention
+from common.cache.spec import CacheLayout, LayerCache, attention_layout
+from common.engine.load.abilities import int8_lacks
 from common.engine.load.precision import (
     DeviceKind,
     DtypeSetting,
@@ -21,6 +22,7 @@ from common.engine.load.precision import (
     QuantizationSetting,
     resolve_precision,
 )
+from common.engine.settings import EngineServiceConfig
 from common.models.config import ModelConfig, context_of
 from common.models.formats.scheme import WeightFormat
 from common.protocol.errors import ConfigError
@@ -66,9 +68,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     token_budget: int = 256
 
     @classmethod
-    def of(cls, config: msgspec.Struct) -> EngineConfig:
-        """The settings of a service's configuration (`EngineServiceConfig`) that are the engine's."""
-        return cls(**{name: getattr(config, name) for name in cls.__struct_fields__})
+    def of(cls, config: msgspec.Struct, *, on_gpu: bool) -> EngineConfig:
+        """The settings of a service's configuration (`EngineServiceConfig`) that are the engine's.
+
+        `on_gpu`: whose limits suit where it says none.
+        """
+        assert isinstance(config, EngineServiceConfig)
+        settings = {name: getattr(config, name) for name in cls.__struct_fields__}
+        return cls(**settings | config.limits(on_gpu=on_gpu)._asdict())
 
 
 def limit_context(model: ModelConfig, engine: EngineConfig) -> ModelConfig:
@@ -79,15 +86,10 @@ def limit_context(model: ModelConfig, engine: EngineConfig) -> ModelConfig:
 def resolve_engine_precision(model: ModelConfig, engine: EngineConfig, device: str) -> Precision:
     """What `model` is computed with on `device` (as `resolve_device` names it).
 
-    :raises ConfigError: see `resolve_precision`; and if the device can't compute the model.
+    :raises ConfigError: see `resolve_precision`.
     """
     kind: DeviceKind = "cuda" if device.startswith("cuda") else "cpu"
     computes = engine.engine == "torch"
-    if computes and kind == "cuda" and (lacks := gpu_lacks(model)):
-        raise ConfigError(
-            f"{model.architecture} models can't run on a GPU yet, which lacks {', '.join(lacks)}; use device cpu",
-            param="device",
-        )
     return resolve_precision(
         engine.dtype,
         engine.quantization,
@@ -101,7 +103,7 @@ def resolve_engine_precision(model: ModelConfig, engine: EngineConfig, device: s
 def cache_layout(
     model: ModelConfig, engine: EngineConfig, device: str = "cpu", *, kv_bytes: int = 0, fp8_choice: str = ""
 ) -> CacheLayout:
-    """The KV layout of `model` under `engine`, sized and with its fingerprint.
+    """The KV layout of `model` under `engine`, sized and with its fingerprint: a group for each window or chunk of its layers.
 
     `kv_bytes`: memory for KV where neither `num_blocks` nor `kv_cache_mb` says it; 0: a CPU's default. `fp8_choice`: the digest
     of what FP8 was allowed to touch; empty where nothing was chosen.
@@ -109,13 +111,26 @@ def cache_layout(
     :raises ConfigError: if the settings are impossible, or the cache too small for one block.
     """
     precision = resolve_engine_precision(model, engine, device)
+    kept = [Retention(window=layer.mixer.window, chunk=layer.mixer.chunk) for layer in model.layers]
     if engine.engine == "simulated":
         from common.engine.simulated.runner import BYTES_PER_TOKEN
 
-        # the simulated engine keeps a hash per token, whatever the model
-        layout = gqa_layout(1, 1, 1, BYTES_PER_TOKEN // 2, engine.block_tokens)
+        # the simulated engine keeps a hash per token, whatever the model, in each group
+        layers = [
+            LayerCache(num_kv_heads=1, head_dim=1, dtype_bytes=BYTES_PER_TOKEN // 2, retention=retention)
+            for retention in dict.fromkeys(kept)
+        ]
     else:
-        layout = gqa_layout(model.num_layers, model.num_kv_heads, model.head_dim, precision.kv_bytes, engine.block_tokens)
+        layers = [
+            LayerCache(
+                num_kv_heads=layer.mixer.num_kv_heads,
+                head_dim=layer.mixer.head_dim,
+                dtype_bytes=precision.kv_bytes,
+                retention=retention,
+            )
+            for layer, retention in zip(model.layers, kept, strict=True)
+        ]
+    layout = attention_layout(layers, engine.block_tokens)
     memory = engine.kv_cache_mb * _MIB or kv_bytes or _CPU_KV_MB * _MIB
     counts = _blocks_of(layout, engine, memory, context_of(model.max_context, engine.max_model_len))
     if min(counts) < 1:

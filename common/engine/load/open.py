@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from threading import Thread
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from common.cache.spec import group_name
 from common.engine.engine import Engine, GroupMemory
 from common.engine.load.layout import EngineConfig, cache_layout, limit_context
@@ -43,13 +41,13 @@ def open_engine(
     :raises UnknownModel: the model is not on this machine.
     :raises ConfigError: settings that don't fit the model or the machine.
     """
-    settings = EngineConfig.of(config)
+    settings = EngineConfig.of(config, on_gpu=False)
     files = resolve(config.model, weights=settings.load_format != "dummy")
     model = limit_context(load_config(files), settings)
     identity = weights_identity(files, model, dummy=settings.load_format == "dummy")
     sweep(config.shm_dir)
     on_gpu = resolve_device(settings) != "cpu"
-    settings = msgspec.structs.replace(settings, **config.limits(on_gpu=on_gpu)._asdict())
+    settings = EngineConfig.of(config, on_gpu=on_gpu)
     if not on_gpu:
         engine = _open_on_cpu(files, model, settings, config.shm_dir, segment_name, on_progress)
         engine.identity, engine.files = identity, files

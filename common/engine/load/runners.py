@@ -86,23 +86,26 @@ def load_runner(
         if mine.dtype != np.uint8 or mine.ndim != 2 or mine.shape[1] != group.block_bytes:
             raise ConfigError(f"KV memory must be uint8 [num_blocks, {group.block_bytes}], not {list(mine.shape)}")
     if engine.engine == "simulated":
-        return _simulated_runner(limited, engine, layout, blocks[0])
+        return _simulated_runner(limited, engine, layout, blocks)
     return _cpu_runner(files, model, engine, layout, blocks, on_progress)
 
 
 def _simulated_runner(
-    model: ModelConfig, engine: EngineConfig, layout: CacheLayout, segment_blocks: NDArray[np.uint8]
+    model: ModelConfig, engine: EngineConfig, layout: CacheLayout, blocks: Sequence[NDArray[np.uint8]]
 ) -> Runner:
-    from common.engine.simulated.runner import SimulatedRunner
+    from common.engine.simulated.runner import SimulatedRunner, TokenRule
 
+    first, *others = (group.retention for group in layout.groups)
     return SimulatedRunner(
         engine.profile,
-        storage=segment_blocks,
+        storage=blocks[0],
         block_tokens=engine.block_tokens,
         max_context=model.max_context,
         vocab_size=model.vocab_size,
         fingerprint=layout.fingerprint,
         time_scale=engine.time_scale,
+        rule=TokenRule(model.vocab_size, reads=first),
+        more=list(zip(blocks[1:], others, strict=True)),
     )
 
 

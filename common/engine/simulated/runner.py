@@ -9,7 +9,8 @@ The hash is h[p] = A · h[p-1] + g(token[p]) mod 2^64 with odd A: invertible, he
 step. Hundreds of workers run in one machine: about 2 µs for a row of a full decode step.
 
 With several cache groups, each keeps the same hashes in blocks of its own. A row reads what a group keeps of the positions
-before it, and a hash there that is not the first group's spoils the hashes from there on.
+before it, and a hash there that is not the first group's spoils the hashes from there on. "Attention" reads the first group,
+which keeps the most: where that is a window, the earlier position is drawn from the window.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from common.cache.retention import Retention
+from common.cache.retention import KEEP_ALL, Retention
 from common.engine.masks import allowed_tokens, fill_masks
 from common.engine.plan import LaterStep, RowSamples, StepPlan, StepResult, StepRow, resolve_feeds
 from common.engine.simulated import roofline
@@ -91,7 +92,7 @@ class TokenRule:
 
     `repetition` in [0, 1] is the share of tokens that follow from the token before alone, out of 64 ids: text on which
     n-gram drafting finds something (0: white noise). `mean_output_tokens` > 0 makes the request's first stop id come up
-    with that mean distance (0: never of its own accord).
+    with that mean distance (0: never of its own accord). `reads`: what the first cache group keeps.
     """
 
     def __init__(
@@ -101,8 +102,10 @@ class TokenRule:
         reserved: Collection[int] = RESERVED,
         repetition: float = 0.0,
         mean_output_tokens: int = 0,
+        reads: Retention = KEEP_ALL,
     ) -> None:
         self.vocab_size = vocab_size
+        self.reads = reads
         self.allowed = _allowed(vocab_size, frozenset(reserved))
         self.ring = self.allowed[:_RING]
         self.threshold = int(repetition * (1 << 32))
@@ -149,7 +152,8 @@ def expected_tokens(prompt: Sequence[int], sampling: SamplingParams, num_tokens:
     output: list[int] = []
     for index in range(num_tokens):
         position = len(hashes) - 1
-        attended = hashes[_mix(position ^ _ATTEND) % (position + 1)]
+        first = rule.reads.first_token(position)
+        attended = hashes[first + _mix(position ^ _ATTEND) % (position + 1 - first)]
         drawn = _mix(hashes[position] ^ _mix(attended ^ noise ^ _mix(position + 1)))
         if rule.threshold:
             pick = _mix(last) if (drawn >> 32) < rule.threshold else drawn
@@ -197,11 +201,12 @@ class SimulatedRunner:
     """`plan.Runner` without a model.
 
     storage: uint8 [num_blocks, block_tokens * 8], zeroed or not; shared memory as a rule. It is the first cache group's, which
-    keeps everything; `more`: storage and retention of each other group.
+    keeps what the rule reads; `more`: storage and retention of each other group, which keeps no more.
     `execute` sleeps until the profile's time for the step, times `time_scale`, has passed; 0 never sleeps. `run_ahead` as of
     any runner.
 
-    :raises ConfigError: for an unknown profile name, a storage of another shape, or a vocabulary with nothing to sample.
+    :raises ConfigError: for an unknown profile name, a storage of another shape, a vocabulary with nothing to sample, or groups
+        of which none keeps the token before a step's first.
     """
 
     def __init__(
@@ -232,6 +237,8 @@ class SimulatedRunner:
         self.fingerprint = fingerprint
         self.time_scale = time_scale
         self.rule = rule or TokenRule(vocab_size)
+        if self.rule.reads.chunk or self.rule.reads.window == 1:
+            raise ConfigError("the simulated engine needs a cache group that keeps the token before a step's first")
         self.run_ahead = run_ahead
         self._sampled: list[int] = []
         self._hashes: U64 = storage.view(np.uint64)
@@ -322,7 +329,8 @@ class SimulatedRunner:
         size, damage = self.block_tokens, np.zeros(len(rows), np.uint64)
         for index, (others, retention) in enumerate(self._more):
             for at, row in enumerate(rows):
-                read = np.arange(retention.first_token(row.start), row.start)
+                kept = max(retention.first_token(row.start), self.rule.reads.first_token(row.start))
+                read = np.arange(kept, row.start)
                 entries = (read // size).tolist()
                 blocks = np.array([row.more_blocks[index][entry] for entry in entries], np.int64)
                 if len(blocks) and blocks.min() < 0:
@@ -350,15 +358,25 @@ class SimulatedRunner:
     def _draw(self, rows: Sequence[StepRow], counts: I64, positions: I64, hashes: U64) -> U64:
         """One uint64 per sample: all that the token depends on."""
         unsigned = positions.astype(np.uint64)
-        attended = (_mix_array(unsigned ^ np.uint64(_ATTEND)) % (unsigned + np.uint64(1))).astype(np.int64)
+        first = self._first_read(positions).astype(np.uint64)
+        attended = (first + _mix_array(unsigned ^ np.uint64(_ATTEND)) % (unsigned + np.uint64(1) - first)).astype(np.int64)
         row_of = np.repeat(np.arange(len(rows)), counts).tolist()
         block_of = (attended // self.block_tokens).tolist()
         blocks = np.array([rows[row].blocks[block] for row, block in zip(row_of, block_of, strict=True)], np.int64)
+        if len(blocks) and blocks.min() < 0:
+            raise IndexError("a row reads a block that the first group has let go of")
         seeds = np.array([row.sampling.seed & _MASK for row in rows], np.uint64)
         warm = np.array([row.sampling.temperature > 0 for row in rows])
         noise = np.repeat(np.where(warm, _mix_array(seeds), np.uint64(0)), counts)
         seen = self._hashes[blocks, attended % self.block_tokens]
         return _mix_array(hashes ^ _mix_array(seen ^ noise ^ _mix_array(unsigned + np.uint64(1))))
+
+    def _first_read(self, positions: I64) -> I64:
+        """The first position that the first group still keeps for each."""
+        reads = self.rule.reads
+        if reads.keeps_all:
+            return np.zeros_like(positions)
+        return np.array([reads.first_token(position) for position in positions.tolist()], np.int64)
 
     def _samples(self, rows: Sequence[StepRow], tokens: list[int], drawn: U64) -> list[RowSamples]:
         results: list[RowSamples] = []
