@@ -180,14 +180,14 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, inputs: Inputs) -> torch.Tensor:
-        """Writes the step's K and V into the pool. Returns logits [samples, vocab_size] in the model's dtype."""
+        """Writes the step's K and V into the pool. Returns logits, float32 [samples, vocab_size]."""
         return self.logits(self.states(inputs))
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """states: [rows, hidden_size], of `states`. Returns logits [rows, vocab_size] in the model's dtype."""
+        """states: [rows, hidden_size], of `states`. Returns logits, float32 [rows, vocab_size], rounded to nothing narrower."""
         if not len(states):
-            return torch.empty(0, self.config.vocab_size, device=self.device, dtype=self.dtype)
-        logits = linear(states, self.head)
+            return torch.empty(0, self.config.vocab_size, device=self.device)
+        logits = linear(states, self.head, wide=True)
         if cap := self.config.logit_soft_cap:
             logits = logits.div_(cap).tanh_().mul_(cap)
         return logits

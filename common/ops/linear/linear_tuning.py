@@ -28,7 +28,7 @@ TunedFormat = str
 LinearShape = tuple[TunedFormat, int, int, Role]
 """(format, out_features, in_features, role)"""
 
-_OPS: dict[Role, Op] = {"qkv": "split", "output": "split", "gate_up": "gated", "down": "split", "head": "linear"}
+_OPS: dict[Role, Op] = {"qkv": "split", "output": "split", "gate_up": "gated", "down": "split", "head": "wide"}
 _ROTATED_BYTES = 256 << 20
 """Several times what L2 holds (50–60 MB on H200, 126 MB on B200)."""
 _PARTIALS_BYTES_PER_S = 5e12
