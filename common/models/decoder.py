@@ -39,7 +39,7 @@ class KvForm(TypedDict):
 
 
 LinearPlace = tuple[int, Role]
-"""A linear of a layer."""
+"""A linear of a layer; the head is one of the layer behind the last."""
 
 MODULES: dict[Role, tuple[str, ...]] = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -175,6 +175,9 @@ class Decoder:
         mixed = copy.copy(self)
         mixed.layers = list(self.layers)
         for layer, role in places:
+            if role == "head":
+                mixed.head = other.head
+                continue
             mixed.layers[layer] = mixed.layers[layer].with_linears({role: other.layers[layer].linears[role]})
         return mixed
 

@@ -166,7 +166,7 @@ def _choose_activations(op: Op, weight: LinearWeight, sizes: Sequence[int], tune
 def _case(op: Op, role: Role, weights: list[LinearWeight], x: torch.Tensor, quantised: bool) -> Case[Candidate]:
     weight, rows = weights[0], len(x)
     given: Activation = quantise_rows(x) if quantised else x
-    quantises = quantised and role in ("output", "down")
+    quantises = quantised and role in ("output", "down", "head")
 
     def run(candidate: Candidate, i: int) -> object:
         ready = quantise_rows(x) if quantises else given
