@@ -52,8 +52,8 @@ class Fp8Choice(msgspec.Struct, frozen=True, kw_only=True):
     kv_loss, loss, full_loss: nats a token that FP8 costs, beside the `floor` of any change: the KV pool alone, the linears as
     chosen, and all of them, head included. head_loss: what the head alone costs; 0 where it was not measured by itself.
     k_center: float32 [layers, kv_heads, head_dim], its bytes.
-    head_read_bytes, head_memory_bytes: what an FP8 head saves of what a step reads, and of the weights' memory (below 0 where the
-    embedding is the same tensor, and stays).
+    head_read_bytes, head_memory_bytes: what an FP8 head saves of what a step reads, and of the weights' memory: below 0 where
+    the embedding is the same tensor, and stays.
     """
 
     plain: list[str]
