@@ -193,7 +193,7 @@ class Bench:
         attended = self._random(rows, q_size)
         delta = linear(attended, layers[0].output, split=True)
         middle = gate_up(to_mlp, layers[0].gate_up)
-        logits = self._random(samples, model.vocab_size)
+        logits = self._random(samples, model.vocab_size).float()
         draws = DrawBatch.create(samples, self.device)
         drawn = torch.zeros(samples, dtype=torch.int64, device=self.device)
         size = rows * model.hidden_size
@@ -222,7 +222,7 @@ class Bench:
             )
 
         head = self.decoder.head
-        head_bytes = head.data.nbytes + samples * (model.hidden_size + model.vocab_size) * item
+        head_bytes = head.data.nbytes + samples * (model.hidden_size * item + model.vocab_size * logits.element_size())
         last = self._random(samples, model.hidden_size)
         listed = [op("work list", [self._replanning(one) for one in batches], 1, 0.0)] if batches[0].plan.lists else []
         return [
@@ -247,12 +247,12 @@ class Bench:
             product("down", [one.down for one in layers], lambda w: linear(middle, w, split=True), model.hidden_size),
             op(
                 "head",
-                [lambda: linear(last, head)],
+                [lambda: linear(last, head, wide=True)],
                 1,
                 head_bytes,
                 2.0 * samples * model.hidden_size * model.vocab_size,
             ),
-            op("sample, greedy", [lambda: sample_plain(logits, draws, drawn)], 1, samples * model.vocab_size * item),
+            op("sample, greedy", [lambda: sample_plain(logits, draws, drawn)], 1, logits.nbytes),
         ]
 
     def attend_calls(self, load: Load, batches: Sequence[Batch]) -> list[Call]:

@@ -105,7 +105,7 @@ def linear_sweep(bench: Bench, loads: Sequence[Load]) -> Iterator[Swept]:
         ("output", "split", [layer.output for layer in layers]),
         ("gate_up", "gated", [layer.gate_up for layer in layers]),
         ("down", "split", [layer.down for layer in layers]),
-        ("head", "linear", [bench.decoder.head]),
+        ("head", "wide", [bench.decoder.head]),
     ]
     for rows in sorted({bucket(load.tokens) for load in loads}):
         for name, op, weights in cases:

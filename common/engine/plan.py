@@ -39,6 +39,9 @@ FIXED_POINT = 2.0**-28
 UNKNOWN = -1
 """In the place of a token that a step in flight will sample."""
 
+NO_TOKEN = -1
+"""In the place of a sample whose logits were not all finite."""
+
 
 class StepRow(msgspec.Struct):
     """One sequence's share of a step.
@@ -94,7 +97,7 @@ class StepPlan(msgspec.Struct):
 
 
 class RowSamples(msgspec.Struct):
-    """The `num_samples` sampled tokens of a row, and their logprobs when asked for.
+    """The `num_samples` sampled tokens of a row (`NO_TOKEN` where a logit was not finite), and their logprobs when asked for.
 
     Of a row that is read: `scores` of its `targets`, with as many alternatives as its `sampling.logprobs` says; or `total`, its
     hidden states added up, int64 [hidden_size] in units of `FIXED_POINT`, so that the order of adding changes nothing.
@@ -176,7 +179,7 @@ def resolve_feeds(plan: StepPlan, samples: Sequence[int]) -> None:
     """
     for row in plan.rows:
         if row.feed >= 0:
-            row.tokens[0] = samples[row.feed]
+            row.tokens[0] = max(0, samples[row.feed])  # what follows `NO_TOKEN` is dropped
             if row.history:
                 row.history[-1] = row.tokens[0]
             if row.output:

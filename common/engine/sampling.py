@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from common.engine.masks import allowed_tokens, fill_masks
-from common.engine.plan import RowSamples, StepRow
+from common.engine.plan import NO_TOKEN, RowSamples, StepRow
 from common.ops.sampling.logprobs import top_logprobs
 from common.ops.sampling.penalties import apply_penalties
 from common.ops.sampling.sample import Draw, sample_tokens
@@ -21,11 +21,16 @@ from common.protocol.messages import SamplingParams, TokenLogprobs
 
 
 def sample_rows(logits: torch.Tensor, rows: Sequence[StepRow]) -> list[RowSamples]:
-    """logits: float32 [samples, vocab] on the CPU, the samples of all rows one after the other; left as they are.
+    """logits: float32 [samples, vocab] on the CPU, the samples of all rows one after the other; left as they are. Samples whose
+    logits are not all finite are `NO_TOKEN`.
 
     Rows that are `penalised` bring their history, constrained ones their output.
     """
     draws: list[Draw] = []
+    broken = (~torch.isfinite(logits).all(1)).nonzero()[:, 0].tolist()
+    if broken:
+        logits = logits.clone()
+        logits[broken] = 0.0
     masks = fill_masks(rows, logits.shape[1])
     changed = logits if masks is None else logits.clone()
     for row in rows:
@@ -40,13 +45,15 @@ def sample_rows(logits: torch.Tensor, rows: Sequence[StepRow]) -> list[RowSample
         for sample, words in zip(masks.samples.tolist(), masks.words, strict=True):
             changed[sample].numpy()[~allowed_tokens(words, logits.shape[1])] = -np.inf
     tokens = sample_tokens(changed, draws)
+    for sample in broken:
+        tokens[sample] = NO_TOKEN
     results: list[RowSamples] = []
     at = 0
     for row in rows:
         span = range(at, at + row.num_samples)
         logprobs = None
         if row.sampling.logprobs >= 0:
-            logprobs = [_scores(logits[i], tokens[i], row.sampling.logprobs) for i in span]
+            logprobs = [_scores(logits[i], max(0, tokens[i]), row.sampling.logprobs) for i in span]
         results.append(RowSamples(tokens=[tokens[i] for i in span], logprobs=logprobs))
         at += row.num_samples
     return results

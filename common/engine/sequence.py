@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.engine.matcher import Matcher
-from common.engine.plan import FIXED_POINT, UNKNOWN, RowSamples, StepRow
+from common.engine.plan import FIXED_POINT, NO_TOKEN, UNKNOWN, RowSamples, StepRow
 from common.engine.timeline import Timeline
 from common.protocol import tokens as token_bytes
 from common.protocol.errors import ContextLengthExceeded, EmptyPrompt, ProtocolError
@@ -40,6 +40,7 @@ class Sequence:
     group that were promised to it (see `SequenceCache`).
     `ends_at`: the request's deadline in seconds of the worker's clock. `matcher`: the state of the request's grammar, once that
     is compiled. `num_reported`: outputs of a sequence that is read which its gateway has, or is being sent.
+    `is_broken`: logits of it were not finite: it has no next token.
     `timeline`: what has happened to it here, if it is traced. `arrival`, `admitted_step`: its number among those admitted, and
     the step before which it was.
     """
@@ -69,6 +70,7 @@ class Sequence:
     num_reported: int = 0
     total: NDArray[np.int64] | None = None
     embedding: bytes = b""
+    is_broken: bool = False
     timeline: Timeline | None = None
 
     @classmethod
@@ -215,7 +217,10 @@ class Sequence:
         )
 
     def read(self, samples: RowSamples) -> None:
-        """Take what a step has read of it."""
+        """Take what a step has read of it. A score that is not finite breaks it."""
+        if samples.scores and not all(math.isfinite(score.logprob) for score in samples.scores):
+            self.is_broken = True
+            return
         if samples.scores:
             self.tokens += self.given[len(self.tokens) : len(self.tokens) + len(samples.scores)]
             self.logprobs += samples.scores
@@ -241,10 +246,14 @@ class Sequence:
         self.num_planned = self.num_computed
 
     def append(self, samples: RowSamples, count: int, *, max_context: int) -> int:
-        """Take the first `count` sampled tokens, up to the one that ends the request. Returns how many were taken."""
+        """Take the first `count` sampled tokens, up to the one that ends the request, or that is none and breaks it. Returns
+        how many were taken."""
         params = self.sampling
         for taken in range(count):
             token = samples.tokens[taken]
+            if token == NO_TOKEN:
+                self.is_broken = True
+                return taken
             self.tokens.append(token)
             if samples.logprobs is not None:
                 self.logprobs.append(samples.logprobs[taken])

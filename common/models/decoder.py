@@ -39,15 +39,14 @@ class KvForm(TypedDict):
 
 
 LinearPlace = tuple[int, Role]
-"""A linear of a layer."""
+"""A linear of a layer; the head is one of the layer behind the last."""
 
-MODULES: dict[Role, tuple[str, ...]] = {
-    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "output": ("self_attn.o_proj",),
-    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
-}
-"""What the files call the parts of a layer's linears."""
+
+def modules(config: ModelConfig, place: LinearPlace) -> list[str]:
+    """Return what the files call the parts of a layer's linear."""
+    names = config.names.layer
+    parts = {"qkv": names.qkv, "output": (names.output,), "gate_up": names.gate_up, "down": (names.down,)}
+    return [f"{config.names.layers}.{place[0]}.{name}" for name in parts[place[1]]]
 
 
 @dataclass(slots=True)
@@ -184,19 +183,22 @@ class Decoder:
         mixed = copy.copy(self)
         mixed.layers = list(self.layers)
         for layer, role in places:
+            if role == "head":
+                mixed.head = other.head
+                continue
             mixed.layers[layer] = mixed.layers[layer].with_linears({role: other.layers[layer].linears[role]})
         return mixed
 
     @torch.inference_mode()
     def forward(self, inputs: Inputs) -> torch.Tensor:
-        """Writes the step's K and V into the pool. Returns logits [samples, vocab_size] in the model's dtype."""
+        """Writes the step's K and V into the pool. Returns logits, float32 [samples, vocab_size]."""
         return self.logits(self.states(inputs))
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """states: [rows, hidden_size], of `states`. Returns logits [rows, vocab_size] in the model's dtype."""
+        """states: [rows, hidden_size], of `states`. Returns logits, float32 [rows, vocab_size], rounded to nothing narrower."""
         if not len(states):
-            return torch.empty(0, self.config.vocab_size, device=self.device, dtype=self.dtype)
-        logits = linear(states, self.head)
+            return torch.empty(0, self.config.vocab_size, device=self.device)
+        logits = linear(states, self.head, wide=True)
         if cap := self.config.logit_soft_cap:
             logits = logits.div_(cap).tanh_().mul_(cap)
         return logits

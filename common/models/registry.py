@@ -38,9 +38,10 @@ def load_decoder(
     on_progress: Progress | None = None,
     weights: LinearFormat = "none",
     plain: Collection[str] = (),
+    fp8_head: bool = False,
     dummy: bool = False,
 ) -> Decoder:
-    """Reads all weights. `plain`: modules that `weights` leaves alone.
+    """Reads all weights. `plain`: modules that `weights` leaves alone. `fp8_head`: whether it takes the head, too.
 
     `on_progress(done_bytes, total_bytes)` is called after each tensor.
 
@@ -49,6 +50,14 @@ def load_decoder(
     source = open_weights(files, config, dummy=dummy)
     threads = 0 if isinstance(source, DummyWeights) else -1
     with WeightLoader(
-        source, dtype, on_progress, device=device, weights=weights, plain=plain, scheme=config.quantization, threads=threads
+        source,
+        dtype,
+        on_progress,
+        device=device,
+        weights=weights,
+        plain=plain,
+        fp8_head=fp8_head,
+        scheme=config.quantization,
+        threads=threads,
     ) as loader:
         return Decoder(config, loader)

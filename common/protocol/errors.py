@@ -23,6 +23,7 @@
     │   ├── WorkersDied             500  workers_died       workers ended each time that they ran it
     │   ├── JetStreamOff            501  no_jetstream       the NATS server keeps nothing, and this needs it
     │   ├── StorageFull             507  storage_full       files and batches fill the space there is for them
+    │   ├── InvalidLogits           500  invalid_logits     the model's logits for this request are infinite, or NaN
     │   └── InternalError           500  internal_error     carries an id, never a repr
     ├── WorkerError             between workers; the gateway retries elsewhere
     │   ├── OutOfBlocks                  out_of_blocks
@@ -166,6 +167,10 @@ class JetStreamOff(ServiceError):
 class StorageFull(ServiceError):
     code = "storage_full"
     http_status = 507
+
+
+class InvalidLogits(ServiceError):
+    code = "invalid_logits"
 
 
 class InternalError(ServiceError):

@@ -14,7 +14,7 @@ import asyncio
 import contextvars
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import anyio
@@ -26,7 +26,7 @@ from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
 from common.engine.settings import EngineServiceConfig
 from common.engine.speeds import Speeds
-from common.protocol.errors import Cancelled, OutOfCredits, PenstockError, ShuttingDown
+from common.protocol.errors import Cancelled, InvalidLogits, OutOfCredits, PenstockError, ShuttingDown
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import (
     Accepted,
@@ -272,6 +272,14 @@ class EngineWorker(Actor):
         frame = msgspec.structs.replace(unsent, finish="error", error_code=code, error_message=message)
         self._send_frames(sequence.generation.gateway, [frame], 0)
         self.drop(sequence.request)
+
+    def fail_broken(self, sequences: Iterable[Sequence]) -> None:
+        """Fail those of a committed step whose logits were not finite."""
+        for sequence in sequences:
+            if sequence.is_broken and self.is_held(sequence):
+                self.counters.invalid_logits.inc()
+                log.error("logits_not_finite", request=sequence.request, tokens=len(sequence.tokens))
+                self.fail(sequence, InvalidLogits.code, "the model's logits for this request are infinite or NaN")
 
     def _send_frames(self, gateway: WorkerRef, frames: list[TokenFrame], number: int) -> None:
         self.send(gateway, TokenFrames(worker=self.ref, frames=frames, number=number))

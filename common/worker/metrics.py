@@ -46,6 +46,9 @@ class EngineMetrics:
         self.preemptions = of_engine("vllm:num_preemptions_total", "Sequences sent back to wait for blocks")
         steps = metrics.histogram("engine_step_seconds", "Time of one engine step", STEP_BUCKETS_S, [MODEL_LABEL])
         self.step_seconds = steps.labels(model)
+        self.invalid_logits = of_engine(
+            "engine_invalid_logits_total", "Requests that failed since their logits were not finite"
+        )
         self.step_failures = of_engine("engine_step_failures_total", "Steps that raised")
         read("engine_sequences_running", "Sequences in the running batch", lambda: float(running()))
         read("engine_sequences_waiting", "Sequences taken but not running", lambda: float(waiting()))

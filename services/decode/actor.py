@@ -178,6 +178,7 @@ class DecodeActor(EngineWorker):
 
     def report(self, progress: list[Progress]) -> None:
         """Tell the gateways and the draft workers what a step did."""
+        self.fail_broken([done.sequence for done in progress])
         for done in progress:
             if done.sequence.is_read and self.is_held(done.sequence):
                 self.outflow.read(done.sequence)

@@ -216,6 +216,9 @@ class DecodeScheduler:
             if sequence.is_read:
                 progress.append(Progress(sequence, sequence.num_outputs, 0, 0))
                 sequence.read(samples)
+                if sequence.is_broken:
+                    self._abandon(sequence)
+                    continue
             if not row.num_samples:
                 self.cache.publish(sequence)
                 if sequence.finish is not None:
@@ -226,9 +229,12 @@ class DecodeScheduler:
             start = sequence.num_outputs
             taken = sequence.append(samples, accepted + 1, max_context=self.max_context)
             if proposal:
-                sequence.computed(sequence.num_computed + taken - 1)
+                sequence.computed(sequence.num_computed + max(0, taken - 1))
             forced = sequence.matcher is not None and sequence.matcher.was_forced(proposal, accepted)
             progress.append(Progress(sequence, start, len(proposal), accepted, forced))
+            if sequence.is_broken:
+                self._abandon(sequence)
+                continue
             self.cache.publish(sequence)
             if sequence.finish is not None:
                 self.finishing(sequence)
@@ -259,6 +265,11 @@ class DecodeScheduler:
             self._leave(sequence)
         elif sequence in self._preempted:
             self._preempted.remove(sequence)
+
+    def _abandon(self, sequence: Sequence) -> None:
+        """Plan a broken sequence no more, and offer its blocks to nobody."""
+        sequence.cancelled = True
+        self._leave(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         """Plan it no more; free its blocks once no step touches them."""

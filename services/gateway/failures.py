@@ -28,4 +28,6 @@ def for_client(error: PenstockError) -> PenstockError:
     """What a client is told when every attempt failed: never a worker's own words."""
     if isinstance(error, (errors.RequestTimeout, errors.WorkerError)):
         return errors.NoWorkers("no worker could finish the request; try again")
+    if isinstance(error, errors.InvalidLogits):
+        return errors.InvalidLogits("the model's logits for this request are infinite or NaN, on every worker that tried")
     return errors.InternalError("every attempt to run the request failed; the workers' logs name the cause")

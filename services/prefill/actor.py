@@ -119,10 +119,11 @@ class PrefillActor(EngineWorker):
 
     def report(self, news: list[Sequence]) -> None:
         """First tokens and what was read go to their gateways, and the KV behind first tokens to the decode workers."""
+        self.fail_broken(news)
         for sequence in news:
             if sequence.is_read:
                 self.report_reading(sequence)
-        done = [sequence for sequence in news if not sequence.is_read]
+        done = [sequence for sequence in news if not (sequence.is_read or sequence.is_broken)]
         first = [(sequence, sequence.num_outputs - 1) for sequence in done]
         self.constraints.check(first)
         first = [(sequence, start) for sequence, start in first if self.is_held(sequence)]

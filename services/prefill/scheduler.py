@@ -137,7 +137,7 @@ class PrefillScheduler:
 
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Sequence]:
         """Take the oldest step's result. Returns the sequences that have news: a first token was sampled, or more was read. The
-        blocks of those that have ended are still owned."""
+        blocks of those that have ended are still owned, but for broken ones'."""
         done = []
         for sequence, row, samples in zip(self._flights.popleft(), plan.rows, result.rows, strict=True):
             sequence.ran(row)
@@ -153,6 +153,10 @@ class PrefillScheduler:
                 sequence.append(samples, 1, max_context=self.max_context)
                 self._queued.pop(sequence)
                 done.append(sequence)
+            if sequence.is_broken:  # its blocks are offered to nobody
+                sequence.cancelled = True
+                self._leave(sequence)
+                continue
             self.cache.publish(sequence)
         return done
 

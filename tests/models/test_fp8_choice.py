@@ -21,7 +21,7 @@ from common.engine.load.fp8_choice import Fp8Choice, known_or_measured, measure
 from common.engine.load.layout import EngineConfig
 from common.engine.load.precision import Precision
 from common.models.config import ModelConfig, load_config
-from common.models.decoder import MODULES, Decoder
+from common.models.decoder import Decoder, modules
 from common.models.registry import load_decoder
 from common.models.source import ModelFiles
 from common.ops.linear.linear import linear
@@ -50,7 +50,18 @@ def opened(model: tuple[ModelFiles, ModelConfig], **settings: Any) -> Decoder:
 
 
 def choice_within(model: tuple[ModelFiles, ModelConfig], max_loss: float, *, kv: bool = False) -> Fp8Choice:
-    return measure(opened(model), opened(model, weights="fp8"), TEXT, max_loss, kv=kv)
+    return measure(opened(model), opened(model, weights="fp8", fp8_head=True), TEXT, max_loss, kv=kv)
+
+
+def unquantised(decoder: Decoder) -> list[str]:
+    """The modules of linears that are not FP8."""
+    return sorted(
+        module
+        for layer, weights in enumerate(decoder.layers)
+        for role, weight in weights.linears.items()
+        if weight.format != "fp8"
+        for module in modules(decoder.config, (layer, role))
+    )
 
 
 def logits(decoder: Decoder, text: torch.Tensor, center: torch.Tensor | None = None) -> torch.Tensor:
@@ -82,6 +93,17 @@ def test_its_forward_pass_is_that_of_every_family(name: str, tmp_path: Path) -> 
         assert bool(center.any()) == can_center(layer.mixer)
 
 
+@pytest.mark.parametrize("name", ["phi3", "qwen3-moe"])
+def test_linears_that_are_fused_in_the_files_or_beside_experts_are_left_alone_by_their_names(name: str, tmp_path: Path) -> None:
+    files = save(build(name), tmp_path)
+    given = files, load_config(files)
+    limit = choice_within(given, 0.0).full_loss / 3
+    found = choice_within(given, limit)
+    decoder = opened(given, weights="fp8", plain=found.plain, fp8_head=found.head)
+    assert found.loss <= limit and found.plain and 0 < found.share < 1
+    assert unquantised(decoder) == sorted(found.plain)
+
+
 def test_its_fp8_pool_is_the_pools(model: tuple[ModelFiles, ModelConfig]) -> None:
     decoder = opened(model)
     decoder.k_center = torch.randn(model[1].num_layers, model[1].num_kv_heads, model[1].head_dim) / 4
@@ -104,7 +126,7 @@ def test_a_pool_takes_from_what_weights_may_cost(model: tuple[ModelFiles, ModelC
 def test_everything_is_fp8_where_that_costs_little_enough(model: tuple[ModelFiles, ModelConfig]) -> None:
     for max_loss in (0.0, 10.0):
         found = choice_within(model, max_loss)
-        assert (found.plain, found.share) == ([], 1.0)
+        assert (found.plain, found.share, found.head) == ([], 1.0, True)
         assert found.loss == found.full_loss > 0
 
 
@@ -113,23 +135,38 @@ def test_what_costs_too_much_is_left_alone(model: tuple[ModelFiles, ModelConfig]
     found = choice_within(model, everything / 3)
     assert 0 < found.share < 1 and 0 <= found.loss <= everything / 3 and found.full_loss == everything
     # and so it is loaded
-    decoder = opened(model, weights="fp8", plain=found.plain)
-    unquantised = [
-        f"model.layers.{layer}.{name}"
-        for layer, weights in enumerate(decoder.layers)
-        for role in MODULES
-        for name in MODULES[role]
-        if getattr(weights, role).format != "fp8"
-    ]
-    assert unquantised and sorted(unquantised) == sorted(found.plain)
+    decoder = opened(model, weights="fp8", plain=found.plain, fp8_head=found.head)
+    assert (decoder.head.format == "fp8") == found.head
+    assert unquantised(decoder) == sorted(found.plain)
     text = torch.tensor(TEXT).view(1, -1)
     reference = logits(opened(model), text)
     assert fp8_choice._divergence(reference, logits(decoder, text)) == pytest.approx(found.loss + found.floor, rel=1e-3)
 
 
+def test_the_head_is_a_linear_among_others(model: tuple[ModelFiles, ModelConfig]) -> None:
+    everything = choice_within(model, 0.0)
+    assert 0 < everything.head_loss < everything.full_loss
+    without = measure(opened(model), opened(model, weights="fp8"), TEXT, 0.0, kv=False)
+    assert not without.head and without.head_loss == 0 and without.share == 1.0
+    # it is the first to be left alone
+    limit = (without.loss + everything.loss) / 2
+    assert without.loss < limit < everything.loss
+    found = choice_within(model, limit)
+    assert (found.head, found.plain, found.loss) == (False, [], without.loss)
+    size = model[1].vocab_size * model[1].hidden_size
+    assert everything.head_read_bytes == 3 * size  # of float32 four
+    assert everything.head_memory_bytes == (-size if model[1].tie_embeddings else 3 * size)
+
+
+def test_a_head_in_fp8_is_asked_for(model: tuple[ModelFiles, ModelConfig]) -> None:
+    assert opened(model, weights="fp8").head.format != "fp8"
+    assert opened(model, fp8_head=True).head.format != "fp8"
+    assert opened(model, weights="fp8", fp8_head=True).head.format == "fp8"
+
+
 def test_nothing_is_fp8_where_everything_costs_too_much(model: tuple[ModelFiles, ModelConfig]) -> None:
     found = choice_within(model, 1e-12)
-    assert found.share == 0 and found.loss == 0 and len(found.plain) == 7 * model[1].num_layers
+    assert found.share == 0 and found.loss == 0 and len(found.plain) == 7 * model[1].num_layers and not found.head
 
 
 def test_keys_are_centred_on_what_all_positions_share(model: tuple[ModelFiles, ModelConfig]) -> None:
@@ -205,5 +242,6 @@ def test_engines_that_chose_otherwise_are_told_apart() -> None:
     chosen = Fp8Choice(plain=["a"], share=0.5, kv_loss=0, loss=0, full_loss=0, floor=0, k_center=b"1234")
     measured_again = msgspec.structs.replace(chosen, loss=0.1, floor=0.2)
     assert chosen.digest() == measured_again.digest()
+    assert chosen.digest() == msgspec.structs.replace(chosen, head=True).digest()  # which no KV depends on
     others = [msgspec.structs.replace(chosen, plain=["b"]), msgspec.structs.replace(chosen, k_center=b"4321")]
     assert len({chosen.digest(), *(other.digest() for other in others)}) == 3

@@ -41,6 +41,9 @@ def test_linear_equals_its_reference(dtype: torch.dtype, out_features: int, in_f
         x = torch.randn(rows, in_features).to(dtype)
         expected = linear_reference(x.double(), weight.double(), None if bias is None else bias.double())
         torch.testing.assert_close(linear(x, packed).double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+        wide = linear(x, packed, wide=True)  # nothing is rounded to bfloat16
+        torch.testing.assert_close(wide.double(), expected, atol=1e-4, rtol=1e-4)
+        assert wide.dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -115,7 +115,7 @@ def test_few_rows(code: Code, group: int, offsets: bool, rows: int, size: int, d
     for splits in (1, 2):
         for scaled in (False, True):
             chosen = Candidate("grouped", block_n=32, block_m=8, splits=splits, warps=2, scaled=scaled)
-            _check("split" if splits > 1 else "linear", rows, weight, meant, chosen)
+            _check("split" if splits > 1 else "wide" if scaled else "linear", rows, weight, meant, chosen)
 
 
 @pytest.mark.usefixtures("_interpreted")
@@ -124,6 +124,7 @@ def test_many_rows_and_the_library(code: Code) -> None:
     weight, meant = grouped(200, 328, code, 64, offsets=code == "int4", bias=True)
     for chosen in (Candidate("grouped", block_n=64, block_m=64, scaled=True), Candidate("library")):
         _check("linear", 70, weight, meant, chosen)
+    _check("wide", 70, weight, meant, Candidate("library"))
 
 
 @pytest.mark.usefixtures("_interpreted")

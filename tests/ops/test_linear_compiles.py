@@ -22,7 +22,7 @@ def kernel_case(shape: Shape, chosen: Candidate, *, whole: bool = False) -> Kern
     model = "fp32" if item == "fp32" else "bf16"
     gated = shape.op == "gated"
     data = "fp8e4nv" if chosen.quantised else model
-    out = "fp32" if chosen.splits > 1 and not whole else model
+    out = "fp32" if (chosen.splits > 1 and not whole) or shape.op == "wide" else model
     aligned = shape.k * shape.item_bytes % 16 == 0
     signature = dict.fromkeys(_INTEGERS, "i32") | {"out": f"*{out}"}
     signature |= {"N": "i32:16" if shape.n % 16 == 0 else "i32", "K": "i32:16" if shape.k % 16 == 0 else "i32"}
@@ -82,7 +82,7 @@ def kernel_case(shape: Shape, chosen: Candidate, *, whole: bool = False) -> Kern
         name
         for name, used in (
             ("whole", whole),
-            ("partial", out != model),
+            ("partial", out != model and shape.op != "wide"),
             ("flat", chosen.flat),
             (chosen.ahead, chosen.ahead != "bulk"),
         )
@@ -144,6 +144,12 @@ CASES = [
     _first("gated", 28672, 4096, 1, "blocks", 64, "dot", True),
     _first("linear", 6144, 4096, 1, "blocks", 256, "persistent", True),
     _first("linear", 6144, 4096, 1, "channel", 1024, "persistent", True),
+    _first("wide", 128256, 4096, 2, "none", 1, "gemv", False),
+    _first("wide", 128256, 4096, 2, "none", 32, "dot", False),
+    _first("wide", 128256, 4096, 2, "none", 256, "dot", False),
+    _first("wide", 128256, 4096, 1, "channel", 16, "dot", False),
+    _first("wide", 128256, 4096, 1, "channel", 256, "dot", True),
+    _first("wide", 128256, 4096, 1, "channel", 256, "persistent", True),
     *(
         kernel_case(shape, invariant_candidate(shape, _NUM_SMS), whole=True)
         for shape in (

@@ -66,8 +66,9 @@ def _check(op: Op, x: Activation, weight: LinearWeight, chosen: Candidate) -> to
         assert y.dtype == torch.float32
         y = y.sum(0)
     else:
-        assert y.dtype == weight.dtype
-    tolerance = TOLERANCES[weight.dtype]
+        assert y.dtype == (torch.float32 if op == "wide" else weight.dtype)
+    dequantised = chosen.kind == "library" and weight.scale is not None  # to the model's dtype
+    tolerance = TOLERANCES[torch.float32 if op == "wide" and not dequantised else weight.dtype]
     torch.testing.assert_close(y.float(), _expected(x, weight), atol=tolerance * 2, rtol=tolerance)
     return y
 
@@ -79,7 +80,7 @@ def test_weights_as_the_tall_side(kind: str, splits: int, rows: int, out_feature
     weight = _weight(out_features, in_features, kind, biased=rows != 5)
     x = torch.randn(rows, in_features).bfloat16()
     chosen = Candidate("dot", block_n=64, block_m=16, block_k=64, splits=splits)
-    for op in ("split", "linear") if splits > 1 else ("linear",):
+    for op in ("split", "linear", "wide") if splits > 1 else ("linear", "wide"):
         _check(op, x, weight, chosen)
         if kind != "plain":
             _check(op, quantise_rows(x), weight, chosen)
@@ -93,6 +94,7 @@ def test_one_to_four_rows_without_tensor_cores(kind: str, rows: int, block_m: in
         x = torch.randn(rows, in_features).bfloat16()
         _check("split", x, weight, Candidate("gemv", block_n=4, block_m=block_m, block_k=256, warps=8))
         _check("linear", x, weight, Candidate("gemv", block_n=2, block_m=block_m, block_k=512, warps=8))
+        _check("wide", x, weight, Candidate("gemv", block_n=4, block_m=block_m, block_k=256, warps=8))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_many_rows_by_persistent_programs(kind: str) -> None:
     weight = _weight(392, 272, kind, biased=True)
     x = torch.randn(150, 272).bfloat16()
     for chosen in (TMA, replace(TMA, flat=True)):
-        _check("linear", quantise_rows(x) if kind != "plain" else x, weight, chosen)
+        _check("wide" if chosen.flat else "linear", quantise_rows(x) if kind != "plain" else x, weight, chosen)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -117,9 +119,10 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 def test_the_library_takes_any_weight(kind: str) -> None:
     weight = _weight(144, 200, kind, biased=True)
     x = torch.randn(7, 200).bfloat16()
-    _check("linear", x, weight, Candidate("library"))
-    if kind == "blocks":
-        _check("linear", quantise_rows(x), weight, Candidate("library", quantised=True))
+    for op in ("linear", "wide"):
+        _check(op, x, weight, Candidate("library"))
+        if kind == "blocks":
+            _check(op, quantise_rows(x), weight, Candidate("library", quantised=True))
 
 
 @pytest.mark.parametrize("kind", ["plain", "channel", "blocks"])
@@ -131,7 +134,12 @@ def test_what_is_chosen_unmeasured_is_right(kind: str) -> None:
         y = y.sum(0) if y.ndim == 3 else y
         given = quantise_rows(x) if takes_quantised(weight, rows) else x
         torch.testing.assert_close(y.float(), _expected(given, weight), atol=4e-2, rtol=2e-2)
+        wide = linear(x, weight, wide=True)
+        given = quantise_rows(x) if takes_quantised(weight, rows) else x
+        torch.testing.assert_close(wide, _expected(given, weight), atol=2e-4, rtol=1e-4)
     assert linear(torch.randn(0, 192).bfloat16(), weight).shape == (0, 160)
+    with pytest.raises(ValueError, match="partial sums"):
+        linear(torch.randn(1, 192).bfloat16(), weight, split=True, wide=True)
 
 
 @pytest.mark.parametrize("kind", ["plain", "channel", "blocks"])

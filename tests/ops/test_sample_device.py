@@ -136,6 +136,28 @@ def test_broken_logits_give_some_token_and_no_endless_loop(nans: int) -> None:
         assert all(0 <= token < 1003 for token in out[:4].tolist())
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_results_say_which_rows_have_logits_that_are_not_finite(bad: float) -> None:
+    """Whatever else is drawn of them later: under masks, filters, from adjusted copies."""
+    logits = torch.randn(5, 1003)
+    logits[1, 700] = logits[3, 1002] = bad
+    draws = [PLAIN, PLAIN, PLAIN._replace(top_p=0.9), PLAIN._replace(top_k=5), PLAIN._replace(temperature=0.0)]
+    batch = batch_of(draws)
+    out, results = (torch.full((8,), POISON) for _ in range(2))
+    sample_plain(logits, batch, out, results=results)
+    assert results.tolist() == [out[0], -1, out[2], -1, out[4], *[POISON] * 3]
+    sample_filtered(logits, torch.tensor([2, 3], dtype=torch.int32), batch, out, results=results)
+    assert results.tolist() == [out[0], -1, out[2], -1, out[4], *[POISON] * 3]
+    masks = torch.zeros(2, 32, dtype=torch.int32)
+    masks[:, 0] = 1 << 9
+    sample_plain(logits, batch, out, rows=torch.tensor([0, 1], dtype=torch.int32), masks=masks, results=results)
+    assert results.tolist() == [9, -1, out[2], -1, out[4], *[POISON] * 3]
+    sample_plain(logits[:1], batch, out, rows=torch.tensor([4], dtype=torch.int32), compact=True, results=results)
+    assert results[4] == out[4] == logits[0].argmax()
+    assert all(0 <= token < 1003 for token in out[:5].tolist())
+
+
 def test_bfloat16_logits_count_as_what_they_are() -> None:
     rng = random.Random(5)
     logits = (torch.randn(4, 1003) * 4).bfloat16()

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.engine.plan import NO_TOKEN
 from common.engine.sequence import Sequence
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
 from services.decode.scheduler import DecodeScheduler, Progress, Propose
@@ -47,6 +48,53 @@ def assert_right(bench: Bench, s: Sequence) -> None:
 def stop_after(bench: Bench, prompt: list[int], num_tokens: int) -> list[int]:
     """The stop ids that end this prompt's text after at most so many tokens."""
     return bench.runner.expected_tokens(prompt, sequence("", prompt).sampling, num_tokens)[-1:]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_sequence_without_a_token_leaves_alone_and_its_blocks_are_offered_to_nobody(ahead: bool) -> None:
+    bench = Bench()
+    scheduler = scheduler_on(bench)
+    well, broken = sequence("a", list(range(3, 20)), max_tokens=6), sequence("b", list(range(30, 52)), max_tokens=6)
+    for s in (well, broken):
+        scheduler.admit(s)
+    while not (well.num_outputs and broken.num_outputs):
+        step(bench, scheduler)
+    published = broken.num_published
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    later = scheduler.plan(0.0) if ahead else None
+    assert (later is not None) == ahead
+    result = bench.runner.execute(plan)
+    result.rows[1].tokens = [NO_TOKEN]
+    told = scheduler.commit(plan, result, 0.0)
+    assert broken.is_broken and not well.is_broken and broken in [one.sequence for one in told]
+    assert broken.num_published in (0, published) and NO_TOKEN not in broken.tokens
+    assert not scheduler.holds(broken) and scheduler.holds(well)
+    if later is not None:
+        assert broken.blocks  # the step in flight writes to them
+        scheduler.commit(later, bench.runner.execute(later), 0.0)
+    assert not broken.blocks
+    run(bench, scheduler)
+    bench.pool.check()
+    assert_right(bench, well)
+    scheduler.cancel(broken)  # by whoever fails the request
+
+
+def test_no_token_behind_a_rejected_proposal_breaks_nothing() -> None:
+    bench = Bench()
+    scheduler = scheduler_on(bench, propose=lambda s, limit: [1, 1, 1][:limit])
+    s = sequence("a", list(range(3, 12)), max_tokens=6)
+    scheduler.admit(s)
+    step(bench, scheduler)
+    plan = scheduler.plan(0.0)
+    assert plan is not None and plan.rows[0].num_samples == 4
+    result = bench.runner.execute(plan)
+    assert result.rows[0].tokens[0] != 1
+    result.rows[0].tokens[1:] = [NO_TOKEN] * 3
+    scheduler.commit(plan, result, 0.0)
+    assert not s.is_broken
+    run(bench, scheduler)
+    assert_right(bench, s)
 
 
 def test_sequences_join_and_leave_at_every_step() -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.engine.plan import NO_TOKEN
 from common.engine.sequence import Sequence
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
 from services.prefill.scheduler import PrefillScheduler
@@ -32,6 +33,26 @@ def test_a_prompt_longer_than_the_budget_runs_in_chunks_and_yields_the_right_fir
     assert finished == [s]
     assert s.tokens[27:] == bench.expected(s)
     assert scheduler.plan(0.0) is None
+
+
+def test_a_prompt_without_a_token_leaves_alone_and_its_blocks_are_offered_to_nobody() -> None:
+    bench = Bench()
+    scheduler = scheduler_on(bench, token_budget=64)
+    broken, well = sequence("a", list(range(3, 20))), sequence("b", list(range(30, 50)))
+    for s in (broken, well):
+        scheduler.admit(s, 0.0)
+    plan = scheduler.plan(0.0)
+    assert plan is not None
+    result = bench.runner.execute(plan)
+    mine = next(index for index, row in enumerate(plan.rows) if row.tokens[0] == 3)
+    result.rows[mine].tokens = [NO_TOKEN]
+    assert set(scheduler.commit(plan, result, 0.0)) == {broken, well}
+    assert broken.is_broken and not broken.blocks and len(broken.tokens) == 17
+    assert well.tokens[20:] == bench.expected(well)
+    bench.pool.check()
+    again = sequence("c", list(range(3, 20)))
+    scheduler.admit(again, 0.0)
+    assert again.num_computed == 0  # not from a cache
 
 
 def test_a_second_equal_prompt_reuses_every_full_block_but_computes_its_last_token() -> None:

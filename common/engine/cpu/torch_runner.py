@@ -39,13 +39,13 @@ class TorchRunner(CpuRunner):
         states = self.decoder.states(self._inputs(rows))
         num_samples = sum(row.num_samples for row in rows)
         self._read = states[num_samples:]
-        return self.decoder.logits(states[:num_samples]).float()
+        return self.decoder.logits(states[:num_samples])
 
     def read_states(self) -> torch.Tensor:
         return self._read.float()
 
     def read_logits(self, start: int, end: int) -> torch.Tensor:
-        return self.decoder.logits(self._read[start:end]).float()
+        return self.decoder.logits(self._read[start:end])
 
     def _inputs(self, rows: Sequence[StepRow]) -> Inputs:
         order = sorted(range(len(rows)), key=lambda i: (len(rows[i].tokens) > 1, -rows[i].start))

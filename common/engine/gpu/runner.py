@@ -154,7 +154,7 @@ class DeviceRunner:
             logprobs = self._sampler.finish(logits, rows, partial(self._masks, rows)) if special else None
             num_samples = sum(row.num_samples for row in rows)
             tokens = self._tokens[self._turn][:num_samples]
-            tokens.copy_(self._sampler.sampled[:num_samples], non_blocking=True)
+            tokens.copy_(self._sampler.results[:num_samples], non_blocking=True)
             event = torch.cuda.Event(blocking=True) if self._on_gpu else None
             if event is not None:
                 event.record()
@@ -168,7 +168,7 @@ class DeviceRunner:
             assert self._last is not None
             sampled = self._last.sampled()
             for row in fed:
-                row.output[-1] = sampled[row.feed]
+                row.output[-1] = max(0, sampled[row.feed])  # a row without a token is dropped when its step is committed
         return fill_masks(rows, self.vocab_size, self._sampler.mask_buffer)
 
     def may_compile(self, plan: StepPlan) -> bool:

@@ -53,7 +53,8 @@ class Logprobs(NamedTuple):
 
 
 class DeviceSampler:
-    """`sampled`: int64 [max_samples], the tokens of the last step, on the device.
+    """`sampled`: int64 [max_samples], the tokens of the last step, on the device. `results`: the same, but `NO_TOKEN` where
+    logits were not finite.
 
     `depth` steps may be under way at once: so many sets of pinned draws are used in turn.
     """
@@ -61,6 +62,7 @@ class DeviceSampler:
     def __init__(self, max_samples: int, device: torch.device, depth: int) -> None:
         self.draws = DrawBatch.create(max_samples, device)
         self.sampled = torch.zeros(max_samples, dtype=torch.int64, device=device)
+        self.results = torch.zeros_like(self.sampled)
         self._previous = torch.zeros_like(self.sampled)
         self._hosts = [HostDraws(max_samples) for _ in range(depth)]
         self._masks = [torch.empty(0, 0, dtype=torch.int32) for _ in range(depth)]
@@ -107,7 +109,7 @@ class DeviceSampler:
 
     def draw(self, logits: torch.Tensor) -> None:
         """In the graph. logits: [samples, vocab_size]; `sampled` gets a token for each."""
-        sample_plain(logits, self.draws, self.sampled, first=True)
+        sample_plain(logits, self.draws, self.sampled, first=True, results=self.results)
 
     def finish(self, logits: torch.Tensor, rows: Sequence[StepRow], masks: Callable[[], StepMasks | None]) -> Logprobs | None:
         """Behind the graph: the rows that asked for more than it does. masks: of the step's constrained samples, in a
@@ -117,19 +119,21 @@ class DeviceSampler:
         again = to_device(extras.masked, device)
         adjustments = None if extras.adjustments is None else Adjustments.on(device, extras.adjustments)
         if len(extras.filtered):
-            sample_filtered(logits, to_device(extras.filtered, device), self.draws, self.sampled)
+            filtered = to_device(extras.filtered, device)
+            sample_filtered(logits, filtered, self.draws, self.sampled, results=self.results)
         found = masks()
         words = None if found is None else self._on_device(found)
         if len(again):
             assert words is not None
             own = words if len(words) == len(again) else words.index_select(0, to_device(extras.mask_of, device))
-            sample_plain(logits, self.draws, self.sampled, rows=again, masks=own)
+            sample_plain(logits, self.draws, self.sampled, rows=again, masks=own, results=self.results)
         if adjustments is not None:
             adjusted = apply_adjustments(logits, adjustments, self._previous, words if extras.masks_adjusted else None)
+            rows_again, into = adjustments.rows, self.results
             if extras.filters_adjusted:
-                sample_filtered(adjusted, adjustments.rows, self.draws, self.sampled, compact=True)
+                sample_filtered(adjusted, rows_again, self.draws, self.sampled, compact=True, results=into)
             else:
-                sample_plain(adjusted, self.draws, self.sampled, rows=adjustments.rows, compact=True)
+                sample_plain(adjusted, self.draws, self.sampled, rows=rows_again, compact=True, results=into)
         if not len(extras.asking):
             return None
         taken = token_logprobs(logits, self.sampled, to_device(extras.asking, device), extras.num_top)

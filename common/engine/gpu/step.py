@@ -35,7 +35,7 @@ class DeviceStep:
         self._event = event
 
     def sampled(self) -> list[int]:
-        """All samples in order, once the step has run.
+        """All samples in order, once the step has run; `NO_TOKEN` for those without finite logits.
 
         :raises RunnerLost: if it can't any more.
         """

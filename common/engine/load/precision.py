@@ -1,7 +1,8 @@
 """What numbers an engine computes with and keeps: from settings and a device to a `Precision`. Torch-free.
 
     compute   activations, norms, embedding, lm_head
-    weights   the linears of the layers: "none" is the compute dtype, "groups" 4 or 8 bits as the files hold them
+    weights   the linears of the layers: "none" is the compute dtype, "groups" 4 or 8 bits as the files hold them; in FP8 the
+              lm_head as well, where that costs little enough (`fp8_choice`)
     kv        the KV pool
 
 `auto` is what suits the device. On a GPU: bfloat16, weights as the files hold them. On a CPU: 8-bit weights and

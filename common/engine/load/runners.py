@@ -220,7 +220,12 @@ def _decoder(
         dummy=engine.load_format == "dummy",
     )
     choice = _fp8_choice(files, model, engine, precision, torch.device(device), load)
-    decoder = load(weights=precision.weights, plain=choice.plain if choice else (), on_progress=on_progress)
+    decoder = load(
+        weights=precision.weights,
+        plain=choice.plain if choice else (),
+        fp8_head=choice is not None and choice.head,
+        on_progress=on_progress,
+    )
     # only now: what was measured above, and is kept on disk, does not depend on it
     decoder.limit(limit_context(model, engine))
     if precision.kv == "fp8":  # random weights are centred on zero: the same kernels, for benchmarks
@@ -261,7 +266,7 @@ def _fp8_choice(
     found = None
     if online:
         try:
-            found = measured("weights", lambda: (load(weights="none"), load(weights="fp8")))
+            found = measured("weights", lambda: (load(weights="none"), load(weights="fp8", fp8_head=True)))
         except torch.OutOfMemoryError:
             log.warning("fp8_not_measured", reason="the unquantised model does not fit beside it", consequence="all is FP8")
     if found is None and kv:

@@ -48,10 +48,12 @@ class WeightLoader:
         device: torch.device | None = None,
         weights: LinearFormat = "none",
         plain: Collection[str] = (),
+        fp8_head: bool = False,
         scheme: WeightScheme | None = None,
         threads: int = -1,
     ) -> None:
-        """`plain`: modules that are not quantised. `scheme`: how the files hold the others; None: as floats.
+        """`plain`: modules that are not quantised. `fp8_head`: the head is FP8, too, where `weights` are. `scheme`: how the
+        files hold the others; None: as floats.
 
         `threads` that read ahead; -1: as many as suit `device`."""
         self.source = source
@@ -59,6 +61,7 @@ class WeightLoader:
         self.device = device or torch.device("cpu")
         self.weights: LinearFormat = weights
         self._plain_modules = frozenset(plain)
+        self._fp8_head = fp8_head
         self._scheme = scheme or WeightScheme()
         self._format = format_of(self._scheme, source.shapes)
         self._on_progress = on_progress or (lambda done, total: None)
@@ -106,8 +109,9 @@ class WeightLoader:
         return pack_linear(weight, fused_bias, format=self.weights)
 
     def pack_head(self, weight: torch.Tensor) -> LinearWeight:
-        """The lm_head: as the linears on a CPU, where it is a fifth of a small model's bytes; not in FP8, which it would suffer
-        from."""
+        """The lm_head: as the linears on a CPU, where it is a fifth of a small model's bytes; FP8 where that was asked for."""
+        if self.weights == "fp8" and self._fp8_head:
+            return pack_linear(weight, format="fp8")
         return pack_linear(weight, format="int8" if self.weights == "int8" else "plain")
 
     def take_kv_scales(self, num_layers: int, num_kv_heads: int) -> torch.Tensor | None:

@@ -24,7 +24,9 @@ _SYNC_STAGES = 1
 """Stages without a buffer: mma.sync has read a tile when the next copy begins, wgmma may still be reading."""
 
 Kind = Literal["gemv", "dot", "persistent", "library", "grouped"]
-Op = Literal["linear", "split", "gated"]
+Op = Literal["linear", "wide", "split", "gated"]
+"""wide: results are float32 in any model. split: may be partial sums. gated: silu(gate) · up, both in one weight."""
+
 Scaling = Literal["none", "channel", "blocks"]
 
 
@@ -52,7 +54,7 @@ class Candidate:
 
 
 class Shape(NamedTuple):
-    """A weight [n, k] of `item_bytes` an element; op: "split" may give partial sums, "gated" is gate and up in one.
+    """A weight [n, k] of `item_bytes` an element.
 
     group: inputs that share a scale, and bits of one of their codes, for weights in groups; 0 for others."""
 
@@ -278,7 +280,8 @@ def _many_rows(shape: Shape, rows: int, quantised: bool, num_sms: int) -> list[C
         return found
     if shape.scaling != "blocks":  # a tile may not reach into two blocks
         # the gate and the up of fp8 need more registers than there are on Blackwell unless tiles overlap
-        flats = (True,) if quantised and shape.op == "gated" else (True, False)
+        # so many float32 results spill there, and do not fit into Hopper's shared memory beside copies of the next tile
+        flats = (True,) if quantised and shape.op == "gated" else () if shape.op == "wide" else (True, False)
         found += [Candidate("persistent", quantised, 256, 128, block_k, 1, 8, 3, flat=flat) for flat in flats]
     found.append(Candidate("persistent", quantised, 128, 128, block_k, 1, 8, 4, flat=True))
     return found

@@ -39,12 +39,13 @@ _DEQUANTISED_BYTES = 64 << 20
 _chosen: dict[tuple[object, ...], Candidate] = {}
 
 
-def linear_device(x: Activation, weight: LinearWeight, *, split: bool) -> torch.Tensor:
+def linear_device(x: Activation, weight: LinearWeight, *, split: bool, wide: bool = False) -> torch.Tensor:
     """As `linear`."""
     rows = len(x.data if isinstance(x, Quantised) else x)
     if not rows:
-        return torch.empty(0, weight.out_features, dtype=weight.dtype, device=weight.data.device)
-    op: Op = "split" if split else "linear"
+        dtype = torch.float32 if wide else weight.dtype
+        return torch.empty(0, weight.out_features, dtype=dtype, device=weight.data.device)
+    op: Op = "wide" if wide else "split" if split else "linear"
     x = _prepared(x, weight)
     return run(op, x, weight, choose(op, weight, rows, isinstance(x, Quantised)))
 
@@ -115,9 +116,10 @@ def activations_key(weight: LinearWeight, size: int) -> str:
 
 def run(op: Op, x: Activation, weight: LinearWeight, chosen: Candidate) -> torch.Tensor:
     """With one implementation. x: [rows, in_features], rows ≥ 1, quantised as `chosen` wants it."""
-    gated, split = op == "gated", op == "split"
     if chosen.kind == "library":
-        if not gated:
+        if op == "wide":
+            return _library_wide(x, weight)
+        if op != "gated":
             return _library(x, weight, chosen)
         middle = _library_gated(x, weight, chosen, quantise=False)
         assert isinstance(middle, torch.Tensor)
@@ -125,20 +127,20 @@ def run(op: Op, x: Activation, weight: LinearWeight, chosen: Candidate) -> torch
     if chosen.kind == "persistent":
         from common.ops.linear.gemm_triton import linear_persistent
 
-        return linear_persistent(x, weight, chosen, gated=gated)
+        return linear_persistent(op, x, weight, chosen)
     if chosen.kind == "grouped":
         from common.ops.linear.grouped_triton import linear_grouped
 
         assert isinstance(x, torch.Tensor)
-        return linear_grouped(x, weight, chosen, gated=gated, split=split)
+        return linear_grouped(op, x, weight, chosen)
     if chosen.kind == "gemv":
         from common.ops.linear.gemv_triton import linear_gemv
 
         assert isinstance(x, torch.Tensor)
-        return linear_gemv(x, weight, chosen, gated=gated, split=split)
+        return linear_gemv(op, x, weight, chosen)
     from common.ops.linear.dot_triton import linear_dot
 
-    return linear_dot(x, weight, chosen, gated=gated, split=split)
+    return linear_dot(op, x, weight, chosen)
 
 
 def _prepared(x: Activation, weight: LinearWeight) -> Activation:
@@ -182,18 +184,19 @@ def _described(weight: LinearWeight) -> str:
 # ── the library ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _library_grouped(x: torch.Tensor, weight: LinearWeight) -> torch.Tensor:
+def _library_grouped(x: torch.Tensor, weight: LinearWeight, *, wide: bool = False) -> torch.Tensor:
     """With a dequantised copy, in parts that L2 holds."""
     from common.ops.linear.grouped_triton import dequantise_rows
 
     assert weight.grouped is not None
-    out = torch.empty(len(x), weight.out_features, dtype=weight.dtype, device=x.device)
+    dtype = torch.float32 if wide else weight.dtype
+    out = torch.empty(len(x), weight.out_features, dtype=dtype, device=x.device)
     at_once = max(256, _DEQUANTISED_BYTES // (weight.in_features * x.element_size()) // 256 * 256)
     for first in range(0, weight.out_features, at_once):
         rows = min(at_once, weight.out_features - first)
         part = dequantise_rows(weight.grouped, first, rows, x.dtype)
         bias = None if weight.bias is None else weight.bias[first : first + rows]
-        out[:, first : first + rows] = F.linear(x, part, bias)
+        out[:, first : first + rows] = _product(x, part, bias) if wide else F.linear(x, part, bias)
     return out
 
 
@@ -216,6 +219,35 @@ def _library(x: Activation, weight: LinearWeight, chosen: Candidate) -> torch.Te
         return F.linear(x, dequantise_weight_reference(weight.data, weight.scale).to(x.dtype), weight.bias)
     y = F.linear(x, weight.data.to(x.dtype)).float() * weight.scale
     return (y if weight.bias is None else y + weight.bias).to(weight.dtype)
+
+
+def _library_wide(x: Activation, weight: LinearWeight) -> torch.Tensor:
+    """float32, rounded once."""
+    if weight.grouped is not None:
+        assert isinstance(x, torch.Tensor)
+        return _library_grouped(x, weight, wide=True)
+    if isinstance(x, Quantised) and library_scales(shape_of("wide", weight)):
+        from common.ops.linear.gate_up_triton import rescale_triton
+
+        assert weight.scale is not None
+        return rescale_triton(_unscaled(x, weight, torch.float32), x.scale, weight.scale, weight.bias, torch.float32)
+    if isinstance(x, Quantised):
+        x = (x.data.float() * x.scale[:, None]).to(weight.dtype)
+    if weight.scale is None:
+        return _product(x, weight.data, weight.bias)
+    if weight.scale.ndim == 2:
+        return _product(x, dequantise_weight_reference(weight.data, weight.scale).to(x.dtype), weight.bias)
+    y = _product(x, weight.data.to(x.dtype), None).mul_(weight.scale)
+    return y if weight.bias is None else y.add_(weight.bias)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x Wᵀ + b as the library accumulates it: float32."""
+    if x.dtype == torch.float32 or not x.is_cuda:  # torch writes wider results of 16-bit products on CUDA only
+        y = F.linear(x.float(), weight.float())
+    else:
+        y = torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return y if bias is None else y.add_(bias)
 
 
 def _library_gated(x: Activation, weight: LinearWeight, chosen: Candidate, *, quantise: bool) -> Activation:
@@ -243,10 +275,10 @@ def _scaled(x: Quantised, weight: LinearWeight) -> torch.Tensor:
     )
 
 
-def _unscaled(x: Quantised, weight: LinearWeight) -> torch.Tensor:
-    """Σ of products of the 8-bit numbers; bf16, which holds their range, or float32 where the model is finer."""
+def _unscaled(x: Quantised, weight: LinearWeight, wide: torch.dtype | None = None) -> torch.Tensor:
+    """Σ of products of the 8-bit numbers in `wide`; None: bf16, which holds their range, or float32 for finer models."""
     one = _one(x.data.device)
-    wide = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
+    wide = wide or (torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32)
     return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
         x.data, weight.data.t(), scale_a=one, scale_b=one, out_dtype=wide, use_fast_accum=True
     )

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from common.ops import backend
-from common.ops.linear.candidates import Candidate
+from common.ops.linear.candidates import Candidate, Op
 from common.ops.linear.parts_triton import (
     ask_ahead,
     finish,
@@ -218,13 +218,14 @@ def dot_kernel(
     finish(total, m, tile, split, out, rows, N, BLOCK_N, BLOCK_M, GATED)
 
 
-def linear_dot(x: Activation, weight: LinearWeight, chosen: Candidate, *, gated: bool, split: bool) -> torch.Tensor:
-    """With `split`, and more than one of them, float32 [splits, rows, N]; else [rows, N], or [rows, N / 2] if `gated`.
+def linear_dot(op: Op, x: Activation, weight: LinearWeight, chosen: Candidate) -> torch.Tensor:
+    """See `Op`: of "split", with more than one of them, float32 [splits, rows, N]; of "gated" [rows, N / 2]; else [rows, N].
 
     batch_invariant: rows beyond one tile have their splits added up by the program, to the same bits.
     """
     data, x_scale = (x.data, x.scale) if isinstance(x, Quantised) else (x, None)
     rows, depth = data.shape
+    split, gated = op == "split", op == "gated"
     blocks = weight.scale is not None and weight.scale.ndim == 2
     if blocks and gated and weight.out_features % chosen.block_n:
         raise ValueError(f"a gate of {weight.out_features // 2} rows does not end with a tile of {chosen.block_n // 2}")
@@ -234,7 +235,7 @@ def linear_dot(x: Activation, weight: LinearWeight, chosen: Candidate, *, gated:
     invariant = backend.BATCH_INVARIANT
     whole = splits > 1 and invariant and rows > chosen.block_m
     partial = splits > 1 and (split or not whole)
-    out = output_of(data, weight, splits=1 if whole else splits, partial=partial, gated=gated)
+    out = output_of(data, weight, op, splits=1 if whole else splits, partial=partial)
     pdl = backend.pdl(data)
     m_tiles = triton.cdiv(rows, chosen.block_m)
     grid = (triton.cdiv(weight.out_features, chosen.block_n) * m_tiles, 1 if whole else splits)
@@ -267,4 +268,4 @@ def linear_dot(x: Activation, weight: LinearWeight, chosen: Candidate, *, gated:
         launch_pdl=pdl,
         enable_fp_fusion=not invariant,  # a product and a sum rounded once here and twice there would be a difference
     )
-    return summed(out, weight, split)
+    return summed(out, weight, op)

@@ -19,7 +19,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from common.ops import backend
-from common.ops.linear.candidates import Candidate
+from common.ops.linear.candidates import Candidate, Op
+from common.ops.linear.parts_triton import result_dtype
 from common.ops.tensors import Activation, Quantised
 
 if TYPE_CHECKING:
@@ -109,12 +110,13 @@ def gemm_kernel(
         tl.store(out + place, total.to(out.dtype.element_ty), mask=(m < rows)[:, None] & (n < width)[None, :])
 
 
-def linear_persistent(x: Activation, weight: LinearWeight, chosen: Candidate, *, gated: bool) -> torch.Tensor:
-    """x: of the weight's dtype, or quantised. Returns [rows, out_features], or half as many if `gated`."""
+def linear_persistent(op: Op, x: Activation, weight: LinearWeight, chosen: Candidate) -> torch.Tensor:
+    """x: of the weight's dtype, or quantised. Returns [rows, out_features], of "gated" half as many."""
     data, x_scale = (x.data, x.scale) if isinstance(x, Quantised) else (x, None)
     rows, depth = data.shape
+    gated = op == "gated"
     size = weight.out_features // 2 if gated else weight.out_features
-    out = torch.empty(rows, size, dtype=weight.dtype, device=data.device)
+    out = torch.empty(rows, size, dtype=result_dtype(weight, op), device=data.device)
     pdl = backend.pdl(data)
     block_n = chosen.block_n // 2 if gated else chosen.block_n
     tiles = triton.cdiv(rows, chosen.block_m) * triton.cdiv(size, block_n)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from common.ops import backend
-from common.ops.linear.candidates import Candidate
+from common.ops.linear.candidates import Candidate, Op
 from common.ops.linear.parts_triton import (
     ask_ahead,
     finish,
@@ -97,11 +97,11 @@ def load_row(pointers, inside, EVEN_K: tl.constexpr):
     return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
 
 
-def linear_gemv(x: torch.Tensor, weight: LinearWeight, chosen: Candidate, *, gated: bool, split: bool) -> torch.Tensor:
+def linear_gemv(op: Op, x: torch.Tensor, weight: LinearWeight, chosen: Candidate) -> torch.Tensor:
     """As `linear_dot`, for up to `chosen.block_m` rows."""
     rows, depth = x.shape
     splits = triton.cdiv(depth, chosen.block_k)
-    out = output_of(x, weight, splits=splits, partial=splits > 1, gated=gated)
+    out = output_of(x, weight, op, splits=splits, partial=splits > 1)
     pdl = backend.pdl(x)
     n_tiles = triton.cdiv(weight.out_features, chosen.block_n)
     programs = max(1, backend.num_sms(x.get_device()) * RESIDENTS // splits)
@@ -118,7 +118,7 @@ def linear_gemv(x: torch.Tensor, weight: LinearWeight, chosen: Candidate, *, gat
         BLOCK_N=chosen.block_n,
         BLOCK_M=chosen.block_m,
         BLOCK_K=chosen.block_k,
-        GATED=gated,
+        GATED=op == "gated",
         W_SCALE=scaling(weight),
         EVEN_K=depth % chosen.block_k == 0,
         PREFETCH=tiles_ahead(weight, chosen, 2),
@@ -128,4 +128,4 @@ def linear_gemv(x: torch.Tensor, weight: LinearWeight, chosen: Candidate, *, gat
         num_warps=chosen.warps,
         launch_pdl=pdl,
     )
-    return summed(out, weight, split)
+    return summed(out, weight, op)

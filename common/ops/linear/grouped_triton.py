@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from common.ops import backend
-from common.ops.linear.candidates import Candidate
+from common.ops.linear.candidates import Candidate, Op
 from common.ops.linear.parts_triton import finish, output_of, scaled, summed, weight_rows
 from common.ops.linear.unpack_triton import times, unpacked
 from common.ops.quant.grouped import GroupedWeight, table_of
@@ -139,7 +139,7 @@ def grouped_kernel(
     finish(total, m, tile, split, out, rows, N, BLOCK_N, BLOCK_M, GATED)
 
 
-def linear_grouped(x: torch.Tensor, weight: LinearWeight, chosen: Candidate, *, gated: bool, split: bool) -> torch.Tensor:
+def linear_grouped(op: Op, x: torch.Tensor, weight: LinearWeight, chosen: Candidate) -> torch.Tensor:
     """x: [rows, in_features], columns in the weight's order. Returns as `linear_dot` does."""
     grouped = weight.grouped
     assert grouped is not None
@@ -147,7 +147,7 @@ def linear_grouped(x: torch.Tensor, weight: LinearWeight, chosen: Candidate, *, 
     steps = len(grouped.data)
     per_split = triton.cdiv(steps, chosen.splits)
     splits = triton.cdiv(steps, per_split)
-    out = output_of(x, weight, splits=splits, partial=splits > 1, gated=gated)
+    out = output_of(x, weight, op, splits=splits, partial=splits > 1)
     pdl = backend.pdl(x)
     grid = (triton.cdiv(weight.out_features, chosen.block_n) * triton.cdiv(rows, chosen.block_m), splits)
     grouped_kernel[grid](
@@ -168,7 +168,7 @@ def linear_grouped(x: torch.Tensor, weight: LinearWeight, chosen: Candidate, *, 
         BLOCK_M=chosen.block_m,
         GROUP=grouped.group,
         CODE=CODES[grouped.code],
-        GATED=gated,
+        GATED=op == "gated",
         RUN=grouped.run,
         EVEN_K=depth % (2 * grouped.run) == 0,
         SCALED=chosen.scaled or grouped.group < grouped.run,
@@ -179,7 +179,7 @@ def linear_grouped(x: torch.Tensor, weight: LinearWeight, chosen: Candidate, *, 
         launch_pdl=pdl,
         enable_fp_fusion=not backend.BATCH_INVARIANT,
     )
-    return summed(out, weight, split)
+    return summed(out, weight, op)
 
 
 # ── for the library ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -20,8 +20,10 @@ def pack_tiles(weight: torch.Tensor) -> torch.Tensor:
     return padded.view(-1, LANES, in_features).transpose(1, 2).contiguous()
 
 
-def linear_tiles(x: torch.Tensor, tiles: torch.Tensor, bias: torch.Tensor | None, out_features: int) -> torch.Tensor:
-    """x: [rows, in_features]. Returns [rows, out_features] in its dtype, on as many threads as torch would take."""
+def linear_tiles(
+    x: torch.Tensor, tiles: torch.Tensor, bias: torch.Tensor | None, out_features: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """x: [rows, in_features]. Returns [rows, out_features] in `dtype`, on as many threads as torch would take."""
     from common.ops.linear.linear_numba import multiply
 
     out = torch.zeros(len(x), tiles.shape[0] * LANES)
@@ -29,4 +31,4 @@ def linear_tiles(x: torch.Tensor, tiles: torch.Tensor, bias: torch.Tensor | None
         out[:, :out_features] = bias
     weights = tiles.view(torch.uint16) if tiles.dtype == torch.bfloat16 else tiles
     multiply(x.float().contiguous().numpy(), weights.numpy(), out.numpy(), torch.get_num_threads())
-    return out[:, :out_features].to(x.dtype).contiguous()
+    return out[:, :out_features].to(dtype).contiguous()

@@ -28,7 +28,7 @@ TunedFormat = str
 LinearShape = tuple[TunedFormat, int, int, Role]
 """(format, out_features, in_features, role)"""
 
-_OPS: dict[Role, Op] = {"qkv": "split", "output": "split", "gate_up": "gated", "down": "split", "head": "linear"}
+_OPS: dict[Role, Op] = {"qkv": "split", "output": "split", "gate_up": "gated", "down": "split", "head": "wide"}
 _ROTATED_BYTES = 256 << 20
 """Several times what L2 holds (50–60 MB on H200, 126 MB on B200)."""
 _PARTIALS_BYTES_PER_S = 5e12
@@ -166,7 +166,7 @@ def _choose_activations(op: Op, weight: LinearWeight, sizes: Sequence[int], tune
 def _case(op: Op, role: Role, weights: list[LinearWeight], x: torch.Tensor, quantised: bool) -> Case[Candidate]:
     weight, rows = weights[0], len(x)
     given: Activation = quantise_rows(x) if quantised else x
-    quantises = quantised and role in ("output", "down")
+    quantises = quantised and role in ("output", "down", "head")
 
     def run(candidate: Candidate, i: int) -> object:
         ready = quantise_rows(x) if quantises else given

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from common.ops import backend
-from common.ops.linear.candidates import Candidate
+from common.ops.linear.candidates import Candidate, Op
 
 if TYPE_CHECKING:
     from common.ops.linear.weight import LinearWeight
@@ -170,15 +170,20 @@ def sum_partials(partials: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-def output_of(data: torch.Tensor, weight: LinearWeight, *, splits: int, partial: bool, gated: bool) -> torch.Tensor:
+def output_of(data: torch.Tensor, weight: LinearWeight, op: Op, *, splits: int, partial: bool) -> torch.Tensor:
     rows, size = len(data), weight.out_features
     if partial:
         return torch.empty(splits, rows, size, dtype=torch.float32, device=data.device)
-    return torch.empty(rows, size // 2 if gated else size, dtype=weight.dtype, device=data.device)
+    return torch.empty(rows, size // 2 if op == "gated" else size, dtype=result_dtype(weight, op), device=data.device)
 
 
-def summed(out: torch.Tensor, weight: LinearWeight, split: bool) -> torch.Tensor:
-    return out if out.ndim == 2 or split else sum_partials(out, weight.dtype)
+def summed(out: torch.Tensor, weight: LinearWeight, op: Op) -> torch.Tensor:
+    return out if out.ndim == 2 or op == "split" else sum_partials(out, result_dtype(weight, op))
+
+
+def result_dtype(weight: LinearWeight, op: Op) -> torch.dtype:
+    """Return what the results of `op` are, partial sums aside."""
+    return torch.float32 if op == "wide" else weight.dtype
 
 
 def scaling(weight: LinearWeight) -> int:

@@ -10,9 +10,13 @@ from common.ops.quant.quantise_reference import dequantise_weight_reference
 from common.ops.tensors import Activation, Quantised
 
 
-def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x: [rows, in]; weight: [out, in]; bias: [out] or None. Returns [rows, out]."""
-    return F.linear(x, weight, bias)
+def linear_reference(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """x: [rows, in]; weight: [out, in]; bias: [out] or None. Returns [rows, out] in `dtype`; None: that of `x`."""
+    if dtype in (None, x.dtype):
+        return F.linear(x, weight, bias)
+    return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
 def linear_fp8_reference(

@@ -103,6 +103,7 @@ def sample_rows_kernel(
     seed,
     position,
     out,
+    results,  # as `out`, but for rows that hold -1; or None
     row_stride,
     vocab,
     groups,
@@ -163,6 +164,9 @@ def sample_rows_kernel(
                     count = list_groups(shortlist, keys, key)
                     searching = 1
     tl.store(out + place, token.to(out.dtype.element_ty))
+    if results is not None:
+        broken = tl.load(results + place) < 0
+        tl.store(results + place, tl.where(broken, -1, token).to(results.dtype.element_ty))
 
 
 def sample_rows_triton(
@@ -176,6 +180,7 @@ def sample_rows_triton(
     seed: torch.Tensor,
     position: torch.Tensor,
     out: torch.Tensor,
+    results: torch.Tensor | None = None,
     compact: bool,
     tile: int | None = None,
     num_warps: int | None = None,
@@ -213,6 +218,7 @@ def sample_rows_triton(
         seed=seed,
         position=position,
         out=out,
+        results=results,
         tiles=tiles,
         GROUPS=triton.next_power_of_2(groups),
         TILES=triton.next_power_of_2(tiles),

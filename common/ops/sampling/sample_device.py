@@ -155,17 +155,21 @@ def sample_plain(
     masks: torch.Tensor | None = None,
     compact: bool = False,
     first: bool = False,
+    results: torch.Tensor | None = None,
 ) -> None:
     """Draws each row, or `rows` (int32 [n], on the device) alone, top-k and top-p ignored. Greedy rows pay for no noise; nor,
     the `first` time, do those that are drawn once more, whose tokens mean nothing until then.
 
-    logits: float32, bfloat16 or float16 [rows, vocab], rows contiguous, without NaN; at most `batch.rows` rows; or, `compact`,
-    [n, vocab]: those of `rows` alone. out: int32 or int64 [rows] at least, gets the tokens; others stay.
+    logits: float32, bfloat16 or float16 [rows, vocab], rows contiguous; at most `batch.rows` rows; or, `compact`, [n, vocab]:
+    those of `rows` alone. out: int32 or int64 [rows] at least, gets the tokens, of NaN any token; others stay.
+    results: int32 or int64 as `out`: gets the same, but -1 for a row with a logit that is not finite. Draws of `rows` leave -1
+    as it is, so that the draw of all rows, which comes first, must have had `results`.
     masks: int32 [n, ceil(vocab / 32)] or wider, bit t % 32 of word t // 32 allows token t; as many as rows are drawn.
 
     :raises ValueError: if shapes or dtypes don't fit, or on a CPU (see `sample_tokens`).
     """
     _check(logits, batch, out)
+    _check(logits, batch, out if results is None else results)
     _check_rows(logits, rows, compact)
     count = logits.shape[0] if rows is None else len(rows)
     if not compact and (logits.shape[0] > batch.rows or logits.shape[0] > len(out)):
@@ -184,6 +188,7 @@ def sample_plain(
             seed=batch.seed,
             position=batch.position,
             out=out,
+            results=results,
             rows=rows,
             masks=masks,
             compact=compact,
@@ -191,11 +196,17 @@ def sample_plain(
 
 
 def sample_filtered(
-    logits: torch.Tensor, rows: torch.Tensor, batch: DrawBatch, out: torch.Tensor, *, compact: bool = False
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    batch: DrawBatch,
+    out: torch.Tensor,
+    *,
+    compact: bool = False,
+    results: torch.Tensor | None = None,
 ) -> None:
     """Draws `rows` (int32 [n], on the device) with all their filters, if any, and writes `out[rows]`; other tokens stay.
 
-    logits: as for `sample_plain`, or, `compact`, [n, vocab]: those of `rows` alone.
+    logits and results: as for `sample_plain`, or, `compact`, logits [n, vocab]: those of `rows` alone.
 
     :raises ValueError: if shapes or dtypes don't fit, or on a CPU (see `sample_tokens`).
     """
@@ -214,6 +225,7 @@ def sample_filtered(
             seed=batch.seed,
             position=batch.position,
             out=out,
+            results=results,
             compact=compact,
         )
 

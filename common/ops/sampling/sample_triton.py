@@ -104,12 +104,13 @@ def chunks_kernel(
     seed,
     position,
     peaks,  # float32 [4, rows, chunks]: highest logit; best rough score, the next, and the logit of the best
-    ids,  # int32 [2, rows, chunks]: of the highest logit, of the best score
+    ids,  # int32 [2, rows, chunks]: of the highest logit, of the best score; with CHECKED a third: is a logit not finite?
     row_stride,
     words,
     vocab,
     chunks,
     COMPACT: tl.constexpr,  # logits hold the n rows alone
+    CHECKED: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -127,6 +128,9 @@ def chunks_kernel(
     row_logits = logits + (index if COMPACT else row).to(tl.int64) * row_stride
     mask = None if masks is None else masks + index.to(tl.int64) * words
     x = allowed_logits(row_logits, mask, tokens, vocab)
+    if CHECKED:
+        broken = (tokens < vocab) & ~(tl.abs(x) < float("inf"))  # of NaN, too
+        tl.store(ids + 2 * plane + slot, tl.max(broken.to(tl.int32), 0))
     if heat != 0:
         x = tl.math.div_rn(x, heat)
     peak, place = tl.max(x, 0, return_indices=True)
@@ -161,11 +165,13 @@ def rows_kernel(
     peaks,
     ids,
     out,  # [rows]
+    results,  # [rows] as `out`, -1 for rows with logits that are not finite; or None
     row_stride,
     words,
     vocab,
     chunks,
     COMPACT: tl.constexpr,
+    CHECKED: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,  # power of two, at least `chunks`
     TOKENS: tl.constexpr,
@@ -221,6 +227,12 @@ def rows_kernel(
                 left -= 1
     token = tl.minimum(token, vocab - 1)  # of NaN comes nonsense, but a token
     tl.store(out + row, token.to(out.dtype.element_ty))
+    if results is not None:
+        if CHECKED:
+            broken = tl.max(tl.load(ids + 2 * plane + slots, mask=there, other=0), 0) > 0
+        else:
+            broken = tl.load(results + row) < 0
+        tl.store(results + row, tl.where(broken, -1, token).to(results.dtype.element_ty))
 
 
 def sample_plain_triton(
@@ -231,6 +243,7 @@ def sample_plain_triton(
     seed: torch.Tensor,
     position: torch.Tensor,
     out: torch.Tensor,
+    results: torch.Tensor | None = None,
     rows: torch.Tensor | None = None,
     masks: torch.Tensor | None = None,
     compact: bool = False,
@@ -244,7 +257,8 @@ def sample_plain_triton(
     chunks = triton.cdiv(vocab, block)
     pdl = backend.pdl(logits) and rows is None and masks is None  # those are drawn behind a step's graph
     peaks = torch.empty(4, count, chunks, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(2, count, chunks, dtype=torch.int32, device=logits.device)
+    checked = results is not None and rows is None
+    ids = torch.empty(3 if checked else 2, count, chunks, dtype=torch.int32, device=logits.device)
     words = 0 if masks is None else masks.stride(0)
     chunks_kernel[(chunks, count)](
         logits=logits,
@@ -261,6 +275,7 @@ def sample_plain_triton(
         vocab=vocab,
         chunks=chunks,
         COMPACT=compact,
+        CHECKED=checked,
         BLOCK=block,
         PDL=pdl,
         num_warps=warps,
@@ -277,11 +292,13 @@ def sample_plain_triton(
         peaks=peaks,
         ids=ids,
         out=out,
+        results=results,
         row_stride=logits.stride(0),
         words=words,
         vocab=vocab,
         chunks=chunks,
         COMPACT=compact,
+        CHECKED=checked,
         BLOCK=block,
         CHUNKS=triton.next_power_of_2(chunks),
         TOKENS=min(block, EXACT_TOKENS),
