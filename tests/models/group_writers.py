@@ -141,3 +141,19 @@ def write_nf4(weight: torch.Tensor, *, nested: bool = False) -> Written:
     tensors["weight"] = ((flat[::2] << 4) | flat[1::2]).to(torch.uint8)[:, None]
     tensors["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
     return tensors, (NF4_TABLE[codes] * absmax[:, None]).view_as(weight)
+
+
+def write_fp8(weight: torch.Tensor) -> Written:
+    scales = (weight.abs().amax(1, keepdim=True) / 448).bfloat16()
+    data = (weight / scales.float()).to(torch.float8_e4m3fn)
+    return {"weight": data, "weight_scale": scales}, data.float() * scales.float()
+
+
+def write_fp8_blocks(weight: torch.Tensor) -> Written:
+    """Blocks of 128 × 128, the last ones smaller."""
+    rows, columns = -(-weight.shape[0] // 128), -(-weight.shape[1] // 128)
+    padded = torch.nn.functional.pad(weight, (0, columns * 128 - weight.shape[1], 0, rows * 128 - weight.shape[0]))
+    scales = padded.view(rows, 128, columns, 128).abs().amax((1, 3)) / 448
+    whole = spread(spread(scales, 128).t(), 128).t()[: weight.shape[0], : weight.shape[1]]
+    data = (weight / whole).to(torch.float8_e4m3fn)
+    return {"weight": data, "weight_scale_inv": scales}, data.float() * whole
