@@ -11,6 +11,7 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 
 from common.models.config import ModelConfig
+from common.models.families.wrappers import text_names
 from common.models.source import ModelFiles
 from common.models.weights.errors import WeightsError
 from common.models.weights.expected import decoder_shapes
@@ -74,4 +75,4 @@ def _safetensors_shapes(folder: Path, types: frozenset[str]) -> dict[str, tuple[
                         raise WeightsError(f"{name} in {path} is {view.get_dtype()}; floating-point weights are supported")
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"{path} can't be read, it may be cut short: {error}") from error
-    return shapes
+    return {name: shapes[stored] for name, stored in text_names(shapes).items()}
