@@ -11,17 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.models.config import config_from_json, load_config
-from common.models.registry import open_weights
-from common.models.shapes import SHAPES
-from common.models.spec import ExpertsSpec
-from common.models.weights.base import LinearFormat, WeightLoader, WeightsError
-from common.models.weights.dummy import DummyWeights
-from common.models.weights.experts import take_experts
-from common.ops import backend
-from common.ops.moe.form import ExpertWeights
-from tests.models.driver import Request, open_runner, run
-from tests.models.group_writers import (
+from bench.engine.format_writers import (
     Written,
     write_awq,
     write_fp8,
@@ -33,6 +23,16 @@ from tests.models.group_writers import (
     write_nvfp4,
     write_packed,
 )
+from common.models.config import config_from_json, load_config
+from common.models.registry import open_weights
+from common.models.shapes import SHAPES
+from common.models.spec import ExpertsSpec
+from common.models.weights.base import LinearFormat, WeightLoader, WeightsError
+from common.models.weights.dummy import DummyWeights
+from common.models.weights.experts import take_experts
+from common.ops import backend
+from common.ops.moe.form import ExpertWeights
+from tests.models.driver import Request, open_runner, run
 from tests.models.oracles import build, greedy_choices, oracle_prompt, save
 from tests.models.test_weights_groups import AWQ, FLOAT4, GPTQ, MODELOPT, NF4, compressed
 
