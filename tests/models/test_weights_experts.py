@@ -31,7 +31,8 @@ from common.models.weights.base import LinearFormat, WeightLoader, WeightsError
 from common.models.weights.dummy import DummyWeights
 from common.models.weights.experts import take_experts
 from common.ops import backend
-from common.ops.moe.form import ExpertWeights
+from common.ops.moe.experts import experts
+from common.ops.moe.form import ExpertActivation, ExpertWeights, Routing
 from tests.models.driver import Request, open_runner, run
 from tests.models.oracles import build, greedy_choices, oracle_prompt, save
 from tests.models.test_weights_groups import AWQ, FLOAT4, GPTQ, MODELOPT, NF4, compressed
@@ -140,6 +141,31 @@ def test_a_gpu_keeps_what_its_kernels_read(tmp_path: Path, name: str, monkeypatc
         assert whole.format == "plain"
         torch.testing.assert_close(mine.dequantised(), whole.values.float(), atol=1e-5, rtol=1e-3)
         assert (mine.bias is None) == (whole.bias is None)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3-moe-fp8",
+        "qwen3-moe-packed",
+        pytest.param("gpt-oss-mxfp4", marks=pytest.mark.slow),
+        pytest.param("mixtral-awq", marks=pytest.mark.slow),
+    ],
+)
+def test_a_gpus_kernels_compute_what_a_cpu_does(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("triton")
+    from tests.ops.interpreter import act_as_a_gpu
+
+    act_as_a_gpu()
+    checkpoint = Checkpoint(tmp_path, name)
+    on_cpu, activation = checkpoint.experts("none"), ExpertActivation()
+    made = torch.Generator().manual_seed(1)
+    x = torch.randn(3, on_cpu.gate_up[0].in_features, generator=made).bfloat16()
+    routing = Routing(torch.tensor([[0, 3], [2, 1], [3, 0]], dtype=torch.int32), torch.rand(3, 2, generator=made))
+    expected = experts(x.float(), routing, on_cpu, activation)
+    with backend.interpreted():
+        found = experts(x, routing, checkpoint.experts("groups"), activation)
+    torch.testing.assert_close(found.float(), expected, atol=0.02 * float(expected.abs().max()), rtol=0.02)
 
 
 @pytest.mark.parametrize(
