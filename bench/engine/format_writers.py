@@ -103,7 +103,9 @@ def write_int8(weight: torch.Tensor) -> Written:
 
 
 def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    return torch.cat([(row[..., None] - table).abs().argmin(-1) for row in values.split(256)])
+    """The index of the entry of `table` that is nearest to each value."""
+    entries, order = table.sort(stable=True)
+    return order[torch.bucketize(values, (entries[1:] + entries[:-1]) / 2)]
 
 
 def write_nvfp4(weight: torch.Tensor, *, modelopt: bool = False) -> Written:
