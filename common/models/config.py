@@ -12,6 +12,7 @@ import msgspec
 
 from common.models.families.fields import Fields
 from common.models.families.registry import GGUF_FAMILIES, JSON_FAMILIES, reader_of
+from common.models.families.wrappers import unwrapped
 from common.models.formats.detect import detect, gguf_scheme
 from common.models.json_files import read_object, read_object_if_any
 from common.models.naming import DUMMY_PREFIX
@@ -25,6 +26,8 @@ ModelConfig = ModelSpec
 """What the rest of the code calls a model's specification."""
 
 _EDGE_BYTES = 1 << 20
+_LONGROPE = ("phi3",)
+"""GGUF architectures that may have it."""
 
 
 def load_config(files: ModelFiles) -> ModelConfig:
@@ -33,7 +36,8 @@ def load_config(files: ModelFiles) -> ModelConfig:
     :raises ConfigError: if a field is missing or wrong, or the model needs something this decoder has not.
     """
     if files.format == "gguf":
-        config = config_from_gguf(read_metadata(files.path))
+        metadata = read_metadata(files.path)
+        config = config_from_gguf(metadata | _rope_factors(files.path, metadata))
         weights = [files.path]
     else:
         config = config_from_json(
@@ -75,6 +79,7 @@ def config_from_json(data: Mapping[str, Any], generation: Mapping[str, Any] | No
 
     :raises ConfigError: see `load_config`.
     """
+    data = unwrapped(data)
     read = reader_of(data.get("model_type"), JSON_FAMILIES, "model_type")
     spec = read(Fields(data, "config.json"))
     if isinstance(quantization := data.get("quantization_config"), Mapping) and quantization.get("transform_config"):
@@ -100,6 +105,16 @@ def config_from_gguf(metadata: Mapping[str, Any]) -> ModelSpec:
             quantization=gguf_scheme(metadata),
         )
     )
+
+
+def _rope_factors(path: Path, metadata: Mapping[str, Any]) -> dict[str, list[float]]:
+    """LongRoPE's factors, which are tensors, as further metadata of the architecture."""
+    if (architecture := metadata.get("general.architecture")) not in _LONGROPE:
+        return {}
+    from common.models.weights.gguf_tensors import read_floats  # numpy and the gguf package
+
+    found = read_floats(path, ("rope_factors_short.weight", "rope_factors_long.weight"))
+    return {f"{architecture}.{name.removesuffix('.weight')}": values for name, values in found.items()}
 
 
 def _checked(spec: ModelSpec) -> ModelSpec:

@@ -22,6 +22,30 @@ _LLAMA_ROPE = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor"
 _QWEN3: dict[str, Any] = {"model_type": "qwen3", "rms_norm_eps": 1e-6, "vocab_size": 151_936, "max_position_embeddings": 40_960}
 _QWEN3 |= {"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1_000_000.0, "tie_word_embeddings": False}
 
+_QWEN3_MOE: dict[str, Any] = _QWEN3 | {"model_type": "qwen3_moe", "num_key_value_heads": 4, "num_experts": 128}
+_QWEN3_MOE |= {"num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+_GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 201_088,
+    "max_position_embeddings": 131_072,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "rope_theta": 150_000.0,
+    "quantization_config": {"quant_method": "mxfp4"},
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    | {"original_max_position_embeddings": 4096},
+}
+_FP8_BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": _LLAMA
     | {"hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "tie_word_embeddings": False}
@@ -45,6 +69,33 @@ SHAPES: dict[str, dict[str, Any]] = {
 SHAPES["llama-3.1-8b-awq"] = SHAPES["llama-3.1-8b"] | {
     "quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 }
+SHAPES |= {
+    "qwen3-30b-a3b": _QWEN3_MOE
+    | {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48}
+    | {"num_attention_heads": 32},
+    # the layers of 235B, eight of its 94
+    "qwen3-235b-a22b-8-layers": _QWEN3_MOE
+    | {"hidden_size": 4096, "intermediate_size": 12_288, "moe_intermediate_size": 1536, "num_hidden_layers": 8}
+    | {"num_attention_heads": 64},
+    "mixtral-8x7b": {
+        "model_type": "mixtral",
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 32_000,
+        "max_position_embeddings": 32_768,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "rope_theta": 1_000_000.0,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
+    "gpt-oss-20b": _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
+    "gpt-oss-120b": _GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
+}
+SHAPES["qwen3-30b-a3b-fp8"] = SHAPES["qwen3-30b-a3b"] | {"quantization_config": _FP8_BLOCKS}
 
 _TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 

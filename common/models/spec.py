@@ -190,12 +190,17 @@ class LayerNames(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightNames(msgspec.Struct, frozen=True, kw_only=True):
-    """What the files call the weights. layers: prefix of a layer, before its number."""
+    """What the files call the weights.
+
+    layers: prefix of a layer, before its number.
+    paired_rows: Q's and K's rows are in llama.cpp's order, for rotating neighbours.
+    """
 
     embedding: str = "model.embed_tokens"
     layers: str = "model.layers"
     norm: str = "model.norm"
     head: str = "lm_head"
+    paired_rows: bool = False
     layer: LayerNames = LayerNames()
 
 

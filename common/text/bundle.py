@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from common.models.config import context_of
+from common.models.families.wrappers import unwrapped
 from common.models.json_files import read_object_if_any
 from common.models.source import ModelFiles
 from common.models.weights.gguf_metadata import read_metadata
@@ -177,7 +178,7 @@ def _max_context(files: ModelFiles, metadata: Mapping[str, Any] | None) -> int:
     if metadata is not None:
         value = metadata.get(f"{metadata.get('general.architecture')}.context_length")
     else:
-        value = read_object_if_any(files.path / "config.json").get("max_position_embeddings")
+        value = unwrapped(read_object_if_any(files.path / "config.json")).get("max_position_embeddings")
     if not isinstance(value, int) or value < 1:
         raise ConfigError(f"{files.path} does not say how long a context the model takes")
     return value

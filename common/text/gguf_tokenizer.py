@@ -22,10 +22,25 @@ _WORDS = r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]
 _LLAMA3_RULE = _CONTRACTIONS + _WORDS % "{1,3}"
 _QWEN2_RULE = _CONTRACTIONS + _WORDS % ""
 
+_CASED = r"[^\r\n\p{L}\p{N}]?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_O200K_RULE = (
+    f"{_CASED}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_CASED}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Of tiktoken's o200k_base."""
+
 _GPT2 = {"gpt-2", "default", "phi-2", "jina-en", "olmo", "dbrx-gpt2"}
 _DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
 _LLAMA3 = {"llama3", "llama-v3", "llama-bpe", "falcon3", "dbrx", "smaug-bpe"}
+_O200K = {"gpt-4o"}
 _QWEN2 = {"qwen2", "deepseek-r1-qwen", "stablelm2"}
+
+_PATTERNS = {
+    **dict.fromkeys(_LLAMA3, _LLAMA3_RULE),
+    **dict.fromkeys(_QWEN2, _QWEN2_RULE),
+    **dict.fromkeys(_O200K, _O200K_RULE),
+}
 
 
 def build(metadata: dict[str, Any]) -> tuple[Tokenizer, bool]:
@@ -66,8 +81,8 @@ def _byte_level(metadata: dict[str, Any], vocabulary: dict[str, int]) -> Tokeniz
     elif rule in _DIGITS:
         digits = pre_tokenizers.Digits(individual_digits=True)
         cut = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
-    elif rule in _LLAMA3 or rule in _QWEN2:
-        words = pre_tokenizers.Split(Regex(_LLAMA3_RULE if rule in _LLAMA3 else _QWEN2_RULE), behavior="isolated")
+    elif pattern := _PATTERNS.get(rule):
+        words = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
         cut = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
     else:
         raise ConfigError(f"the GGUF file's pre-tokenizer {rule!r} is not supported; use the model's safetensors folder")

@@ -161,7 +161,7 @@ def _eager(config: Any) -> Any:
     return config
 
 
-ORACLES: dict[str, Callable[[], Any]] = {
+ORACLES: dict[str, Callable[..., Any]] = {
     "llama": _llama,
     "qwen3": _qwen3,
     "llama-untied-biases": lambda: _llama(tie_word_embeddings=False, attention_bias=True, mlp_bias=True),
@@ -189,9 +189,10 @@ GREEDY = {"llama": [140, 118, 118, 118], "qwen3": [3, 212, 7, 81]}
 """What these two generate after `oracle_prompt()`, as recorded when they were made."""
 
 
-def build(name: str, seed: int = 0) -> Any:
+def build(name: str, seed: int = 0, **changes: Any) -> Any:
+    """changes: of the configuration, for oracles that are not another one changed already."""
     torch.manual_seed(seed)
-    model = ORACLES[name]().to(torch.float32).eval()
+    model = ORACLES[name](**changes).to(torch.float32).eval()
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():  # transformers starts norms at one and biases at zero, where they test nothing
         for key, tensor in model.named_parameters():

@@ -14,6 +14,16 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from safetensors.torch import load_file, save_file
 
+from bench.engine.format_writers import (
+    Written,
+    write_awq,
+    write_gptq,
+    write_int8,
+    write_mxfp4,
+    write_nf4,
+    write_nvfp4,
+    write_packed,
+)
 from common.models.config import config_from_json, load_config
 from common.models.formats.gguf import groups_of_blocks
 from common.models.formats.mxfp4 import experts_reference
@@ -24,16 +34,6 @@ from common.models.weights.base import LinearFormat, WeightLoader, WeightsError
 from common.ops.quant.grouped import dequantise_grouped
 from common.protocol.errors import ConfigError
 from tests.models.driver import Request, open_runner, run
-from tests.models.group_writers import (
-    Written,
-    write_awq,
-    write_gptq,
-    write_int8,
-    write_mxfp4,
-    write_nf4,
-    write_nvfp4,
-    write_packed,
-)
 from tests.models.oracles import build, oracle_prompt, save
 
 

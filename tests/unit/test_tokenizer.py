@@ -198,8 +198,15 @@ class TestOtherGgufVocabularies:
         for text in SAMPLES:
             assert ours.encode(text, parse_special=True) == backend.encode(text).ids
 
-    @pytest.mark.parametrize(("pre", "digits"), [("llama-bpe", ["123", "456", "7"]), ("qwen2", list("1234567"))])
-    def test_rules_of_llama3_and_qwen2(self, tmp_path: Path, pre: str, digits: list[str]) -> None:
+    @pytest.mark.parametrize(
+        ("pre", "digits"),
+        [
+            ("llama-bpe", ["123", "456", "7"]),
+            ("qwen2", list("1234567")),
+            ("gpt-4o", ["123", "456", "7"]),
+        ],
+    )
+    def test_rules_of_published_models(self, tmp_path: Path, pre: str, digits: list[str]) -> None:
         backend = trained_byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
         ours = load_tokenizer(write_gguf(tmp_path / "m.gguf", backend, kind="gpt2", pre=pre, specials=["<s>", "</s>"]))
         for text in SAMPLES:

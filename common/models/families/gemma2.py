@@ -6,6 +6,7 @@ from typing import Any
 
 from common.models.families.common import read_attention, read_model, read_rope, read_windows
 from common.models.families.fields import Fields
+from common.models.families.gguf import SANDWICH_NORMS, gguf_attention, gguf_mlp, gguf_model, gguf_windows
 from common.models.spec import AttentionSpec, DenseSpec, LayerNames, LayerSpec, ModelSpec, RopeSpec, WeightNames
 
 NAMES = WeightNames(
@@ -15,6 +16,8 @@ NAMES = WeightNames(
     )
 )
 _HEAD_DIM, _WINDOW = 256, 4096
+_LARGEST = 46
+"""Layers of the 27B model, which divides scores by the root of hidden_size / heads. GGUF files don't say so."""
 
 
 def from_json(fields: Fields) -> ModelSpec:
@@ -57,3 +60,27 @@ def gemma_model(fields: Fields, architecture: str, layers: list[LayerSpec], **ot
         names=NAMES,
         **others,
     )
+
+
+def from_gguf(fields: Fields) -> ModelSpec:
+    """:raises ConfigError: if a field is missing, wrong or unknown."""
+    soft_cap = fields.number("attn_logit_softcapping", 50.0)
+    windows = gguf_windows(fields, 2, _WINDOW)
+    layers = [gguf_gemma_layer(fields, _LARGEST, window=one, soft_cap=soft_cap) for one in windows]
+    return gguf_gemma_model(fields, "gemma2", layers, logit_soft_cap=fields.number("final_logit_softcapping", 30.0))
+
+
+def gguf_gemma_layer(fields: Fields, largest: int, **others: Any) -> LayerSpec:
+    """Return a layer. largest: layers of the family's largest model. others: fields of `AttentionSpec`."""
+    mixer = gguf_attention(fields)
+    size = mixer.head_dim
+    if fields.size("block_count") == largest:
+        size = fields.size("embedding_length") // mixer.num_heads
+    mixer = gguf_attention(fields, scale=size**-0.5, **others)
+    return LayerSpec(mixer=mixer, mlp=gguf_mlp(fields, activation="gelu_tanh"), norms="sandwich")
+
+
+def gguf_gemma_model(fields: Fields, architecture: str, layers: list[LayerSpec], **others: Any) -> ModelSpec:
+    """Norms are plain factors in GGUF files."""
+    scale = fields.size("embedding_length") ** 0.5
+    return gguf_model(fields, architecture, layers, embedding_scale=scale, names=SANDWICH_NORMS, **others)

@@ -6,11 +6,21 @@ import msgspec
 
 from common.models.families.common import read_rope, read_windows
 from common.models.families.fields import Fields
-from common.models.families.gemma2 import gemma_attention, gemma_layer, gemma_model, read_cap
+from common.models.families.gemma2 import (
+    gemma_attention,
+    gemma_layer,
+    gemma_model,
+    gguf_gemma_layer,
+    gguf_gemma_model,
+    read_cap,
+)
+from common.models.families.gguf import gguf_rope, gguf_windows
 from common.models.spec import ModelSpec, RopeSpec
 
 _GLOBAL_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0
 _WINDOW, _PATTERN = 4096, 6
+_LARGEST = 62
+"""Layers of the 27B model; see `gemma2`."""
 
 
 def from_json(fields: Fields) -> ModelSpec:
@@ -40,3 +50,20 @@ def _local_rope(fields: Fields) -> RopeSpec:
     if "sliding_attention" in fields.get("rope_parameters", {}):
         return read_rope(fields, theta=theta, layer_type="sliding_attention")
     return msgspec.structs.replace(RopeSpec(theta=theta), original_max_context=fields.size("max_position_embeddings", 131_072))
+
+
+def from_gguf(fields: Fields) -> ModelSpec:
+    """The local layers' theta is a key in newer files only; no scaling touches it.
+
+    :raises ConfigError: if a field is missing, wrong or unknown.
+    """
+    fields = Fields({"rope.freq_base": _GLOBAL_THETA} | dict(fields.data), fields.where)
+    everywhere = gguf_rope(fields)
+    theta = fields.number("rope.freq_base_swa", _LOCAL_THETA)
+    local = RopeSpec(theta=theta, original_max_context=everywhere.original_max_context)
+    layers = [
+        gguf_gemma_layer(fields, _LARGEST, window=one, qk_norm="head", rope=local if one else everywhere)
+        for one in gguf_windows(fields, _PATTERN, _WINDOW)
+    ]
+    soft_cap = fields.number("final_logit_softcapping", 0.0)
+    return gguf_gemma_model(fields, "gemma3_text", layers, logit_soft_cap=soft_cap)

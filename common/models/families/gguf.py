@@ -9,33 +9,76 @@ import msgspec
 from common.models.families.common import extended_context
 from common.models.families.fields import Fields
 from common.models.families.harmless import GGUF, GGUF_DEFAULTS
-from common.models.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, RopeSpec, RopeType
+from common.models.spec import (
+    AttentionSpec,
+    DenseSpec,
+    ExpertsSpec,
+    LayerNames,
+    LayerSpec,
+    ModelSpec,
+    RopeSpec,
+    RopeType,
+    RouterSpec,
+    WeightNames,
+)
 from common.protocol.errors import ConfigError
 
+PLAIN, PAIRED = WeightNames(), WeightNames(paired_rows=True)
+"""Of files whose tensors lie and are named as `weights/gguf_tensors.py` says, those of `llama` with paired rows."""
+POST_NORMS = WeightNames(
+    layer=LayerNames(mixer_norms=("", "post_attention_norm"), mlp_norms=("", "post_ffw_norm")),
+)
+SANDWICH_NORMS = WeightNames(
+    layer=LayerNames(
+        mixer_norms=("input_layernorm", "post_attention_norm"), mlp_norms=("post_attention_layernorm", "post_ffw_norm")
+    )
+)
+_SOFTMAX = 1
 _TYPES: dict[str, RopeType] = {"none": "default", "linear": "linear", "yarn": "yarn"}
 
 
-def gguf_attention(fields: Fields, **others: Any) -> AttentionSpec:
-    """Return the attention of every layer. others: fields of `AttentionSpec`.
+def gguf_attention(fields: Fields, *, rope: RopeSpec | None = None, partial: bool = False, **others: Any) -> AttentionSpec:
+    """Return the attention of every layer.
+
+    rope: None for what the metadata say. partial: a part of the head may be rotated. others: fields of `AttentionSpec`.
 
     :raises ConfigError: if a part of the head is rotated, or K and V have heads of different sizes.
     """
     num_heads = fields.size("attention.head_count")
     head_dim = fields.size("attention.key_length", fields.size("embedding_length") // num_heads)
-    if fields.size("rope.dimension_count", head_dim) != head_dim:
+    if fields.size("rope.dimension_count", head_dim) != head_dim and not partial:
         raise ConfigError("rotary embedding over a part of the head is not supported for this family")
     if fields.size("attention.value_length", head_dim) != head_dim:
         raise ConfigError("heads of different sizes for K and V are not supported")
-    window = fields.size("attention.sliding_window") if fields.get("attention.sliding_window") else 0
     spec = AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=fields.size("attention.head_count_kv", num_heads),
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        window=window,
-        rope=gguf_rope(fields),
+        window=gguf_window(fields),
+        rope=rope or gguf_rope(fields),
     )
     return msgspec.structs.replace(spec, **others)
+
+
+def gguf_window(fields: Fields, default: int = 0) -> int:
+    """Return the window of the layers that have one; 0 for none. default: where the file says nothing."""
+    return fields.size("attention.sliding_window", default or None) if fields.get("attention.sliding_window", default) else 0
+
+
+def gguf_windows(fields: Fields, period: int, default: int = 0) -> list[int]:
+    """Return each layer's window: of `period` layers all but the last have one, unless the file says another pattern.
+
+    :raises ConfigError: if the pattern is no period and no list with a value for each layer.
+    """
+    layers, window = fields.size("block_count"), gguf_window(fields, default)
+    pattern = fields.get("attention.sliding_window_pattern", period)
+    if isinstance(pattern, list):
+        local = [bool(one) for one in fields.per_layer("attention.sliding_window_pattern", layers, pattern)]
+    else:
+        period = fields.size("attention.sliding_window_pattern", period)
+        local = [bool((layer + 1) % period) for layer in range(layers)]
+    return [window if one else 0 for one in local]
 
 
 def gguf_rope(fields: Fields) -> RopeSpec:
@@ -63,12 +106,32 @@ def gguf_rope(fields: Fields) -> RopeSpec:
     return msgspec.structs.replace(rope, attention_factor=attention * rope.yarn_attention) if attention != 1.0 else rope
 
 
-def gguf_mlp(fields: Fields) -> DenseSpec:
-    """:raises ConfigError: for a mixture of experts."""
+def gguf_mlp(fields: Fields, **others: Any) -> DenseSpec:
+    """Return the MLP of every layer. others: fields of `DenseSpec`.
+
+    :raises ConfigError: for a mixture of experts.
+    """
     if fields.get("expert_count"):
-        raise ConfigError("mixture-of-experts GGUF files are not supported")
+        raise ConfigError("a mixture of experts is not supported for this family in GGUF files")
     fields.get("expert_used_count")
-    return DenseSpec(intermediate_size=fields.size("feed_forward_length"))
+    return DenseSpec(intermediate_size=fields.size("feed_forward_length"), **others)
+
+
+def gguf_experts(fields: Fields, router: RouterSpec, *, gating: int = _SOFTMAX, **others: Any) -> ExpertsSpec:
+    """Return the experts of every layer. router: what the family says of it. others: fields of `ExpertsSpec`.
+
+    :raises ConfigError: if the file says that the router is another.
+    """
+    fields.only("expert_gating_func", gating)
+    fields.get("feed_forward_length")  # of dense layers, which there are none of
+    router = msgspec.structs.replace(
+        router,
+        num_experts=fields.size("expert_count"),
+        top_k=fields.size("expert_used_count"),
+        renormalise=fields.flag("expert_weights_norm", router.renormalise),
+    )
+    middle = fields.size("expert_feed_forward_length", fields.get("feed_forward_length"))
+    return ExpertsSpec(router=router, intermediate_size=middle, **others)
 
 
 def gguf_model(fields: Fields, architecture: str, layers: list[LayerSpec], **others: Any) -> ModelSpec:

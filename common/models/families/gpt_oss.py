@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from common.models.families.common import read_attention, read_model, read_rope, read_windows
 from common.models.families.fields import Fields
+from common.models.families.gguf import gguf_attention, gguf_experts, gguf_model, gguf_rope, gguf_windows
 from common.models.spec import ExpertsSpec, LayerNames, LayerSpec, ModelSpec, RouterSpec, WeightNames
 
 _NAMES = WeightNames(layer=LayerNames(router="mlp.router", each_expert=(), interleaved_gate_up=True))
+_GGUF_NAMES = WeightNames(layer=LayerNames(sinks="attn_sinks.weight", mlp_norms=("post_attention_norm", "")))
+_ALPHA, _LIMIT = 1.702, 7.0
+_SOFTMAX_SELECTED = 3
+"""`expert_gating_func` of GGUF metadata."""
 
 
 def from_json(fields: Fields) -> ModelSpec:
@@ -24,8 +31,8 @@ def from_json(fields: Fields) -> ModelSpec:
         router=router,
         intermediate_size=fields.size("intermediate_size"),
         activation="clamped_swiglu",
-        alpha=fields.number("swiglu_alpha", 1.702),
-        limit=fields.number("swiglu_limit", 7.0),
+        alpha=fields.number("swiglu_alpha", _ALPHA),
+        limit=fields.number("swiglu_limit", _LIMIT),
         bias=True,
     )
     rope, bias = read_rope(fields, theta=150_000.0), fields.flag("attention_bias", True)
@@ -38,3 +45,22 @@ def from_json(fields: Fields) -> ModelSpec:
         for window in read_windows(fields, kinds, window=fields.size("sliding_window", 128))
     ]
     return read_model(fields, "gpt_oss", layers, names=_NAMES)
+
+
+def from_gguf(fields: Fields) -> ModelSpec:
+    """What all files of the family share is not in the metadata: biases, the clamp, and YaRN that does not round.
+
+    :raises ConfigError: if a field is missing, wrong or unknown.
+    """
+    router = RouterSpec(num_experts=1, top_k=1, scoring="softmax_selected", bias=True)
+    experts = gguf_experts(
+        fields, router, gating=_SOFTMAX_SELECTED, activation="clamped_swiglu", alpha=_ALPHA, limit=_LIMIT, bias=True
+    )
+    rope = msgspec.structs.replace(gguf_rope(fields), truncate=False)
+    layers = [
+        LayerSpec(
+            mixer=gguf_attention(fields, rope=rope, window=window, sinks=True, qkv_bias=True, output_bias=True), mlp=experts
+        )
+        for window in gguf_windows(fields, 2, 128)
+    ]
+    return gguf_model(fields, "gpt_oss", layers, names=_GGUF_NAMES)

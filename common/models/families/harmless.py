@@ -93,6 +93,7 @@ GGUF = frozenset({"attention.layer_norm_epsilon", "attention.value_length", "rop
 GGUF_DEFAULTS: dict[str, object] = {
     "attention.causal": True,
     "expert_weights_scale": 1.0,
+    "expert_shared_count": 0,
     "rope.scaling.yarn_ext_factor": 1.0,
     "use_parallel_residual": True,
 }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from common.models.families.common import read_attention, read_model, read_rope, read_silu_mlp
 from common.models.families.fields import Fields
-from common.models.families.gguf import gguf_attention, gguf_mlp, gguf_model
-from common.models.spec import LayerSpec, ModelSpec
+from common.models.families.gguf import PAIRED, gguf_attention, gguf_experts, gguf_mlp, gguf_model
+from common.models.spec import LayerSpec, ModelSpec, RouterSpec
 from common.protocol.errors import ConfigError
 
 
@@ -20,6 +20,13 @@ def from_json(fields: Fields) -> ModelSpec:
 
 
 def from_gguf(fields: Fields) -> ModelSpec:
-    """Mistral is a `llama` with a window here. :raises ConfigError: if a field is missing, wrong or unknown."""
+    """Mistral is a `llama` with a window here, and Mixtral one with experts.
+
+    :raises ConfigError: if a field is missing, wrong or unknown.
+    """
+    if fields.get("expert_count"):
+        mlp = gguf_experts(fields, RouterSpec(num_experts=1, top_k=1, renormalise=True))
+        layer = LayerSpec(mixer=gguf_attention(fields), mlp=mlp)
+        return gguf_model(fields, "mixtral", [layer] * fields.size("block_count"), names=PAIRED)
     layer = LayerSpec(mixer=gguf_attention(fields), mlp=gguf_mlp(fields))
-    return gguf_model(fields, "llama", [layer] * fields.size("block_count"))
+    return gguf_model(fields, "llama", [layer] * fields.size("block_count"), names=PAIRED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from common.models.families.common import read_attention, read_model, read_rope, read_silu_mlp
 from common.models.families.fields import Fields
+from common.models.families.gguf import POST_NORMS, gguf_attention, gguf_mlp, gguf_model
 from common.models.spec import LayerNames, LayerSpec, ModelSpec, WeightNames
 
 _NAMES = WeightNames(
@@ -17,3 +18,13 @@ def from_json(fields: Fields) -> ModelSpec:
     mixer = read_attention(fields, read_rope(fields), qk_norm="projection", qkv_bias=bias, output_bias=bias)
     layer = LayerSpec(mixer=mixer, mlp=read_silu_mlp(fields), norms="post")
     return read_model(fields, "olmo2", [layer] * fields.size("num_hidden_layers"), names=_NAMES)
+
+
+def from_gguf(fields: Fields) -> ModelSpec:
+    """OLMo 3 says that it is this, with windows, which are refused.
+
+    :raises ConfigError: if a field is missing, wrong or unknown.
+    """
+    fields.only("attention.sliding_window", 0)
+    layer = LayerSpec(mixer=gguf_attention(fields, qk_norm="projection"), mlp=gguf_mlp(fields), norms="post")
+    return gguf_model(fields, "olmo2", [layer] * fields.size("block_count"), names=POST_NORMS)

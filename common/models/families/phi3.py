@@ -8,10 +8,12 @@ import msgspec
 
 from common.models.families.common import SCALED, read_attention, read_model, read_rope, read_silu_mlp
 from common.models.families.fields import Fields
+from common.models.families.gguf import gguf_attention, gguf_mlp, gguf_model, gguf_rope
 from common.models.spec import LayerNames, LayerSpec, ModelSpec, RopeSpec, WeightNames
 from common.protocol.errors import ConfigError
 
 _NAMES = WeightNames(layer=LayerNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.gate_up_proj",)))
+_GGUF_NAMES = WeightNames(layer=LayerNames(qkv=("self_attn.qkv_proj",), gate_up=("mlp.up_proj",)))
 
 
 def from_json(fields: Fields) -> ModelSpec:
@@ -40,3 +42,34 @@ def _rope(fields: Fields, head_dim: int) -> RopeSpec:
     factor = parameters.get("factor") or fields.size("max_position_embeddings") / rope.original_max_context
     attention = math.sqrt(1 + math.log(factor) / math.log(rope.original_max_context)) if factor > 1 else 1.0
     return msgspec.structs.replace(rope, factor=factor, attention_factor=rope.attention_factor or attention)
+
+
+def from_gguf(fields: Fields) -> ModelSpec:
+    """LongRoPE's factors are tensors, which `fields` has under their names.
+
+    :raises ConfigError: if a field is missing, wrong or unknown.
+    """
+    dims = fields.size("rope.dimension_count", fields.size("embedding_length") // fields.size("attention.head_count"))
+    rope = _gguf_rope(fields)
+    if rope.type == "longrope" and {len(rope.short_factors), len(rope.long_factors)} != {dims // 2}:
+        raise ConfigError(f"longrope needs a short and a long factor for each of {dims // 2} pairs of dimensions")
+    mixer = gguf_attention(fields, partial=True, rope=rope)
+    rope = msgspec.structs.replace(rope, dims=dims % mixer.head_dim)
+    layer = LayerSpec(mixer=msgspec.structs.replace(mixer, rope=rope), mlp=gguf_mlp(fields))
+    return gguf_model(fields, "phi3", [layer] * fields.size("block_count"), names=_GGUF_NAMES)
+
+
+def _gguf_rope(fields: Fields) -> RopeSpec:
+    short, long = fields.numbers("rope_factors_short"), fields.numbers("rope_factors_long")
+    if not short and not long:
+        return gguf_rope(fields)
+    fields.only("rope.scaling.type", "longrope")
+    return RopeSpec(
+        type="longrope",
+        theta=fields.number("rope.freq_base", 10_000.0),
+        factor=fields.size("context_length") / fields.size("rope.scaling.original_context_length"),
+        original_max_context=fields.size("rope.scaling.original_context_length"),
+        attention_factor=fields.number("rope.scaling.attn_factor", 1.0),
+        short_factors=short,
+        long_factors=long,
+    )

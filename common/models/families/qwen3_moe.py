@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from common.models.families.common import read_attention, read_model, read_rope, read_silu_mlp
 from common.models.families.fields import Fields
+from common.models.families.gguf import gguf_attention, gguf_experts, gguf_model
 from common.models.families.qwen2 import last_windows
 from common.models.families.qwen3 import HEAD_DIM
 from common.models.spec import ExpertsSpec, LayerSpec, ModelSpec, RouterSpec
@@ -29,3 +30,10 @@ def from_json(fields: Fields) -> ModelSpec:
         for layer, window in enumerate(last_windows(fields))
     ]
     return read_model(fields, "qwen3_moe", layers)
+
+
+def from_gguf(fields: Fields) -> ModelSpec:
+    """:raises ConfigError: if a field is missing, wrong or unknown."""
+    experts = gguf_experts(fields, RouterSpec(num_experts=1, top_k=1, renormalise=True))
+    layer = LayerSpec(mixer=gguf_attention(fields, qk_norm="head"), mlp=experts)
+    return gguf_model(fields, "qwen3_moe", [layer] * fields.size("block_count"))

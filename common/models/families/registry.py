@@ -19,6 +19,7 @@ from common.models.families import (
     qwen3_moe,
 )
 from common.models.families.fields import Fields
+from common.models.families.wrappers import WRAPPERS
 from common.models.spec import ModelSpec
 from common.protocol.errors import ConfigError
 
@@ -40,7 +41,17 @@ JSON_FAMILIES: dict[str, Reader] = {
 }
 """`model_type` of config.json."""
 
-GGUF_FAMILIES: dict[str, Reader] = {"llama": llama.from_gguf, "qwen2": qwen2.from_gguf, "qwen3": qwen3.from_gguf}
+GGUF_FAMILIES: dict[str, Reader] = {
+    "llama": llama.from_gguf,
+    "qwen2": qwen2.from_gguf,
+    "qwen3": qwen3.from_gguf,
+    "qwen3moe": qwen3_moe.from_gguf,
+    "gemma2": gemma2.from_gguf,
+    "gemma3": gemma3.from_gguf,
+    "phi3": phi3.from_gguf,
+    "olmo2": olmo2.from_gguf,
+    "gpt-oss": gpt_oss.from_gguf,
+}
 """`general.architecture` of GGUF metadata."""
 
 
@@ -50,5 +61,8 @@ def reader_of(name: object, families: Mapping[str, Reader], where: str) -> Reade
     :raises ConfigError: with the list of what is served, if it is not among `families`.
     """
     if not isinstance(name, str) or name not in families:
-        raise ConfigError(f"{where} {name!r} is not supported; supported are {', '.join(families)}")
+        served = ", ".join(families)
+        if families is JSON_FAMILIES:
+            served += f", and the text part of {', '.join(WRAPPERS)}"
+        raise ConfigError(f"{where} {name!r} is not supported; supported are {served}")
     return families[name]

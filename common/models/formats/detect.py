@@ -22,8 +22,8 @@ from common.protocol.errors import ConfigError
 
 FP8_BLOCK = 128
 _GROUPS = (16, 32, 64)
-_GGUF_BITS = {2: 4, 3: 4, 7: 8, 14: 4, 15: 4, 18: 8}
-"""By llama.cpp's `llama_ftype`: Q4_0, Q4_1, Q8_0, Q4_K_S, Q4_K_M, Q6_K."""
+_GGUF_BITS = {2: 4, 3: 4, 7: 8, 14: 4, 15: 4, 18: 8, 38: 4}
+"""By llama.cpp's `llama_ftype`: Q4_0, Q4_1, Q8_0, Q4_K_S, Q4_K_M, Q6_K, MXFP4 of experts."""
 _METHODS = "awq, bitsandbytes, compressed-tensors, fbgemm_fp8, fp8, gptq, modelopt and mxfp4"
 
 

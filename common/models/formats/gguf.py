@@ -4,6 +4,7 @@
     Q4_1   32 values: d, m, nibbles           code · d + m
     Q4_K   256 values: 8 groups of 32         code · scale - minimum
     Q8_0   32 values: d, int8                 code · d
+    MXFP4  32 values: e, nibbles              E2M1 · 2^(e - 127)
     Q6_K   256 values: 16 groups of 16        (code - 32) · scale, as 8 bits
 
 Layouts: ggml's `ggml-common.h`; other types are dequantised (`weights/gguf_blocks.py`). Shard rule: outputs any; inputs whole
@@ -18,7 +19,8 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from common.models.formats.groups import Groups
-from common.models.weights.gguf_blocks import half, k_nibbles, k_scales, nibbles, q6_k_values
+from common.models.weights.gguf_blocks import e8m0, half, k_nibbles, k_scales, nibbles, q6_k_values
+from common.ops.quant.grouped import Code
 
 _Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Codes [blocks, values], scales and offsets [blocks, groups]."""
@@ -35,7 +37,7 @@ def groups_of_blocks(raw: torch.Tensor, kind: GGMLQuantizationType, shape: tuple
     _, num_bytes = GGML_QUANT_SIZES[kind]
     parts, group = _KINDS[kind]
     codes, scales, offsets = parts(raw.view(-1, num_bytes))
-    code = "int8" if codes.dtype == torch.int8 else "int4"
+    code: Code = "fp4" if kind is GGMLQuantizationType.MXFP4 else "int8" if codes.dtype == torch.int8 else "int4"
     return Groups(
         codes.reshape(outputs, inputs),
         scales.reshape(outputs, inputs // group),
@@ -63,6 +65,10 @@ def _q8_0(blocks: torch.Tensor) -> _Parts:
     return blocks[:, 2:].contiguous().view(torch.int8), half(blocks, 0), None
 
 
+def _mxfp4(blocks: torch.Tensor) -> _Parts:
+    return nibbles(blocks[:, 1:]).view(torch.uint8), e8m0(blocks[:, :1]), None
+
+
 def _q6_k(blocks: torch.Tensor) -> _Parts:
     return q6_k_values(blocks), half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float(), None
 
@@ -73,4 +79,5 @@ _KINDS: dict[GGMLQuantizationType, tuple[Callable[[torch.Tensor], _Parts], int]]
     GGMLQuantizationType.Q4_K: (_q4_k, 32),
     GGMLQuantizationType.Q8_0: (_q8_0, 32),
     GGMLQuantizationType.Q6_K: (_q6_k, 16),
+    GGMLQuantizationType.MXFP4: (_mxfp4, 32),
 }

@@ -41,7 +41,9 @@ class WeightScheme(msgspec.Struct, frozen=True, kw_only=True):
 
     def leaves_alone(self, module: str) -> bool:
         """Whether the configuration says that `module` (a name without `.weight`) is not quantised."""
-        return any(_matches(pattern, module) for pattern in self.ignore)
+        # as a model that wraps one of text calls it, too
+        names = (module, f"language_model.{module}", f"model.language_model.{module.removeprefix('model.')}")
+        return any(_matches(pattern, name) for pattern in self.ignore for name in names)
 
 
 def _matches(pattern: str, module: str) -> bool:

@@ -19,7 +19,7 @@ import torch
 from common.models.formats.groups import Groups
 from common.models.formats.registry import format_of
 from common.models.formats.scheme import WeightScheme
-from common.models.weights.fp8 import dequantise_fp8, find_scale, fused_fp8, is_companion, kv_scales
+from common.models.weights.fp8 import Fp8Weight, dequantise_fp8, find_scale, fused_fp8, is_companion, kv_scales
 from common.models.weights.prefetch import Prefetch
 from common.models.weights.source import Progress, WeightsError, WeightSource
 from common.models.weights.upload import Upload
@@ -70,7 +70,8 @@ class WeightLoader:
         self._done = self._total - sum(source.size_bytes(name) for name in self._left)
         if threads < 0:
             threads = min(MAX_THREADS, len(os.sched_getaffinity(0))) if self.device.type == "cuda" else 0
-        self._prefetch = Prefetch(source, Upload(self.device, dtype), self._left, threads=threads)
+        ahead = self._left.difference(source.groups) if weights == "groups" else self._left
+        self._prefetch = Prefetch(source, Upload(self.device, dtype), ahead, threads=threads)
 
     def __enter__(self) -> WeightLoader:
         return self
@@ -88,6 +89,34 @@ class WeightLoader:
         """
         tensor = self._take(name, shape)
         return self._plain(name, tensor, dtype or self.dtype)
+
+    def take_stored(self, module: str, size: int, inputs: int) -> Groups | Fp8Weight | torch.Tensor:
+        """The weight [size, inputs] of `module` (a name without `.weight`) as the files hold it; floats in `dtype`.
+
+        :raises WeightsError: if tensors are missing or have another shape.
+        """
+        if self._in_groups(module):
+            found = self._groups(module, size, inputs)
+            if self.has(f"{module}.bias"):
+                self._skip_zeros(f"{module}.bias")
+            return found
+        name = f"{module}.weight"
+        tensor = self._take(name, (size, inputs))
+        if tensor.dtype == torch.float8_e4m3fn:
+            return Fp8Weight(tensor, self._scale(name, tensor), self.dtype)
+        return self._plain(name, tensor, self.dtype)
+
+    def take_codes(self, name: str, *shape: int) -> torch.Tensor:
+        """`name` on the device, in the dtype of the files.
+
+        :raises WeightsError: if it is missing or has another shape.
+        """
+        return self._take(name, shape)
+
+    @property
+    def keeps_quantised(self) -> bool:
+        """Whether weights that the files hold in 4 or 8 bits are multiplied as such."""
+        return self.weights in ("groups", "fp8")
 
     def take_linear(self, outputs: Mapping[str, int], inputs: int, bias: bool) -> LinearWeight:
         """One weight of the modules in `outputs` (name without `.weight` → output features), below each other, packed.

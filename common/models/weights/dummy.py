@@ -11,6 +11,7 @@ import zlib
 import torch
 
 from common.models.config import ModelConfig
+from common.models.formats.detect import FP8_BLOCK
 from common.models.formats.groups import Groups
 from common.models.weights.expected import decoder_shapes
 from common.models.weights.upload import Upload
@@ -20,19 +21,44 @@ STD = 0.02
 _CODES: dict[str, Code] = {"nf4": "nf4", "nvfp4": "fp4", "mxfp4": "fp4"}
 _DEVIATIONS: dict[Code, float] = {"int4": 4.6, "int8": 73.6, "nf4": 0.55, "fp4": 3.0}
 """Of numbers of random codes."""
+_FP8_STD = 64.0
 
 
 class DummyWeights:
-    """A `WeightSource` without files. Norms are 1, biases 0, everything else is normal with standard deviation 0.02."""
+    """A `WeightSource` without files, in the format that the configuration names.
 
-    holds_fp8 = False
+    Norms are 1, biases 0, everything else is normal with standard deviation 0.02.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         self.shapes = decoder_shapes(config)
         self._norm = 0.0 if config.zero_centred_norms else 1.0
         self._scheme = config.quantization
-        in_groups = self._scheme.kind == "groups"
-        self.groups = frozenset(name for name in self.shapes if in_groups and name.endswith("_proj.weight"))
+        self.holds_fp8 = self._scheme.kind in ("fp8", "fp8_blocks")
+        stacked = config.quantization.name == "mxfp4" and self._block_experts()
+        linears = frozenset() if stacked else frozenset(name for name in self.shapes if self._is_quantised(config, name))
+        self.groups = linears if self._scheme.kind == "groups" else frozenset()
+        self._fp8 = linears if self.holds_fp8 else frozenset()
+        for name in self._fp8:
+            outputs, inputs = self.shapes[name]
+            if self._scheme.kind == "fp8":
+                self.shapes[f"{name}_scale"] = (outputs, 1)
+            else:
+                self.shapes[f"{name}_scale_inv"] = (-(-outputs // FP8_BLOCK), -(-inputs // FP8_BLOCK))
+
+    def _is_quantised(self, config: ModelConfig, name: str) -> bool:
+        module, _, last = name.rpartition(".")
+        outside = last != "weight" or not name.startswith(f"{config.names.layers}.") or len(self.shapes[name]) != 2
+        return not (outside or module.endswith(f".{config.names.layer.router}") or self._scheme.leaves_alone(module))
+
+    def _block_experts(self) -> bool:
+        """Stacked experts as gpt-oss has them, where there are some: nothing else is quantised then."""
+        found = [name for name in self.shapes if name.endswith((".gate_up_proj", ".down_proj"))]
+        for name in found:
+            experts, inputs, outputs = self.shapes.pop(name)
+            self.shapes[f"{name}_blocks"] = (experts, outputs, inputs // 32, 16)
+            self.shapes[f"{name}_scales"] = (experts, outputs, inputs // 32)
+        return bool(found)
 
     def read_groups(self, name: str, upload: Upload) -> Groups:
         """Random codes; scales that give the standard deviation of other weights, about."""
@@ -48,13 +74,29 @@ class DummyWeights:
         return Groups(codes, scales, offsets, code, size)
 
     def size_bytes(self, name: str) -> int:
-        return 2 * math.prod(self.shapes[name])
+        return (1 if name in self._fp8 else 2) * math.prod(self.shapes[name])
 
     def read(self, name: str, upload: Upload) -> torch.Tensor:
         shape = self.shapes[name]
+        if name.endswith(("_blocks", "_scales")):
+            return self._bytes_of_experts(name, upload)
+        if name.endswith(("_scale", "_scale_inv")):
+            return torch.full(shape, STD / _FP8_STD, device=upload.device)
         if "norm" in name:
             return torch.full(shape, self._norm, dtype=upload.dtype, device=upload.device)
         if name.endswith(("bias", "sinks")):
             return torch.zeros(shape, dtype=upload.dtype, device=upload.device)
         generator = torch.Generator(upload.device).manual_seed(zlib.crc32(name.encode()))
-        return torch.empty(shape, dtype=upload.dtype, device=upload.device).normal_(0, STD, generator=generator)
+        made = torch.empty(shape, dtype=upload.dtype, device=upload.device)
+        if name in self._fp8:
+            return made.normal_(0, _FP8_STD, generator=generator).to(torch.float8_e4m3fn)
+        return made.normal_(0, STD, generator=generator)
+
+    def _bytes_of_experts(self, name: str, upload: Upload) -> torch.Tensor:
+        """MXFP4: random codes, and the power of two that gives the standard deviation of other weights, about."""
+        shape = self.shapes[name]
+        if name.endswith("_scales"):
+            exponent = round(math.log2(STD / _DEVIATIONS["fp4"])) + 127
+            return torch.full(shape, exponent, dtype=torch.uint8, device=upload.device)
+        generator = torch.Generator(upload.device).manual_seed(zlib.crc32(name.encode()))
+        return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8, device=upload.device)

@@ -9,6 +9,8 @@ X.input_scale        static scale of activations: not read, they are scaled toke
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from common.models.formats.detect import FP8_BLOCK as BLOCK
@@ -20,6 +22,19 @@ from common.ops.linear.weight import LinearWeight, linear_from_fp8
 _COMPANIONS = ("weight_scale", "weight_scale_inv", "input_scale", "input_scale_ub", "activation_scale")
 _COMPANIONS += ("q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale")
 _COMPANIONS += COMPANIONS
+
+
+@dataclass(slots=True, frozen=True)
+class Fp8Weight:
+    """data: float8_e4m3fn [out, in]. scale: float32 [out], or [⌈out/128⌉, ⌈in/128⌉]. dtype: the model's."""
+
+    data: torch.Tensor
+    scale: torch.Tensor
+    dtype: torch.dtype
+
+    def dequantise(self) -> torch.Tensor:
+        """Return [out, in] in `dtype`."""
+        return dequantise_fp8(self.data, self.scale, self.dtype)
 
 
 def is_companion(name: str) -> bool:

@@ -1,8 +1,9 @@
 """Weights in a GGUF file: dequantised while loading, or, those of linears on a GPU, as they are stored.
 
-Two things of llama.cpp's are undone here, so that the decoder sees Hugging Face's tensors: names, and for the `llama`
-architecture the order of rows in the Q and K projections (llama.cpp rotates neighbouring pairs, we rotate halves; see
-`LlamaModel.permute` in its convert_hf_to_gguf.py). A file without `output.weight` ties it to the embedding.
+Two things of llama.cpp's are undone here, so that the decoder sees Hugging Face's tensors: names, and where
+`paired_rows` says so (the `llama` architecture) the order of rows in the Q and K projections (llama.cpp rotates neighbouring
+pairs, we rotate halves; see `LlamaModel.permute` in its convert_hf_to_gguf.py). A file without `output.weight` ties it to the
+embedding.
 
 On a GPU the file's bytes are copied and dequantised there; the types that matter most are done in torch (`gguf_blocks`), the
 rest by the `gguf` package on the CPU.
@@ -34,6 +35,10 @@ _FLOATS = {
 }
 
 
+_OF_METADATA = ("rope_factors_short.weight", "rope_factors_long.weight")
+"""What `load_config` reads."""
+
+
 class GgufWeights:
     """A `WeightSource` over a mapped file.
 
@@ -48,16 +53,15 @@ class GgufWeights:
         with warnings.catch_warnings():  # here, not in `read`: it is for the whole process and all its threads
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes to it
             self._data = torch.from_numpy(data)
+        for name in _OF_METADATA:
+            self._tensors.pop(name, None)
         if embedding := self._tensors.get("model.embed_tokens.weight"):
             self._tensors.setdefault("lm_head.weight", embedding)
-        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
-
-    @property
-    def groups(self) -> Collection[str]:
-        """The linears of the layers that stay quantised on a GPU."""
-        return frozenset(
+        self.groups: Collection[str] = frozenset(
             name for name, tensor in self._tensors.items() if name.endswith("_proj.weight") and can_group_blocks(tensor.kind)
         )
+        """The linears of the layers that stay quantised on a GPU."""
+        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def read_groups(self, name: str, upload: Upload) -> Groups:
         """:raises WeightsError: if scales are not finite."""
@@ -73,15 +77,19 @@ class GgufWeights:
         return self._tensors[name].num_bytes
 
     def read(self, name: str, upload: Upload) -> torch.Tensor:
+        """:raises WeightsError: if quantised weights are not finite."""
         tensor = self._tensors[name]
         raw = self._data[tensor.offset : tensor.offset + tensor.num_bytes]
         values = dequantize(raw, tensor.kind, tensor.shape, upload)
+        # NaN and infinity stay what they are in a sum
+        if tensor.kind not in _FLOATS and not bool(values.sum(dtype=torch.float32).isfinite()):
+            raise WeightsError(f"{name} holds a scale that is NaN or infinite")
         heads = self._permuted_heads(name)
         return _unpermute(values, heads) if heads else values
 
     def _permuted_heads(self, name: str) -> int:
         """The heads whose rows llama.cpp has reordered in this tensor; 0: none."""
-        if self._config.architecture != "llama":
+        if not self._config.names.paired_rows:
             return 0
         return self._config.num_heads if ".q_proj." in name else self._config.num_kv_heads if ".k_proj." in name else 0
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from common.ops.quant.grouped import FP4
+
 _CPU_VALUES = 1 << 20  # as many at once as stay in a core's cache
 _DEVICE_VALUES = 1 << 25
 
@@ -85,6 +87,12 @@ def q6_k_values(blocks: torch.Tensor) -> torch.Tensor:
     return ((low | (high.view(-1, 8, 32) << 4)).to(torch.int8) - 32).view(-1, 256)
 
 
+def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
+    """32 values: an exponent, 16 bytes of two E2M1 numbers."""
+    table = torch.tensor(FP4, device=blocks.device)
+    return table[nibbles(blocks[:, 1:]).int()] * e8m0(blocks[:, :1])
+
+
 _BLOCKS: dict[GGMLQuantizationType, Callable[[torch.Tensor], torch.Tensor]] = {
     GGMLQuantizationType.Q8_0: _q8_0,
     GGMLQuantizationType.Q4_0: _q4_0,
@@ -94,7 +102,13 @@ _BLOCKS: dict[GGMLQuantizationType, Callable[[torch.Tensor], torch.Tensor]] = {
     GGMLQuantizationType.Q4_K: _q4_k,
     GGMLQuantizationType.Q5_K: _q5_k,
     GGMLQuantizationType.Q6_K: _q6_k,
+    GGMLQuantizationType.MXFP4: _mxfp4,
 }
+
+
+def e8m0(exponents: torch.Tensor) -> torch.Tensor:
+    """uint8 → float32, powers of two."""
+    return torch.ldexp(torch.ones(exponents.shape, device=exponents.device), exponents.int() - 127)
 
 
 def half(blocks: torch.Tensor, at: int) -> torch.Tensor:

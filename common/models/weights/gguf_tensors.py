@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import struct
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ _LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
@@ -33,8 +35,13 @@ _LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
+_EXPERT_NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_STACKED = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|bias)")
+_EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")
+"""As files of 2023 have each expert by itself."""
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
@@ -67,7 +74,41 @@ def read_tensors(path: Path, data: np.ndarray[Any, np.dtype[np.uint8]]) -> dict[
         tensors = _TensorTable(data).read()
     except (OSError, ValueError, struct.error, UnicodeDecodeError) as error:
         raise InvalidGguf(f"{path} can't be read as a GGUF file: {error}") from error
-    return {hugging_face_name(name): tensor for name, tensor in tensors.items()}
+    named: dict[str, GgufTensor] = {}
+    for name, tensor in tensors.items():
+        if match := _STACKED.fullmatch(name):
+            named |= _experts(match[1], _EXPERT_NAMES[match[2]], match[3], tensor)
+        else:
+            named[hugging_face_name(name)] = tensor
+    return named
+
+
+def read_floats(path: Path, names: Collection[str]) -> dict[str, list[float]]:
+    """The values of those of `names` that the file has, which must be few and F32.
+
+    :raises InvalidGguf: if the file is damaged, or one is of another type.
+    """
+    data = map_file(path)
+    found: dict[str, list[float]] = {}
+    for name, tensor in read_tensors(path, data).items():
+        if name not in names:
+            continue
+        if tensor.kind is not GGMLQuantizationType.F32:
+            raise InvalidGguf(f"{path}: {name} is {tensor.kind.name}; F32 was expected")
+        found[name] = np.frombuffer(data[tensor.offset : tensor.offset + tensor.num_bytes].tobytes(), np.float32).tolist()
+    return found
+
+
+def _experts(layer: str, name: str, last: str, tensor: GgufTensor) -> dict[str, GgufTensor]:
+    """Each expert of a stacked tensor [experts, …] by itself."""
+    count = tensor.shape[0]
+    size = tensor.num_bytes // count
+    return {
+        f"model.layers.{layer}.mlp.experts.{expert}.{name}.{last}": msgspec.structs.replace(
+            tensor, shape=tensor.shape[1:], offset=tensor.offset + expert * size, num_bytes=size
+        )
+        for expert in range(count)
+    }
 
 
 def check_type(kind: GGMLQuantizationType) -> None:
@@ -79,12 +120,15 @@ def check_type(kind: GGMLQuantizationType) -> None:
 
 
 def hugging_face_name(name: str) -> str:
-    """`blk.3.attn_q.weight` → `model.layers.3.self_attn.q_proj.weight`; an unknown name stays as it is."""
+    """`blk.3.attn_q.weight` → `model.layers.3.self_attn.q_proj.weight`; `blk.3.other.weight` → `model.layers.3.other.weight`;
+    an unknown name stays as it is."""
     if name in _NAMES:
         return _NAMES[name]
+    if expert := _EXPERT.fullmatch(name):
+        return f"model.layers.{expert[1]}.mlp.experts.{expert[3]}.{_EXPERT_NAMES[expert[2]]}.weight"
     match = _LAYER_NAME.fullmatch(name)
-    if match and match[2] in _LAYER_NAMES:
-        return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
+    if match:
+        return f"model.layers.{match[1]}.{_LAYER_NAMES.get(match[2], match[2])}.{match[3]}"
     return name
 
 

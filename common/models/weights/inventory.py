@@ -11,10 +11,13 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 
 from common.models.config import ModelConfig
+from common.models.families.wrappers import text_names
 from common.models.source import ModelFiles
 from common.models.weights.errors import WeightsError
 from common.models.weights.expected import decoder_shapes
 from common.models.weights.gguf_tensors import check_type, map_file, read_tensors
+from common.models.weights.required import check_shapes
+from common.models.weights.values import check_values
 
 _SAFETENSORS_TYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3"})
 _INTEGERS = frozenset({"I64", "I32", "I8", "U8"})
@@ -31,15 +34,26 @@ class Inventory(msgspec.Struct, frozen=True):
 def take_inventory(files: ModelFiles, config: ModelConfig) -> Inventory:
     """Count the weights of a model.
 
-    :raises WeightsError, InvalidGguf: if a file is damaged or cut short, or holds a type that can't be computed with."""
+    :raises WeightsError, InvalidGguf: if a file is damaged or cut short, a tensor is missing or has another shape or a type
+        that can't be computed with, or a scale is NaN or infinite.
+    """
     if files.format == "dummy":
         return _counted(decoder_shapes(config), config, files.path)
     if files.format == "gguf":
-        return _counted(_gguf_shapes(files.path), config, files.path)
+        shapes = _gguf_shapes(files.path)
+        embedding = shapes.get(f"{config.names.embedding}.weight")
+        counted = _counted(shapes, config, files.path)
+        check_shapes(({f"{config.names.head}.weight": embedding} if embedding else {}) | shapes, config)
+        return counted
     in_groups = config.weight_format == "groups"
-    shapes = _safetensors_shapes(files.path, _SAFETENSORS_TYPES | (_INTEGERS if in_groups else frozenset()))
+    shapes, fp8 = _safetensors_shapes(files.path, _SAFETENSORS_TYPES | (_INTEGERS if in_groups else frozenset()))
     # where several codes are one number of a tensor, the shapes of the files say less than those of the model
-    return _counted(decoder_shapes(config) if in_groups else shapes, config, files.path)
+    counted = _counted(decoder_shapes(config) if in_groups else shapes, config, files.path)
+    check_shapes(shapes, config, fp8=fp8)
+    if config.quantization.name != "plain":
+        for path in sorted(files.path.glob("*.safetensors")):
+            check_values(path, config.quantization.group)
+    return counted
 
 
 def _counted(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, path: Path) -> Inventory:
@@ -60,7 +74,9 @@ def _gguf_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def _safetensors_shapes(folder: Path, types: frozenset[str]) -> dict[str, tuple[int, ...]]:
+def _safetensors_shapes(folder: Path, types: frozenset[str]) -> tuple[dict[str, tuple[int, ...]], frozenset[str]]:
+    """Return the shapes of the tensors, and which of them are float8."""
+    fp8: set[str] = set()
     shapes: dict[str, tuple[int, ...]] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
@@ -69,9 +85,14 @@ def _safetensors_shapes(folder: Path, types: frozenset[str]) -> dict[str, tuple[
                 for name in opened.keys():  # noqa: SIM118 — a safe_open handle is no mapping
                     view = opened.get_slice(name)
                     if view.get_dtype() in types:
+                        if view.get_dtype() == "F8_E4M3":
+                            fp8.add(name)
                         shapes[name] = tuple(view.get_shape())
                     else:
                         raise WeightsError(f"{name} in {path} is {view.get_dtype()}; floating-point weights are supported")
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"{path} can't be read, it may be cut short: {error}") from error
-    return shapes
+    names = text_names(shapes)
+    return {name: shapes[stored] for name, stored in names.items()}, frozenset(
+        name for name, stored in names.items() if stored in fp8
+    )

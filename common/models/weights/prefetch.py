@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -20,6 +19,7 @@ from common.models.weights.upload import Upload
 AHEAD_BYTES = 2 << 30
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 class Prefetch:
@@ -29,7 +29,7 @@ class Prefetch:
         """`threads` 0: nothing is read ahead."""
         self.upload = upload
         self._source = source
-        self._waiting = deque(sorted(names, key=_turn))
+        self._waiting = dict.fromkeys(sorted(names, key=_turn))  # in order, and quick to take from anywhere
         self._futures: dict[str, Future[torch.Tensor]] = {}
         self._ahead_bytes = 0
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="weights") if threads else None
@@ -54,7 +54,7 @@ class Prefetch:
             future.cancel()
             self._ahead_bytes -= self._bytes(name)
         elif name in self._waiting:
-            self._waiting.remove(name)
+            del self._waiting[name]
 
     def close(self) -> None:
         """Waits for the reads under way. Harmless twice."""
@@ -66,11 +66,11 @@ class Prefetch:
 
     def _fill(self, pool: ThreadPoolExecutor) -> None:
         while self._waiting and self._ahead_bytes < AHEAD_BYTES:
-            self._submit(pool, self._waiting[0])
+            self._submit(pool, next(iter(self._waiting)))
 
     def _submit(self, pool: ThreadPoolExecutor, name: str) -> Future[torch.Tensor]:
         if name in self._waiting:
-            self._waiting.remove(name)
+            del self._waiting[name]
         self._ahead_bytes += self._bytes(name)
         future = self._futures[name] = pool.submit(self._read, name)
         return future
@@ -85,7 +85,8 @@ class Prefetch:
             return self._source.read(name, self.upload)
 
 
-def _turn(name: str) -> tuple[int, int, str]:
+def _turn(name: str) -> tuple[int, int, int, str]:
     if match := _LAYER.match(name):
-        return 1, int(match[1]), name
-    return (0 if "embed_tokens" in name else 2), 0, name
+        expert = _EXPERT.search(name)
+        return 1, int(match[1]), int(expert[1]) if expert else -1, name
+    return (0 if "embed_tokens" in name else 2), 0, 0, name

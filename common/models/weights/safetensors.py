@@ -8,12 +8,16 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 from safetensors import SafetensorError, safe_open
 
+from common.models.families.wrappers import text_names
 from common.models.formats.groups import Groups
 from common.models.weights.source import WeightsError
 from common.models.weights.upload import Upload
+
+log = structlog.get_logger()
 
 _INDEX = "model.safetensors.index.json"
 _FP8 = "F8_E4M3"
@@ -41,6 +45,11 @@ class SafetensorsWeights:
             self._open(folder / name, index)
         if missing := sorted(set(index) - set(self.shapes)):
             raise WeightsError(f"{_INDEX} names {missing[0]} ({len(missing)} tensors) that no shard holds")
+        self._stored = text_names(self.shapes)
+        skipped = self._bytes.keys() - self._stored.values()
+        if skipped:
+            log.info("image_weights_skipped", tensors=len(skipped), mib=sum(self._bytes[name] for name in skipped) >> 20)
+        self.shapes = {name: self.shapes[stored] for name, stored in self._stored.items()}
 
     def _open(self, path: Path, index: dict[str, str]) -> None:
         try:
@@ -65,11 +74,12 @@ class SafetensorsWeights:
         raise WeightsError(f"{name} is stored in another way")
 
     def size_bytes(self, name: str) -> int:
-        return self._bytes[name]
+        return self._bytes[self._stored[name]]
 
     def read(self, name: str, upload: Upload) -> torch.Tensor:
         try:
-            return upload(self._files[name].get_tensor(name))
+            stored = self._stored[name]
+            return upload(self._files[stored].get_tensor(stored))
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"{name} can't be read: {error}") from error
 

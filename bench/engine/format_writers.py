@@ -29,14 +29,19 @@ def words(codes: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) 
     return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
 
 
+def in_groups(weight: torch.Tensor, group: int) -> torch.Tensor:
+    """[out, groups, group], the last group filled up with zeros."""
+    return torch.nn.functional.pad(weight, (0, -weight.shape[1] % group)).view(len(weight), -1, group)
+
+
 def asymmetric(weight: torch.Tensor, group: int, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """codes [out, in], zeros and scales [out, groups]; scales are float16 numbers."""
-    parts = weight.view(len(weight), -1, group)
+    parts = in_groups(weight, group)
     low, high = parts.amin(2).clamp(max=0), parts.amax(2).clamp(min=0)
     scales = ((high - low) / (2**bits - 1)).half().float().clamp(min=1e-4)
     zeros = (-low / scales).round().clamp(1, 2**bits - 1)
     codes = (parts / scales[:, :, None]).round().add(zeros[:, :, None]).clamp(0, 2**bits - 1)
-    return codes.view_as(weight).long(), zeros, scales
+    return codes.flatten(1)[:, : weight.shape[1]].long(), zeros, scales
 
 
 def spread(values: torch.Tensor, group: int) -> torch.Tensor:
@@ -75,13 +80,15 @@ def write_packed(weight: torch.Tensor, group: int = 32, *, zeros: bool = False, 
             "weight_zero_point": words(points.t().long(), 4).t(),
             "weight_shape": shape,
         }
-        return tensors | {"weight_scale": scales.bfloat16()}, (codes - spread(points, group)) * spread(scales, group)
+        meant = (codes - spread(points, group)[:, :inputs]) * spread(scales, group)[:, :inputs]
+        return tensors | {"weight_scale": scales.bfloat16()}, meant
     order = torch.randperm(inputs, generator=torch.Generator().manual_seed(6)) if act_order else torch.arange(inputs)
     sorted_weight = weight[:, order]
-    scales = (sorted_weight.view(len(weight), -1, group).abs().amax(2) / 7.5).bfloat16().float()
-    codes = (sorted_weight / spread(scales, group)).round().clamp(-8, 7).long()
+    scales = (in_groups(sorted_weight, group).abs().amax(2) / 7.5).bfloat16().float()
+    exact = spread(scales, group)[:, :inputs]
+    codes = (sorted_weight / exact).round().clamp(-8, 7).long()
     meant, stored = torch.empty_like(weight), torch.empty_like(codes)
-    meant[:, order], stored[:, order] = codes * spread(scales, group), codes + 8
+    meant[:, order], stored[:, order] = codes * exact, codes + 8
     tensors = {"weight_packed": words(stored, 4), "weight_scale": scales.bfloat16(), "weight_shape": shape}
     if act_order:
         tensors["weight_g_idx"] = torch.empty(inputs, dtype=torch.int32)
@@ -96,7 +103,9 @@ def write_int8(weight: torch.Tensor) -> Written:
 
 
 def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    return (values[..., None] - table).abs().argmin(-1)
+    """The index of the entry of `table` that is nearest to each value."""
+    entries, order = table.sort(stable=True)
+    return order[torch.bucketize(values, (entries[1:] + entries[:-1]) / 2)]
 
 
 def write_nvfp4(weight: torch.Tensor, *, modelopt: bool = False) -> Written:
@@ -141,3 +150,25 @@ def write_nf4(weight: torch.Tensor, *, nested: bool = False) -> Written:
     tensors["weight"] = ((flat[::2] << 4) | flat[1::2]).to(torch.uint8)[:, None]
     tensors["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
     return tensors, (NF4_TABLE[codes] * absmax[:, None]).view_as(weight)
+
+
+def write_fp8(weight: torch.Tensor) -> Written:
+    scales = (weight.abs().amax(1, keepdim=True) / 448).bfloat16()
+    data = (weight / scales.float()).to(torch.float8_e4m3fn)
+    return {"weight": data, "weight_scale": scales}, data.float() * scales.float()
+
+
+def write_fp8_tensor(weight: torch.Tensor) -> Written:
+    scale = (weight.abs().max() / 448).reshape(1)
+    data = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": data, "weight_scale": scale}, data.float() * scale
+
+
+def write_fp8_blocks(weight: torch.Tensor) -> Written:
+    """Blocks of 128 × 128, the last ones smaller."""
+    rows, columns = -(-weight.shape[0] // 128), -(-weight.shape[1] // 128)
+    padded = torch.nn.functional.pad(weight, (0, columns * 128 - weight.shape[1], 0, rows * 128 - weight.shape[0]))
+    scales = padded.view(rows, 128, columns, 128).abs().amax((1, 3)) / 448
+    whole = spread(spread(scales, 128).t(), 128).t()[: weight.shape[0], : weight.shape[1]]
+    data = (weight / whole).to(torch.float8_e4m3fn)
+    return {"weight": data, "weight_scale_inv": scales}, data.float() * whole

@@ -1,0 +1,195 @@
+"""Writes models of transformers as llama.cpp's converter does (`convert_hf_to_gguf.py`). Nothing is shared with the readers."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf.constants import GGMLQuantizationType as Type
+from gguf.quants import quantize
+from safetensors.numpy import load_file
+
+from common.models.source import ModelFiles
+
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "phi3": "phi3",
+    "olmo2": "olmo2",
+    "gpt_oss": "gpt-oss",
+}
+_SANDWICH = {
+    "post_attention_layernorm.weight": "post_attention_norm.weight",
+    "pre_feedforward_layernorm.weight": "ffn_norm.weight",
+    "post_feedforward_layernorm.weight": "post_ffw_norm.weight",
+}
+_PARTS = {
+    "input_layernorm.weight": "attn_norm.weight",
+    "post_attention_layernorm.weight": "ffn_norm.weight",
+    "self_attn.qkv_proj.weight": "attn_qkv.weight",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.sinks": "attn_sinks.weight",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "mlp.router": "ffn_gate_inp",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate.": "ffn_gate_inp.",
+}
+_OUTSIDE = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
+_ROLES = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+
+
+def write_model(path: Path, model: Any, *, experts: Type = Type.F32, extra: dict[str, Any] | None = None) -> ModelFiles:
+    """`model` in F32, its experts as `experts`. extra: further metadata below the architecture's prefix."""
+    config = model.config
+    model.save_pretrained(path.parent / f"{path.stem}-safetensors")
+    tensors = load_file(path.parent / f"{path.stem}-safetensors" / "model.safetensors")
+    architecture = ARCHITECTURES[config.model_type]
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in (_metadata(config, architecture) | (extra or {})).items():
+        _add(writer, f"{architecture}.{key}", value)
+    for name, values in _tensors(config, architecture, tensors).items():
+        if "_exps.weight" in name:
+            writer.add_tensor(name, quantize(values, experts), raw_dtype=experts)
+        else:
+            writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return ModelFiles(name=path.stem, format="gguf", path=path)
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    else:
+        writer.add_uint32(key, value)
+
+
+def _metadata(config: Any, architecture: str) -> dict[str, Any]:
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    found: dict[str, Any] = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head,
+        "attention.value_length": head,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "rope.freq_base": float(rope["rope_theta"]),
+        "vocab_size": config.vocab_size,
+    }
+    if getattr(config, "sliding_window", None):
+        found["attention.sliding_window"] = config.sliding_window
+    if count := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
+        found |= {"expert_count": count, "expert_used_count": config.num_experts_per_tok}
+    match architecture:
+        case "gemma2":
+            found |= {"attn_logit_softcapping": config.attn_logit_softcapping}
+            found |= {"final_logit_softcapping": config.final_logit_softcapping}
+            del found["rope.freq_base"]
+        case "qwen3moe":
+            found["expert_feed_forward_length"] = config.moe_intermediate_size
+        case "gpt-oss":
+            found["expert_feed_forward_length"] = config.intermediate_size
+        case "phi3":
+            share = rope.get("partial_rotary_factor", 1.0)
+            found["rope.dimension_count"] = int(share * config.hidden_size) // config.num_attention_heads
+    if rope["rope_type"] in ("linear", "yarn"):
+        found |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": float(rope["factor"])}
+    if rope["rope_type"] == "yarn":
+        found["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    if rope["rope_type"] == "longrope":
+        original = config.original_max_position_embeddings
+        scale = config.max_position_embeddings / original
+        found["rope.scaling.original_context_length"] = original
+        found["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(scale) / math.log(original))
+    return found
+
+
+def _tensors(config: Any, architecture: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = {}
+    stacks: dict[str, dict[int, np.ndarray]] = {}
+    tied = config.tie_word_embeddings
+    for name, values in tensors.items():
+        if name == "lm_head.weight" and tied:
+            continue
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + 1
+        if match := _EXPERT.fullmatch(name):
+            stacks.setdefault(f"blk.{match[1]}.ffn_{_ROLES[match[3]]}_exps.weight", {})[int(match[2])] = values
+            continue
+        if ".mlp.experts." in name:
+            found |= _gpt_oss(name, values)
+            continue
+        if architecture == "llama" and ".q_proj." in name:
+            values = _paired(values, config.num_attention_heads)
+        if architecture == "llama" and ".k_proj." in name:
+            values = _paired(values, config.num_key_value_heads)
+        found[_name(name, architecture)] = values
+    found |= {name: np.stack([each[expert] for expert in range(len(each))]) for name, each in stacks.items()}
+    rope = config.rope_parameters
+    if rope.get("rope_type") == "longrope":
+        found["rope_factors_long.weight"] = np.array(rope["long_factor"])
+        found["rope_factors_short.weight"] = np.array(rope["short_factor"])
+    return found
+
+
+def _name(name: str, architecture: str) -> str:
+    if name in _OUTSIDE:
+        return _OUTSIDE[name]
+    _, _, layer, part = name.split(".", 3)
+    parts = _PARTS
+    if architecture in ("gemma2", "gemma3", "olmo2"):
+        parts = _PARTS | _SANDWICH
+    if architecture == "gpt-oss":
+        parts = _PARTS | {"post_attention_layernorm.weight": "post_attention_norm.weight"}
+    found, new = next((old, new) for old, new in parts.items() if part.startswith(old))
+    return f"blk.{layer}.{new}{part.removeprefix(found)}"
+
+
+def _gpt_oss(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    """Gate and up, in turns in the published tensor, are two here."""
+    layer, last = name.split(".")[2], "bias" if name.endswith("_bias") else "weight"
+    values = values if last == "bias" else np.ascontiguousarray(values.swapaxes(1, 2))
+    if ".down_proj" in name:
+        return {f"blk.{layer}.ffn_down_exps.{last}": values}
+    return {f"blk.{layer}.ffn_gate_exps.{last}": values[:, ::2], f"blk.{layer}.ffn_up_exps.{last}": values[:, 1::2]}
+
+
+def _paired(rows: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's order of Q and K rows (`LlamaModel.permute` of its converter)."""
+    return rows.reshape(heads, 2, -1, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)

@@ -1,0 +1,201 @@
+"""Files that no model can be loaded from are refused by their headers and scales, before memory is taken, in one clear line."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType as Type
+from safetensors.numpy import load_file, save_file
+
+from common.models.config import load_config
+from common.models.registry import load_decoder
+from common.models.source import ModelFiles
+from common.models.weights.base import WeightsError
+from common.models.weights.inventory import take_inventory
+from common.protocol.errors import ConfigError
+from tests.fixtures.tiny_model import edit_config, write_tiny_model
+from tests.models.gguf_writer import write_model
+from tests.models.oracles import build, save
+from tests.models.test_weights_experts import CASES as EXPERTS
+from tests.models.test_weights_experts import Checkpoint as ExpertsCheckpoint
+from tests.models.test_weights_groups import FORMATS, UP
+from tests.models.test_weights_groups import Checkpoint as GroupsCheckpoint
+
+
+def inspect(files: ModelFiles) -> None:
+    take_inventory(files, load_config(files))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_whole_files_of_each_format_pass(tmp_path: Path, name: str) -> None:
+    inspect(GroupsCheckpoint(tmp_path, name).files)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-mxfp4", "qwen3-moe-fp8-blocks", "qwen3-moe-fp8", "mixtral-awq", "llama4-packed"])
+def test_whole_files_with_experts_pass(tmp_path: Path, name: str) -> None:
+    assert name in EXPERTS
+    inspect(ExpertsCheckpoint(tmp_path, name).files)
+
+
+def _nan(x: torch.Tensor) -> torch.Tensor:
+    return x.float().fill_(float("nan")).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "last", "change", "message"),
+    [
+        ("awq", "qweight", None, "lack .*qweight"),
+        ("awq", "qzeros", None, "lack .*qzeros"),
+        ("awq", "scales", lambda x: x[:1], r"scales has shape \[1, 128\], the configuration asks for \[2, 128\]"),
+        ("awq", "scales", _nan, "NaN or infinite"),
+        ("gptq", "scales", lambda x: x * torch.inf, "NaN or infinite"),
+        ("gptq-act-order", "g_idx", lambda x: x + 1, "does not divide 64 inputs into groups of 32"),
+        ("gptq-act-order", "g_idx", lambda x: x * 0 + 1_000_000, "does not divide 64 inputs into groups of 32"),
+        ("gptq-act-order", "g_idx", lambda x: x[:5], r"g_idx has shape \[5\]"),
+        ("packed", "weight_scale", _nan, "NaN or infinite"),
+        ("packed", "weight_packed", lambda x: x[:, :3], r"weight_packed has shape \[128, 3\]"),
+        ("packed-order", "weight_g_idx", lambda x: x * 0, "does not divide"),
+        ("int8", "weight_scale", lambda x: x[:3], "weight_scale has shape"),
+        ("nvfp4", "weight_scale", lambda x: x[:, :1], "weight_scale has shape"),
+        ("nvfp4", "weight_scale", _nan, "NaN or infinite"),
+        ("nvfp4", "weight_global_scale", None, "lack .*weight_global_scale"),
+        ("modelopt", "weight_scale_2", _nan, "NaN or infinite"),
+        ("mxfp4", "weight_scale", lambda x: x | 255, "holds a scale that is NaN"),
+        ("nf4", "weight.absmax", None, "lack .*absmax"),
+        ("nf4", "weight.absmax", _nan, "NaN or infinite"),
+    ],
+)
+def test_damage_shows_before_anything_is_loaded(tmp_path: Path, name: str, last: str, change: Any, message: str) -> None:
+    checkpoint = GroupsCheckpoint(tmp_path, name)
+    tensor = checkpoint.tensors.pop(f"{UP}.{last}")
+    if change is not None:
+        checkpoint.tensors[f"{UP}.{last}"] = change(tensor).contiguous()
+    checkpoint.write()
+    with pytest.raises(WeightsError, match=message):
+        inspect(checkpoint.files)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "change", "message"),
+    [
+        ("gpt-oss-mxfp4", "experts.down_proj_scales", None, "lack .*down_proj_scales"),
+        ("gpt-oss-mxfp4", "experts.down_proj_blocks", lambda x: x[:7], r"down_proj_blocks has shape \[7, "),
+        ("gpt-oss-mxfp4", "experts.gate_up_proj_scales", lambda x: x | 255, "gate_up_proj_scales holds a scale that is NaN"),
+        ("qwen3-moe-fp8-blocks", "3.up_proj.weight_scale_inv", None, "up_proj.weight is float8 and has no scale"),
+        ("qwen3-moe-fp8-blocks", "3.up_proj.weight_scale_inv", lambda x: x.repeat(3, 1), "weight_scale_inv has shape"),
+        ("qwen3-moe-fp8-blocks", "3.up_proj.weight_scale_inv", _nan, "NaN or infinite"),
+        ("mixtral-awq", "experts.3.w1.qweight", None, "lack .*experts.3.w1"),
+        ("llama4-packed", "experts.5.down_proj.weight_scale", None, "lack .*5.down_proj.weight_scale"),
+    ],
+)
+def test_damage_of_experts_shows_before_anything_is_loaded(
+    tmp_path: Path, name: str, key: str, change: Any, message: str
+) -> None:
+    checkpoint = ExpertsCheckpoint(tmp_path, name)
+    key = next(one for one in checkpoint.tensors if one.endswith(key))
+    tensor = checkpoint.tensors.pop(key)
+    if change is not None:
+        checkpoint.tensors[key] = change(tensor).contiguous()
+    checkpoint.save()
+    with pytest.raises(WeightsError, match=message):
+        inspect(checkpoint.files)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": ["linear_attention", "full_attention", "full_attention"]}, "layer type 'linear_attention'"),
+        ({"num_experts_per_tok": 9}, "can't visit 9 of 8 experts"),
+        ({"n_group": 3}, "sets n_group to '3'"),
+        ({"num_local_experts": 6}, r"experts|gate"),
+        ({"quantization_config": {"quant_method": "quip"}}, "quant_method 'quip' is not supported"),
+        ({"quantization_config": {"quant_method": "awq", "group_size": 48}}, "groups of 48"),
+        ({"quantization_config": "awq"}, "must be an object"),
+    ],
+)
+def test_configurations_that_do_not_fit(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    files = save(build("qwen3-moe"), tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | changes))
+    with pytest.raises(ConfigError, match=message):
+        inspect(files)
+
+
+@pytest.mark.parametrize(("group", "message"), [(128, "AWQ packs multiples of 128 inputs"), (64, "asks for")])
+def test_a_group_size_that_does_not_fit(tmp_path: Path, group: int, message: str) -> None:
+    checkpoint = GroupsCheckpoint(tmp_path, "awq")
+    path = checkpoint.files.path / "config.json"
+    config = json.loads(path.read_bytes())
+    config["quantization_config"]["group_size"] = group
+    path.write_text(json.dumps(config))
+    with pytest.raises(WeightsError, match=message):
+        inspect(checkpoint.files)
+
+
+def test_safetensors_cut_anywhere_are_refused(tmp_path: Path) -> None:
+    checkpoint = ExpertsCheckpoint(tmp_path, "mixtral-awq")
+    path = checkpoint.files.path / "model.safetensors"
+    whole = path.read_bytes()
+    header = struct.unpack("<Q", whole[:8])[0]
+    for cut in (0, 4, 8, 8 + header // 2, 8 + header, (8 + header + len(whole)) // 2, len(whole) - 1):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(ConfigError):
+            inspect(checkpoint.files)
+
+
+def test_gguf_cut_in_any_section_is_refused(tmp_path: Path) -> None:
+    files = write_model(tmp_path / "model.gguf", build("gpt-oss"), experts=Type.MXFP4)
+    whole = files.path.read_bytes()
+    reader = gguf.GGUFReader(files.path)
+    metadata = max(field.offset for field in reader.fields.values())
+    table, data = min(tensor.field.offset for tensor in reader.tensors), reader.data_offset
+    for cut in (0, 3, 10, 24, metadata, table, (table + data) // 2, data, data + 100, len(whole) // 2, len(whole) - 64):
+        files.path.write_bytes(whole[:cut])
+        with pytest.raises(ConfigError, match=r"model\.gguf"):
+            inspect(files)
+
+
+def test_gguf_without_a_tensor_or_with_another_shape_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"lack model\.layers\.2\.input_layernorm"):
+        inspect(write_model(tmp_path / "a.gguf", build("qwen3"), extra={"block_count": 3}))
+    with pytest.raises(WeightsError, match=r"has shape \[256, 64\], the configuration asks for \[255, 64\]"):
+        inspect(write_model(tmp_path / "b.gguf", build("qwen3"), extra={"vocab_size": 255}))
+
+
+def test_scales_of_gguf_blocks_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+    files = write_model(tmp_path / "model.gguf", build("mixtral"), experts=Type.Q8_0)
+    tensor = next(one for one in gguf.GGUFReader(files.path).tensors if "ffn_up_exps" in one.name)
+    with files.path.open("r+b") as file:
+        file.seek(tensor.data_offset)
+        file.write(np.float16(np.nan).tobytes())
+    with pytest.raises(WeightsError, match=r"experts\.0\.up_proj\.weight holds a scale that is NaN"):
+        load_decoder(files, load_config(files), dtype=torch.float32, device=torch.device("cpu"))
+
+
+def test_up_ends_with_one_line(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "Tiny")
+    edit_config(model, quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128})
+    weights = load_file(model / "model.safetensors")
+    name = "model.layers.0.self_attn.q_proj"
+    size, inputs = weights.pop(f"{name}.weight").shape
+    weights |= {f"{name}.qweight": np.zeros((inputs, size // 8), np.int32)}
+    save_file(weights, model / "model.safetensors")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("PENSTOCK_")}
+    words = ["up", "--model", str(model), "--http-port", "0", "--nats-port", "0", "--log-dir", str(tmp_path / "logs")]
+    ended = subprocess.run(
+        [sys.executable, "-m", "common.cli", *words], capture_output=True, text=True, timeout=60, env=environment, check=False
+    )
+    said = (ended.stdout + ended.stderr).strip()
+    assert (ended.returncode, "Traceback" in said) == (1, False)
+    assert "AWQ packs multiples of 128 inputs" in " ".join(said.split())
+    assert not (tmp_path / "logs").exists()

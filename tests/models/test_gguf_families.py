@@ -1,0 +1,124 @@
+"""GGUF files of every family that is served in them give the text of the model that they were converted from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType as Type
+from gguf.quants import dequantize, quantize
+
+from common.models.config import load_config
+from common.models.registry import open_weights
+from common.models.spec import ExpertsSpec
+from common.models.weights.base import WeightLoader
+from common.models.weights.experts import take_experts
+from common.ops import backend
+from common.protocol.errors import ConfigError
+from tests.models.driver import Request, open_runner, run
+from tests.models.gguf_writer import write_model
+from tests.models.oracles import build, greedy_choices, oracle_prompt
+
+_PATTERN = ["sliding_attention"] * 5 + ["full_attention"]
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "mistral": ("mistral", {}, {}),
+    "qwen2": ("qwen2", {}, {}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 32}, {}),
+    "gemma3": (
+        "gemma3",
+        {"query_pre_attn_scalar": 32},
+        {"attention.sliding_window_pattern": [True, False, True]},
+    ),
+    "gemma3-every-sixth": ("gemma3", {"query_pre_attn_scalar": 32, "num_hidden_layers": 6, "layer_types": _PATTERN}, {}),
+    "phi3": ("phi3", {}, {}),
+    "olmo2": ("olmo2", {}, {}),
+    "mixtral": ("mixtral", {}, {}),
+    "qwen3-moe": ("qwen3-moe", {"mlp_only_layers": []}, {}),
+    "gpt-oss": ("gpt-oss", {"swiglu_limit": 7.0}, {}),
+}
+"""Oracle, changes of its configuration, and further metadata."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_text_is_that_of_the_model_that_was_converted(tmp_path: Path, name: str) -> None:
+    oracle, changes, extra = CASES[name]
+    model = build(oracle, **changes)
+    files = write_model(tmp_path / "model.gguf", model, extra=extra)
+    prompt = oracle_prompt()[:40]
+    output = run(open_runner(files), [Request(prompt, 10, chunk=24)])[0]
+    assert output == greedy_choices(model, prompt, output)
+
+
+def test_longrope_comes_as_tensors(tmp_path: Path) -> None:
+    model = build("phi3-longrope")
+    files = write_model(tmp_path / "model.gguf", model)
+    assert len(load_config(files).rope.long_factors) == 6
+    prompt = oracle_prompt()[:40]
+    output = run(open_runner(files), [Request(prompt, 10)])[0]
+    assert output == greedy_choices(model, prompt, output)
+    with pytest.raises(ConfigError, match="8 pairs of dimensions"):
+        load_config(write_model(tmp_path / "other.gguf", model, extra={"rope.dimension_count": 16}))
+
+
+def _round_experts(model: Any, kind: Type) -> None:
+    """In place: what a file has that holds them as `kind`."""
+    for key, tensor in model.named_parameters():
+        if key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored = tensor.data.transpose(1, 2) if model.config.model_type == "gpt_oss" else tensor.data
+            rounded = torch.from_numpy(dequantize(quantize(np.ascontiguousarray(stored.numpy()), kind), kind))
+            tensor.data = (rounded.transpose(1, 2) if model.config.model_type == "gpt_oss" else rounded).contiguous()
+
+
+@pytest.mark.parametrize(
+    ("oracle", "kind", "kept"),
+    [
+        ("gpt-oss", Type.MXFP4, "mxfp4"),
+        ("qwen3-moe", Type.Q4_0, "int4"),
+        ("mixtral", Type.Q8_0, "plain"),
+        ("mixtral", Type.Q4_1, "plain"),
+    ],
+)
+def test_quantised_experts(tmp_path: Path, oracle: str, kind: Type, kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes: dict[str, Any] = {"gpt-oss": {"swiglu_limit": 7.0}, "qwen3-moe": {"mlp_only_layers": []}}.get(oracle, {})
+    model = build(oracle, 0, **changes)
+    _round_experts(model, kind)
+    files = write_model(tmp_path / "model.gguf", model, experts=kind)
+    prompt = oracle_prompt()[:40]
+    output = run(open_runner(files), [Request(prompt, 8)])[0]
+    assert output == greedy_choices(model, prompt, output)
+
+    config = load_config(files)
+    spec = config.layers[0].mlp
+    assert isinstance(spec, ExpertsSpec)
+    monkeypatch.setattr(backend, "_interpreted", True)  # packed as for a GPU
+    found = []
+    for weights in ("groups", "none"):
+        loader = WeightLoader(open_weights(files, config), torch.float32, weights=weights)
+        experts = take_experts(loader, "model.layers.0", config.names.layer, spec, config.hidden_size).on_gpu
+        assert experts is not None
+        found.append(experts[0])
+    assert found[0].format == kept
+    torch.testing.assert_close(found[0].dequantised(), found[1].values)
+
+
+@pytest.mark.parametrize(
+    ("oracle", "extra", "message"),
+    [
+        ("olmo2", {"attention.sliding_window": 24}, "sliding_window 24 is not supported"),
+        ("mixtral", {"expert_gating_func": 2}, "expert_gating_func 2 is not supported"),
+        ("mixtral", {"expert_shared_count": 1}, "sets expert_shared_count to '1'"),
+        ("mixtral", {"expert_weights_scale": 2.5}, "sets expert_weights_scale"),
+        ("mixtral", {"expert_used_count": 5}, "can't visit 5 of 4 experts"),
+        ("gemma3", {"attention.sliding_window_pattern": [True]}, "a value for each of 3 layers"),
+        ("gemma2", {"expert_count": 4}, "a mixture of experts is not supported for this family"),
+        ("phi3", {"rope.scaling.yarn_log_multiplier": 0.1}, "sets rope.scaling.yarn_log_multiplier"),
+    ],
+)
+def test_metadata_that_would_change_the_computation_are_refused_by_name(
+    tmp_path: Path, oracle: str, extra: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(write_model(tmp_path / "model.gguf", build(oracle), extra=extra))
