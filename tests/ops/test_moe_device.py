@@ -5,50 +5,69 @@ from __future__ import annotations
 import pytest
 import torch
 
+from common.ops import backend
 from common.ops.backend import interpreted
+from common.ops.moe.candidates import ExpertCandidate, bucket
 from common.ops.moe.experts import experts
 from common.ops.moe.experts_reference import experts_reference
 from common.ops.moe.form import ExpertActivation, ExpertWeights, RouterForm, Routing
-from common.ops.moe.grouped_weight import GroupedFormat, GroupedWeight
+from common.ops.moe.grouped_weight import FP8_BLOCK, GroupedFormat, GroupedWeight
+from common.ops.moe.packed_weight import packed_weight
 from common.ops.moe.route import route
 from common.ops.moe.route_reference import route_reference
+from tests.fixtures.slow import some_slow
 
 pytest.importorskip("triton")
 HIDDEN, MIDDLE, EXPERTS = 160, 96, 5
-CASES: list[tuple[GroupedFormat, int, ExpertActivation, bool]] = [
-    ("plain", 1, ExpertActivation(), False),
-    ("plain", 21, ExpertActivation("gelu_tanh"), True),
-    ("fp8", 6, ExpertActivation(), False),
-    ("mxfp4", 6, ExpertActivation("clamped_swiglu", 1.702, 0.5), False),
-    ("int4", 6, ExpertActivation(), True),
-]
+CLAMPED = ExpertActivation("clamped_swiglu", 1.702, 0.5)
+FORMATS = ("plain", "fp8", "fp8_blocks", "mxfp4", "int4", "int4+zeros")
+Pair = tuple[GroupedWeight, GroupedWeight]
 
 
-def weight(n: int, k: int, kind: GroupedFormat, seed: int) -> GroupedWeight:
+def weight(n: int, k: int, name: str, seed: int, count: int = EXPERTS) -> GroupedWeight:
+    """Return random weights with a bias; of "int4" groups of all of k, of "int4+zeros" of 32."""
     made = torch.Generator().manual_seed(seed)
-    bias = torch.randn(EXPERTS, n, generator=made)
-    if kind == "plain":
-        return GroupedWeight((torch.randn(EXPERTS, n, k, generator=made) / k**0.5).bfloat16(), bias=bias)
+    bias = torch.randn(count, n, generator=made)
+    if name == "plain":
+        return GroupedWeight((torch.randn(count, n, k, generator=made) / k**0.5).bfloat16(), bias=bias)
+    kind: GroupedFormat = "mxfp4" if name == "mxfp4" else "int4" if name.startswith("int4") else "fp8"
     if kind == "fp8":
-        values = torch.randn(EXPERTS, n, k, generator=made).to(torch.float8_e4m3fn)
-        return GroupedWeight(values, kind, torch.rand(EXPERTS, n, generator=made) / k**0.5, bias=bias)
-    values = torch.randint(256, (EXPERTS, n, k // 2), generator=made, dtype=torch.uint8)
+        values = torch.randn(count, n, k, generator=made).to(torch.float8_e4m3fn)
+        size = (count, n) if name == "fp8" else (count, -(-n // FP8_BLOCK), -(-k // FP8_BLOCK))
+        return GroupedWeight(values, kind, (0.2 + torch.rand(size, generator=made)) / k**0.5, bias=bias)
+    values = torch.randint(256, (count, n, k // 2), generator=made, dtype=torch.uint8)
     if kind == "mxfp4":
-        exponents = torch.randint(119, 124, (EXPERTS, n, k // 32), generator=made, dtype=torch.uint8)
+        exponents = torch.randint(119, 124, (count, n, k // 32), generator=made, dtype=torch.uint8)
         return GroupedWeight(values, kind, exponents, bias=bias)
-    scale = torch.rand(EXPERTS, n, k // 32, generator=made) / 32
-    zeros = torch.randint(16, scale.shape, generator=made, dtype=torch.uint8) if n == HIDDEN else None
+    groups = k // 32 if name == "int4+zeros" else 1
+    scale = torch.rand(count, n, groups, generator=made) / 32
+    zeros = torch.randint(16, scale.shape, generator=made, dtype=torch.uint8) if name == "int4+zeros" else None
     return GroupedWeight(values, kind, scale, zeros)
 
 
-@pytest.mark.parametrize(("kind", "rows", "activation", "weigh_inputs"), CASES)
-def test_the_kernels_give_what_plain_torch_gives(
-    kind: GroupedFormat, rows: int, activation: ExpertActivation, weigh_inputs: bool
-) -> None:
-    made = torch.Generator().manual_seed(3)
-    x = torch.randn(rows, HIDDEN, generator=made).bfloat16()
-    routing = route(torch.randn(rows, EXPERTS, generator=made), RouterForm(top_k=2, renormalise=True))
-    gate_up, down = weight(2 * MIDDLE, HIDDEN, kind, 0), weight(HIDDEN, MIDDLE, kind, 1)
+def pair_of(name: str, hidden: int = HIDDEN, middle: int = MIDDLE) -> Pair:
+    return weight(2 * middle, hidden, name, 0), weight(hidden, middle, name, 1)
+
+
+def tokens(rows: int, hidden: int = HIDDEN) -> torch.Tensor:
+    return torch.randn(rows, hidden, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+
+def routed(rows: int, top_k: int) -> Routing:
+    logits = torch.randn(rows, EXPERTS, generator=torch.Generator().manual_seed(4))
+    return route_reference(logits, RouterForm(top_k=top_k, renormalise=True))
+
+
+def error_of(
+    found: torch.Tensor,
+    x: torch.Tensor,
+    routing: Routing,
+    pair: Pair,
+    activation: ExpertActivation,
+    *,
+    weigh_inputs: bool = False,
+) -> float:
+    gate_up, down = pair
     expected = experts_reference(
         x.float(),
         routing,
@@ -59,29 +78,139 @@ def test_the_kernels_give_what_plain_torch_gives(
         down_bias=down.bias,
         weigh_inputs=weigh_inputs,
     )
+    return float((found.float() - expected).norm() / expected.norm())
+
+
+def run(x: torch.Tensor, routing: Routing, pair: Pair, activation: ExpertActivation, chosen: ExpertCandidate) -> torch.Tensor:
+    from common.ops.moe.experts_triton import experts_triton
+
     with interpreted():
-        found = experts(x, routing, ExpertWeights.grouped(gate_up, down), activation, weigh_inputs=weigh_inputs)
+        return experts_triton(x, routing, packed_weight(pair[0]), packed_weight(pair[1]), activation, chosen)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "top_k"),
+    some_slow(
+        [(name, rows, top_k) for name in FORMATS for rows in (1, 3, 16, 17, 100) for top_k in (1, 2, 4)],
+        quick={("mxfp4", 3, 2), ("plain", 3, 2), ("fp8_blocks", 1, 2), ("int4+zeros", 1, 2), ("plain", 17, 4)},
+    ),
+)
+def test_the_kernels_give_what_plain_torch_gives(name: str, rows: int, top_k: int) -> None:
+    x, routing, pair = tokens(rows), routed(rows, top_k), pair_of(name)
+    activation = CLAMPED if name == "mxfp4" else ExpertActivation()
+    with interpreted():
+        found = experts(x, routing, ExpertWeights.grouped(*pair), activation)
     assert found.dtype == torch.bfloat16
-    error = (found.float() - expected).norm() / expected.norm()
-    assert error < 0.008, f"relative error {error:.4f}"
+    assert error_of(found, x, routing, pair, activation) < 0.008
 
 
-def test_all_tokens_to_one_expert() -> None:
-    x = torch.randn(19, HIDDEN, generator=torch.Generator().manual_seed(4)).bfloat16()
-    routing = Routing(torch.full((19, 1), EXPERTS - 1, dtype=torch.int32), torch.ones(19, 1))
-    gate_up, down = weight(2 * MIDDLE, HIDDEN, "plain", 0), weight(HIDDEN, MIDDLE, "plain", 1)
-    expected = experts_reference(
-        x.float(),
-        routing,
-        gate_up.values,
-        down.values,
-        ExpertActivation(),
-        gate_up_bias=gate_up.bias,
-        down_bias=down.bias,
-    )
+CHOICES = {
+    "sorted, split": ExpertCandidate(32, 8, splits=2, warps=2),
+    "direct, split": ExpertCandidate(32, 8, splits=2, warps=2, direct=True),
+    "scaled": ExpertCandidate(64, 16, scaled=True, neighbours=3),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    some_slow(
+        [(name, choice) for name in ("mxfp4", "int4+zeros") for choice in CHOICES],
+        quick={("mxfp4", "direct, split"), ("mxfp4", "scaled")},
+    ),
+)
+def test_every_way_to_compute_gives_the_same(name: str, choice: str) -> None:
+    x, routing, pair = tokens(4, 96), routed(4, 2), pair_of(name, 96, 160)
+    found = run(x, routing, pair, ExpertActivation(), CHOICES[choice])
+    assert error_of(found, x, routing, pair, ExpertActivation()) < 0.008
+
+
+@pytest.mark.parametrize("name", some_slow(("fp8", "fp8_blocks"), quick=("fp8_blocks",)))
+def test_quantised_activations_are_as_close_as_their_precision(name: str) -> None:
+    x, routing, pair = tokens(3, 256), routed(3, 2), pair_of(name, 256, 160)
+    found = run(x, routing, pair, ExpertActivation(), ExpertCandidate(64, 16, 128, quantised=True))
+    assert error_of(found, x, routing, pair, ExpertActivation()) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("direct", "expert"),
+    some_slow([(False, 0), (False, EXPERTS - 1), (True, 0), (True, EXPERTS - 1)], quick={(False, EXPERTS - 1), (True, 0)}),
+)
+def test_all_tokens_to_one_expert(direct: bool, expert: int) -> None:
+    x, pair = tokens(9), pair_of("plain")
+    routing = Routing(torch.full((9, 1), expert, dtype=torch.int32), torch.ones(9, 1))
+    found = run(x, routing, pair, ExpertActivation(), ExpertCandidate(32, 8, 64, direct=direct))
+    assert error_of(found, x, routing, pair, ExpertActivation()) < 0.008
+
+
+@pytest.mark.parametrize("name", some_slow(("plain", "mxfp4"), quick=("plain",)))
+def test_weights_may_scale_inputs(name: str) -> None:
+    x, routing, pair = tokens(5), routed(5, 1), pair_of(name)
+    routing = Routing(routing.ids, torch.rand(5, 1, generator=torch.Generator().manual_seed(9)))
+    activation = ExpertActivation("gelu_tanh")
     with interpreted():
-        found = experts(x, routing, ExpertWeights.grouped(gate_up, down), ExpertActivation())
-    assert (found.float() - expected).norm() < 0.008 * expected.norm()
+        found = experts(x, routing, ExpertWeights.grouped(*pair), activation, weigh_inputs=True)
+    assert error_of(found, x, routing, pair, activation, weigh_inputs=True) < 0.008
+
+
+def test_partial_sums_add_up_to_the_result() -> None:
+    x, routing, weights = tokens(2), routed(2, 2), ExpertWeights.grouped(*pair_of("mxfp4"))
+    with interpreted():
+        whole = experts(x, routing, weights, CLAMPED)
+        parts = experts(x, routing, weights, CLAMPED, split=True)
+    assert parts.dtype == torch.float32
+    assert parts.shape[1:] == x.shape
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    assert torch.equal(total.bfloat16(), whole)
+
+
+@pytest.mark.parametrize("name", some_slow(("plain", "mxfp4"), quick=("plain",)))
+def test_with_batch_invariance_a_token_does_not_depend_on_its_company(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from common.ops.moe.device import forget_choices
+
+    monkeypatch.setattr(backend, "BATCH_INVARIANT", True)
+    forget_choices()
+    x, routing, weights = tokens(9), routed(9, 1), ExpertWeights.grouped(*pair_of(name))
+    with interpreted():
+        together = experts(x, routing, weights, CLAMPED)
+        for row in (0, 8):
+            alone = Routing(*(tensor[row : row + 1] for tensor in routing))
+            assert torch.equal(experts(x[row : row + 1], alone, weights, CLAMPED), together[row : row + 1])
+    forget_choices()
+
+
+def test_no_tokens_give_no_answers() -> None:
+    empty = Routing(torch.empty(0, 2, dtype=torch.int32), torch.empty(0, 2))
+    with interpreted():
+        found = experts(tokens(0), empty, ExpertWeights.grouped(*pair_of("plain")), ExpertActivation())
+    assert found.shape == (0, HIDDEN)
+
+
+def test_a_program_does_not_look_through_more_pairs_than_it_can() -> None:
+    with pytest.raises(ValueError, match="64 pairs"):
+        run(tokens(33), routed(33, 2), pair_of("plain"), ExpertActivation(), ExpertCandidate(32, 8, 64, direct=True))
+
+
+@pytest.mark.parametrize("block_m", [8, 32])
+def test_sorted_pairs_are_in_tiles_of_one_expert(block_m: int) -> None:
+    from common.ops.moe.sort_triton import sorted_pairs
+
+    for ids in (
+        torch.randint(7, (150,), generator=torch.Generator().manual_seed(1)),
+        torch.full((150,), 6),
+        torch.zeros(70, dtype=torch.int64),
+        torch.tensor([3]),
+    ):
+        with interpreted():
+            order, tiles = sorted_pairs(ids.int()[:, None], 7, block_m)
+        assert order.tolist() == torch.argsort(ids, stable=True).tolist()
+        places: list[int] = []
+        for expert, first, count, _ in tiles.tolist():
+            assert 0 <= count <= block_m
+            places += range(first, first + count)
+            assert all(ids[order[place]] == expert for place in range(first, first + count))
+        assert places == list(range(len(ids)))
 
 
 def test_scales_of_another_shape_are_refused() -> None:
@@ -90,6 +219,12 @@ def test_scales_of_another_shape_are_refused() -> None:
         GroupedWeight(values, "mxfp4", torch.zeros(2, 4, 1, dtype=torch.uint8))
     with pytest.raises(ValueError, match="scales of int4"):
         GroupedWeight(values, "int4", torch.zeros(2, 3, 2))
+    with pytest.raises(ValueError, match="scales of fp8"):
+        GroupedWeight(torch.zeros(2, 200, 64, dtype=torch.float8_e4m3fn), "fp8", torch.zeros(2, 1, 1))
+
+
+def test_a_bucket_holds_its_rows() -> None:
+    assert [bucket(rows) for rows in (1, 3, 17, 4096, 9000)] == [1, 4, 32, 4096, 4096]
 
 
 @pytest.mark.parametrize(

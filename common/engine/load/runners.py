@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from common.engine.load.fp8_choice import Fp8Choice
     from common.models.decoder import Decoder
     from common.ops.linear.linear_tuning import LinearShape
+    from common.ops.moe.experts_tuning import TunedExperts
 
 log = logs.get("engine")
 
@@ -160,6 +161,7 @@ def _device_runner(
     from common.engine.gpu.runner import DeviceRunner
     from common.ops import backend
     from common.ops.linear.linear_tuning import tune_linears
+    from common.ops.moe.experts_tuning import tune_experts
 
     gpu = torch.device(device)
     torch.cuda.set_device(gpu)
@@ -169,6 +171,10 @@ def _device_runner(
         begun = time.perf_counter()
         tuned = tune_linears(tuned_shapes(decoder), dtype=decoder.dtype, device=gpu)
         log.info("linears_tuned", measured=len(tuned.seconds), failed=len(tuned.failed), seconds=_since(begun))
+        begun = time.perf_counter()
+        if layers := tuned_experts(decoder):
+            tuned = tune_experts(layers)
+            log.info("experts_tuned", measured=len(tuned.seconds), failed=len(tuned.failed), seconds=_since(begun))
     room = 0
     if not engine.num_blocks and not engine.kv_cache_mb:
         workspace = workspace_bytes(model, engine.max_running, engine.token_budget)
@@ -193,6 +199,21 @@ def tuned_shapes(decoder: Decoder) -> list[LinearShape]:
     for role, weight in decoder.linears:
         shapes[tuned_format(weight), weight.out_features, weight.in_features, role] = None
     return list(shapes)
+
+
+def tuned_experts(decoder: Decoder) -> list[TunedExperts]:
+    """Return the experts of each layer that has any, as `tune_experts` wants them."""
+    from common.models.blocks.moe import ExpertsBlock
+    from common.ops.moe.experts_tuning import TunedExperts
+    from common.ops.moe.form import ExpertActivation
+
+    found: list[TunedExperts] = []
+    for layer in decoder.layers:
+        block = layer.mlp
+        if isinstance(block, ExpertsBlock) and block.weights.on_gpu is not None:
+            activation = ExpertActivation(block.spec.activation, block.spec.alpha, block.spec.limit)
+            found.append(TunedExperts(*block.weights.on_gpu, activation, block.spec.router.top_k, decoder.dtype))
+    return found
 
 
 def _since(begun: float) -> float:

@@ -57,10 +57,12 @@ def experts(
     activation: ExpertActivation,
     *,
     weigh_inputs: bool = False,
+    split: bool = False,
 ) -> torch.Tensor:
     """x: [rows, hidden]. Returns [rows, hidden] in x's dtype: the answers of a token's experts, weighed and added in float32.
 
     weigh_inputs: the weights scale what experts are given, not what they answer (Llama 4).
+    split: the result may be float32 partial sums [parts, rows, hidden] that the caller adds, first to last.
 
     On a GPU the ids must be below the number of experts; nothing checks them.
 
@@ -72,9 +74,11 @@ def experts(
     if on_device(x):
         if weights.on_gpu is None or not x.is_contiguous() or x.shape[1] != weights.on_gpu[0].k:
             raise ValueError(f"contiguous tokens and weights packed for a GPU are needed, not {list(x.shape)}")
+        from common.ops.moe.device import choose
         from common.ops.moe.experts_triton import experts_triton
 
-        return experts_triton(x, routing, *weights.on_gpu, activation, weigh_inputs=weigh_inputs)
+        chosen = choose(weights.on_gpu[0], activation, len(x), ids.shape[1])
+        return experts_triton(x, routing, *weights.on_gpu, activation, chosen, weigh_inputs=weigh_inputs, split=split)
     if weights.on_gpu is not None:
         raise ValueError("weights packed for a GPU are not for tokens on a CPU")
     rows, top_k = ids.shape

@@ -9,6 +9,7 @@ import torch
 
 from common.ops.linear.weight import LinearWeight
 from common.ops.moe.grouped_weight import GroupedWeight
+from common.ops.moe.packed_weight import PackedWeight, packed_weight
 
 Scoring = Literal["softmax", "sigmoid", "softmax_selected"]
 ActivationKind = Literal["silu", "gelu_tanh", "clamped_swiglu"]
@@ -59,22 +60,22 @@ class ExpertWeights:
     """Every expert's linears: gate above up, [2 * intermediate, hidden], and down, [hidden, intermediate].
 
     gate_up, down: one linear per expert on a CPU; empty on a GPU.
-    on_gpu: on a GPU, those of all experts: gate_up and down.
+    on_gpu: on a GPU, those of all experts: gate_up and down, in the kernels' order.
     """
 
     gate_up: tuple[LinearWeight, ...]
     down: tuple[LinearWeight, ...]
-    on_gpu: tuple[GroupedWeight, GroupedWeight] | None = None
+    on_gpu: tuple[PackedWeight, PackedWeight] | None = None
 
     @classmethod
     def grouped(cls, gate_up: GroupedWeight, down: GroupedWeight) -> ExpertWeights:
-        """Return weights for a GPU.
+        """Return weights for a GPU. 4-bit codes are copied into the kernels' order, the others are shared.
 
         :raises ValueError: if the two don't fit each other.
         """
         if (gate_up.experts, gate_up.k, gate_up.n) != (down.experts, down.n, 2 * down.k):
             raise ValueError(f"{list(gate_up.values.shape)} experts can't come before {list(down.values.shape)}")
-        return cls((), (), (gate_up, down))
+        return cls((), (), (packed_weight(gate_up), packed_weight(down)))
 
     @property
     def num_experts(self) -> int:

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 GroupedFormat = Literal["plain", "fp8", "mxfp4", "int4"]
+FP8_BLOCK = 128
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -17,8 +18,8 @@ class GroupedWeight:
 
     values: [experts, n, k] for plain and fp8 (float8_e4m3fn); uint8 [experts, n, k / 2] for mxfp4 and int4, where the low four
     bits are the even column.
-    scale: float32 [experts, n] for fp8; uint8 exponents (E8M0) [experts, n, k / 32] for mxfp4; floating [experts, n, k / group]
-    for int4; None for plain.
+    scale: float32 [experts, n] for fp8, or [experts, ⌈n / 128⌉, ⌈k / 128⌉], one per block of the whole linear; uint8
+    exponents (E8M0) [experts, n, k / 32] for mxfp4; floating [experts, n, k / group] for int4; None for plain.
     zeros: uint8 [experts, n, k / group] for int4, 8 everywhere if None.
     bias: [experts, n] or None.
     """
@@ -45,8 +46,9 @@ class GroupedWeight:
         if self.scale is None:
             return
         shape = self.scale.shape
-        if self.format == "fp8" and shape != experts_and_n:
-            raise ValueError(f"scales of fp8 experts are {list(experts_and_n)}, not {list(shape)}")
+        blocks = (self.experts, -(-self.n // FP8_BLOCK), -(-self.k // FP8_BLOCK))
+        if self.format == "fp8" and shape not in (experts_and_n, blocks):
+            raise ValueError(f"scales of fp8 experts are {list(experts_and_n)} or {list(blocks)}, not {list(shape)}")
         if packed and (shape[:2] != experts_and_n or len(shape) != 3 or not shape[2] or self.k % shape[2] or self.group % 32):
             raise ValueError(f"scales of {self.format} experts are one per 32 columns or a multiple of that, not {list(shape)}")
         if self.format == "mxfp4" and (self.scale.dtype != torch.uint8 or self.group != 32):
@@ -69,14 +71,18 @@ class GroupedWeight:
     @property
     def group(self) -> int:
         """Columns that share a scale; 32 for formats that have none."""
-        return self.k // self.scale.shape[2] if self.scale is not None and self.scale.ndim == 3 else 32
+        packed = self.format in ("mxfp4", "int4") and self.scale is not None
+        return self.k // self.scale.shape[2] if packed and self.scale is not None else 32
 
     def dequantised(self) -> torch.Tensor:
         """Return float32 [experts, n, k]."""
         if self.scale is None:
             return self.values.float()
         if self.format == "fp8":
-            return self.values.float() * self.scale[:, :, None]
+            if self.scale.ndim == 2:
+                return self.values.float() * self.scale[:, :, None]
+            spread = self.scale.repeat_interleave(FP8_BLOCK, 1).repeat_interleave(FP8_BLOCK, 2)
+            return self.values.float() * spread[:, : self.n, : self.k]
         nibbles = torch.stack((self.values & 15, self.values >> 4), dim=-1).flatten(2)
         if self.format == "mxfp4":
             table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], device=self.values.device)

@@ -1,12 +1,13 @@
 """`route` on a GPU, without groups, in one kernel: one program per row, its experts in registers."""
 
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 
+from common.ops import backend
 from common.ops.moe.form import RouterForm, Routing
 
 
@@ -23,7 +24,11 @@ def route_kernel(
     TOP_K_BLOCK: tl.constexpr,
     SCORING: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK)
     present = expert < EXPERTS
@@ -68,6 +73,7 @@ def route_triton(logits: torch.Tensor, form: RouterForm, bias: torch.Tensor | No
     ids = torch.empty(rows, form.top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(rows, form.top_k, dtype=torch.float32, device=logits.device)
     if rows:
+        pdl = backend.pdl(logits)
         route_kernel[(rows,)](
             logits=logits.contiguous(),
             bias=bias,
@@ -80,6 +86,8 @@ def route_triton(logits: torch.Tensor, form: RouterForm, bias: torch.Tensor | No
             TOP_K_BLOCK=triton.next_power_of_2(form.top_k),
             SCORING=form.scoring,
             RENORMALISE=form.renormalise,
+            PDL=pdl,
             num_warps=1,
+            launch_pdl=pdl,
         )
     return Routing(ids, weights)

@@ -1,0 +1,173 @@
+"""Ways to compute a mixture of experts on a GPU, and which are worth a measurement for a number of rows. Torch-free arithmetic.
+
+Few rows are bound by memory: tiles of 32 or 64 weight rows and as many stages as let several programs live on an SM, splits of
+K for the second linear where its tiles are too few. Eight pairs a tile and two warps make the compiler use mma.sync, whose
+operand is unpacked in registers. Many rows: larger tiles for wgmma, the scales multiplied into the weights.
+
+The first candidate of a list is the default, where nothing was measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+SHARED_BYTES = 227 * 1024
+DIRECT_PAIRS = 64
+"""Most pairs of token and expert that a program looks through by itself, without a sort before."""
+SCALE_COLUMNS = 128
+"""Columns whose scales of mxfp4 are one word, and of a block of fp8."""
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+_FEW_PAIRS_PER_EXPERT = 16
+
+Values = Literal["plain", "fp8", "fp8_blocks", "mxfp4", "int4"]
+
+
+@dataclass(slots=True, frozen=True)
+class ExpertCandidate:
+    """One implementation.
+
+    block_n: weight rows of a tile (of the first linear: half gate, half up).
+    block_m: pairs of a tile.
+    block_k: columns of a step; 0 for 4-bit codes, whose layout says it.
+    splits: parts of the second linear's columns.
+    direct: programs find their pairs in the routing; else a launch before them sorts the pairs.
+    scaled: scales of 4-bit codes are multiplied into the weights, not into the products.
+    quantised: activations become float8_e4m3fn with a scale for each 128 columns.
+    neighbours: tiles of pairs whose programs run side by side on the same weights.
+    """
+
+    block_n: int
+    block_m: int
+    block_k: int = 0
+    splits: int = 1
+    warps: int = 4
+    stages: int = 3
+    direct: bool = False
+    scaled: bool = False
+    quantised: bool = False
+    neighbours: int = 1
+
+
+class ExpertShape(NamedTuple):
+    """run: columns of half a byte of 4-bit codes; 0 for other formats. item_bytes: of plain weights and of activations."""
+
+    experts: int
+    hidden: int
+    intermediate: int
+    top_k: int
+    values: Values
+    run: int = 0
+    item_bytes: int = 2
+
+
+def bucket(rows: int) -> int:
+    """Return the number of rows that stands for `rows`."""
+    return next((size for size in ROW_BUCKETS if rows <= size), ROW_BUCKETS[-1])
+
+
+def candidates(shape: ExpertShape, rows: int, num_sms: int) -> list[ExpertCandidate]:
+    """Return what may be chosen from for `rows`, a bucket; the default first."""
+    pairs = rows * shape.top_k
+    if pairs <= DIRECT_PAIRS or pairs <= _FEW_PAIRS_PER_EXPERT * shape.experts:
+        return _few(shape, pairs, num_sms)
+    return _many(shape, pairs)
+
+
+def invariant_candidate(shape: ExpertShape) -> ExpertCandidate:
+    """Return the one implementation for every number of rows (batch_invariant)."""
+    if shape.run:
+        return ExpertCandidate(64, 32, warps=4, stages=3)
+    return ExpertCandidate(64, 32, 64 if shape.item_bytes == 2 else 32, warps=4, stages=4)
+
+
+def _few(shape: ExpertShape, pairs: int, num_sms: int) -> list[ExpertCandidate]:
+    """A tile of one expert's pairs is mostly padding: 8 or 16 of them."""
+    direct = pairs <= DIRECT_PAIRS
+    distinct = min(pairs, shape.experts)
+    sizes = (8, 16) if pairs > 8 else (8,)
+    if pairs > 4 * shape.experts:
+        sizes = (16, 32)
+    found: list[ExpertCandidate] = []
+    for block_m in sizes:
+        for block_n, warps, residents in ((64, 2, 6), (32, 2, 8), (64, 4, 4), (128, 4, 3)):
+            if block_n == 128 and shape.values.startswith("fp8"):
+                continue  # widened, it takes more registers than there are
+            block_k = _block_k(shape, 256)
+            stages = _stages(shape, block_n, block_m, block_k, residents, 8)
+            slots = num_sms * residents
+            splits = _splits(shape, block_n, distinct, slots)
+            chosen = ExpertCandidate(block_n, block_m, block_k, splits, warps, stages, direct, scaled=shape.values == "mxfp4")
+            found.append(chosen)
+            if block_n == 64 and warps == 2:
+                if chosen.scaled:
+                    found.append(replace(chosen, scaled=False))
+                if direct and _steps(shape) // (splits * 2) >= 2:
+                    found.append(replace(chosen, splits=splits * 2))
+    return list(dict.fromkeys(found))
+
+
+def _many(shape: ExpertShape, pairs: int) -> list[ExpertCandidate]:
+    """Float8 activations are left to be measured: the default is what is closest to the weights."""
+    each = pairs / shape.experts
+    tiles: tuple[tuple[int, int, int], ...] = ((128, 64, 4), (128, 128, 8), (64, 64, 4))
+    if each <= 48:
+        tiles = ((128, 32, 4), (64, 64, 4), (128, 64, 4))
+    elif each >= 256:
+        tiles = ((128, 128, 8), (128, 64, 4))
+        if shape.values == "plain" and shape.item_bytes == 2:  # others need more registers than there are
+            tiles = (*tiles, (128, 256, 8))
+    if shape.values == "int4":  # steps of up to 256 columns: half of them each
+        tiles = tuple((block_n, block_m, 8 if block_n == 128 else warps) for block_n, block_m, warps in tiles)
+    sizes = [(*tile, 0 if shape.run else 64 if shape.item_bytes == 2 else 32, False) for tile in tiles]
+    if shape.values.startswith("fp8"):
+        sizes += [(128, 64, 8, SCALE_COLUMNS, True), (64, 64, 4, SCALE_COLUMNS, True), (64, 128, 8, SCALE_COLUMNS, True)]
+    found: list[ExpertCandidate] = []
+    for block_n, block_m, warps, block_k, quantised in sizes:
+        stages = _stages(shape, block_n, block_m, block_k, 1 if warps == 8 else 2, 4)
+        for neighbours in (1, 4) if each >= block_m else (1,):
+            found.append(
+                ExpertCandidate(
+                    block_n,
+                    block_m,
+                    block_k,
+                    1,
+                    warps,
+                    stages,
+                    scaled=bool(shape.run),
+                    quantised=quantised,
+                    neighbours=neighbours,
+                )
+            )
+    return found
+
+
+def _block_k(shape: ExpertShape, run_bytes: int) -> int:
+    """Columns of a step whose weight rows are `run_bytes` long; at most one block of scales."""
+    if shape.run:
+        return 0
+    if shape.values == "plain":
+        return run_bytes // shape.item_bytes
+    return 128
+
+
+def _stages(shape: ExpertShape, block_n: int, block_m: int, block_k: int, residents: int, most: int) -> int:
+    """As many as `residents` programs of an SM have shared memory for."""
+    columns = block_k or (128 if shape.values == "mxfp4" else 2 * shape.run)
+    weight_bytes = columns // 2 if shape.run else columns * (shape.item_bytes if shape.values == "plain" else 1)
+    stage_bytes = block_n * (weight_bytes + 4) + block_m * columns * shape.item_bytes
+    return max(2, min(most, SHARED_BYTES // residents // stage_bytes))
+
+
+def _steps(shape: ExpertShape) -> int:
+    """Of the second linear."""
+    columns = 128 if shape.values == "mxfp4" else 2 * shape.run if shape.run else 128
+    return -(-shape.intermediate // columns)
+
+
+def _splits(shape: ExpertShape, block_n: int, distinct: int, slots: int) -> int:
+    """Enough that half the places of a GPU have work."""
+    splits = 1
+    while -(-shape.hidden // block_n) * distinct * splits * 2 < slots and splits < 4 and _steps(shape) // (splits * 2) >= 3:
+        splits *= 2
+    return splits

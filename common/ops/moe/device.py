@@ -1,0 +1,70 @@
+"""Choose how a GPU computes a mixture of experts.
+
+A choice depends on the weights' format and shape and on a bucket of rows: measured when the model was loaded
+(`experts_tuning.py`), else the default of `candidates.py`. With batch_invariant there is one for every number of rows.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from common.ops import backend
+from common.ops.moe.candidates import ExpertCandidate, ExpertShape, bucket, candidates, invariant_candidate
+from common.ops.moe.form import ExpertActivation
+from common.ops.moe.packed_weight import PackedWeight
+from common.ops.tuning import Table
+
+_OPS = Path(__file__).parents[1]
+TABLE = Table(
+    "experts", ExpertCandidate, sorted((*_OPS.glob("*.py"), *_OPS.glob("linear/*_triton.py"), *_OPS.glob("moe/*.py")))
+)
+"""An edit of any source whose kernels are timed, or that they are made of, measures again."""
+
+_chosen: dict[tuple[object, ...], ExpertCandidate] = {}
+
+
+def choose(gate_up: PackedWeight, activation: ExpertActivation, rows: int, top_k: int) -> ExpertCandidate:
+    """Return the implementation for `rows` tokens."""
+    size = 0 if backend.BATCH_INVARIANT else bucket(rows)
+    key = (gate_up.format, gate_up.values.dtype, gate_up.values.shape, gate_up.in_blocks, activation.kind, top_k, size)
+    found = _chosen.get(key)
+    if found is None:
+        if backend.BATCH_INVARIANT:
+            found = invariant_candidate(shape_of(gate_up, top_k))
+        else:
+            options_ = options(gate_up, size, top_k)
+            found = _table(gate_up.values.device).choose(choice_key(gate_up, activation, size, top_k), options_)
+        _chosen[key] = found
+    return found
+
+
+def forget_choices() -> None:
+    """Choose anew, after the table changed."""
+    _chosen.clear()
+
+
+def options(gate_up: PackedWeight, size: int, top_k: int) -> list[ExpertCandidate]:
+    """Return what may be chosen from for a bucket of rows, the default first."""
+    return candidates(shape_of(gate_up, top_k), size, backend.num_sms(gate_up.values.get_device()))
+
+
+def shape_of(gate_up: PackedWeight, top_k: int) -> ExpertShape:
+    values = "fp8_blocks" if gate_up.in_blocks else gate_up.format
+    item_bytes = gate_up.values.element_size() if gate_up.format == "plain" else 2
+    return ExpertShape(gate_up.experts, gate_up.k, gate_up.n // 2, top_k, values, gate_up.run, item_bytes)
+
+
+def choice_key(gate_up: PackedWeight, activation: ExpertActivation, size: int, top_k: int) -> str:
+    """Return the key of the table."""
+    shape = shape_of(gate_up, top_k)
+    run = f"/{shape.run}{'+offsets' if gate_up.offset is not None else ''}" if shape.run else ""
+    extent = f"{shape.experts}x{shape.intermediate}x{shape.hidden}"
+    return f"{shape.values}{run} {shape.item_bytes} {activation.kind} {extent} top{top_k} {size}"
+
+
+def _table(device: torch.device) -> Table[ExpertCandidate]:
+    if not TABLE.is_open:
+        TABLE.open(device)
+    return TABLE
