@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from common.engine.history import History
 from common.engine.load.runners import EngineConfig, cache_layout, load_runner
 from common.engine.plan import Constraint, Masks, Runner, StepPlan, StepRow
 from common.models.config import load_config
@@ -42,6 +44,7 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     computed: int = 0
     constraint: Constraint | None = None
+    key: int = field(default_factory=itertools.count().__next__)
 
     @property
     def tokens(self) -> list[int]:
@@ -120,7 +123,7 @@ def _row(one: Request, block_tokens: int, free: list[int]) -> StepRow:
         num_samples=int(end == len(one.tokens)),
         sampling=one.sampling,
         prompt_tokens=len(one.prompt),
-        history=one.tokens[:end],
+        history=History(one.key, one.tokens, end, []),
         constraint=one.constraint,
         output=list(one.output),
     )

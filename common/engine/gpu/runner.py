@@ -24,7 +24,7 @@ from common.engine.gpu.reading import places_read, read_rows
 from common.engine.gpu.sampling import DeviceSampler
 from common.engine.gpu.step import DeviceStep, lost_if_broken
 from common.engine.gpu.step_buffers import Fields, PackedStep, StepPacker, StepShape, buffer_bytes, layout
-from common.engine.gpu.warm_up import WARM_UP
+from common.engine.gpu.warm_up import WARM_UP, warm_up_rows
 from common.engine.masks import StepMasks, fill_masks
 from common.engine.plan import StepPlan, StepResult, StepRow
 from common.engine.sampling import penalised
@@ -99,7 +99,7 @@ class DeviceRunner:
         self._tokens = [torch.zeros(max_tokens, dtype=torch.int64, pin_memory=self._on_gpu) for _ in range(_DEPTH)]
         self._turn = 0
         self._packer = StepPacker(block_tokens=self.block_tokens, num_blocks=self.num_blocks, vocab_size=config.vocab_size)
-        self._sampler = DeviceSampler(max_tokens, self._device, _DEPTH)
+        self._sampler = DeviceSampler(max_tokens, self._device, _DEPTH, max_penalised=max_rows)
         self._workspace = AttentionWorkspace(self._device)
         self._attention = attention
         self._rope = decoder.rope.table(min(config.max_context, self.num_blocks * self.block_tokens))
@@ -231,7 +231,7 @@ class DeviceRunner:
             with self._running():
                 for index, samples in enumerate(WARM_UP):
                     start = self.block_tokens * (index % 2)  # a prompt's first part, and one after a prefix
-                    rows = [StepRow([0], 0, [], 1, params, 0, [0], constraint=one) for params, one in samples]
+                    rows = warm_up_rows(samples)
                     self._blank(shape)
                     self._sampler.load(rows)
                     logits = self._forward(shape, [AttentionRow(0, num_tokens, start, [])])
