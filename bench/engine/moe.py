@@ -10,25 +10,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from common.ops.moe.experts_reference import experts_reference
-from common.ops.moe.experts_triton import Tiles, experts_triton
 from common.ops.moe.form import ExpertActivation, Routing
 from common.ops.moe.grouped_weight import GroupedFormat, GroupedWeight
+
+if TYPE_CHECKING:
+    from common.ops.moe.experts_triton import Tiles
 
 CHECKED_ROWS = 8
 MAX_ERROR = 0.01
 CALLS = 20
-SWEPT = [
-    Tiles(m, n, k, warps, stages)
-    for m, warps in ((16, 4), (64, 4), (128, 8))
-    for n in (32, 64)
-    for k in (64, 128)
-    for stages in (3, 4)
-]
 
 
 class Shape(NamedTuple):
@@ -46,6 +41,19 @@ SHAPES = {
     "qwen3-235b": Shape(128, 8, 4096, 1536),
     "mixtral": Shape(8, 2, 4096, 14336),
 }
+
+
+def swept() -> list[Tiles | None]:
+    """Return the tiles to try."""
+    from common.ops.moe.experts_triton import Tiles
+
+    return [
+        Tiles(m, n, k, warps, stages)
+        for m, warps in ((16, 4), (64, 4), (128, 8))
+        for n in (32, 64)
+        for k in (64, 128)
+        for stages in (3, 4)
+    ]
 
 
 def weight(count: int, n: int, k: int, kind: GroupedFormat) -> GroupedWeight:
@@ -71,6 +79,8 @@ def routed(shape: Shape, rows: int, *, skewed: bool) -> Routing:
 
 def error_of(shape: Shape, gate_up: GroupedWeight, down: GroupedWeight, tiles: Tiles | None) -> float:
     """Return the relative error of a few tokens' answers."""
+    from common.ops.moe.experts_triton import experts_triton
+
     x = torch.randn(CHECKED_ROWS, shape.hidden, device="cuda").bfloat16()
     routing = routed(shape, CHECKED_ROWS, skewed=True)
     kept = routing.ids[0].long()
@@ -89,6 +99,8 @@ def _some(linear: GroupedWeight, kept: torch.Tensor) -> GroupedWeight:
 
 def seconds(shape: Shape, pair: tuple[GroupedWeight, GroupedWeight], rows: int, routing: Routing, tiles: Tiles | None) -> float:
     """Return the time of one call inside a CUDA graph, the L2 cache flushed before each."""
+    from common.ops.moe.experts_triton import experts_triton
+
     x = torch.randn(rows, shape.hidden, device="cuda").bfloat16()
     experts_triton(x, routing, *pair, shape.activation, tiles=tiles)
     torch.cuda.synchronize()
@@ -125,7 +137,7 @@ def main() -> None:
             gate_up = weight(shape.experts, 2 * shape.intermediate, shape.hidden, kind)
             down = weight(shape.experts, shape.hidden, shape.intermediate, kind)
             stored = sum(t.nbytes for linear in (gate_up, down) for t in (linear.values, linear.scale) if t is not None)
-            tried = SWEPT if given.sweep else [None]
+            tried = swept() if given.sweep else [None]
             errors = {tiles: error_of(shape, gate_up, down, tiles) for tiles in tried}
             wrong += sum(not error < MAX_ERROR for error in errors.values())
             for rows in given.rows:

@@ -185,7 +185,7 @@ def test_status_lists_workers_along_the_way_of_a_request() -> None:
 def test_status_as_json_names_every_field() -> None:
     fields = status.as_fields(presence("decode", kv=KvUsage(total=8, free=5, owned=3)))
     assert fields["worker"] == {"role": "decode", "id": "decode-0", "epoch": 1}
-    assert fields["kv"] == {"total": 8, "free": 5, "owned": 3, "leased": 0, "cached": 0}
+    assert fields["kv"] == {"total": 8, "free": 5, "owned": 3, "leased": 0, "cached": 0, "groups": []}
     msgspec.json.encode(fields)
 
 
