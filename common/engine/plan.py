@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from common.engine.history import History
 from common.protocol.messages import SamplingParams, TokenLogprobs
 
 Masks = NDArray[np.int32]
@@ -53,9 +54,10 @@ class StepRow(msgspec.Struct):
     last k of `tokens`.
 
     `history` is the sequence's tokens [0, start + len(tokens)) whenever `sampling` needs them (penalties), else empty; the
-    first `prompt_tokens` are the prompt. With a `constraint`, `output` is what has been generated from output index
-    `output_start` on, without proposed tokens. The sample at input position p is the token at position p + 1, output index
-    p + 1 - prompt_tokens, and draws Gumbel(seed, p + 1, token).
+    first `prompt_tokens` are the prompt. A `History` names its sequence, so that a runner may keep what it has counted of it.
+    With a `constraint`, `output` is what has been generated from output index `output_start` on, without proposed tokens. The
+    sample at input position p is the token at position p + 1, output index p + 1 - prompt_tokens, and draws
+    Gumbel(seed, p + 1, token).
 
     A row that is read gives no samples. The final hidden states of its last `num_read` positions are looked at: with `targets`,
     one for each of them, the tokens that follow them are known, and are scored; without, the states are added up.
@@ -70,7 +72,7 @@ class StepRow(msgspec.Struct):
     num_samples: int
     sampling: SamplingParams
     prompt_tokens: int
-    history: list[int] = []
+    history: list[int] | History = []
     feed: int = -1
     constraint: Constraint | None = None
     output: list[int] = []
@@ -181,9 +183,16 @@ def resolve_feeds(plan: StepPlan, samples: Sequence[int]) -> None:
         if row.feed >= 0:
             row.tokens[0] = max(0, samples[row.feed])  # what follows `NO_TOKEN` is dropped
             if row.history:
-                row.history[-1] = row.tokens[0]
+                _settle(row.history, row.tokens[0])
             if row.output:
                 row.output[-1] = row.tokens[0]
+
+
+def _settle(history: list[int] | History, token: int) -> None:
+    if isinstance(history, History):
+        history.settle(token)
+    else:
+        history[-1] = token
 
 
 class LaterStep:

@@ -15,6 +15,7 @@ among its step's samples).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from common.engine.history import History
 from common.engine.matcher import Matcher
 from common.engine.plan import FIXED_POINT, NO_TOKEN, UNKNOWN, RowSamples, StepRow
 from common.engine.timeline import Timeline
@@ -41,8 +43,8 @@ class Sequence:
     `ends_at`: the request's deadline in seconds of the worker's clock. `matcher`: the state of the request's grammar, once that
     is compiled. `num_reported`: outputs of a sequence that is read which its gateway has, or is being sent.
     `is_broken`: logits of it were not finite: it has no next token.
-    `timeline`: what has happened to it here, if it is traced. `arrival`, `admitted_step`: its number among those admitted, and
-    the step before which it was.
+    `timeline`: what has happened to it here, if it is traced. `serial`: its number among all of this process. `arrival`,
+    `admitted_step`: its number among those admitted, and the step before which it was.
     """
 
     generation: Generation
@@ -72,6 +74,7 @@ class Sequence:
     embedding: bytes = b""
     is_broken: bool = False
     timeline: Timeline | None = None
+    serial: int = field(default_factory=itertools.count().__next__)
 
     @classmethod
     def of(cls, generation: Generation, *, vocab_size: int, max_context: int) -> Sequence:
@@ -168,9 +171,10 @@ class Sequence:
         start, end = self.num_planned, self.num_planned + num_tokens
         sampled, feed = end == self.length, self.last_sample if self.num_awaited else -1
         inputs = [*self.tokens[start:end], *proposal] if feed < 0 else [UNKNOWN]
-        history = []
+        history: list[int] | History = []
         if sampled and _needs_history(self.sampling):
-            history = [*self.tokens[:end], *proposal] if feed < 0 else [*self.tokens, UNKNOWN]
+            known, tail = (end, [*proposal]) if feed < 0 else (len(self.tokens), [UNKNOWN])
+            history = History(self.serial, self.tokens, known, tail)
         output: list[int] = []
         output_start = 0
         if sampled and self.matcher is not None:

@@ -14,6 +14,7 @@ from common.protocol.errors import (
     GatewayBusy,
     HostNotAllowed,
     InternalError,
+    InvalidLogits,
     InvalidParameter,
     NoWorkers,
     OriginNotAllowed,
@@ -49,6 +50,7 @@ READS_A_BODY: Errors = (
 GENERATES: Errors = (
     *READS_A_BODY,
     EmptyPrompt,
+    InvalidLogits,
     WorkersDied,
     NoWorkers,
     GatewayBusy,

@@ -5,6 +5,7 @@ Of a cache group with a window or chunks, a sequence holds the blocks that its n
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import torch
 
 from common.cache.grouped_pool import HOLE
 from common.cache.retention import KEEP_ALL, Retention
+from common.engine.history import History
 from common.engine.load.runners import EngineConfig, cache_layout, load_runner
 from common.engine.plan import Constraint, Masks, Runner, StepPlan, StepRow
 from common.models.config import load_config
@@ -50,6 +52,7 @@ class Request:
     tables: list[list[int]] = field(default_factory=list)
     computed: int = 0
     constraint: Constraint | None = None
+    key: int = field(default_factory=itertools.count().__next__)
 
     @property
     def tokens(self) -> list[int]:
@@ -152,7 +155,7 @@ def _row(one: Request, block_tokens: int, pools: Sequence[_Free]) -> StepRow:
         num_samples=int(end == len(one.tokens)),
         sampling=one.sampling,
         prompt_tokens=len(one.prompt),
-        history=one.tokens[:end],
+        history=History(one.key, one.tokens, end, []),
         constraint=one.constraint,
         output=list(one.output),
     )

@@ -16,6 +16,7 @@ from common.engine.gpu.graphs import ShapeTable, borrowed, exact_shape
 from common.engine.gpu.runner import DeviceRunner, _attention_rows
 from common.engine.gpu.sampling import DeviceSampler
 from common.engine.gpu.step_buffers import StepPacker, StepShape, layout
+from common.engine.history import History
 from common.engine.layer_group import LayerGroup
 from common.engine.plan import StepPlan, StepRow
 from common.models.config import load_config
@@ -174,8 +175,9 @@ def test_logprobs_are_those_of_the_cpu(llama: tuple[Any, ModelFiles]) -> None:
 
 
 @pytest.mark.slow
-def test_rows_are_fed_on_the_device_while_nobody_has_seen_their_tokens(llama: tuple[Any, ModelFiles]) -> None:
-    """Four steps of three rows, each submitted before the result of the one before it is taken."""
+@pytest.mark.parametrize("kept", [False, True])
+def test_rows_are_fed_on_the_device_while_nobody_has_seen_their_tokens(llama: tuple[Any, ModelFiles], kept: bool) -> None:
+    """Four steps of three rows, each submitted before the result of the one before it is taken. kept: counts for penalties."""
     prompts = [oracle_prompt(seed=i, length=5 + 7 * i) for i in range(3)]
     params = [SAMPLED[0], SAMPLED[2], SAMPLED[4]]
     expected = run(open_runner(llama[1]), [Request(p, 4, s) for p, s in zip(prompts, params, strict=True)])
@@ -190,7 +192,8 @@ def test_rows_are_fed_on_the_device_while_nobody_has_seen_their_tokens(llama: tu
             fed = [] if step == 0 else [-1]
             tokens = prompt if step == 0 else fed
             start = 0 if step == 0 else len(prompt) + step - 1
-            history = [*known[: len(prompt) + max(0, step - 1)], *fed]
+            seen = known[: len(prompt) + max(0, step - 1)]
+            history = History(index, seen, len(seen), fed) if kept else [*seen, *fed]
             rows.append(
                 StepRow(tokens, start, blocks[index], 1, params[index], len(prompt), history, feed=index if step else -1)
             )

@@ -123,15 +123,23 @@ def _penalise(dtype: str, counted: bool) -> KernelCase:
         f"{dtype}-{counted}",
         _ADJUST,
         "penalise_kernel",
-        signature | ({"counts": "*i32"} if counted else {}),
-        {"COUNTED": counted, "BLOCK": 1024, **({} if counted else {"counts": None})},
+        signature | dict.fromkeys(("ids", "starts", "slots", *(("counts", "table") if counted else ())), "*i32"),
+        {"COUNTED": counted, "BLOCK": 1024, **({} if counted else {"counts": None, "table": None})},
         enable_fp_fusion=False,
         expects=("ld.global.v4", "st.global.v4"),
-        max_registers=64,
+        max_registers=96 if counted else 64,
     )
 
 
-_COUNT = {"counts": "*i32", "ids": "*i32", "starts": "*i32", "outputs": "*i32", "feeds": "*i32", "previous": "*i64"}
+_COUNT = {
+    "counts": "*i32",
+    "targets": "*i32",
+    "ids": "*i32",
+    "starts": "*i32",
+    "outputs": "*i32",
+    "feeds": "*i32",
+    "previous": "*i64",
+}
 _EDIT = {"out": "*fp32", "edit_rows": "*i32", "edit_tokens": "*i32", "count": "i32", "vocab": "i32:16"}
 
 CASES = [

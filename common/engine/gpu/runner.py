@@ -24,7 +24,7 @@ from common.engine.gpu.reading import places_read, read_rows
 from common.engine.gpu.sampling import DeviceSampler
 from common.engine.gpu.step import DeviceStep, lost_if_broken
 from common.engine.gpu.step_buffers import Fields, PackedStep, StepPacker, StepShape, buffer_bytes, layout
-from common.engine.gpu.warm_up import WARM_UP
+from common.engine.gpu.warm_up import WARM_UP, warm_up_rows
 from common.engine.layer_group import GroupedAttention, LayerGroup, check_groups
 from common.engine.masks import StepMasks, fill_masks
 from common.engine.plan import StepPlan, StepResult, StepRow
@@ -102,7 +102,7 @@ class DeviceRunner:
         self._packer = StepPacker(
             block_tokens=self.block_tokens, num_blocks=[len(group.pool) for group in groups], vocab_size=config.vocab_size
         )
-        self._sampler = DeviceSampler(max_tokens, self._device, _DEPTH)
+        self._sampler = DeviceSampler(max_tokens, self._device, _DEPTH, max_penalised=max_rows)
         self._workspace = AttentionWorkspace(self._device)
         self._attention = attention
         self._ropes = {rope: table.table(longest) for rope, table in decoder.ropes.items()}
@@ -242,7 +242,7 @@ class DeviceRunner:
             with self._running():
                 for index, samples in enumerate(WARM_UP):
                     start = self.block_tokens * (index % 2)  # a prompt's first part, and one after a prefix
-                    rows = [StepRow([0], 0, [], 1, params, 0, [0], constraint=one) for params, one in samples]
+                    rows = warm_up_rows(samples)
                     self._blank(shape)
                     self._sampler.load(rows)
                     logits = self._forward(shape, [[AttentionRow(0, num_tokens, start, [])]] * len(self.groups))

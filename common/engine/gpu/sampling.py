@@ -14,11 +14,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from common.engine.gpu.counts import NO_SLOT, PenaltyCounts, PlannedCounts
 from common.engine.gpu.pinned import to_device, to_host
 from common.engine.masks import StepMasks
 from common.engine.plan import Constraint, Masks, StepRow
 from common.engine.sampling import forbidden_tokens, penalised
-from common.ops.sampling.adjust_device import Adjustment, Adjustments, HostAdjustments, apply_adjustments, pack_adjustments
+from common.ops.sampling.adjust_device import (
+    ANEW,
+    Adjustment,
+    Adjustments,
+    HostAdjustments,
+    apply_adjustments,
+    pack_adjustments,
+)
 from common.ops.sampling.logprobs import token_logprobs
 from common.ops.sampling.sample import Draw
 from common.ops.sampling.sample_device import DrawBatch, HostDraws, pack_draws, sample_filtered, sample_plain
@@ -59,7 +67,8 @@ class DeviceSampler:
     `depth` steps may be under way at once: so many sets of pinned draws are used in turn.
     """
 
-    def __init__(self, max_samples: int, device: torch.device, depth: int) -> None:
+    def __init__(self, max_samples: int, device: torch.device, depth: int, *, max_penalised: int = 256) -> None:
+        """max_penalised: sequences whose counts are kept from step to step at most, within `counts.MAX_BYTES`."""
         self.draws = DrawBatch.create(max_samples, device)
         self.sampled = torch.zeros(max_samples, dtype=torch.int64, device=device)
         self.results = torch.zeros_like(self.sampled)
@@ -67,6 +76,7 @@ class DeviceSampler:
         self._hosts = [HostDraws(max_samples) for _ in range(depth)]
         self._masks = [torch.empty(0, 0, dtype=torch.int32) for _ in range(depth)]
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._counts = PenaltyCounts(max_penalised, device)
         self._turn = 0
         self._packed: list[SamplingParams] = []
         self._warm = False
@@ -115,9 +125,11 @@ class DeviceSampler:
         """Behind the graph: the rows that asked for more than it does. masks: of the step's constrained samples, in a
         `mask_buffer`; called last, since it may wait for the step before."""
         device = self.sampled.device
-        extras = _extras(rows, self._hosts[self._turn])
+        planned = self._counts.plan(rows, logits.shape[1])
+        extras = _extras(rows, self._hosts[self._turn], planned)
         again = to_device(extras.masked, device)
         adjustments = None if extras.adjustments is None else Adjustments.on(device, extras.adjustments)
+        self._counts.count(planned, self._previous)
         if len(extras.filtered):
             filtered = to_device(extras.filtered, device)
             sample_filtered(logits, filtered, self.draws, self.sampled, results=self.results)
@@ -128,7 +140,8 @@ class DeviceSampler:
             own = words if len(words) == len(again) else words.index_select(0, to_device(extras.mask_of, device))
             sample_plain(logits, self.draws, self.sampled, rows=again, masks=own, results=self.results)
         if adjustments is not None:
-            adjusted = apply_adjustments(logits, adjustments, self._previous, words if extras.masks_adjusted else None)
+            allowed = words if extras.masks_adjusted else None
+            adjusted = apply_adjustments(logits, adjustments, self._previous, allowed, self._counts.table)
             rows_again, into = adjustments.rows, self.results
             if extras.filters_adjusted:
                 sample_filtered(adjusted, rows_again, self.draws, self.sampled, compact=True, results=into)
@@ -172,7 +185,7 @@ def _is_special(params: SamplingParams) -> bool:
     )
 
 
-def _extras(rows: Sequence[StepRow], host: HostDraws) -> _Extras:
+def _extras(rows: Sequence[StepRow], host: HostDraws, counts: PlannedCounts) -> _Extras:
     adjustments: list[Adjustment] = []
     masked: list[int] = []
     mask_of: list[int] = []
@@ -180,7 +193,7 @@ def _extras(rows: Sequence[StepRow], host: HostDraws) -> _Extras:
     num_top = 0
     index = num_masks = 0
     filtered = set(host.filtered_rows(sum(row.num_samples for row in rows)).tolist())
-    for row in rows:
+    for row, slot in zip(rows, counts.slots, strict=True):
         params = row.sampling
         for sample in range(row.num_samples):
             end = row.start + len(row.tokens) - row.num_samples + sample + 1
@@ -188,7 +201,7 @@ def _extras(rows: Sequence[StepRow], host: HostDraws) -> _Extras:
             mask = -1 if row.constraint is None else num_masks
             num_masks += mask >= 0
             if penalised(params) or params.logit_bias or forbidden or (mask >= 0 and index in filtered):
-                adjustments.append(_adjustment(row, index, end, forbidden, mask))
+                adjustments.append(_adjustment(row, index, end, forbidden, mask, slot))
             elif mask >= 0:
                 masked.append(index)
                 mask_of.append(mask)
@@ -209,13 +222,18 @@ def _extras(rows: Sequence[StepRow], host: HostDraws) -> _Extras:
     )
 
 
-def _adjustment(row: StepRow, index: int, end: int, forbidden: Sequence[int], mask: int) -> Adjustment:
+def _adjustment(row: StepRow, index: int, end: int, forbidden: Sequence[int], mask: int, slot: int) -> Adjustment:
     params = row.sampling
-    history = row.history if penalised(params) else []
+    prompt: Sequence[int] = []
+    output: Sequence[int] = []
+    if slot != NO_SLOT:
+        output = row.history[row.start + len(row.tokens) - row.num_samples + 1 : end]
+    elif penalised(params):
+        prompt, output = row.history[: row.prompt_tokens], row.history[row.prompt_tokens : end]
     return Adjustment(
         row=index,
-        prompt=history[: row.prompt_tokens],
-        output=history[row.prompt_tokens : end],
+        prompt=prompt,
+        output=output,
         presence=params.presence_penalty,
         frequency=params.frequency_penalty,
         repetition=params.repetition_penalty,
@@ -223,4 +241,5 @@ def _adjustment(row: StepRow, index: int, end: int, forbidden: Sequence[int], ma
         forbidden=forbidden,
         feed=max(row.feed, 0),
         mask=mask,
+        slot=ANEW if slot == NO_SLOT else slot,
     )

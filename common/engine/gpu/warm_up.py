@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.engine.plan import Constraint, Masks
+from common.engine.history import History
+from common.engine.plan import Constraint, Masks, StepRow
 from common.protocol.messages import SamplingParams
 
 
@@ -28,3 +29,8 @@ WARM_UP: tuple[tuple[tuple[SamplingParams, Constraint | None], ...], ...] = (
     ((_BIASED, _Anything()), (_FREE, None), (_FREE, None)),
 )
 """The samples of steps that need every build of the kernels behind a graph: with filters, penalties and masks, and without."""
+
+
+def warm_up_rows(samples: Sequence[tuple[SamplingParams, Constraint | None]]) -> list[StepRow]:
+    """Return rows of one token each, of a sequence that comes again, and is counted by what is new of it."""
+    return [StepRow([0], 0, [], 1, params, 0, History(-1, [0], 1, []), constraint=one) for params, one in samples]

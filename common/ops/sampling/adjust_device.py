@@ -17,9 +17,14 @@ import torch
 from numpy.typing import NDArray
 
 from common.ops.backend import on_device
+from common.ops.sampling.packing import pack_columns, unpack_columns
 
 PENDING = -1
 """In a history: the token that the step before draws for this row, which the host does not know yet."""
+
+ANEW = -1
+NOTHING = -2
+"""In place of a slot: the row's history is counted anew; it has none."""
 
 _FLOATS = {"presence", "frequency", "repetition", "bias_values"}
 
@@ -28,7 +33,8 @@ class Adjustment(NamedTuple):
     """What changes one row of logits: penalties, then biases; tokens in `forbidden` or outside the mask get -inf.
 
     prompt and output: token ids, both empty without penalties; output may end with `PENDING`, which stands for
-    `previous_tokens[feed]`. mask: which of the step's masks holds for the row, -1 none.
+    `previous_tokens[feed]`. With a `slot`, that row of the table of counts holds both up to `output`, which is then the few
+    tokens behind them. mask: which of the step's masks holds for the row, -1 none.
     """
 
     row: int
@@ -41,6 +47,7 @@ class Adjustment(NamedTuple):
     forbidden: Sequence[int] = ()
     feed: int = 0
     mask: int = -1
+    slot: int = ANEW
 
 
 class HostAdjustments(NamedTuple):
@@ -54,13 +61,17 @@ class HostAdjustments(NamedTuple):
 @dataclass(frozen=True)
 class Adjustments:
     """Of n rows, on a device. `ids`: int32 histories, one after the other: row i's is [starts[i], starts[i + 1]), and its
-    output begins at outputs[i]. Biases and forbidden tokens name their row by its index among the n. `masks`: int32, of each.
+    output begins at outputs[i]. `slots`: rows of the table of counts, `ANEW` or `NOTHING`. targets: i for rows that are `ANEW`,
+    else -1; longest: of the histories of those. Biases and forbidden tokens name their row by its index among the n. `masks`:
+    int32, of each.
     """
 
     rows: torch.Tensor
     outputs: torch.Tensor
     feeds: torch.Tensor
     masks: torch.Tensor
+    slots: torch.Tensor
+    targets: torch.Tensor
     presence: torch.Tensor
     frequency: torch.Tensor
     repetition: torch.Tensor
@@ -76,13 +87,9 @@ class Adjustments:
     @classmethod
     def on(cls, device: torch.device | str, host: HostAdjustments) -> Adjustments:
         """Starts the copy; `host.buffer` must stay as it is until that has happened."""
-        buffer = host.buffer.to(device, non_blocking=True)
-        parts: dict[str, torch.Tensor] = {}
-        start = 0
-        for name, size in host.sizes.items():
-            part = buffer[start : start + size]
-            parts[name] = part.view(torch.float32) if name in _FLOATS else part
-            start += _padded(size)
+        parts = unpack_columns(host.buffer.to(device, non_blocking=True), host.sizes)
+        for name in _FLOATS:
+            parts[name] = parts[name].view(torch.float32)
         return cls(**parts, longest=host.longest)
 
 
@@ -92,10 +99,16 @@ def pack_adjustments(adjustments: Sequence[Adjustment]) -> HostAdjustments:
     histories = [np.asarray(part, np.int32) for one in adjustments for part in (one.prompt, one.output)]
     ends = np.cumsum([0, *(len(part) for part in histories)], dtype=np.int32)
     starts, outputs = ends[::2], ends[1::2]
+    counts_anew = np.array([one.slot == ANEW and len(one.prompt) + len(one.output) > 0 for one in adjustments], bool)
     values: dict[str, list[int] | list[float]] = {
         "rows": [one.row for one in adjustments],
         "feeds": [one.feed for one in adjustments],
         "masks": [one.mask for one in adjustments],
+        "slots": [
+            one.slot if one.slot >= 0 else (ANEW if anew else NOTHING)
+            for one, anew in zip(adjustments, counts_anew, strict=True)
+        ],
+        "targets": [index if anew else -1 for index, anew in enumerate(counts_anew)],
         "presence": [one.presence for one in adjustments],
         "frequency": [one.frequency for one in adjustments],
         "repetition": [one.repetition for one in adjustments],
@@ -109,27 +122,20 @@ def pack_adjustments(adjustments: Sequence[Adjustment]) -> HostAdjustments:
         columns[name] = np.array(column, np.float32 if name in _FLOATS else np.int32).view(np.int32)
     columns["outputs"], columns["starts"] = outputs, starts
     columns["ids"] = np.concatenate(histories) if histories else np.empty(0, np.int32)
-    sizes = {name: len(columns[name]) for name in Adjustments.__dataclass_fields__ if name in columns}
-    pinned = torch.cuda.is_available()
-    buffer = torch.zeros(sum(_padded(size) for size in sizes.values()), dtype=torch.int32, pin_memory=pinned)
-    place = buffer.numpy()
-    start = 0
-    for name, size in sizes.items():
-        place[start : start + size] = columns[name]
-        start += _padded(size)
-    longest = int(np.diff(starts).max()) if len(adjustments) else 0
-    return HostAdjustments(buffer, sizes, longest)
-
-
-def _padded(size: int) -> int:
-    return -(-size // 4) * 4  # every part starts at a multiple of 16 bytes
+    longest = int(np.diff(starts)[counts_anew].max()) if counts_anew.any() else 0
+    return HostAdjustments(*pack_columns(columns), longest)
 
 
 def apply_adjustments(
-    logits: torch.Tensor, adjustments: Adjustments, previous_tokens: torch.Tensor, masks: torch.Tensor | None = None
+    logits: torch.Tensor,
+    adjustments: Adjustments,
+    previous_tokens: torch.Tensor,
+    masks: torch.Tensor | None = None,
+    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """logits: float32, bfloat16 or float16 [rows, vocab], left as they are. previous_tokens: int32 or int64, at least one.
     masks: int32 [masks, ceil(vocab / 32)], bit t % 32 of word t // 32 allows token t; None where no row has one.
+    counts: int32 [slots, vocab] (`counts_device.add_counts`); None where no row has a slot.
     Returns float32 [n, vocab], the adjusted logits of `adjustments.rows`.
 
     Repetition divides positive logits of tokens in prompt or output and multiplies others; then frequency is subtracted once
@@ -150,6 +156,9 @@ def apply_adjustments(
     out = penalise_triton(
         logits,
         adjustments.rows,
+        table=counts,
+        slots=adjustments.slots,
+        targets=adjustments.targets,
         ids=adjustments.ids,
         starts=adjustments.starts,
         outputs=adjustments.outputs,

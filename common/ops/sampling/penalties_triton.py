@@ -16,7 +16,8 @@ BLOCK = 1024
 
 @triton.jit
 def count_kernel(
-    counts,  # int32 [n, vocab], zeros: becomes 2 · occurrences in the output, + 1 if in the prompt
+    counts,  # int32 [rows, vocab]: gets 2 · occurrences in the output, + 1 if in the prompt
+    targets,  # int32 [n]: rows of `counts`; -1: nothing is counted
     ids,  # int32 [total]; -1: previous[feeds[index]]
     starts,  # int32 [n + 1]
     outputs,  # int32 [n]: where each row's output begins in `ids`
@@ -26,14 +27,15 @@ def count_kernel(
     BLOCK: tl.constexpr,
 ):
     index = tl.program_id(1)
+    target = tl.load(targets + index)
     place = tl.load(starts + index) + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    there = place < tl.load(starts + index + 1)
+    there = (place < tl.load(starts + index + 1)) & (target >= 0)
     token = tl.load(ids + place, mask=there, other=0).to(tl.int64)
     fed = tl.load(previous + tl.load(feeds + index)).to(tl.int64)
     token = tl.where(token < 0, fed, token)
     there = there & (token >= 0) & (token < vocab)
     generated = place >= tl.load(outputs + index)
-    row = counts + index.to(tl.int64) * vocab
+    row = counts + target.to(tl.int64) * vocab
     tl.atomic_add(row + token, tl.full([BLOCK], 2, tl.int32), mask=there & generated, sem="relaxed")
     tl.atomic_or(row + token, tl.full([BLOCK], 1, tl.int32), mask=there & ~generated, sem="relaxed")
 
@@ -42,7 +44,11 @@ def count_kernel(
 def penalise_kernel(
     logits,
     rows,  # int32 [n]
-    counts,
+    counts,  # int32 [n, vocab], of rows without a slot
+    table,  # int32 [slots, vocab]
+    slots,  # int32 [n]: rows of `table`; -1: of `counts`; -2: nothing is counted
+    ids,  # int32: behind what `table` has of a row, the tokens [starts[i], starts[i + 1]) of its output
+    starts,
     presence,
     frequency,
     repetition,  # float32 [n] each
@@ -62,7 +68,14 @@ def penalise_kernel(
     own = index.to(tl.int64) * vocab
     x = tl.load(row + tokens, mask=there, other=0.0).to(tl.float32)
     if COUNTED:
-        count = tl.load(counts + own + tokens, mask=there, other=0)
+        slot = tl.load(slots + index)
+        count = tl.zeros([BLOCK], tl.int32)
+        if slot >= 0:
+            count = tl.load(table + slot.to(tl.int64) * vocab + tokens, mask=there, other=0)
+            for place in range(tl.load(starts + index), tl.load(starts + index + 1)):
+                count += tl.where(tokens == tl.load(ids + place), 2, 0)
+        elif slot == -1:
+            count = tl.load(counts + own + tokens, mask=there, other=0)
         factor = tl.load(repetition + index)
         if factor != 1.0:
             x = tl.where(count > 0, tl.where(x > 0, tl.math.div_rn(x, factor), x * factor), x)
@@ -102,6 +115,9 @@ def penalise_triton(
     logits: torch.Tensor,
     rows: torch.Tensor,
     *,
+    table: torch.Tensor | None,
+    slots: torch.Tensor,
+    targets: torch.Tensor,
     ids: torch.Tensor,
     starts: torch.Tensor,
     outputs: torch.Tensor,
@@ -115,28 +131,33 @@ def penalise_triton(
     mask_of: torch.Tensor,
     block: int = BLOCK,
 ) -> torch.Tensor:
-    """Returns float32 [n, vocab]; longest: ids of the longest history, 0 if there are none. masks: None if all of `mask_of`
-    are -1."""
+    """Returns float32 [n, vocab]; longest: ids of the longest history that is counted here, 0 if there are none. table: None if
+    no row has a slot; masks: None if all of `mask_of` are -1."""
     count, vocab = len(rows), logits.shape[1]
     out = torch.empty(count, vocab, dtype=torch.float32, device=logits.device)
     counts: torch.Tensor | None = None
     if longest:
         counts = torch.zeros(count, vocab, dtype=torch.int32, device=logits.device)
-        count_kernel[(triton.cdiv(longest, block), count)](
-            counts=counts,
+        count_triton(
+            counts,
+            targets,
             ids=ids,
             starts=starts,
             outputs=outputs,
             feeds=feeds,
             previous=previous,
-            vocab=vocab,
-            BLOCK=block,
-            num_warps=4,
+            longest=longest,
+            block=block,
         )
     penalise_kernel[(triton.cdiv(vocab, block), count)](
         logits=logits,
         rows=rows,
-        counts=counts,
+        # where one is missing, no row is in it; the kernel is the same
+        counts=table if counts is None else counts,
+        table=counts if table is None else table,
+        slots=slots,
+        ids=ids,
+        starts=starts,
         presence=presence,
         frequency=frequency,
         repetition=repetition,
@@ -146,12 +167,39 @@ def penalise_triton(
         row_stride=logits.stride(0),
         words=0 if masks is None else masks.stride(0),
         vocab=vocab,
-        COUNTED=counts is not None,
+        COUNTED=counts is not None or table is not None,
         BLOCK=block,
         num_warps=4,
         enable_fp_fusion=False,
     )
     return out
+
+
+def count_triton(
+    counts: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    ids: torch.Tensor,
+    starts: torch.Tensor,
+    outputs: torch.Tensor,
+    feeds: torch.Tensor,
+    previous: torch.Tensor,
+    longest: int,
+    block: int = BLOCK,
+) -> None:
+    """See `count_kernel`; longest: ids of the longest history."""
+    count_kernel[(triton.cdiv(longest, block), len(targets))](
+        counts=counts,
+        targets=targets,
+        ids=ids,
+        starts=starts,
+        outputs=outputs,
+        feeds=feeds,
+        previous=previous,
+        vocab=counts.shape[1],
+        BLOCK=block,
+        num_warps=4,
+    )
 
 
 def edit_triton(
