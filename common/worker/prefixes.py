@@ -112,14 +112,17 @@ class Prefixes:
         """Offer the full blocks of a sequence in the background; call before its blocks are freed."""
         worker = self._worker
         hashes = list(worker.cache.hash(sequence, sequence.num_computed))
+        if not hashes or not worker.store.available:
+            return  # a sequence that has let go of its blocks has no tables either
         tables = [table[: len(hashes)] for table in sequence.tables]
-        for index, ((pool, _), table) in enumerate(zip(worker.pool.groups, tables, strict=True)):
+        for index, ((pool, retention), table) in enumerate(zip(worker.pool.groups, tables, strict=True)):
+            if retention.keeps_all:
+                continue
             # who has the same tokens again computes the last one anew, and that one may read a block that was let go just now
             for i in range(worker.cache.first_block(index, max(sequence.num_computed - 1, 0)), len(table)):
                 table[i] = pool.find(hashes[i]) if table[i] == HOLE else table[i]
-        if hashes and worker.store.available:
-            worker.pool.retain(tables)
-            worker.task_group.start_soon(self._offer, tables, hashes)
+        worker.pool.retain(tables)
+        worker.task_group.start_soon(self._offer, tables, hashes)
 
     async def _offer(self, tables: list[list[int]], hashes: list[bytes]) -> None:
         """Give full blocks to the kvstore. They were retained, and are released here, whatever happens."""
