@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from common.cache.usage import fullest, used_share
 from common.cli.client import connected, decode_presence, watch_presence
 from common.cli.console import DEFAULT_NATS_URL, NatsUrl, err, out, run
 from common.protocol import subjects
@@ -118,7 +119,7 @@ def _of_one_model(workers: list[Presence], columns: int) -> Table:
     for title in widths:
         shown.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)
     for presence in workers:
-        worker_id, kv = presence.worker.id, presence.kv.fullest
+        worker_id, kv = presence.worker.id, fullest(presence.kv)
         style = _STATE_STYLES.get(presence.state, "")
         state = f"load {100 * presence.loaded:.0f}%" if presence.loaded < 1 else presence.state
         shown.add_row(
@@ -127,7 +128,7 @@ def _of_one_model(workers: list[Presence], columns: int) -> Table:
             short(presence.running),
             short(presence.waiting),
             short(presence.credits),
-            f"{100 * kv.used:.0f}%" if kv.total else "-",
+            f"{100 * used_share(kv):.0f}%" if kv.total else "-",
             f"{100 * kv.cached / kv.total:.0f}%" if kv.total else "-",
             f"{presence.step_ms:.{0 if presence.step_ms >= 1000 else 1}f}ms" if presence.step_ms else "-",
             short(round(presence.tokens_per_s)) if presence.tokens_per_s else "-",

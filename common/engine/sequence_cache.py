@@ -21,8 +21,8 @@ class SequenceCache:
         self.pool = pool
         self.block_tokens = pool.block_tokens
         self.fingerprint = fingerprint
-        self._keeps_all = all(group.retention.keeps_all for group in pool.groups)
-        self._only = pool.groups[0].pool if self._keeps_all and len(pool.groups) == 1 else None
+        self.keeps_all = all(group.retention.keeps_all for group in pool.groups)
+        self._only = pool.groups[0].pool if self.keeps_all and len(pool.groups) == 1 else None
         self._reserved = [0] * len(pool.groups)
 
     def longest(self, *, spare: int) -> int:
@@ -130,7 +130,7 @@ class SequenceCache:
 
         Return how many of the tokens have blocks now: fewer where a group has too few, 0 where it has none.
         """
-        if self._keeps_all:
+        if self.keeps_all:
             return num_tokens
         start, end = sequence.num_planned, sequence.num_planned + num_tokens
         for group, table in zip(self.pool.groups, sequence.tables, strict=True):
@@ -186,7 +186,7 @@ class SequenceCache:
                     if table[index] != HOLE:
                         pool.publish(table[index], hashes[index])
             sequence.num_published = full
-        if not self._keeps_all:
+        if not self.keeps_all:
             self._let_go(sequence)
 
     def close(self, sequence: Sequence) -> None:

@@ -297,16 +297,6 @@ class KvUsage(msgspec.Struct, frozen=True, array_like=True):
     cached: int = 0
     groups: list[KvUsage] = []
 
-    @property
-    def used(self) -> float:
-        """Share of blocks owned or leased, 0 to 1; 0 where there are none."""
-        return (self.owned + self.leased) / self.total if self.total else 0.0
-
-    @property
-    def fullest(self) -> KvUsage:
-        """The blocks of the cache group that has the smallest share left; where there is one group, these."""
-        return max(self.groups, key=lambda group: group.used, default=self)
-
 
 class ServedModel(msgspec.Struct, frozen=True, array_like=True):
     """A gateway's model: its name, others for clients, whether requests are answered now, how many run and wait here."""

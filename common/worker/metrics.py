@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from prometheus_client import Counter
 
+from common.cache.usage import fullest, used_share
 from common.engine.plan import StepPlan
 from common.protocol.messages import KvUsage
 from common.runtime.metrics import MODEL_LABEL, Metrics
@@ -52,7 +53,7 @@ class EngineMetrics:
         self.step_failures = of_engine("engine_step_failures_total", "Steps that raised")
         read("engine_sequences_running", "Sequences in the running batch", lambda: float(running()))
         read("engine_sequences_waiting", "Sequences taken but not running", lambda: float(waiting()))
-        read("vllm:kv_cache_usage_perc", "Share of KV blocks owned or leased, 0 to 1", lambda: usage().fullest.used)
+        read("vllm:kv_cache_usage_perc", "Share of KV blocks owned or leased, 0 to 1", lambda: used_share(fullest(usage())))
         blocks = metrics.gauge("kv_blocks", "KV blocks by state; they add up to the pool", [MODEL_LABEL, "state"])
         for state in ("free", "owned", "leased", "cached"):
             blocks.labels(model, state).set_function(lambda state=state: float(getattr(usage(), state)))

@@ -90,7 +90,7 @@ class Prefixes:
         except OutOfBlocks:
             return 0
         for index, table in parts:
-            begin = max(have, self._first_read(index, end))
+            begin = max(have, worker.cache.first_block(index, end * worker.cache.block_tokens))
             if await worker.store.fetch(hashes[begin:end], table[begin:end], index) < end - begin:
                 return 0
         return end - have
@@ -98,31 +98,31 @@ class Prefixes:
     async def _agreed_end(self, hashes: list[bytes], have: int, end: int, groups: list[int]) -> int:
         """Return the largest number of blocks, at most `end`, behind which each of `groups` has what it reads."""
         agreed = asked = 0
+        size = self._worker.cache.block_tokens
         while have < end and agreed < len(groups):
             index = groups[asked % len(groups)]
-            firsts = [max(self._first_read(index, length), have) - have for length in range(have + 1, end + 1)]
+            first_token = self._worker.pool.groups[index].retention.first_token
+            firsts = [max(first_token(length * size) // size, have) - have for length in range(have + 1, end + 1)]
             found = have + await self._worker.store.find(hashes[have:end], firsts, index)
             agreed = agreed + 1 if found == end else 1
             end, asked = found, asked + 1
         return end
 
-    def _first_read(self, group: int, num_blocks: int) -> int:
-        """The first block that a group reads behind so many."""
-        cache = self._worker.cache
-        return cache.first_block(group, num_blocks * cache.block_tokens)
-
     def offer_soon(self, sequence: Sequence) -> None:
         """Offer the full blocks of a sequence in the background; call before its blocks are freed."""
         worker = self._worker
         hashes = list(worker.cache.hash(sequence, sequence.num_computed))
+        if not hashes or not worker.store.available:
+            return  # a sequence that has let go of its blocks has no tables either
         tables = [table[: len(hashes)] for table in sequence.tables]
-        for index, ((pool, _), table) in enumerate(zip(worker.pool.groups, tables, strict=True)):
+        for index, ((pool, retention), table) in enumerate(zip(worker.pool.groups, tables, strict=True)):
+            if retention.keeps_all:
+                continue
             # who has the same tokens again computes the last one anew, and that one may read a block that was let go just now
             for i in range(worker.cache.first_block(index, max(sequence.num_computed - 1, 0)), len(table)):
                 table[i] = pool.find(hashes[i]) if table[i] == HOLE else table[i]
-        if hashes and worker.store.available:
-            worker.pool.retain(tables)
-            worker.task_group.start_soon(self._offer, tables, hashes)
+        worker.pool.retain(tables)
+        worker.task_group.start_soon(self._offer, tables, hashes)
 
     async def _offer(self, tables: list[list[int]], hashes: list[bytes]) -> None:
         """Give full blocks to the kvstore. They were retained, and are released here, whatever happens."""

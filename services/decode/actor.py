@@ -187,6 +187,8 @@ class DecodeActor(EngineWorker):
         self.outflow.put((done.sequence, done.start) for done in progress if self.is_held(done.sequence))
         for done in progress:
             self.counters.generation_tokens.inc(done.sequence.num_outputs - done.start)
+            if done.start == 0 and not self.cache.keeps_all:
+                self.prefixes.offer_soon(done.sequence)  # windows leave their tail behind the prompt as the answer grows
             if done.proposed:
                 self.counters.drafts.inc()
                 self.counters.draft_tokens.inc(done.proposed)

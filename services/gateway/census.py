@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from common.cache.usage import fullest
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
 from services.gateway.dispatch import Dispatcher
@@ -157,7 +158,7 @@ class Census:
         return self._known
 
     def _row(self, presence: Presence) -> WorkerRow:
-        ref, kv = presence.worker, presence.kv.fullest
+        ref, kv = presence.worker, fullest(presence.kv)
         health, ours = self._health(ref)
         if ref.role == "kvstore":
             load = (kv.total - kv.free) / kv.total if kv.total else 0.0

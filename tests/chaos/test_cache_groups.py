@@ -135,17 +135,26 @@ def test_a_prefix_comes_back_from_the_kvstore_with_its_windows_tail(
     play(tmp_path, story, windows, keeps=keeps)
 
 
+@pytest.mark.parametrize(("computed_by", "max_tokens"), [("prefill", 1), ("decode", 1), ("decode", 40)])
 @pytest.mark.parametrize("length", [71, 72, 73])
 @pytest.mark.parametrize(
     ("keeps", "windows"), [*((KEEP_ALL, windows) for windows in WINDOWS), (Retention(window=18), ALL_WINDOWS[1])]
 )
 def test_a_prompt_comes_back_from_the_kvstore_whatever_its_length(
-    tmp_path: Path, keeps: Retention, windows: tuple[tuple[Retention, int], ...], length: int
+    tmp_path: Path,
+    keeps: Retention,
+    windows: tuple[tuple[Retention, int], ...],
+    length: int,
+    computed_by: str,
+    max_tokens: int,
 ) -> None:
     """Its last token is computed anew: of 72 tokens 17 blocks count, and the tails at their end must be there."""
 
     async def story(world: World) -> None:
-        world.submit(prompt(length), max_tokens=1)
+        if computed_by == "decode":
+            await world.terminate(world.alive("prefill")[0])
+            await anyio.sleep(3)
+        world.submit(prompt(length), max_tokens=max_tokens)
         await world.all_ended()
         await anyio.sleep(1)
         for role in ("prefill", "decode"):

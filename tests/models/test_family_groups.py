@@ -116,7 +116,7 @@ def test_memory_that_holds_no_useful_context_is_an_error_that_says_how_much_woul
 
 @pytest.mark.parametrize("engine", ["torch", "simulated"])
 def test_an_engine_has_a_segment_for_each_group(models: dict[str, Path], tmp_path: Path, engine: str) -> None:
-    opened = open_here(models["gemma2"], tmp_path, engine=engine, kv_cache_mb=8)
+    opened = open_here(models["gemma2"], tmp_path, engine=engine, kv_cache_mb=8, threads=1)
     try:
         assert [group.retention for group in opened.groups] == KEPT["gemma2"]
         assert sorted(path.name for path in tmp_path.iterdir()) == [f"penstock-segment{end}" for end in ("", "-1")]

@@ -142,12 +142,7 @@ class TokenRule:
 
 def expected_tokens(prompt: Sequence[int], sampling: SamplingParams, num_tokens: int, *, rule: TokenRule) -> list[int]:
     """The oracle: the `num_tokens` tokens after `prompt`, computed without blocks, steps or storage. Stop ids don't end it."""
-    hashes: list[int] = []
-    running = _EMPTY
-    for token in prompt:
-        running = (_STEP * running + _mix(token)) & _MASK
-        hashes.append(running)
-    noise = _noise(sampling)
+    hashes, noise = _hashes(prompt), _noise(sampling)
     last = prompt[-1]
     output: list[int] = []
     for index in range(num_tokens):
