@@ -104,7 +104,14 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize("name", some_slow(FAMILIES, quick=["gpt-oss"]))
+def test_windows_sinks_and_experts_give_the_text_of_transformers(tmp_path: Path) -> None:
+    model = build("gpt-oss")
+    (output,) = run(device_runner(save(model, tmp_path)), [request := Request(oracle_prompt(length=30), 2, chunk=24)])
+    assert output == greedy_choices(model, request.prompt, output)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_gives_the_text_of_transformers(name: str, tmp_path: Path) -> None:
     """Prompts longer than windows and chunks, alone and together, in chunks; windows' blocks are given back meanwhile."""
     model = build(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from common.protocol.errors import ConfigError
 from tests.models.driver import Request, open_runner, run
 from tests.models.gguf_writer import write_model
 from tests.models.oracles import build, greedy_choices, oracle_prompt
+from tests.models.test_weights_experts import grouped
 
 _PATTERN = ["sliding_attention"] * 5 + ["full_attention"]
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -97,9 +99,8 @@ def test_quantised_experts(tmp_path: Path, oracle: str, kind: Type, kept: str, m
     found = []
     for weights in ("groups", "none"):
         loader = WeightLoader(open_weights(files, config), torch.float32, weights=weights)
-        experts = take_experts(loader, "model.layers.0", config.names.layer, spec, config.hidden_size).on_gpu
-        assert experts is not None
-        found.append(experts[0])
+        take = partial(take_experts, loader, "model.layers.0", config.names.layer, spec, config.hidden_size)
+        found.append(grouped(monkeypatch, take)[0])
     assert found[0].format == kept
     torch.testing.assert_close(found[0].dequantised(), found[1].values)
 

@@ -82,7 +82,7 @@ def test_what_the_decoder_has_not_is_named(changes: dict[str, Any], message: str
     [
         ({"general.architecture": "gemma"}, "'gemma' is not supported"),
         ({"llama.block_count": None}, "no block_count"),
-        ({"llama.expert_count": 8}, "mixture"),
+        ({"llama.expert_count": 8}, "expert_used_count"),
         ({"llama.rope.scaling.type": "longrope"}, "longrope"),
         ({"llama.rope.dimension_count": 32}, "part of the head"),
     ],

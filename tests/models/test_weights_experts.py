@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from common.models.weights.experts import take_experts
 from common.ops import backend
 from common.ops.moe.experts import experts
 from common.ops.moe.form import ExpertActivation, ExpertWeights, Routing
+from common.ops.moe.grouped_weight import GroupedWeight
 from tests.models.driver import Request, open_runner, run
 from tests.models.oracles import build, greedy_choices, oracle_prompt, save
 from tests.models.test_weights_groups import AWQ, FLOAT4, GPTQ, MODELOPT, NF4, compressed
@@ -121,6 +123,21 @@ class Checkpoint:
         return take_experts(loader, f"model.layers.{layer}", config.names.layer, spec, config.hidden_size)
 
 
+def grouped(monkeypatch: pytest.MonkeyPatch, load: Callable[[], ExpertWeights]) -> tuple[GroupedWeight, GroupedWeight]:
+    """The linears that `load` packs for a GPU, before they are in the kernels' order."""
+    seen: list[tuple[GroupedWeight, GroupedWeight]] = []
+    pack = ExpertWeights.grouped
+
+    def spy(gate_up: GroupedWeight, down: GroupedWeight) -> ExpertWeights:
+        seen.append((gate_up, down))
+        return pack(gate_up, down)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ExpertWeights, "grouped", spy)
+        load()
+    return seen[0]
+
+
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
 def test_greedy_text_is_that_of_the_dequantised_model_in_transformers(tmp_path: Path, name: str) -> None:
     checkpoint = Checkpoint(tmp_path, name)
@@ -133,9 +150,7 @@ def test_greedy_text_is_that_of_the_dequantised_model_in_transformers(tmp_path: 
 def test_a_gpu_keeps_what_its_kernels_read(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = Checkpoint(tmp_path, name)
     monkeypatch.setattr(backend, "_interpreted", True)  # packed as for a GPU
-    kept, plain = checkpoint.experts("groups").on_gpu, checkpoint.experts("none").on_gpu
-    assert kept is not None
-    assert plain is not None
+    kept, plain = (grouped(monkeypatch, partial(checkpoint.experts, weights)) for weights in ("groups", "none"))
     assert kept[0].format == checkpoint.kept
     for mine, whole in zip(kept, plain, strict=True):
         assert whole.format == "plain"
@@ -199,6 +214,7 @@ def test_damage_of_experts_is_one_clear_error(tmp_path: Path, name: str, key: st
         ("gpt-oss-20b", {"hidden_size": 64, "intermediate_size": 64, "num_local_experts": 8}, ("mxfp4", "mxfp4")),
         ("qwen3-30b-a3b", {"num_experts": 8, "hidden_size": 64, "moe_intermediate_size": 32}, ("plain", "plain")),
         ("qwen3-30b-a3b-fp8", {"num_experts": 8, "hidden_size": 64, "moe_intermediate_size": 32}, ("plain", "plain")),
+        ("qwen3-30b-a3b-fp8", {"num_experts": 8, "hidden_size": 256, "moe_intermediate_size": 128}, ("fp8", "fp8")),
     ],
 )
 def test_random_experts_come_in_the_format_of_the_shape(
@@ -209,8 +225,7 @@ def test_random_experts_come_in_the_format_of_the_shape(
     source, spec = DummyWeights(config), config.layers[0].mlp
     assert isinstance(spec, ExpertsSpec)
     loader = WeightLoader(source, torch.bfloat16, weights="groups", scheme=config.quantization, threads=0)
-    weights = take_experts(loader, "model.layers.0", config.names.layer, spec, config.hidden_size).on_gpu
-    assert weights is not None
+    weights = grouped(monkeypatch, lambda: take_experts(loader, "model.layers.0", config.names.layer, spec, config.hidden_size))
     assert tuple(weight.format for weight in weights) == kept
     assert all(0.01 < float(weight.dequantised().std()) < 0.04 for weight in weights)
     assert source.holds_fp8 == shape.endswith("fp8")

@@ -1,7 +1,9 @@
 """The linears of all experts as one tensor for a GPU: quantised where the kernels read the format, else in the model's dtype.
 
-kept       FP8 with a scale for each output, MXFP4, and INT4 in groups of a multiple of 32 with whole zero points
-not kept   FP8 in blocks, INT8, NF4, NVFP4, INT4 in groups of 16 or sorted (act-order), and minima that are no zero points
+kept       FP8 with a scale for each output or block of 128 × 128, MXFP4, and INT4 in groups of a multiple of 32 with whole zero
+           points
+not kept   FP8 whose parts are no whole number of blocks, INT8, NF4, NVFP4, INT4 in groups of 16 or sorted (act-order), and
+           minima that are no zero points
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import torch
 from common.models.formats.groups import Groups
 from common.models.weights.fp8 import Fp8Weight
 from common.ops.moe.grouped_weight import GroupedFormat, GroupedWeight
+from common.ops.moe.packed_weight import SCALE_BLOCK
 
 _HALF = 8
 _E8M0_BIAS = 127
@@ -82,7 +85,12 @@ def _kind(part: _Kept) -> tuple[GroupedFormat, torch.Size]:
 
 
 def _keep_fp8(part: Fp8Weight) -> _Kept | None:
-    return _Kept("fp8", part.data.view(torch.uint8), part.scale) if part.scale.ndim == 1 else None
+    """Blocks lie below each other only where each part has whole ones."""
+    whole = len(part.data) % SCALE_BLOCK == 0 and part.scale.shape == (
+        len(part.data) // SCALE_BLOCK,
+        -(-part.data.shape[1] // SCALE_BLOCK),
+    )
+    return _Kept("fp8", part.data.view(torch.uint8), part.scale) if part.scale.ndim == 1 or whole else None
 
 
 def _keep_groups(part: Groups) -> _Kept | None:
