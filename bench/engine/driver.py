@@ -4,8 +4,8 @@
 
 The lengths of all outputs are given, so a step can be planned before the one before it is read: with a runner that runs ahead,
 step n + 1 is on its way while step n runs, and a row whose input is a sample of step n says so (`StepRow.feed`). Others execute
-step by step. Greedy; no stop ids; no prefix is shared. Blocks are handed out in random order, as
-those of a pool that has been in use are.
+step by step. Greedy; no stop ids; no prefix is shared. Blocks are handed out in random order, as those of a pool that has been
+in use are: of a cache group that keeps everything when a request begins, of others step by step.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.cache.grouped_pool import HOLE
+from common.cache.retention import KEEP_ALL, Retention
 from common.engine.plan import UNKNOWN, Constraint, PendingStep, Runner, StepPlan, StepResult, StepRow
 from common.protocol.errors import ConfigError
 from common.protocol.messages import SamplingParams
@@ -33,7 +35,7 @@ class Request:
     sampling: SamplingParams = GREEDY
     output: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
     planned: int = 0
     sample: int = -1
     constraint: Constraint | None = None
@@ -84,6 +86,42 @@ class Run:
         return sum(step.sampled for step in inside[1:]) / seconds, seconds
 
 
+class _FreeBlocks:
+    """The blocks of a cache group that no request holds."""
+
+    def __init__(self, retention: Retention, num_blocks: int, block_tokens: int, seed: int) -> None:
+        self.retention = retention
+        self.num_blocks, self._block_tokens = num_blocks, block_tokens
+        self.free = list(range(num_blocks))
+        random.Random(seed).shuffle(self.free)
+
+    def needed(self, num_tokens: int) -> int:
+        return self.retention.blocks_for(num_tokens, self._block_tokens)
+
+    def has(self, num_tokens: int) -> bool:
+        return len(self.free) >= self.needed(num_tokens)
+
+    def cover(self, table: list[int], num_tokens: int) -> None:
+        """Give `table` blocks for that many tokens. :raises ConfigError: if there are too few."""
+        missing = max(0, -(-num_tokens // self._block_tokens) - len(table))
+        if missing > len(self.free):
+            raise ConfigError(
+                f"a step needs {missing} blocks of a cache group ({self.retention.name}) that has {len(self.free)}"
+            )
+        table += [self.free.pop() for _ in range(missing)]
+
+    def let_go(self, table: list[int], num_tokens: int | None = None) -> None:
+        """Take back what no token from index `num_tokens` on reads; None: all."""
+        end = len(table)
+        if num_tokens is not None:
+            end = min(end, self.retention.first_token(num_tokens) // self._block_tokens)
+        begin = end
+        while begin and table[begin - 1] != HOLE:
+            begin -= 1
+        self.free += table[begin:end]
+        table[begin:end] = [HOLE] * (end - begin)
+
+
 class Driver:
     """`max_rows`: requests in work at once. `token_budget`: tokens a step computes at most."""
 
@@ -92,10 +130,12 @@ class Driver:
         self.token_budget = token_budget
         self.max_rows = max_rows
         self.ahead = runner.run_ahead > 1
-        self._free = list(range(runner.num_blocks))
-        random.Random(seed).shuffle(self._free)
+        groups = getattr(runner, "groups", None)
+        pools = [(group.retention, len(group.pool)) for group in groups] if groups else [(KEEP_ALL, runner.num_blocks)]
+        self.groups = [_FreeBlocks(retention, count, runner.block_tokens, seed) for retention, count in pools]
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
+        self._ended: list[Request] = []
         self._step = 0
 
     def generate(self, requests: Sequence[Request]) -> Run:
@@ -104,10 +144,12 @@ class Driver:
         :raises ConfigError: if one of them can't be run by itself.
         """
         for request in requests:
-            if self._blocks_for(request) > self.runner.num_blocks or request.num_inputs >= self.runner.max_context:
+            too_long = any(group.needed(request.num_inputs) > group.num_blocks for group in self.groups)
+            if too_long or request.num_inputs >= self.runner.max_context:
+                longest = min(group.retention.longest(group.num_blocks, self.runner.block_tokens) for group in self.groups)
                 raise ConfigError(
-                    f"{request.num_inputs} tokens of context don't fit: the runner holds"
-                    f" {self.runner.num_blocks * self.runner.block_tokens}, a sequence {self.runner.max_context}"
+                    f"{request.num_inputs} tokens of context don't fit: the runner holds {longest}, a sequence "
+                    f"{self.runner.max_context}"
                 )
         self._waiting.extend(requests)
         run = Run(time.perf_counter())
@@ -136,6 +178,7 @@ class Driver:
         rows: list[StepRow] = []
         planned: list[Request] = []
         samples = 0
+        self._let_go()  # the step before is submitted: its tables are packed
         decoding = [request for request in self._running if request.planned >= len(request.prompt)]
         for request in decoding:
             rows.append(self._decode_row(request))
@@ -160,7 +203,7 @@ class Driver:
         for request in planned:
             if request.planned >= request.num_inputs:  # steps run in order: who gets the blocks comes later
                 self._running.remove(request)
-                self._free += request.blocks
+                self._ended.append(request)
         self._step += 1
         return StepPlan(step=self._step, rows=rows), planned
 
@@ -175,10 +218,14 @@ class Driver:
         return row
 
     def _row(self, request: Request, tokens: list[int], num_samples: int) -> StepRow:
+        for group, table in zip(self.groups, request.tables, strict=True):
+            group.cover(table, request.planned + len(tokens))
+        blocks, *more_blocks = request.tables
         row = StepRow(
             tokens=tokens,
             start=request.planned,
-            blocks=request.blocks,
+            blocks=blocks,
+            more_blocks=more_blocks,
             num_samples=num_samples,
             sampling=request.sampling,
             prompt_tokens=len(request.prompt),
@@ -190,16 +237,20 @@ class Driver:
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.max_rows:
-            needed = self._blocks_for(self._waiting[0])
-            if len(self._free) < needed:
+            if not all(group.has(self._waiting[0].num_inputs) for group in self.groups):
                 return
             request = self._waiting.popleft()
-            request.blocks = self._free[-needed:]
-            del self._free[-needed:]
+            request.tables = [[] for _ in self.groups]
+            for group, table in zip(self.groups, request.tables, strict=True):
+                if group.retention.keeps_all:
+                    group.cover(table, request.num_inputs)
             self._running.append(request)
 
-    def _blocks_for(self, request: Request) -> int:
-        return -(-request.num_inputs // self.runner.block_tokens)
+    def _let_go(self) -> None:
+        for request in (*self._running, *self._ended):
+            for group, table in zip(self.groups, request.tables, strict=True):
+                group.let_go(table, request.planned if request not in self._ended else None)
+        self._ended.clear()
 
     def _commit(self, plan: StepPlan, planned: list[Request], result: StepResult, run: Run) -> None:
         read_at = time.perf_counter()

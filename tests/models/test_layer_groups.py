@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
+from bench.engine.driver import Driver
+from bench.engine.driver import Request as Driven
 from common.cache.grouped_pool import GroupedPool, PoolGroup
 from common.cache.pool import BlockPool
 from common.cache.retention import KEEP_ALL, Retention
@@ -23,7 +26,7 @@ from common.protocol.handles import WorkerRef
 from common.protocol.messages import Generation, SamplingParams
 from services.decode.scheduler import DecodeScheduler
 from tests.models.driver import GREEDY, Request, open_runner, run
-from tests.models.oracles import build, oracle_prompt, save
+from tests.models.oracles import build, greedy_choices, oracle_prompt, save
 
 WINDOW = Retention(window=256)
 """As long as the sequences here: what the second group keeps is all that full attention reads."""
@@ -121,3 +124,16 @@ def test_a_layer_in_no_group_or_in_two_is_refused(plain: CpuRunner) -> None:
 def test_eight_bit_weights_refuse_several_groups(plain: CpuRunner) -> None:
     with pytest.raises(ConfigError, match="float32"):
         Int8Runner(plain.decoder, split(plain).groups, fingerprint="", threads=1)
+
+
+def test_the_driver_of_benchmarks_gives_windows_their_blocks(tmp_path: Path) -> None:
+    """More requests than the windows' pool holds whole, one after the other and together."""
+    model = build("gpt-oss")
+    runner = open_runner(save(model, tmp_path), num_blocks=24, max_running=2, token_budget=32)
+    assert min(len(group.pool) for group in runner.groups) < 4 * 2 + 4  # type: ignore[attr-defined]
+    requests = [Driven(oracle_prompt(seed=seed, length=length), 20) for seed, length in enumerate((90, 33, 120, 61, 90))]
+    driver = Driver(runner, token_budget=32, max_rows=2)
+    driver.generate(requests)
+    for request in requests:
+        assert request.output == greedy_choices(model, request.prompt, request.output)
+    assert all(len(group.free) == group.num_blocks for group in driver.groups)

@@ -169,7 +169,7 @@ def test_every_request_gets_its_own_tokens(kind: type[SimulatedRunner], seed: in
             assert request.output == runner.expected_tokens(request.prompt, SamplingParams(temperature=0.0), request.num_tokens)
         assert sum(step.sampled for step in run.steps) == sum(request.num_tokens for request in requests)
         assert sum(step.prefilled for step in run.steps) == sum(len(request.prompt) for request in requests)
-        assert sorted(driver._free) == list(range(runner.num_blocks))
+        assert [sorted(group.free) for group in driver.groups] == [list(range(runner.num_blocks))]
 
 
 def test_a_request_that_never_fits_is_refused() -> None:
