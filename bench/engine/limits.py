@@ -1,22 +1,24 @@
 """What the card allows at most: the time of a step from its bytes and its FLOPs, at ceilings measured on the same card.
 
-    decode    Σ over steps of max((W + Σ len · kv_bytes) / bandwidth, FLOPs / peak)
+    decode    Σ over steps of max((W + Σ keys · kv_bytes) / bandwidth, FLOPs / peak)
     prefill   max(W / bandwidth, 2 · P · n / peak of the linears + 4 · layers · heads · head_dim · pairs / peak of attention)
 
-W is what a step reads of the weights: the layers' linears and the output head; the input embedding is left out (a step reads
-a few of its rows). Activations, sampling and launches are counted as nothing. See `common/engine/simulated/roofline.py`. Pure.
+W is what a step reads of the weights: the layers' linears and the output head, and of experts those that its tokens touch
+(`step_weights`); the input embedding is left out (a step reads a few of its rows). Keys are those that a layer sees. Activations,
+sampling and launches are counted as nothing. See `common/engine/simulated/roofline.py`. Pure.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
 
+from common.cache.retention import Retention
 from common.engine.load.precision import Precision
+from common.engine.load.step_weights import step_weights
 from common.models.config import ModelConfig
-
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1, "int8": 1}
 
 
 class Ceilings(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,55 +47,92 @@ class Limit(msgspec.Struct, frozen=True):
     by: str
 
 
+class _Keys(msgspec.Struct, frozen=True):
+    """Layers that attend to the same keys. token_bytes: of KV, over all of them. pair_flops: of a query and a key."""
+
+    retention: Retention
+    token_bytes: int
+    pair_flops: int
+
+    def read(self, length: int) -> int:
+        """Return the keys that the last of `length` tokens sees."""
+        return length - self.retention.first_token(length - 1) if length else 0
+
+    def pairs(self, length: int) -> int:
+        """Return the pairs of query and key in a prompt of `length` tokens."""
+        window, chunk = self.retention.window, self.retention.chunk
+        if chunk:
+            return length // chunk * _triangle(chunk) + _triangle(length % chunk)
+        inside = min(length, window) if window else length
+        return _triangle(inside) + (length - inside) * window
+
+
 class Limits:
     """The limits of one model in one precision on a card with these ceilings."""
 
     def __init__(self, model: ModelConfig, precision: Precision, ceilings: Ceilings) -> None:
         self.ceilings = ceilings
-        heads, kv_heads, hidden = model.num_heads, model.num_kv_heads, model.hidden_size
-        per_layer = (2 * heads + 2 * kv_heads) * model.head_dim * hidden + 3 * hidden * model.intermediate_size
-        self.layer_params = model.num_layers * per_layer
-        self.head_params = hidden * model.vocab_size
-        compute_bytes = _ITEM_BYTES[precision.compute]
-        weight_bytes = compute_bytes if precision.weights == "none" else _ITEM_BYTES[precision.weights]
-        self.weight_bytes = self.layer_params * weight_bytes + self.head_params * compute_bytes
-        self.kv_bytes = 2 * model.num_layers * kv_heads * model.head_dim * precision.kv_bytes
-        self.pair_flops = 4 * model.num_layers * heads * model.head_dim
+        self.weights = step_weights(model, precision)
+        mixers = [layer.mixer for layer in model.layers]
+        kept = {mixer: Retention(window=mixer.window, chunk=mixer.chunk) for mixer in mixers}
+        self._keys = [
+            _Keys(
+                retention,
+                sum(2 * mixer.kv_size * precision.kv_bytes for mixer in mixers if kept[mixer] == retention),
+                sum(4 * mixer.query_size for mixer in mixers if kept[mixer] == retention),
+            )
+            for retention in dict.fromkeys(kept.values())
+        ]
         compute_peak = ceilings.matmul.get("bfloat16" if precision.compute == "float16" else precision.compute, 0.0)
         self.attention_peak = compute_peak
-        self.linear_peak = compute_peak if precision.weights == "none" else ceilings.matmul.get(precision.weights, compute_peak)
+        self.linear_peak = ceilings.matmul.get(precision.weights, compute_peak)
         self.head_peak = compute_peak
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of a token, in all layers."""
+        return sum(keys.token_bytes for keys in self._keys)
 
     def decode(self, prompts: Sequence[int], num_outputs: int) -> Limit:
         """The `num_outputs` - 1 steps after the first tokens of `prompts` (lengths): all rows decode together."""
         rows, steps = len(prompts), max(0, num_outputs - 1)
         seconds = total_bytes = total_flops = memory_s = 0.0
-        context = sum(prompts)
+        lengths = Counter(prompts)
         for step in range(1, steps + 1):
-            keys = context + rows * step
-            size = self.weight_bytes + self.kv_bytes * keys
-            flops = 2.0 * (self.layer_params + self.head_params) * rows + self.pair_flops * keys
+            read = [sum(count * keys.read(length + step) for length, count in lengths.items()) for keys in self._keys]
+            size = self.weights.bytes_of(rows) + sum(n * keys.token_bytes for n, keys in zip(read, self._keys, strict=True))
+            attention = float(sum(n * keys.pair_flops for n, keys in zip(read, self._keys, strict=True)))
             memory = _divide(size, self.ceilings.bandwidth)
-            seconds += max(memory, self._compute_s(rows, rows, keys))
+            seconds += max(memory, self._compute_s(rows, rows, attention))
             memory_s += memory
             total_bytes += size
-            total_flops += flops
+            total_flops += self._flops(rows, rows) + attention
         return Limit(seconds, total_bytes, total_flops, "memory" if memory_s >= seconds else "compute")
 
     def prefill(self, prompts: Sequence[int]) -> Limit:
         """All of `prompts` (lengths) up to their first tokens, as one step."""
-        tokens, pairs = sum(prompts), sum(n * (n + 1) // 2 for n in prompts)
-        size = self.weight_bytes + self.kv_bytes * tokens
-        memory_s, compute_s = _divide(size, self.ceilings.bandwidth), self._compute_s(tokens, len(prompts), pairs)
-        flops = 2.0 * (self.layer_params * tokens + self.head_params * len(prompts)) + self.pair_flops * pairs
+        tokens, lengths = sum(prompts), Counter(prompts)
+        pairs = [sum(count * keys.pairs(length) for length, count in lengths.items()) for keys in self._keys]
+        attention = float(sum(n * keys.pair_flops for n, keys in zip(pairs, self._keys, strict=True)))
+        size = self.weights.bytes_of(tokens) + self.kv_bytes * tokens
+        memory_s = _divide(size, self.ceilings.bandwidth)
+        compute_s = self._compute_s(tokens, len(prompts), attention)
+        flops = self._flops(tokens, len(prompts)) + attention
         return Limit(max(memory_s, compute_s), size, flops, "memory" if memory_s > compute_s else "compute")
 
-    def _compute_s(self, tokens: int, samples: int, pairs: int) -> float:
+    def _flops(self, tokens: int, samples: int) -> float:
+        return 2.0 * (self.weights.layer_params * tokens + self.weights.head_params * samples)
+
+    def _compute_s(self, tokens: int, samples: int, attention_flops: float) -> float:
         return (
-            _divide(2.0 * self.layer_params * tokens, self.linear_peak)
-            + _divide(2.0 * self.head_params * samples, self.head_peak)
-            + _divide(float(self.pair_flops * pairs), self.attention_peak)
+            _divide(2.0 * self.weights.layer_params * tokens, self.linear_peak)
+            + _divide(2.0 * self.weights.head_params * samples, self.head_peak)
+            + _divide(attention_flops, self.attention_peak)
         )
+
+
+def _triangle(length: int) -> int:
+    return length * (length + 1) // 2
 
 
 def _divide(amount: float, rate: float) -> float:

@@ -209,7 +209,7 @@ def check_footprint(spec: str, environ: Mapping[str, str]) -> list[Finding]:
         return []  # `check_model` says why
     found = footprint.footprint(model, precision, inventory, layout)
     kv = f"{precision.kv}; {footprint.describe_kv(found, model.max_context)}"
-    weights = precision.weights if precision.weights != "none" else precision.compute
+    weights = {"none": precision.compute, "groups": model.quantization.name}.get(precision.weights, precision.weights)
     return [
         Finding("ok", "kv on a gpu", kv),
         Finding("ok", "on a gpu", f"{weights} weights; {footprint.describe_cards(found)}"),

@@ -2,7 +2,8 @@
 
     tokens per second of N sequences <= N * bandwidth / (weights that a step reads + N * context * KV bytes per token)
 
-The limit of decoding alone: https://arxiv.org/abs/2211.05102, section 2. Prompts, and whatever is no reading, come on top.
+The limit of decoding alone: https://arxiv.org/abs/2211.05102, section 2. Of experts a step reads those that its tokens touch.
+Prompts, and whatever is no reading, come on top.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import msgspec
 from common.cache.retention import Retention
 from common.cache.spec import CacheLayout
 from common.engine.load.precision import Precision
+from common.engine.load.step_weights import Experts, step_weights
 from common.models.config import ModelConfig
 from common.models.weights.inventory import Inventory
 
@@ -59,12 +61,17 @@ class GroupFootprint(msgspec.Struct, frozen=True):
 
 
 class Footprint(msgspec.Struct, frozen=True):
-    """A model in one precision. `weight_bytes`: of all weights. `step_bytes`: of those that a decode step reads, which looks up
-    single rows of the input embedding."""
+    """A model in one precision. `weight_bytes`: of all weights. `step_bytes`: of those that a large decode step reads, which
+    looks up single rows of the input embedding. `experts`: of those, what smaller steps need not read."""
 
     weight_bytes: float
     step_bytes: float
     groups: Sequence[GroupFootprint]
+    experts: Sequence[Experts] = ()
+
+    def read_bytes(self, rows: int) -> float:
+        """Return what a step of so many rows reads of the weights."""
+        return self.step_bytes - sum(one.bytes * (1 - one.touched(rows)) for one in self.experts)
 
     def kv_bytes(self, num_tokens: int) -> int:
         """Return the bytes of KV of a sequence of so many tokens."""
@@ -80,7 +87,7 @@ class Footprint(msgspec.Struct, frozen=True):
 
     def tokens_per_s(self, card: Card, rows: int) -> float:
         """Return the most tokens per second that decoding `rows` sequences of CONTEXT tokens can give on a card."""
-        return rows * ACHIEVED * card.bytes_per_s / (self.step_bytes + rows * self.kv_bytes(CONTEXT))
+        return rows * ACHIEVED * card.bytes_per_s / (self.read_bytes(rows) + rows * self.kv_bytes(CONTEXT))
 
 
 def footprint(model: ModelConfig, precision: Precision, inventory: Inventory, layout: CacheLayout) -> Footprint:
@@ -99,7 +106,8 @@ def footprint(model: ModelConfig, precision: Precision, inventory: Inventory, la
         )
         for group in layout.groups
     ]
-    return Footprint(linears + compute * inventory.embedding, linears + head, groups)
+    experts = step_weights(model, precision).experts
+    return Footprint(linears + compute * inventory.embedding, linears + head, groups, experts)
 
 
 def describe_kv(found: Footprint, max_context: int) -> str:

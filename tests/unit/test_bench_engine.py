@@ -21,7 +21,8 @@ from bench.engine.limits import Limits
 from common.engine.load.precision import Precision
 from common.engine.plan import StepPlan, StepResult
 from common.engine.simulated.runner import SimulatedRunner
-from common.models.config import ModelConfig, load_config
+from common.models.config import ModelConfig, config_from_json, load_config
+from common.models.shapes import SHAPES
 from common.models.source import resolve
 from common.protocol.errors import ConfigError
 from common.protocol.messages import SamplingParams
@@ -87,10 +88,10 @@ def test_the_limit_of_one_row_is_the_cards_bandwidth() -> None:
 
 def test_the_limits_of_batches_are_those_of_the_formula() -> None:
     limits = Limits(llama_8b(), BF16, H200)
-    assert limits.weight_bytes == pytest.approx(15.0e9, rel=0.01) and limits.kv_bytes == 131_072
+    assert limits.weights.bytes_of(1) == pytest.approx(15.0e9, rel=0.01) and limits.kv_bytes == 131_072
     for rows in (8, 32, 128):
         keys = rows * (512 + 128)  # in the middle of 256 tokens
-        expected = rows * 4.24e12 / (limits.weight_bytes + keys * 131_072)
+        expected = rows * 4.24e12 / (limits.weights.bytes_of(rows) + keys * 131_072)
         assert rows * 255 / limits.decode([512] * rows, 256).seconds == pytest.approx(expected, rel=0.01)
 
 
@@ -98,15 +99,34 @@ def test_a_long_prompt_is_bound_by_arithmetic_and_a_short_one_by_memory() -> Non
     limits = Limits(llama_8b(), BF16, H200)
     long, short = limits.prefill([8192]), limits.prefill([16])
     assert (long.by, short.by) == ("compute", "memory")
-    linears = 2 * limits.layer_params * 8192
+    linears = 2 * limits.weights.layer_params * 8192
     attention = 2 * 32 * 8192**2 * 32 * 128  # 2·L·n²·H·d
     assert long.seconds == pytest.approx((linears + attention) / 751e12, rel=0.01)
 
 
 def test_fp8_halves_the_layers_but_not_the_head() -> None:
     limits = Limits(llama_8b(), FP8, H200)
-    assert limits.weight_bytes == limits.layer_params + 2 * limits.head_params
+    assert limits.weights.bytes_of(1) == limits.weights.layer_params + 2 * limits.weights.head_params
     assert limits.kv_bytes == 65_536 and limits.linear_peak == 1400e12 and limits.attention_peak == 751e12
+
+
+def test_a_mixture_reads_the_experts_that_its_tokens_touch() -> None:
+    """gpt-oss-120b: 36 layers of 128 experts in 4.25 bits, 4 of them for a token; half its layers see 128 keys."""
+    model = config_from_json(SHAPES["gpt-oss-120b"])
+    limits = Limits(model, Precision(compute="bfloat16", weights="groups", kv="bfloat16"), H200)
+    (experts,) = limits.weights.experts
+    one = 3 * 2880 * 2880
+    assert (experts.count, experts.top_k) == (128, 4)
+    assert experts.bytes == pytest.approx(36 * 128 * one * 4.25 / 8, rel=0.02)
+    assert limits.weights.bytes_of(1) - limits.weights.always == pytest.approx(experts.bytes / 32)
+    assert experts.touched(32) == pytest.approx(1 - (31 / 32) ** 32) and experts.touched(4096) == pytest.approx(1)
+    assert limits.weights.layer_params == pytest.approx(36 * (4 * one + 2 * 2880 * 64 * (64 + 8) + 128 * 2880))
+    token = 2 * 8 * 64 * 2
+    read = limits.decode([1000], 2).bytes - limits.weights.bytes_of(1)
+    assert read == token * (18 * 1001 + 18 * 128)
+    full, windows = 1000 * 1001 // 2, 128 * 129 // 2 + 872 * 128
+    flops = limits.prefill([1000]).flops - 2 * (limits.weights.layer_params * 1000 + limits.weights.head_params)
+    assert flops == pytest.approx(4 * 64 * 64 * 18 * (full + windows))
 
 
 # -- the driver

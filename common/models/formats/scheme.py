@@ -36,8 +36,8 @@ class WeightScheme(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def weight_bytes(self) -> float:
         """Bytes that a number of a linear takes on a GPU, about: its code and its share of a scale."""
-        group = min(self.group or _MAX_GROUP, _MAX_GROUP)
-        return self.bits / 8 + (_SCALE_BYTES / group if self.kind == "groups" else 0)
+        group, scale = min(self.group or _MAX_GROUP, _MAX_GROUP), 1 if self.name == "mxfp4" else _SCALE_BYTES
+        return self.bits / 8 + (scale / group if self.kind == "groups" else 0)
 
     def leaves_alone(self, module: str) -> bool:
         """Whether the configuration says that `module` (a name without `.weight`) is not quantised."""
