@@ -4,8 +4,8 @@
     prefill   max(W / bandwidth, 2 · P · n / peak of the linears + 4 · layers · heads · head_dim · pairs / peak of attention)
 
 W is what a step reads of the weights: the layers' linears and the output head, and of experts those that its tokens touch
-(`step_weights`); the input embedding is left out (a step reads a few of its rows). Keys are those that a layer sees. Activations,
-sampling and launches are counted as nothing. See `common/engine/simulated/roofline.py`. Pure.
+(`step_weights`); the input embedding is left out (a step reads a few of its rows). Keys are those that a layer sees.
+Activations, sampling and launches are counted as nothing. See `common/engine/simulated/roofline.py`. Pure.
 """
 
 from __future__ import annotations
