@@ -19,7 +19,8 @@ from common.ops.attention.paged_attention import paged_attention
 from common.ops.attention.paged_reference import paged_attention_reference
 from common.ops.attention.plan_cpu import AttentionRow
 from common.ops.attention.settings import AttentionSettings
-from common.ops.attention.work import AttentionWorkspace, DeviceBatch, DevicePlan, plan_device_attention
+from common.ops.attention.work import AttentionWorkspace, DevicePlan, plan_device_attention
+from common.ops.attention.work_list import DeviceBatch
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_TOKENS = 32, 8, 128, 16
 SCALE = HEAD_DIM**-0.5

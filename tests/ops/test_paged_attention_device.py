@@ -24,7 +24,8 @@ from common.ops.attention.paged_attention import AttentionRow, paged_attention
 from common.ops.attention.paged_reference import paged_attention_reference
 from common.ops.attention.prefill import planned_lengths
 from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
-from common.ops.attention.work import AttentionWorkspace, DeviceBatch, DevicePlan, plan_device_attention
+from common.ops.attention.work import AttentionWorkspace, DevicePlan, plan_device_attention
+from common.ops.attention.work_list import DeviceBatch
 from tests.fixtures.slow import some_slow
 
 LAYERS, LAYER = 2, 1

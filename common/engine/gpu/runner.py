@@ -38,7 +38,8 @@ from common.ops.attention.paged_attention import AttentionRow
 from common.ops.attention.parts import attend_part, planned_parts
 from common.ops.attention.prefill import attend_run, planned_lengths
 from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
-from common.ops.attention.work import AttentionWorkspace, DeviceBatch, FreshRun, plan_device_attention
+from common.ops.attention.work import AttentionWorkspace, FreshRun, plan_device_attention
+from common.ops.attention.work_list import DeviceBatch
 from common.ops.kv.forms import KvTarget
 from common.ops.tensors import Feed
 from common.protocol.errors import ConfigError, InvalidParameter

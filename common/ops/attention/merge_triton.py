@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from common.ops.attention.work import DevicePlan, WorkList
+from common.ops.attention.work import DevicePlan
+from common.ops.attention.work_list import WorkList
 
 
 @triton.jit
@@ -129,7 +130,7 @@ def merge_kernel(
     partials,  # float32 [slots, KV_HEADS, SLOT_ROWS, HEAD_DIM]
     sums,  # float32 [slots, KV_HEADS, SLOT_ROWS], base 2
     sinks,  # float32 [KV_HEADS * GROUP] if SINKS
-    merges,  # int32 [merges, 4], see attention_work
+    merges,  # int32 [merges, 4], see `work_list`
     counts,  # int32 [2]
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,

@@ -14,7 +14,8 @@ from common.ops.attention.parts import StepKv
 from common.ops.attention.plan_cpu import AttentionPlan, AttentionRow, check_attention, plan_attention
 from common.ops.attention.rows_cpu import NotInvariant
 from common.ops.attention.scratch_cpu import Scratch
-from common.ops.attention.work import AttentionWorkspace, DeviceBatch, DevicePlan, plan_device_attention
+from common.ops.attention.work import AttentionWorkspace, DevicePlan, plan_device_attention
+from common.ops.attention.work_list import DeviceBatch
 
 __all__ = [
     "AttentionForm",

@@ -1,6 +1,6 @@
 """Attention over paged KV by a work list: decode, verification and prefill chunks in one kernel, and the merge of splits.
 
-One program takes one item of `attention_work` for one KV head: up to BLOCK_M // GROUP queries of a row (all query heads that
+One program takes one item of `work_list` for one KV head: up to BLOCK_M // GROUP queries of a row (all query heads that
 share the KV head, flattened into the rows of the matrix products) over a range of key tiles. Scores live in base 2.
 See FlashAttention-2 (arXiv 2307.08691) and FlashDecoding (pytorch.org/blog/flash-decoding).
 """
@@ -20,7 +20,8 @@ from common.ops.attention.configs import SHORT_QUERIES
 from common.ops.attention.form import AttentionForm
 from common.ops.attention.merge_triton import fold, merge_rows, merge_splits, sink_weight
 from common.ops.attention.tiles_triton import attend_tiles, load_blocks, prefetch_tiles
-from common.ops.attention.work import DevicePlan, WorkList
+from common.ops.attention.work import DevicePlan
+from common.ops.attention.work_list import WorkList
 from common.ops.attention.work_triton import first_key
 
 
@@ -192,7 +193,7 @@ def attention_kernel(
     partials,  # float32 [slots, KV_HEADS, SLOT_ROWS, HEAD_DIM]
     sums,  # float32 [slots, KV_HEADS, SLOT_ROWS], base 2
     arrivals,  # int32 [slots, KV_HEADS] if FUSED
-    items,  # int32 [items, 8], see attention_work
+    items,  # int32 [items, 8], see `work_list`
     counts,  # int32 [2]
     block_ids,
     query_starts,  # of the step: tokens past query_starts[num_rows] are padding

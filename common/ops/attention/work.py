@@ -25,34 +25,9 @@ from common.ops.attention.cut import Cut
 from common.ops.attention.form import AttentionForm, FormKind, Reach
 from common.ops.attention.plan_cpu import AttentionRow
 from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
+from common.ops.attention.work_list import DeviceBatch, WorkList
 
 _NEVER = 1 << 30
-
-
-@dataclass(slots=True)
-class DeviceBatch:
-    """A step of up to `num_rows` sequences, in tensors of fixed size.
-
-    query_starts: int32 [num_rows + 1]; row r's queries are tokens [query_starts[r], query_starts[r + 1]) of the step; unused
-        rows are last and empty, and tokens past query_starts[num_rows] are padding.
-    context_lens: int32 [num_rows], keys of each row after the step, its own tokens included.
-    block_ids: int32 [capacity] and block_starts: int32 [num_rows + 1]; row r's blocks are
-        block_ids[block_starts[r] : block_starts[r + 1]], and may be more than its keys need.
-    max_queries: no row has more; num_tokens: of the step, padding included.
-    rows: the same on the host, if it knows: prompts without a cached prefix are then found for SDPA.
-    """
-
-    query_starts: torch.Tensor
-    context_lens: torch.Tensor
-    block_ids: torch.Tensor
-    block_starts: torch.Tensor
-    max_queries: int
-    num_tokens: int
-    rows: Sequence[AttentionRow] | None = None
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.context_lens)
 
 
 class AttentionWorkspace:
@@ -74,29 +49,6 @@ class AttentionWorkspace:
                 self._outgrown.append(buffer)
             buffer = self._buffers[name] = torch.zeros(max(needed, 1), dtype=dtype, device=self._device)
         return buffer[:needed].view(shape)
-
-
-@dataclass(slots=True)
-class WorkList:
-    """Rows of up to max_queries queries.
-
-    items: int32 [max_items, 8]: first token, queries, position of the first, where the row's block ids begin, first key tile,
-        key tiles, first slot of the partial results (-1: there is one result, written to the output), which of the parts this
-        is + how many there are · 65536. Without key tiles it is not a part.
-    merges: int32 [max_merges, 4]: first token, queries, first slot, slots.
-    counts: int32 [2], how many of both there are.
-    partials: float32 [slots, kv_heads, slot_rows, head_dim]; sums: float32 [slots, kv_heads, slot_rows], log2-sum-exps.
-    arrivals: int32 [slots, kv_heads], zero between kernels; parts of a row written, at its first slot (fused merges).
-    """
-
-    config: AttentionConfig
-    max_queries: int
-    items: torch.Tensor
-    merges: torch.Tensor
-    counts: torch.Tensor
-    partials: torch.Tensor
-    sums: torch.Tensor
-    arrivals: torch.Tensor
 
 
 @dataclass(slots=True, frozen=True)

@@ -11,7 +11,7 @@ import triton.language as tl
 from common.ops.attention.cut import Cut
 
 if TYPE_CHECKING:
-    from common.ops.attention.work import DeviceBatch, WorkList
+    from common.ops.attention.work_list import DeviceBatch, WorkList
 
 _ITEMS = 32  # per program
 _NUMBERS = [
