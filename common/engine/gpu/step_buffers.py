@@ -36,8 +36,8 @@ class Fields(NamedTuple):
 
     tokens, positions, feeds: int64 [tokens]; feeds: see `ops.linear.embed`. samples: int64 [samples], which tokens are sampled.
     slots: of each cache group, int64 [tokens], the pool's entry, -1 for padding. The rest is int32 and as in
-    `ops.attention.work_list.DeviceBatch`; block_starts are of each group, and `block_ids` holds the tables of one group after the
-    other.
+    `ops.attention.work_list.DeviceBatch`; block_starts are of each group, and `block_ids` holds the tables of one group after
+    the other.
     """
 
     tokens: torch.Tensor
