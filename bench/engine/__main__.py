@@ -30,7 +30,6 @@ from bench.engine.child import run_child
 from bench.engine.goals import find, load_goals
 from bench.engine.report import Part, Report, Side, Start, draw, render, render_part
 from bench.peer.model_config import hugging_face_config
-from common.models.config import load_config
 from common.models.source import DEFAULT_MODEL, resolve
 from common.protocol.errors import PenstockError
 from common.runtime import parent_death
@@ -79,7 +78,7 @@ def ours(options: argparse.Namespace, model: str, precision: str, cells: Sequenc
 
 def peer(options: argparse.Namespace, model: str, precision: str) -> Side:
     with tempfile.TemporaryDirectory(prefix="penstock-peer-") as folder:
-        config = hugging_face_config(load_config(resolve(model)))
+        config = hugging_face_config(resolve(model))
         (Path(folder) / "config.json").write_bytes(msgspec.json.encode(config))
         flags = [f"--folder={folder}", f"--precision={precision}", f"--cells={','.join(map(str, options.cells))}"]
         flags += [f"--repeat={options.repeat}", f"--token-budget={options.token_budget}", f"--max-rows={options.max_rows}"]

@@ -23,6 +23,7 @@ from bench.engine.observe import Observed, Scored
 from bench.engine.report import Report
 from bench.peer.model_config import hugging_face_config
 from common.models.config import ModelConfig, config_from_json, load_config
+from common.models.shapes import SHAPES
 from common.models.source import resolve
 from tests.unit.cards import H200
 
@@ -95,9 +96,9 @@ def test_a_peer_is_measured_in_the_same_cells(tmp_path: Path) -> None:
 
 
 def test_the_peer_gets_the_shape_that_we_run() -> None:
-    for shape in ("llama-3.1-8b", "llama-3.1-8b-awq", "llama-3.2-1b", "qwen3-8b", "qwen3-32b"):
-        model = load_config(resolve(f"dummy:{shape}"))
-        again = config_from_json(hugging_face_config(model))
+    for shape in SHAPES:
+        files = resolve(f"dummy:{shape}")
+        model, again = load_config(files), config_from_json(hugging_face_config(files))
         ignored = {"identity", "eos_ids", "bos_id"}
         for name in set(ModelConfig.__struct_fields__) - ignored:
             assert getattr(again, name) == getattr(model, name), (shape, name)
