@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from bench.common.machine import describe
-from bench.engine.checks import Checks, poisoned
+from bench.engine.checks import Checks
 from bench.engine.sweeps import short
 from common.ops import backend
 from common.ops.attention.form import AttentionForm
@@ -52,6 +52,7 @@ from common.ops.norm.add_rms_norm_reference import add_rms_norm_reference
 from common.ops.quant.quantise import quantise_rows, quantise_weight
 from common.ops.quant.quantise_reference import dequantise_weight_reference
 from common.ops.tensors import Feed, Quantised
+from common.ops.tuning import poisoned
 from common.runtime import parent_death
 
 FP8 = torch.float8_e4m3fn

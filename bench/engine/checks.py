@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 
 import torch
 
@@ -85,14 +84,3 @@ class Checks:
             for op, count in self.count.items()
         ]
         return markdown(("op", "checks", "worst, of allowed", "where"), rows)
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """`torch.empty` gives NaN meanwhile."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)

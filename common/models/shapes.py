@@ -109,12 +109,15 @@ def write_model(name: str, folder: Path) -> None:
     """Fills `folder`. :raises KeyError: if there is no such shape. :raises OSError: if it can't be written."""
     config = SHAPES[name]
     (folder / "config.json").write_text(json.dumps(config, indent=1))
-    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(config["vocab_size"])))
+    (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer(config["vocab_size"])))
     (folder / "chat_template.jinja").write_text(_TEMPLATE)
 
 
-def _tokenizer(vocab_size: int) -> dict[str, Any]:
-    """Byte-level BPE that never merges. Ids past the bytes are words, " 256" and so on, which no text becomes."""
+def byte_tokenizer(vocab_size: int) -> dict[str, Any]:
+    """Return a tokenizer.json: byte-level BPE that never merges.
+
+    Ids past the bytes are words, " 256" and so on, which no text becomes.
+    """
     vocab = {character: token for token, character in enumerate(_byte_characters())}
     vocab |= {f"\u0120{token}": token for token in range(len(vocab), vocab_size)}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}

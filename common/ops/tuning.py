@@ -19,6 +19,7 @@ import os
 import re
 import statistics
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -32,6 +33,8 @@ import torch
 from common.ops import backend
 
 CACHE_VARIABLE = "PENSTOCK_KERNEL_CACHE"
+MAX_ERROR = 0.1
+"""Of a candidate's result, relative: several times what quantised activations cost."""
 
 C = TypeVar("C")
 
@@ -42,6 +45,8 @@ class Case(Generic[C]):
 
     extra_s(candidate): time that it costs elsewhere, such as in the op that reads its partial sums. kernel(candidate): equal
     for candidates, of all cases that are tuned together, that need the same compiled code; None where nothing is compiled.
+    expected(): the first set of inputs computed in a way that needs none of these kernels. A candidate that gives something
+    else is not an option: a compiler's fault must not win by being fast. None: results are not compared.
     """
 
     key: str
@@ -50,6 +55,7 @@ class Case(Generic[C]):
     launches: int = 20
     extra_s: Callable[[C], float] = lambda _: 0.0
     kernel: Callable[[C], object] = lambda candidate: candidate
+    expected: Callable[[], torch.Tensor] | None = None
 
 
 @dataclass(slots=True)
@@ -137,11 +143,16 @@ def tune(
     measure = measure or DeviceTimer()
     for case in unknown:
         times: dict[Any, float] = {}
+        expected = case.expected() if case.expected else None
         for candidate in case.candidates:
             name = f"{case.key} {candidate}"
             if name in tuned.failed:
                 continue
             try:
+                if expected is not None:
+                    with poisoned():
+                        found = case.run(candidate, 0)
+                    _compare(found, expected)
                 times[candidate] = measure(partial(case.run, candidate), case.launches) + case.extra_s(candidate)
             except Exception as error:  # a candidate too large for this GPU is not an option there
                 if not backend.gpu_answers():
@@ -151,6 +162,31 @@ def tune(
             table.put(case.key, min(times, key=lambda candidate: times[candidate]))
             tuned.seconds[case.key] = times
     return tuned
+
+
+def _compare(found: object, expected: torch.Tensor) -> None:
+    """found: as `expected`, or partial sums of it. :raises ValueError: if they are not about the same."""
+    assert isinstance(found, torch.Tensor)
+    total = found.float().sum(0) if found.ndim > expected.ndim else found.float()
+    size = float(expected.norm())
+    if not 0 < size < math.inf:  # random codes may be anything
+        return
+    error = float((total - expected).norm()) / size
+    if not error < MAX_ERROR:
+        raise ValueError(f"its result is off by {error:.3g} of what is right")
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """`torch.empty` gives NaN meanwhile: what a kernel leaves out is no right answer of another one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of what has no deterministic form
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
 
 
 class DeviceTimer:

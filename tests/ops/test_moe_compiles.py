@@ -11,7 +11,7 @@ import pytest
 from common.ops.moe.candidates import ExpertCandidate, ExpertShape, candidates, invariant_candidate
 from tests.ops.compiling import ARCHITECTURES, Builds, KernelCase, check, compile_cases
 
-_EPILOGUE_SPILLS = 64
+_EPILOGUE_SPILLS = 128
 """Bytes that the second linear may spill: once, among the addresses of its stores, not in its loop."""
 _VALUES = {"plain": "*bf16", "fp8": "*fp8e4nv", "fp8_blocks": "*fp8e4nv", "mxfp4": "*u8", "int4": "*u8"}
 _SCALES = {"fp8_blocks": "*fp32", "mxfp4": "*i32", "int4": "*i32"}
@@ -32,7 +32,13 @@ def product(name: str, shape: ExpertShape, chosen: ExpertCandidate, *, gated: bo
     given |= {"channel": "*fp32" if shape.values in ("fp8", "mxfp4", "int4") else None}
     given |= {"bias": "*bf16" if shape.values == "mxfp4" else None, "ids": "*i32" if chosen.direct else None}
     given |= {"tiles": None if chosen.direct else "*i32", "order": None if chosen.direct else "*i32", "factors": "*fp32"}
-    given |= {"out": "*bf16" if gated else "*fp32", "N": "i32:16", "K": "i32:16", "alpha": "fp32", "limit": "fp32"}
+    given |= {
+        "out": "*bf16" if gated or chosen.rounded else "*fp32",
+        "N": "i32:16",
+        "K": "i32:16",
+        "alpha": "fp32",
+        "limit": "fp32",
+    }
     given |= dict.fromkeys(("rows", "pairs", "slots", "steps", "words", "words_per_split"), "i32")
     signature = {name: value for name, value in given.items() if value is not None}
     constants: dict[str, Any] = {name: None for name, value in given.items() if value is None}
@@ -61,7 +67,8 @@ def product(name: str, shape: ExpertShape, chosen: ExpertCandidate, *, gated: bo
 def _products(name: str, *buckets: int) -> list[KernelCase]:
     """Return the default and the last candidate of a shape for numbers of rows."""
     shape = SHAPES[name]
-    chosen = [found for rows in buckets for found in (candidates(shape, rows, 132)[0], candidates(shape, rows, 148)[-1])]
+    found = [[one for one in candidates(shape, rows, sms) if not one.library] for rows in buckets for sms in (132, 148)]
+    chosen = [options[-(index % 2)] for index, options in enumerate(found)]
     cases = [product(name, shape, candidate, gated=gated) for candidate in chosen for gated in (True, False)]
     return list({str(case): case for case in cases}.values())
 
@@ -71,9 +78,40 @@ OTHERS = [
         "128",
         "common.ops.moe.sort_triton",
         "sort_kernel",
-        {"ids": "*i32", "order": "*i32", "tiles": "*i32", "pairs": "i32"},
-        {"EXPERTS": 128, "BLOCK": 4096, "BLOCK_M": 128, "PDL": True},
-        num_warps=8,
+        {"ids": "*i32", "order": "*i32", "tiles": "*i32", "places": "*i32", "pairs": "i32"},
+        {"EXPERTS": 128, "BLOCK": 8192, "BLOCK_M": 128, "PDL": True},
+        num_warps=16,
+        forbids=("atom",),
+    ),
+    KernelCase(
+        "2048",
+        "common.ops.moe.sorted_triton",
+        "scatter_kernel",
+        {"x": "*bf16", "places": "*i32", "out": "*bf16", "K": "i32:16"},
+        {"TOP_K": 8, "BLOCK": 2048, "PDL": True},
+    ),
+    KernelCase(
+        "768",
+        "common.ops.moe.sorted_triton",
+        "activate_kernel",
+        {"products": "*bf16", "bias": "*bf16", "order": "*i32", "ids": "*i32", "factors": "*fp32", "out": "*bf16"}
+        | {"N": "i32:16", "alpha": "fp32", "limit": "fp32"},
+        {"WEIGH": False, "ACTIVATION": "silu", "BLOCK": 1024, "PDL": True},
+    ),
+    KernelCase(
+        "2048",
+        "common.ops.moe.sorted_triton",
+        "return_kernel",
+        {
+            "answers": "*bf16",
+            "bias": "*bf16",
+            "places": "*i32",
+            "ids": "*i32",
+            "factors": "*fp32",
+            "out": "*bf16",
+            "N": "i32:16",
+        },
+        {"TOP_K": 8, "WEIGH": True, "BLOCK": 1024, "PDL": True},
         forbids=("atom",),
     ),
     KernelCase(
@@ -96,9 +134,10 @@ OTHERS = [
         "softmax_selected",
         "common.ops.moe.route_triton",
         "route_kernel",
-        {"logits": "*fp32", "ids": "*i32", "weights": "*fp32", "factor": "fp32"},
+        {"logits": "*fp32", "ids": "*i32", "weights": "*fp32", "factor": "fp32", "split_size": "i32"},
         {
             "bias": None,
+            "SPLITS": 4,
             "EXPERTS": 128,
             "BLOCK": 128,
             "TOP_K": 4,

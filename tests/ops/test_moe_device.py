@@ -7,10 +7,10 @@ import torch
 
 from common.ops import backend
 from common.ops.backend import interpreted
-from common.ops.moe.candidates import ExpertCandidate, bucket
+from common.ops.moe.candidates import LIBRARY, ExpertCandidate, bucket
 from common.ops.moe.experts import experts
 from common.ops.moe.experts_reference import experts_reference
-from common.ops.moe.form import ExpertActivation, ExpertWeights, RouterForm, Routing
+from common.ops.moe.form import ActivationKind, ExpertActivation, ExpertWeights, RouterForm, Routing
 from common.ops.moe.grouped_weight import FP8_BLOCK, GroupedFormat, GroupedWeight
 from common.ops.moe.packed_weight import packed_weight
 from common.ops.moe.route import route
@@ -108,6 +108,7 @@ CHOICES = {
     "sorted, split": ExpertCandidate(32, 8, splits=2, warps=2),
     "direct, split": ExpertCandidate(32, 8, splits=2, warps=2, direct=True),
     "scaled": ExpertCandidate(64, 16, scaled=True, neighbours=3),
+    "rounded": ExpertCandidate(64, 16, scaled=True, rounded=True),
 }
 
 
@@ -122,6 +123,37 @@ def test_every_way_to_compute_gives_the_same(name: str, choice: str) -> None:
     x, routing, pair = tokens(4, 96), routed(4, 2), pair_of(name, 96, 160)
     found = run(x, routing, pair, ExpertActivation(), CHOICES[choice])
     assert error_of(found, x, routing, pair, ExpertActivation()) < 0.008
+
+
+@pytest.mark.parametrize(
+    ("rows", "top_k", "weigh_inputs", "kind"),
+    some_slow(
+        [
+            (rows, top_k, weigh, kind)
+            for rows in (1, 9, 40)
+            for top_k in (1, 2, 4)
+            for weigh in (False, True)
+            for kind in ("silu", "clamped_swiglu")
+        ],
+        quick={(9, 2, False, "clamped_swiglu"), (9, 1, True, "silu")},
+    ),
+)
+def test_the_library_gives_what_plain_torch_gives(rows: int, top_k: int, weigh_inputs: bool, kind: ActivationKind) -> None:
+    from common.ops.moe.experts_triton import experts_triton
+
+    x, routing, pair = tokens(rows), routed(rows, top_k), pair_of("plain")
+    activation, packed = ExpertActivation(kind, limit=0.5), (packed_weight(pair[0]), packed_weight(pair[1]))
+    with interpreted():
+        found = experts_triton(x, routing, *packed, activation, LIBRARY, weigh_inputs=weigh_inputs)
+    assert error_of(found, x, routing, pair, activation, weigh_inputs=weigh_inputs) < 0.01
+
+
+@pytest.mark.parametrize("expert", [0, EXPERTS - 1])
+def test_the_library_takes_experts_without_tokens(expert: int) -> None:
+    x, pair = tokens(9), pair_of("plain")
+    routing = Routing(torch.full((9, 1), expert, dtype=torch.int32), torch.ones(9, 1))
+    found = run(x, routing, pair, ExpertActivation(), LIBRARY)
+    assert error_of(found, x, routing, pair, ExpertActivation()) < 0.01
 
 
 @pytest.mark.parametrize("name", some_slow(("fp8", "fp8_blocks"), quick=("fp8_blocks",)))
@@ -203,11 +235,12 @@ def test_sorted_pairs_are_in_tiles_of_one_expert(block_m: int) -> None:
         torch.tensor([3]),
     ):
         with interpreted():
-            order, tiles = sorted_pairs(ids.int()[:, None], 7, block_m)
+            order, tiles, where = sorted_pairs(ids.int()[:, None], 7, block_m, with_places=True)
         assert order.tolist() == torch.argsort(ids, stable=True).tolist()
+        assert where is not None and order[where.long()].tolist() == list(range(len(ids)))
         places: list[int] = []
-        for expert, first, count, _ in tiles.tolist():
-            assert 0 <= count <= block_m
+        for expert, first, count, end in tiles.tolist():
+            assert 0 <= count <= block_m and end == first + count
             places += range(first, first + count)
             assert all(ids[order[place]] == expert for place in range(first, first + count))
         assert places == list(range(len(ids)))

@@ -18,7 +18,7 @@ from common.ops.linear import device as linear_device
 from common.ops.linear.linear import takes_quantised
 from common.ops.linear.linear_tuning import tune_linears
 from common.ops.linear.weight import pack_linear
-from common.ops.tuning import Case, Table, launches_for, tune
+from common.ops.tuning import Case, Table, launches_for, poisoned, tune
 
 CPU = torch.device("cpu")
 
@@ -136,11 +136,10 @@ def test_linears_are_tuned_by_shape_and_bucket(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("common.ops.linear.linear_tuning._ROTATED_BYTES", 1 << 14)
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # the interpreter knows one thread
     ran: list[str] = []
-    run = linear_device.run
 
     def noting(op, x, weight, chosen) -> torch.Tensor:
         ran.append(chosen.kind)
-        return run(op, x, weight, chosen) if chosen.kind == "library" and not chosen.quantised else torch.zeros(1)
+        return torch.ones(1)
 
     monkeypatch.setattr(linear_device, "run", noting)
 
@@ -160,6 +159,36 @@ def test_linears_are_tuned_by_shape_and_bucket(monkeypatch: pytest.MonkeyPatch) 
     ran.clear()
     assert not tune_linears(shapes, dtype=torch.bfloat16, device=CPU, buckets=(1, 16), measure=measure).seconds  # type: ignore[arg-type]
     assert not ran
+
+
+def test_a_wrong_result_does_not_win_by_being_fast() -> None:
+    results = {
+        1.0: torch.zeros(3, 4),
+        2.0: torch.full((2, 3, 4), 0.49),
+        3.0: torch.ones(3, 4),
+        0.5: torch.full((3, 4), torch.nan),
+    }
+
+    def run(candidate: Speed, index: int) -> torch.Tensor:
+        return results[candidate.seconds].clone()
+
+    def measure(launch: Callable[[int], object], launches: int) -> float:
+        found = launch(0)
+        assert isinstance(found, torch.Tensor)
+        return next(seconds for seconds, result in results.items() if torch.equal(found, result))
+
+    table = _table()
+    case = Case("op", [Speed(seconds) for seconds in results], run, expected=lambda: torch.ones(3, 4))
+    failed = tune(table, [case], measure=measure).failed
+    assert table.get("op") == Speed(2.0), "partial sums are added up before they are compared"
+    assert len(failed) == 2
+    assert all("off by" in message for message in failed.values())
+
+
+def test_what_a_kernel_leaves_out_is_nan_while_it_is_compared() -> None:
+    with poisoned():
+        assert torch.empty(5).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_what_breaks_the_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

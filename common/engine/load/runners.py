@@ -193,11 +193,16 @@ def _device_runner(
 
 def tuned_shapes(decoder: Decoder) -> list[LinearShape]:
     """The linears of a decoder, as `tune_linears` wants them: each once."""
+    from common.models.blocks.moe import ExpertsBlock
     from common.ops.linear.linear_tuning import tuned_format
 
     shapes: dict[LinearShape, None] = {}
     for role, weight in decoder.linears:
         shapes[tuned_format(weight), weight.out_features, weight.in_features, role] = None
+    for layer in decoder.layers:
+        if isinstance(layer.mlp, ExpertsBlock):
+            router = layer.mlp.router
+            shapes[tuned_format(router), router.out_features, router.in_features, "router"] = None
     return list(shapes)
 
 

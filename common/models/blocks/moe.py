@@ -37,8 +37,9 @@ class ExpertsBlock:
         router, spec = self.spec.router, self.spec
         form = RouterForm(top_k=router.top_k, scoring=router.scoring, renormalise=router.renormalise)
         activation = ExpertActivation(spec.activation, spec.alpha, spec.limit)
-        routing = route(linear(x, self.router), form)
-        delta = experts(x, routing, self.weights, activation, weigh_inputs=router.weigh_inputs)
+        routing = route(linear(x, self.router, split=True), form)
+        alone = self.shared is None
+        delta = experts(x, routing, self.weights, activation, weigh_inputs=router.weigh_inputs, split=alone)
         if self.shared is not None:
             dense = DenseSpec(intermediate_size=spec.shared_size, activation=spec.activation)
             delta = delta + total(feed_forward(x, dense, *self.shared), x.dtype)

@@ -28,7 +28,14 @@ TunedFormat = str
 LinearShape = tuple[TunedFormat, int, int, Role]
 """(format, out_features, in_features, role)"""
 
-_OPS: dict[Role, Op] = {"qkv": "split", "output": "split", "gate_up": "gated", "down": "split", "head": "wide"}
+_OPS: dict[Role, Op] = {
+    "qkv": "split",
+    "output": "split",
+    "gate_up": "gated",
+    "down": "split",
+    "head": "wide",
+    "router": "split",
+}
 _ROTATED_BYTES = 256 << 20
 """Several times what L2 holds (50–60 MB on H200, 126 MB on B200)."""
 _PARTIALS_BYTES_PER_S = 5e12
@@ -187,6 +194,7 @@ def _case(op: Op, role: Role, weights: list[LinearWeight], x: torch.Tensor, quan
         run=run,
         launches=launches_for(estimate),
         extra_s=extra_s,
+        expected=lambda: linear_device.run(op, given, weight, Candidate("library", quantised)).float(),
         # float32 out, or not
         kernel=lambda candidate: None if candidate.kind == "library" else replace(candidate, splits=min(candidate.splits, 2)),
     )

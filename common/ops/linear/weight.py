@@ -16,7 +16,7 @@ from common.ops.tensors import Activation, Quantised
 
 Format = Literal["plain", "tiles", "int8", "fp8", "grouped"]
 PackFormat = Literal["plain", "int8", "fp8"]
-Role = Literal["qkv", "output", "gate_up", "down", "head"]
+Role = Literal["qkv", "output", "gate_up", "down", "head", "router"]
 """What a linear is in a decoder."""
 
 GateActivation = Literal["silu", "gelu_tanh"]

@@ -1,8 +1,9 @@
 """Ways to compute a mixture of experts on a GPU, and which are worth a measurement for a number of rows. Torch-free arithmetic.
 
-Few rows are bound by memory: tiles of 32 or 64 weight rows and as many stages as let several programs live on an SM, splits of
-K for the second linear where its tiles are too few. Eight pairs a tile and two warps make the compiler use mma.sync, whose
-operand is unpacked in registers. Many rows: larger tiles for wgmma, the scales multiplied into the weights.
+Few rows are bound by memory: tiles of 32 or 64 weight rows and as many stages as let several programs live on an SM (of plain
+weights short steps and many of them), splits of K for the second linear where its tiles are too few. Eight pairs a tile and two
+warps make the compiler use mma.sync, whose operand is unpacked in registers. Many rows: the largest tiles for wgmma that there
+are registers for, the scales multiplied into the weights; and the library.
 
 The first candidate of a list is the default, where nothing was measured.
 """
@@ -19,6 +20,9 @@ SCALE_COLUMNS = 128
 """Columns whose scales of mxfp4 are one word, and of a block of fp8."""
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 _FEW_PAIRS_PER_EXPERT = 16
+_FEW_TILES = ((64, 2, 6, 256), (32, 2, 8, 256), (64, 4, 4, 256), (128, 4, 3, 256))
+_FEW_PLAIN_TILES = ((64, 2, 3, 128), (64, 4, 3, 128), (128, 4, 2, 128), (64, 4, 4, 256))
+"""Weight rows, warps, programs that shall share a multiprocessor, and bytes of a weight row in a step (plain weights)."""
 
 Values = Literal["plain", "fp8", "fp8_blocks", "mxfp4", "int4"]
 
@@ -35,6 +39,8 @@ class ExpertCandidate:
     scaled: scales of 4-bit codes are multiplied into the weights, not into the products.
     quantised: activations become float8_e4m3fn with a scale for each 128 columns.
     neighbours: tiles of pairs whose programs run side by side on the same weights.
+    rounded: an expert's answers are kept in the activations' dtype until they are added, half as many bytes as float32.
+    library: the library's grouped products, on copies of the tokens in the order of experts; nothing else of this counts.
     """
 
     block_n: int
@@ -47,10 +53,15 @@ class ExpertCandidate:
     scaled: bool = False
     quantised: bool = False
     neighbours: int = 1
+    rounded: bool = False
+    library: bool = False
+
+
+LIBRARY = ExpertCandidate(0, 0, library=True)
 
 
 class ExpertShape(NamedTuple):
-    """run: columns of half a byte of 4-bit codes; 0 for other formats. item_bytes: of plain weights and of activations."""
+    """run: columns of half a byte of 4-bit codes; 0 for other formats. item_bytes: of activations, and of plain weights."""
 
     experts: int
     hidden: int
@@ -90,11 +101,11 @@ def _few(shape: ExpertShape, pairs: int, num_sms: int) -> list[ExpertCandidate]:
         sizes = (16, 32)
     found: list[ExpertCandidate] = []
     for block_m in sizes:
-        for block_n, warps, residents in ((64, 2, 6), (32, 2, 8), (64, 4, 4), (128, 4, 3)):
+        for block_n, warps, residents, run_bytes in _FEW_PLAIN_TILES if shape.values == "plain" else _FEW_TILES:
             if block_n == 128 and shape.values.startswith("fp8"):
                 continue  # widened, it takes more registers than there are
-            block_k = _block_k(shape, 256)
-            stages = _stages(shape, block_n, block_m, block_k, residents, 8)
+            block_k = _block_k(shape, run_bytes)
+            stages = _stages(shape, block_n, block_m, block_k, residents, 6 if block_n == 128 else 8)
             slots = num_sms * residents
             splits = _splits(shape, block_n, distinct, slots)
             chosen = ExpertCandidate(block_n, block_m, block_k, splits, warps, stages, direct, scaled=shape.values == "mxfp4")
@@ -110,22 +121,27 @@ def _few(shape: ExpertShape, pairs: int, num_sms: int) -> list[ExpertCandidate]:
 def _many(shape: ExpertShape, pairs: int) -> list[ExpertCandidate]:
     """Float8 activations are left to be measured: the default is what is closest to the weights."""
     each = pairs / shape.experts
-    tiles: tuple[tuple[int, int, int], ...] = ((128, 64, 4), (128, 128, 8), (64, 64, 4))
+    tiles: tuple[tuple[int, int, int], ...] = ((128, 64, 4), (128, 128, 8), (64, 64, 4), (64, 128, 4))
     if each <= 48:
-        tiles = ((128, 32, 4), (64, 64, 4), (128, 64, 4))
-    elif each >= 256:
+        tiles = ((128, 32, 4), (64, 32, 2), (64, 64, 4), (128, 64, 4))
+    elif shape.values == "plain" and shape.item_bytes == 2:
+        tiles = ((256, 128, 8), (256, 64, 8), (128, 128, 8), (128, 64, 4))
+    elif shape.values == "mxfp4":
+        tiles = ((64, 128, 4), (128, 256, 8), (256, 128, 8), (128, 64, 4))
+    elif each >= 256 or shape.values.startswith("fp8"):
         tiles = ((128, 128, 8), (128, 64, 4))
-        if shape.values == "plain" and shape.item_bytes == 2:  # others need more registers than there are
-            tiles = (*tiles, (128, 256, 8))
     if shape.values == "int4":  # steps of up to 256 columns: half of them each
-        tiles = tuple((block_n, block_m, 8 if block_n == 128 else warps) for block_n, block_m, warps in tiles)
+        tiles = tuple((block_n, block_m, 8 if block_n == 128 else warps) for block_n, block_m, warps in sorted(tiles))
+    if shape.item_bytes == 4:
+        tiles = ((64, 64, 4), (64, 32, 4))
     sizes = [(*tile, 0 if shape.run else 64 if shape.item_bytes == 2 else 32, False) for tile in tiles]
-    if shape.values.startswith("fp8"):
-        sizes += [(128, 64, 8, SCALE_COLUMNS, True), (64, 64, 4, SCALE_COLUMNS, True), (64, 128, 8, SCALE_COLUMNS, True)]
-    found: list[ExpertCandidate] = []
+    if shape.values.startswith("fp8") and shape.item_bytes == 2:
+        sizes += [(*tile, SCALE_COLUMNS, True) for tile in ((128, 64, 4), (256, 64, 8), (64, 64, 4), (64, 128, 8))]
+    found: list[ExpertCandidate] = [LIBRARY] if _library_fits(shape) else []
     for block_n, block_m, warps, block_k, quantised in sizes:
-        stages = _stages(shape, block_n, block_m, block_k, 1 if warps == 8 else 2, 4)
-        for neighbours in (1, 4) if each >= block_m else (1,):
+        residents = 1 if warps == 8 else 3 if block_n * block_m <= 128 * 32 else 2
+        stages = _stages(shape, block_n, block_m, block_k, residents, 4, quantised=quantised)
+        for neighbours in (1, 4) if each >= block_m and not quantised else (1,):
             found.append(
                 ExpertCandidate(
                     block_n,
@@ -137,9 +153,15 @@ def _many(shape: ExpertShape, pairs: int) -> list[ExpertCandidate]:
                     scaled=bool(shape.run),
                     quantised=quantised,
                     neighbours=neighbours,
+                    rounded=True,
                 )
             )
     return found
+
+
+def _library_fits(shape: ExpertShape) -> bool:
+    """Rows of 16 bytes, which it wants."""
+    return shape.values == "plain" and shape.item_bytes == 2 and not (shape.hidden % 8 or shape.intermediate % 8)
 
 
 def _block_k(shape: ExpertShape, run_bytes: int) -> int:
@@ -151,12 +173,16 @@ def _block_k(shape: ExpertShape, run_bytes: int) -> int:
     return 128
 
 
-def _stages(shape: ExpertShape, block_n: int, block_m: int, block_k: int, residents: int, most: int) -> int:
-    """As many as `residents` programs of an SM have shared memory for."""
+def _stages(
+    shape: ExpertShape, block_n: int, block_m: int, block_k: int, residents: int, most: int, *, quantised: bool = False
+) -> int:
+    """As many as `residents` programs of an SM have shared memory for. Without tensor cores (float32) operands that were
+    converted go through it as well."""
     columns = block_k or (128 if shape.values == "mxfp4" else 2 * shape.run)
     weight_bytes = columns // 2 if shape.run else columns * (shape.item_bytes if shape.values == "plain" else 1)
-    stage_bytes = block_n * (weight_bytes + 4) + block_m * columns * shape.item_bytes
-    return max(2, min(most, SHARED_BYTES // residents // stage_bytes))
+    stage_bytes = block_n * (weight_bytes + 4) + block_m * columns * (1 if quantised else shape.item_bytes)
+    converted = (block_n + block_m) * columns * 4 if shape.item_bytes == 4 else 0
+    return max(2, min(most, (SHARED_BYTES // residents - converted) // stage_bytes))
 
 
 def _steps(shape: ExpertShape) -> int:

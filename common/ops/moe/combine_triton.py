@@ -12,7 +12,7 @@ from common.ops import backend
 
 @triton.jit(do_not_specialize=["rows"])
 def combine_kernel(
-    answers,  # float32 [PARTS, rows, N]
+    answers,  # [PARTS, rows, N]
     out,  # [rows, N]
     rows,
     N,
@@ -27,12 +27,12 @@ def combine_kernel(
         tl.extra.cuda.gdc_wait()
     total = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):  # unrolled: all loads are on their way at once
-        total += tl.load(answers + (part * rows + row) * N + n, mask=n < N, other=0.0)
+        total += tl.load(answers + (part * rows + row) * N + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(out + row * N + n, total.to(out.dtype.element_ty), mask=n < N)
 
 
 def combined(answers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """answers: float32 [parts, rows, size]. Returns their sum, first to last, [rows, size] in `dtype`."""
+    """answers: [parts, rows, size]. Returns their float32 sum, first to last, [rows, size] in `dtype`."""
     parts, rows, size = answers.shape
     out = torch.empty(rows, size, dtype=dtype, device=answers.device)
     block = 256 if rows <= 64 else 1024

@@ -25,17 +25,19 @@ TABLE = Table(
 _chosen: dict[tuple[object, ...], ExpertCandidate] = {}
 
 
-def choose(gate_up: PackedWeight, activation: ExpertActivation, rows: int, top_k: int) -> ExpertCandidate:
-    """Return the implementation for `rows` tokens."""
+def choose(
+    gate_up: PackedWeight, activation: ExpertActivation, rows: int, top_k: int, dtype: torch.dtype = torch.bfloat16
+) -> ExpertCandidate:
+    """Return the implementation for `rows` tokens in `dtype`."""
     size = 0 if backend.BATCH_INVARIANT else bucket(rows)
-    key = (gate_up.format, gate_up.values.dtype, gate_up.values.shape, gate_up.in_blocks, activation.kind, top_k, size)
+    key = (gate_up.format, gate_up.values.dtype, gate_up.values.shape, gate_up.in_blocks, activation.kind, top_k, size, dtype)
     found = _chosen.get(key)
     if found is None:
         if backend.BATCH_INVARIANT:
-            found = invariant_candidate(shape_of(gate_up, top_k))
+            found = invariant_candidate(shape_of(gate_up, top_k, dtype))
         else:
-            options_ = options(gate_up, size, top_k)
-            found = _table(gate_up.values.device).choose(choice_key(gate_up, activation, size, top_k), options_)
+            options_ = options(gate_up, size, top_k, dtype)
+            found = _table(gate_up.values.device).choose(choice_key(gate_up, activation, size, top_k, dtype), options_)
         _chosen[key] = found
     return found
 
@@ -45,20 +47,20 @@ def forget_choices() -> None:
     _chosen.clear()
 
 
-def options(gate_up: PackedWeight, size: int, top_k: int) -> list[ExpertCandidate]:
+def options(gate_up: PackedWeight, size: int, top_k: int, dtype: torch.dtype = torch.bfloat16) -> list[ExpertCandidate]:
     """Return what may be chosen from for a bucket of rows, the default first."""
-    return candidates(shape_of(gate_up, top_k), size, backend.num_sms(gate_up.values.get_device()))
+    return candidates(shape_of(gate_up, top_k, dtype), size, backend.num_sms(gate_up.values.get_device()))
 
 
-def shape_of(gate_up: PackedWeight, top_k: int) -> ExpertShape:
+def shape_of(gate_up: PackedWeight, top_k: int, dtype: torch.dtype) -> ExpertShape:
+    """dtype: of activations."""
     values = "fp8_blocks" if gate_up.in_blocks else gate_up.format
-    item_bytes = gate_up.values.element_size() if gate_up.format == "plain" else 2
-    return ExpertShape(gate_up.experts, gate_up.k, gate_up.n // 2, top_k, values, gate_up.run, item_bytes)
+    return ExpertShape(gate_up.experts, gate_up.k, gate_up.n // 2, top_k, values, gate_up.run, dtype.itemsize)
 
 
-def choice_key(gate_up: PackedWeight, activation: ExpertActivation, size: int, top_k: int) -> str:
+def choice_key(gate_up: PackedWeight, activation: ExpertActivation, size: int, top_k: int, dtype: torch.dtype) -> str:
     """Return the key of the table."""
-    shape = shape_of(gate_up, top_k)
+    shape = shape_of(gate_up, top_k, dtype)
     run = f"/{shape.run}{'+offsets' if gate_up.offset is not None else ''}" if shape.run else ""
     extent = f"{shape.experts}x{shape.intermediate}x{shape.hidden}"
     return f"{shape.values}{run} {shape.item_bytes} {activation.kind} {extent} top{top_k} {size}"

@@ -77,7 +77,7 @@ def experts(
         from common.ops.moe.device import choose
         from common.ops.moe.experts_triton import experts_triton
 
-        chosen = choose(weights.on_gpu[0], activation, len(x), ids.shape[1])
+        chosen = choose(weights.on_gpu[0], activation, len(x), ids.shape[1], x.dtype)
         return experts_triton(x, routing, *weights.on_gpu, activation, chosen, weigh_inputs=weigh_inputs, split=split)
     if weights.on_gpu is not None:
         raise ValueError("weights packed for a GPU are not for tokens on a CPU")

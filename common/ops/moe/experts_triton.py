@@ -15,11 +15,15 @@ from common.ops import backend
 from common.ops.linear.candidates import cdiv
 from common.ops.moe.candidates import DIRECT_PAIRS, SCALE_COLUMNS, ExpertCandidate
 from common.ops.moe.combine_triton import combined
+from common.ops.moe.experts_library import experts_library
 from common.ops.moe.form import ExpertActivation, Routing
 from common.ops.moe.grouped_triton import experts_kernel
 from common.ops.moe.packed_weight import PackedWeight
 from common.ops.moe.quantise_triton import quantise_blocks
 from common.ops.moe.sort_triton import SortedPairs, sorted_pairs
+
+_PARTIAL_ROWS, _PARTS = 64, 8
+"""Up to so many tokens and partial sums of each, a launch costs more than it saves whoever reads them: one program a row."""
 
 
 def experts_triton(
@@ -33,23 +37,29 @@ def experts_triton(
     weigh_inputs: bool = False,
     split: bool = False,
 ) -> torch.Tensor:
-    """See `experts`. x: [rows, hidden], contiguous. split: returns float32 partial sums [parts, rows, hidden].
+    """See `experts`. x: [rows, hidden], contiguous. split: may return float32 partial sums [parts, rows, hidden].
 
     :raises ValueError: if `chosen` has programs look through more pairs than they can.
     """
     (rows, top_k), hidden, middle = routing.ids.shape, down.n, down.k
     pairs = rows * top_k
-    if chosen.direct and pairs > DIRECT_PAIRS:
-        raise ValueError(f"programs look through {DIRECT_PAIRS} pairs at the most, not {pairs}")
     if not rows:
         return torch.empty_like(x)
     routing = Routing(routing.ids.contiguous(), routing.weights.contiguous())
+    if chosen.library:
+        return experts_library(x, routing, gate_up, down, activation, weigh_inputs=weigh_inputs)
+    if chosen.direct and pairs > DIRECT_PAIRS:
+        raise ValueError(f"programs look through {DIRECT_PAIRS} pairs at the most, not {pairs}")
     found = None if chosen.direct else sorted_pairs(routing.ids, gate_up.experts, chosen.block_m)
     between = torch.empty(pairs, middle, dtype=x.dtype, device=x.device)
-    answers = torch.empty(top_k * _splits(down, chosen), rows, hidden, dtype=torch.float32, device=x.device)
+    kept = x.dtype if chosen.rounded else torch.float32
+    answers = torch.empty(top_k * _splits(down, chosen), rows, hidden, dtype=kept, device=x.device)
     for weight, given, out in ((gate_up, x, between), (down, between, answers)):
         _multiply(given, weight, routing, found, activation, chosen, out, weigh_inputs=weigh_inputs)
-    return answers if split else combined(answers, x.dtype)
+    few = rows <= _PARTIAL_ROWS and len(answers) <= _PARTS
+    if split and few and not chosen.rounded and not backend.BATCH_INVARIANT:
+        return answers
+    return combined(answers, x.dtype)
 
 
 def _multiply(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from common.ops.moe import device as experts_device
-from common.ops.moe.candidates import ROW_BUCKETS, ExpertCandidate
+from common.ops.moe.candidates import ROW_BUCKETS, ExpertCandidate, invariant_candidate
 from common.ops.moe.form import ExpertActivation, Routing
 from common.ops.moe.packed_weight import PackedWeight
 from common.ops.tuning import Case, Tuned, launches_for, tune
@@ -79,11 +79,11 @@ def uniform_routing(experts: int, top_k: int, rows: int, device: torch.device) -
 
 
 def _key(layer: TunedExperts, rows: int) -> str:
-    return experts_device.choice_key(layer.gate_up, layer.activation, rows, layer.top_k)
+    return experts_device.choice_key(layer.gate_up, layer.activation, rows, layer.top_k, layer.dtype)
 
 
 def _is_known(layer: TunedExperts, rows: int) -> bool:
-    options = experts_device.options(layer.gate_up, rows, layer.top_k)
+    options = experts_device.options(layer.gate_up, rows, layer.top_k, layer.dtype)
     return experts_device.TABLE.get(_key(layer, rows)) in options
 
 
@@ -100,10 +100,12 @@ def _case(layer: TunedExperts, rows: int) -> Case[ExpertCandidate]:
     touched = min(1.0, rows * layer.top_k / gate_up.experts)
     flops = 2 * rows * layer.top_k * (gate_up.n * gate_up.k + down.n * down.k)
     estimate = max(touched * (gate_up.nbytes + down.nbytes) / _BYTES_PER_S, flops / _FLOPS)
+    safe = invariant_candidate(experts_device.shape_of(gate_up, layer.top_k, layer.dtype))
     return Case(
         key=_key(layer, rows),
-        candidates=experts_device.options(gate_up, rows, layer.top_k),
+        candidates=experts_device.options(gate_up, rows, layer.top_k, layer.dtype),
         run=run,
         kernel=lambda candidate: replace(candidate, splits=1),
+        expected=lambda: experts_triton(x, routings[0], gate_up, down, layer.activation, safe).float(),
         launches=max(_ROUTINGS, launches_for(estimate)) if rows <= 256 else launches_for(estimate),
     )

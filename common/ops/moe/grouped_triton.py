@@ -3,7 +3,7 @@
 Tiles of the weight are the tall side of `tl.dot`, pairs its narrow one, as in `linear/grouped_triton.py`: weights that are
 unpacked or widened in registers are an operand there and never go back to shared memory. A program has one tile of weight rows
 of one expert and one tile of that expert's pairs. The first linear (GATED) reads a token's row, and its epilogue applies the
-activation; the second reads a pair's row and writes float32 partial sums, each in its own place.
+activation; the second reads a pair's row and writes what is to be added up, each in its own place.
 
 With programmatic dependent launch: the first linear lets the second one start only after its own wait, so the routing is
 complete when the second starts, and may be read, and weights asked for, before it waits.
@@ -198,7 +198,7 @@ def _sum_numbers(
 
 
 @triton.jit
-def _activated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
+def activated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
     if ACTIVATION == "clamped_swiglu":
         gate = tl.minimum(gate, limit)
         up = tl.maximum(tl.minimum(up, limit), -limit)
@@ -224,7 +224,7 @@ def experts_kernel(
     tiles,  # see `SortedPairs`, read if not DIRECT
     order,
     factors,  # float32 [pairs]
-    out,  # GATED: [pairs, N / 2], else float32 [TOP_K * splits, rows, N]
+    out,  # GATED: [pairs, N / 2], else [TOP_K * splits, rows, N]
     rows,
     pairs,
     slots,
@@ -347,7 +347,7 @@ def experts_kernel(
     if GATED:
         halves = total.reshape(2, BLOCK_N // 2, BLOCK_M).permute(1, 2, 0)
         gate, up = tl.split(halves)
-        total = _activated(gate, up, alpha, limit, ACTIVATION)
+        total = activated(gate, up, alpha, limit, ACTIVATION)
         column = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         width = N // 2
         place = pair.to(tl.int64)

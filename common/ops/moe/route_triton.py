@@ -13,11 +13,13 @@ from common.ops.moe.form import RouterForm, Routing
 
 @triton.jit
 def route_kernel(
-    logits,  # [rows, EXPERTS]
+    logits,  # [SPLITS, rows, EXPERTS]
     bias,  # [EXPERTS] or None
     ids,  # int32 [rows, TOP_K], written
     weights,  # float32 [rows, TOP_K], written
     factor,
+    split_size,  # rows * EXPERTS
+    SPLITS: tl.constexpr,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -33,6 +35,8 @@ def route_kernel(
     expert = tl.arange(0, BLOCK)
     present = expert < EXPERTS
     x = tl.load(logits + row * EXPERTS + expert, mask=present, other=float("-inf")).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        x += tl.load(logits + split * split_size.to(tl.int64) + row * EXPERTS + expert, mask=present, other=0.0)
     if SCORING == "softmax":
         e = tl.exp(x - tl.max(x, 0))
         scores = e / tl.sum(e, 0)
@@ -69,7 +73,7 @@ def route_kernel(
 
 def route_triton(logits: torch.Tensor, form: RouterForm, bias: torch.Tensor | None) -> Routing:
     """See `route`. Of equal experts the lower one comes first."""
-    rows, experts = logits.shape
+    rows, experts = logits.shape[-2:]
     ids = torch.empty(rows, form.top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(rows, form.top_k, dtype=torch.float32, device=logits.device)
     if rows:
@@ -80,6 +84,8 @@ def route_triton(logits: torch.Tensor, form: RouterForm, bias: torch.Tensor | No
             ids=ids,
             weights=weights,
             factor=form.scale,
+            split_size=rows * experts,
+            SPLITS=1 if logits.ndim == 2 else len(logits),
             EXPERTS=experts,
             BLOCK=triton.next_power_of_2(experts),
             TOP_K=form.top_k,
