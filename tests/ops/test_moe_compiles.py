@@ -13,6 +13,8 @@ from tests.ops.compiling import ARCHITECTURES, Builds, KernelCase, check, compil
 
 _EPILOGUE_SPILLS = 128
 """Bytes that the second linear may spill: once, among the addresses of its stores, not in its loop."""
+_BLACKWELL_SPILLS = 400
+"""Bytes that two accumulators may spill for Blackwell; for Hopper none of them does."""
 _VALUES = {"plain": "*bf16", "fp8": "*fp8e4nv", "fp8_blocks": "*fp8e4nv", "mxfp4": "*u8", "int4": "*u8"}
 _SCALES = {"fp8_blocks": "*fp32", "mxfp4": "*i32", "int4": "*i32"}
 SHAPES = {
@@ -67,10 +69,42 @@ def product(name: str, shape: ExpertShape, chosen: ExpertCandidate, *, gated: bo
 def _products(name: str, *buckets: int) -> list[KernelCase]:
     """Return the default and the last candidate of a shape for numbers of rows."""
     shape = SHAPES[name]
-    found = [[one for one in candidates(shape, rows, sms) if not one.library] for rows in buckets for sms in (132, 148)]
+    found = [
+        [one for one in candidates(shape, rows, sms) if not one.library and not one.halves]
+        for rows in buckets
+        for sms in (132, 148)
+    ]
     chosen = [options[-(index % 2)] for index, options in enumerate(found)]
     cases = [product(name, shape, candidate, gated=gated) for candidate in chosen for gated in (True, False)]
     return list({str(case): case for case in cases}.values())
+
+
+def _halves(shape: ExpertShape, chosen: ExpertCandidate, *, gated: bool) -> KernelCase:
+    pointers = {"x": "*fp8e4nv", "x_scale": "*fp32", "values": "*fp8e4nv", "scale": "*fp32", "tiles": "*i32", "order": "*i32"}
+    pointers |= {
+        "factors": "*fp32",
+        "out": "*bf16",
+        "rows": "i32",
+        "N": "i32:16",
+        "K": "i32:16",
+        "alpha": "fp32",
+        "limit": "fp32",
+    }
+    constants: dict[str, Any] = {"bias": None, "TOP_K": shape.top_k, "GATED": gated, "WEIGH": not gated, "ACTIVATION": "silu"}
+    constants |= {"BLOCK_N": chosen.block_n, "BLOCK_M": chosen.block_m, "EVEN_K": True, "STAGES": chosen.stages, "PDL": True}
+    title = f"{chosen.block_n}x{chosen.block_m}-{chosen.warps}{'-gated' if gated else '-down'}"
+    module = "common.ops.moe.halves_triton"
+    return KernelCase(
+        title,
+        module,
+        "halves_kernel",
+        pointers,
+        constants,
+        chosen.warps,
+        expects_90=("wgmma",),
+        forbids=("atom",),
+        stack_bytes=_BLACKWELL_SPILLS,
+    )
 
 
 OTHERS = [
@@ -152,6 +186,12 @@ OTHERS = [
 QUICK = [case for case in _products("gpt-oss", 1) if case.num_warps == 2]
 GROUPS = {name: [case for case in _products(name, 1, 64, 4096) if case not in QUICK] for name in SHAPES}
 GROUPS["others"] = OTHERS
+GROUPS["halves"] = [
+    _halves(SHAPES["qwen3-fp8"], chosen, gated=gated)
+    for chosen in candidates(SHAPES["qwen3-fp8"], 4096, 132)
+    if chosen.halves
+    for gated in (True, False)
+]
 for gated in (True, False):
     GROUPS["others"].append(product("invariant", SHAPES["gpt-oss"], invariant_candidate(SHAPES["gpt-oss"]), gated=gated))
 CASES = [*QUICK, *(case for cases in GROUPS.values() for case in cases)]

@@ -164,6 +164,30 @@ def test_quantised_activations_are_as_close_as_their_precision(name: str) -> Non
 
 
 @pytest.mark.parametrize(
+    ("rows", "hidden", "middle", "block_n", "weigh_inputs"),
+    some_slow(
+        [
+            (rows, hidden, middle, block_n, weigh)
+            for rows in (1, 30)
+            for hidden, middle in ((256, 128), (320, 192), (384, 256))
+            for block_n in (128, 256)
+            for weigh in (False, True)
+            if not middle % (block_n // 2)
+        ],
+        quick={(30, 320, 192, 128, False), (1, 256, 128, 256, True)},
+    ),
+)
+def test_halves_of_tiles_have_their_own_scales(rows: int, hidden: int, middle: int, block_n: int, weigh_inputs: bool) -> None:
+    from common.ops.moe.experts_triton import experts_triton
+
+    x, routing, pair = tokens(rows, hidden), routed(rows, 1 if weigh_inputs else 2), pair_of("fp8_blocks", hidden, middle)
+    packed, chosen = (packed_weight(pair[0]), packed_weight(pair[1])), ExpertCandidate(block_n, 16, 128, halves=True)
+    with interpreted():
+        found = experts_triton(x, routing, *packed, ExpertActivation(), chosen, weigh_inputs=weigh_inputs)
+    assert error_of(found, x, routing, pair, ExpertActivation(), weigh_inputs=weigh_inputs) < 0.05
+
+
+@pytest.mark.parametrize(
     ("direct", "expert"),
     some_slow([(False, 0), (False, EXPERTS - 1), (True, 0), (True, EXPERTS - 1)], quick={(False, EXPERTS - 1), (True, 0)}),
 )

@@ -20,6 +20,7 @@ SCALE_COLUMNS = 128
 """Columns whose scales of mxfp4 are one word, and of a block of fp8."""
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 _FEW_PAIRS_PER_EXPERT = 16
+_HALVES_TILES = ((128, 64, 4, 4), (256, 64, 8, 4), (128, 128, 8, 4))
 _FEW_TILES = ((64, 2, 6, 256), (32, 2, 8, 256), (64, 4, 4, 256), (128, 4, 3, 256))
 _FEW_PLAIN_TILES = ((64, 2, 3, 128), (64, 4, 3, 128), (128, 4, 2, 128), (64, 4, 4, 256))
 """Weight rows, warps, programs that shall share a multiprocessor, and bytes of a weight row in a step (plain weights)."""
@@ -40,6 +41,7 @@ class ExpertCandidate:
     quantised: activations become float8_e4m3fn with a scale for each 128 columns.
     neighbours: tiles of pairs whose programs run side by side on the same weights.
     rounded: an expert's answers are kept in the activations' dtype until they are added, half as many bytes as float32.
+    halves: two accumulators with a scale each, of float8 weights in blocks and quantised activations; sorted, without splits.
     library: the library's grouped products, on copies of the tokens in the order of experts; nothing else of this counts.
     """
 
@@ -55,6 +57,7 @@ class ExpertCandidate:
     neighbours: int = 1
     rounded: bool = False
     library: bool = False
+    halves: bool = False
 
 
 LIBRARY = ExpertCandidate(0, 0, library=True)
@@ -137,6 +140,11 @@ def _many(shape: ExpertShape, pairs: int) -> list[ExpertCandidate]:
     sizes = [(*tile, 0 if shape.run else 64 if shape.item_bytes == 2 else 32, False) for tile in tiles]
     if shape.values.startswith("fp8") and shape.item_bytes == 2:
         sizes += [(*tile, SCALE_COLUMNS, True) for tile in ((128, 64, 4), (256, 64, 8), (64, 64, 4), (64, 128, 8))]
+    halves = [
+        ExpertCandidate(block_n, block_m, SCALE_COLUMNS, warps=warps, stages=stages, quantised=True, rounded=True, halves=True)
+        for block_n, block_m, warps, stages in _HALVES_TILES
+        if each > 48 and shape.values == "fp8_blocks" and shape.item_bytes == 2 and not shape.intermediate % (block_n // 2)
+    ]
     found: list[ExpertCandidate] = [LIBRARY] if _library_fits(shape) else []
     for block_n, block_m, warps, block_k, quantised in sizes:
         residents = 1 if warps == 8 else 3 if block_n * block_m <= 128 * 32 else 2
@@ -156,7 +164,7 @@ def _many(shape: ExpertShape, pairs: int) -> list[ExpertCandidate]:
                     rounded=True,
                 )
             )
-    return found
+    return [*found, *halves]
 
 
 def _library_fits(shape: ExpertShape) -> bool:

@@ -18,6 +18,7 @@ from common.ops.moe.combine_triton import combined
 from common.ops.moe.experts_library import experts_library
 from common.ops.moe.form import ExpertActivation, Routing
 from common.ops.moe.grouped_triton import experts_kernel
+from common.ops.moe.halves_triton import multiply_halves
 from common.ops.moe.packed_weight import PackedWeight
 from common.ops.moe.quantise_triton import quantise_blocks
 from common.ops.moe.sort_triton import SortedPairs, sorted_pairs
@@ -55,7 +56,11 @@ def experts_triton(
     kept = x.dtype if chosen.rounded else torch.float32
     answers = torch.empty(top_k * _splits(down, chosen), rows, hidden, dtype=kept, device=x.device)
     for weight, given, out in ((gate_up, x, between), (down, between, answers)):
-        _multiply(given, weight, routing, found, activation, chosen, out, weigh_inputs=weigh_inputs)
+        if chosen.halves:
+            assert found is not None
+            multiply_halves(given, weight, routing, found, activation, chosen, out, weigh_inputs=weigh_inputs)
+        else:
+            _multiply(given, weight, routing, found, activation, chosen, out, weigh_inputs=weigh_inputs)
     few = rows <= _PARTIAL_ROWS and len(answers) <= _PARTS
     if split and few and not chosen.rounded and not backend.BATCH_INVARIANT:
         return answers

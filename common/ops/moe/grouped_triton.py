@@ -41,7 +41,7 @@ def _pairs_found(ids, slot, pairs, BLOCK_M: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _pairs_sorted(tiles, order, slot, BLOCK_M: tl.constexpr):
+def pairs_sorted(tiles, order, slot, BLOCK_M: tl.constexpr):
     """As `_pairs_found`, from what the sort left."""
     entry = tiles + slot * TILE_FIELDS
     expert = tl.load(entry)
@@ -270,7 +270,7 @@ def experts_kernel(
     if DIRECT:
         expert, pair, present, count = _pairs_found(ids, slot, pairs, BLOCK_M, PAIRS)
     else:
-        expert, pair, present, count = _pairs_sorted(tiles, order, slot, BLOCK_M)
+        expert, pair, present, count = pairs_sorted(tiles, order, slot, BLOCK_M)
     wide = expert.to(tl.int64)
     if RUN > 0:
         at_once: tl.constexpr = 128 // (2 * RUN) if FORMAT == "mxfp4" else 1
