@@ -23,6 +23,7 @@ _FEW_PAIRS_PER_EXPERT = 16
 _HALVES_TILES = ((128, 64, 4, 4), (256, 64, 8, 4), (128, 128, 8, 4))
 _FEW_TILES = ((64, 2, 6, 256), (32, 2, 8, 256), (64, 4, 4, 256), (128, 4, 3, 256))
 _FEW_PLAIN_TILES = ((64, 2, 3, 128), (64, 4, 3, 128), (128, 4, 2, 128), (64, 4, 4, 256))
+_FEW_FP8_TILES = ((64, 2, 6, 128), (64, 2, 3, 128), (64, 4, 3, 128), (64, 4, 4, 128))
 """Weight rows, warps, programs that shall share a multiprocessor, and bytes of a weight row in a step (plain weights)."""
 
 Values = Literal["plain", "fp8", "fp8_blocks", "mxfp4", "int4"]
@@ -102,11 +103,10 @@ def _few(shape: ExpertShape, pairs: int, num_sms: int) -> list[ExpertCandidate]:
     sizes = (8, 16) if pairs > 8 else (8,)
     if pairs > 4 * shape.experts:
         sizes = (16, 32)
+    tiles = _FEW_PLAIN_TILES if shape.values == "plain" else _FEW_FP8_TILES if shape.values.startswith("fp8") else _FEW_TILES
     found: list[ExpertCandidate] = []
     for block_m in sizes:
-        for block_n, warps, residents, run_bytes in _FEW_PLAIN_TILES if shape.values == "plain" else _FEW_TILES:
-            if block_n == 128 and shape.values.startswith("fp8"):
-                continue  # widened, it takes more registers than there are
+        for block_n, warps, residents, run_bytes in tiles:
             block_k = _block_k(shape, run_bytes)
             stages = _stages(shape, block_n, block_m, block_k, residents, 6 if block_n == 128 else 8)
             slots = num_sms * residents
