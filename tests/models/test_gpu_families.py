@@ -28,6 +28,8 @@ from tests.models.driver import Request, run
 from tests.models.oracles import build, greedy_choices, oracle_prompt, save
 from tests.models.test_device_runner import FAMILIES
 
+LENGTHS = (61, 44, 130, 1, 17)
+"""Of prompts: longer and shorter than windows, chunks and blocks."""
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
@@ -48,9 +50,6 @@ def oracle(name: str) -> Any:
     """transformers before 5.20 keep gpt-oss' limit to themselves."""
     changes: dict[str, Any] = {"swiglu_limit": 7.0} if name == "gpt-oss" else {}
     return build(name, **changes)
-
-
-LENGTHS = (61, 44, 130, 1, 17)
 
 
 def ahead(runner: Runner, seed: int = 0) -> list[Ahead]:

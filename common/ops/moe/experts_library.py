@@ -32,10 +32,16 @@ def experts_library(
     multiple of 16 bytes."""
     found = sorted_pairs(routing.ids, gate_up.experts, _ONE_TILE, with_places=True)
     ends = found.tiles[: gate_up.experts, 3].contiguous()
-    products = _multiplied(scattered(x, found, routing.ids.shape[1]), gate_up, ends)
-    middle = activate(products, gate_up.bias, routing, found, activation, weigh_inputs=weigh_inputs)
-    answers = _multiplied(middle, down, ends)
-    return returned(answers, down.bias, routing, found, weigh=not weigh_inputs)
+    # nested, so that each result is freed as soon as the next one is there
+    middle = activate(
+        _multiplied(scattered(x, found, routing.ids.shape[1]), gate_up, ends),
+        gate_up.bias,
+        routing,
+        found,
+        activation,
+        weigh_inputs=weigh_inputs,
+    )
+    return returned(_multiplied(middle, down, ends), down.bias, routing, found, weigh=not weigh_inputs)
 
 
 def _multiplied(x: torch.Tensor, weight: PackedWeight, ends: torch.Tensor) -> torch.Tensor:
