@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from common.ops import backend
 from common.ops.backend import interpreted
 from common.ops.linear import device as linear_device
 from common.ops.linear.candidates import Candidate, Op
@@ -147,9 +147,8 @@ def test_other_dtypes_are_computed_in_themselves() -> None:
 
 
 @pytest.mark.usefixtures("_interpreted")
-def test_a_row_has_the_same_bits_in_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "BATCH_INVARIANT", True)
-    weight, _ = grouped(64, 256, "int4", 128)
+def test_a_batch_invariant_weight_has_one_kernel_for_all_batches() -> None:
+    weight = replace(grouped(64, 256, "int4", 128)[0], batch_invariant=True)
     assert linear_device.choose("split", weight, 1, False) == linear_device.choose("split", weight, 300, False)
 
 

@@ -18,7 +18,7 @@ SCALE_BLOCK = 128
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 SHARED_BYTES = 227 * 1024
 INVARIANT_ROWS = 64
-"""batch_invariant: the activation rows of every tile, whatever the number of rows."""
+"""Activation rows of every tile of a batch-invariant weight, whatever the number of rows."""
 
 _SYNC_STAGES = 1
 """Stages without a buffer: mma.sync has read a tile when the next copy begins, wgmma may still be reading."""
