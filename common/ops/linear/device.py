@@ -100,8 +100,15 @@ def options(op: Op, weight: LinearWeight, size: int, quantised: bool) -> list[Ca
 
 
 def shape_of(op: Op, weight: LinearWeight) -> Shape:
-    group, bits = (weight.grouped.group, 8 if weight.grouped.code == "int8" else 4) if weight.grouped else (0, 0)
-    return Shape(op, weight.out_features, weight.in_features, weight.data.element_size(), _scaling(weight), group, bits)
+    shape = Shape(op, weight.out_features, weight.in_features, weight.data.element_size(), _scaling(weight))
+    if (grouped := weight.grouped) is None:
+        return shape
+    return shape._replace(
+        group=grouped.group,
+        bits=8 if grouped.code == "int8" else 4,
+        offsets=grouped.offsets is not None,
+        activation_bytes=weight.dtype.itemsize,
+    )
 
 
 def choice_key(op: Op, weight: LinearWeight, size: int, quantised: bool) -> str:
