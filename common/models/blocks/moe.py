@@ -57,7 +57,13 @@ class ExpertsBlock:
         return {}
 
 
-SHARDS: dict[str, ShardRule] = {"norms": "replicated", "router": "replicated", "weights": "experts", "shared": "outputs"}
+SHARDS: dict[str, ShardRule] = {
+    "norms": "replicated",
+    "router": "replicated",
+    "weights": "experts",
+    "shared_gate_up": "outputs",
+    "shared_down": "inputs",
+}
 
 
 def load_experts(loader: WeightLoader, model: ModelSpec, layer: int, spec: ExpertsSpec) -> ExpertsBlock:
