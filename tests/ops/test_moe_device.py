@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.ops import backend
 from common.ops.backend import interpreted
 from common.ops.moe.candidates import LIBRARY, ExpertCandidate, bucket
 from common.ops.moe.experts import experts
@@ -250,18 +249,13 @@ def test_partial_sums_add_up_to_the_result() -> None:
 
 
 @pytest.mark.parametrize("name", some_slow(("plain", "mxfp4"), quick=("plain",)))
-def test_with_batch_invariance_a_token_does_not_depend_on_its_company(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from common.ops.moe.device import forget_choices
-
-    monkeypatch.setattr(backend, "BATCH_INVARIANT", True)
-    forget_choices()
-    x, routing, weights = tokens(9), routed(9, 1), ExpertWeights.grouped(*pair_of(name))
+def test_with_batch_invariance_a_token_does_not_depend_on_its_company(name: str) -> None:
+    x, routing, weights = tokens(9), routed(9, 1), ExpertWeights.grouped(*pair_of(name), batch_invariant=True)
     with interpreted():
         together = experts(x, routing, weights, CLAMPED)
         for row in (0, 8):
             alone = Routing(*(tensor[row : row + 1] for tensor in routing))
             assert torch.equal(experts(x[row : row + 1], alone, weights, CLAMPED), together[row : row + 1])
-    forget_choices()
 
 
 def test_no_tokens_give_no_answers() -> None:

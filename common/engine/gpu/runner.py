@@ -93,7 +93,7 @@ class DeviceRunner:
         self._max_tokens = max_tokens = max(token_budget, max_rows) + 64
         longest = min(config.max_context, *(group.longest for group in groups))
         num_ids = max(len(group.pool) for group in groups) + max_rows + _SPARE_BLOCK_IDS
-        if not backend.BATCH_INVARIANT:  # whose workspace is sized by it; else rows that share blocks name them often
+        if not attention.batch_invariant:  # whose workspace is sized by it; else rows that share blocks name them often
             num_ids = max(num_ids, min(max_rows * -(-longest // self.block_tokens), _MAX_BLOCK_IDS))
         size = buffer_bytes(max_tokens, max_tokens, num_ids * len(groups), len(groups))
         self._buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
@@ -219,7 +219,7 @@ class DeviceRunner:
             )
             for kind, form in self._kinds[group].items()
         }
-        target = KvTarget(pool, fields.slots[group], **self._kv_forms[group])
+        target = KvTarget(pool, fields.slots[group], batch_invariant=self._attention.batch_invariant, **self._kv_forms[group])
         return DeviceAttention(target, plans, fields.positions, self._ropes, dtype)
 
     @contextlib.contextmanager

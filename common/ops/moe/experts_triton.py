@@ -62,7 +62,7 @@ def experts_triton(
         else:
             _multiply(given, weight, routing, found, activation, chosen, out, weigh_inputs=weigh_inputs)
     few = rows <= _PARTIAL_ROWS and len(answers) <= _PARTS
-    if split and few and not chosen.rounded and not backend.BATCH_INVARIANT:
+    if split and few and not chosen.rounded and not down.batch_invariant:
         return answers
     return combined(answers, x.dtype)
 
@@ -129,7 +129,7 @@ def _multiply(
         PDL=pdl,
         num_warps=chosen.warps,
         launch_pdl=pdl,
-        enable_fp_fusion=not backend.BATCH_INVARIANT,
+        enable_fp_fusion=not weight.batch_invariant,
     )
 
 

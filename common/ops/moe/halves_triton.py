@@ -249,5 +249,5 @@ def multiply_halves(
         PDL=pdl,
         num_warps=chosen.warps,
         launch_pdl=pdl,
-        enable_fp_fusion=not backend.BATCH_INVARIANT,
+        enable_fp_fusion=not weight.batch_invariant,
     )
