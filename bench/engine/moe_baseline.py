@@ -13,7 +13,6 @@ import torch
 import triton
 import triton.language as tl
 
-from common.ops import backend
 from common.ops.moe.form import ExpertActivation, Routing
 from common.ops.moe.grouped_weight import GroupedWeight
 
@@ -29,8 +28,8 @@ class Tiles(NamedTuple):
 
 
 def default_tiles(pairs: int, experts: int) -> Tiles:
-    """Return tiles by the pairs that an expert gets on average; with BATCH_INVARIANT the same ones for any number."""
-    if backend.BATCH_INVARIANT or pairs <= 16 * experts:
+    """Return tiles by the pairs that an expert gets on average."""
+    if pairs <= 16 * experts:
         return Tiles(16, 32, 128, 4, 4)
     return Tiles(64, 64, 64, 4, 3) if pairs <= 64 * experts else Tiles(128, 64, 64, 8, 3)
 

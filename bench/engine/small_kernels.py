@@ -94,7 +94,8 @@ def projections(device: torch.device, small: bool) -> Iterator[Timed]:
                 values, entries = rows * heads * dim, 2 * rows * kv_heads * dim
                 size = (values + entries) * (4 * splits or 2) + values * 2 + entries * (dtype.itemsize + 2 * need_kv)
                 case = f"{rows} rows, {heads}/{kv_heads} × {dim}, {splits or 'no'} partials, pool {str(dtype)[6:]}"
-                for warps in _first(qkv_rope_triton.CANDIDATES, qkv_rope_triton.choose(rows, dtype.itemsize == 1)):
+                chosen = qkv_rope_triton.choose(rows, mix=dtype.itemsize == 1, batch_invariant=False)
+                for warps in _first(qkv_rope_triton.CANDIDATES, chosen):
                     of = partial(make, rows, heads, kv_heads, dim, splits, dtype, need_kv, warps)
                     yield Timed("qkv_rope", case, f"{warps} warps", size, of)
 

@@ -18,6 +18,7 @@ from common.models.blocks.border import Border, Norms
 from common.models.blocks.loading import take_norm
 from common.models.blocks.mlp import DenseBlock, load_dense
 from common.models.blocks.moe import ExpertsBlock, load_experts
+from common.models.blocks.shards import ShardRule
 from common.models.config import ModelConfig
 from common.models.rope import RopeTable, inverse_frequencies
 from common.models.spec import DenseSpec, RopeSpec
@@ -28,6 +29,9 @@ from common.ops.linear.weight import LinearWeight, Role
 from common.ops.tensors import Feed
 
 ROPE_FACTORS = "rope_freqs.weight"
+
+
+SHARDS: dict[str, ShardRule] = {"embedding": "replicated", "norm": "replicated", "head": "outputs"}
 
 
 class KvForm(TypedDict):

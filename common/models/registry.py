@@ -40,8 +40,10 @@ def load_decoder(
     plain: Collection[str] = (),
     fp8_head: bool = False,
     dummy: bool = False,
+    batch_invariant: bool = False,
 ) -> Decoder:
     """Reads all weights. `plain`: modules that `weights` leaves alone. `fp8_head`: whether it takes the head, too.
+    `batch_invariant`: whether a GPU computes a row in the same way whatever rows come with it, at a cost.
 
     `on_progress(done_bytes, total_bytes)` is called after each tensor.
 
@@ -58,6 +60,7 @@ def load_decoder(
         plain=plain,
         fp8_head=fp8_head,
         scheme=config.quantization,
+        batch_invariant=batch_invariant,
         threads=threads,
     ) as loader:
         return Decoder(config, loader)

@@ -9,19 +9,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 
 import torch
 
-BATCH_INVARIANT = False
-"""On: an op computes a row in the same way whatever rows come with it, at a cost. Set once, before the first call."""
-
-_interpreted = False
+_interpreted = ContextVar("interpreted", default=False)
 
 
 def on_device(x: torch.Tensor) -> bool:
     """Is `x` for the Triton kernels?"""
-    return x.is_cuda or _interpreted
+    return x.is_cuda or _interpreted.get()
 
 
 def pdl(x: torch.Tensor) -> bool:
@@ -60,15 +58,14 @@ def ready_for_threads() -> None:
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """CPU tensors go through the Triton kernels meanwhile.
+    """CPU tensors go through the Triton kernels meanwhile, in this thread or task and in tasks that it starts.
 
     :raises RuntimeError: without TRITON_INTERPRET=1 they could not.
     """
-    global _interpreted
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("start the process with TRITON_INTERPRET=1 to run Triton kernels on a CPU")
-    before, _interpreted = _interpreted, True
+    before = _interpreted.set(True)
     try:
         yield
     finally:
-        _interpreted = before
+        _interpreted.reset(before)

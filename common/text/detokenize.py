@@ -13,10 +13,9 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from common.text.tokenizer import Tokenizer
+from common.text.token_bytes import Leading
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 _REPLACEMENT = "\ufffd"
@@ -26,8 +25,31 @@ _MAX_SILENT = 64
 """Tokens without text that are kept for what they may say of the next one."""
 
 
+class Vocabulary(Protocol):
+    """What a detokenizer asks of a `tokenizer.Tokenizer`."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+
+    @property
+    def leading(self) -> Leading: ...
+
+    @property
+    def anchor_id(self) -> int | None: ...
+
+    @property
+    def has_byte_table(self) -> bool: ...
+
+    def byte_table(self, *, skip_special: bool, shown: frozenset[int] = frozenset()) -> list[bytes]: ...
+
+    def backend_text(self, ids: list[int], *, skip_special: bool = True) -> str: ...
+
+
 def detokenizer(
-    tokenizer: Tokenizer, *, skip_special: bool = True, continues: bool = False, shown: frozenset[int] = frozenset()
+    tokenizer: Vocabulary, *, skip_special: bool = True, continues: bool = False, shown: frozenset[int] = frozenset()
 ) -> Detokenizer | WindowDetokenizer:
     """Return what turns one sequence's tokens into text. Not thread-safe; one per choice.
 
@@ -50,7 +72,7 @@ class Detokenizer:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: Vocabulary,
         *,
         skip_special: bool = True,
         continues: bool = False,
@@ -98,7 +120,7 @@ class WindowDetokenizer:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: Vocabulary,
         *,
         skip_special: bool = True,
         continues: bool = False,

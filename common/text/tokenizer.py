@@ -55,6 +55,7 @@ class Tokenizer:
         alternatives = sorted((content for content in self._specials if content), key=len, reverse=True)
         self._special_pattern = re.compile("|".join(map(re.escape, alternatives))) if alternatives else None
         self._prefix, self._suffix = self._affixes(begins_with_bos)
+        self.leading: token_bytes.Leading
         self._is_byte_level, self.leading, table = token_bytes.decoding_of(backend)
         self._steps = token_bytes.decoder_steps(backend)
         self._bytes = table

@@ -34,8 +34,8 @@ from common.text.tokenizer import Tokenizer
 from services.gateway.bodies import Usage
 from services.gateway.choice_events import AnswerFormat, ChoiceEvents
 from services.gateway.choices import ChoiceRules, ChoiceText, Delta, ScoredToken, choice_seed
+from services.gateway.job import Job
 from services.gateway.metrics import EdgeMetrics
-from services.gateway.prepare import Job
 from services.gateway.prompt_scores import OutputStream, PromptText, ScoredStream
 from services.gateway.requests import GenerationRequest, Output
 

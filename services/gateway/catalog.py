@@ -16,12 +16,13 @@ from services.gateway.answer import Core
 from services.gateway.arguments import Notes
 from services.gateway.config import GatewayConfig
 from services.gateway.intake import Intake
+from services.gateway.job import Job
 from services.gateway.logprobs import TokenNames
 from services.gateway.metrics import EdgeMetrics
 from services.gateway.openai import ChatRequest
 from services.gateway.parse import SMALL_BYTES
 from services.gateway.parse_tokens import parse_detokenize, parse_tokenize
-from services.gateway.prepare import Job, Preparer
+from services.gateway.prepare import Preparer
 from services.gateway.tenants import Tenant
 from services.gateway.token_bodies import TokenKind
 from services.gateway.tokenizing import Tokenizing

@@ -16,106 +16,27 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import anyio.to_thread
-import msgspec
 
 from common.protocol.errors import ContextLengthExceeded, EmptyPrompt, InvalidParameter
-from common.protocol.messages import SamplingParams
 from common.text.bundle import TextBundle
 from common.text.grammar import MAX_CACHED, GrammarCompiler
 from services.gateway import openai, tools
 from services.gateway.answer_format import format_of, template_of, template_variables
 from services.gateway.arguments import Notes
-from services.gateway.bodies import Heading, Kind
 from services.gateway.choice_events import AnswerFormat
 from services.gateway.choices import StopStrings
 from services.gateway.config import GatewayConfig
 from services.gateway.intake import Intake
+from services.gateway.job import Job, Writers
 from services.gateway.openai import Arguments, ChatRequest, CompletionRequest
 from services.gateway.sampling import past_vocabulary, sampling_params
 from services.gateway.structured import Structure, structure_of, takes_long
 from services.gateway.tenants import Tenant, salt_of
 from services.gateway.tool_grammar import calls_of, needs_grammar
-from services.gateway.views.view import Writers
 
 _INLINE_CHARS = 8192
 _COMPLETION_MAX_TOKENS = 16
 _T = TypeVar("_T")
-
-
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A valid request. `id` names it inside, `shown_id` to the client. Choice number c of prompt p has index p * n + c.
-
-    `sampling.seed` is the first choice's (see `choices.choice_seed`). `echoes[p]` is sent before the text of prompt p's
-    choices. `top_logprobs`: -1 none, else how many alternatives each token lists. `usage_so_far`: every chunk of the stream
-    tells the usage up to it. `salt` keeps the prompt's KV apart. `warning`: what of the request had no effect. `format`: how
-    answers are read that may be more than text. `echo_top`, `prompt_top`: how many alternatives the prompt's tokens list in the
-    answer's log-probabilities and in `prompt_logprobs`, -1: they are not there. `continues`: an answer follows text, so a
-    leading space is kept. `writers`: what encodes the answer. `tenant`: who asked, empty for nobody in
-    particular; `weight`: its share of workers.
-    """
-
-    id: str
-    shown_id: str
-    kind: Kind
-    writers: Writers
-    created: int
-    model: str
-    prompts: list[list[int]]
-    echoes: list[str]
-    n: int
-    sampling: SamplingParams
-    stops: StopStrings | None
-    include_stop: bool
-    top_logprobs: int
-    stream: bool
-    include_usage: bool
-    usage_so_far: bool
-    deadline_s: float
-    skip_special: bool = True
-    salt: bytes = b""
-    warning: str = ""
-    format: AnswerFormat | None = None
-    continues: bool = False
-    tenant: str = ""
-    weight: float = 1.0
-    priority: int = 0
-    background: bool = False
-    echo_top: int = -1
-    prompt_top: int = -1
-
-    @property
-    def generates(self) -> bool:
-        """Whether there is an answer behind the prompts."""
-        return self.sampling.max_tokens > 0
-
-    def prompt_top_of(self, choice: int) -> int:
-        """How many alternatives the prompt's tokens list in this choice; -1: none are told. A chat tells them once."""
-        return max(self.echo_top, self.prompt_top) if self.kind == "completion" or choice == 0 else -1
-
-    @property
-    def num_choices(self) -> int:
-        return self.n * len(self.prompts)
-
-    @property
-    def max_tokens_in_all(self) -> int:
-        """Of all prompts and the longest answers that they may get."""
-        return sum(map(len, self.prompts)) + self.num_choices * self.sampling.max_tokens
-
-    @property
-    def heading(self) -> Heading:
-        return Heading(
-            kind=self.kind,
-            id=self.shown_id,
-            created=self.created,
-            model=self.model,
-            num_choices=self.num_choices,
-            top_logprobs=self.top_logprobs,
-            prompt_top=self.prompt_top,
-            may_call=self.format is not None and self.format.tools is not None,
-        )
-
-    def sampling_of(self, seed: int) -> SamplingParams:
-        return self.sampling if seed == self.sampling.seed else msgspec.structs.replace(self.sampling, seed=seed)
 
 
 class Preparer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 import subprocess
@@ -14,13 +15,16 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Type
+from gguf.quants import dequantize
 from safetensors.numpy import load_file, save_file
 
 from common.models.config import load_config
 from common.models.registry import load_decoder
 from common.models.source import ModelFiles
 from common.models.weights.base import WeightsError
+from common.models.weights.gguf_values import _any_wrong, _has_scales
 from common.models.weights.inventory import take_inventory
 from common.protocol.errors import ConfigError
 from tests.fixtures.tiny_model import edit_config, write_tiny_model
@@ -172,14 +176,75 @@ def test_gguf_without_a_tensor_or_with_another_shape_is_refused(tmp_path: Path) 
         inspect(write_model(tmp_path / "b.gguf", build("qwen3"), extra={"vocab_size": 255}))
 
 
-def test_scales_of_gguf_blocks_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
+SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}
+"""Where a block of each type has its scale, and its minimum if there is one."""
+
+
+def write_quantised(path: Path, kind: Type) -> ModelFiles:
+    """A Llama whose K projections are of `kind`, of random codes; its scales are numbers."""
+    files = write_model(path, build("llama", head_dim=64, hidden_size=256, num_hidden_layers=2))
+    size, num_bytes = GGML_QUANT_SIZES[kind]
+    reader, rng = gguf.GGUFReader(path), np.random.default_rng(5)
+    writer = gguf.GGUFWriter(path.with_suffix(".new"), "llama")
+    for key, field in reader.fields.items():
+        if key.startswith("llama."):
+            writer.add_key_value(key, field.contents(), field.types[0])
+    for tensor in reader.tensors:
+        if not tensor.name.endswith("attn_k.weight"):
+            writer.add_tensor(tensor.name, np.array(tensor.data))
+            continue
+        blocks = rng.integers(0, 256, (math.prod(tensor.data.shape) // size, num_bytes), np.uint8)
+        for at in SCALES[kind.name]:
+            blocks[:, at : at + 2] = rng.uniform(1e-3, 1e-2, (len(blocks), 1)).astype(np.float16).view(np.uint8)
+        writer.add_tensor(tensor.name, blocks.reshape(len(tensor.data), -1), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    path.with_suffix(".new").rename(path)
+    return files
+
+
+@pytest.mark.parametrize(("kind", "at"), [(kind, at) for kind, places in SCALES.items() for at in places])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_scale_of_gguf_blocks_that_is_no_number_shows_before_anything_is_loaded(
+    tmp_path: Path, kind: str, at: int, value: float
+) -> None:
+    files = write_quantised(tmp_path / "model.gguf", Type[kind])
+    inspect(files)
+    tensor = next(one for one in gguf.GGUFReader(files.path).tensors if one.name == "blk.1.attn_k.weight")
+    block_bytes = GGML_QUANT_SIZES[Type[kind]][1]
+    with files.path.open("r+b") as file:
+        file.seek(tensor.data_offset + (tensor.n_bytes // block_bytes - 1) * block_bytes + at)  # the last block
+        file.write(np.float16(value).tobytes())
+    with pytest.raises(WeightsError, match=r"model\.gguf: model.layers.1.self_attn.k_proj.weight holds a scale"):
+        inspect(files)
+
+
+def test_scales_of_gguf_experts_that_are_not_numbers_are_refused(tmp_path: Path) -> None:
     files = write_model(tmp_path / "model.gguf", build("mixtral"), experts=Type.Q8_0)
     tensor = next(one for one in gguf.GGUFReader(files.path).tensors if "ffn_up_exps" in one.name)
     with files.path.open("r+b") as file:
         file.seek(tensor.data_offset)
         file.write(np.float16(np.nan).tobytes())
     with pytest.raises(WeightsError, match=r"experts\.0\.up_proj\.weight holds a scale that is NaN"):
+        inspect(files)
+    with pytest.raises(WeightsError, match=r"experts\.0\.up_proj\.weight holds a scale that is NaN"):
         load_decoder(files, load_config(files), dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Type if _has_scales(kind)])
+def test_what_the_check_looks_at_is_what_the_package_multiplies_with(kind: Type) -> None:
+    """Blocks of random bytes: it finds those, and only those, that dequantise to what is no number."""
+    rng = np.random.default_rng(6)
+    blocks = rng.integers(0, 256, (400, GGML_QUANT_SIZES[kind][1]), np.uint8)
+    with np.errstate(all="ignore"):
+        values = dequantize(blocks, kind)
+    wrong = ~np.isfinite(values).all(1)
+    if kind is Type.MXFP4:  # whose NaN the package reads as 2^127
+        wrong = blocks[:, 0] == 255
+    assert wrong.any()
+    assert [_any_wrong(blocks[index : index + 1], kind) for index in range(len(blocks))] == wrong.tolist()
 
 
 def test_up_ends_with_one_line(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from common.models.config import load_config
 from common.models.registry import load_decoder
 from common.models.source import ModelFiles
 from common.models.weights.base import LinearFormat
+from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
 from common.ops.backend import interpreted
 from common.ops.kv.hadamard_reference import hadamard
 from common.ops.linear.candidates import Candidate
@@ -53,6 +54,7 @@ def device_runner(
     dtype: torch.dtype = torch.float32,
     kv: torch.dtype | None = None,
     weights: LinearFormat = "none",
+    attention: AttentionSettings = DEFAULT_SETTINGS,
 ) -> DeviceRunner:
     model = load_config(files)
     decoder = load_decoder(files, model, dtype=dtype, device=torch.device("cpu"), weights=weights)
@@ -71,7 +73,7 @@ def device_runner(
         layers = [member.layer for member in group.members]
         shape = (64, len(layers), 2, 16, model.num_kv_heads, model.head_dim)
         groups.append(LayerGroup(torch.full(shape, torch.nan, dtype=torch.float32).to(kv or dtype), layers, group.retention))
-    return DeviceRunner(decoder, groups, fingerprint="test", max_rows=16, token_budget=512)
+    return DeviceRunner(decoder, groups, fingerprint="test", max_rows=16, token_budget=512, attention=attention)
 
 
 @pytest.mark.parametrize(

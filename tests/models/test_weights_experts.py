@@ -128,9 +128,9 @@ def grouped(monkeypatch: pytest.MonkeyPatch, load: Callable[[], ExpertWeights]) 
     seen: list[tuple[GroupedWeight, GroupedWeight]] = []
     pack = ExpertWeights.grouped
 
-    def spy(gate_up: GroupedWeight, down: GroupedWeight) -> ExpertWeights:
+    def spy(gate_up: GroupedWeight, down: GroupedWeight, **settings: bool) -> ExpertWeights:
         seen.append((gate_up, down))
-        return pack(gate_up, down)
+        return pack(gate_up, down, **settings)
 
     with monkeypatch.context() as patch:
         patch.setattr(ExpertWeights, "grouped", spy)
@@ -149,8 +149,8 @@ def test_greedy_text_is_that_of_the_dequantised_model_in_transformers(tmp_path: 
 @pytest.mark.parametrize("name", CASES)
 def test_a_gpu_keeps_what_its_kernels_read(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = Checkpoint(tmp_path, name)
-    monkeypatch.setattr(backend, "_interpreted", True)  # packed as for a GPU
-    kept, plain = (grouped(monkeypatch, partial(checkpoint.experts, weights)) for weights in ("groups", "none"))
+    with backend.interpreted():  # packed as for a GPU
+        kept, plain = (grouped(monkeypatch, partial(checkpoint.experts, weights)) for weights in ("groups", "none"))
     assert kept[0].format == checkpoint.kept
     for mine, whole in zip(kept, plain, strict=True):
         assert whole.format == "plain"
@@ -221,11 +221,12 @@ def test_random_experts_come_in_the_format_of_the_shape(
     shape: str, changes: dict[str, Any], kept: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_from_json(SHAPES[shape] | changes | {"num_hidden_layers": 1})
-    monkeypatch.setattr(backend, "_interpreted", True)
     source, spec = DummyWeights(config), config.layers[0].mlp
     assert isinstance(spec, ExpertsSpec)
     loader = WeightLoader(source, torch.bfloat16, weights="groups", scheme=config.quantization, threads=0)
-    weights = grouped(monkeypatch, lambda: take_experts(loader, "model.layers.0", config.names.layer, spec, config.hidden_size))
+    take = partial(take_experts, loader, "model.layers.0", config.names.layer, spec, config.hidden_size)
+    with backend.interpreted():
+        weights = grouped(monkeypatch, take)
     assert tuple(weight.format for weight in weights) == kept
     assert all(0.01 < float(weight.dequantised().std()) < 0.04 for weight in weights)
     assert source.holds_fp8 == shape.endswith("fp8")

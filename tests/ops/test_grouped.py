@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from common.ops import backend
 from common.ops.backend import interpreted
 from common.ops.linear import device as linear_device
-from common.ops.linear.candidates import Candidate, Op
+from common.ops.linear.candidates import SHARED_BYTES, Candidate, Op, grouped_shared_bytes
 from common.ops.linear.gate_up import gate_up
 from common.ops.linear.linear import linear
 from common.ops.linear.linear_tuning import tune_linears, tuned_format
+from common.ops.linear.reference import linear_grouped_reference
 from common.ops.linear.weight import LinearWeight, linear_from_grouped
 from common.ops.quant.grouped import Code, codes_of, dequantise_grouped, join_grouped, pack_grouped, table_of
 
@@ -147,9 +148,24 @@ def test_other_dtypes_are_computed_in_themselves() -> None:
 
 
 @pytest.mark.usefixtures("_interpreted")
-def test_a_row_has_the_same_bits_in_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "BATCH_INVARIANT", True)
-    weight, _ = grouped(64, 256, "int4", 128)
+@pytest.mark.parametrize(("code", "offsets"), [("int4", True), ("int8", False)])
+@pytest.mark.parametrize(("rows", "kind"), [(1, "grouped"), (40, "grouped"), (200, "library")])
+def test_one_group_a_row_is_computed_in_float32(code: Code, offsets: bool, rows: int, kind: str) -> None:
+    """GPTQ without groups and INT8: the largest tiles. What is chosen has room in an SM's shared memory, whatever the rows."""
+    weight, meant = grouped(72, 384, code, 384, offsets=offsets, dtype=torch.float32)
+    shape, chosen = linear_device.shape_of("linear", weight), linear_device.choose("linear", weight, rows, False)
+    assert (shape.group, shape.activation_bytes, shape.offsets, chosen.kind) == (128, 4, offsets, kind)
+    assert kind == "library" or grouped_shared_bytes(shape, chosen) <= SHARED_BYTES
+    x = torch.randn(rows, 384)
+    torch.testing.assert_close(linear(x, weight), x @ meant.T, atol=2e-2, rtol=5e-3)
+    assert weight.grouped is not None
+    exact = linear_grouped_reference(x, weight.grouped, None, torch.float32)
+    torch.testing.assert_close(linear(x, weight), exact, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("_interpreted")
+def test_a_batch_invariant_weight_has_one_kernel_for_all_batches() -> None:
+    weight = replace(grouped(64, 256, "int4", 128)[0], batch_invariant=True)
     assert linear_device.choose("split", weight, 1, False) == linear_device.choose("split", weight, 300, False)
 
 

@@ -6,8 +6,18 @@ import re
 
 import pytest
 
-from common.ops.linear.candidates import Candidate, Op, Scaling, Shape, candidates, invariant_candidate
-from tests.ops.compiling import ARCHITECTURES, Builds, KernelCase, check, compile_cases
+from common.ops.linear.candidates import (
+    MIN_RUN,
+    ROW_BUCKETS,
+    Candidate,
+    Op,
+    Scaling,
+    Shape,
+    candidates,
+    grouped_shared_bytes,
+    invariant_candidate,
+)
+from tests.ops.compiling import ARCHITECTURES, SHARED_LIMIT_BYTES, Builds, KernelCase, check, compile_cases
 
 _PDL = ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
 _NUM_SMS = 132
@@ -163,21 +173,31 @@ CASES = [
 
 def _grouped(n: int, k: int, code: int, group: int, rows: int, index: int, *, gated: bool, offsets: bool) -> KernelCase:
     """A candidate for a weight in groups; code: see `grouped_triton.CODES`."""
-    shape = Shape("gated" if gated else "split", n, k, 1, "channel", group, 8 if code == 3 else 4)
-    chosen = candidates(shape, rows, False, _NUM_SMS)[index]
-    signature = dict.fromkeys(("rows", "steps", "steps_per_split"), "i32") | {"N": "i32:16", "K": "i32:16", "x": "*bf16"}
+    shape = _shape_in_groups(n, k, code, group, gated=gated, offsets=offsets)
+    return _grouped_case(shape, code, candidates(shape, rows, False, _NUM_SMS)[index], f"{rows}-{index}")
+
+
+def _shape_in_groups(
+    n: int, k: int, code: int, group: int, *, gated: bool = False, offsets: bool, activation_bytes: int = 2
+) -> Shape:
+    return Shape("gated" if gated else "split", n, k, 1, "channel", group, 8 if code == 3 else 4, offsets, activation_bytes)
+
+
+def _grouped_case(shape: Shape, code: int, chosen: Candidate, name: str) -> KernelCase:
+    group, gated, model = shape.group, shape.op == "gated", "fp32" if shape.activation_bytes == 4 else "bf16"
+    signature = dict.fromkeys(("rows", "steps", "steps_per_split"), "i32") | {"N": "i32:16", "K": "i32:16", "x": f"*{model}"}
     signature |= {"weight": "*i8" if code == 3 else "*u8", "scales": "*i32", "channel": "*fp32"}
-    signature["out"] = "*fp32" if chosen.splits > 1 else "*bf16"
+    signature["out"] = "*fp32" if chosen.splits > 1 else f"*{model}"
     constants: dict[str, int | float | bool | str | None] = {"bias": None, "table": None, "GROUP": group}
     constants |= {"RUN": max(32, group), "BLOCK_N": chosen.block_n, "BLOCK_M": chosen.block_m, "CODE": code, "GATED": gated}
     constants |= {"EVEN_K": True, "SCALED": chosen.scaled or group < 32, "STAGES": chosen.stages, "FAST": True, "PDL": True}
-    if offsets:
+    if shape.offsets:
         signature["offsets"] = "*i32"
     else:
         constants["offsets"] = None
-    tall = rows > 32
+    tall = chosen.block_m > 32
     return KernelCase(
-        f"{shape.op}-{n}-{k}-{code}-{group}-{rows}-{index}",
+        f"{shape.op}-{shape.n}-{shape.k}-{code}-{group}{'+' if shape.offsets else ''}-{model}-{name}",
         "common.ops.linear.grouped_triton",
         "grouped_kernel",
         signature,
@@ -198,6 +218,29 @@ CASES += [
     _grouped(28672, 4096, 0, 128, 128, 0, gated=True, offsets=False),
     _grouped(4096, 14336, 0, 32, 4096, 0, gated=False, offsets=False),
 ]
+
+
+SHARED: dict[str, tuple[Shape, int, int]] = {
+    # code, rows; "one group a row" is stored as groups of 128
+    "GPTQ with one group a row": (_shape_in_groups(4096, 4096, 0, 128, offsets=True), 0, 256),
+    "GPTQ with one group a row, float32": (_shape_in_groups(4096, 4096, 0, 128, offsets=True, activation_bytes=4), 0, 64),
+    "INT8": (_shape_in_groups(4096, 4096, 3, 128, offsets=False), 3, 256),
+    "INT8, float32": (_shape_in_groups(4096, 4096, 3, 128, offsets=False, activation_bytes=4), 3, 64),
+    "INT8, float32, a row": (_shape_in_groups(4096, 4096, 3, 128, offsets=False, activation_bytes=4), 3, 1),
+    "NVFP4": (_shape_in_groups(4096, 4096, 1, 16, offsets=False), 1, 16),
+}
+"""Weights in groups whose tiles are the largest, and rows."""
+
+
+def _largest(shape: Shape, rows: int) -> Candidate:
+    """The candidate that asks for most shared memory."""
+    found = [candidate for candidate in candidates(shape, rows, False, _NUM_SMS) if candidate.kind == "grouped"]
+    return max(found, key=lambda candidate: grouped_shared_bytes(shape, candidate))
+
+
+SHARED_CASES = {
+    name: _grouped_case(shape, code, _largest(shape, rows), f"shared-{rows}") for name, (shape, code, rows) in SHARED.items()
+}
 
 
 def _small(
@@ -264,6 +307,42 @@ CASES += [
 @pytest.fixture(scope="module")
 def builds() -> Builds:
     return compile_cases(CASES)
+
+
+@pytest.fixture(scope="module")
+def shared_builds() -> Builds:
+    return compile_cases(list(SHARED_CASES.values()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARED_CASES)
+def test_shared_memory_of_weights_in_groups_is_foreseen(name: str, shared_builds: Builds) -> None:
+    shape, _, rows = SHARED[name]
+    foreseen = grouped_shared_bytes(shape, _largest(shape, rows))
+    hopper, blackwell = (shared_builds[str(SHARED_CASES[name]), arch] for arch in ARCHITECTURES)
+    assert not (hopper.error or blackwell.error)
+    assert foreseen - 2048 <= hopper.shared_bytes <= foreseen <= SHARED_LIMIT_BYTES
+    assert blackwell.shared_bytes <= foreseen
+
+
+@pytest.mark.parametrize("activation_bytes", [2, 4])
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize(("code", "group"), [(0, 128), (3, 128), (2, 64), (0, 32), (3, 32), (1, 16), (3, 16)])
+def test_no_candidate_for_weights_in_groups_asks_for_more_than_there_is(
+    code: int, group: int, offsets: bool, activation_bytes: int
+) -> None:
+    if offsets and group < MIN_RUN:
+        pytest.skip("which is never packed")
+    shape = _shape_in_groups(4096, 14336, code, group, offsets=offsets, activation_bytes=activation_bytes)
+    for rows in ROW_BUCKETS:
+        found = candidates(shape, rows, False, _NUM_SMS)
+        assert len(set(found)) == len(found) > 0
+        assert (rows > 128) == (found[-1].kind == "library")
+        for candidate in found:
+            if candidate.kind == "grouped":
+                assert candidate.stages >= 2
+                assert grouped_shared_bytes(shape, candidate) <= SHARED_LIMIT_BYTES, candidate
+    assert grouped_shared_bytes(shape, invariant_candidate(shape, _NUM_SMS)) <= SHARED_LIMIT_BYTES
 
 
 @pytest.mark.slow

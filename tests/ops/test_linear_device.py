@@ -43,13 +43,21 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[No
     linear_device.forget_choices()
 
 
-def _weight(out_features: int, in_features: int, kind: str, biased: bool, dtype: torch.dtype = torch.bfloat16) -> LinearWeight:
+def _weight(
+    out_features: int,
+    in_features: int,
+    kind: str,
+    biased: bool,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    batch_invariant: bool = False,
+) -> LinearWeight:
     weight = (torch.randn(out_features, in_features) * in_features**-0.5).to(dtype)
     bias = torch.randn(out_features).to(dtype) if biased else None
     if kind == "blocks":
         data, scale = quantise_weight(weight, 128)
-        return linear_from_fp8(data, scale, bias, dtype=dtype)
-    return pack_linear(weight, bias, format="fp8" if kind == "channel" else "plain")
+        return linear_from_fp8(data, scale, bias, dtype=dtype, batch_invariant=batch_invariant)
+    return pack_linear(weight, bias, format="fp8" if kind == "channel" else "plain", batch_invariant=batch_invariant)
 
 
 def _expected(x: Activation, weight: LinearWeight) -> torch.Tensor:
@@ -144,13 +152,12 @@ def test_what_is_chosen_unmeasured_is_right(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "channel", "blocks"])
 def test_batch_invariant_rows_have_the_same_bits_in_every_batch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend, "BATCH_INVARIANT", True)
     # as tensor cores do, and unlike BLAS: what an element of a product is does not depend on where in the tile it lies
     monkeypatch.setattr(
         np, "matmul", lambda a, b, dtype: np.add.reduce(a.astype(dtype)[:, :, None] * b.astype(dtype)[None], axis=1)
     )
     monkeypatch.setattr(backend, "num_sms", lambda index: 16)  # enough of them for splits
-    weight = _weight(160, 1024, kind, biased=True)
+    weight = _weight(160, 1024, kind, biased=True, batch_invariant=True)
     x = torch.randn(70, 1024).bfloat16()
     whole, final = linear(x, weight, split=True), linear(x, weight)
     chosen = linear_device.choose("split", weight, 1, quantised=kind != "plain")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def routed(rows: int, form: RouterForm, seed: int = 1) -> Routing:
 )
 def test_experts_are_what_plain_torch_gives(rows: int, activation: ExpertActivation, weigh_inputs: bool, biased: bool) -> None:
     given = weights()
-    biases = {name: given[name] for name in ("gate_up_bias", "down_bias") if biased}
+    biases: dict[str, Any] = {name: given[name] for name in ("gate_up_bias", "down_bias") if biased}
     x = torch.randn(rows, HIDDEN, generator=torch.Generator().manual_seed(2))
     routing = routed(rows, RouterForm(top_k=3, renormalise=True))
     packed = pack_experts(given["gate_up"], given["down"], **biases)

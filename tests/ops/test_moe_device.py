@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from common.ops import backend
 from common.ops.backend import interpreted
 from common.ops.moe.candidates import LIBRARY, ExpertCandidate, bucket
 from common.ops.moe.experts import experts
@@ -109,6 +110,7 @@ CHOICES = {
     "direct, split": ExpertCandidate(32, 8, splits=2, warps=2, direct=True),
     "scaled": ExpertCandidate(64, 16, scaled=True, neighbours=3),
     "rounded": ExpertCandidate(64, 16, scaled=True, rounded=True),
+    "halved": ExpertCandidate(64, 32, scaled=True, halvings=2),
 }
 
 
@@ -188,6 +190,31 @@ def test_halves_of_tiles_have_their_own_scales(rows: int, hidden: int, middle: i
 
 
 @pytest.mark.parametrize(
+    ("name", "halvings", "counts"),
+    some_slow(
+        [
+            (name, halvings, counts)
+            for name in ("mxfp4", "fp8_blocks", "plain")
+            for halvings in (1, 2)
+            for counts in ((64, 33, 32, 0, 1), (17, 16, 15, 80, 48))
+        ],
+        quick={("mxfp4", 2, (64, 33, 32, 0, 1)), ("fp8_blocks", 2, (17, 16, 15, 80, 48))},
+    ),
+)
+def test_tiles_of_few_pairs_are_computed_narrower(name: str, halvings: int, counts: tuple[int, ...]) -> None:
+    """Tiles of 64 pairs, halved to 16: every width, full, one short of it and one more."""
+    hidden, middle = (128, 128) if name == "fp8_blocks" else (96, 64)
+    ids = torch.repeat_interleave(torch.arange(EXPERTS, dtype=torch.int32), torch.tensor(counts))
+    rows = len(ids)
+    ids = ids[torch.randperm(rows, generator=torch.Generator().manual_seed(6))].view(rows, 1)
+    x, routing, pair = tokens(rows, hidden), Routing(ids, torch.full((rows, 1), 0.75)), pair_of(name, hidden, middle)
+    chosen = ExpertCandidate(128, 64, 0 if name == "mxfp4" else 128 if name == "fp8_blocks" else 64, halvings=halvings)
+    halves, scaled = name == "fp8_blocks", name == "mxfp4"
+    found = run(x, routing, pair, ExpertActivation(), replace(chosen, halves=halves, scaled=scaled, rounded=True))
+    assert error_of(found, x, routing, pair, ExpertActivation()) < (0.05 if halves else 0.008)
+
+
+@pytest.mark.parametrize(
     ("direct", "expert"),
     some_slow([(False, 0), (False, EXPERTS - 1), (True, 0), (True, EXPERTS - 1)], quick={(False, EXPERTS - 1), (True, 0)}),
 )
@@ -222,18 +249,13 @@ def test_partial_sums_add_up_to_the_result() -> None:
 
 
 @pytest.mark.parametrize("name", some_slow(("plain", "mxfp4"), quick=("plain",)))
-def test_with_batch_invariance_a_token_does_not_depend_on_its_company(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from common.ops.moe.device import forget_choices
-
-    monkeypatch.setattr(backend, "BATCH_INVARIANT", True)
-    forget_choices()
-    x, routing, weights = tokens(9), routed(9, 1), ExpertWeights.grouped(*pair_of(name))
+def test_with_batch_invariance_a_token_does_not_depend_on_its_company(name: str) -> None:
+    x, routing, weights = tokens(9), routed(9, 1), ExpertWeights.grouped(*pair_of(name), batch_invariant=True)
     with interpreted():
         together = experts(x, routing, weights, CLAMPED)
         for row in (0, 8):
             alone = Routing(*(tensor[row : row + 1] for tensor in routing))
             assert torch.equal(experts(x[row : row + 1], alone, weights, CLAMPED), together[row : row + 1])
-    forget_choices()
 
 
 def test_no_tokens_give_no_answers() -> None:

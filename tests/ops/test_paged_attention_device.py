@@ -392,7 +392,7 @@ def test_prompts_without_a_prefix_may_go_another_way(long: bool) -> None:
 def test_a_query_gets_the_same_bits_in_every_batch(
     dtype: torch.dtype, form: AttentionForm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone, in a chunk of its prompt, in a verification, beside others: when `BATCH_INVARIANT` is on.
+    """Alone, in a chunk of its prompt, in a verification, beside others: where the settings are batch-invariant.
 
     The interpreter's matrix products are numpy's, whose rounding depends on a row's place; a GPU's does not. float64 hides it.
     """
@@ -404,7 +404,6 @@ def test_a_query_gets_the_same_bits_in_every_batch(
         return builder.cast_impl(products(builder, a, b, d, precision, imprecise), tl.float32)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", exact)
-    monkeypatch.setattr(backend, "BATCH_INVARIANT", True)
     chosen = choose_config
     monkeypatch.setattr(
         "common.ops.attention.work.choose_config",
@@ -422,7 +421,7 @@ def test_a_query_gets_the_same_bits_in_every_batch(
             rows.append(AttentionRow(rows[-1].first + rows[-1].length if rows else 0, count, start, blocks[:15]))
         parts = [query[start : start + count] for start, count in spans]
         flat = torch.cat([torch.randn(strangers, 3, 32).to(compute), *parts])
-        plan = make_plan(make_batch(rows, len(flat)), pool, 3, form=form)
+        plan = make_plan(make_batch(rows, len(flat)), pool, 3, form=form, settings=AttentionSettings(batch_invariant=True))
         return paged_attention(flat, pool, LAYER, plan, form, kv_scale=kv_scale)[strangers:]
 
     whole = attend([(0, length)])

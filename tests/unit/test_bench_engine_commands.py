@@ -25,6 +25,8 @@ from bench.peer.model_config import hugging_face_config
 from common.models.config import ModelConfig, config_from_json, load_config
 from common.models.shapes import SHAPES
 from common.models.source import resolve
+from common.ops.quant.quantise import quantise_rows
+from common.ops.quant.quantise_reference import dequantise_weight_reference
 from tests.unit.cards import H200
 
 # -- processes
@@ -142,6 +144,24 @@ def test_kernels_are_timed_in_the_interpreter_too(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
+def test_float32_results_may_be_off_by_what_fp8_loses_and_no_more() -> None:
+    """As `linears` compares them: activations that were brought to bf16 pass, a scale that is off by a hundredth does not."""
+    import torch
+
+    torch.manual_seed(0)
+    plain = (torch.randn(64, 512) / 512**0.5).bfloat16()
+    weight, given = check._weight(plain, "fp8"), quantise_rows(torch.randn(16, 512).bfloat16())
+    assert weight.scale is not None
+    wide, seen = dequantise_weight_reference(weight.data, weight.scale), given.data.float() * given.scale[:, None]
+    wanted, rounded = seen @ wide.t(), seen.bfloat16().float() @ wide.t()
+    for kind, scale, is_wrong in (("fp8", 1.0, False), ("fp8", 1.01, True), ("bf16", 1.0, True)):
+        checks = check.Checks(torch.device("cpu"))
+        tolerance = check.allowed("wide", weight if kind == "fp8" else check._weight(plain, kind), torch.bfloat16)
+        checks.close("wide", "case", rounded * scale, wanted, tolerance)
+        assert bool(checks.wrong) == is_wrong, (kind, scale)
+    assert check.allowed("linear", weight, torch.bfloat16) == check.TOLERANCE[torch.bfloat16]
+
+
 def test_every_kernel_is_checked_beside_its_reference(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
     from tests.ops.interpreter import act_as_a_gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -47,6 +48,48 @@ def test_only_the_bus_imports_nats() -> None:
 def test_no_task_is_left_without_an_owner() -> None:
     pattern = re.compile(r"\b(create_task|ensure_future)\(")
     assert [name(path) for path in PRODUCT if pattern.search(path.read_text())] == []
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    """Imports in functions and for type checkers count: a circle is two modules that are one."""
+    assert circle_of(modules_imported(SOURCES)) == []
+
+
+def test_a_circle_would_be_found(tmp_path: Path) -> None:
+    (tmp_path / "one.py").write_text("from common.ops import backend\nfrom two.three import x\n")
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "__init__.py").touch()
+    (tmp_path / "two" / "three.py").write_text("def late():\n    from two import four\n")
+    (tmp_path / "two" / "four.py").write_text("if TYPE_CHECKING:\n    import one\n")
+    found = modules_imported(sorted(tmp_path.rglob("*.py")), tmp_path)
+    assert found == {"one": {"two.three"}, "two": set(), "two.three": {"two.four"}, "two.four": {"one"}}
+    assert set(circle_of(found)) == {"one", "two.three", "two.four"}
+
+
+def modules_imported(paths: list[Path], root: Path = ROOT) -> dict[str, set[str]]:
+    """Return the modules among `paths` that each of them imports, anywhere in it. Packages are empty: their modules count."""
+    known = {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+    packages = {module for module, path in known.items() if path.name == "__init__.py"}
+    found: dict[str, set[str]] = {}
+    for module, path in known.items():
+        targets: set[str] = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                targets |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{path} has a relative import"
+                targets |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+        found[module] = (targets & known.keys()) - packages
+    return found
+
+
+def circle_of(graph: dict[str, set[str]]) -> list[str]:
+    """Return the modules of one circle in order, the first again at the end; none if there is no circle."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
 
 
 def imports(path: Path) -> set[str]:

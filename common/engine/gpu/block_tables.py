@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from common.engine.gpu.pinned import to_device
 from common.engine.gpu.table_slots import Placed, TableSlots, capacity
 from common.engine.plan import StepRow
-from common.ops import backend
 from common.protocol.errors import InvalidParameter
 
 _CHANGE_BYTES = 12
@@ -82,13 +81,14 @@ class BlockTables:
         self.slots.sent()
 
 
-def max_table_ids(num_blocks: Sequence[int], max_rows: int, longest_blocks: int) -> int:
+def max_table_ids(num_blocks: Sequence[int], max_rows: int, longest_blocks: int, *, batch_invariant: bool = False) -> int:
     """Return how many ids a step's tables have at most, in all cache groups. Rows that share a prefix name its blocks each.
 
-    longest_blocks: of the longest sequence.
+    longest_blocks: of the longest sequence. batch_invariant: whether attention's workspace is sized by the ids; then they are
+    fewer.
     """
     named = max(num_blocks) + max_rows + _SPARE_IDS
-    if not backend.BATCH_INVARIANT:  # whose workspace is sized by it
+    if not batch_invariant:
         named = max(named, min(max_rows * longest_blocks, _MAX_IDS))
     return named * len(num_blocks)
 

@@ -90,10 +90,11 @@ class DeviceRunner:
         self._stream = torch.cuda.Stream(self._device) if self._on_gpu else None
         self._max_tokens = max_tokens = step_tokens(max_rows, token_budget)
         longest = min(config.max_context, *(group.longest for group in groups))
+        longest_blocks = -(-longest // self.block_tokens)
         num_blocks = [len(group.pool) for group in groups]
         self._tables = BlockTables(
             num_blocks=num_blocks,
-            max_ids=max_table_ids(num_blocks, max_rows, -(-longest // self.block_tokens)),
+            max_ids=max_table_ids(num_blocks, max_rows, longest_blocks, batch_invariant=attention.batch_invariant),
             max_tables=max_tokens * len(groups),
             device=self._device,
         )
@@ -233,7 +234,7 @@ class DeviceRunner:
             )
             for kind, form in self._kinds[group].items()
         }
-        target = KvTarget(pool, fields.slots[group], **self._kv_forms[group])
+        target = KvTarget(pool, fields.slots[group], batch_invariant=self._attention.batch_invariant, **self._kv_forms[group])
         return DeviceAttention(target, plans, fields.positions, self._ropes, dtype)
 
     @contextlib.contextmanager

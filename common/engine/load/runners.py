@@ -159,13 +159,12 @@ def _device_runner(
 
     from common.engine.gpu.memory import measured_kv_room, new_groups, room_beside_tables, workspace_bytes
     from common.engine.gpu.runner import DeviceRunner
-    from common.ops import backend
+    from common.ops.attention.settings import AttentionSettings
     from common.ops.linear.linear_tuning import tune_linears
     from common.ops.moe.experts_tuning import tune_experts
 
     gpu = torch.device(device)
     torch.cuda.set_device(gpu)
-    backend.BATCH_INVARIANT = engine.batch_invariant
     decoder, precision, choice = _decoder(files, model, engine, device, on_progress)
     if not engine.batch_invariant:
         begun = time.perf_counter()
@@ -189,7 +188,12 @@ def _device_runner(
     torch.cuda.synchronize(gpu)  # the runner works on a stream of its own
     begun = time.perf_counter()
     runner = DeviceRunner(
-        decoder, groups, fingerprint=layout.fingerprint, max_rows=engine.max_running, token_budget=engine.token_budget
+        decoder,
+        groups,
+        fingerprint=layout.fingerprint,
+        max_rows=engine.max_running,
+        token_budget=engine.token_budget,
+        attention=AttentionSettings(batch_invariant=engine.batch_invariant),
     )
     log.info("graphs_captured", kv_blocks=layout.num_blocks, seconds=_since(begun))
     return runner
@@ -248,6 +252,7 @@ def _decoder(
         dtype=getattr(torch, precision.compute),
         device=torch.device(device),
         dummy=engine.load_format == "dummy",
+        batch_invariant=engine.batch_invariant,
     )
     choice = _fp8_choice(files, model, engine, precision, torch.device(device), load)
     decoder = load(

@@ -61,14 +61,10 @@ class Attention(Protocol):
         ...
 
 
-SHARDS: dict[str, ShardRule] = {
-    "norms": "replicated",
-    "qkv": "heads",
-    "q_norm": "replicated",  # over the whole projection, "heads", and the sum of squares is every rank's together
-    "k_norm": "replicated",
-    "sinks": "heads",
-    "output": "inputs",
-}
+def shards(spec: AttentionSpec) -> dict[str, ShardRule]:
+    """Return how each weight is cut. So is a norm over the whole projection, whose mean square is that of all ranks' heads."""
+    norm: ShardRule = "heads" if spec.qk_norm == "projection" else "replicated"
+    return {"norms": "replicated", "qkv": "heads", "q_norm": norm, "k_norm": norm, "sinks": "heads", "output": "inputs"}
 
 
 def load_attention(loader: WeightLoader, model: ModelSpec, layer: int) -> AttentionBlock:

@@ -14,7 +14,7 @@ from common.models.spec import DenseSpec, ExpertsSpec, ModelSpec
 from common.models.weights.base import WeightLoader
 from common.models.weights.experts import take_experts
 from common.ops.linear.linear import linear
-from common.ops.linear.weight import LinearWeight, Role, pack_linear
+from common.ops.linear.weight import LinearWeight, Role
 from common.ops.moe.experts import experts
 from common.ops.moe.form import ExpertActivation, ExpertWeights, RouterForm
 from common.ops.moe.route import route
@@ -57,7 +57,13 @@ class ExpertsBlock:
         return {}
 
 
-SHARDS: dict[str, ShardRule] = {"norms": "replicated", "router": "replicated", "weights": "experts", "shared": "outputs"}
+SHARDS: dict[str, ShardRule] = {
+    "norms": "replicated",
+    "router": "replicated",
+    "weights": "experts",
+    "shared_gate_up": "outputs",
+    "shared_down": "inputs",
+}
 
 
 def load_experts(loader: WeightLoader, model: ModelSpec, layer: int, spec: ExpertsSpec) -> ExpertsBlock:
@@ -73,7 +79,7 @@ def load_experts(loader: WeightLoader, model: ModelSpec, layer: int, spec: Exper
     return ExpertsBlock(
         spec=spec,
         norms=norms,
-        router=pack_linear(loader.take(f"{router}.weight", count, hidden), bias),
+        router=loader.pack_plain(loader.take(f"{router}.weight", count, hidden), bias),
         weights=take_experts(loader, prefix, names, spec, hidden),
         shared=shared,
     )

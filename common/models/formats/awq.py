@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from common.models.formats.groups import Groups, Tensors, checked_scales, integer_groups, unpacked_words
-from common.models.formats.scheme import WeightScheme
+from common.models.formats.scheme import ShardUnits, WeightScheme
 from common.models.weights.errors import WeightsError
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -20,7 +20,8 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 class Awq:
     """See `GroupFormat`."""
 
-    shard = "outputs: 8 at a time (a word); inputs: whole groups"
+    def units(self, scheme: WeightScheme) -> ShardUnits:
+        return ShardUnits(8, scheme.group or 1)  # outputs by whole words
 
     def main(self, module: str) -> str:
         return f"{module}.qweight"

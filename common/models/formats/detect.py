@@ -99,6 +99,7 @@ def _gptq(found: Mapping[str, Any]) -> WeightScheme:
         bits=bits,
         group=_group_size(found.get("group_size", 128)),
         zero_offset=1 if layout == "gptq" else 0,
+        act_order=bool(found.get("desc_act")),
         ignore=_ignored(found),
     )
 
@@ -159,7 +160,9 @@ def _compressed_group(group: Any, layout: str, ignore: tuple[str, ...]) -> Weigh
     if strategy not in ("channel", "group", "tensor") or (layout == "int-quantized" and strategy == "group"):
         raise ConfigError(f"compressed-tensors strategy {strategy!r} is not supported for {layout}")
     size = _group_size(weights.get("group_size")) if strategy == "group" else 0
-    return WeightScheme(name="int8" if layout == "int-quantized" else "packed", bits=bits, group=size, ignore=ignore)
+    act_order = weights.get("actorder") in (True, "group", "dynamic")  # "weight", "static": the inputs stay in their order
+    name = "int8" if layout == "int-quantized" else "packed"
+    return WeightScheme(name=name, bits=bits, group=size, act_order=act_order, ignore=ignore)
 
 
 def _float_strategy(weights: Mapping[str, Any]) -> FormatName:

@@ -7,8 +7,7 @@
     MXFP4  32 values: e, nibbles              E2M1 · 2^(e - 127)
     Q6_K   256 values: 16 groups of 16        (code - 32) · scale, as 8 bits
 
-Layouts: ggml's `ggml-common.h`; other types are dequantised (`weights/gguf_blocks.py`). Shard rule: outputs any; inputs whole
-blocks.
+Layouts: ggml's `ggml-common.h`; other types are dequantised (`weights/gguf_blocks.py`).
 """
 
 from __future__ import annotations

@@ -17,14 +17,16 @@ from common.models.formats.groups import (
     integer_groups,
     unpacked_words,
 )
-from common.models.formats.scheme import WeightScheme
+from common.models.formats.scheme import ShardUnits, WeightScheme
 from common.models.weights.errors import WeightsError
 
 
 class Gptq:
     """See `GroupFormat`."""
 
-    shard = "outputs: whole words of zero points; inputs: whole groups, and with act-order the inputs of whole groups"
+    def units(self, scheme: WeightScheme) -> ShardUnits:
+        each = 32 // scheme.bits  # outputs by whole words of zero points, inputs of one group by whole words of codes
+        return ShardUnits(each, 0 if scheme.act_order and scheme.group else scheme.group or each)
 
     def main(self, module: str) -> str:
         return f"{module}.qweight"

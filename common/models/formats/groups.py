@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from common.models.formats.scheme import WeightScheme
+from common.models.formats.scheme import ShardUnits, WeightScheme
 from common.models.weights.errors import WeightsError
 from common.ops.quant.grouped import MIN_RUN, Code, GroupedWeight, can_group, pack_grouped, table_of
 
@@ -58,6 +58,26 @@ class Groups:
             channel=self.channel,
         )
 
+    def cut(self, rows: torch.Tensor, columns: range) -> Groups:
+        """Return some outputs and neighbouring inputs. rows: int64.
+
+        :raises ValueError: if `columns` are no whole groups, or some of the inputs of a weight that has them sorted.
+        """
+        inputs = self.codes.shape[1]
+        found = self.map_rows(lambda tensor: tensor[rows])
+        if len(columns) == inputs:
+            return found
+        if self.order is not None:
+            raise ValueError("inputs that are sorted by group can't be cut: each part would need all groups")
+        codes = found.codes[:, columns.start : columns.stop].contiguous()
+        if self.scales.shape[1] == 1:  # which all parts share
+            return replace(found, codes=codes, group=min(self.group, len(columns)))
+        if columns.start % self.group or (columns.stop % self.group and columns.stop < inputs):
+            raise ValueError(f"inputs {columns.start} … {columns.stop} are no whole groups of {self.group}")
+        groups = slice(columns.start // self.group, -(-columns.stop // self.group))
+        offsets = None if found.offsets is None else found.offsets[:, groups]
+        return replace(found, codes=codes, scales=found.scales[:, groups], offsets=offsets)
+
     def map_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Groups:
         """`change` reorders the outputs of a tensor [out, …]."""
         offsets = None if self.offsets is None else change(self.offsets)
@@ -77,13 +97,11 @@ class Tensors(Protocol):
 
 
 class GroupFormat(Protocol):
-    """One format of weights with scales for groups of inputs.
+    """One format of weights with scales for groups of inputs."""
 
-    shard: how a tensor-parallel rank may divide a weight: along the outputs (column-parallel) and along the inputs
-    (row-parallel).
-    """
-
-    shard: str
+    def units(self, scheme: WeightScheme) -> ShardUnits:
+        """Return how a weight can be cut for tensor parallelism."""
+        ...
 
     def main(self, module: str) -> str:
         """The name of the tensor that a module in this format has and others have not, or not of that type."""

@@ -10,14 +10,15 @@ Activations are left as they are (W8A16), which is closer to the model than the 
 from __future__ import annotations
 
 from common.models.formats.groups import Groups, Tensors, checked_scales
-from common.models.formats.scheme import WeightScheme
+from common.models.formats.scheme import ShardUnits, WeightScheme
 from common.models.weights.errors import WeightsError
 
 
 class Int8:
     """See `GroupFormat`."""
 
-    shard = "outputs: any; inputs: any, scales are replicated"
+    def units(self, scheme: WeightScheme) -> ShardUnits:
+        return ShardUnits()  # an output's scale is every rank's
 
     def main(self, module: str) -> str:
         return f"{module}.weight"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from common.models.formats.groups import Groups, Tensors, unpacked_bytes
-from common.models.formats.scheme import WeightScheme
+from common.models.formats.scheme import ShardUnits, WeightScheme
 from common.models.weights.errors import WeightsError
 
 GROUP = 32
@@ -21,7 +21,8 @@ _BIAS, _NAN = 127, 255
 class Mxfp4:
     """See `GroupFormat`; of linears. Experts: `experts_reference`."""
 
-    shard = "outputs: any; inputs: whole groups of 32; experts: any"
+    def units(self, scheme: WeightScheme) -> ShardUnits:
+        return ShardUnits(1, GROUP)
 
     def main(self, module: str) -> str:
         return f"{module}.weight_packed"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from common.models.formats.groups import Groups, Tensors, checked_scales
-from common.models.formats.scheme import WeightScheme
+from common.models.formats.scheme import ShardUnits, WeightScheme
 from common.models.weights.errors import WeightsError
 from common.ops.quant.grouped import NF4
 
@@ -23,7 +23,8 @@ from common.ops.quant.grouped import NF4
 class Nf4:
     """See `GroupFormat`."""
 
-    shard = "outputs: any; inputs: whole blocks"
+    def units(self, scheme: WeightScheme) -> ShardUnits:
+        return ShardUnits(1, scheme.group)
 
     def main(self, module: str) -> str:
         return f"{module}.weight.quant_state.bitsandbytes__nf4"

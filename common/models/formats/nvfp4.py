@@ -9,7 +9,7 @@ The low half of a byte comes first. Activations are left as they are; scales for
 from __future__ import annotations
 
 from common.models.formats.groups import Groups, Tensors, checked_scales, unpacked_bytes
-from common.models.formats.scheme import WeightScheme
+from common.models.formats.scheme import ShardUnits, WeightScheme
 from common.models.weights.errors import WeightsError
 
 GROUP = 16
@@ -18,11 +18,12 @@ GROUP = 16
 class Nvfp4:
     """See `GroupFormat`."""
 
-    shard = "outputs: any; inputs: whole groups of 16; the scale of the whole weight is replicated"
-
     def __init__(self, *, modelopt: bool) -> None:
         self._name, self._global = ("weight", "weight_scale_2") if modelopt else ("weight_packed", "weight_global_scale")
         self._divides = not modelopt
+
+    def units(self, scheme: WeightScheme) -> ShardUnits:
+        return ShardUnits(1, GROUP)  # the scale of the whole weight is every rank's
 
     def main(self, module: str) -> str:
         return f"{module}.{self._name}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -16,17 +16,25 @@ _MAX_GROUP, _SCALE_BYTES = 128, 2
 """As `common/ops/quant/grouped.py` stores them."""
 
 
+class ShardUnits(NamedTuple):
+    """How a weight can be cut for tensor parallelism: outputs in multiples of `outputs`, inputs of `inputs`; 0: not at all."""
+
+    outputs: int = 1
+    inputs: int = 1
+
+
 class WeightScheme(msgspec.Struct, frozen=True, kw_only=True):
     """name: of the format. bits: of a code. group: inputs that share a scale; 0: all of an output's.
 
-    zero_offset: what is added to the zero points that the files hold. ignore: modules whose weights are as they were: names,
-    parts of names, or patterns that begin with "re:".
+    zero_offset: what is added to the zero points that the files hold. act_order: whether inputs may be sorted by group. ignore:
+    modules whose weights are as they were: names, parts of names, or patterns that begin with "re:".
     """
 
     name: FormatName = "plain"
     bits: int = 16
     group: int = 0
     zero_offset: int = 0
+    act_order: bool = False
     ignore: tuple[str, ...] = ()
 
     @property

@@ -50,16 +50,18 @@ class WeightLoader:
         plain: Collection[str] = (),
         fp8_head: bool = False,
         scheme: WeightScheme | None = None,
+        batch_invariant: bool = False,
         threads: int = -1,
     ) -> None:
         """`plain`: modules that are not quantised. `fp8_head`: the head is FP8, too, where `weights` are. `scheme`: how the
-        files hold the others; None: as floats.
+        files hold the others; None: as floats. `batch_invariant`: see `LinearWeight`.
 
         `threads` that read ahead; -1: as many as suit `device`."""
         self.source = source
         self.dtype = dtype
         self.device = device or torch.device("cpu")
         self.weights: LinearFormat = weights
+        self.batch_invariant = batch_invariant
         self._plain_modules = frozenset(plain)
         self._fp8_head = fp8_head
         self._scheme = scheme or WeightScheme()
@@ -129,19 +131,22 @@ class WeightLoader:
         fused_bias = self._take_bias(outputs) if bias else None
         if self.weights == "fp8" and all(part.dtype == torch.float8_e4m3fn for part in parts.values()):
             scales = [self._scale(f"{name}.weight", part) for name, part in parts.items()]
-            if fused := fused_fp8(list(parts.values()), scales, fused_bias, self.dtype):
+            if fused := fused_fp8(list(parts.values()), scales, fused_bias, self.dtype, batch_invariant=self.batch_invariant):
                 return fused
         weight = self._joined(parts)
         left_alone = not self._plain_modules.isdisjoint(outputs) or (self.weights == "fp8" and self.source.holds_fp8)
-        if self.weights in ("none", "groups") or left_alone:
-            return pack_linear(weight, fused_bias)
-        return pack_linear(weight, fused_bias, format=self.weights)
+        return self._packed(weight, fused_bias, plain=left_alone)
 
     def pack_head(self, weight: torch.Tensor) -> LinearWeight:
         """The lm_head: as the linears on a CPU, where it is a fifth of a small model's bytes; FP8 where that was asked for."""
         if self.weights == "fp8" and self._fp8_head:
-            return pack_linear(weight, format="fp8")
-        return pack_linear(weight, format="int8" if self.weights == "int8" else "plain")
+            return pack_linear(weight, format="fp8", batch_invariant=self.batch_invariant)
+        format = "int8" if self.weights == "int8" else "plain"
+        return pack_linear(weight, format=format, batch_invariant=self.batch_invariant)
+
+    def pack_plain(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearWeight:
+        """A linear that is never quantised. weight: [out, in]; bias: [out] or None."""
+        return self._packed(weight, bias, plain=True)
 
     def take_kv_scales(self, num_layers: int, num_kv_heads: int) -> torch.Tensor | None:
         """Scales of an FP8 KV cache, float32 [num_layers, 2, num_kv_heads] (K, V), if the files have some: stored = value /
@@ -206,12 +211,15 @@ class WeightLoader:
             known = [part for part in packed if part is not None]
             joined = join_grouped(known) if len(known) == len(packed) else None
             if joined is not None:
-                return linear_from_grouped(joined, fused_bias, dtype=self.dtype)
+                return linear_from_grouped(joined, fused_bias, dtype=self.dtype, batch_invariant=self.batch_invariant)
         parts = [part.dequantise().to(self.dtype) if isinstance(part, Groups) else part for part in found]
         weight = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if self.weights in ("none", "groups") or not self._plain_modules.isdisjoint(outputs):
-            return pack_linear(weight, fused_bias)
-        return pack_linear(weight, fused_bias, format=self.weights)
+        return self._packed(weight, fused_bias, plain=not self._plain_modules.isdisjoint(outputs))
+
+    def _packed(self, weight: torch.Tensor, bias: torch.Tensor | None, *, plain: bool) -> LinearWeight:
+        """From floats; quantised as `weights` says, unless `plain`."""
+        format = "plain" if plain or self.weights in ("none", "groups") else self.weights
+        return pack_linear(weight, bias, format=format, batch_invariant=self.batch_invariant)
 
     def _take_bias(self, outputs: Mapping[str, int]) -> torch.Tensor:
         biases = [self.take(f"{name}.bias", size) for name, size in outputs.items()]

@@ -46,7 +46,8 @@ def take_experts(loader: WeightLoader, prefix: str, names: LayerNames, spec: Exp
     gate_up_bias, down_bias = _stacked_biases(loader, prefix, names, spec, hidden)
     if names.interleaved_gate_up:
         gate_up = _halves(gate_up)
-    return pack_experts(gate_up.contiguous(), down.contiguous(), gate_up_bias, down_bias)
+    invariant = loader.batch_invariant
+    return pack_experts(gate_up.contiguous(), down.contiguous(), gate_up_bias, down_bias, batch_invariant=invariant)
 
 
 def _unrolled(loader: WeightLoader, prefix: str) -> tuple[str, ...]:
@@ -77,6 +78,7 @@ def _each(loader: WeightLoader, prefix: str, names: tuple[str, ...], spec: Exper
     return ExpertWeights.grouped(
         stack_experts(into, gate_up_bias, loader.dtype, keep=keep),
         stack_experts(back, down_bias, loader.dtype, keep=keep),
+        batch_invariant=loader.batch_invariant,
     )
 
 
@@ -128,7 +130,7 @@ def _blocks(loader: WeightLoader, prefix: str, names: LayerNames, spec: ExpertsS
             linears.append(GroupedWeight(whole, bias=bias))
     if on_cpu:
         return ExpertWeights(tuple(packed[0]), tuple(packed[1]))
-    return ExpertWeights.grouped(*linears)
+    return ExpertWeights.grouped(*linears, batch_invariant=loader.batch_invariant)
 
 
 def _for_gpu(loader: WeightLoader) -> bool:

@@ -73,15 +73,23 @@ def dequantise_fp8(data: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) 
 
 
 def fused_fp8(
-    parts: list[torch.Tensor], scales: list[torch.Tensor], bias: torch.Tensor | None, dtype: torch.dtype
+    parts: list[torch.Tensor],
+    scales: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    *,
+    batch_invariant: bool = False,
 ) -> LinearWeight | None:
-    """Weights below each other as one. None where their scales don't join: of two kinds, or blocks across a seam."""
+    """Weights below each other as one. None where their scales don't join: of two kinds, or blocks across a seam.
+
+    batch_invariant: see `LinearWeight`.
+    """
     kinds = {scale.ndim for scale in scales}
     if len(kinds) > 1 or (2 in kinds and any(part.shape[0] % BLOCK for part in parts[:-1])):
         return None
     # torch joins float8 tensors as bytes only
     data = parts[0] if len(parts) == 1 else torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
-    return linear_from_fp8(data, torch.cat(scales), bias, dtype=dtype)
+    return linear_from_fp8(data, torch.cat(scales), bias, dtype=dtype, batch_invariant=batch_invariant)
 
 
 def kv_scales(source: WeightSource, upload: Upload, num_layers: int, num_kv_heads: int) -> torch.Tensor | None:

@@ -16,6 +16,7 @@ from common.models.source import ModelFiles
 from common.models.weights.errors import WeightsError
 from common.models.weights.expected import decoder_shapes
 from common.models.weights.gguf_tensors import check_type, map_file, read_tensors
+from common.models.weights.gguf_values import check_gguf_values
 from common.models.weights.required import check_shapes
 from common.models.weights.values import check_values
 
@@ -44,6 +45,7 @@ def take_inventory(files: ModelFiles, config: ModelConfig) -> Inventory:
         embedding = shapes.get(f"{config.names.embedding}.weight")
         counted = _counted(shapes, config, files.path)
         check_shapes(({f"{config.names.head}.weight": embedding} if embedding else {}) | shapes, config)
+        check_gguf_values(files.path)
         return counted
     in_groups = config.weight_format == "groups"
     shapes, fp8 = _safetensors_shapes(files.path, _SAFETENSORS_TYPES | (_INTEGERS if in_groups else frozenset()))

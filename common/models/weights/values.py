@@ -46,11 +46,11 @@ def check_values(path: Path, group: int) -> None:
             _check_indices(name, data[begin:end], entry["dtype"], group)
         elif entry["dtype"] == "U8" and name.endswith(_E8M0):
             if _any(data[begin:end], lambda bits: bits == 0xFF):
-                raise WeightsError(f"{name} holds a scale that is NaN")
+                raise WeightsError(f"{path}: {name} holds a scale that is NaN")
         elif last in _SCALES and (known := _NOT_FINITE.get(entry["dtype"])):
             kind, not_finite = known
             if _any(np.frombuffer(data, kind, (end - begin) // np.dtype(kind).itemsize, begin), not_finite):
-                raise WeightsError(f"{name} holds a scale that is NaN or infinite")
+                raise WeightsError(f"{path}: {name} holds a scale that is NaN or infinite")
 
 
 def _check_indices(name: str, raw: _Raw, dtype: str, group: int) -> None:

@@ -16,7 +16,6 @@ from itertools import accumulate
 import torch
 import torch.nn.functional as F
 
-from common.ops import backend
 from common.ops.attention.configs import part_length
 from common.ops.attention.settings import AttentionSettings
 from common.ops.attention.work_list import DeviceRow
@@ -83,7 +82,7 @@ def piece_sizes(prefix: int, settings: AttentionSettings) -> Iterator[int]:
 def planned_parts(tokens: int, max_context: int, settings: AttentionSettings) -> Iterator[tuple[int, int, bool]]:
     """Yield queries, keys and whether causal, of what cuDNN gets for `tokens` at once: what a thread should run before the
     first."""
-    if settings.prefill_backend != "cudnn" or backend.BATCH_INVARIANT or tokens < settings.long_prompt_min:
+    if settings.prefill_backend != "cudnn" or settings.batch_invariant or tokens < settings.long_prompt_min:
         return
     queries = part_length(tokens, settings.min_piece)
     longest = part_length(tokens + settings.min_piece - 1, settings.min_piece)

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from common.ops import backend
 from common.ops.attention.configs import planned_length
 from common.ops.attention.settings import AttentionSettings
 from common.ops.attention.work import FreshRun
@@ -48,7 +47,7 @@ def attend_run(
 def planned_lengths(longest: int, settings: AttentionSettings) -> Iterator[int]:
     """Yield the lengths that cuDNN gets for prompts of up to `longest` tokens: what a thread should run before the first
     prompt."""
-    if settings.prefill_backend != "cudnn" or backend.BATCH_INVARIANT:
+    if settings.prefill_backend != "cudnn" or settings.batch_invariant:
         return
     length = settings.long_prompt_min
     while length < longest:

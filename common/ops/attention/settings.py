@@ -21,6 +21,8 @@ class AttentionSettings:
     min_piece, max_piece: of a prefix in parts, in keys: over the shortest cuDNN is a tenth faster than the kernel, over more
         than the longest no faster.
     is_even: see `Cut`.
+    batch_invariant: a query is computed in the same way whatever rows come with it, at a cost: all goes through the kernel that
+        reads pages.
     """
 
     prefill_backend: PrefillBackend = "cudnn"
@@ -30,6 +32,7 @@ class AttentionSettings:
     min_piece: int = 1024
     max_piece: int = 16384
     is_even: bool = True
+    batch_invariant: bool = False
 
     def suits_parts(self, row_length: int, start: int) -> bool:
         """Return whether a row of so many tokens after so many keys is long enough for `parts`."""

@@ -110,7 +110,7 @@ def plan_device_attention(
     _check(batch, num_heads, kv_heads, pool)
     kind = FormKind() if form is None else form.kind
     rows, backend_name = batch.rows, settings.prefill_backend
-    if rows is None or batch.max_queries < settings.fresh_prefill_min or backend.BATCH_INVARIANT:
+    if rows is None or batch.max_queries < settings.fresh_prefill_min or settings.batch_invariant:
         backend_name = "kernel"
     if kind != FormKind():  # which SDPA can't express
         backend_name = "kernel"
@@ -129,13 +129,13 @@ def plan_device_attention(
             and not (plan.chunks and settings.suits_parts(row.length, row.start))
         ]
     group = num_heads // kv_heads
-    for min_queries, max_queries in _ranges(batch, group):
+    for min_queries, max_queries in _ranges(batch, group, settings):
         if rows is not None and not any(min_queries <= row.length <= max_queries for row in rows):
             continue
         queries = min(max_queries, batch.max_queries)
         if config is None:
             rows_per_sm = batch.num_rows * kv_heads / backend.num_sms(pool.get_device())
-            invariant = backend.BATCH_INVARIANT
+            invariant = settings.batch_invariant
             chosen = choose_config(head_dim, group, pool.dtype, queries, rows_per_sm=rows_per_sm, invariant=invariant)
         else:
             chosen = widened(config, head_dim, group, pool.dtype, queries)
@@ -159,9 +159,9 @@ def plan_device_attention(
     return plan
 
 
-def _ranges(batch: DeviceBatch, group: int) -> list[tuple[int, int]]:
+def _ranges(batch: DeviceBatch, group: int, settings: AttentionSettings) -> list[tuple[int, int]]:
     short = max(1, 16 // group)
-    if batch.max_queries <= SHORT_QUERIES or backend.BATCH_INVARIANT or batch.num_rows == 1:
+    if batch.max_queries <= SHORT_QUERIES or settings.batch_invariant or batch.num_rows == 1:
         return [(1, batch.max_queries)]
     return [(1, short), (short + 1, batch.max_queries)]
 

@@ -64,6 +64,7 @@ class KvTarget:
     kv_scale: float32 [layers, 2, kv_heads], contiguous; None is 1.
     k_center: float32 [layers, kv_heads, head_dim], contiguous, subtracted from the rotated K; None for nothing.
     mix: Q and K, centred, are multiplied by `hadamard_reference.hadamard`.
+    batch_invariant: whether a row is computed in the same way whatever rows come with it, at a cost.
     """
 
     pool: torch.Tensor
@@ -71,6 +72,7 @@ class KvTarget:
     kv_scale: torch.Tensor | None = None
     k_center: torch.Tensor | None = None
     mix: bool = False
+    batch_invariant: bool = False
 
     def check(self, rows: int, layer: int) -> None:
         """:raises ValueError: if the tensors don't fit each other, a step of `rows` tokens, or the layer."""

@@ -27,8 +27,9 @@ MIXED_WARPS = 2
 CANDIDATES = (1, 2, 4, 8)
 
 
-def choose(rows: int, mix: bool = False) -> int:
-    if rows < MANY_ROWS or backend.BATCH_INVARIANT:
+def choose(rows: int, *, mix: bool, batch_invariant: bool) -> int:
+    """Return the warps of a program."""
+    if rows < MANY_ROWS or batch_invariant:
         return FEW_ROWS_WARPS
     return MIXED_WARPS if mix else MANY_ROWS_WARPS
 
@@ -253,7 +254,7 @@ def qkv_rope_triton(
     value = torch.empty(rows, kv_heads, head_dim, dtype=dtype, device=qkv.device) if need_kv else None
     if not rows:
         return query, key, value
-    num_warps = num_warps or choose(rows, mix)
+    num_warps = num_warps or choose(rows, mix=mix, batch_invariant=target.batch_invariant)
     half = max(16, triton.next_power_of_2(head_dim // 2))
     group = min(heads_per_program(half, num_warps), triton.next_power_of_2(max(num_heads, kv_heads)))
     pdl = backend.pdl(qkv)

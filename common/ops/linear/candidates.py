@@ -17,8 +17,10 @@ from typing import Literal, NamedTuple
 SCALE_BLOCK = 128
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 SHARED_BYTES = 227 * 1024
+MIN_RUN = 32
+"""Inputs of half a step, at least, of weights in groups (as `ops/quant/grouped.py` stores them)."""
 INVARIANT_ROWS = 64
-"""batch_invariant: the activation rows of every tile, whatever the number of rows."""
+"""Activation rows of every tile of a batch-invariant weight, whatever the number of rows."""
 
 _SYNC_STAGES = 1
 """Stages without a buffer: mma.sync has read a tile when the next copy begins, wgmma may still be reading."""
@@ -56,7 +58,8 @@ class Candidate:
 class Shape(NamedTuple):
     """A weight [n, k] of `item_bytes` an element.
 
-    group: inputs that share a scale, and bits of one of their codes, for weights in groups; 0 for others."""
+    For weights in groups (group is 0 for others): inputs that share a scale, bits of one of their codes, whether they have
+    offsets, and bytes of an activation."""
 
     op: Op
     n: int
@@ -65,13 +68,51 @@ class Shape(NamedTuple):
     scaling: Scaling
     group: int = 0
     bits: int = 0
+    offsets: bool = False
+    activation_bytes: int = 2
+
+
+def grouped_shared_bytes(shape: Shape, candidate: Candidate) -> int:
+    """Return at most how much shared memory a program of the kernel for weights in groups asks for, on Hopper and Blackwell.
+
+    Copies ahead have a buffer for each stage but the last. Activations have one more where wgmma may still read the step before
+    when the next copy begins: not where their sums are needed as well, for offsets. The numbers of both runs go through shared
+    memory without tensor cores (float32) and where a run is two groups; in float32 the results of wide tiles do as well, on
+    Blackwell. What is left are sums of activations, one for each row, and barriers.
+    """
+    run = max(MIN_RUN, shape.group)
+    activations = 2 * candidate.block_m * run * shape.activation_bytes
+    scales = 4 * candidate.block_n * (2 if shape.group < MIN_RUN else 1) * (1 + shape.offsets)
+    step = candidate.block_n * 2 * run * shape.bits // 8 + activations + scales
+    without_tensor_cores = shape.activation_bytes == 4
+    numbers = 2 * candidate.block_n * run * shape.activation_bytes if without_tensor_cores or shape.group < MIN_RUN else 0
+    extra = 0 if without_tensor_cores or shape.offsets or candidate.warps < 4 else activations
+    if without_tensor_cores and candidate.block_m > 128:
+        extra = 4 * candidate.block_n * candidate.block_m
+    return (candidate.stages - 1) * step + numbers + extra + 4 * candidate.block_m + 64
 
 
 def grouped_candidates(shape: Shape, rows: int, num_sms: int) -> list[Candidate]:
     """For weights in groups. Up to 32 rows: two warps or tiles of 32 outputs, which make it mma.sync on purpose (see
     `_converting`), and as many stages as keep 40 KB in flight on a multiprocessor. More: wgmma with the weight in registers.
-    From 256 rows on the library, too, with a dequantised copy in parts."""
-    run = max(32, shape.group)
+    From 256 rows on the library, too, with a dequantised copy in parts. Stages are fewer, and tiles left out, where they would
+    need more shared memory than there is."""
+    made = [_fitting(shape, candidate) for candidate in _grouped_tiles(shape, rows, num_sms)]
+    found = list(dict.fromkeys(candidate for candidate in made if candidate is not None))
+    return [*found, Candidate("library")] if rows > 128 or not found else found
+
+
+def _fitting(shape: Shape, candidate: Candidate) -> Candidate | None:
+    """With as many stages as there is shared memory for; None where two are too many."""
+    for stages in range(candidate.stages, 1, -1):
+        fewer = replace(candidate, stages=stages)
+        if grouped_shared_bytes(shape, fewer) <= SHARED_BYTES:
+            return fewer
+    return None
+
+
+def _grouped_tiles(shape: Shape, rows: int, num_sms: int) -> list[Candidate]:
+    run = max(MIN_RUN, shape.group)
     step_bytes = 2 * run * shape.bits // 8  # of one output
     found: list[Candidate] = []
     if rows <= 32:
@@ -81,7 +122,7 @@ def grouped_candidates(shape: Shape, rows: int, num_sms: int) -> list[Candidate]
             stages = max(2, min(8, SHARED_BYTES // residents // stage_bytes + _SYNC_STAGES))
             for splits in _grouped_splits(shape, block_n, num_sms * residents):
                 found.append(Candidate("grouped", False, block_n, block_m, 0, splits, warps, stages))
-        return list(dict.fromkeys(found))
+        return found
     tiles = (
         ((64, 64, 4), (128, 64, 4), (128, 128, 8), (64, 128, 4))
         if rows <= 128
@@ -91,14 +132,14 @@ def grouped_candidates(shape: Shape, rows: int, num_sms: int) -> list[Candidate]
         stage_bytes = block_n * step_bytes + 2 * block_m * 2 * run
         stages = max(2, min(4, SHARED_BYTES // stage_bytes))
         splits = _grouped_splits(shape, block_n, num_sms * 2 // cdiv(rows, block_m))[0]
-        for scaled in (True, False) if shape.group >= 32 else (True,):
+        for scaled in (True, False) if shape.group >= MIN_RUN else (True,):
             found.append(Candidate("grouped", False, block_n, block_m, 0, splits, warps, stages, scaled=scaled))
-    return [*found, Candidate("library")] if rows > 128 else found
+    return found
 
 
 def _grouped_splits(shape: Shape, block_n: int, slots: int) -> list[int]:
     """As `_splits`, of steps."""
-    return _splits(shape, block_n, 2 * max(32, shape.group), slots)
+    return _splits(shape, block_n, 2 * max(MIN_RUN, shape.group), slots)
 
 
 def bucket(rows: int) -> int:
@@ -135,7 +176,9 @@ def candidates(shape: Shape, rows: int, quantised: bool, num_sms: int) -> list[C
 def invariant_candidate(shape: Shape, num_sms: int) -> Candidate:
     """The one implementation for every number of rows (batch_invariant): fp8 weights take quantised activations."""
     if shape.group:
-        return Candidate("grouped", block_n=64, block_m=INVARIANT_ROWS, warps=4, stages=3)
+        chosen = _fitting(shape, Candidate("grouped", block_n=64, block_m=INVARIANT_ROWS, warps=4, stages=3))
+        assert chosen is not None, "groups of 128 inputs, the largest, fit"
+        return chosen
     if shape.item_bytes == 4:
         return Candidate("dot", block_n=64, block_m=16, block_k=32, splits=_splits(shape, 64, 32, num_sms)[0])
     block_k = 128 // shape.item_bytes

@@ -1,7 +1,7 @@
 """`linear` and `gate_up` on a GPU: choice of the implementation, and what the libraries do.
 
 A choice depends on the op, the weight's format and shape and on a bucket of rows: measured when the model was loaded (see
-`linear_tuning.py`), else the default of `linear_candidates.py`. With batch_invariant there is one for every number of rows.
+`linear_tuning.py`), else the default of `candidates.py`. A batch-invariant weight has one for every number of rows.
 FP8 weights meet bf16 activations (W8A16: the weight is converted in registers) or quantised ones (W8A8), whichever was faster.
 """
 
@@ -71,7 +71,7 @@ def gate_up_device(x: Activation, weight: LinearWeight, *, activation: GateActiv
 def wants_quantised(weight: LinearWeight, rows: int) -> bool:
     """Are quantised activations faster for this fp8 weight?"""
     shape = shape_of("linear", weight)
-    if backend.BATCH_INVARIANT:
+    if weight.batch_invariant:
         return True
     known = _table(weight).get(activations_key(weight, bucket(rows)))
     return default_quantised(shape, rows) if known is None else known.quantised
@@ -79,7 +79,7 @@ def wants_quantised(weight: LinearWeight, rows: int) -> bool:
 
 def choose(op: Op, weight: LinearWeight, rows: int, quantised: bool) -> Candidate:
     """The implementation for `rows` activations, quantised or not."""
-    size = 0 if backend.BATCH_INVARIANT else bucket(rows)
+    size = 0 if weight.batch_invariant else bucket(rows)
     kind = grouped_name(weight) or (weight.data.dtype, _scaling(weight))
     key = (op, kind, weight.dtype, weight.out_features, weight.in_features, quantised, size)
     found = _chosen.get(key)
@@ -100,8 +100,15 @@ def options(op: Op, weight: LinearWeight, size: int, quantised: bool) -> list[Ca
 
 
 def shape_of(op: Op, weight: LinearWeight) -> Shape:
-    group, bits = (weight.grouped.group, 8 if weight.grouped.code == "int8" else 4) if weight.grouped else (0, 0)
-    return Shape(op, weight.out_features, weight.in_features, weight.data.element_size(), _scaling(weight), group, bits)
+    shape = Shape(op, weight.out_features, weight.in_features, weight.data.element_size(), _scaling(weight))
+    if (grouped := weight.grouped) is None:
+        return shape
+    return shape._replace(
+        group=grouped.group,
+        bits=8 if grouped.code == "int8" else 4,
+        offsets=grouped.offsets is not None,
+        activation_bytes=weight.dtype.itemsize,
+    )
 
 
 def choice_key(op: Op, weight: LinearWeight, size: int, quantised: bool) -> str:
@@ -154,7 +161,7 @@ def _prepared(x: Activation, weight: LinearWeight) -> Activation:
 
 
 def _choose(op: Op, weight: LinearWeight, size: int, quantised: bool) -> Candidate:
-    if backend.BATCH_INVARIANT:
+    if weight.batch_invariant:
         return invariant_candidate(shape_of(op, weight), backend.num_sms(weight.data.get_device()))
     return _table(weight).choose(choice_key(op, weight, size, quantised), options(op, weight, size, quantised))
 

@@ -221,7 +221,7 @@ def dot_kernel(
 def linear_dot(op: Op, x: Activation, weight: LinearWeight, chosen: Candidate) -> torch.Tensor:
     """See `Op`: of "split", with more than one of them, float32 [splits, rows, N]; of "gated" [rows, N / 2]; else [rows, N].
 
-    batch_invariant: rows beyond one tile have their splits added up by the program, to the same bits.
+    Of a batch-invariant weight, rows beyond one tile have their splits added up by the program, to the same bits.
     """
     data, x_scale = (x.data, x.scale) if isinstance(x, Quantised) else (x, None)
     rows, depth = data.shape
@@ -232,7 +232,7 @@ def linear_dot(op: Op, x: Activation, weight: LinearWeight, chosen: Candidate) -
     k_tiles = triton.cdiv(depth, chosen.block_k)
     per_split = triton.cdiv(k_tiles, chosen.splits)
     splits = triton.cdiv(k_tiles, per_split)
-    invariant = backend.BATCH_INVARIANT
+    invariant = weight.batch_invariant
     whole = splits > 1 and invariant and rows > chosen.block_m
     partial = splits > 1 and (split or not whole)
     out = output_of(data, weight, op, splits=1 if whole else splits, partial=partial)

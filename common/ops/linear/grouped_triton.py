@@ -177,7 +177,7 @@ def linear_grouped(op: Op, x: torch.Tensor, weight: LinearWeight, chosen: Candid
         PDL=pdl,
         num_warps=chosen.warps,
         launch_pdl=pdl,
-        enable_fp_fusion=not backend.BATCH_INVARIANT,
+        enable_fp_fusion=not weight.batch_invariant,
     )
     return summed(out, weight, op)
 

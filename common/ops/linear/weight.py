@@ -35,6 +35,7 @@ class LinearWeight:
 
     bias: [out_features]. scale of "fp8": float32 [out], or [⌈out/128⌉, ⌈in/128⌉] for weights quantised in blocks of 128;
     of "grouped" float32 [out]. dtype: the model's, which "fp8" and "grouped" give results in.
+    batch_invariant: whether a GPU computes a row in the same way whatever rows come with it, at a cost; a CPU always does.
     """
 
     data: torch.Tensor
@@ -46,16 +47,24 @@ class LinearWeight:
     dtype: torch.dtype = torch.bfloat16
     int8: Int8Weight | None = None
     grouped: GroupedWeight | None = None
+    batch_invariant: bool = False
 
     @property
     def parameters(self) -> int:
         return self.in_features * self.out_features
 
 
-def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, format: PackFormat = "plain") -> LinearWeight:
+def pack_linear(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    format: PackFormat = "plain",
+    batch_invariant: bool = False,
+) -> LinearWeight:
     """weight: [out_features, in_features], floating; bias: [out_features] or None.
 
-    format: "fp8" quantises per output channel, for a GPU; "int8" as well, for a CPU, in float32 otherwise.
+    format: "fp8" quantises per output channel, for a GPU; "int8" as well, for a CPU, in float32 otherwise. batch_invariant: see
+    `LinearWeight`.
 
     :raises ValueError: for other shapes or dtypes, or a format that the device has no kernel for.
     """
@@ -69,19 +78,25 @@ def pack_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, forma
         return LinearWeight(packed.tiles, bias, in_features, out_features, "int8", packed.scale, torch.float32, packed)
     if format == "fp8":
         data, scale = quantise_weight(weight)
-        return LinearWeight(data, bias, in_features, out_features, "fp8", scale, weight.dtype)
+        return LinearWeight(data, bias, in_features, out_features, "fp8", scale, weight.dtype, batch_invariant=batch_invariant)
     if on_device(weight):
-        return LinearWeight(weight.contiguous(), bias, in_features, out_features, "plain", dtype=weight.dtype)
+        data = weight.contiguous()
+        return LinearWeight(data, bias, in_features, out_features, "plain", dtype=weight.dtype, batch_invariant=batch_invariant)
     return LinearWeight(pack_tiles(weight), bias, in_features, out_features, "tiles", dtype=weight.dtype)
 
 
 def linear_from_fp8(
-    data: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    batch_invariant: bool = False,
 ) -> LinearWeight:
     """A published FP8 weight. data: float8_e4m3fn [out, in]; weight = data · scale.
 
     scale: one number (weight_scale per tensor), [out] or [out, 1] (per channel), or [⌈out/128⌉, ⌈in/128⌉]
-    (weight_scale_inv); any floating dtype. dtype: the model's.
+    (weight_scale_inv); any floating dtype. dtype: the model's. batch_invariant: see `LinearWeight`.
 
     :raises ValueError: for other shapes or dtypes.
     """
@@ -98,20 +113,34 @@ def linear_from_fp8(
         scale = scale.contiguous()
     else:
         raise ValueError(f"scales of {list(scale.shape)} do not fit an FP8 weight of {list(data.shape)}")
-    return LinearWeight(data.contiguous(), bias, in_features, out_features, "fp8", scale, dtype)
+    return LinearWeight(
+        data.contiguous(), bias, in_features, out_features, "fp8", scale, dtype, batch_invariant=batch_invariant
+    )
 
 
 def linear_from_grouped(
-    grouped: GroupedWeight, bias: torch.Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16
+    grouped: GroupedWeight,
+    bias: torch.Tensor | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    batch_invariant: bool = False,
 ) -> LinearWeight:
-    """A weight in groups (`quant/grouped.py`). bias: [out]; dtype: the model's.
+    """A weight in groups (`quant/grouped.py`). bias: [out]; dtype: the model's; batch_invariant: see `LinearWeight`.
 
     :raises ValueError: for a bias of another shape.
     """
     if bias is not None and bias.shape != (grouped.out_features,):
         raise ValueError(f"a weight of {grouped.out_features} outputs has a bias of as many, not {list(bias.shape)}")
     return LinearWeight(
-        grouped.data, bias, grouped.in_features, grouped.out_features, "grouped", grouped.channel, dtype, grouped=grouped
+        data=grouped.data,
+        bias=bias,
+        in_features=grouped.in_features,
+        out_features=grouped.out_features,
+        format="grouped",
+        scale=grouped.channel,
+        dtype=dtype,
+        grouped=grouped,
+        batch_invariant=batch_invariant,
     )
 
 

@@ -1,7 +1,7 @@
 """Choose how a GPU computes a mixture of experts.
 
 A choice depends on the weights' format and shape and on a bucket of rows: measured when the model was loaded
-(`experts_tuning.py`), else the default of `candidates.py`. With batch_invariant there is one for every number of rows.
+(`experts_tuning.py`), else the default of `candidates.py`. Batch-invariant weights have one for every number of rows.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ def choose(
     gate_up: PackedWeight, activation: ExpertActivation, rows: int, top_k: int, dtype: torch.dtype = torch.bfloat16
 ) -> ExpertCandidate:
     """Return the implementation for `rows` tokens in `dtype`."""
-    size = 0 if backend.BATCH_INVARIANT else bucket(rows)
+    size = 0 if gate_up.batch_invariant else bucket(rows)
     key = (gate_up.format, gate_up.values.dtype, gate_up.values.shape, gate_up.in_blocks, activation.kind, top_k, size, dtype)
     found = _chosen.get(key)
     if found is None:
-        if backend.BATCH_INVARIANT:
+        if gate_up.batch_invariant:
             found = invariant_candidate(shape_of(gate_up, top_k, dtype))
         else:
             options_ = options(gate_up, size, top_k, dtype)

@@ -21,11 +21,13 @@ def pack_experts(
     down: torch.Tensor,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> ExpertWeights:
     """Return the weights of all experts, packed for their device.
 
     gate_up: [experts, 2 * intermediate, hidden], gate above up. down: [experts, hidden, intermediate]. Biases: [experts, 2 *
-    intermediate] and [experts, hidden].
+    intermediate] and [experts, hidden]. batch_invariant: see `PackedWeight`; on a CPU every weight is.
 
     :raises ValueError: for other shapes or dtypes.
     """
@@ -40,7 +42,9 @@ def pack_experts(
             raise ValueError(f"a bias of experts is {[experts, size]}, not {list(bias.shape)}")
     if on_device(gate_up):
         return ExpertWeights.grouped(
-            GroupedWeight(gate_up.contiguous(), bias=gate_up_bias), GroupedWeight(down.contiguous(), bias=down_bias)
+            GroupedWeight(gate_up.contiguous(), bias=gate_up_bias),
+            GroupedWeight(down.contiguous(), bias=down_bias),
+            batch_invariant=batch_invariant,
         )
     gate_up_biases = [None] * experts if gate_up_bias is None else list(gate_up_bias)
     down_biases = [None] * experts if down_bias is None else list(down_bias)

@@ -62,7 +62,7 @@ def experts_triton(
         else:
             _multiply(given, weight, routing, found, activation, chosen, out, weigh_inputs=weigh_inputs)
     few = rows <= _PARTIAL_ROWS and len(answers) <= _PARTS
-    if split and few and not chosen.rounded and not backend.BATCH_INVARIANT:
+    if split and few and not chosen.rounded and not down.batch_invariant:
         return answers
     return combined(answers, x.dtype)
 
@@ -122,13 +122,14 @@ def _multiply(
         SCALED=chosen.scaled,
         EVEN_K=weight.k % columns == 0,
         NEIGHBOURS=chosen.neighbours,
+        HALVINGS=chosen.halvings,
         STAGES=chosen.stages,
         AHEAD=pdl and not gated and (weight.run > 0 or row_bytes % 16 == 0),
         FAST=pdl,
         PDL=pdl,
         num_warps=chosen.warps,
         launch_pdl=pdl,
-        enable_fp_fusion=not backend.BATCH_INVARIANT,
+        enable_fp_fusion=not weight.batch_invariant,
     )
 
 

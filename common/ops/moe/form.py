@@ -68,14 +68,16 @@ class ExpertWeights:
     on_gpu: tuple[PackedWeight, PackedWeight] | None = None
 
     @classmethod
-    def grouped(cls, gate_up: GroupedWeight, down: GroupedWeight) -> ExpertWeights:
-        """Return weights for a GPU. 4-bit codes are copied into the kernels' order, the others are shared.
+    def grouped(cls, gate_up: GroupedWeight, down: GroupedWeight, *, batch_invariant: bool = False) -> ExpertWeights:
+        """Return weights for a GPU. 4-bit codes are copied into the kernels' order, the others are shared. batch_invariant: see
+        `PackedWeight`.
 
         :raises ValueError: if the two don't fit each other.
         """
         if (gate_up.experts, gate_up.k, gate_up.n) != (down.experts, down.n, 2 * down.k):
             raise ValueError(f"{list(gate_up.values.shape)} experts can't come before {list(down.values.shape)}")
-        return cls((), (), (packed_weight(gate_up), packed_weight(down)))
+        packed = [packed_weight(weight, batch_invariant=batch_invariant) for weight in (gate_up, down)]
+        return cls((), (), (packed[0], packed[1]))
 
     @property
     def num_experts(self) -> int:

@@ -32,6 +32,7 @@ class PackedWeight:
     bias: [experts, n] or None.
     experts, n, k: of the linear, without padding.
     run: columns of one half of a byte; 0 for other formats.
+    batch_invariant: whether a token is computed in the same way whatever tokens come with it, at a cost.
     """
 
     values: torch.Tensor
@@ -44,6 +45,7 @@ class PackedWeight:
     channel: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     run: int = 0
+    batch_invariant: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -56,17 +58,18 @@ class PackedWeight:
         return self.format == "fp8" and self.scale is not None
 
 
-def packed_weight(weight: GroupedWeight) -> PackedWeight:
-    """Return `weight` in the kernels' order. Values of plain and fp8 are shared, 4-bit codes are copied."""
-    size = (weight.experts, weight.n, weight.k)
+def packed_weight(weight: GroupedWeight, *, batch_invariant: bool = False) -> PackedWeight:
+    """Return `weight` in the kernels' order. Values of plain and fp8 are shared, 4-bit codes are copied. batch_invariant: see
+    `PackedWeight`."""
+    size, invariant = (weight.experts, weight.n, weight.k), batch_invariant
     if weight.format == "plain":
-        return PackedWeight(weight.values, "plain", *size, bias=weight.bias)
+        return PackedWeight(weight.values, "plain", *size, bias=weight.bias, batch_invariant=invariant)
     scale = weight.scale
     assert scale is not None
     if weight.format == "fp8":
         if scale.ndim == 3:
-            return PackedWeight(weight.values, "fp8", *size, scale=scale, bias=weight.bias)
-        return PackedWeight(weight.values, "fp8", *size, channel=scale, bias=weight.bias)
+            return PackedWeight(weight.values, "fp8", *size, scale=scale, bias=weight.bias, batch_invariant=invariant)
+        return PackedWeight(weight.values, "fp8", *size, channel=scale, bias=weight.bias, batch_invariant=invariant)
     if weight.format == "mxfp4":
         values, highest = _packed_codes(weight.values, MIN_RUN), scale.amax(2)
         relative = (scale.int() - highest.int()[:, :, None] + 127).clamp(min=0).to(torch.uint8)
@@ -78,6 +81,7 @@ def packed_weight(weight: GroupedWeight) -> PackedWeight:
             channel=torch.exp2(highest.float() - 127),
             bias=weight.bias,
             run=MIN_RUN,
+            batch_invariant=invariant,
         )
     run = next((run for run in _RUNS if weight.group % run == 0 and weight.k % (2 * run) == 0), MIN_RUN)
     per_run = scale.float().repeat_interleave(weight.group // run, 2)
@@ -96,6 +100,7 @@ def packed_weight(weight: GroupedWeight) -> PackedWeight:
         channel=channel,
         bias=weight.bias,
         run=run,
+        batch_invariant=invariant,
     )
 
 

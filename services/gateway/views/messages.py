@@ -9,9 +9,9 @@ import msgspec
 from common.protocol.errors import PenstockError, RequestError
 from services.gateway.arguments import Notes
 from services.gateway.bodies import Usage
+from services.gateway.job import Job
 from services.gateway.json_slices import Steps
 from services.gateway.logprobs import TokenNames
-from services.gateway.prepare import Job
 from services.gateway.views import messages_answer
 from services.gateway.views.messages_answer import MessageHead, MessageStream, WholeMessage
 from services.gateway.views.messages_body import read_messages

@@ -10,10 +10,10 @@ from common.protocol.errors import PenstockError, RequestError
 from services.gateway import bodies
 from services.gateway.arguments import Notes
 from services.gateway.bodies import KEEP_ALIVE, ChunkWriter, Kind, Usage
+from services.gateway.job import Job
 from services.gateway.json_slices import Steps
 from services.gateway.logprobs import TokenNames
 from services.gateway.parse import parse
-from services.gateway.prepare import Job
 from services.gateway.views.view import Parsed
 from services.gateway.whole import WholeBody
 

@@ -14,9 +14,9 @@ from common.protocol.errors import PenstockError, RequestError
 from services.gateway import bodies
 from services.gateway.arguments import Notes
 from services.gateway.bodies import Usage
+from services.gateway.job import Job
 from services.gateway.json_slices import Steps
 from services.gateway.logprobs import TokenNames
-from services.gateway.prepare import Job
 from services.gateway.views.responses_answer import Envelope, ResponseStream, Scores, WholeResponse
 from services.gateway.views.responses_body import ResponsesRequest, read_responses
 from services.gateway.views.responses_chat import chat_of

@@ -22,8 +22,8 @@ from common.protocol.errors import PenstockError
 from common.text.output.events import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
 from services.gateway.bodies import Usage
 from services.gateway.choices import Delta
+from services.gateway.job import Job
 from services.gateway.logprobs import Sink, TokenNames, chat_entries
-from services.gateway.prepare import Job
 from services.gateway.whole import Pieces
 
 _encode = msgspec.json.Encoder().encode
