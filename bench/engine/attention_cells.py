@@ -8,6 +8,7 @@ The old cut of the work and the new one are timed in turns. Heads are Llama-3.1-
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from common.ops.attention.paged_reference import paged_attention_reference
 from common.ops.attention.plan_cpu import AttentionRow
 from common.ops.attention.settings import AttentionSettings
 from common.ops.attention.work import AttentionWorkspace, DevicePlan, plan_device_attention
-from common.ops.attention.work_list import DeviceBatch
+from common.ops.attention.work_list import DeviceBatch, DeviceRow
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_TOKENS = 32, 8, 128, 16
 SCALE = HEAD_DIM**-0.5
@@ -106,9 +107,7 @@ class Device:
         def ints(values: list[int]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=self.device)
 
-        block_starts = [0]
-        for row in rows:
-            block_starts.append(block_starts[-1] + len(row.blocks))
+        block_starts = list(itertools.accumulate((len(row.blocks) for row in rows[:-1]), initial=0))
         num_tokens = rows[-1].first + rows[-1].length
         batch = DeviceBatch(
             query_starts=ints([*(row.first for row in rows), num_tokens]),
@@ -117,7 +116,9 @@ class Device:
             block_starts=ints(block_starts),
             max_queries=max(row.length for row in rows),
             num_tokens=num_tokens,
-            rows=rows if cell.is_mixed else None,
+            rows=[DeviceRow(row.first, row.length, row.start, first) for row, first in zip(rows, block_starts, strict=True)]
+            if cell.is_mixed
+            else None,
         )
         return plan_device_attention(
             batch, self.pool, HEADS, self.workspace, settings=settings, dtype=torch.bfloat16, form=self.form(cell)

@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -34,6 +34,7 @@ from common.ops.attention.paged_attention import (
     AttentionRow,
     AttentionWorkspace,
     DeviceBatch,
+    DeviceRow,
     paged_attention,
     plan_device_attention,
 )
@@ -137,7 +138,9 @@ def attention(checks: Checks, heads: dict[str, tuple[int, int, int]], spans: dic
                 DEFAULT_SETTINGS.suits_parts(length, start) for start, length in rows
             )
             if known and checks.device.type == "cuda":
-                batch.rows = listed  # SDPA takes them, with K and V as tensors
+                firsts = batch.block_starts.tolist()
+                batch.rows = [DeviceRow(*row[:3], first) for row, first in zip(listed, firsts, strict=True)]
+                # SDPA takes them, with K and V as tensors
                 held = [(row, plain[list(row.blocks), 1].transpose(0, 1).flatten(1, 2)) for row in listed]
                 own = [kv_of_row[:, row.start : row.start + row.length] for row, kv_of_row in held]
                 keys, values = torch.cat(own, dim=1).to(dtype)
@@ -162,14 +165,14 @@ def _batch(
         rows.append(AttentionRow(first, length, start, [free.pop() for _ in range(count)]))
         first += length
 
-    def ints(values: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int32, device=checks.device)
+    def ints(values: Iterable[int]) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.int32, device=checks.device)
 
     batch = DeviceBatch(
         query_starts=ints([*(row.first for row in rows), first]),
         context_lens=ints([row.start + row.length for row in rows]),
         block_ids=ints([block for row in rows for block in row.blocks]),
-        block_starts=ints([0, *itertools.accumulate(counts)]),
+        block_starts=ints(itertools.accumulate(counts[:-1], initial=0)),
         max_queries=max(length for _, length in spans),
         num_tokens=first,
     )
@@ -256,14 +259,14 @@ def invariance(checks: Checks, shapes: dict[str, tuple[int, int]], heads: dict[s
         ) -> torch.Tensor:  # fmt: skip
             some = [rows[index] for index in picked]
 
-            def ints(values: Sequence[int]) -> torch.Tensor:
-                return torch.tensor(values, dtype=torch.int32, device=checks.device)
+            def ints(values: Iterable[int]) -> torch.Tensor:
+                return torch.tensor(list(values), dtype=torch.int32, device=checks.device)
 
             batch = DeviceBatch(
                 query_starts=ints(range(len(some) + 1)),
                 context_lens=ints([row.start + 1 for row in some]),
                 block_ids=ints([block for row in some for block in row.blocks]),
-                block_starts=ints([0, *itertools.accumulate(len(row.blocks) for row in some)]),
+                block_starts=ints(itertools.accumulate((len(row.blocks) for row in some[:-1]), initial=0)),
                 max_queries=1,
                 num_tokens=len(some),
             )

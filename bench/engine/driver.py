@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.cache.block_table import BlockTable
 from common.cache.grouped_pool import HOLE
 from common.cache.retention import KEEP_ALL, Retention
 from common.engine.plan import UNKNOWN, Constraint, PendingStep, Runner, StepPlan, StepResult, StepRow
@@ -35,7 +36,7 @@ class Request:
     sampling: SamplingParams = GREEDY
     output: list[int] = field(default_factory=list)
     logprobs: list[Any] = field(default_factory=list)
-    tables: list[list[int]] = field(default_factory=list)
+    tables: list[BlockTable] = field(default_factory=list)
     planned: int = 0
     sample: int = -1
     constraint: Constraint | None = None
@@ -110,7 +111,7 @@ class _FreeBlocks:
             )
         table += [self.free.pop() for _ in range(missing)]
 
-    def let_go(self, table: list[int], num_tokens: int | None = None) -> None:
+    def let_go(self, table: BlockTable, num_tokens: int | None = None) -> None:
         """Take back what no token from index `num_tokens` on reads; None: all."""
         end = len(table)
         if num_tokens is not None:
@@ -119,7 +120,7 @@ class _FreeBlocks:
         while begin and table[begin - 1] != HOLE:
             begin -= 1
         self.free += table[begin:end]
-        table[begin:end] = [HOLE] * (end - begin)
+        table.let_go(begin, end)
 
 
 class Driver:
@@ -240,7 +241,7 @@ class Driver:
             if not all(group.has(self._waiting[0].num_inputs) for group in self.groups):
                 return
             request = self._waiting.popleft()
-            request.tables = [[] for _ in self.groups]
+            request.tables = [BlockTable() for _ in self.groups]
             for group, table in zip(self.groups, request.tables, strict=True):
                 if group.retention.keeps_all:
                     group.cover(table, request.num_inputs)

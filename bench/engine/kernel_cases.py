@@ -25,6 +25,7 @@ from common.ops.attention.paged_attention import (
     AttentionWorkspace,
     DeviceBatch,
     DevicePlan,
+    DeviceRow,
     plan_device_attention,
 )
 from common.ops.attention.paged_attention import paged_attention as attend
@@ -133,14 +134,16 @@ class Bench:
         def ints(values: Sequence[int]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=self.device)
 
+        firsts = range(0, count, per_row)
+        device_rows = [DeviceRow(row.first, row.length, row.start, first) for row, first in zip(rows, firsts, strict=True)]
         device_batch = DeviceBatch(
             query_starts=ints(range(0, load.tokens + 1, load.queries)),
             context_lens=ints([keys] * load.rows),
             block_ids=ints(ids),
-            block_starts=ints(range(0, count + 1, per_row)),
+            block_starts=ints(firsts),
             max_queries=load.queries,
             num_tokens=load.tokens,
-            rows=rows if load.queries > 1 else None,
+            rows=device_rows if load.queries > 1 else None,
         )
         workspace = AttentionWorkspace(self.device)
         positions = [load.context + query for _ in range(load.rows) for query in range(load.queries)]

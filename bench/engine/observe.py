@@ -22,6 +22,7 @@ from bench.common.request import request
 from bench.engine.driver import Driver, Request
 from bench.engine.opening import open_runner
 from bench.engine.texts import DOCUMENTS, real_text
+from common.cache.block_table import BlockTable
 from common.engine.plan import Runner, StepPlan, StepRow
 from common.models.source import resolve
 from common.protocol.messages import SamplingParams
@@ -107,7 +108,7 @@ def force(runner: Runner, rows: Sequence[Sequence[int]], prompt: int) -> list[li
     per_row = -(-len(rows[0]) // size)
     free = list(range(runner.num_blocks))
     random.Random(1).shuffle(free)
-    blocks = [free[index * per_row : (index + 1) * per_row] for index in range(len(rows))]
+    blocks = [BlockTable(free[index * per_row : (index + 1) * per_row]) for index in range(len(rows))]
     scored: list[list[Scored]] = [[] for _ in rows]
     start = 0
     for end in range(prompt, len(rows[0])):

@@ -48,10 +48,13 @@ class StepRow(msgspec.Struct):
     """One sequence's share of a step.
 
     `blocks` is the block table of the first cache group, `more_blocks` has those of the other groups. The KV of the positions
-    before `start` that a group's layers read is in the group's table; -1 stands for blocks that they don't read. `tokens` are
-    the inputs at positions [start, start + len(tokens)), whose KV this step writes. The logits of the last `num_samples`
-    positions are sampled: 0 in the middle of a prompt, 1 as a rule, k + 1 to verify k proposed tokens, which are then the
-    last k of `tokens`.
+    before `start` that a group's layers read is in the group's table; -1 stands for blocks that they don't read. From a row's
+    planning until its step has run, a table only grows, or lets go of blocks that the step does not read. A `BlockTable` says
+    when else it has changed, so that a runner may keep a copy.
+
+    `tokens` are the inputs at positions [start, start + len(tokens)), whose KV this step writes. The logits of the last
+    `num_samples` positions are sampled: 0 in the middle of a prompt, 1 as a rule, k + 1 to verify k proposed tokens, which are
+    then the last k of `tokens`.
 
     `history` is the sequence's tokens [0, start + len(tokens)) whenever `sampling` needs them (penalties), else empty; the
     first `prompt_tokens` are the prompt. A `History` names its sequence, so that a runner may keep what it has counted of it.
@@ -79,7 +82,7 @@ class StepRow(msgspec.Struct):
     output_start: int = 0
     num_read: int = 0
     targets: list[int] = []
-    more_blocks: list[list[int]] = []
+    more_blocks: Sequence[list[int]] = []
 
     @property
     def is_constrained(self) -> bool:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from common.cache.block_table import BlockTable
 from common.engine.history import History
 from common.engine.matcher import Matcher
 from common.engine.plan import FIXED_POINT, NO_TOKEN, UNKNOWN, RowSamples, StepRow
@@ -51,8 +52,8 @@ class Sequence:
     tokens: list[int]
     held_from: int
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    blocks: list[int] = field(default_factory=list)
-    more_blocks: list[list[int]] = field(default_factory=list)
+    blocks: BlockTable = field(default_factory=BlockTable)
+    more_blocks: list[BlockTable] = field(default_factory=list)
     reserved: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list)
     num_computed: int = 0
@@ -115,7 +116,7 @@ class Sequence:
         return self.generation.sampling
 
     @property
-    def tables(self) -> list[list[int]]:
+    def tables(self) -> list[BlockTable]:
         """The block table of each cache group."""
         return [self.blocks, *self.more_blocks]
 

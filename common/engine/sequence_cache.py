@@ -10,6 +10,7 @@ tokens, so none of them reads a block that is given back.
 
 from __future__ import annotations
 
+from common.cache.block_table import BlockTable
 from common.cache.grouped_pool import HOLE, GroupedPool
 from common.cache.prefix import hash_chain
 from common.engine.sequence import Sequence
@@ -84,7 +85,7 @@ class SequenceCache:
         except BaseException:
             self.pool.release(cached)
             raise
-        sequence.blocks, *sequence.more_blocks = (old + new for old, new in zip(cached, fresh, strict=True))
+        sequence.blocks, *sequence.more_blocks = (BlockTable(old + new) for old, new in zip(cached, fresh, strict=True))
         sequence.reserved = reserved
         self._reserved = [sum(both) for both in zip(self._reserved, reserved, strict=True)]
         sequence.computed(num_cached * self.block_tokens)
@@ -191,7 +192,7 @@ class SequenceCache:
 
     def close(self, sequence: Sequence) -> None:
         """Let go of every block. Harmless twice."""
-        tables, sequence.blocks, sequence.more_blocks = sequence.tables, [], []
+        tables, sequence.blocks, sequence.more_blocks = sequence.tables, BlockTable(), []
         reserved, sequence.reserved = sequence.reserved, []
         if reserved:
             self.pool.release(tables)
@@ -248,4 +249,4 @@ class SequenceCache:
                 begin -= 1
             if begin < end and not group.retention.keeps_all:
                 group.pool.release(table[begin:end])
-                table[begin:end] = [HOLE] * (end - begin)
+                table.let_go(begin, end)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from common.cache.block_table import BlockTable
 from common.cache.grouped_pool import HOLE
 from common.cache.retention import KEEP_ALL, Retention
 from common.engine.history import History
@@ -49,7 +50,7 @@ class Request:
     chunk: int = 1 << 30
     begins: int = 0
     output: list[int] = field(default_factory=list)
-    tables: list[list[int]] = field(default_factory=list)
+    tables: list[BlockTable] = field(default_factory=list)
     computed: int = 0
     constraint: Constraint | None = None
     key: int = field(default_factory=itertools.count().__next__)
@@ -96,10 +97,10 @@ class _Free:
     def extend(self, table: list[int], num_blocks: int) -> None:
         table += [self.blocks.pop(0) for _ in range(num_blocks - len(table))]
 
-    def let_go(self, table: list[int], num_blocks: int) -> None:
+    def let_go(self, table: BlockTable, num_blocks: int) -> None:
         """Take back the first blocks."""
         self.blocks += [block for block in table[:num_blocks] if block != HOLE]
-        table[:num_blocks] = [HOLE] * num_blocks
+        table.let_go(0, num_blocks)
 
 
 class Whims:
@@ -143,10 +144,10 @@ def logits_of_first(runner: Any, requests: list[Request]) -> torch.Tensor:
 
 def _row(one: Request, block_tokens: int, pools: Sequence[_Free]) -> StepRow:
     end = min(one.computed + one.chunk, len(one.tokens))
-    one.tables = one.tables or [[] for _ in pools]
+    one.tables = one.tables or [BlockTable() for _ in pools]
     for pool, table in zip(pools, one.tables, strict=True):
         pool.extend(table, -(-end // block_tokens))
-    blocks, *more_blocks = (list(table) for table in one.tables)
+    blocks, *more_blocks = one.tables
     return StepRow(
         tokens=one.tokens[one.computed : end],
         start=one.computed,

@@ -7,13 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from common.cache.block_table import BlockTable
 from common.cache.retention import Retention
 from common.cache.spec import LayerCache, attention_layout
+from common.engine.gpu.block_tables import BlockTables
 from common.engine.gpu.graphs import ShapeTable, borrowed, exact_shape
-from common.engine.gpu.runner import DeviceRunner, _attention_rows
+from common.engine.gpu.runner import DeviceRunner, _device_rows
 from common.engine.gpu.sampling import DeviceSampler
 from common.engine.gpu.step_buffers import StepPacker, StepShape, layout
 from common.engine.history import History
@@ -24,7 +27,6 @@ from common.models.registry import load_decoder
 from common.models.source import ModelFiles
 from common.models.weights.base import LinearFormat
 from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
-from common.ops.attention.work import _chunk_runs
 from common.ops.backend import interpreted
 from common.ops.kv.hadamard_reference import hadamard
 from common.ops.linear.candidates import Candidate
@@ -318,7 +320,7 @@ def test_a_row_that_cannot_be_run_is_refused_and_harms_nobody(llama: tuple[Any, 
 
 @pytest.mark.slow
 def test_block_lists_that_grow_or_are_replaced_are_noticed(llama: tuple[Any, ModelFiles]) -> None:
-    """The packer remembers the ids of decoding rows."""
+    """The device keeps the tables of the rows from step to step."""
 
     def request() -> Request:
         return Request(oracle_prompt(length=14), 4)
@@ -327,6 +329,8 @@ def test_block_lists_that_grow_or_are_replaced_are_noticed(llama: tuple[Any, Mod
     runner = device_runner(llama[1])
     for seed in range(2):
         assert run(runner, [request()], seed=seed)[0] == expected
+    tables = runner._tables
+    assert torch.equal(tables.ids, torch.from_numpy(tables.slots.ids).clamp(min=0))
 
 
 def test_no_graph_is_larger_than_the_buffers_of_a_step() -> None:
@@ -355,16 +359,19 @@ def test_a_card_that_refuses_attention_in_parts_does_without(
 
 def test_a_plan_has_the_blocks_that_were_packed() -> None:
     """While a step is planned on one thread, another one may give its rows more blocks, whose ids were not packed."""
-    blocks = [3, 4, 5]
-    rows = [StepRow([1], 40, blocks, 1, GREEDY, 40), StepRow([1] * 24, 32, [7, 8, 9, 10], 1, GREEDY, 56)]
+    blocks = BlockTable([3, 4, 5])
+    rows = [StepRow([1], 40, blocks, 1, GREEDY, 40), StepRow([1] * 24, 32, BlockTable([7, 8, 9, 10]), 1, GREEDY, 56)]
     shape = exact_shape(rows)
-    fields = layout(torch.zeros(1 << 16, dtype=torch.uint8), shape)
-    packed = StepPacker(block_tokens=16, num_blocks=[64], vocab_size=100).pack(rows, fields, shape)
+    tables = BlockTables(num_blocks=[64], max_ids=100, max_tables=4, device=torch.device("cpu"))
+    upload = np.zeros(1 << 16, np.uint8)
+    packed = StepPacker(tables, block_tokens=16, vocab_size=100).pack(rows, upload, shape)
     blocks.append(11)
-    (planned,) = _attention_rows(packed)
-    run = _chunk_runs(planned, AttentionSettings(long_prompt_min=20, part_min_prefix=30))[0]
-    assert fields.block_ids[run.first_block : run.first_block + 4].tolist() == [7, 8, 9, 10]
-    assert [list(row.blocks) for row in planned] == [[3, 4, 5], [7, 8, 9, 10]]
+    (planned,) = _device_rows(packed)
+    tables.apply(torch.from_numpy(upload)[packed.changes])
+    assert [row[:3] for row in planned] == [(0, 1, 40), (1, 24, 32)]
+    held = [tables.ids[row.first_block : row.first_block + 4].tolist() for row in planned]
+    assert held == [[3, 4, 5, 0], [7, 8, 9, 10]]
+    assert layout(upload, shape).block_starts[0].tolist() == [row.first_block for row in planned]
 
 
 def chosen(table: ShapeTable, num_rows: int, prompt: int) -> tuple[int, int] | None:

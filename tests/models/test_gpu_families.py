@@ -17,6 +17,7 @@ from transformers import GptOssConfig
 
 from bench.engine.driver import Driver
 from bench.engine.driver import Request as Ahead
+from common.engine.gpu.runner import DeviceRunner
 from common.engine.load.layout import EngineConfig
 from common.engine.load.runners import load_runner
 from common.engine.plan import Runner
@@ -103,3 +104,23 @@ def test_experts_in_groups_give_the_text_of_transformers(name: str, tmp_path: Pa
     model = checkpoint.transformers()
     for request in ahead(on_gpu(checkpoint.files, quantization="auto")):
         assert request.output == greedy_choices(model, request.prompt, request.output), len(request.prompt)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "llama4"])
+@pytest.mark.parametrize("upload_bytes", [0, 1 << 20])
+def test_block_tables_that_stay_on_the_card_are_those_of_the_rows(
+    name: str, upload_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every cache group, for requests that come one after the other; upload_bytes: of a step's upload, for what is new."""
+    monkeypatch.setattr("common.engine.gpu.runner.MAX_CHANGE_BYTES", upload_bytes)
+    model = oracle(name)
+    runner = on_gpu(save(model, tmp_path))
+    assert isinstance(runner, DeviceRunner)
+    for seed in range(3):
+        for request in ahead(runner, seed):
+            assert request.output == greedy_choices(model, request.prompt, request.output), len(request.prompt)
+    torch.cuda.synchronize()
+    tables = runner._tables
+    assert not tables.slots.has_changed
+    assert tables.slots.ids.any()
+    assert torch.equal(tables.ids.cpu(), torch.from_numpy(tables.slots.ids).clamp(min=0))

@@ -53,6 +53,11 @@ class Later:
         self._queue.append(lambda: self._tensor.copy_(source))
         return self
 
+    def scatter_(self, dim: int, index: torch.Tensor, source: torch.Tensor) -> Later:
+        """index, source: views of memory that is read later."""
+        self._queue.append(lambda: self._tensor.scatter_(dim, index, source))
+        return self
+
 
 class QueuedRunner:
     """`runner`, whose device works off its queue, up to a step, when that step's result is asked for."""
@@ -72,6 +77,16 @@ class QueuedRunner:
             finish(logits.pop(), rows, masks)
             sampler._previous, sampler._turn = later, now
 
+        tables = runner._tables
+        now, later = tables.ids, Later(tables.ids, self._queue)
+        apply = tables.apply
+
+        def apply_later(upload: Later) -> None:
+            tables.ids = later
+            apply(upload)
+            tables.ids = now
+
+        tables.apply = apply_later
         runner._buffer = Later(runner._buffer, self._queue)
         runner._tokens = [Later(tokens, self._queue) for tokens in runner._tokens]
         runner._forward = lambda shape, rows, read: self._queue.append(lambda: logits.append(forward(shape, rows, read)))

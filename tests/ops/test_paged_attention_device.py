@@ -25,7 +25,7 @@ from common.ops.attention.paged_reference import paged_attention_reference
 from common.ops.attention.prefill import planned_lengths
 from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
 from common.ops.attention.work import AttentionWorkspace, DevicePlan, plan_device_attention
-from common.ops.attention.work_list import DeviceBatch
+from common.ops.attention.work_list import DeviceBatch, DeviceRow
 from tests.fixtures.slow import some_slow
 
 LAYERS, LAYER = 2, 1
@@ -72,21 +72,24 @@ def poison_unused(pool: torch.Tensor, rows: list[AttentionRow], spare: int | Non
 def make_batch(
     rows: list[AttentionRow], num_tokens: int, *, capacity: int = 0, max_queries: int = 0, known: bool = False
 ) -> DeviceBatch:
-    """With `capacity`, more rows than are used."""
+    """With `capacity`, more rows than are used. The last row's blocks come first, and there is a gap before each row's."""
     num_rows = max(capacity, len(rows))
     empty = num_rows - len(rows)
     end = rows[-1].first + rows[-1].length if rows else 0
-    blocks = [list(row.blocks) for row in rows]
-    starts = torch.tensor([0, *(len(ids) for ids in blocks)] + [0] * empty).cumsum(0)
-    spare = torch.full((13,), 1 << 30)  # must not be followed
+    gap = [1 << 30] * 3  # must not be followed
+    ids = list(gap)
+    starts = [0] * num_rows
+    for index, row in reversed(list(enumerate(rows))):
+        starts[index] = len(ids)
+        ids += [*row.blocks, *gap]
     return DeviceBatch(
         query_starts=torch.tensor([row.first for row in rows] + [end] * (empty + 1), dtype=torch.int32),
         context_lens=torch.tensor([row.start + row.length for row in rows] + [0] * empty, dtype=torch.int32),
-        block_ids=torch.cat([torch.tensor([block for ids in blocks for block in ids], dtype=torch.int64), spare]).int(),
-        block_starts=starts.int(),
+        block_ids=torch.tensor(ids, dtype=torch.int32),
+        block_starts=torch.tensor(starts, dtype=torch.int32),
         max_queries=max_queries or max((row.length for row in rows), default=1),
         num_tokens=num_tokens,
-        rows=rows if known else None,
+        rows=[DeviceRow(*row[:3], first) for row, first in zip(rows, starts, strict=False)] if known else None,
     )
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.engine.gpu.memory import kv_room, new_groups, workspace_bytes
+from common.engine.gpu.block_tables import BlockTables, max_table_ids
+from common.engine.gpu.memory import kv_room, new_groups, room_beside_tables, workspace_bytes
+from common.engine.gpu.step_buffers import step_tokens
 from common.engine.load.runners import EngineConfig, cache_layout
 from common.models.config import config_from_json
 from common.models.shapes import SHAPES
@@ -51,6 +53,19 @@ def test_a_pool_is_as_large_as_its_layout_says() -> None:
         pool = group.pool
         assert (len(pool), pool[0].nbytes) == (layout.num_blocks, layout.block_bytes)
         assert not pool.view(torch.uint8).any()
+
+
+def test_block_tables_and_inputs_of_a_step_are_counted() -> None:
+    model = config_from_json(SHAPES["llama-3.1-8b"])
+    engine = EngineConfig(dtype="bfloat16", max_running=256, token_budget=8192)
+    layout = cache_layout(model, engine, "cuda:0", kv_bytes=100 * GIB)
+    left = room_beside_tables(100 * GIB, layout, model.max_context, engine.max_running, engine.token_budget)
+    max_ids = max_table_ids([layout.num_blocks], 256, model.max_context // 16)
+    tables = BlockTables(
+        num_blocks=[layout.num_blocks], max_ids=max_ids, max_tables=step_tokens(256, 8192), device=torch.device("meta")
+    )
+    assert tables.ids.nbytes < 100 * GIB - left < tables.ids.nbytes + (4 << 20)
+    assert room_beside_tables(5, layout, model.max_context, engine.max_running, engine.token_budget) == 1
 
 
 def test_measured_room_sizes_the_layout_unless_settings_do() -> None:

@@ -62,9 +62,9 @@ class ShapeTable:
 
     def choose(self, rows: Sequence[StepRow]) -> StepShape | None:
         """None: no graph fits."""
-        longest = max(len(row.tokens) for row in rows)
-        num_tokens = sum(len(row.tokens) for row in rows)
-        num_samples = sum(row.num_samples for row in rows)
+        lengths = [len(row.tokens) for row in rows]
+        longest, num_tokens = max(lengths), sum(lengths)
+        num_samples = sum([row.num_samples for row in rows])
         if num_samples == num_tokens:
             if longest == 1:
                 return next((shape for shape in self.decode if shape.tokens >= num_tokens), None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from common.cache.spec import CacheLayout
+from common.engine.gpu.step_buffers import device_bytes
 from common.engine.layer_group import LayerGroup
 from common.models.config import ModelConfig
 from common.models.spec import ExpertsSpec
@@ -52,6 +53,16 @@ def measured_kv_room(device: torch.device, utilization: float, workspace: int) -
     free, total = torch.cuda.mem_get_info(device)
     used = torch.cuda.memory_reserved(device)
     return kv_room(free=free, total=total, used=used, utilization=utilization, workspace=workspace)
+
+
+def room_beside_tables(room: int, layout: CacheLayout, max_context: int, max_running: int, token_budget: int) -> int:
+    """Return what is left of `room` for KV once a step's inputs and the block tables of a cache of `layout` are in; at least 1.
+
+    layout: as it would be with all of `room`: the less KV there is, the smaller are the tables.
+    """
+    counts = [num_blocks for _, num_blocks in layout.pools]
+    longest_blocks = -(-min(max_context, layout.longest_sequence + layout.block_tokens) // layout.block_tokens)
+    return max(1, room - device_bytes(counts, longest_blocks, max_running, token_budget))
 
 
 def new_groups(model: ModelConfig, layout: CacheLayout, kv: str, device: torch.device) -> list[LayerGroup]:

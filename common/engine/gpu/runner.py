@@ -1,6 +1,7 @@
 """Runs step plans on a GPU, one step ahead of it.
 
-    submit: pack rows ─► copy to the device ─► graph (embed … logits, draw) ─► filters, penalties ─► copy tokens back, event
+    submit: pack rows ─► copy to the device ─► change block tables ─► graph (embed … logits, draw) ─► filters, penalties
+            ─► copy tokens back, event
     result: wait for the event
 
 The host never waits in `submit`: a row that is fed takes its token from `sampled`, where the step before left it. There is one
@@ -19,11 +20,12 @@ from functools import partial
 
 import torch
 
+from common.engine.gpu.block_tables import MAX_CHANGE_BYTES, BlockTables, max_table_ids
 from common.engine.gpu.graphs import PADDING, ShapeTable, StepGraph, exact_shape
 from common.engine.gpu.reading import places_read, read_rows
 from common.engine.gpu.sampling import DeviceSampler
 from common.engine.gpu.step import DeviceStep, lost_if_broken
-from common.engine.gpu.step_buffers import Fields, PackedStep, StepPacker, StepShape, buffer_bytes, layout
+from common.engine.gpu.step_buffers import Fields, PackedStep, StepPacker, StepShape, buffer_bytes, layout, step_tokens
 from common.engine.gpu.warm_up import WARM_UP, warm_up_rows
 from common.engine.layer_group import GroupedAttention, LayerGroup, check_groups
 from common.engine.masks import StepMasks, fill_masks
@@ -34,12 +36,11 @@ from common.models.decoder import Decoder, Inputs
 from common.ops import backend
 from common.ops.attention.configs import has_parts
 from common.ops.attention.form import AttentionForm, FormKind
-from common.ops.attention.paged_attention import AttentionRow
 from common.ops.attention.parts import attend_part, planned_parts
 from common.ops.attention.prefill import attend_run, planned_lengths
 from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
 from common.ops.attention.work import AttentionWorkspace, FreshRun, plan_device_attention
-from common.ops.attention.work_list import DeviceBatch
+from common.ops.attention.work_list import DeviceBatch, DeviceRow
 from common.ops.kv.forms import KvTarget
 from common.ops.tensors import Feed
 from common.protocol.errors import ConfigError, InvalidParameter
@@ -49,9 +50,6 @@ log = logs.get("engine")
 
 _DEPTH = 3
 """Sets of pinned buffers: of the step being packed, the one submitted before it, and the one whose result is being taken."""
-
-_SPARE_BLOCK_IDS = 4096
-_MAX_BLOCK_IDS = 4 << 20
 
 
 class DeviceRunner:
@@ -90,19 +88,24 @@ class DeviceRunner:
         self._device = pool.device
         self._on_gpu = pool.is_cuda
         self._stream = torch.cuda.Stream(self._device) if self._on_gpu else None
-        self._max_tokens = max_tokens = max(token_budget, max_rows) + 64
+        self._max_tokens = max_tokens = step_tokens(max_rows, token_budget)
         longest = min(config.max_context, *(group.longest for group in groups))
-        num_ids = max(len(group.pool) for group in groups) + max_rows + _SPARE_BLOCK_IDS
-        if not attention.batch_invariant:  # whose workspace is sized by it; else rows that share blocks name them often
-            num_ids = max(num_ids, min(max_rows * -(-longest // self.block_tokens), _MAX_BLOCK_IDS))
-        size = buffer_bytes(max_tokens, max_tokens, num_ids * len(groups), len(groups))
+        num_blocks = [len(group.pool) for group in groups]
+        self._tables = BlockTables(
+            num_blocks=num_blocks,
+            max_ids=max_table_ids(
+                num_blocks, max_rows, -(-longest // self.block_tokens), batch_invariant=attention.batch_invariant
+            ),
+            max_tables=max_tokens * len(groups),
+            device=self._device,
+        )
+        size = buffer_bytes(max_tokens, max_tokens, MAX_CHANGE_BYTES, len(groups))
         self._buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
         self._staging = [torch.zeros(size, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(_DEPTH)]
+        self._host = [staging.numpy() for staging in self._staging]
         self._tokens = [torch.zeros(max_tokens, dtype=torch.int64, pin_memory=self._on_gpu) for _ in range(_DEPTH)]
         self._turn = 0
-        self._packer = StepPacker(
-            block_tokens=self.block_tokens, num_blocks=[len(group.pool) for group in groups], vocab_size=config.vocab_size
-        )
+        self._packer = StepPacker(self._tables, block_tokens=self.block_tokens, vocab_size=config.vocab_size)
         self._sampler = DeviceSampler(max_tokens, self._device, _DEPTH, max_penalised=max_rows)
         self._workspace = AttentionWorkspace(self._device)
         self._attention = attention
@@ -140,16 +143,18 @@ class DeviceRunner:
         graph = self._graphs.get(shape) if shape is not None else None
         if shape is None or graph is None:
             shape = exact_shape(rows)
-        staging = self._staging[(self._turn + 1) % _DEPTH]
+        turn = (self._turn + 1) % _DEPTH
         if shape.tokens > self._max_tokens:
             raise InvalidParameter(f"a step of {shape.tokens} tokens is more than this engine's token budget")
-        packed = self._packer.pack(rows, layout(staging, shape, len(self.groups)), shape)
-        self._turn = (self._turn + 1) % _DEPTH
+        packed = self._packer.pack(rows, self._host[turn], shape)
+        self._turn = turn
         with self._running(), lost_if_broken():
-            self._buffer[: packed.used_bytes].copy_(staging[: packed.used_bytes], non_blocking=True)
+            used = slice(0, packed.changes.stop)
+            self._buffer[used].copy_(self._staging[turn][used], non_blocking=True)
+            self._tables.apply(self._buffer[packed.changes])
             special = self._sampler.load(rows)
             read = places_read(rows, packed, self._device) if is_read else None
-            logits = self._forward(shape, _attention_rows(packed), read) if graph is None else graph.replay()
+            logits = self._forward(shape, _device_rows(packed), read) if graph is None else graph.replay()
             readings = read_rows(self.decoder, rows, self._states) if is_read else ()
             self._states = self._no_states
             logprobs = self._sampler.finish(logits, rows, partial(self._masks, rows)) if special else None
@@ -183,7 +188,7 @@ class DeviceRunner:
         return not known
 
     def _forward(
-        self, shape: StepShape, rows: Sequence[Sequence[AttentionRow]] = (), read: torch.Tensor | None = None
+        self, shape: StepShape, rows: Sequence[Sequence[DeviceRow]] = (), read: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Launches a step over the device buffer as it is laid out for `shape`. `rows`: of each cache group, for steps that are
         not captured. `read`: the tokens whose hidden states are to be left in `_states`."""
@@ -203,10 +208,21 @@ class DeviceRunner:
             self._sampler.draw(logits)
         return logits
 
-    def _attend(self, fields: Fields, shape: StepShape, group: int, rows: Sequence[AttentionRow] | None) -> DeviceAttention:
+    def _attend(
+        self, fields: Fields[torch.Tensor], shape: StepShape, group: int, rows: Sequence[DeviceRow] | None
+    ) -> DeviceAttention:
         """Plan the attention of a cache group's layers."""
         pool, dtype = self.groups[group].pool, self.decoder.dtype
-        batch = _batch(fields, shape, group, rows)
+        batch = DeviceBatch(
+            query_starts=fields.query_starts,
+            context_lens=fields.context_lens,
+            block_ids=self._tables.ids,
+            block_starts=fields.block_starts[group],
+            max_queries=shape.max_queries,
+            num_tokens=shape.tokens,
+            rows=rows,
+            max_blocks=self._tables.slots.max_ids,
+        )
         plans = {
             kind: plan_device_attention(
                 batch,
@@ -246,7 +262,7 @@ class DeviceRunner:
                     rows = warm_up_rows(samples)
                     self._blank(shape)
                     self._sampler.load(rows)
-                    logits = self._forward(shape, [[AttentionRow(0, num_tokens, start, [])]] * len(self.groups))
+                    logits = self._forward(shape, [[DeviceRow(0, num_tokens, start, 0)]] * len(self.groups))
                     self._sampler.finish(logits, rows, partial(self._masks, rows))
                 if self._stream is not None:
                     self._plan_prompts(token_budget)
@@ -311,8 +327,7 @@ class DeviceRunner:
         """A step of nothing but padding."""
         self._buffer.zero_()
         fields = layout(self._buffer, shape, len(self.groups))
-        for slots in fields.slots:
-            slots.fill_(-1)
+        fields.slots.fill_(-1)
         fields.feeds.fill_(-1)
 
 
@@ -322,26 +337,7 @@ def _kinds(decoder: Decoder, group: LayerGroup) -> dict[FormKind, AttentionForm]
     return {form.kind: form for form in forms}
 
 
-def _batch(fields: Fields, shape: StepShape, group: int, rows: Sequence[AttentionRow] | None) -> DeviceBatch:
-    return DeviceBatch(
-        query_starts=fields.query_starts,
-        context_lens=fields.context_lens,
-        block_ids=fields.block_ids,
-        block_starts=fields.block_starts[group],
-        max_queries=shape.max_queries,
-        num_tokens=shape.tokens,
-        rows=rows,
-    )
-
-
-def _attention_rows(packed: PackedStep) -> list[list[AttentionRow]]:
+def _device_rows(packed: PackedStep) -> list[list[DeviceRow]]:
     """Of each cache group."""
-    return [
-        [
-            AttentionRow(first, length, start, blocks)
-            for first, length, start, blocks in zip(
-                packed.firsts.tolist(), packed.lengths.tolist(), packed.starts.tolist(), tables, strict=True
-            )
-        ]
-        for tables in packed.blocks
-    ]
+    firsts, lengths, starts = packed.firsts.tolist(), packed.lengths.tolist(), packed.starts.tolist()
+    return [list(map(DeviceRow, firsts, lengths, starts, blocks)) for blocks in packed.first_blocks.tolist()]

@@ -157,7 +157,7 @@ def _device_runner(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
-    from common.engine.gpu.memory import measured_kv_room, new_groups, workspace_bytes
+    from common.engine.gpu.memory import measured_kv_room, new_groups, room_beside_tables, workspace_bytes
     from common.engine.gpu.runner import DeviceRunner
     from common.ops.attention.settings import AttentionSettings
     from common.ops.linear.linear_tuning import tune_linears
@@ -178,7 +178,11 @@ def _device_runner(
     if not engine.num_blocks and not engine.kv_cache_mb:
         workspace = workspace_bytes(model, engine.max_running, engine.token_budget)
         room = measured_kv_room(gpu, engine.gpu_memory_utilization, workspace)
-    layout = cache_layout(model, engine, device, kv_bytes=room, fp8_choice=choice.digest() if choice else "")
+    sized = partial(cache_layout, model, engine, device, fp8_choice=choice.digest() if choice else "")
+    layout = sized(kv_bytes=room)
+    if room:
+        context = decoder.config.max_context
+        layout = sized(kv_bytes=room_beside_tables(room, layout, context, engine.max_running, engine.token_budget))
     announce_pool(decoder.config, engine, layout)
     groups = new_groups(model, layout, precision.kv, gpu)
     torch.cuda.synchronize(gpu)  # the runner works on a stream of its own

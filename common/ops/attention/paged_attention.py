@@ -15,7 +15,7 @@ from common.ops.attention.plan_cpu import AttentionPlan, AttentionRow, check_att
 from common.ops.attention.rows_cpu import NotInvariant
 from common.ops.attention.scratch_cpu import Scratch
 from common.ops.attention.work import AttentionWorkspace, DevicePlan, plan_device_attention
-from common.ops.attention.work_list import DeviceBatch
+from common.ops.attention.work_list import DeviceBatch, DeviceRow
 
 __all__ = [
     "AttentionForm",
@@ -24,6 +24,7 @@ __all__ = [
     "AttentionWorkspace",
     "DeviceBatch",
     "DevicePlan",
+    "DeviceRow",
     "NotInvariant",
     "Reach",
     "Scratch",

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from common.ops.attention.configs import part_length
 from common.ops.attention.settings import AttentionSettings
-from common.ops.attention.work import ChunkRun
+from common.ops.attention.work_list import DeviceRow
 from common.ops.backend import on_device
 
 Part = tuple[torch.Tensor, torch.Tensor]
@@ -42,7 +42,7 @@ class StepKv:
     kv_scale: torch.Tensor | None
 
 
-def attend_chunk(query: torch.Tensor, kv: StepKv, run: ChunkRun, scale: float, settings: AttentionSettings) -> torch.Tensor:
+def attend_chunk(query: torch.Tensor, kv: StepKv, run: DeviceRow, scale: float, settings: AttentionSettings) -> torch.Tensor:
     """query: [tokens, heads, head_dim], of the step. Returns [run.length, heads, head_dim]."""
     own = slice(run.first, run.first + run.length)
     sizes = list(piece_sizes(run.start, settings))

@@ -7,7 +7,6 @@ out evenly over the card: a row of more than its share becomes several items ("s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,9 +22,8 @@ from common.ops.attention.configs import (
 )
 from common.ops.attention.cut import Cut
 from common.ops.attention.form import AttentionForm, FormKind, Reach
-from common.ops.attention.plan_cpu import AttentionRow
 from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
-from common.ops.attention.work_list import DeviceBatch, WorkList
+from common.ops.attention.work_list import DeviceBatch, DeviceRow, WorkList
 
 _NEVER = 1 << 30
 
@@ -61,17 +59,6 @@ class FreshRun:
     length: int
 
 
-@dataclass(slots=True, frozen=True)
-class ChunkRun:
-    """`length` tokens of a prompt from the step's token `first`, after `start` keys; its blocks begin at
-    `block_ids[first_block]`."""
-
-    first: int
-    length: int
-    start: int
-    first_block: int
-
-
 @dataclass(slots=True)
 class DevicePlan:
     """`plan_device_attention` makes it; valid until the next plan from the same workspace. Rows in `fresh` and `chunks` are in
@@ -86,7 +73,7 @@ class DevicePlan:
     kind: FormKind
     lists: list[WorkList] = field(default_factory=list)
     fresh: list[FreshRun] = field(default_factory=list)
-    chunks: list[ChunkRun] = field(default_factory=list)
+    chunks: list[DeviceRow] = field(default_factory=list)
 
     @property
     def reach(self) -> Reach:
@@ -134,7 +121,7 @@ def plan_device_attention(
         plan.fresh = _fresh_runs([row for row in rows if row.start == 0 and row.length >= fresh_prefill_min], settings)
         if backend_name == "cudnn" and has_parts(head_dim, dtype or pool.dtype):
             part_min_queries = settings.long_prompt_min
-            plan.chunks = _chunk_runs(rows, settings)
+            plan.chunks = [row for row in rows if settings.suits_parts(row.length, row.start)]
         rows = [
             row
             for row in rows
@@ -190,7 +177,8 @@ def _make_list(
     query_tiles = batch.num_rows + (0 if cut.max_queries <= cut.query_tile else batch.num_tokens // cut.query_tile)
     split_items = cut.target_items
     if cut.segment:
-        split_items = -(-len(batch.block_ids) * block_tokens // config.segment_keys)
+        max_blocks = len(batch.block_ids) if batch.max_blocks is None else batch.max_blocks
+        split_items = -(-max_blocks * block_tokens // config.segment_keys)
         split_items += batch.num_rows if any(cut.reach) else 0  # a window begins inside a segment
     max_items = query_tiles + split_items
     slots = min(max_items, 2 * split_items)
@@ -214,7 +202,7 @@ def _make_list(
     return work
 
 
-def _fresh_runs(rows: list[AttentionRow], settings: AttentionSettings) -> list[FreshRun]:
+def _fresh_runs(rows: list[DeviceRow], settings: AttentionSettings) -> list[FreshRun]:
     runs: list[FreshRun] = []
     for row in sorted(rows, key=lambda row: row.first):
         last = runs[-1] if runs else None
@@ -226,25 +214,14 @@ def _fresh_runs(rows: list[AttentionRow], settings: AttentionSettings) -> list[F
     return runs
 
 
-def _chunk_runs(rows: Sequence[AttentionRow], settings: AttentionSettings) -> list[ChunkRun]:
-    """rows: all of the step, in the order of their blocks; `blocks` as they are in `DeviceBatch.block_ids`."""
-    runs: list[ChunkRun] = []
-    first_block = 0
-    for row in rows:
-        if settings.suits_parts(row.length, row.start):
-            runs.append(ChunkRun(row.first, row.length, row.start, first_block))
-        first_block += len(row.blocks)
-    return runs
-
-
 def _check(batch: DeviceBatch, num_heads: int, kv_heads: int, pool: torch.Tensor) -> None:
     if num_heads % kv_heads:
         raise ValueError(f"{num_heads} query heads can't share {kv_heads} KV heads")
     block_tokens = pool.shape[3]
     if block_tokens & (block_tokens - 1) or not pool.is_contiguous():
         raise ValueError(f"the pool must be contiguous, in blocks of a power of two, not {block_tokens} tokens")
-    if batch.query_starts.shape != (batch.num_rows + 1,) or batch.block_starts.shape != (batch.num_rows + 1,):
-        raise ValueError(f"{batch.num_rows} rows have {batch.num_rows + 1} starts of queries and of blocks")
+    if batch.query_starts.shape != (batch.num_rows + 1,) or batch.block_starts.shape != (batch.num_rows,):
+        raise ValueError(f"{batch.num_rows} rows have {batch.num_rows + 1} starts of queries, and {batch.num_rows} of blocks")
     for tensor in (batch.query_starts, batch.context_lens, batch.block_ids, batch.block_starts):
         if tensor.dtype != torch.int32 or tensor.device != pool.device or not tensor.is_contiguous():
             raise ValueError(f"a batch is contiguous int32 on {pool.device}, not {tensor.dtype} on {tensor.device}")

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from common.ops.attention.configs import AttentionConfig
-from common.ops.attention.plan_cpu import AttentionRow
+
+
+class DeviceRow(NamedTuple):
+    """`length` queries from token `first` of the step, after `start` keys; its blocks begin at `block_ids[first_block]`."""
+
+    first: int
+    length: int
+    start: int
+    first_block: int
 
 
 @dataclass(slots=True)
@@ -18,10 +27,11 @@ class DeviceBatch:
     query_starts: int32 [num_rows + 1]; row r's queries are tokens [query_starts[r], query_starts[r + 1]) of the step; unused
         rows are last and empty, and tokens past query_starts[num_rows] are padding.
     context_lens: int32 [num_rows], keys of each row after the step, its own tokens included.
-    block_ids: int32 [capacity] and block_starts: int32 [num_rows + 1]; row r's blocks are
-        block_ids[block_starts[r] : block_starts[r + 1]], and may be more than its keys need.
+    block_ids: int32 [capacity] and block_starts: int32 [num_rows]; row r's blocks are those from block_ids[block_starts[r]] on,
+        as many as its keys need. Rows may be anywhere, in any order.
     max_queries: no row has more; num_tokens: of the step, padding included.
     rows: the same on the host, if it knows: prompts without a cached prefix are then found for SDPA.
+    max_blocks: that all rows have together; None: as many as `block_ids` has.
     """
 
     query_starts: torch.Tensor
@@ -30,7 +40,8 @@ class DeviceBatch:
     block_starts: torch.Tensor
     max_queries: int
     num_tokens: int
-    rows: Sequence[AttentionRow] | None = None
+    rows: Sequence[DeviceRow] | None = None
+    max_blocks: int | None = None
 
     @property
     def num_rows(self) -> int:

@@ -68,7 +68,7 @@ def _even_share(query_tiles, key_tiles, share, target_items):
 def work_kernel(
     query_starts,  # int32 [num_rows + 1]
     context_lens,  # int32 [num_rows]
-    block_starts,  # int32 [num_rows + 1]
+    block_starts,  # int32 [num_rows]
     items,  # int32 [max_items, 8], written up to counts[0]
     merges,  # int32 [max_merges, 4], written up to counts[1]
     counts,  # int32 [2]
