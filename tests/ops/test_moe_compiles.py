@@ -48,10 +48,16 @@ def product(name: str, shape: ExpertShape, chosen: ExpertCandidate, *, gated: bo
     constants |= {"WEIGH": not gated, "ACTIVATION": "clamped_swiglu" if shape.values == "mxfp4" else "silu"}
     constants |= {"FORMAT": "fp8" if shape.values == "fp8_blocks" else shape.values, "RUN": shape.run}
     constants |= {"BLOCK_N": chosen.block_n, "BLOCK_M": chosen.block_m, "BLOCK_K": chosen.block_k, "SCALED": chosen.scaled}
-    constants |= {"EVEN_K": k % columns == 0, "NEIGHBOURS": chosen.neighbours, "STAGES": chosen.stages, "AHEAD": not gated}
+    constants |= {
+        "EVEN_K": k % columns == 0,
+        "NEIGHBOURS": chosen.neighbours,
+        "HALVINGS": chosen.halvings,
+        "STAGES": chosen.stages,
+        "AHEAD": not gated,
+    }
     constants |= {"FAST": True, "PDL": True}
     title = f"{name}-{chosen.block_n}x{chosen.block_m}x{chosen.block_k}-{chosen.stages}-{chosen.warps}-{chosen.neighbours}"
-    title += f"{'-direct' * chosen.direct}{'-quantised' * chosen.quantised}{'-gated' if gated else '-down'}"
+    title += f"-{chosen.halvings}{'-direct' * chosen.direct}{'-quantised' * chosen.quantised}{'-gated' if gated else '-down'}"
     return KernelCase(
         title,
         "common.ops.moe.grouped_triton",
@@ -91,8 +97,9 @@ def _halves(shape: ExpertShape, chosen: ExpertCandidate, *, gated: bool) -> Kern
         "limit": "fp32",
     }
     constants: dict[str, Any] = {"bias": None, "TOP_K": shape.top_k, "GATED": gated, "WEIGH": not gated, "ACTIVATION": "silu"}
-    constants |= {"BLOCK_N": chosen.block_n, "BLOCK_M": chosen.block_m, "EVEN_K": True, "STAGES": chosen.stages, "PDL": True}
-    title = f"{chosen.block_n}x{chosen.block_m}-{chosen.warps}{'-gated' if gated else '-down'}"
+    constants |= {"BLOCK_N": chosen.block_n, "BLOCK_M": chosen.block_m, "HALVINGS": chosen.halvings}
+    constants |= {"EVEN_K": True, "STAGES": chosen.stages, "PDL": True}
+    title = f"{chosen.block_n}x{chosen.block_m}-{chosen.warps}-{chosen.halvings}{'-gated' if gated else '-down'}"
     module = "common.ops.moe.halves_triton"
     return KernelCase(
         title,
@@ -190,6 +197,12 @@ GROUPS["halves"] = [
     _halves(SHAPES["qwen3-fp8"], chosen, gated=gated)
     for chosen in candidates(SHAPES["qwen3-fp8"], 4096, 132)
     if chosen.halves
+    for gated in (True, False)
+]
+GROUPS["halved"] = [
+    product("gpt-oss", SHAPES["gpt-oss"], chosen, gated=gated)
+    for chosen in candidates(SHAPES["gpt-oss"], 8192, 132)
+    if chosen.halvings == 2 and chosen.neighbours == 1
     for gated in (True, False)
 ]
 for gated in (True, False):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -108,6 +110,7 @@ CHOICES = {
     "direct, split": ExpertCandidate(32, 8, splits=2, warps=2, direct=True),
     "scaled": ExpertCandidate(64, 16, scaled=True, neighbours=3),
     "rounded": ExpertCandidate(64, 16, scaled=True, rounded=True),
+    "halved": ExpertCandidate(64, 32, scaled=True, halvings=2),
 }
 
 
@@ -184,6 +187,31 @@ def test_halves_of_tiles_have_their_own_scales(rows: int, hidden: int, middle: i
     with interpreted():
         found = experts_triton(x, routing, *packed, ExpertActivation(), chosen, weigh_inputs=weigh_inputs)
     assert error_of(found, x, routing, pair, ExpertActivation(), weigh_inputs=weigh_inputs) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("name", "halvings", "counts"),
+    some_slow(
+        [
+            (name, halvings, counts)
+            for name in ("mxfp4", "fp8_blocks", "plain")
+            for halvings in (1, 2)
+            for counts in ((64, 33, 32, 0, 1), (17, 16, 15, 80, 48))
+        ],
+        quick={("mxfp4", 2, (64, 33, 32, 0, 1)), ("fp8_blocks", 2, (17, 16, 15, 80, 48))},
+    ),
+)
+def test_tiles_of_few_pairs_are_computed_narrower(name: str, halvings: int, counts: tuple[int, ...]) -> None:
+    """Tiles of 64 pairs, halved to 16: every width, full, one short of it and one more."""
+    hidden, middle = (128, 128) if name == "fp8_blocks" else (96, 64)
+    ids = torch.repeat_interleave(torch.arange(EXPERTS, dtype=torch.int32), torch.tensor(counts))
+    rows = len(ids)
+    ids = ids[torch.randperm(rows, generator=torch.Generator().manual_seed(6))].view(rows, 1)
+    x, routing, pair = tokens(rows, hidden), Routing(ids, torch.full((rows, 1), 0.75)), pair_of(name, hidden, middle)
+    chosen = ExpertCandidate(128, 64, 0 if name == "mxfp4" else 128 if name == "fp8_blocks" else 64, halvings=halvings)
+    halves, scaled = name == "fp8_blocks", name == "mxfp4"
+    found = run(x, routing, pair, ExpertActivation(), replace(chosen, halves=halves, scaled=scaled, rounded=True))
+    assert error_of(found, x, routing, pair, ExpertActivation()) < (0.05 if halves else 0.008)
 
 
 @pytest.mark.parametrize(

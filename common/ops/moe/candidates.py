@@ -3,7 +3,8 @@
 Few rows are bound by memory: tiles of 32 or 64 weight rows and as many stages as let several programs live on an SM (of plain
 weights short steps and many of them), splits of K for the second linear where its tiles are too few. Eight pairs a tile and two
 warps make the compiler use mma.sync, whose operand is unpacked in registers. Many rows: the largest tiles for wgmma that there
-are registers for, the scales multiplied into the weights; and the library.
+are registers for, the scales multiplied into the weights; and the library. Where an expert fills few tiles, those that are not
+full are computed narrower.
 
 The first candidate of a list is the default, where nothing was measured.
 """
@@ -18,10 +19,11 @@ DIRECT_PAIRS = 64
 """Most pairs of token and expert that a program looks through by itself, without a sort before."""
 SCALE_COLUMNS = 128
 """Columns whose scales of mxfp4 are one word, and of a block of fp8."""
-ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _FEW_PAIRS_PER_EXPERT = 16
+_NARROWEST = 8
 _HALVES_TILES = ((128, 64, 4, 4), (256, 64, 8, 4), (128, 128, 8, 4))
-_FEW_TILES = ((64, 2, 6, 256), (32, 2, 8, 256), (64, 4, 4, 256), (128, 4, 3, 256))
+_FEW_TILES = ((64, 2, 6, 256), (64, 2, 4, 256), (64, 2, 9, 256), (32, 2, 8, 256), (64, 4, 4, 256), (128, 4, 3, 256))
 _FEW_PLAIN_TILES = ((64, 2, 3, 128), (64, 4, 3, 128), (128, 4, 2, 128), (64, 4, 4, 256))
 _FEW_FP8_TILES = ((64, 2, 6, 128), (64, 2, 3, 128), (64, 4, 3, 128), (64, 4, 4, 128))
 """Weight rows, warps, programs that shall share a multiprocessor, and bytes of a weight row in a step (plain weights)."""
@@ -40,6 +42,7 @@ class ExpertCandidate:
     direct: programs find their pairs in the routing; else a launch before them sorts the pairs.
     scaled: scales of 4-bit codes are multiplied into the weights, not into the products.
     quantised: activations become float8_e4m3fn with a scale for each 128 columns.
+    halvings: how often the width of a tile that has few pairs may be halved, at most 2; sorted pairs only.
     neighbours: tiles of pairs whose programs run side by side on the same weights.
     rounded: an expert's answers are kept in the activations' dtype until they are added, half as many bytes as float32.
     halves: two accumulators with a scale each, of float8 weights in blocks and quantised activations; sorted, without splits.
@@ -55,6 +58,7 @@ class ExpertCandidate:
     direct: bool = False
     scaled: bool = False
     quantised: bool = False
+    halvings: int = 0
     neighbours: int = 1
     rounded: bool = False
     library: bool = False
@@ -113,12 +117,13 @@ def _few(shape: ExpertShape, pairs: int, num_sms: int) -> list[ExpertCandidate]:
             splits = _splits(shape, block_n, distinct, slots)
             chosen = ExpertCandidate(block_n, block_m, block_k, splits, warps, stages, direct, scaled=shape.values == "mxfp4")
             found.append(chosen)
-            if block_n == 64 and warps == 2:
+            if (block_n, warps, residents, run_bytes) == tiles[0]:
                 if chosen.scaled:
                     found.append(replace(chosen, scaled=False))
                 if direct and _steps(shape) // (splits * 2) >= 2:
                     found.append(replace(chosen, splits=splits * 2))
-    return list(dict.fromkeys(found))
+    each = pairs / shape.experts
+    return list(dict.fromkeys(one if direct else replace(one, halvings=_halvings(one.block_m, each)) for one in found))
 
 
 def _many(shape: ExpertShape, pairs: int) -> list[ExpertCandidate]:
@@ -130,7 +135,7 @@ def _many(shape: ExpertShape, pairs: int) -> list[ExpertCandidate]:
     elif shape.values == "plain" and shape.item_bytes == 2:
         tiles = ((256, 128, 8), (256, 64, 8), (128, 128, 8), (128, 64, 4))
     elif shape.values == "mxfp4":
-        tiles = ((64, 128, 4), (128, 256, 8), (256, 128, 8), (128, 64, 4))
+        tiles = ((64, 128, 4), (128, 256, 8), (256, 128, 8))
     elif each >= 256 or shape.values.startswith("fp8"):
         tiles = ((128, 128, 8), (128, 64, 4))
     if shape.values == "int4":  # steps of up to 256 columns: half of them each
@@ -164,7 +169,13 @@ def _many(shape: ExpertShape, pairs: int) -> list[ExpertCandidate]:
                     rounded=True,
                 )
             )
-    return [*found, *halves]
+    found += halves
+    return [replace(one, halvings=_halvings(one.block_m, each)) for one in found]
+
+
+def _halvings(block_m: int, each: float) -> int:
+    """An expert's last tile is half full, on average: that counts where it has few. each: pairs of an expert."""
+    return 0 if each > 8 * block_m else max(0, min(2, block_m.bit_length() - _NARROWEST.bit_length()))
 
 
 def _library_fits(shape: ExpertShape) -> bool:

@@ -122,6 +122,7 @@ def _multiply(
         SCALED=chosen.scaled,
         EVEN_K=weight.k % columns == 0,
         NEIGHBOURS=chosen.neighbours,
+        HALVINGS=chosen.halvings,
         STAGES=chosen.stages,
         AHEAD=pdl and not gated and (weight.run > 0 or row_bytes % 16 == 0),
         FAST=pdl,

@@ -9,18 +9,15 @@ With programmatic dependent launch: the first linear lets the second one start o
 complete when the second starts, and may be read, and weights asked for, before it waits.
 """
 
-# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false, reportAssignmentType=false
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from common.ops.linear.dot_triton import widened
-from common.ops.linear.grouped_triton import halves_of
 from common.ops.linear.parts_triton import ask_ahead, weight_rows
-from common.ops.linear.unpack_triton import times, unpacked
 from common.ops.moe.sort_triton import TILE_FIELDS
-from common.ops.moe.unpack_triton import scaled_floats
+from common.ops.moe.sums_triton import sum_codes, sum_numbers, sum_words
 
 
 @triton.jit
@@ -75,129 +72,6 @@ def _ask_for_codes(values, tile, first, last, N, BLOCK_N: tl.constexpr, RUN: tl.
 
 
 @triton.jit
-def _sum_codes(
-    x_rows,  # [BLOCK_M, 1] pointers
-    shown,  # [BLOCK_M, 1]
-    values,  # of the expert
-    scale,
-    offset,
-    n,  # [BLOCK_N]
-    first,
-    last,
-    N,
-    K,
-    steps,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    RUN: tl.constexpr,
-    STEPS_AT_ONCE: tl.constexpr,
-    EXPONENTS: tl.constexpr,  # mxfp4, else int4
-    SCALED: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """Sum 4-bit codes over words of scales first … last - 1, float32 [BLOCK_N, BLOCK_M]."""
-    lane = tl.arange(0, RUN)
-    w_rows = values + n[:, None] * RUN + lane[None, :]
-    step_bytes = tl.cast(N, tl.int64) * RUN
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for word_at in tl.range(first, last, num_stages=STAGES):
-        word = tl.load(scale + tl.cast(word_at, tl.int64) * N + n)
-        for part in tl.static_range(STEPS_AT_ONCE):
-            step = word_at * STEPS_AT_ONCE + part
-            depth = step * (2 * RUN) + lane
-            if EVEN_K:
-                if BLOCK_M <= 16:
-                    a = tl.load(x_rows + depth[None, :], mask=shown, other=0.0)
-                    b = tl.load(x_rows + (depth + RUN)[None, :], mask=shown, other=0.0)
-                else:
-                    a = tl.load(x_rows + depth[None, :])
-                    b = tl.load(x_rows + (depth + RUN)[None, :])
-            else:
-                a = tl.load(x_rows + depth[None, :], mask=shown & (depth < K)[None, :], other=0.0)
-                b = tl.load(x_rows + (depth + RUN)[None, :], mask=shown & (depth + RUN < K)[None, :], other=0.0)
-            if STEPS_AT_ONCE > 1 and not EVEN_K:
-                step = tl.minimum(step, steps - 1)  # past the end activations are zero
-            packed = tl.load(w_rows + step * step_bytes)
-            if EXPONENTS and SCALED:
-                low_exponent = ((word >> (16 * part)) & 0xFF)[:, None]
-                high_exponent = ((word >> (16 * part + 8)) & 0xFF)[:, None]
-                low, high = scaled_floats(packed, low_exponent, high_exponent, a.dtype, BLOCK_N, RUN, FAST)
-            else:
-                low, high = unpacked(packed, None, a.dtype, 1 if EXPONENTS else 0, FAST)
-            if EXPONENTS:
-                low_scale = (((word >> (16 * part)) & 0xFF) << 23).to(tl.float32, bitcast=True)[:, None]
-                high_scale = (((word >> (16 * part + 8)) & 0xFF) << 23).to(tl.float32, bitcast=True)[:, None]
-            else:
-                left, right = halves_of(word)
-                low_scale, high_scale = left[:, None], right[:, None]
-            if SCALED and not EXPONENTS:
-                low = times(low, tl.broadcast_to(low_scale.to(a.dtype), [BLOCK_N, RUN]), a.dtype, FAST)
-                high = times(high, tl.broadcast_to(high_scale.to(a.dtype), [BLOCK_N, RUN]), a.dtype, FAST)
-            if SCALED:
-                total = tl.dot(low, a.T, total, input_precision="ieee")
-                total = tl.dot(high, b.T, total, input_precision="ieee")
-            else:
-                total += tl.dot(low, a.T, input_precision="ieee") * low_scale
-                total += tl.dot(high, b.T, input_precision="ieee") * high_scale
-            if offset is not None:
-                left, right = halves_of(tl.load(offset + tl.cast(word_at, tl.int64) * N + n))
-                total += left[:, None] * tl.sum(a.to(tl.float32), axis=1)[None, :]
-                total += right[:, None] * tl.sum(b.to(tl.float32), axis=1)[None, :]
-    return total
-
-
-@triton.jit
-def _sum_numbers(
-    x_rows,  # [BLOCK_M, 1] pointers
-    x_scales,  # [BLOCK_M] pointers to the first 128 columns' scale, or None
-    shown,  # [BLOCK_M, 1]
-    values,  # of the expert
-    scale,  # of the expert's blocks, or None
-    n,  # [BLOCK_N]
-    first,
-    last,
-    K,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    STAGES: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """Sum columns of steps first … last - 1, float32 [BLOCK_N, BLOCK_M]."""
-    k = tl.arange(0, BLOCK_K)
-    w_rows = values + n.to(tl.int64)[:, None] * K
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    if scale is not None:
-        scale += n // 128 * tl.cdiv(K, 128)
-    for step in tl.range(first, last, num_stages=STAGES):
-        depth = step * BLOCK_K + k
-        if EVEN_K:
-            w = tl.load(w_rows + depth[None, :])
-            if BLOCK_M <= 16:
-                a = tl.load(x_rows + depth[None, :], mask=shown, other=0.0)
-            else:
-                a = tl.load(x_rows + depth[None, :])
-        else:
-            w = tl.load(w_rows + depth[None, :], mask=(depth < K)[None, :], other=0.0)
-            a = tl.load(x_rows + depth[None, :], mask=shown & (depth < K)[None, :], other=0.0)
-        if w.dtype != a.dtype:
-            w = widened(w, a.dtype, FAST)
-        if scale is not None or x_scales is not None:
-            product = tl.dot(w, a.T, input_precision="ieee")
-            if scale is not None:
-                product *= tl.load(scale + step * BLOCK_K // 128)[:, None]
-            if x_scales is not None:
-                product *= tl.load(x_scales + step * BLOCK_K // 128)[None, :]
-            total += product
-        else:
-            total = tl.dot(w, a.T, total, input_precision="ieee")
-    return total
-
-
-@triton.jit
 def activated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
     if ACTIVATION == "clamped_swiglu":
         gate = tl.minimum(gate, limit)
@@ -209,6 +83,106 @@ def activated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
         # gelu's 0.5 * (1 + tanh(z)) is sigmoid(2 * z)
         answer = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
     return answer
+
+
+@triton.jit
+def _tile(
+    operands,  # see `experts_kernel`; weights of the expert
+    pair,  # int32 [BLOCK_M]
+    present,  # [BLOCK_M]
+    place,  # the expert, the tile and the split, and the split's first step and the one after its last
+    sizes,  # as those of `experts_kernel`
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    WEIGH: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    FORMAT: tl.constexpr,
+    RUN: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SCALED: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Compute one tile of weight rows for up to BLOCK_M pairs, and store what comes out."""
+    x, x_scale, values, scale, offset, channel, bias, factors, out = operands
+    wide, tile, split, first, last = place
+    rows, N, K, steps, alpha, limit = sizes
+    n = weight_rows(tile, N, BLOCK_N, GATED)
+    row = (pair // TOP_K if GATED else pair).to(tl.int64)
+    x_rows = x + row[:, None] * K
+    shown = present[:, None]
+    if AT_ONCE == 2 and SCALED:
+        total = sum_words(
+            x_rows, shown, values, scale, n, first, last, N, K, steps, BLOCK_N, BLOCK_M, RUN, EVEN_K, STAGES, FAST
+        )
+    elif RUN > 0:
+        total = sum_codes(
+            x_rows,
+            shown,
+            values,
+            scale,
+            offset,
+            n,
+            first,
+            last,
+            N,
+            K,
+            steps,
+            BLOCK_N,
+            BLOCK_M,
+            RUN,
+            AT_ONCE,
+            FORMAT == "mxfp4",
+            SCALED,
+            EVEN_K,
+            STAGES,
+            FAST,
+        )
+    else:
+        x_scales = None if x_scale is None else x_scale + row * tl.cdiv(K, 128)
+        total = sum_numbers(
+            x_rows,
+            x_scales,
+            shown,
+            values,
+            scale,
+            n,
+            first,
+            last,
+            K,
+            BLOCK_N,
+            BLOCK_M,
+            BLOCK_K,
+            EVEN_K,
+            STAGES,
+            FAST,
+        )
+    if channel is not None:
+        total *= tl.load(channel + wide * N + n)[:, None]
+    if GATED and WEIGH:  # a product with scaled inputs is the scaled product
+        total *= tl.load(factors + pair)[None, :]
+    if bias is not None:
+        total += tl.where(split == 0, tl.load(bias + wide * N + n).to(tl.float32), 0.0)[:, None]
+    if GATED:
+        halves = total.reshape(2, BLOCK_N // 2, BLOCK_M).permute(1, 2, 0)
+        gate, up = tl.split(halves)
+        total = activated(gate, up, alpha, limit, ACTIVATION)
+        column = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        width = N // 2
+        place = pair.to(tl.int64)
+    else:
+        if WEIGH:
+            total *= tl.load(factors + pair)[None, :]
+        column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        width = N
+        part = pair % TOP_K * tl.num_programs(1) + split
+        place = part.to(tl.int64) * rows + pair // TOP_K
+    inside = (column < width)[:, None] & present[None, :]
+    tl.store(out + place[None, :] * width + column[:, None], total.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "pairs", "slots", "words_per_split"])
@@ -249,11 +223,13 @@ def experts_kernel(
     SCALED: tl.constexpr,
     EVEN_K: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
+    HALVINGS: tl.constexpr,  # not DIRECT: how often a tile of few pairs may be halved, at most 2
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,  # ask L2 for weights before waiting
     FAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    AT_ONCE: tl.constexpr = 128 // (2 * RUN) if FORMAT == "mxfp4" else 1
     n_tiles = tl.cdiv(N, BLOCK_N)
     program = tl.program_id(0)
     group = program // (NEIGHBOURS * n_tiles)
@@ -273,7 +249,6 @@ def experts_kernel(
         expert, pair, present, count = pairs_sorted(tiles, order, slot, BLOCK_M)
     wide = expert.to(tl.int64)
     if RUN > 0:
-        at_once: tl.constexpr = 128 // (2 * RUN) if FORMAT == "mxfp4" else 1
         values += wide * steps * N * RUN
         scale += wide * words * N
         if offset is not None:
@@ -286,77 +261,29 @@ def experts_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         asked = tl.where(count > 0, last, first)
         if AHEAD and RUN > 0:
-            _ask_for_codes(values, tile, first * at_once, tl.minimum(asked * at_once, steps), N, BLOCK_N, RUN)
+            _ask_for_codes(values, tile, first * AT_ONCE, tl.minimum(asked * AT_ONCE, steps), N, BLOCK_N, RUN)
         elif AHEAD:
             ask_ahead(values, tile, first, asked, N, K, BLOCK_N, BLOCK_K, False, 8, False)
         tl.extra.cuda.gdc_wait()
     if count <= 0:
         return
-    n = weight_rows(tile, N, BLOCK_N, GATED)
-    row = (pair // TOP_K if GATED else pair).to(tl.int64)
-    x_rows = x + row[:, None] * K
-    shown = present[:, None]
-    if RUN > 0:
-        total = _sum_codes(
-            x_rows,
-            shown,
-            values,
-            scale,
-            offset,
-            n,
-            first,
-            last,
-            N,
-            K,
-            steps,
-            BLOCK_N,
-            BLOCK_M,
-            RUN,
-            at_once,
-            FORMAT == "mxfp4",
-            SCALED,
-            EVEN_K,
-            STAGES,
-            FAST,
-        )
+    operands = (x, x_scale, values, scale, offset, channel, bias, factors, out)
+    place = (wide, tile, split, first, last)
+    sizes = (rows, N, K, steps, alpha, limit)
+    if HALVINGS == 0 or count > BLOCK_M // 2:
+        _tile(
+            operands, pair, present, place, sizes, TOP_K, GATED, WEIGH, ACTIVATION, FORMAT, RUN, AT_ONCE,
+            BLOCK_N, BLOCK_M, BLOCK_K, SCALED, EVEN_K, STAGES, FAST,
+        )  # fmt: skip
+    elif HALVINGS == 1 or count > BLOCK_M // 4:
+        _, half_pair, half_present, _ = pairs_sorted(tiles, order, slot, BLOCK_M // 2)
+        _tile(
+            operands, half_pair, half_present, place, sizes, TOP_K, GATED, WEIGH, ACTIVATION, FORMAT, RUN, AT_ONCE,
+            BLOCK_N, BLOCK_M // 2, BLOCK_K, SCALED, EVEN_K, STAGES, FAST,
+        )  # fmt: skip
     else:
-        x_scales = None if x_scale is None else x_scale + row * tl.cdiv(K, 128)
-        total = _sum_numbers(
-            x_rows,
-            x_scales,
-            shown,
-            values,
-            scale,
-            n,
-            first,
-            last,
-            K,
-            BLOCK_N,
-            BLOCK_M,
-            BLOCK_K,
-            EVEN_K,
-            STAGES,
-            FAST,
-        )
-    if channel is not None:
-        total *= tl.load(channel + wide * N + n)[:, None]
-    if GATED and WEIGH:  # a product with scaled inputs is the scaled product
-        total *= tl.load(factors + pair)[None, :]
-    if bias is not None:
-        total += tl.where(split == 0, tl.load(bias + wide * N + n).to(tl.float32), 0.0)[:, None]
-    if GATED:
-        halves = total.reshape(2, BLOCK_N // 2, BLOCK_M).permute(1, 2, 0)
-        gate, up = tl.split(halves)
-        total = activated(gate, up, alpha, limit, ACTIVATION)
-        column = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        width = N // 2
-        place = pair.to(tl.int64)
-    else:
-        if WEIGH:
-            total *= tl.load(factors + pair)[None, :]
-        column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        width = N
-        part = pair % TOP_K * tl.num_programs(1) + split
-        place = part.to(tl.int64) * rows + pair // TOP_K
-    inside = (column < width)[:, None] & present[None, :]
-    tl.store(out + place[None, :] * width + column[:, None], total.to(out.dtype.element_ty), mask=inside)
+        _, quarter_pair, quarter_present, _ = pairs_sorted(tiles, order, slot, BLOCK_M // 4)
+        _tile(
+            operands, quarter_pair, quarter_present, place, sizes, TOP_K, GATED, WEIGH, ACTIVATION, FORMAT, RUN, AT_ONCE,
+            BLOCK_N, BLOCK_M // 4, BLOCK_K, SCALED, EVEN_K, STAGES, FAST,
+        )  # fmt: skip

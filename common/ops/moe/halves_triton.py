@@ -64,42 +64,27 @@ def _sum_halves(
     return total_upper, total_lower
 
 
-@triton.jit(do_not_specialize=["rows"])
-def halves_kernel(
-    x,  # float8_e4m3fn, GATED: [rows, K], else [pairs, K]
-    x_scale,  # float32 [rows or pairs, ⌈K / 128⌉]
-    values,  # float8_e4m3fn [experts, N, K]
-    scale,  # float32 [experts, ⌈N / 128⌉, ⌈K / 128⌉]
-    bias,  # [experts, N] or None
-    tiles,  # see `SortedPairs`
-    order,
-    factors,  # float32 [pairs]
-    out,  # GATED: [pairs, N / 2], else [TOP_K, rows, N]
-    rows,
-    N,
-    K,
-    alpha,
-    limit,
+@triton.jit
+def _tile(
+    operands,  # see `halves_kernel`
+    pair,  # int32 [BLOCK_M]
+    present,  # [BLOCK_M]
+    place,  # the expert and the tile of weight rows
+    sizes,
     TOP_K: tl.constexpr,
     GATED: tl.constexpr,
-    WEIGH: tl.constexpr,  # GATED: the inputs, else the answers
+    WEIGH: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    BLOCK_N: tl.constexpr,  # at most 256
+    BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
-    PDL: tl.constexpr,
 ):
+    """Compute one tile of weight rows for up to BLOCK_M pairs, and store what comes out."""
+    x, x_scale, values, scale, bias, factors, out = operands
+    wide, tile = place
+    rows, N, K, alpha, limit = sizes
     HALF: tl.constexpr = BLOCK_N // 2
-    n_tiles = tl.cdiv(N, BLOCK_N)
-    tile = tl.program_id(0) % n_tiles
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    expert, pair, present, count = pairs_sorted(tiles, order, tl.program_id(0) // n_tiles, BLOCK_M)
-    if count <= 0:
-        return
-    wide = expert.to(tl.int64)
     lane = tl.arange(0, HALF)
     width = N // 2 if GATED else N
     upper_first = tile * HALF if GATED else tile * BLOCK_N
@@ -145,6 +130,82 @@ def halves_kernel(
     tl.store(out + place * width + column, first.to(out.dtype.element_ty), mask=(column < width) & inside)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def halves_kernel(
+    x,  # float8_e4m3fn, GATED: [rows, K], else [pairs, K]
+    x_scale,  # float32 [rows or pairs, ⌈K / 128⌉]
+    values,  # float8_e4m3fn [experts, N, K]
+    scale,  # float32 [experts, ⌈N / 128⌉, ⌈K / 128⌉]
+    bias,  # [experts, N] or None
+    tiles,  # see `SortedPairs`
+    order,
+    factors,  # float32 [pairs]
+    out,  # GATED: [pairs, N / 2], else [TOP_K, rows, N]
+    rows,
+    N,
+    K,
+    alpha,
+    limit,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    WEIGH: tl.constexpr,  # GATED: the inputs, else the answers
+    ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # at most 256
+    BLOCK_M: tl.constexpr,
+    HALVINGS: tl.constexpr,  # see `experts_kernel`
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    n_tiles = tl.cdiv(N, BLOCK_N)
+    slot = tl.program_id(0) // n_tiles
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert, pair, present, count = pairs_sorted(tiles, order, slot, BLOCK_M)
+    if count <= 0:
+        return
+    operands = (x, x_scale, values, scale, bias, factors, out)
+    place = (expert.to(tl.int64), tl.program_id(0) % n_tiles)
+    sizes = (rows, N, K, alpha, limit)
+    if HALVINGS == 0 or count > BLOCK_M // 2:
+        _tile(operands, pair, present, place, sizes, TOP_K, GATED, WEIGH, ACTIVATION, BLOCK_N, BLOCK_M, EVEN_K, STAGES)
+    elif HALVINGS == 1 or count > BLOCK_M // 4:
+        _, half_pair, half_present, _ = pairs_sorted(tiles, order, slot, BLOCK_M // 2)
+        _tile(
+            operands,
+            half_pair,
+            half_present,
+            place,
+            sizes,
+            TOP_K,
+            GATED,
+            WEIGH,
+            ACTIVATION,
+            BLOCK_N,
+            BLOCK_M // 2,
+            EVEN_K,
+            STAGES,
+        )
+    else:
+        _, quarter_pair, quarter_present, _ = pairs_sorted(tiles, order, slot, BLOCK_M // 4)
+        _tile(
+            operands,
+            quarter_pair,
+            quarter_present,
+            place,
+            sizes,
+            TOP_K,
+            GATED,
+            WEIGH,
+            ACTIVATION,
+            BLOCK_N,
+            BLOCK_M // 4,
+            EVEN_K,
+            STAGES,
+        )
+
+
 def multiply_halves(
     x: torch.Tensor,
     weight: PackedWeight,
@@ -182,6 +243,7 @@ def multiply_halves(
         ACTIVATION=activation.kind,
         BLOCK_N=chosen.block_n,
         BLOCK_M=chosen.block_m,
+        HALVINGS=chosen.halvings,
         EVEN_K=weight.k % SCALE_COLUMNS == 0,
         STAGES=chosen.stages,
         PDL=pdl,
