@@ -147,6 +147,11 @@ def test_a_gpu_computes_every_family_in_bfloat16() -> None:
         assert resolve_engine_precision(model, EngineConfig(), "cuda:0").compute == "bfloat16"
 
 
+def test_fp8_kv_of_narrow_heads_is_refused() -> None:
+    with pytest.raises(ConfigError, match="heads of more than 16 numbers, and this model's have 16"):
+        resolve_engine_precision(tiny("llama"), EngineConfig(kv_cache_dtype="fp8"), "cuda:0")
+
+
 @pytest.mark.skipif(not has_int8(), reason="the package numba is not installed")
 def test_a_cpu_takes_8_bits_where_they_can_express_the_model() -> None:
     assert resolve_engine_precision(tiny("llama"), EngineConfig(), "cpu").weights == "int8"

@@ -45,7 +45,7 @@ def test_the_workspace_of_the_usual_settings_is_a_few_gib() -> None:
 
 
 def test_a_pool_is_as_large_as_its_layout_says() -> None:
-    model = config_from_json(SHAPES["tiny"])
+    model = config_from_json(SHAPES["tiny"] | {"head_dim": 32})
     for dtype in ("auto", "fp8"):
         engine = EngineConfig(dtype="bfloat16", kv_cache_dtype=dtype, num_blocks=3)
         layout = cache_layout(model, engine, "cuda:0")

@@ -83,13 +83,24 @@ def limit_context(model: ModelConfig, engine: EngineConfig) -> ModelConfig:
     return msgspec.structs.replace(model, max_context=context_of(model.max_context, engine.max_model_len))
 
 
+_TOO_NARROW_FOR_FP8 = 16
+"""Numbers of a head: kernels multiply FP8 keys in two halves, of at least 16 columns each."""
+
+
 def resolve_engine_precision(model: ModelConfig, engine: EngineConfig, device: str) -> Precision:
     """What `model` is computed with on `device` (as `resolve_device` names it).
 
-    :raises ConfigError: see `resolve_precision`.
+    :raises ConfigError: see `resolve_precision`; for FP8 KV of heads too narrow for the kernels.
     """
     kind: DeviceKind = "cuda" if device.startswith("cuda") else "cpu"
     computes = engine.engine == "torch"
+    narrowest = min(layer.mixer.head_dim for layer in model.layers)
+    if computes and kind == "cuda" and engine.kv_cache_dtype == "fp8" and narrowest <= _TOO_NARROW_FOR_FP8:
+        raise ConfigError(
+            f"kv_cache_dtype fp8 needs heads of more than {_TOO_NARROW_FOR_FP8} numbers, and this model's have {narrowest}; "
+            "use auto",
+            param="kv_cache_dtype",
+        )
     return resolve_precision(
         engine.dtype,
         engine.quantization,

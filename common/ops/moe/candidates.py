@@ -23,7 +23,7 @@ ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16
 _FEW_PAIRS_PER_EXPERT = 16
 _NARROWEST = 8
 _HALVES_TILES = ((128, 64, 4, 4), (256, 64, 8, 4), (128, 128, 8, 4))
-_FEW_TILES = ((64, 2, 6, 256), (64, 2, 4, 256), (64, 2, 9, 256), (32, 2, 8, 256), (64, 4, 4, 256), (128, 4, 3, 256))
+_FEW_TILES = ((64, 2, 6, 256), (64, 2, 4, 256), (64, 2, 9, 256), (32, 2, 8, 256), (128, 4, 3, 256))
 _FEW_PLAIN_TILES = ((64, 2, 3, 128), (64, 4, 3, 128), (128, 4, 2, 128), (64, 4, 4, 256))
 _FEW_FP8_TILES = ((64, 2, 6, 128), (64, 2, 3, 128), (64, 4, 3, 128), (64, 4, 4, 128))
 """Weight rows, warps, programs that shall share a multiprocessor, and bytes of a weight row in a step (plain weights)."""
