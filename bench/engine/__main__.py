@@ -7,7 +7,7 @@
 
 For each model and precision a process of its own opens the engine and measures; the peer's process ends before. Prints tables
 in Markdown, and writes engine.md, engine.json and engine.png to --out. Also: `bench.engine.kernels`, `bench.engine.accuracy`,
-`bench.engine.numerics`, `bench.engine.gpu_session`.
+`bench.engine.numerics`, `bench.engine.gpu_session`, and `bench.engine.table` for many models.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def test_smollm2_is_read_from_its_gguf_metadata(smollm2: ModelFiles) -> None:
 
 @pytest.fixture
 def model(tmp_path: Path) -> tuple[ModelFiles, ModelConfig]:
-    files = save(build("llama"), tmp_path)
+    files = save(build("llama", head_dim=32), tmp_path)  # FP8 KV on a GPU refuses heads of 16
     return files, load_config(files)
 
 
@@ -146,6 +146,15 @@ def test_a_fingerprint_names_weights_precision_and_layout(model: tuple[ModelFile
     others.append(cache_layout(load_config(files), EngineConfig(dtype="float32")))
     # bfloat16 on a CPU and on a GPU is one precision
     assert len({plain.fingerprint, *(other.fingerprint for other in others)}) == len(others)
+
+
+def test_fp8_kv_of_heads_too_narrow_for_the_kernels_is_an_error_on_a_gpu(tmp_path: Path) -> None:
+    narrow = load_config(save(build("llama"), tmp_path))
+    engine = EngineConfig(dtype="bfloat16", kv_cache_dtype="fp8")
+    with pytest.raises(ConfigError, match="more than 16 numbers, and this model's have 16") as error:
+        cache_layout(narrow, engine, "cuda:0")
+    assert error.value.param == "kv_cache_dtype"
+    cache_layout(narrow, EngineConfig(dtype="bfloat16"), "cuda:0")
 
 
 def test_impossible_settings_are_errors(model: tuple[ModelFiles, ModelConfig]) -> None:

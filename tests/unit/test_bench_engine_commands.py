@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch")
 
 from bench.engine import __main__ as command
-from bench.engine import accuracy, check, gpu_session, kernels, timing
+from bench.engine import accuracy, check, gpu_session, kernels, table, timing
 from bench.engine.cells import Failed
 from bench.engine.child import run_child
 from bench.engine.observe import Observed, Scored
@@ -215,3 +215,16 @@ sys.exit(gpu_session.main([{str(tmp_path / "out")!r}, "good", "bad", "long", "--
     assert "found 15" in text and "ended with status 3" in text and "told to end" in text and "begun" in text
     with tarfile.open(tmp_path / "all.tar.gz") as packed:
         assert sorted(packed.getnames()) == ["bad.log", "good.log", "long.log", "session.md"]
+
+
+def test_a_table_takes_jobs_in_the_order_of_words_and_keeps_each_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [job.name for job in table.chosen("awq,oss", exactly=False)] == ["llama-8b-awq", "gpt-oss-20b", "gpt-oss-120b"]
+    assert [job.name for job in table.chosen("llama-8b,none", exactly=True)] == ["llama-8b"]
+    missing = table.Job("missing", "dummy:nothing", "fp32", "1x8x4")
+    monkeypatch.setattr(table, "JOBS", (missing, missing._replace(name="missing-too"), missing._replace(name="other")))
+    assert table.main(["--jobs", "missing", "--gpus", "2", "--out", str(tmp_path), "--limit-s", "100"]) == 0
+    text = (tmp_path / "table.md").read_text()
+    assert "## missing\n" in text and "## missing-too\n" in text and "## other" not in text
+    assert text.count("exit code 1") == 2 and "nothing" in (tmp_path / "missing.log").read_text()
