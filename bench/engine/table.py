@@ -4,9 +4,10 @@
     python -m bench.engine.table --peer /tmp/vllm --jobs llama,oss   those whose name holds one of these words
     python -m bench.engine.table --list
 
-A GPU takes one job after the other: `bench.engine` with the job's model, precision and cells; the peer first, then ours. Each GPU
-has compilation caches of its own, so that processes do not wait for each other. What a job printed is in OUT/NAME.log, its table in
-OUT/NAME/engine.md, and OUT/table.md has all tables so far: it is written after each job, since a lent machine may go at any time.
+A GPU takes one job after the other: `bench.engine` with the job's model, precision and cells; the peer first, then ours.
+Each GPU has compilation caches of its own, so that processes do not wait for each other. What a job printed is in
+OUT/NAME.log, its table in OUT/NAME/engine.md, and OUT/table.md has all tables so far: it is written after each job, since a
+lent machine may go at any time.
 """
 
 from __future__ import annotations
