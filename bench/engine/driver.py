@@ -1,6 +1,6 @@
 """Drives a runner through whole requests in this process, token ids in and out: what a decode worker does, without a bus.
 
-    waiting ─► prefilling, in chunks of what decoding leaves of the token budget ─► decoding, one token a step ─► done
+    waiting ─► prefilling, in chunks of the token budget ─► decoding, one token a step ─► done
 
 The lengths of all outputs are given, so a step can be planned before the one before it is read: with a runner that runs ahead,
 step n + 1 is on its way while step n runs, and a row whose input is a sample of step n says so (`StepRow.feed`). Others execute
@@ -20,7 +20,7 @@ from typing import Any
 from common.cache.block_table import BlockTable
 from common.cache.grouped_pool import HOLE
 from common.cache.retention import KEEP_ALL, Retention
-from common.engine.plan import UNKNOWN, Constraint, PendingStep, Runner, StepPlan, StepResult, StepRow
+from common.engine.plan import UNKNOWN, Constraint, PendingStep, Runner, StepPlan, StepResult, StepRow, part_of
 from common.protocol.errors import ConfigError
 from common.protocol.messages import SamplingParams
 
@@ -124,7 +124,7 @@ class _FreeBlocks:
 
 
 class Driver:
-    """`max_rows`: requests in work at once. `token_budget`: tokens a step computes at most."""
+    """`max_rows`: requests in work at once. `token_budget`: of a step's prompts, beside a token of each decoding row."""
 
     def __init__(self, runner: Runner, *, token_budget: int, max_rows: int, seed: int = 0) -> None:
         self.runner = runner
@@ -186,13 +186,13 @@ class Driver:
             planned.append(request)
             request.sample = samples
             samples += 1
-        budget = max(self.token_budget - len(decoding), 0 if rows else 1)
+        budget = self.token_budget
         self._admit()
         for request in self._running:
             left = len(request.prompt) - request.planned
             if budget <= 0 or left <= 0:
                 continue
-            count = min(budget, left)
+            count = part_of(request.planned, left, budget)
             rows.append(self._row(request, request.prompt[request.planned : request.planned + count], int(count == left)))
             planned.append(request)
             if count == left:

@@ -11,7 +11,8 @@ from common.runtime.settings import ServiceConfig
 
 
 class Limits(NamedTuple):
-    """max_running: sequences in work at once. token_budget: tokens a step computes at most."""
+    """max_running: sequences in work at once. token_budget: tokens of prompts and proposals that a step computes at most,
+    beside a token of each sequence that decodes."""
 
     max_running: int
     token_budget: int
@@ -60,7 +61,9 @@ class EngineServiceConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unkno
     ] = 5.0
     compile_timeout_s: Annotated[float, Meta(gt=0, description="time of a step that may have to compile kernels")] = 300.0
     max_running: Annotated[int, Meta(ge=0, description="sequences in work at once; more are refused; 0: what suits")] = 0
-    token_budget: Annotated[int, Meta(ge=0, description="tokens a step computes at most; 0: what suits the device")] = 0
+    token_budget: Annotated[
+        int, Meta(ge=0, description="prompt tokens a step computes at most, beside one of each running sequence; 0: what suits")
+    ] = 0
 
     cpu_limits: ClassVar[Limits] = Limits(64, 256)
     gpu_limits: ClassVar[Limits] = Limits(256, 2048)

@@ -5,8 +5,8 @@
                                        out of blocks: preempted ─┘  └─ resumed when there is room: recomputed, same tokens
 
 A running sequence with one unplanned token decodes (with proposals to verify, if any); one with more prefills in chunks,
-in what the decoding rows leave of the token budget, tenants by turns. Decoding never waits for prefilling. A prompt that is
-read, where there is no prefill worker for it, prefills to its end and is finished then.
+in what proposals leave of the token budget, tenants by turns. Decoding never waits for prefilling. A prompt that is read,
+where there is no prefill worker for it, prefills to its end and is finished then.
 
 A step may be planned while the one before it runs (`run_ahead`): rows are then fed with samples that nobody has seen yet. What
 turns out to have ended meanwhile is computed once too often, and dropped; its blocks are freed when that step has run too.
@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from common.engine.plan import PACKED_TOKENS, StepPlan, StepResult, StepRow
+from common.engine.plan import PACKED_TOKENS, StepPlan, StepResult, StepRow, part_of
 from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
 from common.engine.shares import TurnTaking
@@ -51,9 +51,11 @@ is overtaken by short ones for a while only."""
 class DecodeScheduler:
     """Which sequences run, and what the next step computes for each.
 
-    `token_budget`: tokens a step computes at most, decoding rows first. `watermark`: blocks kept free at admission.
-    `finishing(sequence)` is called when a sequence has ended, before its blocks are freed. `speculating()`: are proposals
-    worth waiting for? A step is then planned only when the tokens it starts from are known.
+    `token_budget`: tokens of prompts and proposals that a step computes at most, beside a token of each decoding row. So
+    prompts are parted at the same places whatever runs beside them, and a number of rows never makes them wait.
+    `watermark`: blocks kept free at admission. `finishing(sequence)` is called when a sequence has ended, before its blocks
+    are freed. `speculating()`: are proposals worth waiting for? A step is then planned only when the tokens it starts from
+    are known.
     """
 
     def __init__(
@@ -163,7 +165,7 @@ class DecodeScheduler:
         planned: list[Sequence] = []
         num_samples = 0
         self.begin_step(len(decoding))
-        budget = self.token_budget - len(decoding)  # each decodes one token, whatever others want to verify
+        budget = self.token_budget
         for sequence in decoding:
             if sequence not in self._running or not self._make_room(sequence, planned):
                 continue
@@ -173,7 +175,6 @@ class DecodeScheduler:
             num_samples += rows[-1].num_samples
             budget -= len(proposal)
         self._verifying = num_samples > len(rows)
-        budget = max(budget, 0 if rows else 1)
         computing = self._computing if ahead else set[bytes]()
         before = frozenset(computing)
         prompts = [s for s in candidates if s in self._running and s.num_unplanned > (0 if s.is_read else 1)]
@@ -183,7 +184,7 @@ class DecodeScheduler:
         for sequence in self._turns.in_turn(sorted(prompts, key=self._remaining)):
             if budget <= 0 or num_prompt_tokens >= PACKED_TOKENS:
                 break
-            num_tokens = self.cache.cover(sequence, min(budget, sequence.num_unplanned))
+            num_tokens = self.cache.cover(sequence, part_of(sequence.num_planned, sequence.num_unplanned, budget))
             if not num_tokens or not self.cache.claim(sequence, num_tokens, computing):
                 continue
             rows.append(sequence.plan(num_tokens, [], num_samples))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 
-from common.engine.plan import PACKED_TOKENS, StepPlan, StepResult
+from common.engine.plan import PACKED_TOKENS, StepPlan, StepResult, part_of
 from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
 from common.engine.shares import PRIORITY_STEP_S, TurnTaking
@@ -114,7 +114,7 @@ class PrefillScheduler:
         for sequence in self._turns.in_turn(sorted(queued, key=lambda s: self._remaining(s, now))):
             if budget <= 0 or self.token_budget - budget >= PACKED_TOKENS:
                 break
-            num_tokens = self.cache.cover(sequence, min(budget, sequence.num_unplanned))
+            num_tokens = self.cache.cover(sequence, part_of(sequence.num_planned, sequence.num_unplanned, budget))
             if not num_tokens or not self.cache.claim(sequence, num_tokens, computing):
                 continue
             rows.append(sequence.plan(num_tokens, [], num_samples))

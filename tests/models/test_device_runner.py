@@ -419,7 +419,7 @@ def test_warming_up_leaves_no_trace(llama: tuple[Any, ModelFiles]) -> None:
     expected = run(open_runner(llama[1]), [Request(r.prompt, r.num_tokens, r.sampling) for r in requests])
     runner = device_runner(llama[1])
     pool = runner.groups[0].pool.clone()
-    runner.warm_up(64)
+    runner.warm_up(16, 64)
     assert torch.equal(runner.groups[0].pool.view(torch.uint8), pool.view(torch.uint8))
     assert run(runner, requests) == expected
 

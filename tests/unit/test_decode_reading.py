@@ -51,7 +51,7 @@ def test_two_tokens_are_a_reading_too() -> None:
 @pytest.mark.parametrize("pooling", ["", "mean"])
 def test_one_that_is_preempted_is_read_again_and_says_nothing_twice(pooling: str) -> None:
     bench = Bench(num_blocks=20)
-    scheduler = scheduler_on(bench, token_budget=3)
+    scheduler = scheduler_on(bench, token_budget=2)
     decoded, s = sequence("a", PROMPT[20:28], max_tokens=60), reading("b", PROMPT, pooling=pooling)
     scheduler.admit(decoded)
     scheduler.admit(s)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.engine.plan import NO_TOKEN
+from common.engine.plan import NO_TOKEN, PART_TOKENS, part_of
 from common.engine.sequence import Sequence
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
 from services.decode.scheduler import DecodeScheduler, Progress, Propose
@@ -28,7 +28,7 @@ def step(bench: Bench, scheduler: DecodeScheduler) -> list[Progress] | None:
     plan = scheduler.plan(0.0)
     if plan is None:
         return None
-    assert plan.num_tokens <= max(scheduler.token_budget, 1)
+    assert plan.num_tokens <= scheduler.token_budget + sum(row.num_samples > 0 for row in plan.rows)
     progress = scheduler.commit(plan, bench.runner.execute(plan), 0.0)
     bench.pool.check()
     return progress
@@ -129,6 +129,37 @@ def test_decoding_goes_on_while_a_long_prompt_prefills() -> None:
     run(bench, scheduler)
     assert_right(bench, short)
     assert_right(bench, long)
+
+
+def test_prompts_are_parted_at_the_same_places_however_many_rows_decode() -> None:
+    """More rows than the budget has tokens do not make a prompt wait."""
+    bench = Bench(num_blocks=200)
+    scheduler = scheduler_on(bench, token_budget=8, max_running=13)
+    for index in range(12):
+        scheduler.admit(sequence(f"row {index}", [3 + index], max_tokens=60))
+    for _ in range(3):
+        step(bench, scheduler)
+    scheduler.admit(sequence("long", list(range(100, 130)), max_tokens=2))
+    parts: list[int] = []
+    while sum(parts) < 30:
+        plan = scheduler.plan(0.0)
+        assert plan is not None
+        assert sum(len(row.tokens) == 1 for row in plan.rows) == 12
+        parts += [len(row.tokens) for row in plan.rows if len(row.tokens) > 1]
+        scheduler.commit(plan, bench.runner.execute(plan), 0.0)
+    assert parts == [8, 8, 8, 6]
+    run(bench, scheduler)
+    assert bench.all_given_back()
+
+
+@given(st.integers(0, 100_000), st.integers(1, 100_000), st.integers(1, 40_000))
+def test_a_part_is_most_of_the_room_and_ends_where_attention_has_few_pieces(start: int, left: int, budget: int) -> None:
+    part = part_of(start, left, budget)
+    assert min(left, (budget + 1) // 2) <= part <= min(left, budget)
+    if part < left and budget >= 2 * PART_TOKENS:
+        assert (start + part) % PART_TOKENS == 0
+    if start % PART_TOKENS == 0 and budget % PART_TOKENS == 0:
+        assert part == min(left, budget)
 
 
 def test_out_of_blocks_preempts_the_newest_and_recomputes_the_same_tokens() -> None:

@@ -16,11 +16,13 @@ from common.engine.plan import StepRow
 
 _MIXED_STEP = 128
 _FEW_ROWS = 64
+_MANY_ROWS = 256
 _FEW_ROWS_TOKENS = 1024
 _MOST_TOKENS = 2048
-"""Of a mixture with a graph. Launching one kernel by kernel takes half a millisecond and more a layer, and the interpreter's
-lock from the thread that plans. Many rows bring several prompts at once. With few, beyond 1024 tokens the GPU is the slower
-one if the model is large; then attention over a fresh prompt is faster without a graph, which reads it from the pool."""
+"""Of prompts, in a mixture with a graph. Launching one kernel by kernel takes half a millisecond and more a layer, and the
+interpreter's lock from the thread that plans. Many rows bring several prompts at once. With few, beyond 1024 tokens the GPU
+is the slower one if the model is large; then attention over a fresh prompt is faster without a graph, which reads it from
+the pool."""
 _LAYER_LAUNCH_S = 0.6e-3
 """Launching a layer kernel by kernel."""
 _FLOPS = 6e14
@@ -43,11 +45,11 @@ class ShapeTable:
         verified = [size for size in sizes if size <= _VERIFY_TOKENS] if verify else []
         self.verify = [StepShape(size, size, _VERIFY_QUERIES, size) for size in verified if size > 1]
         launched = int(_LAYER_LAUNCH_S * _FLOPS / (2 * layer_parameters)) if layer_parameters else 0
-        self._few_rows_tokens = few = min(_MOST_TOKENS, max(_FEW_ROWS_TOKENS, launched))
+        self._few_rows_tokens = few = min(_MOST_TOKENS + _MIXED_STEP, max(_FEW_ROWS_TOKENS, launched))
         mixtures = {
             16: (32, 64, *range(_MIXED_STEP, few + 1, _MIXED_STEP)),
             _FEW_ROWS: range(_MIXED_STEP, few + 1, _MIXED_STEP),
-            256: range(3 * _MIXED_STEP, _MOST_TOKENS + 1, _MIXED_STEP),
+            _MANY_ROWS: range(3 * _MIXED_STEP, _MOST_TOKENS + _MANY_ROWS + 1, _MIXED_STEP),
         }
         mixed = [
             StepShape(size, rows, size, rows)

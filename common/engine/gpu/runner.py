@@ -56,7 +56,8 @@ class DeviceRunner:
     """`plan.Runner` over a decoder whose weights are on a GPU.
 
     groups: a pool for each cache group, in the decoder's dtype or float8_e4m3fn; each layer is in one of them.
-    `max_rows`: sequences a step samples at most; `token_budget`: tokens it computes at most. With `graphs`, shapes that
+    `max_rows`: sequences a step samples at most; `token_budget`: tokens of prompts and proposals in a step at most, beside a
+    token of each other row. With `graphs`, shapes that
     `ShapeTable` lists are compiled and captured here, which takes seconds.
 
     :raises ConfigError: if the pools' shapes or dtypes are not the model's.
@@ -120,7 +121,7 @@ class DeviceRunner:
             torch.cuda.synchronize(self._device)  # what was made above was made on another stream
             if graphs:
                 self._capture(on_progress)
-            self.warm_up(token_budget)
+            self.warm_up(max_rows, token_budget)
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -246,14 +247,15 @@ class DeviceRunner:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 yield
 
-    def warm_up(self, token_budget: int) -> None:
+    def warm_up(self, max_rows: int, token_budget: int) -> None:
         """Runs the largest steps that have no graph, on padding: what they need is compiled, and fits into memory. Then what
         shorter ones need besides: cuDNN plans a length that is new to a thread for a tenth of a second.
 
         :raises ConfigError: if it does not.
         """
-        num_tokens = -(-token_budget // PADDING) * PADDING
-        shape = StepShape(tokens=num_tokens, rows=1, max_queries=num_tokens, samples=len(WARM_UP[0]))
+        prompt_tokens = -(-token_budget // PADDING) * PADDING
+        num_tokens = prompt_tokens + -(-max_rows // PADDING) * PADDING
+        shape = StepShape(tokens=num_tokens, rows=1, max_queries=prompt_tokens, samples=len(WARM_UP[0]))
         try:
             with self._running():
                 for index, samples in enumerate(WARM_UP):
@@ -261,7 +263,7 @@ class DeviceRunner:
                     rows = warm_up_rows(samples)
                     self._blank(shape)
                     self._sampler.load(rows)
-                    logits = self._forward(shape, [[DeviceRow(0, num_tokens, start, 0)]] * len(self.groups))
+                    logits = self._forward(shape, [[DeviceRow(0, prompt_tokens, start, 0)]] * len(self.groups))
                     self._sampler.finish(logits, rows, partial(self._masks, rows))
                 if self._stream is not None:
                     self._plan_prompts(token_budget)

@@ -90,8 +90,8 @@ def buffer_bytes(max_tokens: int, max_rows: int, change_bytes: int, num_groups: 
 
 
 def step_tokens(max_rows: int, token_budget: int) -> int:
-    """Return the most tokens of a step, padding included."""
-    return max(token_budget, max_rows) + 64
+    """Return the most tokens of a step: prompts and proposals, a token of each decoding row, and padding."""
+    return token_budget + max_rows + 64
 
 
 def device_bytes(num_blocks: Sequence[int], longest_blocks: int, max_rows: int, token_budget: int) -> int:
