@@ -27,9 +27,14 @@ def die_with_parent(parent: int, signal_number: signal.Signals) -> None:
 
 
 def guard() -> None:
-    """SIGHUP when the supervisor named by `PENSTOCK_PARENT_PID` dies: a service then cleans up and ends at once."""
+    """SIGHUP when the supervisor named by `PENSTOCK_PARENT_PID` dies: a service then cleans up and ends at once.
+
+    What `nohup` started ignores that signal, and so do its children: not this one.
+    """
     parent = os.environ.pop(PARENT_VARIABLE, "")
     if parent.isdigit():
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
         die_with_parent(int(parent), signal.SIGHUP)
 
 

@@ -39,11 +39,12 @@ def test_a_child_that_takes_too_long_ends_and_what_it_said_counts() -> None:
     assert said == [b"one\n"] and error == "ended after its 2 s"
 
 
-def test_what_a_child_started_ends_with_it() -> None:
+@pytest.mark.parametrize("start", ["", "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); "], ids=["", "nohup"])
+def test_what_a_child_started_ends_with_it(start: str) -> None:
     inner = (
         "from common.runtime import parent_death; parent_death.guard(); import time; print('up', flush=True); time.sleep(60)"
     )
-    program = f"import sys; from bench.engine.child import run_child; run_child([sys.executable, '-c', {inner!r}], print)"
+    program = f"{start}import sys; from bench.engine.child import run_child; run_child([sys.executable, '-c', {inner!r}], print)"
     said: list[bytes] = []
     begun = time.monotonic()
     assert run_child([sys.executable, "-u", "-c", program], said.append, limit_s=3, stderr=subprocess.STDOUT)
