@@ -44,7 +44,9 @@ def test_what_a_child_started_ends_with_it(start: str) -> None:
     inner = (
         "from common.runtime import parent_death; parent_death.guard(); import time; print('up', flush=True); time.sleep(60)"
     )
-    program = f"{start}import sys; from bench.engine.child import run_child; run_child([sys.executable, '-c', {inner!r}], print)"
+    program = (
+        f"import sys; from bench.engine.child import run_child; {start}run_child([sys.executable, '-c', {inner!r}], print)"
+    )
     said: list[bytes] = []
     begun = time.monotonic()
     assert run_child([sys.executable, "-u", "-c", program], said.append, limit_s=3, stderr=subprocess.STDOUT)
