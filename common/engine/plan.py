@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.engine.history import History
+from common.engine.outcomes import Outcome, accept, proposal_behind
 from common.protocol.messages import SamplingParams, TokenLogprobs
 
 Masks = NDArray[np.int32]
@@ -65,8 +66,11 @@ class StepRow(msgspec.Struct):
     A row that is read gives no samples. The final hidden states of its last `num_read` positions are looked at: with `targets`,
     one for each of them, the tokens that follow them are known, and are scored; without, the states are added up.
 
-    `feed` >= 0: the row's only token is not known yet. It is that sample of the plan submitted before (counting the samples
-    of all its rows); `tokens` and the ends of `history` and `output` hold `UNKNOWN` in its place.
+    `feed` >= 0: the row's first token is not known yet. It is that sample of the plan submitted before (counting the samples
+    of all its rows); `tokens` and the ends of `history` and `output` hold `UNKNOWN` in its place. If that plan's row verifies
+    tokens, `verified`, the first token is the sample behind those that are accepted, and all positions of this row are as many
+    higher. `outcomes` say what this row verifies, behind which outcome; `tokens` has zeros in that place, as many as the
+    longest needs.
     """
 
     tokens: list[int]
@@ -83,6 +87,13 @@ class StepRow(msgspec.Struct):
     num_read: int = 0
     targets: list[int] = []
     more_blocks: Sequence[list[int]] = []
+    verified: list[int] = []
+    outcomes: Sequence[Outcome] = []
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its inputs behind the first token, or their positions, depend on the outcome of the step before."""
+        return bool(self.verified or self.outcomes)
 
     @property
     def is_constrained(self) -> bool:
@@ -189,18 +200,29 @@ class Runner(Protocol):
         ...
 
 
-def resolve_feeds(plan: StepPlan, samples: Sequence[int]) -> None:
+def resolve_feeds(plan: StepPlan, samples: Sequence[int]) -> list[StepRow]:
     """Put the tokens in that fed rows wait for. samples: all samples of the step before, in order.
+
+    Return the rows to compute: copies of those that are open, since whoever planned those goes by what was planned.
 
     :raises IndexError: if a row is fed with a sample that the step before did not have.
     """
-    for row in plan.rows:
-        if row.feed >= 0:
-            row.tokens[0] = max(0, samples[row.feed])  # what follows `NO_TOKEN` is dropped
-            if row.history:
-                _settle(row.history, row.tokens[0])
-            if row.output:
-                row.output[-1] = row.tokens[0]
+    return [row if row.feed < 0 else _fed(row, samples) for row in plan.rows]
+
+
+def _fed(row: StepRow, samples: Sequence[int]) -> StepRow:
+    accepted = accept(row.verified, samples[row.feed : row.feed + len(row.verified)])
+    token = max(0, samples[row.feed + accepted])  # what follows `NO_TOKEN` is dropped
+    if row.is_open:
+        proposal = proposal_behind(row.outcomes, accepted, token)
+        rest = [*proposal, *row.tokens[1 + len(proposal) :]]
+        return msgspec.structs.replace(row, tokens=[token, *rest], start=row.start + accepted)
+    row.tokens[0] = token
+    if row.history:
+        _settle(row.history, token)
+    if row.output:
+        row.output[-1] = token
+    return row
 
 
 def _settle(history: list[int] | History, token: int) -> None:

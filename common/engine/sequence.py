@@ -10,7 +10,8 @@ A sequence that is read (`ReadTask`) has all its tokens in `given`, and generate
 hidden states are added up in `total`. The last token of a sequence that is scored is never an input: nothing follows it.
 
 `length` counts the tokens and those that steps in flight will sample (`num_awaited`; `last_sample` is the index of the newest
-among its step's samples).
+among its step's samples). A step that verifies tokens may give several: until it has run, `length` counts one of them, and
+what is planned behind it moves along when more are accepted (`shift`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 from common.cache.block_table import BlockTable
 from common.engine.history import History
 from common.engine.matcher import Matcher
+from common.engine.outcomes import Outcome, proposal_behind, width_of
 from common.engine.plan import FIXED_POINT, NO_TOKEN, UNKNOWN, RowSamples, StepRow
 from common.engine.timeline import Timeline
 from common.protocol import tokens as token_bytes
@@ -40,12 +42,14 @@ MAX_SAMPLING_NUMBER = 1000.0
 class Sequence:
     """`held_from`: index in `tokens` of the first token whose logprobs are kept here (what came before, others sent).
     `blocks`: the block table of the first cache group; `more_blocks`: those of the other groups; `reserved`: blocks of each
-    group that were promised to it (see `SequenceCache`).
-    `ends_at`: the request's deadline in seconds of the worker's clock. `matcher`: the state of the request's grammar, once that
-    is compiled. `num_reported`: outputs of a sequence that is read which its gateway has, or is being sent.
-    `is_broken`: logits of it were not finite: it has no next token.
-    `timeline`: what has happened to it here, if it is traced. `serial`: its number among all of this process. `arrival`,
-    `admitted_step`: its number among those admitted, and the step before which it was.
+    group that were promised to it (see `SequenceCache`). `ends_at`: the request's deadline in seconds of the worker's clock.
+    `matcher`: the state of the request's grammar, once that is compiled. `num_reported`: outputs of a sequence that is read
+    which its gateway has, or is being sent. `is_broken`: logits of it were not finite: it has no next token. `verifying`: what
+    the oldest step in flight that samples it verifies. `num_open`: steps in flight that may give several tokens. `shift`:
+    tokens beyond the first that the step before the oldest in flight gave: positions of that step's row are as many higher
+    than planned. `newest`: the row that was planned last, in step `planned_step`. `timeline`: what has happened to it here, if
+    it is traced. `serial`: its number among all of this process. `arrival`, `admitted_step`: its number among those admitted,
+    and the step before which it was.
     """
 
     generation: Generation
@@ -75,6 +79,11 @@ class Sequence:
     embedding: bytes = b""
     is_broken: bool = False
     timeline: Timeline | None = None
+    verifying: list[int] = field(default_factory=list)
+    num_open: int = 0
+    shift: int = 0
+    newest: StepRow | None = None
+    planned_step: int = 0
     serial: int = field(default_factory=itertools.count().__next__)
 
     @classmethod
@@ -153,25 +162,48 @@ class Sequence:
     def num_unplanned(self) -> int:
         return self.length - self.num_planned
 
+    @property
+    def longest(self) -> int:
+        """`length` if all tokens that are being verified are accepted."""
+        return self.length + (len(self.verifying) if self.num_awaited else 0)
+
     def may_go_on(self, max_context: int) -> bool:
-        """Will there be a token to compute after those in flight, unless one of them ends the text?"""
-        return self.num_outputs + self.num_awaited < self.sampling.max_tokens and self.length < max_context
+        """Whether its next token can be planned, and there will be one unless a step in flight ends the text.
+
+        What a grammar or penalties allow, and the end of a minimum length, depend on tokens, not on their number alone: such a
+        sequence waits for the outcome of a verification.
+        """
+        if self.num_outputs + self.num_awaited >= self.sampling.max_tokens or self.length >= max_context:
+            return False
+        return not self.num_open or (self.num_steps == 1 and self.may_be_open)
+
+    @property
+    def may_be_open(self) -> bool:
+        """Whether a row may be planned while the outcome of a verification before it is not known."""
+        is_free = self.matcher is None and not _needs_history(self.sampling)
+        return is_free and self.sampling.min_tokens <= self.num_outputs + 1
 
     def computed(self, num_tokens: int) -> None:
         """KV of the first `num_tokens` tokens is there; no step is in flight."""
         assert not self.num_steps
         self.num_computed = self.num_planned = num_tokens
 
-    def plan(self, num_tokens: int, proposal: Sized[int], num_samples: int) -> StepRow:
+    def plan(self, num_tokens: int, proposal: Sized[int], num_samples: int, outcomes: Sized[Outcome] = ()) -> StepRow:
         """The next `num_tokens` tokens, then `proposal`, as a step's row; sampled when it reaches the end.
 
-        num_samples: of the step's rows before this one.
+        num_samples: of the step's rows before this one. outcomes: instead of `proposal`, of a row that is fed.
         """
         if self.given:
             return self._plan_reading(num_tokens)
         start, end = self.num_planned, self.num_planned + num_tokens
         sampled, feed = end == self.length, self.last_sample if self.num_awaited else -1
-        inputs = [*self.tokens[start:end], *proposal] if feed < 0 else [UNKNOWN]
+        verified: list[int] = []
+        if feed < 0:
+            inputs = [*self.tokens[start:end], *proposal]
+            self.verifying, self.shift = [*proposal], 0
+        else:
+            inputs = [UNKNOWN, *[0] * width_of(outcomes)]
+            verified = self.verifying
         history: list[int] | History = []
         if sampled and _needs_history(self.sampling):
             known, tail = (end, [*proposal]) if feed < 0 else (len(self.tokens), [UNKNOWN])
@@ -188,12 +220,14 @@ class Sequence:
         if sampled:
             self.num_awaited += 1
             self.last_sample = num_samples
-        return StepRow(
+        row_samples = len(inputs) - num_tokens + 1 if sampled else 0
+        self.num_open += row_samples > 1
+        self.newest = StepRow(
             tokens=inputs,
             start=start,
             blocks=self.blocks,
             more_blocks=self.more_blocks,
-            num_samples=1 + len(proposal) if sampled else 0,
+            num_samples=row_samples,
             sampling=self.sampling,
             prompt_tokens=self.generation.prompt_tokens,
             history=history,
@@ -201,7 +235,10 @@ class Sequence:
             constraint=self.matcher,
             output=output,
             output_start=output_start,
+            verified=verified,
+            outcomes=outcomes,
         )
+        return self.newest
 
     def _plan_reading(self, num_tokens: int) -> StepRow:
         start, end = self.num_planned, self.num_planned + num_tokens
@@ -239,14 +276,24 @@ class Sequence:
             self.embedding = _normalised(self.total * (FIXED_POINT / num_pooled))
 
     def ran(self, row: StepRow) -> None:
-        """The oldest step in flight has run this row. Its proposal counts as computed once it is accepted."""
+        """The oldest step in flight has run this row. Its proposal counts as computed once it is accepted (`went_on`)."""
         self.num_steps -= 1
         self.num_awaited -= row.num_samples > 0
-        self.num_computed = row.start + len(row.tokens) - max(0, row.num_samples - 1)
+        self.num_open -= row.num_samples > 1
+        self.num_computed = row.start + self.shift + len(row.tokens) - max(0, row.num_samples - 1)
+
+    def went_on(self, num_tokens: int) -> None:
+        """The row that `ran` gave so many tokens: what is computed, and what is planned behind it, moves along."""
+        self.shift = max(0, num_tokens - 1)
+        self.num_computed += self.shift
+        self.num_planned += self.shift
+        later = self.newest.outcomes if self.newest is not None and self.num_awaited else ()
+        self.verifying = proposal_behind(later, self.shift, self.tokens[-1])
 
     def rewind(self) -> None:
         """The steps in flight failed: go back to what was computed before them."""
-        self.num_steps = self.num_awaited = 0
+        self.num_steps = self.num_awaited = self.num_open = self.shift = 0
+        self.verifying = []
         self.last_sample = -1
         self.num_planned = self.num_computed
 

@@ -70,7 +70,7 @@ class DecodeActor(EngineWorker):
             propose=lambda sequence, limit: self.drafts.propose(sequence.request, limit),
             begin_step=self.drafts.begin_step,
             finishing=lambda sequence: self.prefixes.offer_soon(sequence),
-            speculating=self.drafts.speculating,
+            foresee=lambda sequence, limit: self.drafts.foresee(sequence.request, sequence.verifying, limit),
         )
 
     def handle(self, message: Message, reply: str) -> None:

@@ -8,8 +8,9 @@ A running sequence with one unplanned token decodes (with proposals to verify, i
 in what proposals leave of the token budget, tenants by turns. Decoding never waits for prefilling. A prompt that is read,
 where there is no prefill worker for it, prefills to its end and is finished then.
 
-A step may be planned while the one before it runs (`run_ahead`): rows are then fed with samples that nobody has seen yet. What
-turns out to have ended meanwhile is computed once too often, and dropped; its blocks are freed when that step has run too.
+A step may be planned while the one before it runs (`run_ahead`): rows are then fed with samples that nobody has seen yet, and
+what they verify is foreseen for each likely outcome of that step (`common/engine/outcomes.py`). What turns out to have ended
+meanwhile is computed once too often, and dropped; its blocks are freed when that step has run too.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from common.engine.outcomes import Outcome, accept, width_of
 from common.engine.plan import PACKED_TOKENS, StepPlan, StepResult, StepRow, part_of
 from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
 from common.engine.shares import TurnTaking
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
-from services.decode.speculation import accept
 
 Propose = Callable[[Sequence, int], list[int]]
 """`propose(sequence, limit)`: at most `limit` token ids that may follow; [] for none. `begin_step(num_rows)` comes before."""
+Foresee = Callable[[Sequence, int], list[Outcome]]
+"""`foresee(sequence, limit)`: at most `limit` token ids that may follow each likely outcome of the step in flight that verifies
+`sequence.verifying`; [] for none."""
 
 
 @dataclass(slots=True)
@@ -54,8 +58,7 @@ class DecodeScheduler:
     `token_budget`: tokens of prompts and proposals that a step computes at most, beside a token of each decoding row. So
     prompts are parted at the same places whatever runs beside them, and a number of rows never makes them wait.
     `watermark`: blocks kept free at admission. `finishing(sequence)` is called when a sequence has ended, before its blocks
-    are freed. `speculating()`: are proposals worth waiting for? A step is then planned only when the tokens it starts from
-    are known.
+    are freed.
     """
 
     def __init__(
@@ -66,9 +69,9 @@ class DecodeScheduler:
         max_running: int,
         max_context: int,
         propose: Propose = lambda sequence, limit: [],
+        foresee: Foresee = lambda sequence, limit: [],
         begin_step: Callable[[int], None] = lambda num_rows: None,
         finishing: Callable[[Sequence], None] = lambda sequence: None,
-        speculating: Callable[[], bool] = lambda: False,
         watermark: int = 1,
     ) -> None:
         self.cache = cache
@@ -76,16 +79,15 @@ class DecodeScheduler:
         self.max_running = max_running
         self.max_context = min(max_context, cache.longest(spare=watermark))
         self.propose = propose
+        self.foresee = foresee
         self.begin_step = begin_step
         self.finishing = finishing
-        self.speculating = speculating
         self.watermark = watermark
         self.num_preemptions = 0
         self._running: dict[Sequence, None] = {}
         self._copying: dict[Sequence, None] = {}
         self._preempted: list[Sequence] = []
         self._flights: deque[list[Sequence]] = deque()
-        self._verifying = False
         self._computing = set[bytes]()
         self._turns = TurnTaking()
         self._step = 0
@@ -153,12 +155,10 @@ class DecodeScheduler:
         `only`: the sequences that may be in it; None: all.
         """
         ahead = bool(self._flights)
-        if ahead and (self._verifying or self.speculating()):
-            return None
         self._resume()
         candidates = [s for s in self._running if s.is_ready and (only is None or s in only)]
         ready = [s for s in candidates if s.num_unplanned == 1 and not s.is_read]
-        decoding = [s for s in ready if not ahead or s.may_go_on(self.max_context)]
+        decoding = [s for s in ready if not ahead or self._may_follow(s)]
         if ahead and not all(self._has_room(sequence) for sequence in decoding):
             return None
         rows: list[StepRow] = []
@@ -169,12 +169,15 @@ class DecodeScheduler:
         for sequence in decoding:
             if sequence not in self._running or not self._make_room(sequence, planned):
                 continue
-            proposal = [] if ahead else self._proposal(sequence, budget)
-            rows.append(sequence.plan(1, proposal, num_samples))
+            if sequence.num_awaited:
+                row = sequence.plan(1, [], num_samples, self._outcomes(sequence, budget))
+            else:  # a grammar is read by the step that runs
+                is_read = ahead and sequence.matcher is not None
+                row = sequence.plan(1, [] if is_read else self._proposal(sequence, budget), num_samples)
+            rows.append(row)
             planned.append(sequence)
-            num_samples += rows[-1].num_samples
-            budget -= len(proposal)
-        self._verifying = num_samples > len(rows)
+            num_samples += row.num_samples
+            budget -= row.num_samples - 1
         computing = self._computing if ahead else set[bytes]()
         before = frozenset(computing)
         prompts = [s for s in candidates if s in self._running and s.num_unplanned > (0 if s.is_read else 1)]
@@ -199,7 +202,13 @@ class DecodeScheduler:
         self._computing = computing - before
         self._flights.append(planned)
         self._step += 1
+        for sequence in planned:
+            sequence.planned_step = self._step
         return StepPlan(step=self._step, rows=rows)
+
+    def _may_follow(self, sequence: Sequence) -> bool:
+        """Whether the sequence can be in a step that is planned ahead: a row is fed by the step just before alone."""
+        return sequence.may_go_on(self.max_context) and (not sequence.num_awaited or sequence.planned_step == self._step)
 
     def _remaining(self, sequence: Sequence) -> int:
         """Return the tokens to compute of a prompt, less what its age makes up for."""
@@ -225,12 +234,10 @@ class DecodeScheduler:
                 if sequence.finish is not None:
                     self._leave(sequence)
                 continue
-            proposal = row.tokens[len(row.tokens) - row.num_samples + 1 :] if row.num_samples > 1 else []
+            proposal = sequence.verifying
             accepted = accept(proposal, samples.tokens)
             start = sequence.num_outputs
-            taken = sequence.append(samples, accepted + 1, max_context=self.max_context)
-            if proposal:
-                sequence.computed(sequence.num_computed + max(0, taken - 1))
+            sequence.went_on(sequence.append(samples, accepted + 1, max_context=self.max_context))
             forced = sequence.matcher is not None and sequence.matcher.was_forced(proposal, accepted)
             progress.append(Progress(sequence, start, len(proposal), accepted, forced))
             if sequence.is_broken:
@@ -250,7 +257,6 @@ class DecodeScheduler:
         planned = {sequence: None for flight in self._flights for sequence in flight}
         self._flights.clear()
         self._computing.clear()
-        self._verifying = False
         for sequence in planned:
             sequence.rewind()
             if sequence.cancelled or sequence.finish is not None:
@@ -302,9 +308,22 @@ class DecodeScheduler:
         proposal = self.propose(sequence, limit)
         return proposal[: matcher.allowed(output, proposal, start=start)] if proposal else proposal
 
+    def _outcomes(self, sequence: Sequence, budget: int) -> list[Outcome]:
+        """What may be proposed behind the step that samples the sequence's next tokens."""
+        outputs = sequence.num_outputs + sequence.num_awaited
+        limit = min(budget, sequence.sampling.max_tokens - outputs - 1, self.max_context - sequence.longest - 1)
+        if limit <= 0 or sequence.num_steps > 1 or not sequence.may_be_open:
+            return []
+        outcomes = self.foresee(sequence, limit)
+        try:
+            self.cache.grow(sequence, sequence.longest + width_of(outcomes))
+        except OutOfBlocks:
+            return []
+        return outcomes
+
     def _has_room(self, sequence: Sequence) -> bool:
         try:
-            self.cache.grow(sequence, sequence.length)
+            self.cache.grow(sequence, sequence.longest)
         except OutOfBlocks:
             return False
         return True

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from common.engine.outcomes import Outcome, accept
 from common.protocol.draft_messages import DraftClose, DraftResync, DraftRow, DraftUpdate, Proposals
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
@@ -30,16 +31,6 @@ def align(base: int, proposal: Sequence[int], tokens: Sequence[int]) -> list[int
     if late < 0 or late >= len(proposal) or any(tokens[base + i] != proposal[i] for i in range(late)):
         return []
     return list(proposal[late:])
-
-
-def accept(proposed: Sequence[int], sampled: Sequence[int]) -> int:
-    """How many leading proposed tokens equal the sampled ones; the row then yields one token more than that."""
-    count = 0
-    for guess, token in zip(proposed, sampled, strict=False):
-        if guess != token:
-            break
-        count += 1
-    return count
 
 
 @dataclass(slots=True)
@@ -231,11 +222,19 @@ class DraftBook:
         self.policy.spend(len(usable))
         return usable
 
-    def speculating(self) -> bool:
-        """May the next step verify a proposal? Then the tokens it follows must be known before that step is planned."""
-        if len(self._mirrors) >= self.policy.max_step_tokens:
-            return False
-        return any(mirror.proposal and not mirror.pace.asleep for mirror in self._mirrors.values())
+    def foresee(self, sequence: str, verifying: Sequence[int], limit: int) -> list[Outcome]:
+        """At most `limit` tokens to verify behind the step in flight, which verifies `verifying`: if that ends as the latest
+        proposal says."""
+        mirror = self._mirrors.get(sequence)
+        if mirror is None or not mirror.proposal:
+            return []
+        usable = align(mirror.base, mirror.proposal, mirror.tokens)
+        accepted = accept(verifying, usable)
+        behind = usable[accepted + 1 :][: max(0, min(limit, self.policy.length(mirror.pace)))]
+        if not behind:
+            return []
+        self.policy.spend(len(behind))
+        return [Outcome(accepted, usable[accepted], behind)]
 
     def record(self, sequence: str, proposed: int, accepted: int) -> None:
         """A step ran for the sequence, with `proposed` tokens to verify (perhaps none)."""

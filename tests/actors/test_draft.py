@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from common.engine.outcomes import accept
 from common.engine.plan import StepPlan, StepRow
 from common.engine.simulated.runner import BYTES_PER_TOKEN, SimulatedRunner, TokenRule
 from common.protocol.draft_messages import DraftClose, DraftResync, DraftRow, DraftUpdate, Proposals
@@ -20,7 +21,7 @@ from common.protocol.messages import Message, Presence, SamplingParams
 from common.runtime.actor import Actor
 from common.runtime.settings import ServiceConfig
 from common.testing.memory_bus import MemoryBroker
-from services.decode.speculation import DraftBook, SpeculationPolicy, accept
+from services.decode.speculation import DraftBook, SpeculationPolicy
 from services.draft.actor import MAX_QUEUED, DraftActor
 from services.draft.config import DraftConfig
 

@@ -21,6 +21,7 @@ from common.engine.gpu.sampling import DeviceSampler
 from common.engine.gpu.step_buffers import StepPacker, StepShape, layout
 from common.engine.history import History
 from common.engine.layer_group import LayerGroup
+from common.engine.outcomes import Outcome
 from common.engine.plan import StepPlan, StepRow
 from common.models.config import load_config
 from common.models.registry import load_decoder
@@ -266,6 +267,51 @@ def test_verified_proposals_give_the_same_text(llama: tuple[Any, ModelFiles]) ->
     assert runner.execute(StepPlan(1, [row])).rows[0].tokens[:3] == expected[:3]
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_rows_behind_a_verification_find_their_places_on_the_device(llama: tuple[Any, ModelFiles], graph: bool) -> None:
+    """Three steps, each submitted before the result of the one before it is taken: all, some or none of what the first verifies
+    is accepted, and the third verifies what was foreseen behind that, or nothing. Noise is drawn for the right positions."""
+    prompts = [oracle_prompt(seed=i, length=12 + 3 * i) for i in range(4)]
+    params = [SAMPLED[1], SAMPLED[3], SAMPLED[0], SAMPLED[1]]
+    expected = run(open_runner(llama[1]), [Request(p, 8, s) for p, s in zip(prompts, params, strict=True)])
+    runner = device_runner(llama[1])
+    blocks = [[4 * i + 1, 4 * i, 4 * i + 2] for i in range(4)]
+    begin = [StepRow(p[:-1], 0, b, 0, s, len(p)) for p, b, s in zip(prompts, blocks, params, strict=True)]
+    runner.execute(StepPlan(0, begin))
+    runner._shapes.verify = [StepShape(20, 20, 8, 20)]
+    graphs = with_graphs(runner, *(runner._shapes.verify if graph else ()))
+    proposed = [2, 2, 1, 3]
+    right = [2, 1, 0, 3]
+    plans: list[StepPlan] = [StepPlan(1, []), StepPlan(2, []), StepPlan(3, [])]
+    for index, (prompt, text) in enumerate(zip(prompts, expected, strict=True)):
+        start, hits, table = len(prompt) - 1, right[index], blocks[index]
+        verified = [token if i < hits else (token + 1) % 256 for i, token in enumerate(text[: proposed[index]])]
+
+        def row(step: int, tokens: list[int], start: int, index: int = index, table: list[int] = table) -> StepRow:
+            feed = sum(len(row.tokens) for row in plans[step - 1].rows[:index]) if step else -1
+            made = StepRow(tokens, start, table, len(tokens), params[index], len(prompts[index]), feed=feed)
+            plans[step].rows.append(made)
+            return made
+
+        row(0, [prompt[-1], *verified], start)
+        second = row(1, [-1, 0, 0], start + 1)
+        second.verified = verified
+        behind = [(text[hits + 1] + 1) % 256] if index == 3 else text[hits + 1 : hits + 3]
+        second.outcomes = [Outcome(hits, (text[hits] + 1) % 256, [9, 9]), Outcome(hits, text[hits], behind)]
+        third = row(2, [-1, 0], start + 1 + hits + 1)
+        third.verified = behind
+        after = hits + 1 + (0 if index == 3 else 2)
+        third.outcomes = [Outcome(after - hits - 1, text[after], text[after + 1 : after + 2])]
+    steps = [runner.submit(plan) for plan in plans]
+    results = [step.result().rows for step in steps]
+    for index, text in enumerate(expected):
+        hits, rows = right[index], [result[index].tokens for result in results]
+        accepted = 0 if index == 3 else 2
+        got = rows[0][: hits + 1] + rows[1][: accepted + 1] + rows[2][:2]
+        assert got == text[: len(got)], index
+    assert [graph.count for graph in graphs.values()] == ([3] if graph else [])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv", "weights"),
@@ -339,7 +385,7 @@ def test_no_graph_is_larger_than_the_buffers_of_a_step() -> None:
     rows = [StepRow([1] * 260, 0, list(range(17)), 1, GREEDY, 260)]
     assert table.choose(rows) is None
     assert ShapeTable(4, 512).choose(rows) == StepShape(384, 16, 384, 16)
-    assert [shape.tokens for shape in ShapeTable(1, 65)] == [1, 32, 64]
+    assert [shape.tokens for shape in ShapeTable(1, 65)] == [1, 2, 4, 8, 32, 64]
 
 
 def test_a_card_that_refuses_attention_in_parts_does_without(

@@ -140,11 +140,27 @@ _COUNT = {
     "feeds": "*i32",
     "previous": "*i64",
 }
+_OPEN_ROWS = dict.fromkeys(("sampled", "tokens", "feeds", "positions", "draws", "slots"), "*i64")
+_OPEN_ROWS |= dict.fromkeys(("words", "context_lens", "block_ids", "block_starts"), "*i32")
+_OPEN_ROWS |= {"slot_stride": "i32", "start_stride": "i32"}
 _EDIT = {"out": "*fp32", "edit_rows": "*i32", "edit_tokens": "*i32", "count": "i32", "vocab": "i32:16"}
 
 CASES = [
     *(_penalise(dtype, counted) for dtype, counted in (("bf16", True), ("fp32", True), ("bf16", False))),
     KernelCase("", _ADJUST, "count_kernel", {**_COUNT, "vocab": "i32:16"}, {"BLOCK": 1024}, expects=("atom",)),
+    *(
+        KernelCase(
+            f"{groups} groups",
+            "common.ops.sampling.open_rows_triton",
+            "settle_open_rows_kernel",
+            _OPEN_ROWS,
+            {"NUM_GROUPS": groups, "BLOCK_TOKENS": 16, "HEADER": 9, "BLOCK": 64},
+            num_warps=1,
+            forbids=("atom", "griddepcontrol.wait"),
+            max_registers=96,
+        )
+        for groups in (1, 2)
+    ),
     KernelCase("add", _ADJUST, "edit_kernel", {**_EDIT, "edit_values": "*fp32"}, {"BLOCK": 256}, num_warps=2),
     KernelCase("set", _ADJUST, "edit_kernel", _EDIT, {"edit_values": None, "BLOCK": 256}, num_warps=2),
     *(_chunks(block, "bf16") for block in (1024, 2048, 4096)),

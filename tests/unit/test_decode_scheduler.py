@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.engine.outcomes import Outcome
 from common.engine.plan import NO_TOKEN, PART_TOKENS, part_of
 from common.engine.sequence import Sequence
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
 from services.decode.scheduler import DecodeScheduler, Progress, Propose
-from tests.unit.scheduling import MAX_CONTEXT, Bench, Pipeline, sequence
+from tests.unit.scheduling import MAX_CONTEXT, VOCAB, Bench, Pipeline, sequence
 
 
 def scheduler_on(
@@ -337,26 +339,103 @@ def test_what_has_ended_keeps_its_blocks_until_the_step_ahead_has_run() -> None:
     assert bench.all_given_back()
 
 
-def test_proposals_are_waited_for() -> None:
+class Guesser:
+    """Proposes what the sequence will say, but for some tokens; and so behind some outcomes of a step in flight."""
+
+    def __init__(self, bench: Bench, dice: random.Random, accuracy: float) -> None:
+        self.bench = bench
+        self.dice = dice
+        self.accuracy = accuracy
+        self.num_proposed = 0
+
+    def propose(self, s: Sequence, limit: int) -> list[int]:
+        return self.guesses(s, [], min(limit, self.dice.randrange(5)))
+
+    def foresee(self, s: Sequence, limit: int) -> list[Outcome]:
+        verifying, outcomes = s.verifying, list[Outcome]()
+        for accepted in range(len(verifying) + 1):
+            [token] = self.guesses(s, verifying[:accepted], 1)
+            behind = self.guesses(s, [*verifying[:accepted], token], min(limit, self.dice.randrange(4)))
+            outcomes.append(Outcome(accepted, token, behind))
+        self.dice.shuffle(outcomes)
+        return outcomes[: self.dice.randrange(len(outcomes) + 1)]
+
+    def guesses(self, s: Sequence, more: list[int], count: int) -> list[int]:
+        known = s.num_outputs + len(more)
+        prompt = s.tokens[: s.generation.prompt_tokens]
+        right = self.bench.runner.expected_tokens(prompt, s.sampling, known + count)[known:]
+        self.num_proposed += count
+        return [token if self.dice.random() < self.accuracy else self.dice.randrange(3, VOCAB) for token in right]
+
+
+def guessing(bench: Bench, scheduler: DecodeScheduler, dice: random.Random, accuracy: float) -> Guesser:
+    guesser = Guesser(bench, dice, accuracy)
+    scheduler.propose, scheduler.foresee = guesser.propose, guesser.foresee
+    return guesser
+
+
+def test_a_row_behind_a_verification_in_flight_says_what_follows_each_outcome() -> None:
     bench = Bench()
     scheduler = scheduler_on(bench)
-    scheduler.speculating = lambda: True
-    scheduler.admit(sequence("a", [3, 4, 5]))
+    s = sequence("a", [3, 4, 5], max_tokens=20)
+    expected = bench.runner.expected_tokens([3, 4, 5], s.sampling, 20)
+    scheduler.propose = lambda s, limit: expected[s.num_outputs : s.num_outputs + 2]
+    behind = [Outcome(2, expected[3], expected[4:7]), Outcome(0, 9, [8])]
+    scheduler.foresee = lambda s, limit: behind
+    scheduler.admit(s)
+    step(bench, scheduler)
+    first, second = scheduler.plan(0.0), scheduler.plan(0.0)
+    assert first is not None and second is not None
+    assert scheduler.plan(0.0) is None, "where that one will be is not known"
+    [row] = second.rows
+    assert (row.tokens, row.start, row.num_samples, row.feed) == ([-1, 0, 0, 0], 4, 4, 0)
+    assert (row.verified, row.outcomes) == (expected[1:3], behind)
+    scheduler.commit(first, bench.runner.execute(first), 0.0)
+    assert s.num_outputs == 4
+    [progress] = scheduler.commit(second, bench.runner.execute(second), 0.0)
+    assert (progress.proposed, progress.accepted, s.num_outputs) == (3, 3, 8)
+    while s.finish is None:
+        step(bench, scheduler)
+    assert_right(bench, s)
+    assert bench.all_given_back()
+
+
+@pytest.mark.parametrize("needs", [{"presence_penalty": 1.0}, {"min_tokens": 20}])
+def test_what_depends_on_the_tokens_themselves_waits_for_the_outcome(needs: dict[str, Any]) -> None:
+    bench = Bench()
+    scheduler = scheduler_on(bench)
+    guesser = guessing(bench, scheduler, random.Random(1), 1.0)
+    scheduler.propose = lambda s, limit: guesser.guesses(s, [], min(limit, 3))
+    scheduler.admit(sequence("a", [3, 4, 5], max_tokens=30, **needs))
+    step(bench, scheduler)
     assert scheduler.plan(0.0) is not None
     assert scheduler.plan(0.0) is None
 
 
-def test_a_verification_in_flight_is_waited_for() -> None:
-    bench = Bench()
-    s = sequence("a", [3, 4, 5])
-    scheduler = scheduler_on(bench, propose=lambda s, limit: [9])
-    scheduler.admit(s)
-    step(bench, scheduler)
-    pipeline = Pipeline(bench, scheduler)
-    pipeline.fill()
-    assert len(pipeline.flights) == 1
-    pipeline.run()
-    assert_right(bench, s)
+def test_right_guesses_behind_steps_in_flight_take_as_few_steps_as_guesses_that_are_waited_for() -> None:
+    steps: list[int] = []
+    for depth in (1, 2):
+        bench = Bench(num_blocks=100)
+        scheduler = scheduler_on(bench, token_budget=64)
+        guesser = guessing(bench, scheduler, random.Random(1), 1.0)
+        guesser.propose = scheduler.propose = lambda s, limit, guesser=guesser: guesser.guesses(s, [], min(limit, 3))
+        scheduler.foresee = lambda s, limit, guesser=guesser: [
+            Outcome(
+                len(s.verifying),
+                guesser.guesses(s, s.verifying, 1)[0],
+                guesser.guesses(s, [*s.verifying, 0], min(limit, 3)),
+            )
+        ]
+        s = sequence("a", [3, 4, 5], max_tokens=100)
+        scheduler.admit(s)
+        pipeline = Pipeline(bench, scheduler, depth=depth)
+        count = 0
+        while pipeline.step() is not None:
+            count += 1
+        steps.append(count)
+        assert_right(bench, s)
+        assert bench.all_given_back()
+    assert steps[1] <= steps[0] + 1 and steps[0] < 30
 
 
 def test_a_failed_step_takes_those_planned_after_it_along() -> None:
@@ -388,8 +467,8 @@ def test_running_ahead_changes_no_token_and_gives_everything_back(data: st.DataO
     scheduler = scheduler_on(
         bench,
         token_budget=data.draw(st.integers(8, 40)),
-        propose=lambda s, limit: [dice.randrange(3, 1000) for _ in range(min(limit, dice.choice([0, 0, 2])))],
     )
+    guessing(bench, scheduler, dice, data.draw(st.sampled_from([0.0, 0.5, 0.9, 1.0])))
     pipeline = Pipeline(bench, scheduler, depth=data.draw(st.integers(2, 3)))
     kept: list[Sequence] = []
     for index in range(data.draw(st.integers(1, 12))):
@@ -400,7 +479,8 @@ def test_running_ahead_changes_no_token_and_gives_everything_back(data: st.DataO
             prompt,
             max_tokens=data.draw(st.integers(1, 20)),
             stop_token_ids=data.draw(st.sampled_from([[], stop_after(bench, prompt, 5)])),
-            presence_penalty=data.draw(st.sampled_from([0.0, 1.0])),
+            presence_penalty=data.draw(st.sampled_from([0.0, 0.0, 1.0])),
+            min_tokens=data.draw(st.sampled_from([0, 0, 6])),
         )
         try:
             scheduler.admit(s)

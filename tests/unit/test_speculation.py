@@ -9,12 +9,13 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.engine.outcomes import Outcome, accept
 from common.engine.plan import StepPlan, StepRow
 from common.engine.simulated.runner import BYTES_PER_TOKEN, SimulatedRunner, TokenRule
 from common.protocol.draft_messages import DraftClose, DraftResync, DraftRow, DraftUpdate, Proposals
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence, SamplingParams
-from services.decode.speculation import RESYNC_TOKENS, DraftBook, SpeculationPolicy, accept, align
+from services.decode.speculation import RESYNC_TOKENS, DraftBook, SpeculationPolicy, align
 
 DECODE = WorkerRef("decode", "decode-1", 1)
 VOCAB = 1000
@@ -119,23 +120,36 @@ def test_one_proposal_serves_several_steps_while_it_holds() -> None:
     assert book.propose("a", 8) == []
 
 
-def test_steps_are_planned_ahead_until_a_proposal_comes_and_after_it_is_used_up() -> None:
+def test_what_follows_a_verification_is_foreseen_from_the_latest_proposal() -> None:
     worker = drafter("draft-1")
-    book = make_book(worker, max_step_tokens=3)
+    book = make_book(worker, max_tokens=2)
     tokens = [1, 2, 3]
     book.open("a", tokens)
     updates(book)
-    assert not book.speculating()
-    offer(book, worker, "a", 3, [4])
-    assert book.speculating()
-    tokens += [9, 9]
+    assert book.foresee("a", [], 8) == []
+    offer(book, worker, "a", 3, [4, 5, 6, 7, 8, 9])
     book.begin_step(1)
-    assert book.propose("a", 4) == []
-    assert not book.speculating()
+    assert book.foresee("a", [4, 5], 8) == [Outcome(2, 6, [7, 8])], "if all is accepted, the proposal goes on"
+    assert book.foresee("a", [4, 5], 1) == [Outcome(2, 6, [7])]
+    assert book.foresee("a", [], 8) == [Outcome(0, 4, [5, 6])], "behind a step that verifies nothing"
+    assert book.foresee("a", [4, 9], 8) == [Outcome(1, 5, [6, 7])], "an older proposal is being verified: the latest counts"
+    assert book.foresee("a", [4, 5, 6, 7, 8], 8) == [], "nothing is left"
+    tokens += [4, 5]
+    assert book.foresee("a", [6, 7], 8) == [Outcome(2, 8, [9])]
+    tokens += [9]
+    assert book.foresee("a", [6], 8) == []
+
+
+def test_many_rows_leave_no_room_to_verify() -> None:
+    worker = drafter("draft-1")
+    book = make_book(worker, max_step_tokens=3)
+    book.open("a", [1, 2, 3])
+    updates(book)
     offer(book, worker, "a", 3, [9, 9, 5])
-    for name in ("b", "c"):
-        book.open(name, [1])
-    assert not book.speculating(), "so many rows leave no room to verify"
+    book.begin_step(3)
+    assert book.foresee("a", [], 4) == [] == book.propose("a", 4)
+    book.begin_step(2)
+    assert book.foresee("a", [], 4) == [Outcome(0, 9, [9])]
 
 
 def test_garbage_proposals_are_dropped() -> None:

@@ -50,13 +50,13 @@ class CpuRunner(ABC):
         self._prepare_thread()
         if not plan.rows:
             return StepResult(rows=[])
-        resolve_feeds(plan, self._sampled)
-        for row in plan.rows:
+        rows = resolve_feeds(plan, self._sampled)
+        for row in rows:
             self._check(row)
         with torch.inference_mode():
-            samples = sample_rows(self.logits(plan.rows), plan.rows)
-            if any(row.num_read for row in plan.rows):
-                read_rows(self, plan.rows, samples)
+            samples = sample_rows(self.logits(rows), rows)
+            if any(row.num_read for row in rows):
+                read_rows(self, rows, samples)
         self._sampled = [token for row in samples for token in row.tokens]
         return StepResult(rows=samples, elapsed_s=time.perf_counter() - begun)
 

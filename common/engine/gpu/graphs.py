@@ -28,7 +28,8 @@ _LAYER_LAUNCH_S = 0.6e-3
 _FLOPS = 6e14
 """A second, of linears in bfloat16 on an H200."""
 _VERIFY_QUERIES = 8
-_VERIFY_TOKENS = 64
+_VERIFY_SIZES = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Tokens of steps that verify. Up to some hundreds a step takes hardly longer for more of them: reading weights takes the time."""
 PADDING = 16
 
 
@@ -42,8 +43,8 @@ class ShapeTable:
     def __init__(self, max_rows: int, max_tokens: int, *, layer_parameters: int = 0, verify: bool = True) -> None:
         sizes = decode_sizes(max_rows)
         self.decode = [StepShape(size, size, 1, size) for size in sizes]
-        verified = [size for size in sizes if size <= _VERIFY_TOKENS] if verify else []
-        self.verify = [StepShape(size, size, _VERIFY_QUERIES, size) for size in verified if size > 1]
+        largest = min(max_tokens, _VERIFY_QUERIES * max_rows) if verify else 0
+        self.verify = [StepShape(size, size, _VERIFY_QUERIES, size) for size in _VERIFY_SIZES if size <= largest]
         launched = int(_LAYER_LAUNCH_S * _FLOPS / (2 * layer_parameters)) if layer_parameters else 0
         self._few_rows_tokens = few = min(_MOST_TOKENS + _MIXED_STEP, max(_FEW_ROWS_TOKENS, launched))
         mixtures = {

@@ -4,7 +4,8 @@
             ─► copy tokens back, event
     result: wait for the event
 
-The host never waits in `submit`: a row that is fed takes its token from `sampled`, where the step before left it. There is one
+The host never waits in `submit`: a row that is fed takes its token from `sampled`, where the step before left it, and one that
+follows a verification finds its place by what was accepted there (`ops/sampling/open_rows.py`). There is one
 exception: what a constrained row may be depends on the tokens of the step before. The host waits for those, and fills masks,
 while the device computes this step's logits. All work is on one stream, so steps run in the order of submission and share every
 buffer on the device.
@@ -22,6 +23,8 @@ import torch
 
 from common.engine.gpu.block_tables import MAX_CHANGE_BYTES, BlockTables, max_table_ids
 from common.engine.gpu.graphs import PADDING, ShapeTable, StepGraph, exact_shape
+from common.engine.gpu.open_rows import OPEN_WARM_UP, open_rows_of
+from common.engine.gpu.pinned import to_device
 from common.engine.gpu.reading import places_read, read_rows
 from common.engine.gpu.sampling import DeviceSampler
 from common.engine.gpu.step import DeviceStep, lost_if_broken
@@ -42,6 +45,8 @@ from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
 from common.ops.attention.work import AttentionWorkspace, FreshRun, plan_device_attention
 from common.ops.attention.work_list import DeviceBatch, DeviceRow
 from common.ops.kv.forms import KvTarget
+from common.ops.sampling.open_row_inputs import StepInputs
+from common.ops.sampling.open_rows import pack_open_rows, settle_open_rows
 from common.ops.tensors import Feed
 from common.protocol.errors import ConfigError, InvalidParameter
 from common.runtime import logs
@@ -153,6 +158,7 @@ class DeviceRunner:
             self._buffer[used].copy_(self._staging[turn][used], non_blocking=True)
             self._tables.apply(self._buffer[packed.changes])
             special = self._sampler.load(rows)
+            self._settle(rows, packed, shape)
             read = places_read(rows, packed, self._device) if is_read else None
             logits = self._forward(shape, _device_rows(packed), read) if graph is None else graph.replay()
             readings = read_rows(self.decoder, rows, self._states) if is_read else ()
@@ -166,6 +172,28 @@ class DeviceRunner:
                 event.record()
         self._last = DeviceStep(rows, begun, tokens, logprobs, event, readings)
         return self._last
+
+    def _settle(self, rows: Sequence[StepRow], packed: PackedStep, shape: StepShape) -> None:
+        """Launches what turns open rows into the ones that the outcome of the step before makes of them."""
+        open_rows = open_rows_of(rows, packed)
+        if open_rows:
+            words = to_device(pack_open_rows(open_rows), self._device)
+            settle_open_rows(words, len(open_rows), self._step_inputs(shape))
+
+    def _step_inputs(self, shape: StepShape) -> StepInputs:
+        fields = layout(self._buffer, shape, len(self.groups))
+        return StepInputs(
+            sampled=self._sampler.sampled,
+            tokens=fields.tokens,
+            feeds=fields.feeds,
+            positions=fields.positions,
+            context_lens=fields.context_lens,
+            draws=self._sampler.draws.position,
+            slots=fields.slots,
+            block_ids=self._tables.ids,
+            block_starts=fields.block_starts,
+            block_tokens=self.block_tokens,
+        )
 
     def _masks(self, rows: Sequence[StepRow]) -> StepMasks | None:
         """Waits for the step before, if a constrained row is fed by it."""
@@ -258,6 +286,7 @@ class DeviceRunner:
         shape = StepShape(tokens=num_tokens, rows=1, max_queries=prompt_tokens, samples=len(WARM_UP[0]))
         try:
             with self._running():
+                settle_open_rows(to_device(pack_open_rows([OPEN_WARM_UP]), self._device), 1, self._step_inputs(shape))
                 for index, samples in enumerate(WARM_UP):
                     start = self.block_tokens * (index % 2)  # a prompt's first part, and one after a prefix
                     rows = warm_up_rows(samples)

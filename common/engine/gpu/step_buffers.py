@@ -140,7 +140,8 @@ class StepPacker:
         firsts = ends - lengths
         num_tokens = int(ends[-1])
         placed = self._tables.place(rows)
-        _check(lengths, starts, counts, placed.held.min(0) * self._block_tokens)
+        furthest = lengths + np.fromiter([len(row.verified) for row in rows], np.int64, num_rows)
+        _check(lengths, starts, counts, furthest, placed.held.min(0) * self._block_tokens)
 
         tokens = fields.tokens
         tokens[:num_tokens] = np.fromiter(chain.from_iterable(given), np.int64, num_tokens)
@@ -187,9 +188,14 @@ class StepPacker:
 
 
 def _check(
-    lengths: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64], held_tokens: NDArray[np.int64]
+    lengths: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    counts: NDArray[np.int64],
+    furthest: NDArray[np.int64],
+    held_tokens: NDArray[np.int64],
 ) -> None:
+    """furthest: `lengths`, as if all that rows verify in the step before were accepted."""
     if lengths.min() < 1 or starts.min() < 0 or counts.min() < 0 or (counts > lengths).any():
         raise InvalidParameter("a row has no tokens, or wants more samples than it has tokens")
-    if (starts + lengths > held_tokens).any():
+    if (starts + furthest > held_tokens).any():
         raise InvalidParameter("a row's blocks don't hold its tokens")

@@ -245,8 +245,7 @@ class SimulatedRunner:
     def execute(self, plan: StepPlan) -> StepResult:
         """:raises IndexError: if a row's blocks don't cover its positions, or name blocks that don't exist."""
         begun = time.perf_counter()
-        resolve_feeds(plan, self._sampled)
-        rows = plan.rows
+        rows = resolve_feeds(plan, self._sampled)
         samples = self._run(rows) if rows else []
         self._sampled = [token for row in samples for token in row.tokens]
         remaining = self.step_s(rows) * self.time_scale - (time.perf_counter() - begun)

@@ -1,0 +1,32 @@
+"""What settling open rows reads and writes, and how they are packed; see `open_rows.py`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+MAX_VERIFIED = 64
+"""Tokens of a row that are verified at most, and outcomes that are foreseen."""
+HEADER = 9
+"""Words of a row before its lists: row, first, length, sample, start, feed, numbers of both lists, and where they begin."""
+
+
+class StepInputs(NamedTuple):
+    """What a step reads on the device, and is changed there.
+
+    sampled: int64, the tokens of the step ahead. tokens, feeds, positions: int64 [tokens]; context_lens: int32 [rows]; draws:
+    int64, the positions of drawn tokens; slots: int64 [groups, tokens]. block_ids: int32 and block_starts: int32 [groups,
+    rows], as in `DeviceBatch`; block_tokens: of a block of any group.
+    """
+
+    sampled: torch.Tensor
+    tokens: torch.Tensor
+    feeds: torch.Tensor
+    positions: torch.Tensor
+    context_lens: torch.Tensor
+    draws: torch.Tensor
+    slots: torch.Tensor
+    block_ids: torch.Tensor
+    block_starts: torch.Tensor
+    block_tokens: int

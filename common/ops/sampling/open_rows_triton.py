@@ -1,0 +1,93 @@
+"""Open rows settled by a program each."""
+
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from common.ops.sampling.open_row_inputs import HEADER, MAX_VERIFIED, StepInputs
+
+
+@triton.jit(do_not_specialize=["slot_stride", "start_stride"])
+def settle_open_rows_kernel(
+    words,
+    sampled,
+    tokens,
+    feeds,
+    positions,
+    context_lens,
+    draws,
+    slots,  # [groups, tokens]
+    block_ids,
+    block_starts,  # [groups, rows]
+    slot_stride,
+    start_stride,
+    NUM_GROUPS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    HEADER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    header = words + tl.program_id(0) * HEADER
+    row = tl.load(header)
+    first = tl.load(header + 1)
+    length = tl.load(header + 2)
+    sample = tl.load(header + 3)
+    start = tl.load(header + 4)
+    feed = tl.load(header + 5)
+    num_verified = tl.load(header + 6)
+    num_outcomes = tl.load(header + 7)
+    lists = words + tl.load(header + 8)
+    i = tl.arange(0, BLOCK)
+
+    is_verified = i < num_verified
+    proposed = tl.load(lists + i, mask=is_verified, other=0)
+    found = tl.load(sampled + feed + i, mask=is_verified, other=0)
+    accepted = tl.min(tl.where(is_verified & (found != proposed), i, num_verified))
+    token = tl.load(sampled + feed + accepted)
+
+    outcomes = lists + num_verified
+    is_outcome = i < num_outcomes
+    wanted = tl.load(outcomes + i, mask=is_outcome, other=-1)
+    behind = tl.load(outcomes + num_outcomes + i, mask=is_outcome, other=-1)
+    came_true = tl.min(tl.where(is_outcome & (wanted == accepted) & (behind == token), i, BLOCK))
+    proposal = outcomes + 3 * num_outcomes + came_true * (length - 1)
+    is_there = (i < length - 1) & (came_true < BLOCK)
+    tl.store(tokens + first + 1 + i, tl.load(proposal + i, mask=is_there, other=0).to(tl.int64), mask=i < length - 1)
+    tl.store(tokens + first, token)
+    tl.store(feeds + first, tl.full((), -1, tl.int64))
+
+    inside = i < length
+    place = start + accepted + i
+    tl.store(positions + first + i, place.to(tl.int64), mask=inside)
+    tl.store(draws + sample + i, (place + 1).to(tl.int64), mask=inside)
+    tl.store(context_lens + row, start + accepted + length)
+    for group in tl.static_range(NUM_GROUPS):
+        table = block_ids + tl.load(block_starts + group * start_stride + row)
+        block = tl.load(table + place // BLOCK_TOKENS, mask=inside, other=0).to(tl.int64)
+        slot = block * BLOCK_TOKENS + place % BLOCK_TOKENS
+        tl.store(slots + group * slot_stride + first + i, slot, mask=inside)
+
+
+def settle_open_rows_triton(words: torch.Tensor, num_rows: int, inputs: StepInputs) -> None:
+    """As `settle_open_rows`."""
+    settle_open_rows_kernel[(num_rows,)](
+        words=words,
+        sampled=inputs.sampled,
+        tokens=inputs.tokens,
+        feeds=inputs.feeds,
+        positions=inputs.positions,
+        context_lens=inputs.context_lens,
+        draws=inputs.draws,
+        slots=inputs.slots,
+        block_ids=inputs.block_ids,
+        block_starts=inputs.block_starts,
+        slot_stride=inputs.slots.stride(0),
+        start_stride=inputs.block_starts.stride(0),
+        NUM_GROUPS=len(inputs.slots),
+        BLOCK_TOKENS=inputs.block_tokens,
+        HEADER=HEADER,
+        BLOCK=MAX_VERIFIED,
+        num_warps=1,
+    )

@@ -1,0 +1,93 @@
+"""Rows behind a step whose outcome only the device has: kernel and reference write what a host that knew it would."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from common.ops import backend
+from common.ops.sampling.open_row_inputs import MAX_VERIFIED, StepInputs
+from common.ops.sampling.open_rows import OpenRow, pack_open_rows, settle_open_rows
+
+BLOCK_TOKENS = 4
+
+
+def inputs(num_tokens: int, num_rows: int, sampled: list[int], rng: random.Random) -> StepInputs:
+    num_groups, blocks = 2, 40
+    ids = torch.tensor(rng.sample(range(1000), num_groups * num_rows * blocks), dtype=torch.int32)
+    starts = torch.arange(num_groups * num_rows, dtype=torch.int32).reshape(num_groups, num_rows) * blocks
+    return StepInputs(
+        sampled=torch.tensor(sampled),
+        tokens=torch.full((num_tokens,), 7),
+        feeds=torch.full((num_tokens,), 5),
+        positions=torch.full((num_tokens,), 7),
+        context_lens=torch.full((num_rows,), 7, dtype=torch.int32),
+        draws=torch.full((num_tokens + 3,), 7),
+        slots=torch.full((num_groups, num_tokens), 7),
+        block_ids=ids,
+        block_starts=starts,
+        block_tokens=BLOCK_TOKENS,
+    )
+
+
+def settled(rows: list[OpenRow], given: StepInputs, *, on_kernel: bool) -> StepInputs:
+    tensors = [x.clone() for x in given if isinstance(x, torch.Tensor)]
+    copies = StepInputs(*tensors, block_tokens=given.block_tokens)
+    words = torch.from_numpy(pack_open_rows(rows))
+    if on_kernel:
+        with backend.interpreted():
+            settle_open_rows(words, len(rows), copies)
+    else:
+        settle_open_rows(words, len(rows), copies)
+    return copies
+
+
+@pytest.mark.parametrize("on_kernel", [False, True])
+def test_the_outcome_that_came_true_counts(on_kernel: bool) -> None:
+    sampled = [11, 12, 13, 14, 90, 91]
+    given = inputs(10, 3, sampled, random.Random(1))
+    outcomes = [(3, 14, [1, 2]), (2, 13, [3, 4]), (2, 99, [5, 6]), (2, 13, [8, 8])]
+    rows = [
+        OpenRow(row=1, first=2, length=3, sample=4, start=9, feed=0, verified=[11, 12, 55], outcomes=outcomes),
+        OpenRow(row=2, first=6, length=2, sample=8, start=3, feed=4, verified=[], outcomes=[(0, 91, [1])]),
+    ]
+    found = settled(rows, given, on_kernel=on_kernel)
+    assert found.tokens.tolist() == [7, 7, 13, 3, 4, 7, 90, 0, 7, 7]
+    assert found.feeds.tolist() == [5, 5, -1, 5, 5, 5, -1, 5, 5, 5]
+    assert found.positions.tolist() == [7, 7, 11, 12, 13, 7, 3, 4, 7, 7]
+    assert found.draws.tolist() == [7, 7, 7, 7, 12, 13, 14, 7, 4, 5, 7, 7, 7]
+    assert found.context_lens.tolist() == [7, 14, 5]
+    for group in range(2):
+        table = given.block_ids[int(given.block_starts[group, 1]) :].tolist()
+        assert found.slots[group, 2:5].tolist() == [table[p // 4] * 4 + p % 4 for p in (11, 12, 13)]
+    assert (found.slots[:, [0, 1, 5, 8, 9]] == 7).all()
+
+
+def test_the_kernel_writes_what_the_reference_writes() -> None:
+    rng = random.Random(3)
+    for _ in range(12):
+        num_rows = rng.randrange(1, 6)
+        sampled = [rng.randrange(4) for _ in range(200)]
+        rows: list[OpenRow] = []
+        first = feed = 0
+        for row in range(num_rows):
+            length, verified = rng.choice([1, 2, 5, 9]), [rng.randrange(4) for _ in range(rng.choice([0, 1, 3, 20]))]
+            outcomes = [
+                (rng.randrange(3), rng.randrange(4), [rng.randrange(50) for _ in range(rng.randrange(length))])
+                for _ in range(rng.choice([0, 1, 8, 30]))
+            ]
+            rows.append(OpenRow(row, first, length, first + row % 2, rng.randrange(90), feed, verified, outcomes))
+            first, feed = first + length + 1, feed + 25
+        given = inputs(first + 2, num_rows, sampled, rng)
+        for kernel, reference in zip(settled(rows, given, on_kernel=True), settled(rows, given, on_kernel=False), strict=True):
+            assert torch.equal(torch.as_tensor(kernel), torch.as_tensor(reference))
+
+
+def test_lists_that_are_too_long_are_refused() -> None:
+    row = OpenRow(0, 0, 2, 0, 0, 0, [], [])
+    with pytest.raises(ValueError, match="at most 64"):
+        pack_open_rows([row._replace(verified=[1] * (MAX_VERIFIED + 1))])
+    with pytest.raises(ValueError, match="no place"):
+        pack_open_rows([row._replace(outcomes=[(0, 1, [2, 3])])])
