@@ -29,7 +29,8 @@ _FLOPS = 6e14
 """A second, of linears in bfloat16 on an H200."""
 _VERIFY_QUERIES = 8
 _VERIFY_SIZES = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Tokens of steps that verify. Up to some hundreds a step takes hardly longer for more of them: reading weights takes the time."""
+"""Tokens of steps that verify. Up to some hundreds a step takes hardly longer for more of them: reading weights takes the
+time."""
 PADDING = 16
 
 
