@@ -33,7 +33,8 @@ from common.transfer.base import RemoteBlocks, Transport
 from common.worker.actor import EngineWorker, OpenEngine
 from services.decode.config import DecodeConfig
 from services.decode.scheduler import DecodeScheduler, Progress
-from services.decode.speculation import DraftBook, SpeculationPolicy
+from services.decode.speculation import DraftBook
+from services.decode.speculation_policy import SpeculationPolicy
 
 log = logs.get("decode")
 
@@ -165,6 +166,10 @@ class DecodeActor(EngineWorker):
             await anyio.to_thread.run_sync(copy)
 
     # -- steps
+
+    def step_ended(self, plan: StepPlan, elapsed_s: float) -> None:
+        super().step_ended(plan, elapsed_s)
+        self.drafts.costs.observe(plan.num_tokens, elapsed_s)
 
     def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
         progress = self.scheduler.commit(plan, result, self.clock())

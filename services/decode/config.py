@@ -13,4 +13,4 @@ class DecodeConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknow
     """Decode workers."""
 
     speculation_tokens: Annotated[int, Meta(ge=0, le=63, description="proposed tokens verified per sequence; 0: off")] = 4
-    max_verify_tokens: Annotated[int, Meta(ge=0, description="rows of a step above which nothing is verified")] = 64
+    max_verify_tokens: Annotated[int, Meta(ge=0, description="tokens of a step that verifies, at most")] = 256

@@ -10,7 +10,6 @@ wrong or hostile: it costs speed, never a token.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +17,7 @@ from common.engine.outcomes import Outcome, accept
 from common.protocol.draft_messages import DraftClose, DraftResync, DraftRow, DraftUpdate, Proposals
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
+from services.decode.speculation_policy import Pace, SpeculationPolicy
 
 MAX_PROPOSAL = 64
 """Tokens of one proposal that are kept; more would be stale before it is used."""
@@ -25,86 +25,15 @@ RESYNC_TOKENS = 16
 """A sequence is sent whole again only after this many new tokens, and twice as many each time."""
 
 
-def align(base: int, proposal: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """What a proposal made for the first `base` of `tokens` still proposes now: [] if it disagrees or is used up."""
-    late = len(tokens) - base
+def align(base: int, proposal: Sequence[int], tokens: Sequence[int], length: int | None = None) -> list[int]:
+    """What a proposal made for the first `base` of `tokens` still proposes now: [] if it disagrees or is used up.
+
+    length: only so many of `tokens` count.
+    """
+    late = (len(tokens) if length is None else length) - base
     if late < 0 or late >= len(proposal) or any(tokens[base + i] != proposal[i] for i in range(late)):
         return []
     return list(proposal[late:])
-
-
-@dataclass(slots=True)
-class Pace:
-    """How well proposals for one sequence do: the chance that a proposed token is accepted, and a pause after misses.
-
-    `asleep` counts down the tokens until the next probe; `nap` is how long the next pause will be.
-    """
-
-    rate: float
-    nap: int
-    asleep: int = 0
-
-
-class SpeculationPolicy:
-    """How many tokens to verify, per sequence and per step.
-
-    The k-th proposed token helps with chance rate^k; it is verified while that is above `min_gain`, up to `max_tokens`.
-    Below `min_rate` the sequence pauses for `nap_tokens`, then twice as long after each failed probe. A step as a whole
-    verifies only what fits, with one token per running row, into `max_step_tokens`: about where a step starts to be bound
-    by compute and verification is no longer free. Draft models slow serving down 1.4-1.8x at high load without that.
-    """
-
-    def __init__(
-        self,
-        *,
-        max_tokens: int,
-        max_step_tokens: int,
-        min_gain: float = 0.2,
-        min_rate: float = 0.15,
-        nap_tokens: int = 16,
-        max_nap_tokens: int = 512,
-    ) -> None:
-        self.max_tokens = max_tokens
-        self.max_step_tokens = max_step_tokens
-        self.min_gain = min_gain
-        self.min_rate = min_rate
-        self.nap_tokens = nap_tokens
-        self.max_nap_tokens = max_nap_tokens
-        self._left = max_step_tokens
-        self._share = max_tokens
-
-    def pace(self) -> Pace:
-        return Pace(rate=0.7, nap=self.nap_tokens)
-
-    def begin_step(self, num_rows: int) -> None:
-        """A step with `num_rows` decoding rows is about to be planned."""
-        self._left = max(0, self.max_step_tokens - num_rows)
-        self._share = max(1, self._left // max(1, num_rows))
-
-    def length(self, pace: Pace) -> int:
-        """Tokens to verify for a sequence in this step."""
-        if pace.asleep > 0:
-            return 0
-        rate = min(max(pace.rate, self.min_gain), 0.99)  # at the least a probe of one token
-        worth = int(math.log(self.min_gain) / math.log(rate))
-        return max(0, min(worth, self.max_tokens, self._share, self._left))
-
-    def spend(self, num_tokens: int) -> None:
-        self._left -= num_tokens
-
-    def record(self, pace: Pace, proposed: int, accepted: int) -> None:
-        """A step verified `proposed` tokens of a sequence and accepted the first `accepted`."""
-        if pace.asleep > 0:
-            pace.asleep = max(0, pace.asleep - 1 - accepted)
-        if not proposed:
-            return
-        trials = accepted + (accepted < proposed)
-        pace.rate += (1.0 - 0.85**trials) * (accepted / trials - pace.rate)
-        if pace.rate >= self.min_rate:
-            pace.nap = self.nap_tokens
-        elif not accepted:
-            pace.asleep = pace.nap
-            pace.nap = min(2 * pace.nap, self.max_nap_tokens)
 
 
 @dataclass(slots=True)
@@ -131,7 +60,8 @@ class SpeculationCounters:
 
 @dataclass(slots=True)
 class _Mirror:
-    """`worker` mirrors this sequence and was sent its first `sent` tokens. `tokens` is the sequence's own, growing list."""
+    """`worker` mirrors this sequence and was sent its first `sent` tokens. `tokens` is the sequence's own, growing list, of
+    which `known` were there after the last step."""
 
     tokens: Sequence[int]
     pace: Pace
@@ -141,6 +71,7 @@ class _Mirror:
     proposal: Sequence[int] = ()
     whole_at: int = 0
     resync_tokens: int = RESYNC_TOKENS
+    known: int = 0
 
 
 class DraftBook:
@@ -156,6 +87,7 @@ class DraftBook:
         self.vocab_size = vocab_size
         self.max_update_tokens = max_update_tokens
         self.counters = SpeculationCounters()
+        self.costs = policy.costs
         self._mirrors: dict[str, _Mirror] = {}
         self._rooms: dict[WorkerRef, int] = {}  # how many more mirrors each draft worker takes
         self._closing: dict[WorkerRef, list[str]] = {}
@@ -167,10 +99,14 @@ class DraftBook:
         mirror = self._mirrors.get(sequence)
         return mirror.worker if mirror else None
 
+    def pace_of(self, sequence: str) -> Pace:
+        """:raises KeyError: if there is no speculation for it."""
+        return self._mirrors[sequence].pace
+
     def open(self, sequence: str, tokens: Sequence[int]) -> None:
         """Begin to speculate for `sequence`; `tokens` is kept and read, and grows outside."""
         self.close(sequence)
-        self._mirrors[sequence] = mirror = _Mirror(tokens=tokens, pace=self.policy.pace())
+        self._mirrors[sequence] = mirror = _Mirror(tokens=tokens, pace=self.policy.pace(), known=len(tokens))
         self._assign(mirror)
 
     def close(self, sequence: str) -> None:
@@ -207,7 +143,8 @@ class DraftBook:
 
     def begin_step(self, num_rows: int) -> None:
         """A step with `num_rows` decoding rows is about to be planned."""
-        self.policy.begin_step(num_rows)
+        rates = [one.pace.rate for one in self._mirrors.values() if one.proposal and not one.pace.asleep]
+        self.policy.begin_step(num_rows, rates)
 
     def propose(self, sequence: str, limit: int) -> list[int]:
         """At most `limit` tokens to verify after the sequence's own; [] when nothing useful has arrived."""
@@ -237,11 +174,22 @@ class DraftBook:
         return [Outcome(accepted, usable[accepted], behind)]
 
     def record(self, sequence: str, proposed: int, accepted: int) -> None:
-        """A step ran for the sequence, with `proposed` tokens to verify (perhaps none)."""
+        """A step ran for the sequence, with `proposed` tokens to verify (perhaps none). Its tokens are there.
+
+        What was proposed, but not verified, is compared with what came all the same.
+        """
         self.counters.record(proposed, accepted)
         mirror = self._mirrors.get(sequence)
-        if mirror is not None:
-            self.policy.record(mirror.pace, proposed, accepted)
+        if mirror is None:
+            return
+        known, mirror.known = mirror.known, len(mirror.tokens)
+        self.policy.passed(mirror.pace, mirror.known - known)
+        if proposed:
+            self.policy.record(mirror.pace, accepted, int(accepted < proposed))
+        elif mirror.proposal and (guess := align(mirror.base, mirror.proposal, mirror.tokens, known)):
+            came = mirror.tokens[known : known + len(guess)]
+            hits = accept(guess, came)
+            self.policy.record(mirror.pace, hits, int(hits < len(came)))
 
     def on_proposals(self, message: Proposals) -> None:
         """The latest proposal wins; what is older, unknown, from another worker or beyond the vocabulary is dropped."""

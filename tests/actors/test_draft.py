@@ -21,9 +21,11 @@ from common.protocol.messages import Message, Presence, SamplingParams
 from common.runtime.actor import Actor
 from common.runtime.settings import ServiceConfig
 from common.testing.memory_bus import MemoryBroker
-from services.decode.speculation import DraftBook, SpeculationPolicy
+from services.decode.speculation import DraftBook
+from services.decode.speculation_policy import SpeculationPolicy
 from services.draft.actor import MAX_QUEUED, DraftActor
 from services.draft.config import DraftConfig
+from tests.unit.speculating import flat_costs
 
 DRAFT = DraftConfig(heartbeat_s=0.02, dead_after_s=0.3, max_sequences=8, proposal_tokens=6)
 DECODE = ServiceConfig(heartbeat_s=0.02, dead_after_s=0.3)
@@ -38,7 +40,7 @@ class Decoder(Actor):
     def __init__(self, broker: MemoryBroker) -> None:
         self.connection = broker.connect("decode")
         super().__init__(bus=self.connection, config=DECODE)
-        self.book = DraftBook(SpeculationPolicy(max_tokens=4, max_step_tokens=1000), vocab_size=VOCAB)
+        self.book = DraftBook(SpeculationPolicy(max_tokens=4, max_step_tokens=1000, costs=flat_costs()), vocab_size=VOCAB)
         self.proposals: list[Proposals] = []
         self.resyncs: list[DraftResync] = []
 

@@ -15,7 +15,9 @@ from common.engine.simulated.runner import BYTES_PER_TOKEN, SimulatedRunner, Tok
 from common.protocol.draft_messages import DraftClose, DraftResync, DraftRow, DraftUpdate, Proposals
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence, SamplingParams
-from services.decode.speculation import RESYNC_TOKENS, DraftBook, SpeculationPolicy, align
+from services.decode.speculation import RESYNC_TOKENS, DraftBook, align
+from services.decode.speculation_policy import SpeculationPolicy
+from tests.unit.speculating import flat_costs
 
 DECODE = WorkerRef("decode", "decode-1", 1)
 VOCAB = 1000
@@ -26,7 +28,9 @@ def drafter(name: str, *, epoch: int = 1, credits: int = 100, state: Literal["re
 
 
 def make_book(*workers: Presence, max_tokens: int = 4, max_step_tokens: int = 1000) -> DraftBook:
-    book = DraftBook(SpeculationPolicy(max_tokens=max_tokens, max_step_tokens=max_step_tokens), vocab_size=VOCAB)
+    book = DraftBook(
+        SpeculationPolicy(max_tokens=max_tokens, max_step_tokens=max_step_tokens, costs=flat_costs()), vocab_size=VOCAB
+    )
     book.set_workers(workers)
     return book
 
@@ -81,7 +85,9 @@ def test_each_step_sends_one_update_with_what_is_new() -> None:
 
 def test_a_long_prompt_is_sent_in_bounded_updates() -> None:
     worker = drafter("draft-1")
-    book = DraftBook(SpeculationPolicy(max_tokens=4, max_step_tokens=99), vocab_size=VOCAB, max_update_tokens=10)
+    book = DraftBook(
+        SpeculationPolicy(max_tokens=4, max_step_tokens=99, costs=flat_costs()), vocab_size=VOCAB, max_update_tokens=10
+    )
     book.set_workers([worker])
     book.open("a", list(range(25)))
     book.open("b", [1])
@@ -100,6 +106,7 @@ def test_the_latest_proposal_wins_and_older_ones_are_dropped() -> None:
     book.open("a", tokens)
     book.messages(DECODE)
     offer(book, worker, "a", 3, [4, 5])
+    book.begin_step(1)
     offer(book, worker, "a", 2, [9, 9])
     assert book.propose("a", 8) == [4, 5]
     offer(book, worker, "a", 3, [6])
@@ -113,6 +120,7 @@ def test_one_proposal_serves_several_steps_while_it_holds() -> None:
     book.open("a", tokens)
     book.messages(DECODE)
     offer(book, worker, "a", 3, [4, 5, 6, 7, 8])
+    book.begin_step(1)
     assert book.propose("a", 8) == [4, 5]
     tokens += [4, 5, 6]
     assert book.propose("a", 8) == [7, 8]
@@ -166,6 +174,7 @@ def test_garbage_proposals_are_dropped() -> None:
     offer(book, worker, "a", 3, [-1, 1])
     assert book.propose("a", 8) == []
     offer(book, worker, "a", 3, [4, 2**70, 5])
+    book.begin_step(1)
     assert book.propose("a", 8) == [4]
     offer(book, worker, "a", 3, [5] * 100_000)
     assert len(book.propose("a", 100_000)) <= 4
@@ -248,42 +257,25 @@ def test_a_new_epoch_forgets_everything() -> None:
     assert len(book) == 0 and book.messages(DECODE) == []
 
 
-def test_proposals_shorten_and_pause_after_misses_and_come_back() -> None:
-    policy = SpeculationPolicy(max_tokens=8, max_step_tokens=1000, nap_tokens=4)
-    pace = policy.pace()
-    policy.begin_step(1)
-    assert policy.length(pace) > 1
-    lengths = []
-    for _ in range(60):
-        lengths.append(policy.length(pace))
-        policy.record(pace, lengths[-1], 0)
-    assert lengths[-40:].count(0) > 30, "mostly paused"
-    assert lengths[-40:].count(1) >= 1, "but probing now and then"
-    assert max(lengths[-40:]) == 1
-    pace.asleep = 0
-    for _ in range(40):
-        length = policy.length(pace)
-        policy.record(pace, length, length)
-    assert policy.length(pace) == 8
-
-
-def test_a_full_batch_is_not_slowed_by_verification() -> None:
-    worker = drafter("draft-1", credits=1000)
-    book = make_book(worker, max_step_tokens=64)
-    for index in range(64):
-        book.open(str(index), [1])
-    book.messages(DECODE)
-    for index in range(64):
-        offer(book, worker, str(index), 1, [2, 3, 4, 5])
-
-    def verified(num_rows: int) -> int:
-        book.begin_step(num_rows)
-        return sum(len(book.propose(str(index), 8)) for index in range(num_rows))
-
-    assert verified(64) == 0
-    assert verified(60) == 4
-    assert verified(16) == 48
-    assert verified(4) == 16
+def test_what_was_not_verified_is_compared_with_what_came() -> None:
+    worker = drafter("draft-1")
+    book = make_book(worker)
+    tokens = [1, 2, 3]
+    book.open("a", tokens)
+    updates(book)
+    rate = book.pace_of("a").rate
+    offer(book, worker, "a", 3, [4, 5, 6])
+    tokens.append(4)
+    book.record("a", 0, 0)
+    assert book.pace_of("a").rate > rate
+    rate = book.pace_of("a").rate
+    tokens += [9, 6]
+    book.record("a", 0, 0)
+    assert book.pace_of("a").rate < rate
+    rate = book.pace_of("a").rate
+    tokens.append(7)
+    book.record("a", 0, 0)
+    assert book.pace_of("a").rate == rate, "that proposal has failed already"
 
 
 def test_what_was_accepted_is_counted_by_position() -> None:

@@ -1,0 +1,66 @@
+"""How long a step takes by the number of its tokens, as measured lately. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+import numpy as np
+from numpy.typing import NDArray
+
+SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""A step counts as one of the next of these numbers of tokens."""
+_WEIGHT = 0.1
+_FIRST = 3
+"""Measurements after which a size is known."""
+_OUTLIER = 2.0
+"""Times what was expected: more of a measurement is something else, a compilation or another process."""
+_DRIFT = 0.02
+"""What all sizes take, by how much one took longer than expected: contexts grow, and clocks fall."""
+
+
+class StepCosts:
+    """`stale_after`: steps after which a size that did not occur counts as unknown, and is measured again when it does."""
+
+    def __init__(self, *, stale_after: int = 512) -> None:
+        self.stale_after = stale_after
+        self._seconds = np.zeros(len(SIZES))
+        self._counts = np.zeros(len(SIZES), np.int64)
+        self._seen = np.zeros(len(SIZES), np.int64)
+        self._steps = 0
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """A step of so many tokens took so long; larger ones than the largest size are passed over."""
+        self._steps += 1
+        index = bisect_left(SIZES, num_tokens)
+        if index == len(SIZES) or seconds <= 0:
+            return
+        if self._steps - self._seen[index] > self.stale_after:
+            self._counts[index] = 0
+        expected = self._seconds[index]
+        count = self._counts[index] = self._counts[index] + 1
+        self._seen[index] = self._steps
+        if count == 1:
+            self._seconds[index] = seconds
+            return
+        seconds = min(seconds, _OUTLIER * expected)
+        self._seconds[index] += max(_WEIGHT, 1 / count) * (seconds - expected)
+        others = np.arange(len(SIZES)) != index
+        self._seconds[others] *= 1 + _DRIFT * (seconds / expected - 1)
+
+    def is_known(self, num_tokens: int) -> bool:
+        """Whether steps of that size were measured lately."""
+        index = bisect_left(SIZES, num_tokens)
+        return index < len(SIZES) and bool(self._known()[index])
+
+    def seconds(self, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Of steps of `sizes` tokens: on a line between known sizes, and on the last such line beyond them.
+
+        At least one size is known; with just one, all steps take as long.
+        """
+        known = self._known()
+        at, seconds = np.array(SIZES)[known], np.maximum.accumulate(self._seconds[known])
+        slope = (seconds[-1] - seconds[-2]) / (at[-1] - at[-2]) if len(at) > 1 else 0.0
+        return np.interp(sizes, at, seconds) + slope * np.maximum(0, sizes - at[-1])
+
+    def _known(self) -> NDArray[np.bool_]:
+        return (self._counts >= _FIRST) & (self._steps - self._seen <= self.stale_after)
