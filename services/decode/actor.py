@@ -61,7 +61,11 @@ class DecodeActor(EngineWorker):
     def make_scheduler(self) -> DecodeScheduler:
         limits = self.config.limits(on_gpu=self.engine.on_gpu)
         self.num_preemptions = 0
-        policy = SpeculationPolicy(max_tokens=self.config.speculation_tokens, max_step_tokens=self.config.max_verify_tokens)
+        policy = SpeculationPolicy(
+            max_tokens=self.config.speculation_tokens,
+            max_step_tokens=self.config.max_verify_tokens,
+            always=self.config.verify == "always",
+        )
         self.drafts = DraftBook(policy, vocab_size=self.engine.runner.vocab_size)
         return DecodeScheduler(
             self.cache,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -13,4 +13,8 @@ class DecodeConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknow
     """Decode workers."""
 
     speculation_tokens: Annotated[int, Meta(ge=0, le=63, description="proposed tokens verified per sequence; 0: off")] = 4
+    verify: Annotated[
+        Literal["measured", "always"],
+        Meta(description="proposed tokens are verified where that is faster by measured time, or always: for tests"),
+    ] = "measured"
     max_verify_tokens: Annotated[int, Meta(ge=0, description="tokens of a step that verifies, at most")] = 256

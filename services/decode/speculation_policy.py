@@ -47,7 +47,8 @@ class Pace:
 class SpeculationPolicy:
     """max_tokens: verified of one sequence. max_step_tokens: of a step that verifies, rows and proposed tokens.
 
-    nap_tokens: the first pause of a sequence whose proposals do not pay; max_nap_tokens: the longest.
+    always: whatever is proposed is verified, within these bounds. nap_tokens: the first pause of a sequence whose proposals do
+    not pay; max_nap_tokens: the longest.
     """
 
     def __init__(
@@ -58,12 +59,14 @@ class SpeculationPolicy:
         nap_tokens: int = 16,
         max_nap_tokens: int = 512,
         costs: StepCosts | None = None,
+        always: bool = False,
     ) -> None:
         self.max_tokens = max_tokens
         self.max_step_tokens = max_step_tokens
         self.nap_tokens = nap_tokens
         self.max_nap_tokens = max_nap_tokens
         self.costs = costs or StepCosts()
+        self.always = always
         self.num_probes = 0
         self._left = 0
         self._price = math.inf
@@ -77,6 +80,9 @@ class SpeculationPolicy:
         self._left = 0
         room = self.max_step_tokens - num_rows
         if not rates or room <= 0 or not self.max_tokens or not num_rows:
+            return
+        if self.always:
+            self._left, self._price = room, 0.0
             return
         if not self.costs.is_known(num_rows):
             self.num_probes += 1
@@ -94,7 +100,7 @@ class SpeculationPolicy:
         """Tokens to verify for a sequence in this step."""
         if pace.asleep > 0 or pace.rate < self._price:
             return 0
-        worth = self.max_tokens if pace.rate >= 1 else int(math.log(self._price) / math.log(pace.rate) + 1e-9)
+        worth = self.max_tokens if self.always or pace.rate >= 1 else int(math.log(self._price) / math.log(pace.rate) + 1e-9)
         return max(0, min(worth, self.max_tokens, self._left))
 
     def spend(self, num_tokens: int) -> None:

@@ -141,7 +141,9 @@ class World:
                 config = PrefillConfig(**shared, token_budget=16, max_running=self.max_running)
                 return PrefillActor(bus=bus, config=config, open_engine=self._open_engine, clock=clock)
             case "decode":
-                config = DecodeConfig(**shared, token_budget=8 + self.max_running, max_running=self.max_running)
+                config = DecodeConfig(
+                    **shared, token_budget=8 + self.max_running, max_running=self.max_running, verify="always"
+                )
                 transport = ShmTransport(str(self.shm_dir))
                 return DecodeActor(bus=bus, config=config, open_engine=self._open_engine, transport=transport, clock=clock)
             case "draft":

@@ -42,7 +42,7 @@ ONE_GROUP = ("llama", "mistral", "qwen2", "qwen3", "phi3", "phi3-longrope", "olm
 BLOCK_TOKENS = 16
 FLAGS = ("--dtype", "float32", "--token-budget", "50", "--num-blocks", "120")
 DECODERS = ("decode-0", "decode-1")
-SPECULATION = ("--speculation-tokens", "4")
+SPECULATION = ("--speculation-tokens", "4", "--verify", "always")
 
 
 def prompts_of(dice: random.Random, *lengths: int) -> list[list[int]]:

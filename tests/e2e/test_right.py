@@ -201,8 +201,10 @@ async def two_and_two(nats_url: str, smollm2: ModelFiles, tmp_path_factory: pyte
 
 async def start_decoders(stack: Stack) -> list[str]:
     return [
-        await stack.start("decode", "--token-budget", "40", "--num-blocks", "110", "--speculation-tokens", "3"),
-        await stack.start("decode", "--token-budget", "130", "--speculation-tokens", "8"),
+        await stack.start(
+            "decode", "--token-budget", "40", "--num-blocks", "110", "--speculation-tokens", "3", "--verify", "always"
+        ),
+        await stack.start("decode", "--token-budget", "130", "--speculation-tokens", "8", "--verify", "always"),
     ]
 
 
@@ -255,7 +257,7 @@ async def tiny_stack(nats_url: str, tiny: TinyModels, tmp_path_factory: pytest.T
             model = ("--model", str(folder))
             await stack.start("gateway", *model, "--direct-max-tokens", "20", name=f"gateway-{name}")
             await stack.start("prefill", *model)
-            await stack.start("decode", *model, "--speculation-tokens", "4")
+            await stack.start("decode", *model, "--speculation-tokens", "4", "--verify", "always")
             await stack.start("draft", *model)
         await stack.ready()
         yield stack

@@ -99,7 +99,7 @@ async def test_answers_are_valid_and_the_same_alone_together_guessed_and_after_a
         expected = [reply.text for reply in alone]
         assert len(set(expected)) > len(expected) // 2
 
-        await stack.start("decode", "--speculation-tokens", "8")
+        await stack.start("decode", "--speculation-tokens", "8", "--verify", "always")
         await stack.start("draft")
         await stack.ready()
         for gateway in ("prefill", "direct"):

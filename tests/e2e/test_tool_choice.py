@@ -142,7 +142,7 @@ async def test_calls_are_valid_and_the_same_whatever_happens(engine: str, nats_s
             reply = await stack.bus.request(subjects.chat(MODEL), body, timeout_s=60)
             assert whole(json.loads(reply.data)) == message
 
-        await stack.start("decode", "--speculation-tokens", "8")
+        await stack.start("decode", "--speculation-tokens", "8", "--verify", "always")
         await stack.start("draft")
         await stack.ready()
         for gateway, stream in (("prefill", True), ("direct", False)):

@@ -148,3 +148,15 @@ def test_an_outlier_does_not_change_much_and_stale_sizes_are_unknown() -> None:
     for _ in range(11):
         costs.observe(100_000, 1.0)
     assert not costs.is_known(4)
+
+
+def test_always_asks_for_no_time() -> None:
+    policy = SpeculationPolicy(max_tokens=4, max_step_tokens=6, always=True)
+    pace = Pace(rate=0.01, nap=16)
+    policy.begin_step(2, [pace.rate])
+    for _ in range(20):
+        policy.record(pace, 0, 1)
+    assert policy.length(pace) == 4
+    policy.spend(4)
+    assert policy.length(pace) == 0
+    assert policy.num_probes == 0
