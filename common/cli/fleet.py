@@ -40,7 +40,9 @@ class UpConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
         Meta(description=f"prefill workers; by default 1 if there are two GPUs, or {2 * MAX_THREADS} cores and none, else 0"),
     ] = None
     decode: Annotated[int, Meta(ge=0, le=256, description="decode workers; they compute prompts too")] = 1
-    draft: Annotated[int, Meta(ge=0, le=256, description="draft workers, which guess tokens from the text so far")] = 0
+    draft: Annotated[
+        int, Meta(ge=0, le=256, description="draft workers, which guess tokens from the text so far, or with --draft-model")
+    ] = 0
     kvstore: Annotated[_Count | None, Meta(description="KV stores; by default 1, where KV is on GPUs 0")] = None
     device: Annotated[str, Meta(description="auto: GPUs if there are any; cpu; cuda: every GPU; cuda:N: that one")] = "auto"
     http_host: Annotated[str, Meta(description="address of the OpenAI API")] = "127.0.0.1"
@@ -68,7 +70,12 @@ class ModelFleet(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_engines(self) -> int:
-        return (self.config.prefill or 0) + self.config.decode
+        return (self.config.prefill or 0) + self.config.decode + self.num_draft_engines
+
+    @property
+    def num_draft_engines(self) -> int:
+        """Draft workers with a model."""
+        return self.config.draft if getattr(self.services.get("draft"), "draft_model", "") else 0
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -161,7 +168,7 @@ def processes(
 
     def worker(fleet: ModelFleet, tag: str, role: Role, index: int) -> ProcessSpec:
         own = {"model": fleet.config.model}
-        if role != "draft":
+        if role != "draft" or fleet.num_draft_engines:
             place, settings = next(places), fleet.services.get(role) or config_type(role)()
             assert isinstance(settings, EngineServiceConfig)
             own["threads"] = str(settings.threads or threads_of(settings, cores, num_engines))

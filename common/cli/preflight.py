@@ -14,7 +14,14 @@ from pathlib import Path
 
 import msgspec
 
-from common.engine.load.layout import EngineConfig, cache_layout, check_pool, limit_context, resolve_engine_precision
+from common.engine.load.layout import (
+    EngineConfig,
+    cache_layout,
+    check_pool,
+    check_use,
+    limit_context,
+    resolve_engine_precision,
+)
 from common.engine.load.precision import DeviceKind, Precision
 from common.models.config import ModelConfig, load_config
 from common.models.source import ModelFiles, resolve
@@ -53,14 +60,17 @@ class Servable(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def check_model(spec: str, engine: EngineConfig | None = None, device: DeviceKind = "cpu") -> Servable:
+def check_model(spec: str, engine: EngineConfig | None = None, device: DeviceKind = "cpu", *, drafts: bool = False) -> Servable:
     """Check everything about `spec` that can be known without loading it. Takes about half a second.
+
+    drafts: whether it only drafts for another model.
 
     :raises UnknownModel: it is not on this machine. :raises ConfigError: why it can't be served.
     """
     engine = engine or EngineConfig()
     files = resolve(spec, weights=engine.load_format != "dummy")
     model = limit_context(load_config(files), engine)
+    check_use(model, files.name, drafts=drafts)
     precision = resolve_engine_precision(model, engine, device)
     made_up = engine.load_format == "dummy" or files.format == "dummy"
     inventory = take_inventory(msgspec.structs.replace(files, format="dummy") if made_up else files, model)

@@ -107,6 +107,7 @@ def _checked(asked: UpSettings) -> tuple[UpSettings, list[str]]:
 
     :raises UnknownModel, ConfigError: why one can't be served.
     """
+    from common.cli.draft_check import check_draft_model
     from common.cli.preflight import Servable, check_machine, check_model  # slow to import
     from common.engine.load.layout import EngineConfig
 
@@ -132,6 +133,12 @@ def _checked(asked: UpSettings) -> tuple[UpSettings, list[str]]:
             needed.append((known[settings], count))
         if limits:
             asked = asked.with_context(config.served_name, min(limits))
+        drafts = check_draft_model(fleet)
+        if drafts.servable is not None:
+            needed.append((drafts.servable, config.draft))
+        if drafts.reason:
+            warnings[f"nothing is drafted: {drafts.reason}"] = None
+            asked = asked.without_drafts(config.served_name)
     store_bytes = (asked.config.kvstore or 0) * (getattr(asked.services["kvstore"], "capacity_mb", 0) << 20)
     tight = check_machine(needed, Path(asked.config.shm_dir), store_bytes=store_bytes)
     return asked, [*warnings, *tight]

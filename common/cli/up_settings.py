@@ -58,6 +58,17 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
         passed = _with_context(self.passed, max_model_len) if len(fleets) == 1 else self.passed
         return msgspec.structs.replace(self, passed=passed, fleets=fleets)
 
+    def without_drafts(self, model: str) -> UpSettings:
+        """The same without draft workers of `model`."""
+        fleets = tuple(
+            msgspec.structs.replace(fleet, config=msgspec.structs.replace(fleet.config, draft=0))
+            if fleet.config.served_name == model
+            else fleet
+            for fleet in self.fleets
+        )
+        config = fleets[0].config if len(fleets) == 1 else self.config
+        return msgspec.structs.replace(self, config=config, fleets=fleets)
+
 
 def _with_context(passed: Passed, max_model_len: int) -> Passed:
     return {role: {**given, "max_model_len": str(max_model_len)} for role, given in passed.items()}

@@ -79,13 +79,29 @@ def config_from_json(data: Mapping[str, Any], generation: Mapping[str, Any] | No
 
     :raises ConfigError: see `load_config`.
     """
-    data = unwrapped(data)
+    data = dict(unwrapped(data))
+    draft_vocab_size = data.pop("draft_vocab_size", None)  # any family's, see `reduced_vocabulary`
     read = reader_of(data.get("model_type"), JSON_FAMILIES, "model_type")
     spec = read(Fields(data, "config.json"))
     if isinstance(quantization := data.get("quantization_config"), Mapping) and quantization.get("transform_config"):
         raise ConfigError("quantization_config.transform_config is not supported: its weights are rotated")
     eos = (generation or {}).get("eos_token_id", data.get("eos_token_id"))
-    return _checked(msgspec.structs.replace(spec, eos_ids=_ids(eos), quantization=detect(data)))
+    reduced = _reduced_vocabulary(draft_vocab_size, spec)
+    return _checked(msgspec.structs.replace(spec, eos_ids=_ids(eos), quantization=detect(data), draft_vocab_size=reduced))
+
+
+def _reduced_vocabulary(size: object, spec: ModelSpec) -> int:
+    """Return the rows of a draft model's head; 0 for a head of the whole vocabulary.
+
+    :raises ConfigError: if that is no size of a part of it, or the head is the embedding.
+    """
+    if size is None or size == 0:
+        return 0
+    if not isinstance(size, int) or isinstance(size, bool) or not 0 < size <= spec.vocab_size:
+        raise ConfigError(f"draft_vocab_size must be between 1 and vocab_size ({spec.vocab_size}), not {str(size)[:80]!r}")
+    if spec.tie_embeddings:
+        raise ConfigError("draft_vocab_size needs a head of its own: tie_word_embeddings must be false")
+    return size
 
 
 def config_from_gguf(metadata: Mapping[str, Any]) -> ModelSpec:

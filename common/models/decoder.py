@@ -20,9 +20,11 @@ from common.models.blocks.mlp import DenseBlock, load_dense
 from common.models.blocks.moe import ExpertsBlock, load_experts
 from common.models.blocks.shards import ShardRule
 from common.models.config import ModelConfig
+from common.models.reduced_vocabulary import spread, target_ids
 from common.models.rope import RopeTable, inverse_frequencies
 from common.models.spec import DenseSpec, RopeSpec
 from common.models.weights.base import WeightLoader
+from common.models.weights.expected import TARGET_OFFSETS
 from common.ops.linear.embed import embed
 from common.ops.linear.linear import linear
 from common.ops.linear.weight import LinearWeight, Role
@@ -137,7 +139,10 @@ class Decoder:
             loader.skip(head)  # some files hold the tied copy too
             self.head = loader.pack_head(self.embedding)
         else:
-            self.head = loader.pack_head(loader.take(head, config.vocab_size, config.hidden_size))
+            self.head = loader.pack_head(loader.take(head, config.head_size, config.hidden_size))
+        self._target_ids: torch.Tensor | None = None
+        if config.draft_vocab_size:
+            self._target_ids = target_ids(loader.take_codes(TARGET_OFFSETS, config.draft_vocab_size), config.vocab_size)
         self.kv_scale = loader.take_kv_scales(config.num_layers, config.num_kv_heads)
         self.k_center: torch.Tensor | None = None
         """float32 [layers, kv_heads, head_dim], subtracted from K where the pool is FP8 (`ops.kv.qkv_rope`); set after load."""
@@ -205,6 +210,8 @@ class Decoder:
         logits = linear(states, self.head, wide=True)
         if cap := self.config.logit_soft_cap:
             logits = logits.div_(cap).tanh_().mul_(cap)
+        if self._target_ids is not None:
+            logits = spread(logits, self._target_ids, self.config.vocab_size)
         return logits
 
     @torch.inference_mode()

@@ -215,6 +215,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: all ids that end a text.
     quantization: how the files hold the linears.
     identity: names the weights' content (a digest over sizes and file edges, not over whole files).
+    draft_vocab_size: rows of the head of a draft model that writes only some of the tokens (`reduced_vocabulary`); 0: all.
 
     Properties that speak of "the" heads or sizes are those of the layer that has most.
     """
@@ -234,6 +235,12 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     eos_ids: list[int] = []
     quantization: WeightScheme = WeightScheme()
     identity: str = ""
+    draft_vocab_size: int = 0
+
+    @property
+    def head_size(self) -> int:
+        """Rows of the head."""
+        return self.draft_vocab_size or self.vocab_size
 
     @property
     def weight_format(self) -> WeightFormat:

@@ -15,11 +15,30 @@ class DraftRow(msgspec.Struct, frozen=True, array_like=True):
     tokens: list[int]
 
 
+class DraftSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a sequence's tokens are drawn, so that a drafter can draw with the same noise: fields of `SamplingParams`.
+
+    The first `prompt_tokens` tokens are the prompt. Penalties, biases and grammars are not told: a drafter that does not know
+    them proposes tokens that are accepted less often.
+    """
+
+    seed: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    prompt_tokens: int = 1
+
+
 class DraftUpdate(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """decode → draft, once a step: the tokens that this step fixed. Propose what may come next."""
+    """decode → draft, once a step: the tokens that this step fixed. Propose what may come next.
+
+    `sampling`: by sequence, for each row with base 0. A sequence that is missing there is drawn greedily.
+    """
 
     decode: WorkerRef
     rows: list[DraftRow]
+    sampling: dict[str, DraftSampling] = {}
 
 
 class DraftClose(msgspec.Struct, tag=True, frozen=True, kw_only=True):

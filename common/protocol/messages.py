@@ -1,8 +1,7 @@
 """Every message between services: one tagged msgspec Struct each, msgpack on the wire.
 
 A field is only ever added, with a default, so that two versions can talk. Encode with `encode`, decode with `decode`;
-nothing else in the project touches msgpack. `docs/protocol.md` is checked against this file. What kvstores and draft workers
-are told is in `cache_messages.py` and `draft_messages.py`.
+nothing else touches msgpack. `docs/protocol.md` describes this file, `cache_messages.py` and `draft_messages.py`.
 
 Who sends what, in the order of one request:
 
@@ -313,14 +312,14 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     `host` names the shared-memory domain: workers with equal `host` can map each other's `segment`. `state` is
     starting, ready or draining. Speeds are moving averages, 0 when unknown. `loaded`: the share of its weights that a worker
-    has loaded while it starts. `steps`: how many its engine has run; `step_age_ms`: since when the one that runs now does, 0
-    when none runs.
+    has loaded while it starts. `steps`: how many its engine has run; `step_age_ms`: age of the step that runs now, 0 for none.
 
     `model` is the name that clients ask for: a gateway uses the workers that serve its own. `identity` names what a worker's
     weights are, so that another model under the same name is left alone; empty: unknown. `max_context`: tokens that one
     sequence may have on this worker, which its KV pool may limit; 0: unknown. `draft_tokens`: proposed tokens that a decode
     worker has verified since its start; `accepted_tokens`: those of them that held. `http_host`: where `http_port` is, an
     address or the machine's name; empty: unknown. `models`: what a gateway serves, `model` first.
+    `vocabulary`: the digest of a draft model's tokenizer, which its target's must equal; empty: there is no draft model.
     """
 
     worker: WorkerRef
@@ -346,6 +345,7 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     accepted_tokens: int = 0
     http_host: str = ""
     models: list[ServedModel] = []
+    vocabulary: str = ""
 
     @property
     def served(self) -> list[ServedModel]:

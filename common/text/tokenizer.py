@@ -8,6 +8,7 @@ each stream.
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Iterable, Sequence
@@ -117,6 +118,10 @@ class Tokenizer:
             at_least = len(self._encode_checked(text[:probe], parse_special, "", param)) - self.longest_token_bytes
             if at_least > max_tokens:
                 raise _too_long(param, f"more than {at_least} tokens", max_tokens)
+
+    def serialised(self) -> dict[str, Any]:
+        """Return what tokenizer.json says, or would say: `model` with vocabulary and merges, `added_tokens` and so on."""
+        return json.loads(self._backend.to_str())
 
     def find_special(self, text: str) -> bool:
         """Whether `text` holds the text of a special token."""

@@ -22,13 +22,14 @@ from common.cache.spec import group_name
 from common.engine.plan import StepPlan, StepResult
 from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
-from common.protocol.draft_messages import DraftResync, Proposals
+from common.protocol.draft_messages import DraftResync, DraftSampling, Proposals
 from common.protocol.errors import PenstockError, ProtocolError, StaleHandle, TransportUnavailable
 from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef
 from common.protocol.messages import DecodeTask, KvReady, Message, Presence, ReadTask, ReleaseLease, RenewLeases
 from common.runtime import logs
 from common.runtime.actor import WorkerState
 from common.runtime.bus import Bus
+from common.text.vocabulary import vocabulary_digest
 from common.transfer.base import RemoteBlocks, Transport
 from common.worker.actor import EngineWorker, OpenEngine
 from services.decode.config import DecodeConfig
@@ -57,6 +58,17 @@ class DecodeActor(EngineWorker):
         super().__init__(bus=bus, config=config, open_engine=open_engine, clock=clock)
         self.transport = transport
         self.pulling: dict[str, WorkerRef] = {}
+        self.vocabulary = ""
+        self.late_proposals = self.metrics.counter(
+            "speculation_late_proposals_total", "Proposals of which every token was already decided when they arrived"
+        )
+
+    async def start(self) -> None:
+        await super().start()
+        if self.config.speculation_tokens and self.engine.files is not None:
+            self.vocabulary = await anyio.to_thread.run_sync(
+                vocabulary_digest, self.engine.files, self.engine.runner.vocab_size
+            )
 
     def make_scheduler(self) -> DecodeScheduler:
         limits = self.config.limits(on_gpu=self.engine.on_gpu)
@@ -83,7 +95,7 @@ class DecodeActor(EngineWorker):
             return
         match message:
             case Proposals():
-                self.drafts.on_proposals(message)
+                self.on_proposals(message)
             case DraftResync():
                 self.drafts.on_resync(message)
             case KvReady():
@@ -207,9 +219,19 @@ class DecodeActor(EngineWorker):
         for worker, message in self.drafts.messages(self.ref):
             self.send(worker, message)
 
+    def may_draft(self, draft: Presence) -> bool:
+        """Whether a draft worker's proposals are in this model's vocabulary: it serves the model, and if it has a model of its
+        own, that has the same tokenizer."""
+        return draft.model in ("", self.config.served_name) and draft.vocabulary in ("", self.vocabulary)
+
+    def on_proposals(self, message: Proposals) -> None:
+        before = self.drafts.counters.num_late
+        self.drafts.on_proposals(message)
+        self.late_proposals.inc(self.drafts.counters.num_late - before)
+
     def speculate(self, sequence: Sequence) -> None:
         if self.config.speculation_tokens:
-            self.drafts.open(sequence.request, sequence.tokens)
+            self.drafts.open(sequence.request, sequence.tokens, draft_sampling(sequence))
 
     def dropped(self, sequence: Sequence) -> None:
         self.drafts.close(sequence.request)
@@ -229,7 +251,7 @@ class DecodeActor(EngineWorker):
         super().tick(now)
         if not self.loaded:
             return
-        self.drafts.set_workers(self.registry.alive("draft", now))
+        self.drafts.set_workers([draft for draft in self.registry.alive("draft", now) if self.may_draft(draft)])
         owners: dict[WorkerRef, list[str]] = {}
         for lease, owner in self.pulling.items():
             owners.setdefault(owner, []).append(lease)
@@ -244,6 +266,19 @@ class DecodeActor(EngineWorker):
         super().fenced()
         if self.loaded:
             self.drafts.reset()
+
+
+def draft_sampling(sequence: Sequence) -> DraftSampling:
+    """Return what a drafter needs to draw with the noise of this sequence."""
+    params = sequence.sampling
+    return DraftSampling(
+        seed=params.seed,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        prompt_tokens=sequence.generation.prompt_tokens,
+    )
 
 
 def covered_blocks(handle: KvHandle, num_tokens: int, cache: SequenceCache) -> list[GroupBlocks]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from common.engine.outcomes import Outcome, accept
-from common.protocol.draft_messages import DraftClose, DraftResync, DraftRow, DraftUpdate, Proposals
+from common.protocol.draft_messages import DraftClose, DraftResync, DraftRow, DraftSampling, DraftUpdate, Proposals
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
 from services.decode.speculation_policy import Pace, SpeculationPolicy
@@ -38,11 +38,15 @@ def align(base: int, proposal: Sequence[int], tokens: Sequence[int], length: int
 
 @dataclass(slots=True)
 class SpeculationCounters:
-    """vLLM's `spec_decode_num_drafts`, `_draft_tokens`, `_accepted_tokens` and `_accepted_tokens_per_pos`."""
+    """vLLM's `spec_decode_num_drafts`, `_draft_tokens`, `_accepted_tokens` and `_accepted_tokens_per_pos`.
+
+    `num_late`: proposals of which every token was already decided when they arrived.
+    """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_late: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
 
     def record(self, proposed: int, accepted: int) -> None:
@@ -64,6 +68,7 @@ class _Mirror:
     which `known` were there after the last step."""
 
     tokens: Sequence[int]
+    sampling: DraftSampling
     pace: Pace
     worker: WorkerRef | None = None
     sent: int = 0
@@ -103,10 +108,12 @@ class DraftBook:
         """:raises KeyError: if there is no speculation for it."""
         return self._mirrors[sequence].pace
 
-    def open(self, sequence: str, tokens: Sequence[int]) -> None:
-        """Begin to speculate for `sequence`; `tokens` is kept and read, and grows outside."""
+    def open(self, sequence: str, tokens: Sequence[int], sampling: DraftSampling | None = None) -> None:
+        """Begin to speculate for `sequence`; `tokens` is kept and read, and grows outside. sampling: how its tokens are drawn;
+        None: greedily."""
         self.close(sequence)
-        self._mirrors[sequence] = mirror = _Mirror(tokens=tokens, pace=self.policy.pace(), known=len(tokens))
+        mirror = _Mirror(tokens=tokens, pace=self.policy.pace(), sampling=sampling or DraftSampling(), known=len(tokens))
+        self._mirrors[sequence] = mirror
         self._assign(mirror)
 
     def close(self, sequence: str) -> None:
@@ -202,6 +209,7 @@ class DraftBook:
                 if not 0 <= token < self.vocab_size:
                     proposal = proposal[:index]
                     break
+            self.counters.num_late += bool(proposal) and len(mirror.tokens) - row.base >= len(proposal)
             mirror.base, mirror.proposal = row.base, proposal
 
     def on_resync(self, message: DraftResync) -> None:
@@ -222,6 +230,7 @@ class DraftBook:
         ]
         self._closing = {}
         rows: dict[WorkerRef, list[DraftRow]] = {}
+        sampling: dict[WorkerRef, dict[str, DraftSampling]] = {}
         room: dict[WorkerRef, int] = {}
         for sequence, mirror in self._mirrors.items():
             worker, sent = mirror.worker, mirror.sent
@@ -233,10 +242,14 @@ class DraftBook:
             fresh = list(mirror.tokens[sent : sent + left])
             if not sent:
                 mirror.whole_at = len(mirror.tokens)
+                sampling.setdefault(worker, {})[sequence] = mirror.sampling
             mirror.sent = sent + len(fresh)
             room[worker] = left - len(fresh)
             rows.setdefault(worker, []).append(DraftRow(sequence=sequence, base=sent, tokens=fresh))
-        result += [(worker, DraftUpdate(decode=decode, rows=fresh_rows)) for worker, fresh_rows in rows.items()]
+        result += [
+            (worker, DraftUpdate(decode=decode, rows=fresh_rows, sampling=sampling.get(worker, {})))
+            for worker, fresh_rows in rows.items()
+        ]
         return result
 
     def _assign(self, mirror: _Mirror) -> None:

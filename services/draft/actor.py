@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import anyio
 import anyio.lowlevel
 
-from common.protocol.draft_messages import DraftClose, DraftResync, DraftRow, DraftUpdate, Proposals
+from common.protocol.draft_messages import DraftClose, DraftResync, DraftRow, DraftSampling, DraftUpdate, Proposals
 from common.protocol.errors import ProtocolError
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Message, Presence
@@ -52,12 +52,14 @@ class DraftActor(Actor):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(bus=bus, config=config, clock=clock)
-        self.proposer = proposer or NgramProposer(
-            max_sequences=config.max_sequences,
-            max_tokens=config.max_sequence_tokens,
-            min_match=config.min_match,
-            max_match=config.max_match,
-        )
+        if proposer is None:
+            proposer = NgramProposer(
+                max_sequences=config.max_sequences,
+                max_tokens=config.max_sequence_tokens,
+                min_match=config.min_match,
+                max_match=config.max_match,
+            )
+        self.proposer = proposer
         self._queue: deque[DraftUpdate | DraftClose] = deque(maxlen=MAX_QUEUED)
         self._wake = anyio.Event()
         self._heard_at: dict[WorkerRef, float] = {}
@@ -86,9 +88,14 @@ class DraftActor(Actor):
             self.serve()
             await anyio.lowlevel.checkpoint()
 
-    def serve(self) -> None:
-        """Apply every message that has arrived, then send each decode worker one `Proposals` (and one `DraftResync`)."""
+    def serve(self, drafted: Iterable[MirrorKey] = ()) -> None:
+        """Apply every message that has arrived, then send each decode worker one `Proposals` (and one `DraftResync`).
+
+        drafted: mirrors that have something to propose already.
+        """
         fresh: dict[WorkerRef, dict[str, None]] = {}
+        for decode, sequence in drafted:
+            fresh.setdefault(decode, {})[sequence] = None
         gaps: dict[WorkerRef, dict[str, None]] = {}
         while self._queue:
             message = self._queue.popleft()
@@ -99,7 +106,7 @@ class DraftActor(Actor):
                     fresh.get(message.decode, {}).pop(sequence, None)
                 continue
             for row in message.rows:
-                joined = self._update(message.decode, row)
+                joined = self._update(message.decode, row, message.sampling.get(row.sequence))
                 (fresh if joined else gaps).setdefault(message.decode, {})[row.sequence] = None
                 (gaps if joined else fresh).get(message.decode, {}).pop(row.sequence, None)
         for decode, sequences in fresh.items():
@@ -109,12 +116,12 @@ class DraftActor(Actor):
                 self._num_resyncs.inc(len(sequences))
                 self.send(decode, DraftResync(draft=self.ref, sequences=list(sequences)))
 
-    def _update(self, decode: WorkerRef, row: DraftRow) -> bool:
+    def _update(self, decode: WorkerRef, row: DraftRow, sampling: DraftSampling | None) -> bool:
         key = (decode, row.sequence)
         self._updated_at.pop(key, None)
         self._updated_at[key] = self.clock()
         try:
-            return self.proposer.update(key, row.base, row.tokens)
+            return self.proposer.update(key, row.base, row.tokens, sampling)
         except ProtocolError as error:
             log.warning("update_refused", decode=decode.id, sequence=row.sequence, reason=str(error))
             return True  # sent again it would be refused again
@@ -139,7 +146,7 @@ class DraftActor(Actor):
             model=self.config.served_name,
             running=held,
             waiting=len(self._queue),
-            credits=self.config.max_sequences - held if state == "ready" else 0,
+            credits=self.proposer.max_sequences - held if state == "ready" else 0,
             http_port=self.http_port,
         )
 

@@ -6,12 +6,16 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from common.runtime.settings import ServiceConfig
+from common.engine.settings import EngineServiceConfig
 
 
-class DraftConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DraftConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Draft workers."""
 
+    draft_model: Annotated[
+        str,
+        Meta(description="model that drafts, named as in --model, with the same tokenizer; empty: n-grams of the text so far"),
+    ] = ""
     proposal_tokens: Annotated[
         int, Meta(ge=1, le=64, description="tokens of a proposal; twice what decode verifies, so that a late one still serves")
     ] = 10

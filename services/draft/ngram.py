@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from common.protocol.draft_messages import DraftSampling
 from common.protocol.errors import ProtocolError
 from common.protocol.handles import WorkerRef
 from services.draft.proposer import MirrorKey
@@ -124,7 +125,7 @@ class NgramProposer:
     def __len__(self) -> int:
         return len(self._mirrors)
 
-    def update(self, key: MirrorKey, base: int, tokens: Sequence[int]) -> bool:
+    def update(self, key: MirrorKey, base: int, tokens: Sequence[int], sampling: DraftSampling | None = None) -> bool:
         mirror = self._mirrors.pop(key, None)
         if base == 0:
             mirror = NgramIndex(min_match=self.min_match, max_match=self.max_match, max_tokens=self.max_tokens)

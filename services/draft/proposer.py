@@ -2,7 +2,7 @@
 
 A mirror is the drafter's copy of one sequence's tokens, kept by `DraftUpdate`s. Messages may be lost, so an update that
 doesn't join on to the mirror is refused, and the decode worker sends the sequence whole again. n-grams are the first kind
-(`ngram.py`); a draft model is another with the same interface, and guesses for all sequences of an update as one batch.
+(`ngram.py`); a draft model is another (`drafting.py`), whose proposals come from steps that it plans for all mirrors together.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from common.protocol.draft_messages import DraftSampling
 from common.protocol.handles import WorkerRef
 
 MirrorKey = tuple[WorkerRef, str]
@@ -26,10 +27,11 @@ class Proposer(Protocol):
         """Mirrors held at most; then the one that was updated least recently goes."""
         ...
 
-    def update(self, key: MirrorKey, base: int, tokens: Sequence[int]) -> bool:
-        """The sequence's tokens from index `base` on are `tokens`; base 0 opens the mirror anew.
+    def update(self, key: MirrorKey, base: int, tokens: Sequence[int], sampling: DraftSampling | None = None) -> bool:
+        """The sequence's tokens from index `base` on are `tokens`; base 0 opens the mirror anew. `sampling` comes with base 0:
+        how the sequence's tokens are drawn.
 
-        False: there is a gap, or no such mirror. It is gone then, and must be sent whole.
+        False: there is a gap, or no such mirror. It proposes nothing then, and must be sent whole.
 
         :raises ProtocolError: for what can't be token ids; the mirror is gone then too.
         """
@@ -52,3 +54,30 @@ class Proposer(Protocol):
         ...
 
     def clear(self) -> None: ...
+
+
+class NoProposals:
+    """A `Proposer` that holds no mirrors: of a worker whose model is being loaded, or can't be used."""
+
+    max_sequences = 0
+
+    def __len__(self) -> int:
+        return 0
+
+    def update(self, key: MirrorKey, base: int, tokens: Sequence[int], sampling: DraftSampling | None = None) -> bool:
+        return False
+
+    def propose(self, keys: Sequence[MirrorKey], num_tokens: int) -> list[list[int]]:
+        return [[] for _ in keys]
+
+    def length(self, key: MirrorKey) -> int:
+        return 0
+
+    def close(self, key: MirrorKey) -> None:
+        """There is none."""
+
+    def close_worker(self, decode: WorkerRef) -> int:
+        return 0
+
+    def clear(self) -> None:
+        """There is nothing to clear."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.engine.outcomes import Outcome, accept
 from common.engine.plan import StepPlan, StepRow
 from common.engine.simulated.runner import BYTES_PER_TOKEN, SimulatedRunner, TokenRule
-from common.protocol.draft_messages import DraftClose, DraftResync, DraftRow, DraftUpdate, Proposals
+from common.protocol.draft_messages import DraftClose, DraftResync, DraftRow, DraftSampling, DraftUpdate, Proposals
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence, SamplingParams
 from services.decode.speculation import RESYNC_TOKENS, DraftBook, align
@@ -338,3 +338,24 @@ def test_no_proposal_ever_changes_a_token(seed: int, hostility: float, max_token
     assert output == expected[: len(output)]
     if hostility == 0.0 and book.counters.num_draft_tokens:
         assert steps < 40 and book.counters.num_accepted_tokens == book.counters.num_draft_tokens
+
+
+def test_a_proposal_that_is_used_up_when_it_arrives_counts_as_late() -> None:
+    worker = drafter("draft-1")
+    book, tokens = make_book(worker), [1, 2, 3]
+    book.open("a", tokens)
+    updates(book)
+    tokens += [4, 5]
+    for base, proposal in ((1, [2]), (3, [4, 5]), (3, [4, 5, 6]), (3, [])):
+        offer(book, worker, "a", base, proposal)
+    assert book.counters.num_late == 2
+
+
+def test_an_update_that_opens_a_mirror_says_how_its_tokens_are_drawn() -> None:
+    worker = drafter("draft-1")
+    book, tokens, said = make_book(worker), [1, 2, 3], DraftSampling(seed=7, temperature=0.8, prompt_tokens=2)
+    book.open("a", tokens, said)
+    sampling = [message.sampling for _, message in book.messages(DECODE) if isinstance(message, DraftUpdate)]
+    tokens += [4]
+    sampling += [message.sampling for _, message in book.messages(DECODE) if isinstance(message, DraftUpdate)]
+    assert sampling == [{"a": said}, {}]

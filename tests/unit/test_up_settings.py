@@ -94,7 +94,7 @@ def test_a_setting_of_some_roles_goes_to_these(where: str, tmp_path: Path) -> No
     found: dict[str, Any] = children(settings, environ)
     assert found["decode"].max_running == 7
     assert found["prefill"].max_running == (0 if where == "common-less role table" else 7)
-    for name in ("gateway-0", "draft-0", "kvstore-0"):
+    for name in ("gateway-0", "kvstore-0"):
         assert "--max-running" not in started(settings)[name].arguments
 
 
@@ -203,7 +203,7 @@ def test_the_gateways_own_table_says_where_the_api_is(tmp_path: Path) -> None:
         ([], {"PENSTOCK_MAX_RUNNING": "many"}, "", "PENSTOCK_MAX_RUNNING: expected int"),
         ([], {}, "[decode]\nmax_runing = 1\n", "max_runing; did you mean max_running?"),
         ([], {}, "[up]\nmax_runing = 1\n", "max_runing; did you mean max_running?"),
-        ([], {}, "[draft]\nmax_running = 1\n", "unknown key in [draft]"),
+        ([], {}, "[kvstore]\nmax_running = 1\n", "unknown key in [kvstore]"),
         ([], {}, '[kvstore]\ncapacity_mb = "big"\n', "capacity_mb in [kvstore]"),
     ],
 )

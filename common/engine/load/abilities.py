@@ -27,6 +27,7 @@ Feature = Literal[
     "L2 norms of Q and K",
     "gelu",
     "experts",
+    "a head of a part of the vocabulary",
 ]
 
 INT8_HAS: frozenset[Feature] = frozenset()
@@ -44,6 +45,7 @@ def features(model: ModelSpec) -> list[Feature]:
         "a soft cap on logits": model.logit_soft_cap > 0,
         "scaled embeddings": model.embedding_scale != 1.0,
         "rotary positions that differ between layers": len(model.ropes) > 1,
+        "a head of a part of the vocabulary": model.draft_vocab_size > 0,
     }
     for layer in dict.fromkeys(model.layers):
         for feature, needed in _of_layer(layer).items():

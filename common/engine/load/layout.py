@@ -83,6 +83,19 @@ def limit_context(model: ModelConfig, engine: EngineConfig) -> ModelConfig:
     return msgspec.structs.replace(model, max_context=context_of(model.max_context, engine.max_model_len))
 
 
+def check_use(model: ModelConfig, name: str, *, drafts: bool) -> None:
+    """Check that a model can be served, or with `drafts` draft for another one.
+
+    :raises ConfigError: if it writes only some of its tokens, and is to be served.
+    """
+    if model.draft_vocab_size and not drafts:
+        raise ConfigError(
+            f"{name} writes only {model.draft_vocab_size} of {model.vocab_size} tokens (draft_vocab_size): it can draft for "
+            "another model (--draft-model), and not be served",
+            param="model",
+        )
+
+
 _TOO_NARROW_FOR_FP8 = 16
 """Numbers of a head: kernels multiply FP8 keys in two halves, of at least 16 columns each."""
 

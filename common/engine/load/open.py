@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from common.cache.spec import group_name
 from common.engine.engine import Engine, GroupMemory
-from common.engine.load.layout import EngineConfig, cache_layout, limit_context
+from common.engine.load.layout import EngineConfig, cache_layout, check_use, limit_context
 from common.engine.load.runners import announce_pool, load_runner, resolve_device
 from common.engine.settings import EngineServiceConfig
 from common.models.config import ModelConfig, load_config, weights_identity
@@ -33,10 +33,12 @@ def open_engine(
     on_progress: Progress = lambda done, total: None,
     *,
     transport: LocalTransport | None = None,
+    drafts: bool = False,
 ) -> Engine:
     """Blocks until the weights are loaded: call it in a thread. `on_progress(done, total)` counts bytes.
 
-    `transport` is what will fetch other workers' KV: it is told where this engine keeps its own.
+    `transport` is what will fetch other workers' KV: it is told where this engine keeps its own. drafts: whether the model only
+    drafts for another one.
 
     :raises UnknownModel: the model is not on this machine.
     :raises ConfigError: settings that don't fit the model or the machine.
@@ -44,6 +46,7 @@ def open_engine(
     settings = EngineConfig.of(config, on_gpu=False)
     files = resolve(config.model, weights=settings.load_format != "dummy")
     model = limit_context(load_config(files), settings)
+    check_use(model, files.name, drafts=drafts)
     identity = weights_identity(files, model, dummy=settings.load_format == "dummy")
     sweep(config.shm_dir)
     on_gpu = resolve_device(settings) != "cpu"

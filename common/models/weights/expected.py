@@ -8,6 +8,9 @@ from common.models.spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerNames
 
 Shapes = dict[str, tuple[int, ...]]
 
+TARGET_OFFSETS = "d2t"
+"""The tensor of a reduced vocabulary (`common.models.reduced_vocabulary`); int64, whatever the weights are."""
+
 
 def decoder_shapes(model: ModelSpec) -> Shapes:
     """Return the tensors of a decoder of `model`, in the order in which it takes them."""
@@ -23,7 +26,9 @@ def decoder_shapes(model: ModelSpec) -> Shapes:
         shapes |= {f"{names.layers}.{index}.{name}": shape for name, shape in found.items()}
     shapes[f"{names.norm}.weight"] = (hidden,)
     if not model.tie_embeddings:
-        shapes[f"{names.head}.weight"] = (model.vocab_size, hidden)
+        shapes[f"{names.head}.weight"] = (model.head_size, hidden)
+    if model.draft_vocab_size:
+        shapes[TARGET_OFFSETS] = (model.draft_vocab_size,)
     return shapes
 
 

@@ -14,7 +14,7 @@ from common.models.config import ModelConfig
 from common.models.families.wrappers import text_names
 from common.models.source import ModelFiles
 from common.models.weights.errors import WeightsError
-from common.models.weights.expected import decoder_shapes
+from common.models.weights.expected import TARGET_OFFSETS, decoder_shapes
 from common.models.weights.gguf_tensors import check_type, map_file, read_tensors
 from common.models.weights.gguf_values import check_gguf_values
 from common.models.weights.required import check_shapes
@@ -86,7 +86,7 @@ def _safetensors_shapes(folder: Path, types: frozenset[str]) -> tuple[dict[str, 
                 opened: Any = file
                 for name in opened.keys():  # noqa: SIM118 — a safe_open handle is no mapping
                     view = opened.get_slice(name)
-                    if view.get_dtype() in types:
+                    if view.get_dtype() in types or (name == TARGET_OFFSETS and view.get_dtype() == "I64"):
                         if view.get_dtype() == "F8_E4M3":
                             fp8.add(name)
                         shapes[name] = tuple(view.get_shape())

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from common.models.families.wrappers import text_names
 from common.models.formats.groups import Groups
+from common.models.weights.expected import TARGET_OFFSETS
 from common.models.weights.source import WeightsError
 from common.models.weights.upload import Upload
 
@@ -59,7 +60,7 @@ class SafetensorsWeights:
                     continue
                 view = file.get_slice(name)
                 dtype = view.get_dtype()
-                if dtype not in _ITEM_BYTES or (dtype in _INTEGERS and not self._integers):
+                if dtype not in _ITEM_BYTES or (dtype in _INTEGERS and not self._integers and name != TARGET_OFFSETS):
                     raise WeightsError(f"{name} in {path.name} is {dtype}; floating-point weights are supported")
                 self.shapes[name] = tuple(view.get_shape())
                 self._bytes[name] = math.prod(self.shapes[name]) * _ITEM_BYTES[dtype]

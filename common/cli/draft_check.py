@@ -1,0 +1,46 @@
+"""Can this draft model be used here? Asked by `up` before any process starts; if it can't, `up` starts without drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from common.cli.fleet import ModelFleet
+from common.cli.preflight import Servable, check_model
+from common.cli.pull import ensure
+from common.engine.load.layout import EngineConfig
+from common.models.config import load_config
+from common.models.source import resolve
+from common.protocol.errors import PenstockError
+from common.text.vocabulary import check_same_vocabulary
+
+
+class DraftCheck(msgspec.Struct, frozen=True):
+    """`servable`: the draft model, as each draft worker's engine will have it; None where there is none. `reason`: why drafts
+    are left out; empty where they are not."""
+
+    servable: Servable | None = None
+    reason: str = ""
+
+
+def check_draft_model(fleet: ModelFleet) -> DraftCheck:
+    """Check the draft model of a fleet, if it has one."""
+    settings: Any = fleet.services.get("draft")
+    name = getattr(settings, "draft_model", "")
+    if not name:
+        return DraftCheck()
+    if not fleet.config.draft:
+        return DraftCheck(reason=f"--draft-model {name} needs a draft worker: add --draft 1")
+    try:
+        ensure(name)
+        dummy = settings.load_format == "dummy"
+        files = resolve(name, weights=not dummy)
+        check_same_vocabulary(resolve(fleet.config.model, weights=False), files)
+        on_gpu = bool(fleet.gpus) and settings.engine != "simulated"
+        engine = EngineConfig.of(settings, on_gpu=on_gpu)
+        longest = min(engine.max_model_len, load_config(files).max_context)
+        engine = msgspec.structs.replace(engine, max_model_len=longest)
+        return DraftCheck(check_model(name, engine, "cuda" if on_gpu else "cpu", drafts=True))
+    except PenstockError as error:
+        return DraftCheck(reason=str(error).partition("\n")[0])

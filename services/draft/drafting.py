@@ -1,0 +1,316 @@
+"""What a draft model computes next, for which mirrors, and what of it still holds when updates come. Pure.
+
+A mirror's text, and the KV of it:
+
+    text  [0, num_confirmed)               what decode has said
+          [num_confirmed, len(text))       drafted behind it: at most `max_drafted` tokens
+    KV    [0, num_computed)                valid; num_computed < len(text): what follows the last token is not known yet
+
+    plan ─► a step runs, nothing is updated meanwhile ─► commit ─► updates that have arrived ─► proposals ─► plan ─► …
+
+An update that agrees with the draft confirms a part of it, and nothing is computed again. One that disagrees cuts the text
+behind the last token that agrees; the KV up to there stays. A mirror with a gap keeps what it has until it is sent whole again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from common.cache.block_table import BlockTable
+from common.cache.grouped_pool import GroupedPool
+from common.engine.plan import StepPlan, StepResult, StepRow, part_of
+from common.protocol.draft_messages import DraftSampling
+from common.protocol.errors import OutOfBlocks, ProtocolError
+from common.protocol.handles import WorkerRef
+from common.protocol.messages import SamplingParams
+from services.draft.mirror_blocks import MirrorBlocks
+from services.draft.proposer import MirrorKey
+
+MAX_CATCH_UP_TOKENS = 64
+"""A mirror with at most so many tokens to compute goes with those that draft; one with more is a prompt, computed in chunks."""
+MAX_SAMPLING_NUMBER = 1000.0
+
+
+@dataclass(slots=True, eq=False)
+class Mirror:
+    """`is_whole`: no update was lost. `is_broken`: its logits were not finite; it is not continued until it is opened anew.
+    `in_step`: a step that runs uses its blocks. `proposed_end`: length of the text that was proposed last. `last_step`: number
+    of the step that it was in last."""
+
+    key: MirrorKey
+    tables: list[BlockTable]
+    text: list[int] = field(default_factory=list)
+    num_confirmed: int = 0
+    num_computed: int = 0
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    prompt_tokens: int = 1
+    is_whole: bool = True
+    is_broken: bool = False
+    in_step: bool = False
+    is_closed: bool = False
+    proposed_end: int = 0
+    last_step: int = 0
+
+    @property
+    def num_drafted(self) -> int:
+        return len(self.text) - self.num_confirmed
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens to compute before the next one can be drawn."""
+        return len(self.text) - self.num_computed
+
+
+class Drafter:
+    """A `Proposer` whose proposals a runner computes: `plan`, execute, `commit`.
+
+    max_sequences: mirrors held at most, and rows of a step. max_drafted: tokens drafted ahead of what is confirmed.
+    token_budget: tokens that a step computes at most, beside one of each row. max_context: tokens of the model's context; a
+    mirror that is as long, or fills the pool, is not drafted further.
+    Where blocks run out, the mirror that was updated least recently goes.
+    """
+
+    def __init__(
+        self, pool: GroupedPool, *, max_sequences: int, max_drafted: int, token_budget: int, max_context: int, vocab_size: int
+    ) -> None:
+        self.blocks = MirrorBlocks(pool)
+        self.max_sequences = max_sequences
+        self.max_drafted = max_drafted
+        self.token_budget = token_budget
+        self.max_context = min(max_context, self.blocks.longest)
+        self.vocab_size = vocab_size
+        self.num_tokens_drafted = 0
+        self.num_tokens_in_vain = 0
+        self.num_evicted = 0
+        self._mirrors: dict[MirrorKey, Mirror] = {}  # least recently updated first
+        self._flight: list[Mirror] = []
+        self._step = 0
+
+    def __len__(self) -> int:
+        return len(self._mirrors)
+
+    # -- mirrors
+
+    def update(self, key: MirrorKey, base: int, tokens: Sequence[int], sampling: DraftSampling | None = None) -> bool:
+        """See `Proposer.update`. Call it while no step runs. A mirror with a gap stays, so that what is the same of its prefix
+        is not computed again."""
+        assert not self._flight, "a step is running"
+        mirror = self._mirrors.pop(key, None)
+        if mirror is not None:
+            self._mirrors[key] = mirror
+        try:
+            params = self._checked(tokens, sampling or DraftSampling())
+        except ProtocolError:
+            self.close(key)
+            raise
+        if base and (mirror is None or not mirror.is_whole or not 0 < base <= mirror.num_confirmed):
+            if mirror is not None:
+                mirror.is_whole = False
+            return False
+        if mirror is None:
+            while len(self._mirrors) >= self.max_sequences:
+                self._evict(next(iter(self._mirrors.values())))
+            self._mirrors[key] = mirror = Mirror(key, self.blocks.new_tables())
+        if not base:
+            if params != mirror.sampling:
+                self._cut(mirror, mirror.num_confirmed, mirror.num_confirmed - 1)
+            mirror.sampling, mirror.is_whole, mirror.is_broken, mirror.proposed_end = params, True, False, 0
+            mirror.prompt_tokens = max(1, sampling.prompt_tokens if sampling else 1)
+        self._confirm(mirror, base, tokens)
+        return True
+
+    def propose(self, keys: Sequence[MirrorKey], num_tokens: int) -> list[list[int]]:
+        """See `Proposer.propose`. What was proposed before and is still there is not proposed again."""
+        return [self._proposal(self._mirrors.get(key))[:num_tokens] for key in keys]
+
+    def length(self, key: MirrorKey) -> int:
+        mirror = self._mirrors.get(key)
+        return 0 if mirror is None else mirror.num_confirmed
+
+    def num_drafted(self, key: MirrorKey) -> int:
+        """Tokens drafted behind the confirmed ones, 0 when there is no such mirror."""
+        mirror = self._mirrors.get(key)
+        return 0 if mirror is None else mirror.num_drafted
+
+    def close(self, key: MirrorKey) -> None:
+        mirror = self._mirrors.pop(key, None)
+        if mirror is None:
+            return
+        mirror.is_closed = True
+        self.num_tokens_in_vain += mirror.num_drafted
+        if not mirror.in_step:
+            self.blocks.release(mirror.tables)
+
+    def close_worker(self, decode: WorkerRef) -> int:
+        keys = [key for key in self._mirrors if key[0] == decode]
+        for key in keys:
+            self.close(key)
+        return len(keys)
+
+    def clear(self) -> None:
+        for key in list(self._mirrors):
+            self.close(key)
+
+    # -- steps
+
+    def plan(self) -> StepPlan | None:
+        """Return the next step; None when every mirror is drafted as far ahead as it may be.
+
+        Mirrors with the fewest drafted tokens come first, since decode uses these up soonest; prompts get what is left of the
+        token budget, the one that has waited longest first.
+        """
+        assert not self._flight, "a step is running"
+        active = [mirror for mirror in self._mirrors.values() if self._may_draft(mirror)]
+        catch_up = min(MAX_CATCH_UP_TOKENS, self.token_budget)
+        drafting = [mirror for mirror in active if mirror.num_pending <= catch_up]
+        prompts = [mirror for mirror in active if mirror.num_pending > catch_up]
+        drafting.sort(key=lambda mirror: (mirror.num_drafted, mirror.last_step))
+        prompts.sort(key=lambda mirror: mirror.last_step)
+        self._step += 1
+        budget = self.token_budget
+        rows: list[StepRow] = []
+        for mirror in drafting:
+            if mirror.num_pending - 1 <= budget and (row := self._row(mirror, mirror.num_pending)):
+                rows.append(row)
+                budget -= len(row.tokens) - 1
+        for mirror in prompts:
+            if budget <= 0:
+                break
+            if row := self._row(mirror, part_of(mirror.num_computed, mirror.num_pending, budget)):
+                rows.append(row)
+                budget -= len(row.tokens)
+        return StepPlan(step=self._step, rows=rows) if rows else None
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[MirrorKey]:
+        """Take the step's tokens. Return the mirrors that were drafted further."""
+        flight, self._flight = self._flight, []
+        drafted: list[MirrorKey] = []
+        for mirror, row, samples in zip(flight, plan.rows, result.rows, strict=True):
+            mirror.in_step = False
+            if mirror.is_closed:
+                self.blocks.release(mirror.tables)
+                continue
+            mirror.num_computed = row.start + len(row.tokens)
+            if row.num_samples:
+                token = samples.tokens[0]
+                if 0 <= token < self.vocab_size:
+                    mirror.text.append(token)
+                    self.num_tokens_drafted += 1
+                    drafted.append(mirror.key)
+                else:
+                    mirror.is_broken, mirror.num_computed = True, mirror.num_computed - 1
+            self.blocks.let_go(mirror.tables, min(mirror.num_computed, mirror.num_confirmed - 1))
+        return drafted
+
+    def abort(self) -> int:
+        """The step failed: close its mirrors, which their decode workers find out by a gap. Returns how many there were."""
+        flight, self._flight = self._flight, []
+        for mirror in flight:
+            mirror.in_step = False
+            if mirror.is_closed:
+                self.blocks.release(mirror.tables)
+            else:
+                self.close(mirror.key)
+        return len(flight)
+
+    def check(self) -> None:
+        """:raises AssertionError: if the pool's counters are wrong, or blocks are held that no mirror has."""
+        self.blocks.pool.check()
+        held = [*self._mirrors.values(), *(mirror for mirror in self._flight if mirror.is_closed)]
+        for index, group in enumerate(self.blocks.pool.groups):
+            assert group.pool.usage().owned == sum(block >= 0 for mirror in held for block in mirror.tables[index])
+
+    # -- within
+
+    def _checked(self, tokens: Sequence[int], sampling: DraftSampling) -> SamplingParams:
+        """:raises ProtocolError: for what would fail a step."""
+        if any(not 0 <= token < self.vocab_size for token in tokens):
+            raise ProtocolError(f"token ids must be between 0 and {self.vocab_size - 1}")
+        numbers = (sampling.temperature, sampling.top_p, sampling.min_p)
+        if not all(math.isfinite(number) and 0 <= number <= MAX_SAMPLING_NUMBER for number in numbers) or sampling.min_p > 1:
+            raise ProtocolError("sampling parameters are out of range")
+        return SamplingParams(
+            seed=sampling.seed,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+        )
+
+    def _confirm(self, mirror: Mirror, base: int, tokens: Sequence[int]) -> None:
+        """The text from `base` on is `tokens`; what was drafted behind them stays if they agree with the text."""
+        text, end = mirror.text, base + len(tokens)
+        agreed = base
+        while agreed < min(end, len(text)) and text[agreed] == tokens[agreed - base]:
+            agreed += 1
+        if agreed < end:
+            self._cut(mirror, agreed, agreed)
+            text += tokens[agreed - base :]
+        elif end < mirror.num_confirmed:
+            self._cut(mirror, end, end - 1)
+        mirror.num_confirmed = end
+
+    def _cut(self, mirror: Mirror, length: int, max_computed: int) -> None:
+        """Drop the text from index `length` on. KV of at most `max_computed` tokens stays: of all but the last one where
+        nothing else follows, since the next token's logits are needed."""
+        self.num_tokens_in_vain += len(mirror.text) - max(length, min(mirror.num_confirmed, len(mirror.text)))
+        del mirror.text[length:]
+        mirror.proposed_end = 0
+        mirror.num_computed = max(0, min(mirror.num_computed, max_computed))
+        if not self.blocks.holds(mirror.tables, mirror.num_computed):
+            self.blocks.release(mirror.tables)
+            mirror.num_computed = 0
+
+    def _proposal(self, mirror: Mirror | None) -> list[int]:
+        if mirror is None or mirror.proposed_end == len(mirror.text):
+            return []
+        mirror.proposed_end = len(mirror.text)
+        return mirror.text[mirror.num_confirmed :]
+
+    def _may_draft(self, mirror: Mirror) -> bool:
+        return (
+            mirror.is_whole
+            and not mirror.is_broken
+            and 0 < len(mirror.text) < self.max_context
+            and mirror.num_drafted < self.max_drafted
+        )
+
+    def _row(self, mirror: Mirror, num_tokens: int) -> StepRow | None:
+        """Return a row with the mirror's next `num_tokens` tokens; None where there is no room for it in this step."""
+        if len(self._flight) >= self.max_sequences or mirror.is_closed:
+            return None
+        start, end = mirror.num_computed, mirror.num_computed + num_tokens
+        if not self._make_room(mirror, start, end):
+            return None
+        mirror.in_step, mirror.last_step = True, self._step
+        self._flight.append(mirror)
+        return StepRow(
+            tokens=mirror.text[start:end],
+            start=start,
+            blocks=mirror.tables[0],
+            more_blocks=mirror.tables[1:],
+            num_samples=1 if end == len(mirror.text) else 0,
+            sampling=mirror.sampling,
+            prompt_tokens=mirror.prompt_tokens,
+        )
+
+    def _make_room(self, mirror: Mirror, start: int, end: int) -> bool:
+        """Take the blocks of a row, if need be from the mirror that was updated least recently of those not in this step."""
+        while True:
+            try:
+                self.blocks.cover(mirror.tables, start, end)
+            except OutOfBlocks:
+                victim = next((other for other in self._mirrors.values() if not other.in_step), mirror)
+                if victim is mirror and self._flight:
+                    return False  # others of this step hold what it lacks: perhaps the next one has room
+                self._evict(victim)
+                if victim is mirror:
+                    return False
+            else:
+                return True
+
+    def _evict(self, mirror: Mirror) -> None:
+        self.num_evicted += 1
+        self.close(mirror.key)

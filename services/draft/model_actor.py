@@ -1,0 +1,189 @@
+"""The draft worker with a model: mirrors are drafted by steps of an engine of its own.
+
+    open the engine ─┬► the model can't be used: one line in the log; no mirrors are taken, serving goes on
+                     └► plan ─► a step in a thread ─► commit ─► messages that came meanwhile ─► Proposals ─► plan ─► …
+
+Decode never waits: drafts run ahead of what is confirmed, by `proposal_tokens` at most, and a proposal covers what is drafted
+behind the confirmed tokens. A step that raises costs its mirrors, which are sent whole again; several in a row end the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import time
+from collections.abc import Callable
+
+import anyio
+import anyio.lowlevel
+import msgspec
+
+from common.engine.plan import RunnerLost, StepPlan, StepResult
+from common.protocol.errors import PenstockError
+from common.protocol.messages import Presence
+from common.runtime import logs
+from common.runtime.actor import WorkerState
+from common.runtime.bus import Bus
+from common.transfer.fence import memory_fence
+from common.worker.stepping import EngineThreads
+from common.worker.watchdog import StepWatch
+from services.draft.actor import DraftActor
+from services.draft.config import DraftConfig
+from services.draft.drafting import Drafter
+from services.draft.model_engine import DraftEngine, OpenDraftEngine
+from services.draft.proposer import MirrorKey, NoProposals
+
+log = logs.get("draft")
+
+MAX_FAILURES = 3
+"""Steps that may fail one after another before the engine is given up."""
+
+
+class ModelDraftActor(DraftActor):
+    """`open_engine`: see `model_engine.open_draft_engine`."""
+
+    def __init__(
+        self, *, bus: Bus, config: DraftConfig, open_engine: OpenDraftEngine, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__(bus=bus, config=config, proposer=NoProposals(), clock=clock)
+        self.open_engine = open_engine
+        self.opened: DraftEngine | None = None
+        self.drafter: Drafter | None = None
+        self.watch = StepWatch(floor_s=config.step_timeout_s, compile_s=config.compile_timeout_s)
+        self.loaded_share = 0.0
+        self._threads = EngineThreads()
+        self._failures = 0
+        self._drafted = self.metrics.counter("draft_model_tokens_total", "Tokens drafted by the model")
+        self._in_vain = self.metrics.counter("draft_model_tokens_in_vain_total", "Drafted tokens that decode did not confirm")
+        self._evicted = self.metrics.counter("draft_model_evictions_total", "Mirrors dropped for lack of KV blocks or room")
+        self._steps = self.metrics.counter("draft_model_steps_total", "Steps of the draft model's engine")
+        self._step_s = self.metrics.counter(
+            "draft_model_step_seconds_total", "Seconds spent in steps; its rate is the utilisation of the draft model's engine"
+        )
+        self._step_failures = self.metrics.counter("draft_model_step_failures_total", "Steps that raised")
+
+    # -- life
+
+    async def start(self) -> None:
+        try:
+            engine = (await self._open()).engine
+            pool = engine.pool(memory_fence(), zero_retention=self.config.zero_retention)
+        except (PenstockError, RuntimeError, MemoryError, OSError) as error:  # torch's out-of-memory errors are RuntimeErrors
+            reason = str(error).partition("\n")[0]
+            log.error("draft_model_unusable", model=self.config.draft_model, reason=reason, consequence="nothing is drafted")
+            self._give_back()
+            return
+        limits = self.config.limits(on_gpu=engine.on_gpu)
+        self.proposer = self.drafter = Drafter(
+            pool,
+            max_sequences=min(self.config.max_sequences, limits.max_running),
+            max_drafted=self.config.proposal_tokens,
+            token_budget=limits.token_budget,
+            max_context=engine.runner.max_context,
+            vocab_size=engine.runner.vocab_size,
+        )
+
+    async def _open(self) -> DraftEngine:
+        """Open the engine, in the thread that submits steps."""
+        context, name = contextvars.copy_context(), f"{self.ref.id}-{self.ref.epoch:x}"
+        opening = lambda: context.run(self.open_engine, name, self._on_progress)  # noqa: E731
+        future = asyncio.get_running_loop().run_in_executor(self._threads.submitting, opening)
+        with anyio.CancelScope(shield=True):  # what has been opened must be closed
+            await future
+        self.opened = future.result()
+        return self.opened
+
+    def _on_progress(self, done: int, total: int) -> None:
+        self.loaded_share = done / max(1, total)
+
+    def close(self) -> None:
+        """Give the segment back, once the runner's threads have ended, or hang."""
+        if not self._threads.close():
+            log.error("engine_thread_hangs", worker=self.ref.id, consequence="the process ends without it")
+        self._give_back()
+
+    def _give_back(self) -> None:
+        """Close the engine, if there is one. Harmless twice."""
+        opened, self.opened = self.opened, None
+        if opened is not None:
+            opened.engine.close()
+
+    # -- steps
+
+    async def work(self) -> None:
+        """:raises RunnerLost: no later step can run, or each would fail."""
+        drafted: list[MirrorKey] = []
+        while True:
+            self.serve(drafted)
+            drafted = []
+            plan = self.drafter.plan() if self.drafter is not None else None
+            self._count()
+            if plan is not None:
+                drafted = await self._step(plan)
+            elif not self._queue:
+                self._wake = anyio.Event()
+                await self._wake.wait()
+            await anyio.lowlevel.checkpoint()
+
+    async def _step(self, plan: StepPlan) -> list[MirrorKey]:
+        """Run a step. Return the mirrors that were drafted further."""
+        assert self.drafter is not None and self.opened is not None
+        began, runner = self.clock(), self.opened.engine.runner
+        self.watch.began(began, compiling=runner.may_compile(plan))
+        try:
+            result = await self._threads.start(runner, plan)
+        except RunnerLost:
+            log.critical("engine_lost", step=plan.step, rows=len(plan.rows))
+            raise
+        except Exception as error:
+            return self._step_failed(plan, error)
+        finally:
+            self.watch.ended(self.clock())
+        return self._committed(self.drafter, plan, result, self.clock() - began)
+
+    def _committed(self, drafter: Drafter, plan: StepPlan, result: StepResult, elapsed_s: float) -> list[MirrorKey]:
+        self._failures = 0
+        self._steps.inc()
+        self._step_s.inc(max(0.0, elapsed_s))
+        return drafter.commit(plan, result)
+
+    def _step_failed(self, plan: StepPlan, error: Exception) -> list[MirrorKey]:
+        """:raises RunnerLost: if too many failed one after another."""
+        assert self.drafter is not None
+        self._failures += 1
+        self._step_failures.inc()
+        closed = self.drafter.abort()
+        log.error("step_failed", step=plan.step, mirrors=closed, exc_info=error)
+        if self._failures >= MAX_FAILURES:
+            raise RunnerLost("every step fails, whatever it computes") from error
+        return []
+
+    def _count(self) -> None:
+        """Bring the metrics up to what the drafter has counted."""
+        drafter = self.drafter
+        if drafter is not None:
+            self._drafted.inc(drafter.num_tokens_drafted)
+            self._in_vain.inc(drafter.num_tokens_in_vain)
+            self._evicted.inc(drafter.num_evicted)
+            drafter.num_tokens_drafted = drafter.num_tokens_in_vain = drafter.num_evicted = 0
+
+    # -- heartbeat
+
+    def presence(self, state: WorkerState) -> Presence:
+        now = self.clock()
+        said = msgspec.structs.replace(
+            super().presence(state),
+            loaded=self.loaded_share if state == "starting" else 1.0,
+            steps=self.watch.num_steps,
+            step_age_ms=1e3 * self.watch.age_s(now),
+        )
+        if self.drafter is None or self.opened is None:
+            return said
+        return msgspec.structs.replace(said, vocabulary=self.opened.vocabulary, kv=self.drafter.blocks.pool.usage())
+
+    def tick(self, now: float) -> None:
+        """:raises RunnerLost: a step hangs; a supervisor starts this worker again."""
+        if self.watch.overdue(now, period_s=self.config.heartbeat_s):
+            log.critical("step_hangs", worker=self.ref.id, age_s=round(self.watch.age_s(now), 2))
+            raise RunnerLost("a step of the draft model does not end")
+        super().tick(now)

@@ -1,0 +1,56 @@
+"""From the settings of a draft worker to the engine of its model. Torch is imported only as the engine is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from common.engine.engine import Engine
+from common.engine.load.open import open_engine
+from common.models.config import load_config
+from common.models.source import resolve
+from common.protocol.errors import ConfigError, UnknownModel
+from common.text.vocabulary import check_same_vocabulary, vocabulary_digest
+from services.draft.config import DraftConfig
+
+
+@dataclass(slots=True)
+class DraftEngine:
+    """vocabulary: the digest of the model's tokenizer (`Presence.vocabulary`)."""
+
+    engine: Engine
+    vocabulary: str
+
+
+OpenDraftEngine = Callable[[str, Callable[[int, int], None]], DraftEngine]
+"""`open_draft_engine(segment_name, on_progress)`; blocks until the weights are loaded."""
+
+
+def engine_settings(config: DraftConfig, max_context: int) -> DraftConfig:
+    """Return the settings of the draft model's engine, whose context, `max_context` tokens, may be shorter than the limit."""
+    return msgspec.structs.replace(
+        config, model=config.draft_model, served_model_name="", max_model_len=min(config.max_model_len, max_context)
+    )
+
+
+def open_draft_engine(config: DraftConfig, segment_name: str, on_progress: Callable[[int, int], None]) -> DraftEngine:
+    """Blocks until the weights are loaded: call it in a thread.
+
+    :raises UnknownModel: the draft model is not on this machine.
+    :raises ConfigError: it has another vocabulary than the model it drafts for, or the settings don't fit it or the machine.
+    """
+    files = resolve(config.draft_model, weights=config.load_format != "dummy")
+    model = load_config(files)
+    try:
+        target = resolve(config.model, weights=False)
+    except UnknownModel:
+        pass  # decode workers compare: a draft worker may be where the target's files are not
+    else:
+        check_same_vocabulary(target, files)
+    vocabulary = vocabulary_digest(files, model.vocab_size)
+    if not vocabulary:
+        raise ConfigError(f"the tokenizer of the draft model {files.name} can't be read", param="draft_model")
+    settings = engine_settings(config, model.max_context)
+    return DraftEngine(open_engine(settings, segment_name, on_progress, drafts=True), vocabulary)

@@ -1,0 +1,97 @@
+"""What `penstock up` makes of a draft model: an engine like others, or a warning and a start without drafts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from common.cli import up_settings
+from common.cli.draft_check import check_draft_model
+from common.cli.fleet import ProcessSpec, processes, settled
+from common.cli.up import _checked
+from common.cli.up_settings import UpSettings
+from tests.fixtures.tiny_model import edit_config, write_tiny_model
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "tiny")
+
+
+@pytest.fixture
+def other(model: Path) -> Path:
+    folder = model.with_name("other")
+    shutil.copytree(model, folder)
+    return folder
+
+
+def asked(model: Path, *flags: str) -> UpSettings:
+    found = up_settings.read(["--model", str(model), "--shm-dir", str(model.parent), *flags], {})
+    assert found is not None
+    return found
+
+
+def test_a_draft_worker_with_a_model_is_an_engine(model: Path, other: Path) -> None:
+    settings = asked(model, "--draft=1", f"--draft-model={other}", "--kv-cache-mb=16")
+    checked, warnings = _checked(_settled(settings))
+    assert not any("drafted" in warning for warning in warnings)
+    (draft,) = [spec for spec in _processes(checked) if spec.role == "draft"]
+    assert draft.threads == 2
+    for flag, value in (("--draft-model", str(other)), ("--model", str(model)), ("--kv-cache-mb", "16"), ("--threads", "2")):
+        assert draft.arguments[draft.arguments.index(flag) + 1] == value
+    found = check_draft_model(checked.fleets[0])
+    assert found.servable is not None and found.servable.pool_bytes <= 16 << 20 and not found.reason
+
+
+def test_n_grams_need_no_engine(model: Path) -> None:
+    (draft,) = [spec for spec in _processes(_settled(asked(model, "--draft=1"))) if spec.role == "draft"]
+    assert draft.threads == 0 and "--threads" not in draft.arguments
+
+
+def test_a_draft_model_with_a_shorter_context_drafts_as_far_as_it_goes(model: Path, other: Path) -> None:
+    edit_config(other, max_position_embeddings=512)
+    settings = asked(model, "--draft=1", f"--draft-model={other}", "--max-model-len=2000", "--kv-cache-mb=16")
+    found = check_draft_model(settings.fleets[0])
+    assert found.servable is not None and found.servable.model.max_context == 512
+
+
+def other_tokens(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    said = json.loads(path.read_text())
+    said["model"]["vocab"] = {name: (token + 1) % 512 for name, token in said["model"]["vocab"].items()}
+    path.write_text(json.dumps(said))
+
+
+@pytest.mark.parametrize(
+    ("damage", "flags", "says"),
+    [
+        (other_tokens, ["--draft=1"], "another tokenizer"),
+        (lambda folder: edit_config(folder, vocab_size=400), ["--draft=1"], "a vocabulary of 400"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"no"), ["--draft=1"], "model.safetensors"),
+        (lambda folder: None, ["--draft=0"], "add --draft 1"),
+    ],
+)
+def test_a_draft_model_that_cannot_be_used_is_a_warning_and_no_draft_worker_starts(
+    damage: Callable[[Path], object], flags: list[str], says: str, model: Path, other: Path
+) -> None:
+    damage(other)
+    settings = asked(model, *flags, f"--draft-model={other}", "--kv-cache-mb=16")
+    checked, warnings = _checked(_settled(settings))
+    (warning,) = [warning for warning in warnings if warning.startswith("nothing is drafted")]
+    assert says in warning and "\n" not in warning
+    assert [spec.role for spec in _processes(checked)] == ["gateway", "decode", "kvstore"]
+
+
+def _settled(settings: UpSettings) -> UpSettings:
+    """On two cores, without a GPU."""
+    fleets = tuple(replace(fleet, config=settled(fleet.config, 0, 2)) for fleet in settings.fleets)
+    return replace(settings, config=fleets[0].config, fleets=fleets)
+
+
+def _processes(settings: UpSettings) -> list[ProcessSpec]:
+    return processes(settings.config, cores=2, passed=settings.passed, services=settings.services, fleets=settings.fleets)

@@ -1,0 +1,299 @@
+"""Drafting with a model: whatever updates say, proposals are what the model would write, and every block comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.cache.grouped_pool import GroupedPool, PoolGroup
+from common.cache.pool import BlockPool
+from common.cache.retention import KEEP_ALL, Retention
+from common.engine.plan import StepPlan
+from common.engine.simulated.runner import BYTES_PER_TOKEN, SimulatedRunner, TokenRule
+from common.protocol.draft_messages import DraftSampling
+from common.protocol.errors import ProtocolError
+from common.protocol.handles import WorkerRef
+from common.protocol.messages import SamplingParams
+from services.draft.drafting import Drafter
+from services.draft.proposer import MirrorKey
+
+VOCAB = 50
+BLOCK = 4
+WORKERS = (WorkerRef("decode", "one", 1), WorkerRef("decode", "two", 1))
+
+
+class Site:
+    """A drafter, the simulated engine that computes its steps, and what became of the sequences on the decode side."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        max_sequences: int = 8,
+        max_drafted: int = 5,
+        token_budget: int = 32,
+        retentions: Iterable[Retention] = (KEEP_ALL,),
+    ) -> None:
+        groups = list(retentions)
+        storages = [np.zeros((num_blocks, BLOCK * BYTES_PER_TOKEN), np.uint8) for _ in groups]
+        self.runner = SimulatedRunner(
+            "instant",
+            storage=storages[0],
+            block_tokens=BLOCK,
+            max_context=400,
+            vocab_size=VOCAB,
+            fingerprint="simulated",
+            time_scale=0,
+            rule=TokenRule(VOCAB, reads=groups[0]),
+            more=list(zip(storages[1:], groups[1:], strict=True)),
+        )
+        self.pool = GroupedPool(*(PoolGroup(BlockPool(num_blocks, BLOCK), retention) for retention in groups))
+        self.drafter = Drafter(
+            self.pool,
+            max_sequences=max_sequences,
+            max_drafted=max_drafted,
+            token_budget=token_budget,
+            max_context=400,
+            vocab_size=VOCAB,
+        )
+        self.plans: list[StepPlan] = []
+
+    def step(self) -> list[MirrorKey] | None:
+        plan = self.drafter.plan()
+        if plan is None:
+            return None
+        self.plans.append(plan)
+        return self.drafter.commit(plan, self.runner.execute(plan))
+
+    def settle(self) -> None:
+        """Step until nothing is left to draft."""
+        while self.step() is not None:
+            self.drafter.check()
+
+    def expected(self, tokens: list[int], seed: int, count: int = 5) -> list[int]:
+        return self.runner.expected_tokens(tokens, sampled(seed), count)
+
+    @property
+    def computed_tokens(self) -> int:
+        return sum(plan.num_tokens for plan in self.plans)
+
+
+def sampled(seed: int) -> SamplingParams:
+    return SamplingParams(seed=seed, temperature=0.8)
+
+
+def sampling(seed: int) -> DraftSampling:
+    return DraftSampling(seed=seed, temperature=0.8)
+
+
+def key(index: int) -> MirrorKey:
+    return WORKERS[index % 2], str(index)
+
+
+OPERATION = st.tuples(
+    st.sampled_from(["open", "agree", "agree", "disagree", "shrink", "gap", "close", "lost worker", "step", "step", "step"]),
+    st.integers(0, 5),
+    st.integers(0, 30),
+)
+
+
+@given(st.lists(OPERATION, max_size=80), st.integers(12, 60), st.sampled_from(["all", "window", "chunk"]))
+@settings(deadline=None, max_examples=150)
+def test_proposals_are_what_the_model_writes_behind_the_confirmed_tokens(
+    operations: list[tuple[str, int, int]], num_blocks: int, kind: str
+) -> None:
+    retentions = {"all": [KEEP_ALL], "window": [KEEP_ALL, Retention(window=6)], "chunk": [KEEP_ALL, Retention(chunk=8)]}[kind]
+    site = Site(num_blocks=num_blocks, max_sequences=4, token_budget=16, retentions=retentions)
+    drafter = site.drafter
+    truth: dict[MirrorKey, list[int]] = {}  # the tokens that the decode worker has told
+    for operation, index, number in operations:
+        mirror, tokens = key(index), truth.get(key(index), [])
+        if operation == "step":
+            site.step()
+        elif operation == "lost worker":
+            drafter.close_worker(WORKERS[index % 2])
+        elif operation == "close":
+            drafter.close(mirror)
+            truth.pop(mirror, None)
+        elif operation == "open" or not tokens:
+            tokens = tokens or [(index + step * step) % VOCAB for step in range(1 + 2 * number)]
+            truth[mirror] = tokens
+            assert drafter.update(mirror, 0, tokens, sampling(index))
+        elif operation == "gap":
+            assert not drafter.update(mirror, len(tokens) + 1 + number, [1])
+        else:
+            base = max(1, len(tokens) - number) if operation == "shrink" else len(tokens)
+            fresh = site.expected(tokens[:base], index, 1 + number % 7)
+            if operation == "disagree":
+                fresh[number % len(fresh)] = (fresh[number % len(fresh)] + 1) % VOCAB
+            if drafter.update(mirror, base, fresh):
+                truth[mirror] = tokens[:base] + fresh
+        drafter.check()
+        for mirror, tokens in truth.items():
+            if drafter.length(mirror) == len(tokens):
+                (proposal,) = drafter.propose([mirror], 5)
+                assert proposal == site.expected(tokens, int(mirror[1]), 5)[: len(proposal)]
+    site.settle()
+    for mirror, tokens in truth.items():
+        if drafter.length(mirror) == len(tokens) and drafter.update(mirror, len(tokens), []):
+            assert drafter.num_drafted(mirror) == 5 or len(tokens) + 5 > drafter.max_context
+    drafter.clear()
+    drafter.check()
+    assert all(group.pool.usage().free == num_blocks for group in site.pool.groups)
+
+
+def test_a_confirmed_draft_is_not_computed_again() -> None:
+    site, tokens = Site(), [3, 1, 4, 1, 5, 9, 2, 6]
+    site.drafter.update(key(0), 0, tokens, sampling(0))
+    site.settle()
+    (proposal,) = site.drafter.propose([key(0)], 5)
+    assert proposal == site.expected(tokens, 0) and site.computed_tokens == len(tokens) + 4
+    assert site.drafter.update(key(0), len(tokens), proposal[:3])
+    assert site.drafter.propose([key(0)], 5) == [[]], "what was proposed before is not said again"
+    site.settle()
+    assert site.computed_tokens == len(tokens) + 4 + 3
+    assert site.drafter.num_tokens_in_vain == 0
+    assert site.drafter.propose([key(0)], 5) == [site.expected(tokens + proposal[:3], 0)]
+
+
+def test_a_correction_keeps_the_kv_of_what_is_the_same() -> None:
+    site, tokens = Site(), [3, 1, 4, 1, 5, 9, 2, 6]
+    site.drafter.update(key(0), 0, tokens, sampling(0))
+    site.settle()
+    (proposal,) = site.drafter.propose([key(0)], 5)
+    corrected = [*proposal[:2], (proposal[2] + 1) % VOCAB]
+    before = site.computed_tokens
+    assert site.drafter.update(key(0), len(tokens), corrected)
+    assert site.drafter.num_tokens_in_vain == 3
+    site.settle()
+    assert site.computed_tokens - before == 5, "the corrected token, and each one drafted but the last"
+    assert site.drafter.propose([key(0)], 5) == [site.expected(tokens + corrected, 0)]
+
+
+def test_a_mirror_that_is_sent_whole_again_computes_only_what_is_new() -> None:
+    site, tokens = Site(), list(range(40))
+    site.drafter.update(key(0), 0, tokens, sampling(0))
+    site.settle()
+    assert not site.drafter.update(key(0), 45, [1])
+    assert site.step() is None, "a mirror with a gap is not drafted"
+    before, tokens = site.computed_tokens, [*tokens, 7, 7, 7, 7, 7, 7]
+    assert site.drafter.update(key(0), 0, tokens, sampling(0))
+    site.settle()
+    assert site.computed_tokens - before == 6 + 4
+    assert site.drafter.propose([key(0)], 5) == [site.expected(tokens, 0)]
+
+
+def test_other_sampling_parameters_draft_anew() -> None:
+    site, tokens = Site(), [1, 2, 3]
+    site.drafter.update(key(0), 0, tokens, sampling(0))
+    site.settle()
+    site.drafter.update(key(0), 0, tokens, sampling(9))
+    site.settle()
+    assert site.drafter.propose([key(0)], 5) == [site.expected(tokens, 9)]
+
+
+def test_a_long_prompt_is_computed_in_chunks_beside_drafts() -> None:
+    site = Site(num_blocks=128, token_budget=32)
+    site.drafter.update(key(0), 0, [1, 2, 3], sampling(0))
+    site.drafter.update(key(1), 0, [step % VOCAB for step in range(300)], sampling(1))
+    site.settle()
+    firsts = site.plans[:5]
+    assert all({row.start < 20 for row in plan.rows} >= {True} for plan in firsts), "the short one drafts in each step"
+    assert all(plan.num_tokens <= 32 + len(plan.rows) for plan in site.plans)
+    assert len(site.plans) >= 300 // 32
+
+
+def test_mirrors_with_the_fewest_drafted_tokens_go_first() -> None:
+    """A step has room for two rows: nobody gets a third token before everyone has a second one."""
+    site = Site(max_sequences=6)
+    for index in range(6):
+        site.drafter.update(key(index), 0, [index + 1], sampling(index))
+    site.drafter.max_sequences = 2
+    counts = [0] * 6
+    while (drafted := site.step()) is not None:
+        for _, name in drafted:
+            counts[int(name)] += 1
+        assert max(counts) - min(counts) <= 1
+    assert counts == [5] * 6
+
+
+def test_without_blocks_the_mirror_updated_least_recently_goes() -> None:
+    site = Site(num_blocks=12)
+    for index in range(3):
+        site.drafter.update(key(index), 0, [index] * 14, sampling(index))
+        site.settle()
+    assert site.drafter.length(key(0)) == 0 and site.drafter.num_evicted == 1
+    assert not site.drafter.update(key(0), 14, [1]), "its decode worker finds out by a gap"
+    assert site.drafter.update(key(1), 14, [1]) and site.drafter.update(key(2), 14, [1])
+
+
+def test_a_mirror_longer_than_the_pool_drops_nobody() -> None:
+    site = Site(num_blocks=12)
+    site.drafter.update(key(0), 0, [1] * 4, sampling(0))
+    site.drafter.update(key(1), 0, [2] * 60, sampling(1))
+    site.settle()
+    assert site.drafter.propose([key(0), key(1)], 5) == [site.expected([1] * 4, 0), []]
+
+
+@pytest.mark.parametrize("ending", ["close", "close_worker", "clear", "again"])
+def test_a_mirror_that_ends_during_a_step_frees_its_blocks_when_the_step_has_run(ending: str) -> None:
+    site = Site()
+    site.drafter.update(key(0), 0, [1, 2, 3], sampling(0))
+    plan = site.drafter.plan()
+    assert plan is not None
+    match ending:
+        case "close_worker":
+            assert site.drafter.close_worker(WORKERS[0]) == 1
+        case "clear":
+            site.drafter.clear()
+        case _:
+            site.drafter.close(key(0))
+    assert site.pool.usage().owned == 1 and len(site.drafter) == 0
+    if ending == "again":
+        assert site.drafter.abort() == 1
+    else:
+        assert site.drafter.commit(plan, site.runner.execute(plan)) == []
+    assert site.pool.usage().free == site.pool.usage().total
+    site.drafter.check()
+
+
+def test_a_step_that_fails_costs_its_mirrors_alone() -> None:
+    site = Site()
+    site.drafter.update(key(0), 0, [1, 2, 3], sampling(0))
+    site.settle()
+    site.drafter.update(key(1), 0, [1, 2, 3], sampling(1))
+    assert site.drafter.plan() is not None
+    assert site.drafter.abort() == 1
+    assert [site.drafter.length(key(index)) for index in range(2)] == [3, 0]
+    site.drafter.check()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        ([VOCAB], DraftSampling()),
+        ([-1], DraftSampling()),
+        ([1], DraftSampling(temperature=float("nan"))),
+        ([1], DraftSampling(temperature=-1.0)),
+        ([1], DraftSampling(min_p=2.0)),
+    ],
+)
+def test_what_would_fail_a_step_is_refused(tokens: list[int], said: DraftSampling) -> None:
+    site = Site()
+    with pytest.raises(ProtocolError):
+        site.drafter.update(key(0), 0, tokens, said)
+    assert len(site.drafter) == 0 and site.step() is None
+
+
+def test_it_drafts_no_further_ahead_than_it_may() -> None:
+    site = Site(max_drafted=3)
+    site.drafter.update(key(0), 0, [1, 2], sampling(0))
+    site.settle()
+    assert [len(proposal) for proposal in site.drafter.propose([key(0)], 10)] == [3]
+    starts = [row.start for plan in site.plans for row in plan.rows]
+    assert all(earlier < later for earlier, later in pairwise(starts))
