@@ -49,16 +49,20 @@ def prepare(train: int, held_out: int) -> None:
 def split(file: Path, folder: Path) -> None:
     """Cut `file` into numbered pieces of `PIECE_BYTES` in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
+    total = -(-file.stat().st_size // PIECE_BYTES)
     with file.open("rb") as source:
         for number, piece in enumerate(iter(lambda: source.read(PIECE_BYTES), b"")):
-            (folder / f"{file.name}.{number:02d}").write_bytes(piece)
+            (folder / f"{file.name}.{number:02d}-of-{total:02d}").write_bytes(piece)
 
 
 def join(folder: Path) -> Path:
-    """Put the pieces in `folder` together again, once. :raises ConfigError: if there are none."""
-    pieces = sorted(path for path in folder.glob("*.[0-9][0-9]"))
+    """Put the pieces in `folder` together again, once. :raises ConfigError: if some are missing."""
+    pieces = sorted(path for path in folder.glob("*-of-[0-9][0-9]"))
     if not pieces:
         raise ConfigError(f"{folder} has no pieces of a target: run `prepare` where the target is")
+    total = int(pieces[0].name[-2:])
+    if len(pieces) != total:
+        raise ConfigError(f"{folder} has {len(pieces)} of {total} pieces of the target: carry the others, too")
     file = folder / pieces[0].stem
     if not file.exists():
         partial = folder / "joined.partial"

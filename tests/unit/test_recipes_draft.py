@@ -330,6 +330,9 @@ def test_a_carried_file_is_put_together_again(tmp_path: Path, monkeypatch: pytes
     assert len(list((tmp_path / "pieces").iterdir())) == 4
     whole = session.join(tmp_path / "pieces")
     assert whole.read_bytes() == content and whole.name == "model.gguf"
+    (tmp_path / "pieces" / "model.gguf.02-of-04").unlink()
+    with pytest.raises(ConfigError, match="3 of 4 pieces"):
+        session.join(tmp_path / "pieces")
     with pytest.raises(ConfigError, match="no pieces"):
         session.join(tmp_path)
 
