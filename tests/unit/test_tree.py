@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("common", "services", "bench", "tests", "examples")
+FOLDERS = ("common", "services", "bench", "recipes", "tests", "examples")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 MODULES = [path for path in SOURCES if path.name != "__init__.py"]
 PRODUCT = [path for path in MODULES if "tests" not in path.relative_to(ROOT).parts]

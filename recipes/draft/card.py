@@ -1,0 +1,63 @@
+"""Writes the model card of a draft model: what it is for, data, steps, acceptance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from common.models.json_files import read_object_if_any
+from recipes.draft.samples import read_samples
+
+_CARD = """# A draft model for {target}
+
+Proposes tokens for speculative decoding with {target} ({revision}). Of no use alone: embedding and output head are the
+target's.
+
+| | |
+|---|---|
+| layers, MLP width, hidden size | {layers}, {intermediate}, {hidden} |
+| draft vocabulary | {ids} of {vocabulary} ids |
+| weights | {megabytes:.1f} MB |
+| data | {samples} answers of the target, {tokens} tokens, a third each at T = 0, 0.7 and 1 |
+| prompts | generated (recipes/draft/prompts.py); passages from Python's documentation and library, and common licences |
+| training | {steps} steps of up to {batch} tokens, {epochs} epochs begun, {minutes:.1f} minutes |
+| loss | KL to the target at temperature 1, and {weight} of the cross-entropy to its tokens |
+| licence | the target's |
+
+## Acceptance
+
+On answers to held-out prompts, whose templates, topics and passages are not in the training data. Column k is the share of
+places at which the first k proposals equal the target's tokens; the mean counts accepted tokens out of K, without the target's
+own.
+
+{table}
+"""
+
+
+def write_card(draft: Path, data: Path, state: Mapping[str, Any], table: str) -> None:
+    """Write README.md into the folder `draft`. data: the folder of shards; state: a checkpoint's.
+
+    :raises ConfigError: if a file is missing or damaged.
+    """
+    config = read_object_if_any(draft / "config.json")
+    samples = read_samples(data, "train")
+    text = _CARD.format(
+        target=config["target"]["name"],
+        revision=config["target"]["revision"],
+        layers=config["num_hidden_layers"],
+        intermediate=config["intermediate_size"],
+        hidden=config["hidden_size"],
+        ids=config["draft_vocab_size"],
+        vocabulary=config["vocab_size"],
+        megabytes=(draft / "model.safetensors").stat().st_size / 1e6,
+        samples=len(samples),
+        tokens=sum(len(sample.tokens) - sample.prompt_length for sample in samples),
+        steps=state["progress"]["step"],
+        batch=state["settings"]["batch_tokens"],
+        epochs=state["progress"]["epoch"] + 1,
+        minutes=state["progress"]["seconds"] / 60,
+        weight=state["settings"]["chosen_weight"],
+        table=table,
+    )
+    (draft / "README.md").write_text(text)

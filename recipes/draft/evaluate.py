@@ -1,0 +1,102 @@
+"""Prints how many tokens of a draft model, and of the n-gram proposer beside it, the target's held-out answers accept.
+
+    python -m recipes.draft.evaluate build/draft build/draft/model
+
+For each temperature: the share of places at which the first k proposals are all accepted, for k = 1 to 8, and the mean number
+of accepted tokens for K proposals. With `--card` the table goes into the folder's README.md, the model card.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from bench.common.table import markdown
+from common.models.source import DEFAULT_MODEL, resolve
+from common.protocol.errors import ConfigError
+from recipes.draft.acceptance import (
+    MAX_PROPOSED,
+    Proposer,
+    Start,
+    by_temperature,
+    draft_proposer,
+    mean_accepted,
+    ngram_proposer,
+    starts_of,
+    survival,
+)
+from recipes.draft.card import write_card
+from recipes.draft.export import load_folder
+from recipes.draft.samples import read_samples
+from recipes.draft.target import load_target
+from recipes.draft.train import CHECKPOINT, device_of, dtype_of, read_checkpoint
+
+PROPOSED = (2, 4, 8)
+"""K of the mean accepted length."""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """What one proposer reaches at one temperature; see `survival`."""
+
+    proposer: str
+    temperature: float
+    places: int
+    survived: list[float]
+
+
+def measure(starts: Mapping[float, Sequence[Start]], proposers: Mapping[str, Proposer]) -> list[Row]:
+    return [
+        Row(name, temperature, len(some), survival(some, propose))
+        for temperature, some in starts.items()
+        for name, propose in proposers.items()
+    ]
+
+
+def table_of(rows: Sequence[Row]) -> str:
+    """Return a table in Markdown."""
+    heads = ["proposer", "T", "places"]
+    heads += [f"k={position}" for position in range(1, MAX_PROPOSED + 1)] + [f"mean of K={count}" for count in PROPOSED]
+    lines = [
+        [row.proposer, f"{row.temperature:g}", str(row.places)]
+        + [f"{share:.3f}" for share in row.survived]
+        + [f"{mean_accepted(row.survived, count):.2f}" for count in PROPOSED]
+        for row in rows
+    ]
+    return markdown(heads, lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="recipes.draft.evaluate", description=__doc__)
+    parser.add_argument("folder", type=Path, help="holds the held-out shards")
+    parser.add_argument("draft", type=Path, help="an exported draft model")
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--per-sample", type=int, default=8, help="places in each answer (default: %(default)s)")
+    parser.add_argument(
+        "--max-length", type=int, default=832, help="tokens of an answer with its prompt (default: %(default)s)"
+    )
+    parser.add_argument("--card", action="store_true", help="write the model card into the draft model's folder")
+    arguments = parser.parse_args()
+    try:
+        starts = by_temperature(
+            starts_of(read_samples(arguments.folder, "held_out"), arguments.per_sample, arguments.max_length)
+        )
+        device = device_of(arguments.device)
+        target = load_target(resolve(arguments.model), device, dtype_of(device))
+        draft = load_folder(arguments.draft, target)
+        rows = measure(starts, {"draft model": draft_proposer(draft), "n-gram": ngram_proposer()})
+        table = table_of(rows)
+        print(table)
+        (arguments.draft / "acceptance.json").write_bytes(msgspec.json.encode(rows))
+        if arguments.card:
+            state = read_checkpoint(arguments.folder / CHECKPOINT, device)
+            write_card(arguments.draft, arguments.folder, state, table)
+    except ConfigError as error:
+        raise SystemExit(str(error)) from error
+
+
+if __name__ == "__main__":
+    main()
