@@ -58,11 +58,12 @@ def penstock_up(
 
 
 def wait_ready(site: Site, up: subprocess.Popen[bytes], log: Path) -> None:
+    """Until the gateway is ready, and `up` has seen that, too: it says so last."""
     ended = time.monotonic() + START_TIMEOUT_S
     with httpx.Client(base_url=f"http://127.0.0.1:{site.http_port}", timeout=5) as http:
         while up.poll() is None and time.monotonic() < ended:
             try:
-                if http.get("/ready").status_code == 200:
+                if http.get("/ready").status_code == 200 and "\nready\n" in log.read_text():
                     return
             except httpx.HTTPError:
                 pass
