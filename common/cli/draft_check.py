@@ -11,6 +11,7 @@ from common.cli.preflight import Servable, check_model
 from common.cli.pull import ensure
 from common.engine.load.layout import EngineConfig
 from common.models.config import load_config
+from common.models.draft_folder import check_fits, lacking
 from common.models.source import resolve
 from common.protocol.errors import PenstockError
 from common.text.vocabulary import check_same_vocabulary
@@ -36,7 +37,11 @@ def check_draft_model(fleet: ModelFleet) -> DraftCheck:
         ensure(name)
         dummy = settings.load_format == "dummy"
         files = resolve(name, weights=not dummy)
-        check_same_vocabulary(resolve(fleet.config.model, weights=False), files)
+        target = resolve(fleet.config.model, weights=False)
+        if any(lacking(files)):
+            check_fits(files, target)  # each draft worker completes it, which takes torch
+            return DraftCheck()
+        check_same_vocabulary(target, files)
         on_gpu = bool(fleet.gpus) and settings.engine != "simulated"
         engine = EngineConfig.of(settings, on_gpu=on_gpu)
         longest = min(engine.max_model_len, load_config(files).max_context)

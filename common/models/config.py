@@ -81,6 +81,8 @@ def config_from_json(data: Mapping[str, Any], generation: Mapping[str, Any] | No
     """
     data = dict(unwrapped(data))
     draft_vocab_size = data.pop("draft_vocab_size", None)  # any family's, see `reduced_vocabulary`
+    for key in ("embedding_from_target", "head_from_target", "target"):  # see `draft_folder`
+        data.pop(key, None)
     read = reader_of(data.get("model_type"), JSON_FAMILIES, "model_type")
     spec = read(Fields(data, "config.json"))
     if isinstance(quantization := data.get("quantization_config"), Mapping) and quantization.get("transform_config"):

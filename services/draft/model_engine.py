@@ -10,6 +10,7 @@ import msgspec
 from common.engine.engine import Engine
 from common.engine.load.open import open_engine
 from common.models.config import load_config
+from common.models.draft_folder import lacking
 from common.models.source import resolve
 from common.protocol.errors import ConfigError, UnknownModel
 from common.text.vocabulary import check_same_vocabulary, vocabulary_digest
@@ -28,20 +29,25 @@ OpenDraftEngine = Callable[[str, Callable[[int, int], None]], DraftEngine]
 """`open_draft_engine(segment_name, on_progress)`; blocks until the weights are loaded."""
 
 
-def engine_settings(config: DraftConfig, max_context: int) -> DraftConfig:
+def engine_settings(config: DraftConfig, spec: str, max_context: int) -> DraftConfig:
     """Return the settings of the draft model's engine, whose context, `max_context` tokens, may be shorter than the limit."""
     return msgspec.structs.replace(
-        config, model=config.draft_model, served_model_name="", max_model_len=min(config.max_model_len, max_context)
+        config, model=spec, served_model_name="", max_model_len=min(config.max_model_len, max_context)
     )
 
 
 def open_draft_engine(config: DraftConfig, segment_name: str, on_progress: Callable[[int, int], None]) -> DraftEngine:
     """Blocks until the weights are loaded: call it in a thread.
 
-    :raises UnknownModel: the draft model is not on this machine.
+    :raises UnknownModel: the draft model is not on this machine, or the target is not and the draft model takes tensors from
+    it.
     :raises ConfigError: it has another vocabulary than the model it drafts for, or the settings don't fit it or the machine.
     """
     files = resolve(config.draft_model, weights=config.load_format != "dummy")
+    if any(lacking(files)):
+        from services.draft.complete_draft import complete  # with torch
+
+        files = complete(files, resolve(config.model))
     model = load_config(files)
     try:
         target = resolve(config.model, weights=False)
@@ -52,5 +58,6 @@ def open_draft_engine(config: DraftConfig, segment_name: str, on_progress: Calla
     vocabulary = vocabulary_digest(files, model.vocab_size)
     if not vocabulary:
         raise ConfigError(f"the tokenizer of the draft model {files.name} can't be read", param="draft_model")
-    settings = engine_settings(config, model.max_context)
+    spec = config.draft_model if files.path == resolve(config.draft_model, weights=False).path else str(files.path)
+    settings = engine_settings(config, spec, model.max_context)
     return DraftEngine(open_engine(settings, segment_name, on_progress, drafts=True), vocabulary)

@@ -95,3 +95,12 @@ def _settled(settings: UpSettings) -> UpSettings:
 
 def _processes(settings: UpSettings) -> list[ProcessSpec]:
     return processes(settings.config, cores=2, passed=settings.passed, services=settings.services, fleets=settings.fleets)
+
+
+def test_a_draft_model_that_takes_tensors_from_its_target_needs_one_of_its_sizes(model: Path, other: Path) -> None:
+    edit_config(other, embedding_from_target=True, head_from_target=True, tie_word_embeddings=False)
+    (other / "tokenizer.json").unlink()
+    settings = asked(model, "--draft=1", f"--draft-model={other}", "--kv-cache-mb=16")
+    assert not check_draft_model(settings.fleets[0]).reason
+    edit_config(other, hidden_size=128)
+    assert "a hidden size of 128, and tiny has" in check_draft_model(settings.fleets[0]).reason

@@ -1,0 +1,45 @@
+"""Draft models that leave tensors to their target: what a folder lacks is taken from the target's files, once on each machine.
+
+config.json says `embedding_from_target`, `head_from_target` (rows `i + d2t[i]` of the target's head, or of its embedding where
+that is the head), and which `target` the draft model was trained for. Such a folder has no tokenizer either: its ids are the
+target's. So a few megabytes of layers are a draft model. A draft worker writes the whole folder
+(`services.draft.complete_draft`), which is loaded like any other.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from common.models.config import load_config
+from common.models.json_files import read_object_if_any
+from common.models.source import ModelFiles
+from common.protocol.errors import ConfigError
+
+
+class Lacking(NamedTuple):
+    """Which tensors a draft model's folder leaves to the target."""
+
+    embedding: bool
+    head: bool
+
+
+def lacking(files: ModelFiles) -> Lacking:
+    """Return what a draft model leaves to its target. :raises ConfigError: if its config.json can't be read."""
+    if files.format != "safetensors":
+        return Lacking(embedding=False, head=False)
+    config = read_object_if_any(files.path / "config.json")
+    return Lacking(config.get("embedding_from_target") is True, config.get("head_from_target") is True)
+
+
+def check_fits(draft: ModelFiles, target: ModelFiles) -> None:
+    """Check that a target has what a draft model leaves to it.
+
+    :raises ConfigError: if its vocabulary or hidden size is another.
+    """
+    ours, theirs = load_config(draft), load_config(target)
+    if (ours.vocab_size, ours.hidden_size) != (theirs.vocab_size, theirs.hidden_size):
+        raise ConfigError(
+            f"the draft model {draft.name} takes tensors from its target, of a vocabulary of {ours.vocab_size} and a hidden "
+            f"size of {ours.hidden_size}, and {target.name} has {theirs.vocab_size} and {theirs.hidden_size}",
+            param="draft_model",
+        )
