@@ -49,5 +49,5 @@ def open_runner(spec: str, precision: str, **settings: Any) -> Opening:
     runner = load_runner(files, engine)
     load_s = time.perf_counter() - begun
     spare_what_is_loaded()
-    precision = resolve_engine_precision(model, engine, device)
-    return Opening(runner=runner, model=model, precision=precision, device=device, load_s=load_s)
+    resolved = resolve_engine_precision(model, engine, device)
+    return Opening(runner=runner, model=model, precision=resolved, device=device, load_s=load_s)
