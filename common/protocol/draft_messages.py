@@ -48,11 +48,23 @@ class DraftClose(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     sequences: list[str]
 
 
+class DraftBranch(msgspec.Struct, frozen=True, array_like=True):
+    """Where the first `accepted` tokens of a proposal hold and the next one does not: `tokens` may come instead."""
+
+    accepted: int
+    tokens: list[int]
+
+
 class Proposals(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """draft → decode: in each row, `tokens` may follow the first `base` tokens. Token ids only; wrong ones cost speed alone."""
+    """draft → decode: in each row, `tokens` may follow the first `base` tokens. Token ids only; wrong ones cost speed alone.
+
+    `tables`: by sequence, what may come where its row fails. A table holds until the next one for that sequence. With its row
+    it takes less than 1 KB.
+    """
 
     draft: WorkerRef
     rows: list[DraftRow]
+    tables: dict[str, list[DraftBranch]] = {}
 
 
 class DraftResync(msgspec.Struct, tag=True, frozen=True, kw_only=True):

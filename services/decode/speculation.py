@@ -13,14 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from common.engine.outcomes import Outcome, accept
-from common.protocol.draft_messages import DraftClose, DraftResync, DraftRow, DraftSampling, DraftUpdate, Proposals
+from common.engine.outcomes import Outcome, accept, width_of
+from common.protocol.draft_messages import DraftBranch, DraftClose, DraftResync, DraftRow, DraftSampling, DraftUpdate, Proposals
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
 from services.decode.speculation_policy import Pace, SpeculationPolicy
 
 MAX_PROPOSAL = 64
 """Tokens of one proposal that are kept; more would be stale before it is used."""
+MAX_BRANCHES = 16
+"""Entries of an outcome table that are kept."""
 RESYNC_TOKENS = 16
 """A sequence is sent whole again only after this many new tokens, and twice as many each time."""
 
@@ -36,17 +38,26 @@ def align(base: int, proposal: Sequence[int], tokens: Sequence[int], length: int
     return list(proposal[late:])
 
 
+def _holds(base: int, proposal: Sequence[int], tokens: Sequence[int]) -> bool:
+    """Whether none of a proposal's tokens that are decided was decided otherwise."""
+    late = max(0, min(len(tokens) - base, len(proposal)))
+    return all(tokens[base + i] == proposal[i] for i in range(late))
+
+
 @dataclass(slots=True)
 class SpeculationCounters:
     """vLLM's `spec_decode_num_drafts`, `_draft_tokens`, `_accepted_tokens` and `_accepted_tokens_per_pos`.
 
-    `num_late`: proposals of which every token was already decided when they arrived.
+    `num_late`: proposals of which every token was already decided when they arrived. `num_table_hits`: failed proposals whose
+    outcome table had what came instead; `num_table_misses`: those whose table had not.
     """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_late: int = 0
+    num_table_hits: int = 0
+    num_table_misses: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
 
     def record(self, proposed: int, accepted: int) -> None:
@@ -65,7 +76,8 @@ class SpeculationCounters:
 @dataclass(slots=True)
 class _Mirror:
     """`worker` mirrors this sequence and was sent its first `sent` tokens. `tokens` is the sequence's own, growing list, of
-    which `known` were there after the last step."""
+    which `known` were there after the last step. `table`: whole proposals behind `table_base`, each for a place where the
+    proposal may fail."""
 
     tokens: Sequence[int]
     sampling: DraftSampling
@@ -74,6 +86,8 @@ class _Mirror:
     sent: int = 0
     base: int = 0
     proposal: Sequence[int] = ()
+    table_base: int = 0
+    table: Sequence[Sequence[int]] = ()
     whole_at: int = 0
     resync_tokens: int = RESYNC_TOKENS
     known: int = 0
@@ -158,6 +172,7 @@ class DraftBook:
         mirror = self._mirrors.get(sequence)
         if mirror is None or not mirror.proposal:
             return []
+        self._turn(mirror)
         usable = align(mirror.base, mirror.proposal, mirror.tokens)
         if not usable:
             mirror.proposal = ()
@@ -168,17 +183,23 @@ class DraftBook:
 
     def foresee(self, sequence: str, verifying: Sequence[int], limit: int) -> list[Outcome]:
         """At most `limit` tokens to verify behind the step in flight, which verifies `verifying`: if that ends as the latest
-        proposal says."""
+        proposal says, and as its table says it may."""
         mirror = self._mirrors.get(sequence)
         if mirror is None or not mirror.proposal:
             return []
-        usable = align(mirror.base, mirror.proposal, mirror.tokens)
-        accepted = accept(verifying, usable)
-        behind = usable[accepted + 1 :][: max(0, min(limit, self.policy.length(mirror.pace)))]
-        if not behind:
-            return []
-        self.policy.spend(len(behind))
-        return [Outcome(accepted, usable[accepted], behind)]
+        self._turn(mirror)
+        room = max(0, min(limit, self.policy.length(mirror.pace)))
+        lines = [align(mirror.base, mirror.proposal, mirror.tokens)]
+        lines += [align(mirror.table_base, one, mirror.tokens) for one in mirror.table]
+        outcomes: dict[tuple[int, int], Outcome] = {}
+        for usable in lines:
+            accepted = accept(verifying, usable)
+            behind = usable[accepted + 1 :][:room]
+            if behind:
+                outcomes.setdefault((accepted, usable[accepted]), Outcome(accepted, usable[accepted], behind))
+        found = list(outcomes.values())
+        self.policy.spend(width_of(found))
+        return found
 
     def record(self, sequence: str, proposed: int, accepted: int) -> None:
         """A step ran for the sequence, with `proposed` tokens to verify (perhaps none). Its tokens are there.
@@ -197,20 +218,53 @@ class DraftBook:
             came = mirror.tokens[known : known + len(guess)]
             hits = accept(guess, came)
             self.policy.record(mirror.pace, hits, int(hits < len(came)))
+        self._turn(mirror)
 
     def on_proposals(self, message: Proposals) -> None:
-        """The latest proposal wins; what is older, unknown, from another worker or beyond the vocabulary is dropped."""
+        """The latest proposal wins, unless it has failed and one that was there holds; what is older, unknown, from another
+        worker or beyond the vocabulary is dropped."""
         for row in message.rows:
             mirror = self._mirrors.get(row.sequence)
             if mirror is None or mirror.worker != message.draft or not mirror.base <= row.base <= mirror.sent:
                 continue
-            proposal = row.tokens[:MAX_PROPOSAL]
-            for index, token in enumerate(proposal):
-                if not 0 <= token < self.vocab_size:
-                    proposal = proposal[:index]
-                    break
+            proposal = self._known(row.tokens)
             self.counters.num_late += bool(proposal) and len(mirror.tokens) - row.base >= len(proposal)
+            held = mirror.base, mirror.proposal
             mirror.base, mirror.proposal = row.base, proposal
+            if row.sequence in message.tables:
+                lines = self._table(proposal, message.tables[row.sequence])
+                mirror.table_base, mirror.table = row.base, [one for one in lines if _holds(row.base, one, mirror.tokens)]
+            if not _holds(row.base, proposal, mirror.tokens) and align(*held, mirror.tokens):
+                mirror.base, mirror.proposal = held
+            self._turn(mirror)
+
+    def _known(self, tokens: Sequence[int]) -> Sequence[int]:
+        """What is before the first id that is none, and not too long."""
+        tokens = tokens[:MAX_PROPOSAL]
+        for index, token in enumerate(tokens):
+            if not 0 <= token < self.vocab_size:
+                return tokens[:index]
+        return tokens
+
+    def _table(self, proposal: Sequence[int], branches: Sequence[DraftBranch]) -> list[Sequence[int]]:
+        """Return a whole proposal for each entry that fits behind `proposal`."""
+        lines = []
+        for branch in branches[:MAX_BRANCHES]:
+            if 0 <= branch.accepted <= len(proposal) and (tokens := self._known(branch.tokens)):
+                lines.append([*proposal[: branch.accepted], *tokens])
+        return lines
+
+    def _turn(self, mirror: _Mirror) -> None:
+        """Where the proposal has failed, go on with the entry of the table that holds."""
+        if not mirror.table or _holds(mirror.base, mirror.proposal, mirror.tokens):
+            return
+        table, mirror.table = mirror.table, ()
+        line = next((one for one in table if align(mirror.table_base, one, mirror.tokens)), None)
+        if line is None:
+            self.counters.num_table_misses += 1
+        else:
+            self.counters.num_table_hits += 1
+            mirror.base, mirror.proposal = mirror.table_base, line
 
     def on_resync(self, message: DraftResync) -> None:
         """Send these whole again, unless that was done a moment ago."""
@@ -260,12 +314,12 @@ class DraftBook:
         self._rooms[worker] -= 1
         mirror.worker = worker
         mirror.sent = mirror.whole_at = 0
-        mirror.base, mirror.proposal = 0, ()
+        mirror.base, mirror.proposal, mirror.table = 0, (), ()
 
     def _leave(self, sequence: str, mirror: _Mirror) -> None:
         """Take the sequence from its worker, which is told if it still lives."""
         worker, mirror.worker = mirror.worker, None
-        mirror.base, mirror.proposal = 0, ()
+        mirror.base, mirror.proposal, mirror.table = 0, (), ()
         if worker is not None and worker in self._rooms:
             self._rooms[worker] += 1
             self._closing.setdefault(worker, []).append(sequence)

@@ -128,6 +128,7 @@ class DraftActor(Actor):
 
     def _propose(self, decode: WorkerRef, sequences: list[str]) -> None:
         keys = [(decode, sequence) for sequence in sequences]
+        tables = {key[1]: table for key in keys if (table := self.proposer.table(key))}
         rows = [
             DraftRow(sequence=key[1], base=self.proposer.length(key), tokens=guess)
             for key, guess in zip(keys, self.proposer.propose(keys, self.config.proposal_tokens), strict=True)
@@ -136,7 +137,7 @@ class DraftActor(Actor):
         if rows:
             self._num_proposals.inc(len(rows))
             self._num_tokens.inc(sum(len(row.tokens) for row in rows))
-            self.send(decode, Proposals(draft=self.ref, rows=rows))
+            self.send(decode, Proposals(draft=self.ref, rows=rows, tables=tables))
 
     def presence(self, state: WorkerState) -> Presence:
         held = len(self.proposer)

@@ -19,7 +19,23 @@ class DraftConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknown
     proposal_tokens: Annotated[
         int, Meta(ge=1, le=64, description="tokens of a proposal; twice what decode verifies, so that a late one still serves")
     ] = 10
+    draft_branches: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            le=16,
+            description="answers drafted for places where a draft model's proposal may fail, of each sequence; 0: none; "
+            "-1: 6 on a GPU, none on a CPU",
+        ),
+    ] = -1
+    draft_branch_tokens: Annotated[int, Meta(ge=1, le=16, description="tokens drafted behind such an answer")] = 4
     max_sequences: Annotated[int, Meta(ge=1, description="sequences mirrored at once")] = 1024
     max_sequence_tokens: Annotated[int, Meta(ge=2, description="tokens of a sequence that are searched: the last ones")] = 65536
     min_match: Annotated[int, Meta(ge=2, le=64, description="tokens that must agree before a guess is made")] = 2
     max_match: Annotated[int, Meta(ge=2, le=64, description="tokens that are compared at most")] = 8
+
+    def num_branches(self, *, on_gpu: bool) -> int:
+        """Return `draft_branches`, or what suits: on a CPU steps of branches would make the target's slower."""
+        if self.draft_branches >= 0:
+            return self.draft_branches
+        return 6 if on_gpu else 0

@@ -10,57 +10,32 @@ A mirror's text, and the KV of it:
 
 An update that agrees with the draft confirms a part of it, and nothing is computed again. One that disagrees cuts the text
 behind the last token that agrees; the KV up to there stays. A mirror with a gap keeps what it has until it is sent whole again.
+Where what disagrees was drafted as a branch (`branches.py`), that becomes the text, and nothing is computed again either.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from common.cache.block_table import BlockTable
+import msgspec
+
 from common.cache.grouped_pool import GroupedPool
-from common.engine.plan import StepPlan, StepResult, StepRow, part_of
-from common.protocol.draft_messages import DraftSampling
+from common.engine.plan import RowSamples, StepPlan, StepResult, StepRow, part_of
+from common.protocol.draft_messages import DraftBranch, DraftSampling
 from common.protocol.errors import OutOfBlocks, ProtocolError
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import SamplingParams
+from services.draft.branches import MAX_BRANCHED, Branches
+from services.draft.choices import TOP_TOKENS, choice_of
+from services.draft.mirror import Branch, Mirror
 from services.draft.mirror_blocks import MirrorBlocks
 from services.draft.proposer import MirrorKey
 
 MAX_CATCH_UP_TOKENS = 64
 """A mirror with at most so many tokens to compute goes with those that draft; one with more is a prompt, computed in chunks."""
 MAX_SAMPLING_NUMBER = 1000.0
-
-
-@dataclass(slots=True, eq=False)
-class Mirror:
-    """`is_whole`: no update was lost. `is_broken`: its logits were not finite; it is not continued until it is opened anew.
-    `in_step`: a step that runs uses its blocks. `proposed_end`: length of the text that was proposed last. `last_step`: number
-    of the step that it was in last."""
-
-    key: MirrorKey
-    tables: list[BlockTable]
-    text: list[int] = field(default_factory=list)
-    num_confirmed: int = 0
-    num_computed: int = 0
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    prompt_tokens: int = 1
-    is_whole: bool = True
-    is_broken: bool = False
-    in_step: bool = False
-    is_closed: bool = False
-    proposed_end: int = 0
-    last_step: int = 0
-
-    @property
-    def num_drafted(self) -> int:
-        return len(self.text) - self.num_confirmed
-
-    @property
-    def num_pending(self) -> int:
-        """Tokens to compute before the next one can be drawn."""
-        return len(self.text) - self.num_computed
+_ACCEPTANCE_WEIGHT = 0.1
 
 
 class Drafter:
@@ -69,11 +44,26 @@ class Drafter:
     max_sequences: mirrors held at most, and rows of a step. max_drafted: tokens drafted ahead of what is confirmed.
     token_budget: tokens that a step computes at most, beside one of each row. max_context: tokens of the model's context; a
     mirror that is as long, or fills the pool, is not drafted further.
-    Where blocks run out, the mirror that was updated least recently goes.
+    Where blocks run out, branches go first, and then the mirror that was updated least recently.
+
+    num_branches: of a mirror, with `branch_tokens` tokens each behind the first; they have at most `branch_step_tokens` tokens
+    of a step. branches_beside: whether they run beside the mirrors' rows, where a larger step takes no longer, or only in steps
+    of their own.
     """
 
     def __init__(
-        self, pool: GroupedPool, *, max_sequences: int, max_drafted: int, token_budget: int, max_context: int, vocab_size: int
+        self,
+        pool: GroupedPool,
+        *,
+        max_sequences: int,
+        max_drafted: int,
+        token_budget: int,
+        max_context: int,
+        vocab_size: int,
+        num_branches: int = 0,
+        branch_tokens: int = 4,
+        branch_step_tokens: int = 64,
+        branches_beside: bool = True,
     ) -> None:
         self.blocks = MirrorBlocks(pool)
         self.max_sequences = max_sequences
@@ -84,8 +74,16 @@ class Drafter:
         self.num_tokens_drafted = 0
         self.num_tokens_in_vain = 0
         self.num_evicted = 0
+        self.branches = Branches(
+            self.blocks,
+            count=num_branches,
+            length=branch_tokens,
+            step_tokens=min(branch_step_tokens, token_budget),
+            max_context=self.max_context,
+        )
+        self.branches_beside = branches_beside
         self._mirrors: dict[MirrorKey, Mirror] = {}  # least recently updated first
-        self._flight: list[Mirror] = []
+        self._flight: list[Mirror | Branch] = []
         self._step = 0
 
     def __len__(self) -> int:
@@ -117,13 +115,23 @@ class Drafter:
             if params != mirror.sampling:
                 self._cut(mirror, mirror.num_confirmed, mirror.num_confirmed - 1)
             mirror.sampling, mirror.is_whole, mirror.is_broken, mirror.proposed_end = params, True, False, 0
+            mirror.asking = msgspec.structs.replace(params, logprobs=TOP_TOKENS)
             mirror.prompt_tokens = max(1, sampling.prompt_tokens if sampling else 1)
         self._confirm(mirror, base, tokens)
+        mirror.table_due = True
         return True
 
     def propose(self, keys: Sequence[MirrorKey], num_tokens: int) -> list[list[int]]:
         """See `Proposer.propose`. What was proposed before and is still there is not proposed again."""
         return [self._proposal(self._mirrors.get(key))[:num_tokens] for key in keys]
+
+    def table(self, key: MirrorKey) -> list[DraftBranch]:
+        """See `Proposer.table`."""
+        mirror = self._mirrors.get(key)
+        found = [] if mirror is None else self.branches.table(mirror)
+        if mirror is not None and found:
+            mirror.proposed_end = 0  # a table goes with the row that it is about
+        return found
 
     def length(self, key: MirrorKey) -> int:
         mirror = self._mirrors.get(key)
@@ -140,6 +148,7 @@ class Drafter:
             return
         mirror.is_closed = True
         self.num_tokens_in_vain += mirror.num_drafted
+        self.branches.drop_all(mirror)
         if not mirror.in_step:
             self.blocks.release(mirror.tables)
 
@@ -159,7 +168,7 @@ class Drafter:
         """Return the next step; None when every mirror is drafted as far ahead as it may be.
 
         Mirrors with the fewest drafted tokens come first, since decode uses these up soonest; prompts get what is left of the
-        token budget, the one that has waited longest first.
+        token budget, the one that has waited longest first. What is left of both is for branches.
         """
         assert not self._flight, "a step is running"
         active = [mirror for mirror in self._mirrors.values() if self._may_draft(mirror)]
@@ -181,46 +190,64 @@ class Drafter:
             if row := self._row(mirror, part_of(mirror.num_computed, mirror.num_pending, budget)):
                 rows.append(row)
                 budget -= len(row.tokens)
+        rows += self._branch_rows(min(budget, self.branches.step_tokens), alone=not rows)
         return StepPlan(step=self._step, rows=rows) if rows else None
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[MirrorKey]:
         """Take the step's tokens. Return the mirrors that were drafted further."""
         flight, self._flight = self._flight, []
-        drafted: list[MirrorKey] = []
-        for mirror, row, samples in zip(flight, plan.rows, result.rows, strict=True):
-            mirror.in_step = False
-            if mirror.is_closed:
-                self.blocks.release(mirror.tables)
-                continue
-            mirror.num_computed = row.start + len(row.tokens)
-            if row.num_samples:
-                token = samples.tokens[0]
-                if 0 <= token < self.vocab_size:
-                    mirror.text.append(token)
-                    self.num_tokens_drafted += 1
-                    drafted.append(mirror.key)
-                else:
-                    mirror.is_broken, mirror.num_computed = True, mirror.num_computed - 1
-            self.blocks.let_go(mirror.tables, min(mirror.num_computed, mirror.num_confirmed - 1))
-        return drafted
+        drafted: dict[MirrorKey, None] = {}
+        for one, row, samples in zip(flight, plan.rows, result.rows, strict=True):
+            one.in_step = False
+            if one.is_closed:
+                self.blocks.release(one.tables)
+            elif isinstance(one, Branch):
+                if self.branches.commit(one, row, samples, self.vocab_size):
+                    drafted[one.mirror.key] = None
+            elif self._commit(one, row, samples):
+                drafted[one.key] = None
+        return list(drafted)
+
+    def _commit(self, mirror: Mirror, row: StepRow, samples: RowSamples) -> bool:
+        """Take a mirror's token, if there is one. Return whether it was drafted further."""
+        mirror.num_computed = row.start + len(row.tokens)
+        has_token = False
+        if row.num_samples:
+            token = samples.tokens[0]
+            has_token = 0 <= token < self.vocab_size
+            if has_token:
+                if samples.logprobs:
+                    mirror.choices[len(mirror.text)] = choice_of(token, samples.logprobs[0], row.sampling, len(mirror.text))
+                mirror.text.append(token)
+                self.num_tokens_drafted += 1
+            else:
+                mirror.is_broken, mirror.num_computed = True, mirror.num_computed - 1
+        kept = min(mirror.num_computed, mirror.num_confirmed - 1)
+        if self.branches.count:
+            kept = max(0, kept - self.blocks.block_tokens)  # a branch begins with its block
+        self.blocks.let_go(mirror.tables, kept)
+        return has_token
 
     def abort(self) -> int:
         """The step failed: close its mirrors, which their decode workers find out by a gap. Returns how many there were."""
         flight, self._flight = self._flight, []
-        for mirror in flight:
-            mirror.in_step = False
-            if mirror.is_closed:
-                self.blocks.release(mirror.tables)
-            else:
-                self.close(mirror.key)
-        return len(flight)
+        for one in flight:
+            one.in_step = False
+            if one.is_closed:
+                self.blocks.release(one.tables)
+        mirrors = {one.mirror if isinstance(one, Branch) else one: None for one in flight}
+        for mirror in mirrors:
+            self.close(mirror.key)
+        return len(mirrors)
 
     def check(self) -> None:
         """:raises AssertionError: if the pool's counters are wrong, or blocks are held that no mirror has."""
         self.blocks.pool.check()
-        held = [*self._mirrors.values(), *(mirror for mirror in self._flight if mirror.is_closed)]
+        held: list[Mirror | Branch] = [*self._mirrors.values(), *(one for one in self._flight if one.is_closed)]
+        held += [branch for mirror in self._mirrors.values() for branch in mirror.branches.values()]
         for index, group in enumerate(self.blocks.pool.groups):
-            assert group.pool.usage().owned == sum(block >= 0 for mirror in held for block in mirror.tables[index])
+            owned = {block for one in held for block in one.tables[index] if block >= 0}
+            assert group.pool.usage().owned == len(owned)
 
     # -- within
 
@@ -241,22 +268,45 @@ class Drafter:
 
     def _confirm(self, mirror: Mirror, base: int, tokens: Sequence[int]) -> None:
         """The text from `base` on is `tokens`; what was drafted behind them stays if they agree with the text."""
-        text, end = mirror.text, base + len(tokens)
-        agreed = base
-        while agreed < min(end, len(text)) and text[agreed] == tokens[agreed - base]:
-            agreed += 1
+        end = base + len(tokens)
+        agreed = _agreed(mirror.text, base, tokens)
+        self._measure(mirror, agreed, end)
+        if agreed < end and (branch := self.branches.take(mirror, agreed, tokens[agreed - base])):
+            self._go_on_with(mirror, branch)
+            agreed = _agreed(mirror.text, base, tokens)
         if agreed < end:
             self._cut(mirror, agreed, agreed)
-            text += tokens[agreed - base :]
+            mirror.text += tokens[agreed - base :]
         elif end < mirror.num_confirmed:
             self._cut(mirror, end, end - 1)
         mirror.num_confirmed = end
+        for index in [index for index in mirror.choices if index < end]:
+            del mirror.choices[index]
+        self.branches.prune(mirror)
+
+    def _measure(self, mirror: Mirror, agreed: int, end: int) -> None:
+        """Drafted tokens up to index `agreed` hold; the next one does not, if it is before `end`."""
+        drafted = range(mirror.num_confirmed, min(end, len(mirror.text), agreed + 1))
+        for index in drafted:
+            mirror.acceptance += _ACCEPTANCE_WEIGHT * ((index < agreed) - mirror.acceptance)
+
+    def _go_on_with(self, mirror: Mirror, branch: Branch) -> None:
+        """The branch is the mirror's text from now on; its first token is confirmed."""
+        self._cut(mirror, branch.position, branch.position)
+        self.blocks.release(mirror.tables)
+        mirror.tables, mirror.num_computed = branch.tables, branch.num_computed
+        mirror.text += branch.tokens
+        mirror.choices |= dict(enumerate(branch.choices, branch.position + 1))
+        self.num_tokens_drafted += len(branch.choices)
 
     def _cut(self, mirror: Mirror, length: int, max_computed: int) -> None:
         """Drop the text from index `length` on. KV of at most `max_computed` tokens stays: of all but the last one where
         nothing else follows, since the next token's logits are needed."""
         self.num_tokens_in_vain += len(mirror.text) - max(length, min(mirror.num_confirmed, len(mirror.text)))
         del mirror.text[length:]
+        self.branches.drop_all(mirror, length)
+        for index in [index for index in mirror.choices if index >= length]:
+            del mirror.choices[index]
         mirror.proposed_end = 0
         mirror.num_computed = max(0, min(mirror.num_computed, max_computed))
         if not self.blocks.holds(mirror.tables, mirror.num_computed):
@@ -292,9 +342,29 @@ class Drafter:
             blocks=mirror.tables[0],
             more_blocks=mirror.tables[1:],
             num_samples=1 if end == len(mirror.text) else 0,
-            sampling=mirror.sampling,
+            sampling=mirror.asking if self._may_branch else mirror.sampling,
             prompt_tokens=mirror.prompt_tokens,
         )
+
+    @property
+    def _may_branch(self) -> bool:
+        return self.branches.count > 0 and len(self._mirrors) <= MAX_BRANCHED
+
+    def _branch_rows(self, budget: int, *, alone: bool) -> list[StepRow]:
+        """Return rows of at most `budget` tokens. alone: the step has no others."""
+        rows: list[StepRow] = []
+        if not self._may_branch or not (alone or self.branches_beside):
+            return rows
+        mirrors = [mirror for mirror in self._mirrors.values() if mirror.is_whole and not mirror.is_broken]
+        for mirror, key in self.branches.wanting(mirrors):
+            if len(self._flight) >= self.max_sequences:
+                break
+            if found := self.branches.row(mirror, key, budget):
+                branch, row = found
+                self._flight.append(branch)
+                rows.append(row)
+                budget -= len(row.tokens)
+        return rows
 
     def _make_room(self, mirror: Mirror, start: int, end: int) -> bool:
         """Take the blocks of a row, if need be from the mirror that was updated least recently of those not in this step."""
@@ -302,6 +372,8 @@ class Drafter:
             try:
                 self.blocks.cover(mirror.tables, start, end)
             except OutOfBlocks:
+                if self.branches.give_way(self._mirrors.values()):
+                    continue
                 victim = next((other for other in self._mirrors.values() if not other.in_step), mirror)
                 if victim is mirror and self._flight:
                     return False  # others of this step hold what it lacks: perhaps the next one has room
@@ -314,3 +386,9 @@ class Drafter:
     def _evict(self, mirror: Mirror) -> None:
         self.num_evicted += 1
         self.close(mirror.key)
+
+
+def _agreed(text: Sequence[int], base: int, tokens: Sequence[int]) -> int:
+    """Return the index up to which `text` has `tokens` from index `base` on."""
+    end = min(base + len(tokens), len(text))
+    return next((index for index in range(base, end) if text[index] != tokens[index - base]), end)

@@ -4,7 +4,8 @@
                      └► plan ─► a step in a thread ─► commit ─► messages that came meanwhile ─► Proposals ─► plan ─► …
 
 Decode never waits: drafts run ahead of what is confirmed, by `proposal_tokens` at most, and a proposal covers what is drafted
-behind the confirmed tokens. A step that raises costs its mirrors, which are sent whole again; several in a row end the process.
+behind the confirmed tokens. Where a draft may fail, branches are drafted with what steps leave (`branches.py`). A step that
+raises costs its mirrors, which are sent whole again; several in a row end the process.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ class ModelDraftActor(DraftActor):
         self._failures = 0
         self._drafted = self.metrics.counter("draft_model_tokens_total", "Tokens drafted by the model")
         self._in_vain = self.metrics.counter("draft_model_tokens_in_vain_total", "Drafted tokens that decode did not confirm")
+        self._branch_tokens = self.metrics.counter("draft_model_branch_tokens_total", "Tokens drafted in branches")
+        self._branches_taken = self.metrics.counter(
+            "draft_model_branches_taken_total", "Branches that said what decode said where the draft was wrong"
+        )
         self._evicted = self.metrics.counter("draft_model_evictions_total", "Mirrors dropped for lack of KV blocks or room")
         self._steps = self.metrics.counter("draft_model_steps_total", "Steps of the draft model's engine")
         self._step_s = self.metrics.counter(
@@ -81,6 +86,9 @@ class ModelDraftActor(DraftActor):
             token_budget=limits.token_budget,
             max_context=engine.runner.max_context,
             vocab_size=engine.runner.vocab_size,
+            num_branches=self.config.num_branches(on_gpu=engine.on_gpu),
+            branch_tokens=self.config.draft_branch_tokens,
+            branches_beside=engine.on_gpu,
         )
 
     async def _open(self) -> DraftEngine:
@@ -165,6 +173,10 @@ class ModelDraftActor(DraftActor):
             self._drafted.inc(drafter.num_tokens_drafted)
             self._in_vain.inc(drafter.num_tokens_in_vain)
             self._evicted.inc(drafter.num_evicted)
+            branches = drafter.branches
+            self._branch_tokens.inc(branches.num_tokens)
+            self._branches_taken.inc(branches.num_taken)
+            branches.num_tokens = branches.num_taken = 0
             drafter.num_tokens_drafted = drafter.num_tokens_in_vain = drafter.num_evicted = 0
 
     # -- heartbeat

@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from common.protocol.draft_messages import DraftSampling
+from common.protocol.draft_messages import DraftBranch, DraftSampling
 from common.protocol.errors import ProtocolError
 from common.protocol.handles import WorkerRef
 from services.draft.proposer import MirrorKey
@@ -140,6 +140,9 @@ class NgramProposer:
     def propose(self, keys: Sequence[MirrorKey], num_tokens: int) -> list[list[int]]:
         mirrors = (self._mirrors.get(key) for key in keys)
         return [[] if mirror is None else mirror.propose(num_tokens) for mirror in mirrors]
+
+    def table(self, key: MirrorKey) -> list[DraftBranch]:
+        return []
 
     def length(self, key: MirrorKey) -> int:
         mirror = self._mirrors.get(key)

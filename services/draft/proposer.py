@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from common.protocol.draft_messages import DraftSampling
+from common.protocol.draft_messages import DraftBranch, DraftSampling
 from common.protocol.handles import WorkerRef
 
 MirrorKey = tuple[WorkerRef, str]
@@ -41,6 +41,10 @@ class Proposer(Protocol):
         """For each mirror, at most `num_tokens` tokens that may follow it; [] for no guess or no such mirror."""
         ...
 
+    def table(self, key: MirrorKey) -> list[DraftBranch]:
+        """What may come where the next `propose` of the mirror fails; [] for nothing new. Ask before `propose`."""
+        ...
+
     def length(self, key: MirrorKey) -> int:
         """Tokens of the mirrored sequence, 0 when there is no such mirror."""
         ...
@@ -69,6 +73,9 @@ class NoProposals:
 
     def propose(self, keys: Sequence[MirrorKey], num_tokens: int) -> list[list[int]]:
         return [[] for _ in keys]
+
+    def table(self, key: MirrorKey) -> list[DraftBranch]:
+        return []
 
     def length(self, key: MirrorKey) -> int:
         return 0

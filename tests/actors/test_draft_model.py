@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -22,6 +23,7 @@ from common.protocol.draft_messages import DraftRow, DraftSampling, DraftUpdate
 from common.protocol.messages import SamplingParams
 from common.testing.memory_bus import MemoryBroker
 from services.draft.config import DraftConfig
+from services.draft.mirror import Mirror
 from services.draft.model_actor import MAX_FAILURES, ModelDraftActor
 from services.draft.model_engine import open_draft_engine
 from tests.actors.test_draft import Decoder, running, until
@@ -73,6 +75,14 @@ async def test_a_draft_model_equal_to_the_target_is_always_right(
     said = {name: SamplingParams(seed=seed, temperature=temperature, top_p=0.95, top_k=40) for seed, name in enumerate(prompts)}
     tokens = {name: list(prompt) for name, prompt in prompts.items()}
     blocks = {name: list(range(16 * index, 16 * index + 16)) for index, name in enumerate(prompts)}
+
+    def caught_up() -> bool:
+        drafter = draft.drafter
+        keys = {name: (decoder.ref, name) for name in tokens}
+        return drafter is not None and all(
+            drafter.length(key) == len(tokens[name]) and drafter.num_drafted(key) == 6 for name, key in keys.items()
+        )
+
     async with running(decoder, draft):
         await until(lambda: any(peer.credits > 0 for peer in decoder.registry.alive("draft", decoder.clock())))
         decoder.tick(decoder.clock())
@@ -101,6 +111,8 @@ async def test_a_draft_model_equal_to_the_target_is_always_right(
             for worker, message in decoder.book.messages(decoder.ref):
                 decoder.send(worker, message)
             await anyio.sleep(0.01)
+            if step % 4 == 3:  # however slow this machine is
+                await until(caught_up)
         assert decoder.book.counters.num_accepted_tokens > 20
         for name in tokens:
             decoder.book.close(name)
@@ -110,6 +122,85 @@ async def test_a_draft_model_equal_to_the_target_is_always_right(
         metrics = draft.metrics.render().decode()
         assert "penstock_draft_model_steps_total " in metrics
         assert "penstock_draft_model_step_seconds_total " in metrics
+
+
+def disturbed(model: Path, folder: Path) -> Path:
+    """The same model with noise on its weights: it is right now and then."""
+    shutil.copytree(model, folder)
+    rng = np.random.default_rng(0)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2:
+            noise = rng.standard_normal(tensor.shape).astype(np.float32) * np.float32(0.3) * tensor.astype(np.float32).std()
+            tensors[name] = (tensor.astype(np.float32) + noise).astype(tensor.dtype)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.05])
+async def test_where_another_model_is_wrong_its_branches_are_right_now_and_then_and_no_token_changes(
+    temperature: float, make: Callable[..., ModelDraftActor], model: Path, tmp_path: Path
+) -> None:
+    broker = MemoryBroker()
+    folder = disturbed(model, tmp_path / "disturbed")
+    decoder, draft = Decoder(broker), make(broker, draft_model=str(folder), draft_branches=6, draft_branch_tokens=3)
+    target = load_runner(resolve(str(model)), EngineConfig(dtype="float32", threads=1, num_blocks=NUM_BLOCKS))
+    prompt, blocks = [1, 2, 3, 4, 5], list(range(16))
+    params = SamplingParams(seed=3, temperature=temperature)
+
+    def sampled(own: list[int], proposed: list[int]) -> list[int]:
+        row = StepRow([own[-1], *proposed], len(own) - 1, blocks, 1 + len(proposed), params, len(prompt))
+        return target.execute(StepPlan(0, [row])).rows[0].tokens
+
+    def idle() -> bool:
+        """Whether everything is drafted that may be."""
+        assert draft.drafter is not None
+        mirrors = list(draft.drafter._mirrors.values())
+        return all(one.num_confirmed == len(tokens) and one.num_drafted == 6 and settled(one) for one in mirrors)
+
+    def settled(mirror: Mirror) -> bool:
+        assert draft.drafter is not None
+        return bool(mirror.branches) and draft.drafter.branches.is_settled(mirror)
+
+    tokens = list(prompt)
+    target.execute(StepPlan(0, [StepRow(prompt[:-1], 0, blocks, 0, params, len(prompt))]))
+    expected = list(prompt)
+    while len(expected) < len(prompt) + 130:
+        expected += sampled(expected, [])
+    async with running(decoder, draft):
+        await until(lambda: any(peer.credits > 0 for peer in decoder.registry.alive("draft", decoder.clock())))
+        decoder.tick(decoder.clock())
+        decoder.book.open("a", tokens, DraftSampling(seed=3, temperature=temperature, prompt_tokens=len(prompt)))
+        after_a_hit = 0
+        while len(tokens) < len(prompt) + 120:
+            hits = decoder.book.counters.num_table_hits
+            decoder.book.begin_step(1)
+            proposed = decoder.book.propose("a", 4)
+            came = sampled(tokens, proposed)
+            accepted = accept(proposed, came)
+            tokens += came[: accepted + 1]
+            decoder.book.record("a", len(proposed), accepted)
+            if decoder.book.counters.num_table_hits > hits:
+                after_a_hit += len(decoder.book.propose("a", 4)) > 0  # no message has come since
+            for worker, message in decoder.book.messages(decoder.ref):
+                decoder.send(worker, message)
+            await anyio.sleep(0.01)
+            if len(tokens) % 3:
+                await until(idle)
+                assert draft.drafter is not None
+                draft.drafter.check()
+        assert tokens == expected[: len(tokens)]
+        counters = decoder.book.counters
+        assert after_a_hit > 3 and counters.num_table_hits + counters.num_table_misses > 10
+        assert 0 < counters.num_accepted_tokens < counters.num_draft_tokens
+        decoder.book.close("a")
+        for worker, message in decoder.book.messages(decoder.ref):
+            decoder.send(worker, message)
+        await until(lambda: free(draft))
+        metrics = draft.metrics.render().decode()
+        (taken,) = [line for line in metrics.splitlines() if line.startswith("penstock_draft_model_branches_taken_total ")]
+        assert float(taken.split()[1]) > 0
+        assert all(len(msgspec.msgpack.encode(message)) <= 1024 for message in decoder.proposals)
 
 
 async def test_mirrors_of_a_lost_worker_and_of_a_fenced_one_give_their_blocks_back(

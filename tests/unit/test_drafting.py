@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,10 +16,11 @@ from common.cache.pool import BlockPool
 from common.cache.retention import KEEP_ALL, Retention
 from common.engine.plan import StepPlan
 from common.engine.simulated.runner import BYTES_PER_TOKEN, SimulatedRunner, TokenRule
-from common.protocol.draft_messages import DraftSampling
+from common.protocol.draft_messages import DraftBranch, DraftRow, DraftSampling, Proposals
 from common.protocol.errors import ProtocolError
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import SamplingParams
+from services.draft.branches import MAX_BRANCHED, Branches
 from services.draft.drafting import Drafter
 from services.draft.proposer import MirrorKey
 
@@ -38,6 +40,8 @@ class Site:
         max_drafted: int = 5,
         token_budget: int = 32,
         retentions: Iterable[Retention] = (KEEP_ALL,),
+        num_branches: int = 0,
+        branches_beside: bool = True,
     ) -> None:
         groups = list(retentions)
         storages = [np.zeros((num_blocks, BLOCK * BYTES_PER_TOKEN), np.uint8) for _ in groups]
@@ -60,6 +64,9 @@ class Site:
             token_budget=token_budget,
             max_context=400,
             vocab_size=VOCAB,
+            num_branches=num_branches,
+            branch_tokens=3,
+            branches_beside=branches_beside,
         )
         self.plans: list[StepPlan] = []
 
@@ -96,19 +103,34 @@ def key(index: int) -> MirrorKey:
 
 
 OPERATION = st.tuples(
-    st.sampled_from(["open", "agree", "agree", "disagree", "shrink", "gap", "close", "lost worker", "step", "step", "step"]),
+    st.sampled_from(
+        ["open", "agree", "disagree", "branch", "branch", "shrink", "gap", "close", "lost worker", "step", "step", "step"]
+    ),
     st.integers(0, 5),
     st.integers(0, 30),
 )
 
 
-@given(st.lists(OPERATION, max_size=80), st.integers(12, 60), st.sampled_from(["all", "window", "chunk"]))
-@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(OPERATION, max_size=80),
+    st.integers(12, 60),
+    st.sampled_from(["all", "window", "chunk"]),
+    st.sampled_from([0, 4]),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=200)
 def test_proposals_are_what_the_model_writes_behind_the_confirmed_tokens(
-    operations: list[tuple[str, int, int]], num_blocks: int, kind: str
+    operations: list[tuple[str, int, int]], num_blocks: int, kind: str, num_branches: int, beside: bool
 ) -> None:
     retentions = {"all": [KEEP_ALL], "window": [KEEP_ALL, Retention(window=6)], "chunk": [KEEP_ALL, Retention(chunk=8)]}[kind]
-    site = Site(num_blocks=num_blocks, max_sequences=4, token_budget=16, retentions=retentions)
+    site = Site(
+        num_blocks=num_blocks,
+        max_sequences=4,
+        token_budget=16,
+        retentions=retentions,
+        num_branches=num_branches,
+        branches_beside=beside,
+    )
     drafter = site.drafter
     truth: dict[MirrorKey, list[int]] = {}  # the tokens that the decode worker has told
     for operation, index, number in operations:
@@ -129,6 +151,10 @@ def test_proposals_are_what_the_model_writes_behind_the_confirmed_tokens(
         else:
             base = max(1, len(tokens) - number) if operation == "shrink" else len(tokens)
             fresh = site.expected(tokens[:base], index, 1 + number % 7)
+            held = drafter._mirrors.get(mirror)
+            if operation == "branch" and held is not None and held.branches and held.num_confirmed == len(tokens):
+                branch = next(iter(held.branches.values()))  # decode says what a branch said, and a part of what is behind it
+                base, fresh = len(tokens), [*held.text[len(tokens) : branch.position], *branch.tokens[: 1 + number % 4]]
             if operation == "disagree":
                 fresh[number % len(fresh)] = (fresh[number % len(fresh)] + 1) % VOCAB
             if drafter.update(mirror, base, fresh):
@@ -136,8 +162,13 @@ def test_proposals_are_what_the_model_writes_behind_the_confirmed_tokens(
         drafter.check()
         for mirror, tokens in truth.items():
             if drafter.length(mirror) == len(tokens):
+                table = drafter.table(mirror)
                 (proposal,) = drafter.propose([mirror], 5)
                 assert proposal == site.expected(tokens, int(mirror[1]), 5)[: len(proposal)]
+                for branch in table:
+                    before = [*tokens, *proposal[: branch.accepted], branch.tokens[0]]
+                    assert branch.accepted < len(proposal) and branch.tokens[0] != proposal[branch.accepted]
+                    assert branch.tokens[1:] == site.expected(before, int(mirror[1]), 5)[: len(branch.tokens) - 1]
     site.settle()
     for mirror, tokens in truth.items():
         if drafter.length(mirror) == len(tokens) and drafter.update(mirror, len(tokens), []):
@@ -297,3 +328,108 @@ def test_it_drafts_no_further_ahead_than_it_may() -> None:
     assert [len(proposal) for proposal in site.drafter.propose([key(0)], 10)] == [3]
     starts = [row.start for plan in site.plans for row in plan.rows]
     assert all(earlier < later for earlier, later in pairwise(starts))
+
+
+def drafting(site: Site, tokens: list[int], said: DraftSampling | None = None) -> tuple[list[int], list[DraftBranch]]:
+    """What is proposed behind `tokens`, and the table."""
+    site.drafter.update(key(0), 0, tokens, said or sampling(0))
+    site.settle()
+    table = site.drafter.table(key(0))
+    (proposal,) = site.drafter.propose([key(0)], 5)
+    return proposal, table
+
+
+def test_where_the_draft_is_wrong_and_a_branch_right_nothing_is_computed_again() -> None:
+    site, tokens = Site(num_branches=6), [3, 1, 4, 1, 5, 9, 2, 6, 5]
+    proposal, table = drafting(site, tokens)
+    assert len(table) == 6 and all(len(branch.tokens) == 4 for branch in table)
+    branch = table[2]
+    said = [*proposal[: branch.accepted], *branch.tokens[:2]]
+    drafted = site.drafter.num_drafted(key(0))
+    before = sum(len(row.tokens) for plan in site.plans for row in plan.rows)
+    assert site.drafter.update(key(0), len(tokens), said)
+    assert (site.drafter.branches.num_taken, site.drafter.num_drafted(key(0))) == (1, 2) and drafted == 5
+    assert site.drafter.propose([key(0)], 5) == [branch.tokens[2:]], "what was drafted behind it is proposed at once"
+    site.drafter.branches.count = 0
+    site.settle()
+    assert site.computed_tokens - before == 3, "one token for each that is drafted further"
+    assert site.drafter.propose([key(0)], 5) == [site.expected(tokens + said, 0)]
+
+
+def test_most_branches_are_where_the_first_rejection_is_likeliest() -> None:
+    """The simulated engine is equally sure of all greedy tokens."""
+    proposal, table = drafting(Site(num_branches=6), [3, 1, 4, 1, 5, 9, 2, 6, 5], DraftSampling())
+    counts = [sum(branch.accepted == position for branch in table) for position in range(len(proposal))]
+    assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1] == 0
+
+
+def test_a_table_is_sent_once_and_again_after_news() -> None:
+    site, tokens = Site(num_branches=3), [3, 1, 4, 1, 5]
+    proposal, table = drafting(site, tokens)
+    assert table and site.drafter.table(key(0)) == []
+    assert site.drafter.update(key(0), len(tokens), proposal[:1])
+    site.settle()
+    fresh = site.drafter.table(key(0))
+    (later,) = site.drafter.propose([key(0)], 5)
+    assert fresh and all(0 <= branch.accepted < len(later) for branch in fresh)
+
+
+def test_branches_do_not_delay_what_is_proposed() -> None:
+    """As many steps as without branches until everybody's draft is whole, in each order of rows."""
+    lengths = []
+    for num_branches, beside in ((0, True), (6, True), (6, False)):
+        site = Site(max_sequences=6, num_branches=num_branches, branches_beside=beside)
+        for index in range(3):
+            site.drafter.update(key(index), 0, [index + 1] * 9, sampling(index))
+        while any(site.drafter.num_drafted(key(index)) < 5 for index in range(3)):
+            assert site.step() is not None
+        lengths.append(len(site.plans))
+    assert lengths[0] == lengths[1] == lengths[2]
+
+
+def test_branches_give_their_blocks_to_mirrors() -> None:
+    site = Site(num_blocks=13, num_branches=6)
+    drafting(site, [1] * 14)
+    site.drafter.update(key(1), 0, [2] * 14, sampling(1))
+    site.settle()
+    assert site.drafter.num_evicted == 0 and [site.drafter.num_drafted(key(index)) for index in range(2)] == [5, 5]
+
+
+@pytest.mark.parametrize("ending", ["close", "abort", "clear"])
+def test_a_mirror_that_ends_while_its_branches_run_frees_their_blocks_when_the_step_has_run(ending: str) -> None:
+    site = Site(num_branches=4, branches_beside=False)
+    site.drafter.update(key(0), 0, [1, 2, 3], sampling(0))
+    while (plan := site.drafter.plan()) is not None and len(plan.rows) < 2:
+        site.drafter.commit(plan, site.runner.execute(plan))
+    assert plan is not None and len(plan.rows) == 4
+    match ending:
+        case "close":
+            site.drafter.close(key(0))
+        case "clear":
+            site.drafter.clear()
+        case _:
+            assert site.drafter.abort() == 1
+    site.drafter.check()
+    if ending != "abort":
+        assert site.pool.usage().owned > 0
+        assert site.drafter.commit(plan, site.runner.execute(plan)) == []
+    assert site.pool.usage().free == site.pool.usage().total
+
+
+def test_with_many_mirrors_none_has_branches() -> None:
+    site = Site(num_blocks=256, max_sequences=64, num_branches=4)
+    for index in range(MAX_BRANCHED + 1):
+        site.drafter.update(key(index), 0, [index + 1], sampling(index))
+    site.settle()
+    assert site.drafter.branches.num_tokens == 0
+    assert all(row.sampling.logprobs < 0 for plan in site.plans for row in plan.rows)
+
+
+def test_a_proposal_with_its_table_takes_less_than_a_kilobyte() -> None:
+    branches = Branches(Site().drafter.blocks, count=16, length=16, step_tokens=64, max_context=400)
+    size = 1 + branches.length
+    row = DraftRow("0" * 36, 2**31, [2**31] * 64)
+    table = [DraftBranch(accepted=63, tokens=[2**31] * size) for _ in range(branches.count)]
+    assert branches.count >= 4
+    message = Proposals(draft=WORKERS[0], rows=[row], tables={row.sequence: table})
+    assert len(msgspec.msgpack.encode(message)) <= 1024

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.engine.outcomes import Outcome, accept
 from common.engine.plan import StepPlan, StepRow
 from common.engine.simulated.runner import BYTES_PER_TOKEN, SimulatedRunner, TokenRule
-from common.protocol.draft_messages import DraftClose, DraftResync, DraftRow, DraftSampling, DraftUpdate, Proposals
+from common.protocol.draft_messages import DraftBranch, DraftClose, DraftResync, DraftRow, DraftSampling, DraftUpdate, Proposals
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence, SamplingParams
 from services.decode.speculation import RESYNC_TOKENS, DraftBook, align
@@ -320,7 +320,13 @@ def test_no_proposal_ever_changes_a_token(seed: int, hostility: float, max_token
         if rng.random() < hostility:
             future = [rng.choice([token, rng.randrange(-5, VOCAB + 5)]) for token in future]
             base += rng.randrange(-2, 3)
-        offer(book, rng.choice(workers), rng.choice(["a", "a", "b"]), base, future)
+        table = [
+            (rng.randrange(-1, 10), [rng.choice([*future, VOCAB, 5]) for _ in range(rng.randrange(4))]) if future else (0, [1])
+            for _ in range(rng.randrange(4) if hostility else 0)
+        ]
+        right = (prompt + expected)[base : base + 8] if base >= 0 else []
+        table += [(index, right[index:]) for index in range(rng.randrange(4))]
+        offer_table(book, rng.choice(workers), rng.choice(["a", "a", "b"]), base, future, *table)
         if rng.random() < 0.1:
             book.worker_lost(rng.choice(workers).worker)
             book.set_workers(workers)
@@ -359,3 +365,77 @@ def test_an_update_that_opens_a_mirror_says_how_its_tokens_are_drawn() -> None:
     tokens += [4]
     sampling += [message.sampling for _, message in book.messages(DECODE) if isinstance(message, DraftUpdate)]
     assert sampling == [{"a": said}, {}]
+
+
+def offer_table(
+    book: DraftBook, worker: Presence, sequence: str, base: int, tokens: list[int], *branches: tuple[int, list[int]]
+) -> None:
+    table = [DraftBranch(accepted, line) for accepted, line in branches]
+    book.on_proposals(Proposals(draft=worker.worker, rows=[DraftRow(sequence, base, tokens)], tables={sequence: table}))
+
+
+def test_where_a_proposal_fails_its_table_is_used_without_asking_again() -> None:
+    worker = drafter("draft-1")
+    book, tokens = make_book(worker), [1, 2, 3]
+    book.open("a", tokens)
+    updates(book)
+    offer_table(book, worker, "a", 3, [4, 5, 6], (0, [9, 8]), (1, [7, 8, 9]), (1, [6, 5, 4]))
+    book.begin_step(1)
+    assert book.propose("a", 8) == [4, 5, 6]
+    tokens += [4, 7]
+    book.record("a", 3, 1)
+    assert book.propose("a", 8) == [8, 9]
+    offer(book, worker, "a", 3, [4, 5, 6])
+    assert book.propose("a", 8) == [8, 9], "drafted before the worker has heard of it"
+    tokens.append(8)
+    updates(book)
+    offer(book, worker, "a", 6, [9, 9, 9])
+    assert book.propose("a", 8) == [9, 9, 9]
+    assert (book.counters.num_table_hits, book.counters.num_table_misses) == (1, 0)
+
+
+def test_an_outcome_that_is_in_no_table_is_a_miss_and_counted_once() -> None:
+    worker = drafter("draft-1")
+    book, tokens = make_book(worker), [1, 2, 3]
+    book.open("a", tokens)
+    updates(book)
+    offer_table(book, worker, "a", 3, [4, 5, 6], (1, [7, 8, 9]))
+    tokens += [4, 3]
+    book.record("a", 2, 1)
+    assert book.propose("a", 8) == []
+    tokens += [3]
+    book.record("a", 0, 0)
+    assert (book.counters.num_table_hits, book.counters.num_table_misses) == (0, 1)
+    offer_table(book, worker, "a", 3, [4, 5, 6], (1, [3, 3, 3, 1]))
+    book.begin_step(1)
+    assert book.propose("a", 8) == [3, 1], "late, but right"
+
+
+def test_what_a_table_says_of_a_verification_is_foreseen() -> None:
+    worker = drafter("draft-1")
+    book, tokens = make_book(worker, max_tokens=2, max_step_tokens=4), [1, 2, 3]
+    book.open("a", tokens)
+    updates(book)
+    offer_table(book, worker, "a", 3, [4, 5, 6, 7], (0, [9, 8, 7, 6]), (1, [7, 8]), (1, [6]), (3, [1, 2]), (2, [8, 3]))
+    book.begin_step(1)
+    assert book.foresee("a", [4, 5], 8) == [Outcome(2, 6, [7]), Outcome(0, 9, [8, 7]), Outcome(1, 7, [8]), Outcome(2, 8, [3])]
+    tokens += [4]
+    book.begin_step(1)
+    assert book.foresee("a", [], 8) == [Outcome(0, 5, [6, 7]), Outcome(0, 7, [8])]
+    assert book.foresee("a", [], 8) == [Outcome(0, 5, [6]), Outcome(0, 7, [8])], "outcomes share the row's room"
+
+
+def test_garbage_tables_are_dropped() -> None:
+    worker = drafter("draft-1")
+    book, tokens = make_book(worker), [1, 2, 3]
+    book.open("a", tokens)
+    updates(book)
+    offer_table(book, worker, "unknown", 3, [4], (0, [5]))
+    offer_table(book, worker, "a", 3, [4, 5], (-1, [5]), (3, [5]), (2**70, [5]), (0, [VOCAB, 1]), (0, []), (1, [7, -1, 5]))
+    offer_table(book, worker, "a", 3, [4, 5], *[(0, [6] * 100_000)] * 100_000)
+    assert len(book._mirrors["a"].table) <= 16
+    assert all(len(line) <= 128 for line in book._mirrors["a"].table)
+    tokens += [5]
+    book.record("a", 0, 0)
+    book.begin_step(1)
+    assert book.propose("a", 8) == [] and len(book.foresee("a", [], 8)) == 0

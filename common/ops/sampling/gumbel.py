@@ -15,10 +15,12 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from common.ops.sampling.gumbel_reference import MASK32, MULTIPLIERS, ROUNDS, WEYL
+from common.ops.sampling.philox import MASK32, MULTIPLIERS, ROUNDS, WEYL
 
 GUMBEL_MAX = -math.log(-math.log1p(-(2.0**-33)))
 """No noise is larger (about 22.9)."""
+GREEDY_BELOW = 1e-5
+"""Temperatures below are greedy, as in vLLM: there is no noise."""
 
 _LOW = np.uint64(MASK32)
 _SHIFT = np.uint64(32)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import torch
 
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-WEYL = (0x9E3779B9, 0xBB67AE85)
-ROUNDS = 10
-MASK32 = 0xFFFFFFFF
+from common.ops.sampling.philox import MASK32, MULTIPLIERS, ROUNDS, WEYL
 
 
 def philox_reference(counter: list[torch.Tensor], key: tuple[int, int]) -> list[torch.Tensor]:

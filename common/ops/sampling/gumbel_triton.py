@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton import knobs
 
-from common.ops.sampling.gumbel_reference import MULTIPLIERS, ROUNDS, WEYL
+from common.ops.sampling.philox import MULTIPLIERS, ROUNDS, WEYL
 
 _FACTOR0, _FACTOR1 = tl.constexpr(MULTIPLIERS[0]), tl.constexpr(MULTIPLIERS[1])
 _WEYL0, _WEYL1 = tl.constexpr(WEYL[0]), tl.constexpr(WEYL[1])

@@ -17,12 +17,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from common.ops.sampling.gumbel import GUMBEL_MAX, gumbel_noise, noise_words
-from common.ops.sampling.gumbel_reference import MASK32
+from common.ops.sampling.gumbel import GREEDY_BELOW, GUMBEL_MAX, gumbel_noise, noise_words
 from common.ops.sampling.nucleus import masses, wanted_mass
-
-GREEDY_BELOW = 1e-5
-"""Temperatures below are greedy, as in vLLM."""
+from common.ops.sampling.philox import MASK32
 
 _HEAD = 512
 _FIRST_TRIES = 64

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from common.ops.backend import on_device
-from common.ops.sampling.gumbel_reference import MASK32
+from common.ops.sampling.philox import MASK32
 from common.ops.sampling.sample import GREEDY_BELOW, Draw
 
 _FIELDS = (

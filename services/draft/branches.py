@@ -1,0 +1,165 @@
+"""Answers to what a target may say instead of a mirror's draft: short branches, drafted with what its steps leave. Pure.
+
+    text        … c c c | d d d d d d        c confirmed, d drafted; decode verifies the first few d
+    branches                a x x            a: the runner-up where d may be rejected; x: drafted behind it
+                            b x x
+                                a x x
+
+The likeliest first rejections get a branch each (`choices.likeliest`). A branch shares the mirror's full blocks before it and
+computes what follows them again, in a block of its own. It never takes blocks or room in a step that a mirror could use, and
+it goes as soon as its place is decided; an update that says what it says makes it the mirror's draft, KV and all (`take`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from common.cache.block_table import BlockTable
+from common.engine.plan import RowSamples, StepRow
+from common.protocol.draft_messages import DraftBranch
+from common.protocol.errors import OutOfBlocks
+from services.draft.choices import choice_of, likeliest
+from services.draft.mirror import Branch, BranchKey, Mirror
+from services.draft.mirror_blocks import MirrorBlocks
+
+MAX_BRANCHED = 16
+"""Mirrors above which none has branches: their own rows fill the steps."""
+MAX_TABLE_TOKENS = 96
+"""Token ids of a table at most, of up to five bytes each."""
+_MIN_CHANCE = 0.01
+
+
+class Branches:
+    """count: of a mirror at most; 0: none. length: tokens drafted behind a branch's first one. step_tokens: of all branches in
+    a step at most."""
+
+    def __init__(self, blocks: MirrorBlocks, *, count: int, length: int, step_tokens: int, max_context: int) -> None:
+        self.blocks = blocks
+        self.length = max(1, min(length, MAX_TABLE_TOKENS - 1))
+        self.count = min(count, MAX_TABLE_TOKENS // (1 + self.length))
+        self.step_tokens = step_tokens
+        self.max_context = max_context
+        self.num_tokens = 0
+        self.num_taken = 0
+
+    # -- what there is
+
+    def wanting(self, mirrors: Iterable[Mirror]) -> list[tuple[Mirror, BranchKey]]:
+        """Drop the branches that others are likelier than. Return those to begin or to go on with, the likeliest first."""
+        found: list[tuple[float, Mirror, BranchKey]] = []
+        for mirror in mirrors:
+            drafted = range(mirror.num_confirmed, len(mirror.text))
+            choices = [mirror.choices[index] for index in itertools.takewhile(mirror.choices.__contains__, drafted)]
+            best = likeliest(mirror.num_confirmed, choices, mirror.acceptance, self.count)
+            wanted = {(position, token): chance for chance, position, token in best if chance >= _MIN_CHANCE}
+            for key in [key for key in mirror.branches if key not in wanted]:
+                self.drop(mirror, key)
+            found += [(chance, mirror, key) for key, chance in wanted.items() if not self._is_done(mirror.branches.get(key))]
+        found.sort(key=lambda one: -one[0])
+        return [(mirror, key) for _, mirror, key in found]
+
+    def table(self, mirror: Mirror) -> list[DraftBranch]:
+        """Return the mirror's branches as they are sent, if there is news of them."""
+        if not mirror.table_changed or not (mirror.table_due or self.is_settled(mirror)):
+            return []
+        mirror.table_changed = mirror.table_due = False
+        return [
+            DraftBranch(accepted=position - mirror.num_confirmed, tokens=list(branch.tokens))
+            for (position, _), branch in mirror.branches.items()
+            if len(branch.tokens) > 1
+        ]
+
+    def is_settled(self, mirror: Mirror) -> bool:
+        """Whether none of its branches is being drafted."""
+        return all(self._is_done(branch) for branch in mirror.branches.values())
+
+    def _is_done(self, branch: Branch | None) -> bool:
+        return branch is not None and (branch.is_over or len(branch.tokens) > self.length)
+
+    # -- steps
+
+    def row(self, mirror: Mirror, key: BranchKey, max_tokens: int) -> tuple[Branch, StepRow] | None:
+        """Return the next row of a branch, which is opened if need be; None where there is no room for it."""
+        position, token = key
+        branch = mirror.branches.get(key)
+        start = branch.num_computed if branch else position // self.blocks.block_tokens * self.blocks.block_tokens
+        end = branch.end if branch else position + 1
+        if end - start > max_tokens or end >= self.max_context or not (branch or self._may_open(mirror, start)):
+            return None
+        if branch is None:
+            branch = Branch(mirror, position, [token], self._shared(mirror, start), start)
+        try:
+            self.blocks.cover(branch.tables, start, end)
+        except OutOfBlocks:
+            if key not in mirror.branches:
+                self.blocks.release(branch.tables)
+            return None
+        mirror.branches[key] = branch
+        branch.in_step = True
+        return branch, StepRow(
+            tokens=[*mirror.text[start:position], *branch.tokens[max(0, start - position) :]],
+            start=start,
+            blocks=branch.tables[0],
+            more_blocks=branch.tables[1:],
+            num_samples=1,
+            sampling=mirror.asking,
+            prompt_tokens=mirror.prompt_tokens,
+        )
+
+    def commit(self, branch: Branch, row: StepRow, samples: RowSamples, vocab_size: int) -> bool:
+        """Take a step's token. Return whether its mirror's table can be sent."""
+        branch.num_computed = row.start + len(row.tokens)
+        token = samples.tokens[0]
+        if not 0 <= token < vocab_size or not samples.logprobs:
+            branch.is_over = True
+            return False
+        branch.choices.append(choice_of(token, samples.logprobs[0], row.sampling, branch.end))
+        branch.tokens.append(token)
+        branch.mirror.table_changed = True
+        self.num_tokens += 1
+        return self.is_settled(branch.mirror)
+
+    def _may_open(self, mirror: Mirror, start: int) -> bool:
+        return mirror.num_computed >= start and self.blocks.holds(mirror.tables, start)
+
+    def _shared(self, mirror: Mirror, start: int) -> list[BlockTable]:
+        """Return tables with the mirror's blocks of the tokens before `start`."""
+        tables = [BlockTable(table[: start // self.blocks.block_tokens]) for table in mirror.tables]
+        self.blocks.pool.retain(tables)
+        return tables
+
+    # -- ends
+
+    def take(self, mirror: Mirror, position: int, token: int) -> Branch | None:
+        """Remove and return the branch that says `token` at `position`, if something has been drafted behind that."""
+        branch = mirror.branches.get((position, token))
+        if branch is None or len(branch.tokens) < 2:
+            return None
+        del mirror.branches[(position, token)]
+        self.num_taken += 1
+        return branch
+
+    def prune(self, mirror: Mirror) -> None:
+        """Drop the branches whose place is decided, or whose first token the mirror has drafted itself."""
+        for position, token in list(mirror.branches):
+            if position < mirror.num_confirmed or mirror.text[position : position + 1] in ([], [token]):
+                self.drop(mirror, (position, token))
+
+    def drop(self, mirror: Mirror, key: BranchKey) -> None:
+        branch = mirror.branches.pop(key)
+        branch.is_closed = True
+        if not branch.in_step:
+            self.blocks.release(branch.tables)
+
+    def drop_all(self, mirror: Mirror, start: int = 0) -> None:
+        """Drop the mirror's branches from position `start` on."""
+        for key in [key for key in mirror.branches if key[0] >= start]:
+            self.drop(mirror, key)
+
+    def give_way(self, mirrors: Iterable[Mirror]) -> bool:
+        """Drop all branches that no step uses. Return whether there were any."""
+        there = [(mirror, key) for mirror in mirrors for key, branch in mirror.branches.items() if not branch.in_step]
+        for mirror, key in there:
+            self.drop(mirror, key)
+        return bool(there)
