@@ -102,7 +102,7 @@ class DecodeActor(EngineWorker):
     def looks_up(self) -> bool:
         """Whether this process proposes tokens by lookup."""
         if self.config.lookup == "auto":
-            return self.config.speculation_tokens > 0 and not self.engine.on_gpu
+            return self.config.speculation_tokens > 0 and not self.engine.on_gpu and self.config.engine == "torch"
         return self.config.speculation_tokens > 0 and self.config.lookup == "on"
 
     def make_lookup(self, max_running: int) -> Lookup:

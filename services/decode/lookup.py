@@ -97,8 +97,10 @@ class Lookup:
 
     def guess(self, sequence: Sequence, limit: int) -> Guess:
         text = self._caught_up(sequence)
-        options = [] if text is None else self._options(sequence, text, [], limit)
-        if text is None or not options:
+        if text is None:
+            return NO_GUESS
+        options = self._options(sequence, text, [], limit, most=1)
+        if not options:
             return NO_GUESS
         text.made(options[0], sequence.tokens, [])
         return Guess(options[0].tokens, options[0].chances)
@@ -167,40 +169,52 @@ class Lookup:
     def _caught_up(self, sequence: Sequence) -> _Text | None:
         """Return the text with all tokens of the sequence; None if too many are missing to add them now."""
         text = self._texts.get(sequence.request)
-        if text is None or len(sequence.tokens) - len(text.index) > _MAX_LAG:
+        if text is None:
             return None
-        text.index.extend(sequence.tokens[len(text.index) :])
-        self._behind.pop(sequence.request, None)
+        indexed, known = len(text.index), len(sequence.tokens)
+        if known - indexed > _MAX_LAG:
+            return None
+        if known > indexed:
+            text.index.extend(sequence.tokens[indexed:])
+        if self._behind:
+            self._behind.pop(sequence.request, None)
         return text
 
-    def _options(self, sequence: Sequence, text: _Text, more: list[int], num_tokens: int) -> list[_Option]:
+    def _options(self, sequence: Sequence, text: _Text, more: list[int], num_tokens: int, *, most: int = 2) -> list[_Option]:
         """Return what may follow the sequence's tokens and `more`: the best copy, and perhaps one that begins otherwise."""
+        ending = [*sequence.tokens[-2:], *more][-2:]
+        recent = self.recent.of(sequence.generation.salt) if self.recent is not None else None
+        is_own = len(ending) == 2 and text.index.has(*ending)
+        is_shared = len(ending) == 2 and recent is not None and recent.has(*ending)
+        if not is_own and not is_shared:
+            return []
         context = [*sequence.tokens[-MAX_MATCH:], *more][-MAX_MATCH:]
         length = len(sequence.tokens) + len(more)
-        match = text.index.find(context, text.hint(length, shared=False))
-        own = [] if match is None else self._copies(text, text.index, match, num_tokens, more)
-        recent = None if self.recent is None else self.recent.of(sequence.generation.salt)
-        if recent is None or (match is not None and match.length >= _SURE_LENGTH):
-            return own
-        match = recent.find(context, text.hint(length, shared=True))
-        shared = [] if match is None else self._copies(text, recent, match, num_tokens, None)
-        return max(own, shared, key=lambda options: options[0].chances[0] if options else 0.0)
+        options: list[_Option] = []
+        if is_own and (match := text.index.find(context, text.hint(length, shared=False))) is not None:
+            options = self._copies(text, text.index, match, num_tokens, more, most)
+            is_shared = is_shared and match.length < _SURE_LENGTH
+        if is_shared and recent is not None and (match := recent.find(context, text.hint(length, shared=True))) is not None:
+            others = self._copies(text, recent, match, num_tokens, None, most)
+            options = max(options, others, key=lambda found: found[0].chances[0] if found else 0.0)
+        return options
 
-    def _copies(self, text: _Text, index: TokenIndex, match: Match, num_tokens: int, tail: list[int] | None) -> list[_Option]:
+    def _copies(
+        self, text: _Text, index: TokenIndex, match: Match, num_tokens: int, tail: list[int] | None, most: int
+    ) -> list[_Option]:
         """tail: as of `TokenIndex.follow`."""
         found, agreeing, shared = match.num_found, match.num_agreeing, tail is None
-
-        def copy(position: int, first_bucket: int, first_chance: float, later: int) -> _Option:
-            tokens = index.follow(position, num_tokens, tail)
-            buckets, chances = [first_bucket], [first_chance]
-            for ahead in range(1, len(tokens)):
-                buckets.append(self.rates.bucket(match.length + ahead, later, later, shared=shared))
-                chances.append(chances[-1] * self.rates.chance(buckets[-1], text.record))
-            return _Option(tokens, chances, buckets, position, shared)
-
         bucket = self.rates.bucket(match.length, agreeing, found, shared=shared)
         chance = self.rates.chance(bucket, text.record)
-        options = [copy(match.position, bucket, chance, agreeing if agreeing == found else 1)]
-        if match.other != NONE:
-            options.append(copy(match.other, bucket, _OTHERS_SHARE * (1 - chance), 1))
+        copies = [(match.position, chance, agreeing if agreeing == found else 1)]
+        if most > 1 and match.other != NONE:
+            copies.append((match.other, _OTHERS_SHARE * (1 - chance), 1))
+        options: list[_Option] = []
+        for position, first_chance, agreed in copies:
+            tokens = index.follow(position, num_tokens, tail)
+            buckets, chances = [bucket], [first_chance]
+            for length in range(match.length + 1, match.length + len(tokens)):
+                buckets.append(self.rates.bucket(length, agreed, agreed, shared=shared))
+                chances.append(chances[-1] * self.rates.chance(buckets[-1], text.record))
+            options.append(_Option(tokens, chances, buckets, position, shared))
         return options

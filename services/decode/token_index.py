@@ -56,10 +56,10 @@ class TokenIndex:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """tokens: below 2**32."""
-        fresh = array("I", tokens)
+        fresh = tokens
         if len(self._tokens) + len(fresh) > self.max_tokens:
             # half at a time, so that what is kept is indexed again only once per max_tokens / 2 new tokens
-            whole = self._tokens + fresh
+            whole = self._tokens + array("I", fresh)
             kept = whole[len(whole) - max(1, self.max_tokens // 2) :]
             self._offset += len(whole) - len(kept)
             self._tokens, self._previous, fresh = array("I"), array("i"), kept
@@ -74,6 +74,11 @@ class TokenIndex:
             last = token
             position += 1
         self._tokens.extend(fresh)
+
+    def has(self, first: int, second: int) -> bool:
+        """Whether these two tokens occur with one behind them: without, nothing that ends with them is found."""
+        position, last = self._latest.get(first << 32 | second, NONE), len(self._tokens) - 1
+        return position != NONE and (position != last or self._previous[position] != NONE)
 
     def find(self, context: Sequence[int], hint: int = NONE) -> Match | None:
         """Return the longest match of the end of `context`; None if its last two tokens occur nowhere with one behind them.
