@@ -40,12 +40,14 @@ PROMPTS = (
 SETS = {"free": PROMPTS, "copying": copying.PROMPTS}
 
 
-async def rates(urls: list[str], prompt: str, tokens: int, salt: str) -> list[float]:
+async def rates(urls: list[str], prompt: str, tokens: int, salt: str, temperature: float = 0.0) -> list[float]:
     """Tokens per second of one answer of each system, one after the other; nothing is reused across salts."""
     found: list[float] = []
     for url in urls:
         async with httpx.AsyncClient(base_url=url, timeout=300) as http:
-            timing = await stream_chat(http, await model_of(http), prompt, tokens, cache_salt=salt)
+            timing = await stream_chat(
+                http, await model_of(http), prompt, tokens, cache_salt=salt, temperature=temperature, seed=1
+            )
             found.append(timing.tokens_per_s)
     return found
 
@@ -63,6 +65,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--max-others", type=float, default=0.1)
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prompts", choices=SETS, default="free")
     options = parser.parse_args()
     prompts = SETS[options.prompts]
@@ -75,7 +78,7 @@ def main() -> None:
                 while True:
                     wait_for_quiet(options.max_others)
                     others = Others()
-                    found = anyio.run(rates, urls, prompt, options.tokens, f"turn {turn}")
+                    found = anyio.run(rates, urls, prompt, options.tokens, f"turn {turn}", options.temperature)
                     if others.share() <= options.max_others:
                         break
                 ratios[prompt].append([rate / found[0] for rate in found[1:]])
