@@ -37,7 +37,16 @@ PROMPTS = (
 )
 
 
-SETS = {"free": PROMPTS, "copying": copying.PROMPTS}
+LISTS = (
+    "Write fifty random numbers.",
+    "List the first forty prime numbers.",
+    "Write a table of ten people with random names, ages and cities.",
+    "Write a poem in which each line begins with the same word.",
+    "List twenty cities with their populations.",
+    "Write a shopping list with prices.",
+)
+"""Answers with a form that repeats itself and contents that do not."""
+SETS = {"free": PROMPTS, "lists": LISTS, "copying": copying.PROMPTS}
 
 
 async def rates(urls: list[str], prompt: str, tokens: int, salt: str, temperature: float = 0.0) -> list[float]:
