@@ -25,6 +25,7 @@ import msgspec
 
 from bench.common.machine import ROOT, describe
 from bench.common.table import write_json
+from bench.engine import gate
 from bench.engine.cells import PRESETS, Cell, decode_line, parse_cells
 from bench.engine.child import run_child
 from bench.engine.goals import find, load_goals
@@ -54,6 +55,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--token-budget", type=int, default=16384)
     parser.add_argument("--max-rows", type=int, default=512)
     parser.add_argument("--limit-s", type=float, default=0.0, help="end each process after so long; what it had said counts")
+    parser.add_argument("--kv-gb", type=float, default=0.0, help="GiB of KV on either side; 0: what the card has")
+    parser.add_argument("--gate", type=Path, help="a file to wait for before anything is measured (bench/engine/gate.py)")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of our engine's")
     parser.add_argument("--out", type=Path, default=Path("build/bench-engine"))
     options = parser.parse_args(argv)
@@ -73,6 +76,8 @@ def ours(options: argparse.Namespace, model: str, precision: str, cells: Sequenc
     flags = [f"--model={model}", f"--precision={precision}", f"--device={options.device}", f"--repeat={options.repeat}"]
     flags += [f"--cells={','.join(map(str, cells))}", f"--token-budget={options.token_budget}"]
     flags += [f"--max-rows={options.max_rows}", f"--begun-at={time.time()}", *(f"--set={pair}" for pair in options.set)]
+    if options.kv_gb:
+        flags.append(f"--set=kv_cache_mb={int(options.kv_gb * 1024)}")
     return _measure([sys.executable, "-m", "bench.engine.measure", *flags], environment, options.limit_s)
 
 
@@ -82,10 +87,13 @@ def peer(options: argparse.Namespace, model: str, precision: str) -> Side:
         (Path(folder) / "config.json").write_bytes(msgspec.json.encode(config))
         flags = [f"--folder={folder}", f"--precision={precision}", f"--cells={','.join(map(str, options.cells))}"]
         flags += [f"--repeat={options.repeat}", f"--token-budget={options.token_budget}", f"--max-rows={options.max_rows}"]
+        flags += [f"--kv-gb={options.kv_gb}", *([f"--gate={options.gate}"] if options.gate else [])]
         environment = dict(os.environ)
         if options.peer != INSTALLED:
             environment["PYTHONPATH"] = os.pathsep.join([options.peer, str(ROOT), environment.get("PYTHONPATH", "")])
-        return _measure([sys.executable, "-m", "bench.peer.vllm_cells", *flags], environment, options.limit_s)
+        return _measure(
+            [sys.executable, "-m", "bench.peer.vllm_cells", *flags], environment, 0.0 if options.gate else options.limit_s
+        )
 
 
 def starts(options: argparse.Namespace, model: str, precision: str) -> list[Start]:
@@ -139,6 +147,9 @@ def main(argv: Sequence[str]) -> int:
                 except PenstockError as error:
                     part.peer = Side(error=str(error))
                 write(report, options.out)
+            if options.gate:  # without a peer, or with one that failed, nobody has waited
+                gate.arrive(options.gate)
+                gate.wait(options.gate)
             if not options.peer_only:
                 part.starts = starts(options, model, precision) if options.starts else []
                 write(report, options.out)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.stats import Percentiles
+from bench.engine import gate
 from bench.engine.cells import Cell, Failed, FirstToken, Measured, Opened, encode_line, parse_cells
 from common.runtime import parent_death
 
@@ -47,6 +48,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--token-budget", type=int, default=16384)
     parser.add_argument("--first-token-prompt", type=int, default=128)
     parser.add_argument("--first-token-count", type=int, default=15)
+    parser.add_argument("--kv-gb", type=float, default=0.0, help="GiB of KV; 0: what nine tenths of the card's memory leave")
+    parser.add_argument("--gate", type=Path, help="a file to wait for before cells are measured (bench/engine/gate.py)")
     return parser.parse_args(argv)
 
 
@@ -65,16 +68,20 @@ class Peer:
         self._vocab: int = config["vocab_size"]
         longest = max([needed for cell in options.cells if (needed := context_of(cell)) <= self.max_context], default=0)
         self.version: str = vllm.__version__
+        # given the KV's size it looks at this share only to see that so much is free
+        memory: dict[str, Any] = {"gpu_memory_utilization": 0.9}
+        if options.kv_gb:
+            memory = {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": int(options.kv_gb * (1 << 30))}
         self._llm: Any = vllm.LLM(
             model=options.folder,
             load_format="dummy",
             skip_tokenizer_init=True,
             max_model_len=min(self.max_context, max(MIN_CONTEXT, longest)),
-            gpu_memory_utilization=0.9,
             enable_prefix_caching=False,
             max_num_seqs=options.max_rows,
             max_num_batched_tokens=options.token_budget,
             disable_log_stats=True,
+            **memory,
             **PRECISIONS[options.precision],
         )
         self._random = random.Random(0)
@@ -125,6 +132,9 @@ def main(argv: Sequence[str]) -> int:
     )
     peer.seconds([64] * 4, 8)
     peer.seconds([64] * min(256, options.max_rows), 8)
+    if options.gate:
+        gate.arrive(options.gate)
+        gate.wait(options.gate)
     times = [peer.seconds([options.first_token_prompt], 1) for _ in range(options.first_token_count)]
     say(FirstToken(prompt=options.first_token_prompt, ms=Percentiles.of_seconds(times), count=len(times)))
     for cell in options.cells:

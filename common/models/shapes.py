@@ -1,5 +1,6 @@
 """Named shapes of models that need no download: `--model dummy:llama-3.1-8b`. For benchmarks and tests.
 
+The name of any of them may end in `-N-layers`: the same shape with so many layers (`dummy:qwen3-235b-a22b-8-layers`).
 `write_model` makes a model folder of one: config.json as published, and a tokenizer in which a byte of text is a token, and a
 token that the random weights choose is some text. No weights: those are made up while loading (see `weights.dummy`).
 """
@@ -7,6 +8,7 @@ token that the random weights choose is some text. No weights: those are made up
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -73,9 +75,8 @@ SHAPES |= {
     "qwen3-30b-a3b": _QWEN3_MOE
     | {"hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48}
     | {"num_attention_heads": 32},
-    # the layers of 235B, eight of its 94
-    "qwen3-235b-a22b-8-layers": _QWEN3_MOE
-    | {"hidden_size": 4096, "intermediate_size": 12_288, "moe_intermediate_size": 1536, "num_hidden_layers": 8}
+    "qwen3-235b-a22b": _QWEN3_MOE
+    | {"hidden_size": 4096, "intermediate_size": 12_288, "moe_intermediate_size": 1536, "num_hidden_layers": 94}
     | {"num_attention_heads": 64},
     "mixtral-8x7b": {
         "model_type": "mixtral",
@@ -100,6 +101,15 @@ SHAPES["qwen3-30b-a3b-fp8"] = SHAPES["qwen3-30b-a3b"] | {"quantization_config": 
 _TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 
 
+_FEWER_LAYERS = re.compile(r"(?P<shape>.+)-(?P<layers>[1-9]\d{0,2})-layers")
+
+
+def shape(name: str) -> dict[str, Any]:
+    """Return the config.json of shape `name` (which may end in `-N-layers`). :raises KeyError: if there is none."""
+    found = _FEWER_LAYERS.fullmatch(name)
+    return SHAPES[found["shape"]] | {"num_hidden_layers": int(found["layers"])} if found else SHAPES[name]
+
+
 def folder_name(name: str) -> str:
     """Where shape `name` lies among others; another one whenever the files would differ."""
     return f"{name}-v{_VERSION}"
@@ -107,7 +117,7 @@ def folder_name(name: str) -> str:
 
 def write_model(name: str, folder: Path) -> None:
     """Fills `folder`. :raises KeyError: if there is no such shape. :raises OSError: if it can't be written."""
-    config = SHAPES[name]
+    config = shape(name)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     (folder / "tokenizer.json").write_text(json.dumps(byte_tokenizer(config["vocab_size"])))
     (folder / "chat_template.jinja").write_text(_TEMPLATE)

@@ -28,7 +28,7 @@ from typing import Literal
 import msgspec
 
 from common.models.naming import DUMMY_PREFIX, hub_id, is_gguf, local_path, model_name
-from common.models.shapes import SHAPES, folder_name, write_model
+from common.models.shapes import SHAPES, folder_name, shape, write_model
 from common.protocol.errors import PenstockError, UnknownModel
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -195,8 +195,10 @@ def _digest(paths: list[Path]) -> str:
 
 def _dummy(name: str, cache_dir: Path) -> ModelFiles:
     """The folder of a named shape, written when it is first asked for."""
-    if name not in SHAPES:
-        raise UnknownModel(f"no dummy model {name!r}: there are {', '.join(SHAPES)}", param="model")
+    try:
+        shape(name)
+    except KeyError:
+        raise UnknownModel(f"no dummy model {name!r}: there are {', '.join(SHAPES)}", param="model") from None
     folder = cache_dir / "models" / "dummy" / folder_name(name)
     if not folder.is_dir():
         draft = folder.with_name(f".{folder.name}.{os.urandom(4).hex()}")

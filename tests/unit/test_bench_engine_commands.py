@@ -223,7 +223,7 @@ sys.exit(gpu_session.main([{str(tmp_path / "out")!r}, "good", "bad", "long", "--
 def test_a_table_takes_jobs_in_the_order_of_words_and_keeps_each_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert [job.name for job in table.chosen("awq,oss", exactly=False)] == ["llama-8b-awq", "gpt-oss-20b", "gpt-oss-120b"]
+    assert [job.name for job in table.chosen("awq,oss", exactly=False)] == ["llama-8b-awq", "gpt-oss-120b", "gpt-oss-20b"]
     assert [job.name for job in table.chosen("llama-8b,none", exactly=True)] == ["llama-8b"]
     missing = table.Job("missing", "dummy:nothing", "fp32", "1x8x4")
     monkeypatch.setattr(table, "JOBS", (missing, missing._replace(name="missing-too"), missing._replace(name="other")))
@@ -231,3 +231,30 @@ def test_a_table_takes_jobs_in_the_order_of_words_and_keeps_each_result(
     text = (tmp_path / "table.md").read_text()
     assert "## missing\n" in text and "## missing-too\n" in text and "## other" not in text
     assert text.count("exit code 1") == 2 and "nothing" in (tmp_path / "missing.log").read_text()
+
+
+def test_jobs_together_wait_until_all_are_ready_and_are_measured_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = table.Job("tiny", "dummy:tiny-1-layers", "fp32", "1x8x4", kv_gb=0.25)
+    missing = tiny._replace(name="missing", model="dummy:nothing")
+    jobs = (tiny, missing, tiny._replace(name="large", weights_gb=500.0))
+    assert [[job.name for job in group] for group in table.groups_of(jobs, 20.0)] == [["tiny", "missing"], ["large"]]
+    monkeypatch.setattr(table, "JOBS", jobs)
+    assert table.main(["--together", "--room-gb", "20", "--gpus", "1", "--out", str(tmp_path), "--limit-s", "100"]) == 0
+    lines = (tmp_path / "table.md").read_text().splitlines()
+    assert [line.partition(":")[0] for line in lines if line.startswith("- ")] == [
+        "- tiny, missing",
+        "- tiny",
+        "- missing",
+        "- large",
+        "- large",
+    ]
+    assert sum("exit code 0" in line for line in lines) == 2 and sum("exit code 1" in line for line in lines) == 1
+    assert "1x8x4" in (tmp_path / "tiny" / "engine.md").read_text()
+
+
+def test_kernels_are_compiled_on_two_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "JOBS", (table.Job("tiny", "dummy:tiny", "fp32", "1x8x4"),))
+    assert table.main(["--compile", "2", "--out", str(tmp_path)]) == 0
+    assert '"cell":"1x8x4"' in (tmp_path / "tiny.compile.log").read_text().replace(" ", "")
