@@ -11,6 +11,7 @@ from common.engine.load.precision import Precision
 from common.engine.load.runners import EngineConfig, load_runner, resolve_device, resolve_engine_precision
 from common.models.config import ModelConfig, load_config
 from common.models.source import resolve
+from common.runtime.service import spare_what_is_loaded
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "auto": {},
@@ -35,6 +36,9 @@ class Opening(msgspec.Struct, kw_only=True):
 def open_runner(spec: str, precision: str, **settings: Any) -> Opening:
     """`spec`: as `--model`. `precision`: a name in `PRECISIONS`. `settings`: of `EngineConfig`.
 
+    As in a service, the garbage collector leaves alone what is loaded by then: to go through it takes 100 to 200 ms, two or
+    three times in a run of 256 rows.
+
     :raises UnknownModel, ConfigError: see `load_runner`.
     """
     engine = EngineConfig(**(PRECISIONS[precision] | settings))
@@ -42,10 +46,8 @@ def open_runner(spec: str, precision: str, **settings: Any) -> Opening:
     model = load_config(files)
     device = resolve_device(engine)
     begun = time.perf_counter()
-    return Opening(
-        runner=load_runner(files, engine),
-        model=model,
-        precision=resolve_engine_precision(model, engine, device),
-        device=device,
-        load_s=time.perf_counter() - begun,
-    )
+    runner = load_runner(files, engine)
+    load_s = time.perf_counter() - begun
+    spare_what_is_loaded()
+    resolved = resolve_engine_precision(model, engine, device)
+    return Opening(runner=runner, model=model, precision=resolved, device=device, load_s=load_s)

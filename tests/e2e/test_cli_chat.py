@@ -203,7 +203,8 @@ async def test_generate_as_json_is_one_object_with_units_in_its_names(stack: Sta
     assert (answer["finish_reason"], answer["reasoning"], answer["tool_calls"]) == ("length", "", [])
     assert answer["usage"]["completion_tokens"] == 6 and answer["usage"]["prompt_tokens"] > 6
     assert answer["model"] == "assistant" and answer["id"]
-    assert 0 < answer["ttft_s"] <= answer["duration_s"] < 10 and answer["tokens_per_s"] > 10
+    assert 0 < answer["ttft_s"] <= answer["duration_s"] < 10
+    assert answer["tokens_per_s"] is None or answer["tokens_per_s"] > 10  # none when all of them came at once
     refused = await run(stack, "generate", "Hello", "--max-tokens", "9000", "--json")
     assert (refused.returncode, refused.stdout) == (1, "") and refused.stderr.count("\n") == 1
 

@@ -79,7 +79,7 @@ def test_parts_come_in_few_sizes() -> None:
         assert all(size <= longest and size & (size - 1) == 0 for size in sizes)
     planned = list(planned_parts(2048, 131072, settings))
     assert [keys for _, keys, causal in planned if not causal] == [1024, 2048, 4096, 8192, 16384]
-    assert [keys for _, keys, causal in planned if causal] == [2048, 2560, 3072]
+    assert [keys for _, keys, causal in planned if causal] == [2048, 2304, 2560, 2816, 3072]
     assert [keys for _, keys, causal in planned_parts(2048, 4096, settings) if not causal] == [1024, 2048, 4096]
     assert not list(planned_parts(1000, 131072, settings))
     # a worker's budget less the rows that decode, after any prefix: little more than it has to be

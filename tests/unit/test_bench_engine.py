@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from bench.common.stats import Percentiles
 from bench.engine.cells import PRESETS, Cell, Measured, decode_line, encode_line, parse_cells
 from bench.engine.driver import Driver, Request
 from bench.engine.limits import Limits
+from bench.engine.opening import open_runner
 from common.engine.load.precision import Precision
 from common.engine.plan import StepPlan, StepResult
 from common.engine.simulated.runner import SimulatedRunner
@@ -33,6 +35,15 @@ BF16, FP8 = Precision("bfloat16", "none", "bfloat16"), Precision("bfloat16", "fp
 
 def llama_8b() -> ModelConfig:
     return load_config(resolve("dummy:llama-3.1-8b"))
+
+
+def test_an_engine_of_a_benchmark_is_no_matter_for_the_garbage_collector() -> None:
+    """As in a service: to go through libraries and a model takes 100 to 200 ms, in the middle of what is measured."""
+    try:
+        open_runner("dummy:tiny", "fp32", device="cpu", engine="simulated", num_blocks=64)
+        assert gc.get_freeze_count() > 100_000
+    finally:
+        gc.unfreeze()
 
 
 # -- cells

@@ -1,0 +1,26 @@
+"""The benchmark of prompts' attention computes what it times."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bench.engine import prompt_attention
+from common.ops import backend
+
+
+@pytest.mark.parametrize("lengths", [[48, 48], [20], [5, 70, 33]])
+def test_our_ways_agree_with_the_reference_and_what_is_not_there_says_so(lengths: list[int]) -> None:
+    torch.manual_seed(3)
+    with backend.interpreted():
+        prompts = prompt_attention.Prompts.of(lengths, torch.device("cpu"))
+        found = prompt_attention.compare(prompts, ["reference", "ours", "kernel", "cudnn"], turns=1, hold_s=0.0)
+    assert all("(" in found[way] for way in ("reference", "ours", "kernel"))
+    assert "Error" in found["cudnn"]
+
+
+def test_a_way_that_gives_something_else_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(prompt_attention.WAYS, "wrong", lambda prompts: lambda: prompts.query * 0.5)
+    with backend.interpreted():
+        prompts = prompt_attention.Prompts.of([9], torch.device("cpu"))
+        assert prompt_attention.compare(prompts, ["reference", "wrong"], 1, 0.0)["wrong"].startswith("off by")
