@@ -1,8 +1,11 @@
-"""What a setting does to free chat, prompt by prompt: `python -m bench.cpu.chat -- "--draft=0" "--draft=1"`.
+"""What a setting does to answers, prompt by prompt: `python -m bench.cpu.chat -- "--draft=0" "--draft=1"`.
+
+    python -m bench.cpu.chat --prompts copying -- "--lookup=off" "--lookup=on"      answers that repeat much of the prompt
 
 Every arrangement runs at the same time, and they answer each prompt in turn, so that a change of the machine's speed meets all.
 Ratios are to the first one's tokens per second (of the tokens after the first), the median of a prompt's turns. A turn in which
-other processes had more than `--max-others` of the machine is taken again. Prints a table in Markdown.
+other processes had more than `--max-others` of the machine is taken again. Nothing of an earlier turn is found in any cache.
+Prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import anyio
 import httpx
 
 from bench.common.machine import describe
+from bench.cpu import copying
 from bench.cpu.others import Others, wait_for_quiet
 from bench.cpu.up import model_of, penstock_up, stream_chat
 
@@ -33,14 +37,33 @@ PROMPTS = (
 )
 
 
-async def rates(urls: list[str], prompt: str, tokens: int) -> list[float]:
-    """Tokens per second of one answer of each system, one after the other."""
+LISTS = (
+    "Write fifty random numbers.",
+    "List the first forty prime numbers.",
+    "Write a table of ten people with random names, ages and cities.",
+    "Write a poem in which each line begins with the same word.",
+    "List twenty cities with their populations.",
+    "Write a shopping list with prices.",
+)
+"""Answers with a form that repeats itself and contents that do not."""
+SETS = {"free": PROMPTS, "lists": LISTS, "copying": copying.PROMPTS}
+
+
+async def rates(urls: list[str], prompt: str, tokens: int, salt: str, temperature: float = 0.0) -> list[float]:
+    """Tokens per second of one answer of each system, one after the other; nothing is reused across salts."""
     found: list[float] = []
     for url in urls:
         async with httpx.AsyncClient(base_url=url, timeout=300) as http:
-            timing = await stream_chat(http, await model_of(http), prompt, tokens)
+            timing = await stream_chat(
+                http, await model_of(http), prompt, tokens, cache_salt=salt, temperature=temperature, seed=1
+            )
             found.append(timing.tokens_per_s)
     return found
+
+
+def title(prompt: str) -> str:
+    """Return its first line."""
+    return prompt.partition("\n")[0]
 
 
 def main() -> None:
@@ -51,26 +74,33 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--max-others", type=float, default=0.1)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--prompts", choices=SETS, default="free")
     options = parser.parse_args()
-    ratios: dict[str, list[list[float]]] = {prompt: [] for prompt in PROMPTS}
+    prompts = SETS[options.prompts]
+    ratios: dict[str, list[list[float]]] = {prompt: [] for prompt in prompts}
     with ExitStack() as running:
         urls = [running.enter_context(penstock_up(flags.split())) for flags in options.arrangements]
-        anyio.run(rates, urls, "Hello", 16)
+        anyio.run(rates, urls, "Hello", 16, "warm-up")
         for turn in range(options.turns):
-            for prompt in PROMPTS:
+            for prompt in prompts:
                 while True:
                     wait_for_quiet(options.max_others)
                     others = Others()
-                    found = anyio.run(rates, urls, prompt, options.tokens)
+                    found = anyio.run(rates, urls, prompt, options.tokens, f"turn {turn}", options.temperature)
                     if others.share() <= options.max_others:
                         break
                 ratios[prompt].append([rate / found[0] for rate in found[1:]])
-                print(f"turn {turn + 1}, {prompt}: {', '.join(f'{rate:.1f}' for rate in found)}", file=sys.stderr, flush=True)
+                print(
+                    f"turn {turn + 1}, {title(prompt)}: {', '.join(f'{rate:.1f}' for rate in found)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     print(f"{describe()}\n")
     print(f"| prompt | {' | '.join(options.arrangements[1:])} |\n|{'---|' * len(options.arrangements)}")
     medians = {prompt: [median(column) for column in zip(*turns, strict=True)] for prompt, turns in ratios.items()}
     for prompt, row in medians.items():
-        print(f"| {prompt} | {' | '.join(f'{ratio:.2f}' for ratio in row)} |")
+        print(f"| {title(prompt)} | {' | '.join(f'{ratio:.2f}' for ratio in row)} |")
     columns = list(zip(*medians.values(), strict=True))
     print(f"| median | {' | '.join(f'{median(column):.2f}' for column in columns)} |")
     print(f"| worst | {' | '.join(f'{min(column):.2f}' for column in columns)} |")

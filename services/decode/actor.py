@@ -22,7 +22,7 @@ from common.cache.spec import group_name
 from common.engine.plan import StepPlan, StepResult
 from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
-from common.protocol.draft_messages import DraftResync, DraftSampling, Proposals
+from common.protocol.draft_messages import DraftResync, Proposals
 from common.protocol.errors import PenstockError, ProtocolError, StaleHandle, TransportUnavailable
 from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef
 from common.protocol.messages import DecodeTask, KvReady, Message, Presence, ReadTask, ReleaseLease, RenewLeases
@@ -33,11 +33,18 @@ from common.text.vocabulary import vocabulary_digest
 from common.transfer.base import RemoteBlocks, Transport
 from common.worker.actor import EngineWorker, OpenEngine
 from services.decode.config import DecodeConfig
+from services.decode.lookup import Lookup
+from services.decode.proposers import Proposers
 from services.decode.scheduler import DecodeScheduler, Progress
 from services.decode.speculation import DraftBook
 from services.decode.speculation_policy import SpeculationPolicy
 
 log = logs.get("decode")
+
+LOOKUP_TOKENS = 1 << 19
+"""Tokens of all running sequences that are looked up in, about 40 MB; each sequence has an equal share."""
+RECENT_TOKENS = 1 << 17
+"""Tokens of ended answers that are looked up in, about 10 MB."""
 
 
 class DecodeActor(EngineWorker):
@@ -79,16 +86,28 @@ class DecodeActor(EngineWorker):
             always=self.config.verify == "always",
         )
         self.drafts = DraftBook(policy, vocab_size=self.engine.runner.vocab_size)
+        self.proposers = Proposers(self.drafts, [self.make_lookup(limits.max_running)] if self.looks_up else [])
         return DecodeScheduler(
             self.cache,
             token_budget=limits.token_budget,
             max_running=limits.max_running,
             max_context=self.engine.runner.max_context,
-            propose=lambda sequence, limit: self.drafts.propose(sequence.request, limit),
-            begin_step=self.drafts.begin_step,
+            propose=self.proposers.propose,
+            begin_step=self.proposers.begin_step,
             finishing=lambda sequence: self.prefixes.offer_soon(sequence),
-            foresee=lambda sequence, limit: self.drafts.foresee(sequence.request, sequence.verifying, limit),
+            foresee=self.proposers.foresee,
         )
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether this process proposes tokens by lookup."""
+        if self.config.lookup == "auto":
+            return self.config.speculation_tokens > 0 and not self.engine.on_gpu and self.config.engine == "torch"
+        return self.config.speculation_tokens > 0 and self.config.lookup == "on"
+
+    def make_lookup(self, max_running: int) -> Lookup:
+        recent = 0 if self.config.zero_retention else RECENT_TOKENS
+        return Lookup(max_tokens=LOOKUP_TOKENS // max(1, max_running), max_recent_tokens=recent)
 
     def handle(self, message: Message, reply: str) -> None:
         if not self.loaded:
@@ -193,8 +212,7 @@ class DecodeActor(EngineWorker):
         self.counters.preemptions.inc(self.scheduler.num_preemptions - self.num_preemptions)
         self.num_preemptions = self.scheduler.num_preemptions
         for done in progress:
-            if not done.forced:
-                self.drafts.record(done.sequence.request, done.proposed, done.accepted)
+            self.proposers.record(done)
         return lambda: self.report(progress)
 
     def report(self, progress: list[Progress]) -> None:
@@ -215,9 +233,10 @@ class DecodeActor(EngineWorker):
                 self.counters.draft_tokens.inc(done.proposed)
                 self.counters.accepted_tokens.inc(done.accepted)
             if done.sequence.finish is not None:
-                self.drafts.close(done.sequence.request)
+                self.proposers.close(done.sequence)
         for worker, message in self.drafts.messages(self.ref):
             self.send(worker, message)
+        self.proposers.tidy()
 
     def may_draft(self, draft: Presence) -> bool:
         """Whether a draft worker's proposals are in this model's vocabulary: it serves the model, and if it has a model of its
@@ -231,10 +250,10 @@ class DecodeActor(EngineWorker):
 
     def speculate(self, sequence: Sequence) -> None:
         if self.config.speculation_tokens:
-            self.drafts.open(sequence.request, sequence.tokens, draft_sampling(sequence))
+            self.proposers.open(sequence)
 
     def dropped(self, sequence: Sequence) -> None:
-        self.drafts.close(sequence.request)
+        self.proposers.close(sequence)
 
     # -- heartbeat
 
@@ -242,9 +261,8 @@ class DecodeActor(EngineWorker):
         said = super().presence(state)
         if not self.loaded:
             return said
-        counters = self.drafts.counters
         return msgspec.structs.replace(
-            said, draft_tokens=counters.num_draft_tokens, accepted_tokens=counters.num_accepted_tokens
+            said, draft_tokens=self.proposers.num_draft_tokens, accepted_tokens=self.proposers.num_accepted_tokens
         )
 
     def tick(self, now: float) -> None:
@@ -265,20 +283,7 @@ class DecodeActor(EngineWorker):
     def fenced(self) -> None:
         super().fenced()
         if self.loaded:
-            self.drafts.reset()
-
-
-def draft_sampling(sequence: Sequence) -> DraftSampling:
-    """Return what a drafter needs to draw with the noise of this sequence."""
-    params = sequence.sampling
-    return DraftSampling(
-        seed=params.seed,
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        prompt_tokens=sequence.generation.prompt_tokens,
-    )
+            self.proposers.reset()
 
 
 def covered_blocks(handle: KvHandle, num_tokens: int, cache: SequenceCache) -> list[GroupBlocks]:

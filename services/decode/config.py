@@ -18,3 +18,7 @@ class DecodeConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknow
         Meta(description="proposed tokens are verified where that is faster by measured time, or always: for tests"),
     ] = "measured"
     max_verify_tokens: Annotated[int, Meta(ge=0, description="tokens of a step that verifies, at most")] = 256
+    lookup: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(description="proposes what followed the same words before, in the request and recent answers; auto: on a CPU"),
+    ] = "auto"

@@ -27,7 +27,7 @@ from common.engine.shares import TurnTaking
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
 
 Propose = Callable[[Sequence, int], list[int]]
-"""`propose(sequence, limit)`: at most `limit` token ids that may follow; [] for none. `begin_step(num_rows)` comes before."""
+"""`propose(sequence, limit)`: at most `limit` token ids that may follow; [] for none. `begin_step(decoding)` comes before."""
 Foresee = Callable[[Sequence, int], list[Outcome]]
 """`foresee(sequence, limit)`: at most `limit` token ids that may follow each likely outcome of the step in flight that verifies
 `sequence.verifying`; [] for none."""
@@ -70,7 +70,7 @@ class DecodeScheduler:
         max_context: int,
         propose: Propose = lambda sequence, limit: [],
         foresee: Foresee = lambda sequence, limit: [],
-        begin_step: Callable[[int], None] = lambda num_rows: None,
+        begin_step: Callable[[list[Sequence]], None] = lambda decoding: None,
         finishing: Callable[[Sequence], None] = lambda sequence: None,
         watermark: int = 1,
     ) -> None:
@@ -164,7 +164,7 @@ class DecodeScheduler:
         rows: list[StepRow] = []
         planned: list[Sequence] = []
         num_samples = 0
-        self.begin_step(len(decoding))
+        self.begin_step(decoding)
         budget = self.token_budget
         for sequence in decoding:
             if sequence not in self._running or not self._make_room(sequence, planned):

@@ -10,8 +10,9 @@ wrong or hostile: it costs speed, never a token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from common.engine.outcomes import Outcome, accept, width_of
 from common.protocol.draft_messages import DraftBranch, DraftClose, DraftResync, DraftRow, DraftSampling, DraftUpdate, Proposals
@@ -162,10 +163,25 @@ class DraftBook:
                 self._leave(sequence, mirror)
                 self._assign(mirror)
 
-    def begin_step(self, num_rows: int) -> None:
-        """A step with `num_rows` decoding rows is about to be planned."""
-        rates = [one.pace.rate for one in self._mirrors.values() if one.proposal and not one.pace.asleep]
-        self.policy.begin_step(num_rows, rates)
+    def begin_step(self, num_rows: int, better: Mapping[str, Sequence[float]] = MappingProxyType({})) -> None:
+        """A step with `num_rows` decoding rows is about to be planned.
+
+        better: for sequences that have a better proposal than a draft worker's, the chances of its tokens.
+        """
+        rates = [
+            mirror.pace.rate
+            for sequence, mirror in self._mirrors.items()
+            if mirror.proposal and not mirror.pace.asleep and sequence not in better
+        ]
+        self.policy.begin_step(num_rows, rates, list(better.values()))
+
+    def expected(self, sequence: str, ahead: int = 0) -> float:
+        """How many tokens of the latest proposal would be accepted if it were verified, `ahead` tokens from now."""
+        mirror = self._mirrors.get(sequence)
+        if mirror is None or not mirror.proposal or mirror.pace.asleep:
+            return 0.0
+        length = len(align(mirror.base, mirror.proposal, mirror.tokens)) - ahead
+        return sum(mirror.pace.rate**count for count in range(1, 1 + min(length, self.policy.max_tokens)))
 
     def propose(self, sequence: str, limit: int) -> list[int]:
         """At most `limit` tokens to verify after the sequence's own; [] when nothing useful has arrived."""

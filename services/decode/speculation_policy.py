@@ -2,7 +2,7 @@
 
 A step of R rows gives R tokens; with V proposed tokens among its inputs as many more as are accepted, and takes longer. The V
 likeliest are verified for which tokens per second are most, none if that is best. What is compared are measured times of steps
-(`step_costs`) and each sequence's measured acceptance; drafting takes no time here.
+(`step_costs`) and each sequence's measured acceptance, or chances that came with a proposal; drafting takes no time here.
 
 Acceptance is measured without verifying, too: what was proposed is compared with what came. A sequence whose proposals do not
 pay pauses, so that nobody drafts in vain. The one thing that costs something is a step without proposals when its time is not
@@ -75,11 +75,15 @@ class SpeculationPolicy:
     def pace(self) -> Pace:
         return Pace(rate=_FIRST_RATE, nap=self.nap_tokens)
 
-    def begin_step(self, num_rows: int, rates: Sequence[float]) -> None:
-        """A step with `num_rows` decoding rows is about to be planned. rates: of the sequences that have proposals."""
+    def begin_step(self, num_rows: int, rates: Sequence[float], ladders: Sequence[Sequence[float]] = ()) -> None:
+        """A step with `num_rows` decoding rows is about to be planned.
+
+        rates: of the sequences that have proposals. ladders: of those with a chance for each proposed token, that it is
+        accepted with all before it.
+        """
         self._left = 0
         room = self.max_step_tokens - num_rows
-        if not rates or room <= 0 or not self.max_tokens or not num_rows:
+        if not (rates or ladders) or room <= 0 or not self.max_tokens or not num_rows:
             return
         if self.always:
             self._left, self._price = room, 0.0
@@ -88,7 +92,8 @@ class SpeculationPolicy:
             self.num_probes += 1
             return
         self._left = room
-        chances = np.sort((np.array(rates)[:, None] ** self._powers).ravel())[: -room - 1 : -1]
+        every = [(np.array(rates)[:, None] ** self._powers).ravel(), *(ladder[: self.max_tokens] for ladder in ladders)]
+        chances = np.sort(np.concatenate(every))[: -room - 1 : -1]
         counts = np.array([size - num_rows for size in SIZES if num_rows < size < num_rows + len(chances)] + [len(chances)])
         seconds = self.costs.seconds(np.append(num_rows, num_rows + counts))
         paces = (num_rows + np.cumsum(chances)[counts - 1]) / seconds[1:]
@@ -101,6 +106,11 @@ class SpeculationPolicy:
         if pace.asleep > 0 or pace.rate < self._price:
             return 0
         worth = self.max_tokens if self.always or pace.rate >= 1 else int(math.log(self._price) / math.log(pace.rate) + 1e-9)
+        return max(0, min(worth, self.max_tokens, self._left))
+
+    def worth(self, ladder: Sequence[float]) -> int:
+        """Tokens to verify in this step of a proposal whose tokens have these chances, highest first."""
+        worth = next((index for index, chance in enumerate(ladder) if chance < self._price), len(ladder))
         return max(0, min(worth, self.max_tokens, self._left))
 
     def spend(self, num_tokens: int) -> None:

@@ -9,6 +9,8 @@ import anyio
 import pytest
 
 from common.cache.prefix import hash_chain
+from services.decode.actor import DecodeActor
+from services.decode.lookup import Lookup
 from services.gateway.prefix_memory import prefix_keys
 from services.gateway.tenants import salt_of
 from tests.chaos.test_one_world import play, prompt
@@ -35,6 +37,22 @@ def test_a_workers_cache_finds_nothing_across_salts(tmp_path: Path, roles: tuple
         assert (await ask(world, ACME)).cached_tokens >= LENGTH - 4
 
     play(tmp_path, story, roles=roles)
+
+
+def test_a_decode_workers_lookup_finds_nothing_across_salts(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        outcome = world.submit(prompt(LENGTH), max_tokens=40, salt=ACME)
+        await world.all_ended()
+        assert outcome.error is None
+        decode = world.processes[world.alive("decode")[0]].actor
+        assert isinstance(decode, DecodeActor)
+        [lookup] = decode.proposers.drafters
+        assert isinstance(lookup, Lookup) and lookup.recent is not None
+        mine = lookup.recent.of(ACME)
+        assert mine is not None and len(mine) == 41, "the answer, and what separates it from the next one"
+        assert all(lookup.recent.of(salt) is None for salt in OTHERS)
+
+    play(tmp_path, story, roles=("decode", "gateway"))
 
 
 def test_the_kvstore_finds_nothing_across_salts(tmp_path: Path) -> None:

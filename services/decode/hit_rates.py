@@ -1,0 +1,59 @@
+"""How often what followed a match follows again, by the length of the match: measured, with a first guess. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+_LENGTHS = (3, 4, 5, 7, 10, 16, 32)
+"""Where the next class of lengths begins."""
+_FIRST = (0.35, 0.45, 0.55, 0.65, 0.75, 0.85, 0.92, 0.96)
+_FIRST_WEIGHT = 8.0
+"""Trials that a first guess counts for."""
+_MOST_TRIALS = 256.0
+"""Then trials and hits are halved: texts change."""
+_MAX_CHANCE = 0.99
+_OWN_WEIGHT = 4.0
+"""Hits that a sequence needs to count as much as the table."""
+_OWN_DECAY = 0.95
+_SPLIT = 0.7
+"""Of a first guess, where other tokens came, too."""
+
+
+@dataclass(slots=True)
+class Record:
+    """How a sequence's own trials went, the latest counting most: `hits`, of `expected` ones."""
+
+    hits: float = 0.0
+    expected: float = 0.0
+
+
+class HitRates:
+    """One table for all sequences; each corrects it by a factor of its own (`Record`)."""
+
+    def __init__(self) -> None:
+        first = [rate * factor for factor in (1.0, 1.0, _SPLIT) * 2 for rate in _FIRST]
+        self._hits = [_FIRST_WEIGHT * rate for rate in first]
+        self._trials = [_FIRST_WEIGHT] * len(first)
+
+    def bucket(self, length: int, num_agreeing: int, num_found: int, *, shared: bool) -> int:
+        """Return the table's row for matches of `length` tokens.
+
+        They are told apart by whether there was one, several before one token, or before several; and in another text.
+        """
+        kind = 0 if num_found == 1 else 1 if num_agreeing == num_found else 2
+        return (kind + 3 * shared) * len(_FIRST) + bisect_right(_LENGTHS, length)
+
+    def chance(self, bucket: int, record: Record) -> float:
+        """Return the chance that the token behind a match is the one that was there before."""
+        factor = (_OWN_WEIGHT + record.hits) / (_OWN_WEIGHT + record.expected)
+        return min(_MAX_CHANCE, factor * self._hits[bucket] / self._trials[bucket])
+
+    def record(self, bucket: int, hit: bool, record: Record) -> None:
+        record.expected = _OWN_DECAY * record.expected + self._hits[bucket] / self._trials[bucket]
+        record.hits = _OWN_DECAY * record.hits + hit
+        self._hits[bucket] += hit
+        self._trials[bucket] += 1
+        if self._trials[bucket] > _MOST_TRIALS:
+            self._hits[bucket] /= 2
+            self._trials[bucket] /= 2

@@ -1,0 +1,161 @@
+"""Who proposes what is verified: a draft worker or a drafter in this process, by the tokens that are expected to hold. Pure.
+
+Before each step every row's best offer is found: of the drafters here, and of its draft worker. The policy then decides how
+much of which is verified. What is not chosen is compared with what came all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sized
+from dataclasses import dataclass, field
+
+from common.engine.outcomes import Outcome
+from common.engine.sequence import Sequence
+from common.protocol.draft_messages import DraftSampling
+from services.decode.drafter import Drafter, Foreseen, Guess
+from services.decode.scheduler import Progress
+from services.decode.speculation import DraftBook, SpeculationCounters
+
+DRAFT_WORKER = "draft worker"
+
+
+@dataclass(slots=True)
+class _Row:
+    """verifying: who proposed what the step in flight verifies. foreseen: by outcome, what the step behind it may.
+
+    offer: the best of a drafter here, for the step that is being planned, and `drafter`, its name.
+    """
+
+    verifying: str = ""
+    foreseen: list[tuple[str, Outcome]] = field(default_factory=list)
+    drafter: str = ""
+    offer: Guess | Foreseen | None = None
+
+
+class Proposers:
+    """The scheduler's `begin_step`, `propose` and `foresee`.
+
+    `by_source`: what was verified, by the name of its drafter.
+    """
+
+    def __init__(self, drafts: DraftBook, drafters: Sized[Drafter] = ()) -> None:
+        self.drafts = drafts
+        self.drafters = drafters
+        self.policy = drafts.policy
+        self.by_source = {DRAFT_WORKER: drafts.counters} | {drafter.name: SpeculationCounters() for drafter in drafters}
+        self._rows: dict[str, _Row] = {}
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(counters.num_draft_tokens for counters in self.by_source.values())
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(counters.num_accepted_tokens for counters in self.by_source.values())
+
+    def open(self, sequence: Sequence) -> None:
+        """Begin to speculate for a sequence."""
+        self._rows[sequence.request] = _Row()
+        self.drafts.open(sequence.request, sequence.tokens, draft_sampling(sequence))
+        for drafter in self.drafters:
+            drafter.open(sequence)
+
+    def close(self, sequence: Sequence) -> None:
+        """Harmless twice."""
+        self._rows.pop(sequence.request, None)
+        self.drafts.close(sequence.request)
+        for drafter in self.drafters:
+            drafter.close(sequence)
+
+    def reset(self) -> None:
+        """Forget everything and tell nobody."""
+        self._rows.clear()
+        self.drafts.reset()
+        for drafter in self.drafters:
+            drafter.reset()
+
+    def begin_step(self, decoding: Sized[Sequence]) -> None:
+        """A step that decodes these sequences is about to be planned."""
+        chances: dict[str, list[float]] = {}
+        limit = self.policy.max_tokens
+        for sequence in decoding if self.drafters and limit else ():
+            row = self._rows.get(sequence.request)
+            if row is None:
+                continue
+            row.offer = None
+            behind = len(sequence.verifying) + 1 if sequence.num_awaited else 0
+            most = self.drafts.expected(sequence.request, behind)
+            for drafter in self.drafters:
+                offer = drafter.foresee(sequence, limit) if sequence.num_awaited else drafter.guess(sequence, limit)
+                if sum(offer.chances) > most:
+                    most, row.drafter, row.offer = sum(offer.chances), drafter.name, offer
+                    chances[sequence.request] = offer.chances
+        self.drafts.begin_step(len(decoding), chances)
+
+    def propose(self, sequence: Sequence, limit: int) -> list[int]:
+        """At most `limit` tokens to verify after the sequence's own."""
+        row = self._rows.get(sequence.request)
+        if row is None:
+            return []
+        source, offer = row.drafter, row.offer
+        if isinstance(offer, Guess):
+            proposal = offer.tokens[: self._fit(offer.chances, limit)]
+            self.policy.spend(len(proposal))
+        else:
+            source, proposal = DRAFT_WORKER, self.drafts.propose(sequence.request, limit)
+        row.verifying, row.foreseen = source if proposal else "", []
+        return proposal
+
+    def foresee(self, sequence: Sequence, limit: int) -> list[Outcome]:
+        """At most `limit` tokens to verify behind each likely outcome of the step in flight."""
+        row = self._rows.get(sequence.request)
+        if row is None:
+            return []
+        source, offer = row.drafter, row.offer
+        if isinstance(offer, Foreseen):
+            length = self._fit(offer.chances, limit)
+            outcomes = [Outcome(*outcome[:2], outcome.proposal[:length]) for outcome in offer.outcomes] if length else []
+            self.policy.spend(length)
+        else:
+            source, outcomes = DRAFT_WORKER, self.drafts.foresee(sequence.request, sequence.verifying, limit)
+        row.foreseen = [(source, outcome) for outcome in outcomes]
+        return outcomes
+
+    def record(self, done: Progress) -> None:
+        """A step ran for a sequence; its tokens are there."""
+        request, row = done.sequence.request, self._rows.get(done.sequence.request)
+        source = row.verifying if row is not None else ""
+        if row is not None:
+            coming = done.sequence.verifying if done.sequence.num_awaited else []
+            row.verifying = next((name for name, outcome in row.foreseen if coming and outcome.proposal == coming), "")
+            row.foreseen = []
+        if done.forced:
+            return
+        if source in ("", DRAFT_WORKER):
+            self.drafts.record(request, done.proposed, done.accepted)
+        else:
+            self.by_source[source].record(done.proposed, done.accepted)
+            self.drafts.record(request, 0, 0)
+        for drafter in self.drafters:
+            drafter.record(done.sequence)
+
+    def tidy(self) -> None:
+        """Do what can wait, while a step runs."""
+        for drafter in self.drafters:
+            drafter.tidy()
+
+    def _fit(self, chances: list[float], limit: int) -> int:
+        return max(0, min(limit, self.policy.worth(chances)))
+
+
+def draft_sampling(sequence: Sequence) -> DraftSampling:
+    """Return what a drafter needs to draw with the noise of this sequence."""
+    params = sequence.sampling
+    return DraftSampling(
+        seed=params.seed,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        prompt_tokens=sequence.generation.prompt_tokens,
+    )

@@ -1,0 +1,70 @@
+"""`penstock up --lookup on` says what `--lookup off` says, greedy and sampled, alone and side by side; and guesses rightly."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import anyio
+import httpx
+import pytest
+
+from bench.cpu.copying import PROMPTS
+from common.models.source import ModelFiles
+from common.protocol import messages, subjects
+from common.protocol.messages import Presence
+from common.runtime.bus import BusMessage
+from common.runtime.nats_bus import connect
+from tests.e2e.test_up import penstock_up
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+SAMPLING: tuple[dict[str, Any], ...] = ({"temperature": 0}, {"temperature": 0.8, "top_p": 0.95, "seed": 5})
+ASKED = [(prompt, sampling) for prompt in (*PROMPTS[2:9:2], "Why is the sky blue?") for sampling in SAMPLING]
+
+
+async def drafted(nats_port: int) -> tuple[int, int]:
+    """Tokens that the decode worker verified and accepted so far, by its next heartbeat but one."""
+    heard: list[Presence] = []
+
+    def hear(message: BusMessage) -> None:
+        presence = messages.decode(message.data)
+        if isinstance(presence, Presence) and presence.worker.role == "decode":
+            heard.append(presence)
+
+    bus = await connect(f"nats://127.0.0.1:{nats_port}", name="test")
+    await bus.subscribe(subjects.any_presence(), hear)
+    with anyio.fail_after(10):
+        while len(heard) < 2:
+            await anyio.sleep(0.05)
+    await bus.close()
+    return heard[-1].draft_tokens, heard[-1].accepted_tokens
+
+
+def answers(folder: Path, *flags: str) -> tuple[list[str], tuple[int, int]]:
+    """The text for each of `ASKED`, one after the other and then all at once; and what was verified and accepted."""
+    folder.mkdir()
+    with penstock_up(folder, "--draft", "0", *flags) as (site, _), httpx.Client(timeout=120) as http:
+
+        def ask(asked: tuple[str, dict[str, Any]]) -> str:
+            prompt, sampling = asked
+            body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 120, **sampling}
+            answer = http.post(f"http://127.0.0.1:{site.http_port}/v1/chat/completions", json=body).raise_for_status().json()
+            return answer["choices"][0]["message"]["content"]
+
+        found = [ask(each) for each in ASKED]
+        with ThreadPoolExecutor(len(ASKED)) as clients:
+            found += clients.map(ask, ASKED)
+        return found, anyio.run(drafted, site.nats_port)
+
+
+def test_lookup_changes_no_text_and_its_guesses_hold(tmp_path: Path, smollm2: ModelFiles) -> None:
+    without, unverified = answers(tmp_path / "off", "--lookup", "off")
+    always, (proposed, accepted) = answers(tmp_path / "always", "--lookup", "on", "--verify", "always")
+    assert always == without
+    assert unverified == (0, 0)
+    assert proposed > accepted > 1000, "most of what is said the second time, of the copies the first time"
+    measured, (verified, held) = answers(tmp_path / "measured")
+    assert measured == without, "as `up` does by default"
+    assert held > 0.5 * verified > 0
