@@ -88,7 +88,7 @@ def in_order(workers: Iterable[Presence]) -> list[Presence]:
 
 
 def table(workers: list[Presence], columns: int = 80) -> RenderableType:
-    """One row per worker, within `columns` (80 at least); of several models one table each."""
+    """One row per worker, within `columns` (80 at least), and what speculation gave; of several models one table each."""
     by_model: dict[str, list[Presence]] = {}
     for worker in workers:
         for part in _by_model(worker):
@@ -109,7 +109,19 @@ def _by_model(worker: Presence) -> list[Presence]:
     return [replace(worker, model=each.name, running=each.running, waiting=each.waiting) for each in worker.models]
 
 
-def _of_one_model(workers: list[Presence], columns: int) -> Table:
+def _of_one_model(workers: list[Presence], columns: int) -> RenderableType:
+    said = _speculation(workers)
+    shown = _rows(workers, columns)
+    return Group(shown, Text(said, style="dim")) if said else shown
+
+
+def _speculation(workers: list[Presence]) -> str:
+    """Of all decode workers since their starts; empty where nothing was verified."""
+    proposed, accepted = (sum(getattr(worker, name) for worker in workers) for name in ("draft_tokens", "accepted_tokens"))
+    return f"speculation: {accepted / proposed:.0%} of {short(proposed)} proposed tokens accepted" if proposed else ""
+
+
+def _rows(workers: list[Presence], columns: int) -> Table:
     """`room`: how many more requests a worker would take. `used`, `cached`: shares of its KV blocks; where these are of several
     cache groups, of the fullest."""
     shown = Table(box=None, header_style="bold", pad_edge=False)

@@ -22,7 +22,7 @@ from common.cache.spec import group_name
 from common.engine.plan import StepPlan, StepResult
 from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
-from common.protocol.draft_messages import DraftResync, Proposals
+from common.protocol.draft_messages import DraftResync, DraftUpdate, Proposals
 from common.protocol.errors import PenstockError, ProtocolError, StaleHandle, TransportUnavailable
 from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef
 from common.protocol.messages import DecodeTask, KvReady, Message, Presence, ReadTask, ReleaseLease, RenewLeases
@@ -38,6 +38,7 @@ from services.decode.proposers import Proposers
 from services.decode.scheduler import DecodeScheduler, Progress
 from services.decode.speculation import DraftBook
 from services.decode.speculation_policy import SpeculationPolicy
+from services.decode.telemetry import SpeculationTelemetry
 
 log = logs.get("decode")
 
@@ -66,9 +67,6 @@ class DecodeActor(EngineWorker):
         self.transport = transport
         self.pulling: dict[str, WorkerRef] = {}
         self.vocabulary = ""
-        self.late_proposals = self.metrics.counter(
-            "speculation_late_proposals_total", "Proposals of which every token was already decided when they arrived"
-        )
 
     async def start(self) -> None:
         await super().start()
@@ -87,6 +85,7 @@ class DecodeActor(EngineWorker):
         )
         self.drafts = DraftBook(policy, vocab_size=self.engine.runner.vocab_size)
         self.proposers = Proposers(self.drafts, [self.make_lookup(limits.max_running)] if self.looks_up else [])
+        self.speculation = SpeculationTelemetry(self.metrics, self.config.served_name, self.proposers)
         return DecodeScheduler(
             self.cache,
             token_budget=limits.token_budget,
@@ -236,6 +235,8 @@ class DecodeActor(EngineWorker):
                 self.proposers.close(done.sequence)
         for worker, message in self.drafts.messages(self.ref):
             self.send(worker, message)
+            if isinstance(message, DraftUpdate):
+                self.speculation.asked(worker, self.clock())
         self.proposers.tidy()
 
     def may_draft(self, draft: Presence) -> bool:
@@ -244,9 +245,8 @@ class DecodeActor(EngineWorker):
         return draft.model in ("", self.config.served_name) and draft.vocabulary in ("", self.vocabulary)
 
     def on_proposals(self, message: Proposals) -> None:
-        before = self.drafts.counters.num_late
+        self.speculation.answered(message.draft, self.clock())
         self.drafts.on_proposals(message)
-        self.late_proposals.inc(self.drafts.counters.num_late - before)
 
     def speculate(self, sequence: Sequence) -> None:
         if self.config.speculation_tokens:
@@ -279,6 +279,7 @@ class DecodeActor(EngineWorker):
     def peer_lost(self, peer: Presence) -> None:
         if peer.worker.role == "draft" and self.loaded:
             self.drafts.worker_lost(peer.worker)
+            self.speculation.forget(peer.worker)
 
     def fenced(self) -> None:
         super().fenced()

@@ -50,7 +50,8 @@ class SpeculationCounters:
     """vLLM's `spec_decode_num_drafts`, `_draft_tokens`, `_accepted_tokens` and `_accepted_tokens_per_pos`.
 
     `num_late`: proposals of which every token was already decided when they arrived. `num_table_hits`: failed proposals whose
-    outcome table had what came instead; `num_table_misses`: those whose table had not.
+    outcome table had what came instead; `num_table_misses`: those whose table had not. `proposals_of_length[k]`: verified
+    proposals of k + 1 tokens.
     """
 
     num_drafts: int = 0
@@ -60,6 +61,7 @@ class SpeculationCounters:
     num_table_hits: int = 0
     num_table_misses: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
+    proposals_of_length: list[int] = field(default_factory=list)
 
     def record(self, proposed: int, accepted: int) -> None:
         if not proposed:
@@ -70,6 +72,8 @@ class SpeculationCounters:
         missing = proposed - len(self.accepted_per_position)
         if missing > 0:
             self.accepted_per_position += [0] * missing
+            self.proposals_of_length += [0] * missing
+        self.proposals_of_length[proposed - 1] += 1
         for position in range(accepted):
             self.accepted_per_position[position] += 1
 

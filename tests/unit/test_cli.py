@@ -201,6 +201,17 @@ def test_status_speaks_of_the_fullest_cache_group() -> None:
     assert " 76% " in console.export_text()
 
 
+def test_status_says_what_speculation_gave_where_there_is_any() -> None:
+    workers = [presence("decode", 0), presence("decode", 1)]
+    console = Console(width=80, record=True)
+    console.print(status.table(workers))
+    assert "speculation" not in console.export_text()
+    replace = msgspec.structs.replace
+    said = [replace(worker, draft_tokens=10_000, accepted_tokens=4000 + 2000 * rank) for rank, worker in enumerate(workers)]
+    console.print(status.table(said))
+    assert "speculation: 50% of 20k proposed tokens accepted" in console.export_text()
+
+
 def test_every_finding_that_is_not_ok_says_what_to_do(tmp_path: Path, smollm2: ModelFiles) -> None:
     findings = [
         doctor.check_shm(tmp_path / "missing"),

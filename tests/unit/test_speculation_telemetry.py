@@ -1,0 +1,89 @@
+"""What a decode worker's /metrics say of speculation."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from common.protocol.draft_messages import DraftBranch, DraftRow, Proposals
+from common.protocol.handles import WorkerRef
+from common.protocol.messages import Presence
+from common.runtime.metrics import Metrics
+from services.decode.lookup import Lookup
+from services.decode.proposers import DRAFT_WORKER, Proposers
+from services.decode.speculation import DraftBook, SpeculationCounters
+from services.decode.speculation_policy import SpeculationPolicy
+from services.decode.telemetry import SpeculationTelemetry, verified
+from tests.unit.speculating import flat_costs
+
+DRAFT = WorkerRef(role="draft", id="draft-0", epoch=1)
+
+
+def scraped(metrics: Metrics) -> dict[tuple[str, str, str], float]:
+    """By name, drafter and position."""
+    families = text_string_to_metric_families(metrics.render().decode())
+    samples = [sample for family in families for sample in family.samples if "spec" in sample.name]
+    assert all(sample.labels["model_name"] == "m" for sample in samples)
+    return {
+        (sample.name, sample.labels.get("drafter", ""), sample.labels.get("position", "")): sample.value
+        for sample in samples
+        if "le" not in sample.labels and not sample.name.endswith("_created")
+    }
+
+
+def test_what_was_verified_at_each_place() -> None:
+    counters = SpeculationCounters()
+    for proposed, accepted in ((3, 1), (1, 1), (3, 3), (2, 0)):
+        counters.record(proposed, accepted)
+    assert verified(counters) == [4, 3, 2] and counters.accepted_per_position == [3, 1, 1]
+    assert verified(SpeculationCounters()) == []
+
+
+def test_metrics_say_who_proposed_what_and_what_a_table_had() -> None:
+    metrics, now = Metrics(role="decode"), 5.0
+    policy = SpeculationPolicy(max_tokens=4, max_step_tokens=100, costs=flat_costs())
+    drafts = DraftBook(policy, vocab_size=100)
+    proposers = Proposers(drafts, [Lookup(max_tokens=1000, max_recent_tokens=0)])
+    telemetry = SpeculationTelemetry(metrics, "m", proposers)
+    found = scraped(metrics)
+    assert found["penstock_speculation_drafts_total", DRAFT_WORKER, ""] == 0
+    assert found["penstock_speculation_drafts_total", "lookup", ""] == 0
+
+    proposers.by_source["lookup"].record(2, 1)
+    tokens = [1, 2, 3]
+    drafts.set_workers([Presence(worker=DRAFT, state="ready", credits=4)])
+    drafts.open("s", tokens)
+    drafts.messages(WorkerRef(role="decode", id="d", epoch=1))
+    telemetry.asked(DRAFT, now)
+    telemetry.asked(DRAFT, now + 1)  # the answer is to the first
+    telemetry.answered(DRAFT, now + 0.02)
+    telemetry.answered(DRAFT, now + 9)  # nobody asked
+    drafts.on_proposals(
+        Proposals(
+            draft=DRAFT,
+            rows=[DraftRow(sequence="s", base=3, tokens=[4, 5])],
+            tables={"s": [DraftBranch(accepted=0, tokens=[9, 8])]},
+        )
+    )
+    tokens += [9]
+    drafts.record("s", 2, 0)
+    found = scraped(metrics)
+    assert found["penstock_speculation_draft_tokens_total", "lookup", ""] == 2
+    assert found["penstock_speculation_accepted_tokens_total", "lookup", ""] == 1
+    assert found["vllm:spec_decode_num_accepted_tokens_per_pos_total", "lookup", "0"] == 1
+    assert found["vllm:spec_decode_num_accepted_tokens_per_pos_total", "lookup", "1"] == 0
+    assert found["penstock_speculation_verified_tokens_per_pos_total", DRAFT_WORKER, "1"] == 1
+    assert found["vllm:spec_decode_num_accepted_tokens_per_pos_total", DRAFT_WORKER, "0"] == 0
+    assert found["penstock_speculation_table_hits_total", "", ""] == 1
+    assert found["penstock_speculation_table_misses_total", "", ""] == 0
+    assert found["penstock_speculation_round_trip_seconds_count", "", ""] == 1
+    assert abs(found["penstock_speculation_round_trip_seconds_sum", "", ""] - 0.02) < 1e-9
+
+
+def test_a_draft_worker_that_goes_owes_no_answer() -> None:
+    metrics = Metrics(role="decode")
+    drafts = DraftBook(SpeculationPolicy(max_tokens=4, max_step_tokens=100, costs=flat_costs()), vocab_size=100)
+    telemetry = SpeculationTelemetry(metrics, "m", Proposers(drafts))
+    telemetry.asked(DRAFT, 1.0)
+    telemetry.forget(DRAFT)
+    telemetry.answered(DRAFT, 2.0)
+    assert scraped(metrics)["penstock_speculation_round_trip_seconds_count", "", ""] == 0
