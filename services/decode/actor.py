@@ -232,11 +232,11 @@ class DecodeActor(EngineWorker):
                 self.counters.draft_tokens.inc(done.proposed)
                 self.counters.accepted_tokens.inc(done.accepted)
             if done.sequence.finish is not None:
-                self.proposers.close(done.sequence)
+                self.dropped(done.sequence)
         for worker, message in self.drafts.messages(self.ref):
             self.send(worker, message)
             if isinstance(message, DraftUpdate):
-                self.speculation.asked(worker, self.clock())
+                self.speculation.asked(message, self.clock())
         self.proposers.tidy()
 
     def may_draft(self, draft: Presence) -> bool:
@@ -245,7 +245,7 @@ class DecodeActor(EngineWorker):
         return draft.model in ("", self.config.served_name) and draft.vocabulary in ("", self.vocabulary)
 
     def on_proposals(self, message: Proposals) -> None:
-        self.speculation.answered(message.draft, self.clock())
+        self.speculation.answered(message, self.clock())
         self.drafts.on_proposals(message)
 
     def speculate(self, sequence: Sequence) -> None:
@@ -254,6 +254,7 @@ class DecodeActor(EngineWorker):
 
     def dropped(self, sequence: Sequence) -> None:
         self.proposers.close(sequence)
+        self.speculation.forget(sequence.request)
 
     # -- heartbeat
 
@@ -279,12 +280,12 @@ class DecodeActor(EngineWorker):
     def peer_lost(self, peer: Presence) -> None:
         if peer.worker.role == "draft" and self.loaded:
             self.drafts.worker_lost(peer.worker)
-            self.speculation.forget(peer.worker)
 
     def fenced(self) -> None:
         super().fenced()
         if self.loaded:
             self.proposers.reset()
+            self.speculation.forget_all()
 
 
 def covered_blocks(handle: KvHandle, num_tokens: int, cache: SequenceCache) -> list[GroupBlocks]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import accumulate
+from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from common.protocol.handles import WorkerRef
+from common.protocol.draft_messages import DraftUpdate, Proposals
 from common.runtime.metrics import MODEL_LABEL, Metrics
 from services.decode.proposers import Proposers
 from services.decode.speculation import SpeculationCounters
@@ -44,33 +45,49 @@ _OF_DRAFT_WORKERS: tuple[tuple[str, str, Callable[[SpeculationCounters], int]], 
 )
 
 
+class _Asked(NamedTuple):
+    """length: tokens of the sequence that were said. at: when."""
+
+    length: int
+    at: float
+
+
 class SpeculationTelemetry(Collector):
     """model: its name for clients."""
 
     def __init__(self, metrics: Metrics, model: str, proposers: Proposers) -> None:
         self._model = model
         self._proposers = proposers
-        self._asked_at: dict[WorkerRef, float] = {}
+        self._asked: dict[str, _Asked] = {}
         self._round_trip = metrics.histogram(
             "speculation_round_trip_seconds",
-            "From what a step told a draft worker to the first proposal that answers it",
+            "From what a step told a draft worker to the proposal that answers it",
             _ROUND_TRIP_S,
             [MODEL_LABEL],
         ).labels(model)
         metrics.registry.register(self)
 
-    def asked(self, worker: WorkerRef, now: float) -> None:
-        """A draft worker was told what a step decided. Until it answers, later steps do not count."""
-        self._asked_at.setdefault(worker, now)
+    def asked(self, update: DraftUpdate, now: float) -> None:
+        """A draft worker was told what a step decided. Only what answers the latest update of a sequence is timed."""
+        for row in update.rows:
+            self._asked[row.sequence] = _Asked(row.base + len(row.tokens), now)
 
-    def answered(self, worker: WorkerRef, now: float) -> None:
-        asked_at = self._asked_at.pop(worker, None)
-        if asked_at is not None:
-            self._round_trip.observe(now - asked_at)
+    def answered(self, message: Proposals, now: float) -> None:
+        """Observe the first answer of a message; a draft worker without a guess sends none."""
+        times: list[float] = []
+        for row in message.rows:
+            asked = self._asked.get(row.sequence)
+            if asked is not None and asked.length == row.base:
+                times.append(self._asked.pop(row.sequence).at)
+        if times:
+            self._round_trip.observe(now - max(times))
 
-    def forget(self, worker: WorkerRef) -> None:
-        """That draft worker is gone."""
-        self._asked_at.pop(worker, None)
+    def forget(self, sequence: str) -> None:
+        """That sequence is over, or nobody drafts for it any more."""
+        self._asked.pop(sequence, None)
+
+    def forget_all(self) -> None:
+        self._asked.clear()
 
     def collect(self) -> Iterator[Metric]:
         proposers = self._proposers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from common.protocol.draft_messages import DraftBranch, DraftRow, Proposals
+from common.protocol.draft_messages import DraftBranch, DraftRow, DraftUpdate, Proposals
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
 from common.runtime.metrics import Metrics
@@ -52,18 +52,17 @@ def test_metrics_say_who_proposed_what_and_what_a_table_had() -> None:
     tokens = [1, 2, 3]
     drafts.set_workers([Presence(worker=DRAFT, state="ready", credits=4)])
     drafts.open("s", tokens)
-    drafts.messages(WorkerRef(role="decode", id="d", epoch=1))
-    telemetry.asked(DRAFT, now)
-    telemetry.asked(DRAFT, now + 1)  # the answer is to the first
-    telemetry.answered(DRAFT, now + 0.02)
-    telemetry.answered(DRAFT, now + 9)  # nobody asked
-    drafts.on_proposals(
-        Proposals(
-            draft=DRAFT,
-            rows=[DraftRow(sequence="s", base=3, tokens=[4, 5])],
-            tables={"s": [DraftBranch(accepted=0, tokens=[9, 8])]},
-        )
+    ((_, update),) = drafts.messages(WorkerRef(role="decode", id="d", epoch=1))
+    assert isinstance(update, DraftUpdate)
+    answer = Proposals(
+        draft=DRAFT,
+        rows=[DraftRow(sequence="s", base=3, tokens=[4, 5])],
+        tables={"s": [DraftBranch(accepted=0, tokens=[9, 8])]},
     )
+    telemetry.asked(update, now)
+    telemetry.answered(answer, now + 0.02)
+    telemetry.answered(answer, now + 9)  # what it answers was answered
+    drafts.on_proposals(answer)
     tokens += [9]
     drafts.record("s", 2, 0)
     found = scraped(metrics)
@@ -79,11 +78,26 @@ def test_metrics_say_who_proposed_what_and_what_a_table_had() -> None:
     assert abs(found["penstock_speculation_round_trip_seconds_sum", "", ""] - 0.02) < 1e-9
 
 
-def test_a_draft_worker_that_goes_owes_no_answer() -> None:
+def test_only_the_answer_to_the_latest_update_is_timed() -> None:
+    """A draft worker that has no guess sends nothing; one that is slow answers what is long decided."""
     metrics = Metrics(role="decode")
     drafts = DraftBook(SpeculationPolicy(max_tokens=4, max_step_tokens=100, costs=flat_costs()), vocab_size=100)
     telemetry = SpeculationTelemetry(metrics, "m", Proposers(drafts))
-    telemetry.asked(DRAFT, 1.0)
-    telemetry.forget(DRAFT)
-    telemetry.answered(DRAFT, 2.0)
-    assert scraped(metrics)["penstock_speculation_round_trip_seconds_count", "", ""] == 0
+
+    def asked(length: int, now: float) -> None:
+        row = DraftRow(sequence="s", base=length - 1, tokens=[7])
+        telemetry.asked(DraftUpdate(decode=WorkerRef(role="decode", id="d", epoch=1), rows=[row]), now)
+
+    def answered(length: int, now: float) -> None:
+        telemetry.answered(Proposals(draft=DRAFT, rows=[DraftRow(sequence="s", base=length, tokens=[8])]), now)
+
+    asked(4, 0.0)
+    asked(5, 100.0)
+    answered(4, 100.001)
+    answered(5, 100.002)
+    asked(6, 200.0)
+    telemetry.forget("s")
+    answered(6, 201.0)
+    found = scraped(metrics)
+    assert found["penstock_speculation_round_trip_seconds_count", "", ""] == 1
+    assert abs(found["penstock_speculation_round_trip_seconds_sum", "", ""] - 0.002) < 1e-9

@@ -1,0 +1,257 @@
+"""Speculation changes no token: the same requests with it and without, through the whole stack.
+
+    python -m bench.exactness                                   500 prompts, greedy and two ways of sampling: hours on two cores
+    python -m bench.exactness --prompts 40 --only lookup,garbage
+
+One `penstock up` after the other answers the same prompts, --clients at a time: without speculation, then with lookup, with
+n-grams of draft workers, with the model as its own draft model, with a draft worker that proposes garbage, and with draft
+workers that are killed and stopped at random. Whatever is proposed is verified (`--verify always`). An answer is equal if its
+text, its number of tokens and the reason of its end are. Ends with status 1 if one is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import anyio
+import httpx
+
+from bench.common.machine import describe
+from bench.common.stack import ROOT, free_ports
+from bench.common.table import markdown
+from bench.cpu.up import model_of, penstock_up
+
+TASKS = (
+    "Explain {} to a child.",
+    "Write three sentences about {}.",
+    "List five facts about {}.",
+    "What is the history of {}?",
+    "Write a short poem about {}.",
+    "Why do people care about {}?",
+    "Give a recipe or a plan that has to do with {}.",
+    "Compare {} with something that it is often confused with.",
+    "Write a dialogue of two friends about {}.",
+    "Repeat this line four times: we talk about {} today.",
+    "Write a Python function that prints something about {}.",
+    "Answer with a JSON object that describes {}.",
+    "What questions would you ask an expert on {}?",
+    "Summarise what everybody should know of {}.",
+    "Translate into French: I like {}.",
+    "Write a headline and a first paragraph about {}.",
+    "Describe a day without {}.",
+    "Name advantages and drawbacks of {}.",
+    "Tell a joke about {}.",
+    "Write a letter that complains about {}.",
+)
+TOPICS = (
+    *("bicycles", "the moon", "bread", "glaciers", "chess", "honey bees", "railways", "the violin", "coral reefs", "clocks"),
+    *("volcanoes", "tea", "libraries", "kites", "lighthouses", "maps", "soap", "owls", "rivers", "paper"),
+    *("umbrellas", "salt", "bridges", "dreams", "whales"),
+)
+SAMPLING: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "T = 0.7": {"temperature": 0.7, "top_p": 0.9},
+    "T = 1.0": {"temperature": 1.0, "top_p": 0.9},
+}
+
+
+class Arrangement(NamedTuple):
+    """flags: of `penstock up`. garbage: draft workers that propose garbage. is_disturbed: draft workers die and stop."""
+
+    flags: str
+    garbage: int = 0
+    is_disturbed: bool = False
+
+
+BASELINE = "off"
+ARRANGEMENTS = {
+    BASELINE: Arrangement("--draft 0 --lookup off"),
+    "lookup": Arrangement("--draft 0 --lookup on --verify always"),
+    "n-grams": Arrangement("--draft 2 --lookup off --verify always"),
+    "draft model": Arrangement("--draft 1 --draft-model {model} --draft-branches 6 --lookup off --verify always"),
+    "garbage": Arrangement("--draft 0 --lookup off --verify always", garbage=2),
+    "killed and stopped": Arrangement("--draft 2 --lookup off --verify always", is_disturbed=True),
+}
+
+Answer = tuple[str, str, int]
+"""Text, reason of its end, tokens."""
+
+
+class Outcome(NamedTuple):
+    answers: dict[tuple[str, int], Answer]
+    seconds: float
+    proposed: float
+    accepted: float
+    disturbances: int
+
+
+def prompts(count: int) -> list[str]:
+    """The first `count` of all tasks about all topics, in an order that mixes them."""
+    every = [task.format(topic) for topic in TOPICS for task in TASKS]
+    random.Random(7).shuffle(every)
+    return every[:count]
+
+
+async def ask_all(url: str, options: argparse.Namespace) -> dict[tuple[str, int], Answer]:
+    found: dict[tuple[str, int], Answer] = {}
+    asked = [(way, index, prompt) for way in SAMPLING for index, prompt in enumerate(prompts(options.prompts))]
+    limiter = anyio.CapacityLimiter(options.clients)
+    async with httpx.AsyncClient(base_url=url, timeout=600) as http:
+        model = await model_of(http)
+
+        async def ask(way: str, index: int, prompt: str) -> None:
+            body = {"model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": options.tokens}
+            async with limiter:
+                answer = (
+                    await http.post("/v1/chat/completions", json=body | SAMPLING[way] | {"seed": index})
+                ).raise_for_status()
+            said = answer.json()
+            choice = said["choices"][0]
+            found[way, index] = choice["message"]["content"], choice["finish_reason"], said["usage"]["completion_tokens"]
+
+        async with anyio.create_task_group() as group:
+            for each in asked:
+                group.start_soon(ask, *each)
+    return found
+
+
+def measure(arrangement: Arrangement, options: argparse.Namespace) -> Outcome:
+    (nats_port,) = free_ports(1)
+    flags = arrangement.flags.format(model=options.model).split()
+    flags += [f"--nats-port={nats_port}", "--dtype=float32", f"--model={options.model}", *options.flags]
+    with penstock_up(flags) as url, garbage_workers(arrangement.garbage, nats_port, options.model):
+        disturbances = Disturbances(nats_port)
+        begun = time.monotonic()
+        with disturbances.going_on() if arrangement.is_disturbed else contextlib.nullcontext():
+            answers = anyio.run(ask_all, url, options)
+        seconds = time.monotonic() - begun
+        proposed, accepted = speculated(url)
+    return Outcome(answers, seconds, proposed, accepted, disturbances.count)
+
+
+def speculated(url: str) -> tuple[float, float]:
+    """Tokens that decode workers verified and accepted, by their metrics."""
+    totals = {"penstock_speculation_draft_tokens_total": 0.0, "penstock_speculation_accepted_tokens_total": 0.0}
+    for group in httpx.get(f"{url}/sd").raise_for_status().json():
+        if group["labels"]["role"] == "decode":
+            for line in httpx.get(f"http://{group['targets'][0]}/metrics").raise_for_status().text.splitlines():
+                name = line.partition("{")[0]
+                if name in totals:
+                    totals[name] += float(line.rpartition(" ")[2])
+    proposed, accepted = totals.values()
+    return proposed, accepted
+
+
+@contextlib.contextmanager
+def garbage_workers(count: int, nats_port: int, model: str) -> Iterator[None]:
+    command = [sys.executable, "-m", "bench.exactness.garbage", f"--nats-url=nats://127.0.0.1:{nats_port}", "--http-port=0"]
+    started = [
+        subprocess.Popen(
+            [*command, f"--worker-id=garbage-{rank}"], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        for rank in range(count)
+    ]
+    try:
+        yield
+        assert all(process.poll() is None for process in started), "a draft worker of garbage ended by itself"
+    finally:
+        for process in started:
+            process.terminate()
+            process.wait()
+
+
+class Disturbances:
+    """Kills draft workers of one system, which are started again, and stops them for a while."""
+
+    def __init__(self, nats_port: int) -> None:
+        self.count = 0
+        self._mark = f":{nats_port}".encode()
+        self._random = random.Random(3)
+        self._over = threading.Event()
+
+    @contextlib.contextmanager
+    def going_on(self) -> Iterator[None]:
+        thread = threading.Thread(target=self._work)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            thread.join()
+
+    def _work(self) -> None:
+        while not self._over.wait(self._random.uniform(0.2, 1.5)):
+            for pid in self._workers()[:1]:
+                with contextlib.suppress(ProcessLookupError):
+                    if self._random.random() < 0.3:
+                        os.kill(pid, signal.SIGKILL)
+                    else:
+                        os.kill(pid, signal.SIGSTOP)
+                        self._over.wait(self._random.uniform(0.05, 1.0))
+                        os.kill(pid, signal.SIGCONT)
+                    self.count += 1
+
+    def _workers(self) -> list[int]:
+        """Draft workers on this system's bus, in any order."""
+        found: list[int] = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if b"services.draft" in (folder / "cmdline").read_bytes():
+                    said = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
+                    found += [int(folder.name)] if self._mark in said else []
+        self._random.shuffle(found)
+        return found
+
+
+def row_of(name: str, outcome: Outcome, expected: Outcome) -> list[str]:
+    columns = [name]
+    for way in SAMPLING:
+        keys = [key for key in expected.answers if key[0] == way]
+        equal = sum(outcome.answers[key] == expected.answers[key] for key in keys)
+        columns.append(f"{equal} of {len(keys)}")
+    tokens = sum(answer[2] for answer in outcome.answers.values())
+    share = f"{outcome.accepted / outcome.proposed:.0%} of {outcome.proposed:,.0f}" if outcome.proposed else "–"
+    return [*columns, share, str(outcome.disturbances or "–"), f"{tokens:,}", f"{outcome.seconds:.0f}"]
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.exactness", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--prompts", type=int, default=len(TASKS) * len(TOPICS))
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--only", default="", help=f"some of {', '.join(ARRANGEMENTS)}; between commas")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("flags", nargs="*", help="of every `penstock up`, behind --")
+    options = parser.parse_args(argv)
+    chosen = [name for name in ARRANGEMENTS if name == BASELINE or not options.only or name in options.only.split(",")]
+    outcomes: dict[str, Outcome] = {}
+    rows: list[list[str]] = []
+    differ = 0
+    for name in chosen:
+        outcome = outcomes[name] = measure(ARRANGEMENTS[name], options)
+        rows.append(row_of(name, outcome, outcomes[BASELINE]))
+        print(rows[-1], file=sys.stderr, flush=True)
+        for key, answer in outcome.answers.items():
+            if answer != outcomes[BASELINE].answers[key]:
+                differ += 1
+                print(f"{name}, {key}:\n  {outcomes[BASELINE].answers[key]}\n  {answer}", file=sys.stderr)
+    print(f"{describe()}\n")
+    print(markdown(["", *SAMPLING, "accepted", "killed or stopped", "tokens", "s"], rows))
+    return 1 if differ else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,29 @@
+"""Draft workers that propose garbage, die and stop change no token; the whole run is `python -m bench.exactness`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from bench.common.stack import ROOT
+from bench.exactness.__main__ import ARRANGEMENTS, TASKS, TOPICS, prompts
+from common.models.source import ModelFiles
+
+
+def test_there_are_as_many_prompts_as_are_asked_for() -> None:
+    assert len(set(prompts(500))) == len(TASKS) * len(TOPICS) == 500
+    assert prompts(20) == prompts(500)[:20]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_garbage_and_lost_draft_workers_change_no_token(smollm2: ModelFiles) -> None:
+    names = ["garbage", "killed and stopped"]
+    assert set(names) < set(ARRANGEMENTS)
+    command = [sys.executable, "-m", "bench.exactness", "--prompts=4", "--tokens=48", f"--only={','.join(names)}"]
+    ended = subprocess.run([*command, f"--model={smollm2.path}"], cwd=ROOT, capture_output=True, text=True, timeout=380)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    rows = [line for line in ended.stdout.splitlines() if line.startswith(tuple(f"| {name}" for name in names))]
+    assert len(rows) == 2 and all(line.count("4 of 4") == 3 for line in rows)
