@@ -4,6 +4,9 @@ Replicas of one pool are equal, so nobody can write down which GPU each has. Eve
 `gpu-N.lock` in the shared folder that nobody holds. The lock belongs to the open file: it lasts as long as the
 process, over `exec`, and ends with it however it dies. The service is told by `PENSTOCK_DEVICE=cuda:N`. (The name has no
 `penstock-` in front: whatever has that, and no lock, is a dead worker's segment and gets swept.)
+
+`--if VARIABLE` in front of the service: without a value of that variable it needs no GPU, and takes none
+(`--if PENSTOCK_DRAFT_MODEL services.draft`: n-grams are counted on a CPU).
 """
 
 from __future__ import annotations
@@ -45,19 +48,24 @@ def claim(directory: Path, num_gpus: int) -> tuple[int, int]:
             continue
         os.set_inheritable(descriptor, True)
         return index, descriptor
-    raise ConfigError(f"all {num_gpus} GPUs are claimed: scale prefill and decode to {num_gpus} replicas in all")
+    raise ConfigError(f"all {num_gpus} GPUs are claimed: scale prefill, decode and draft models to {num_gpus} replicas in all")
 
 
 def main() -> None:
-    """Claim, then replace this process with the service named by the first argument."""
-    if len(sys.argv) < 2:
-        sys.exit("usage: python -m common.runtime.gpu_claim services.NAME [flags]")
-    try:
-        index, _ = claim(Path(os.environ.get("PENSTOCK_SHM_DIR", "/dev/shm")), count_gpus())
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
-    os.environ["PENSTOCK_DEVICE"] = f"cuda:{index}"
-    os.execv(sys.executable, [sys.executable, "-m", *sys.argv[1:]])
+    """Claim, then replace this process with the service that the arguments name."""
+    command, is_needed = sys.argv[1:], True
+    if command[:1] == ["--if"]:
+        is_needed = bool(os.environ.get("".join(command[1:2])))
+        command = command[2:]
+    if not command:
+        sys.exit("usage: python -m common.runtime.gpu_claim [--if VARIABLE] services.NAME [flags]")
+    if is_needed:
+        try:
+            index, _ = claim(Path(os.environ.get("PENSTOCK_SHM_DIR", "/dev/shm")), count_gpus())
+        except ConfigError as error:
+            sys.exit(f"error: {error}")
+        os.environ["PENSTOCK_DEVICE"] = f"cuda:{index}"
+    os.execv(sys.executable, [sys.executable, "-m", *command])
 
 
 if __name__ == "__main__":

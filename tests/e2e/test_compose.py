@@ -218,9 +218,16 @@ def test_a_worker_that_is_to_have_a_gpu_and_sees_none_ends_with_a_line(
 def test_the_gpu_file_builds_torch_with_cuda_and_claims_gpus() -> None:
     assert COMPOSE is not None
     command = [*COMPOSE, "-f", "compose.yaml", "-f", "compose.gpu.yaml", "config"]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    environment = os.environ | {"PENSTOCK_DRAFT_MODEL": "/models/small"}
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=environment).stdout
+    services = pytest.importorskip("yaml").safe_load(shown)["services"]
     assert shown.count("image: penstock-gpu") == shown.count("TORCH_INDEX: https://pypi.org/simple") == 6
-    assert shown.count("common.runtime.gpu_claim") == shown.count("driver: nvidia") == 2
+    claiming = {name for name, service in services.items() if "common.runtime.gpu_claim" in (service.get("command") or [])}
+    assert claiming == {name for name, service in services.items() if "nvidia" in str(service.get("deploy"))}
+    assert claiming == {"prefill", "decode", "draft"}
+    draft = services["draft"]
+    assert draft["environment"]["PENSTOCK_DRAFT_MODEL"] == "/models/small" and "PENSTOCK_NATS_URL" in draft["environment"]
+    assert any("/models" in str(volume) for volume in draft["volumes"])
 
 
 def test_the_models_file_gives_each_model_its_workers() -> None:

@@ -52,3 +52,19 @@ def test_only_numbered_device_nodes_count(tmp_path: Path) -> None:
 def test_a_machine_without_a_gpu_is_told_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="NVIDIA container toolkit"):
         claim(tmp_path, 0)
+
+
+def test_a_service_that_needs_none_takes_none(tmp_path: Path) -> None:
+    """Without a value of the variable the service runs where there is no GPU; with one it is told that there is none."""
+    (tmp_path / "shown.py").write_text("import os, sys; print(sys.argv[1:], os.environ.get('PENSTOCK_DEVICE'))")
+    command = [sys.executable, "-m", "common.runtime.gpu_claim", "--if", "PENSTOCK_DRAFT_MODEL", "shown", "--flag"]
+    root = str(Path(__file__).parents[2])
+    environment = {"PYTHONPATH": f"{root}:{tmp_path}", "PENSTOCK_SHM_DIR": str(tmp_path), "PENSTOCK_DRAFT_MODEL": ""}
+    ended = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "['--flag'] None\n"), ended.stderr
+    assert not list(tmp_path.glob("gpu-*.lock"))
+    if count_gpus() == 0:
+        ended = subprocess.run(
+            command, env=environment | {"PENSTOCK_DRAFT_MODEL": "x"}, cwd=root, capture_output=True, text=True
+        )
+        assert ended.returncode != 0 and "no GPU is visible" in ended.stderr
