@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
@@ -16,12 +17,15 @@ import msgspec
 import typer
 from rich.progress import Progress
 
+from common.cli import speculation_report
 from common.cli.bench_report import Report, summary, table
 from common.cli.chunks import Chunk, Timing
-from common.cli.client import ChatStream, connected, served_model
+from common.cli.client import ChatStream, connected, served_model, watch_presence
 from common.cli.console import DEFAULT_NATS_URL, NatsUrl, err, out, run, write_answer
 from common.cli.generate import chat_body, conversation
 from common.cli.model_names import ModelName
+from common.cli.speculation_report import Drafter
+from common.cli.status import LISTEN_S
 from common.protocol.errors import BusError, ConfigError, InternalError, PenstockError, ProtocolError, from_wire
 
 if TYPE_CHECKING:
@@ -50,6 +54,14 @@ def command(
         bool,
         typer.Option("--json", help="Print one line of JSON, with units in the names."),
     ] = False,
+    speculation: Annotated[
+        bool,
+        typer.Option("--speculation", help="Also say what was proposed and accepted, by drafter and place (decode's metrics)."),
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE", help="With --speculation: draw acceptance by place (.png, .svg, .pdf)."),
+    ] = None,
     nats_url: NatsUrl = DEFAULT_NATS_URL,
 ) -> None:
     """Measure TTFT, ITL and tok/s under a steady number of concurrent requests."""
@@ -64,7 +76,23 @@ def command(
             return await _over_http(server_of(url), api_key, model, body, requests, concurrency)
         return await _over_nats(nats_url, model, body, requests, concurrency)
 
-    report = run(measure)
+    async def measure_speculation() -> tuple[Report, dict[str, Drafter]]:
+        workers = await _decode_metrics(server_of(url) if url else "", nats_url)
+        before = await speculation_report.read(workers)
+        report = await measure()
+        return report, speculation_report.between(before, await speculation_report.read(workers), report.model)
+
+    drafters: dict[str, Drafter] = {}
+    if plot is not None:
+        if not speculation:
+            raise ConfigError("--plot draws what --speculation finds: give both", param="plot")
+        speculation_report.check_plot()
+    if speculation:
+        report, drafters = run(measure_speculation)
+    else:
+        report = run(measure)
+    if plot is not None:
+        speculation_report.draw(drafters, plot)
     if as_json:
         settings = {
             "concurrency": concurrency,
@@ -72,9 +100,12 @@ def command(
             "max_tokens": max_tokens,
             "transport": "http" if url else "nats",
         }
-        write_answer(msgspec.json.encode(settings | summary(report)).decode() + "\n")
+        found = {"speculation": speculation_report.speculation_summary(drafters)} if speculation else {}
+        write_answer(msgspec.json.encode(settings | summary(report) | found).decode() + "\n")
     else:
         out.print(table(report))
+        if speculation:
+            out.print(speculation_report.speculation_table(drafters, report.generated_tokens))
     if report.failed:
         raise InternalError(f"{report.failed} of {report.requests} requests failed")
 
@@ -101,6 +132,17 @@ def prompt_of(number: int, words: int) -> str:
     """`words` words that differ from every other prompt's from the first one on."""
     filler = _FILLER.split()
     return " ".join([f"{number}:", *(filler[(number + i) % len(filler)] for i in range(words - 1))])
+
+
+async def _decode_metrics(server: str, nats_url: str) -> list[str]:
+    """Return where decode workers' metrics are, by the gateway at `server`, or by what is heard on the bus."""
+    import httpx
+
+    if server:
+        async with httpx.AsyncClient(base_url=server, timeout=10) as http:
+            return await speculation_report.addresses_at(http)
+    async with connected(nats_url, "bench") as bus:
+        return speculation_report.addresses((await watch_presence(bus, LISTEN_S)).values())
 
 
 async def closed_loop(ask: Ask, requests: int, concurrency: int) -> Report:

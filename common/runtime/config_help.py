@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterable, Mapping
 
@@ -18,7 +19,11 @@ MAX_COLUMNS = 128
 
 def help_text(fields: Mapping[str, Field], *, section: str) -> str:
     """The settings of one section."""
-    lines = [f"Settings of penstock's {section}: --field VALUE, {ENV_PREFIX}FIELD, or [{section}] of a TOML file."]
+    lines = [
+        f"usage: {_program(section)} [--field VALUE ...]",
+        "",
+        f"Settings of penstock's {section}: --field VALUE, {ENV_PREFIX}FIELD, or [{section}] of a TOML file.",
+    ]
     groups: dict[str, list[Field]] = {}
     for field in fields.values():
         groups.setdefault(title(field.owner), []).append(field)
@@ -26,6 +31,13 @@ def help_text(fields: Mapping[str, Field], *, section: str) -> str:
     for heading, members in groups.items():
         lines += group(heading, members, default="(default: {})")
     return "\n".join(lines) + "\n"
+
+
+def _program(section: str) -> str:
+    """The command that was given, as far as Python knows it; the service's own otherwise."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    module = spec.name.removesuffix(".__main__") if spec is not None else f"services.{section}"
+    return f"python -m {module}"
 
 
 def group(heading: str, fields: Iterable[Field], *, default: str) -> list[str]:
