@@ -4,9 +4,10 @@
     python -m bench.exactness --prompts 40 --only lookup,garbage
 
 One `penstock up` after the other answers the same prompts, --clients at a time: without speculation, then with lookup, with
-n-grams of draft workers, with the model as its own draft model, with a draft worker that proposes garbage, and with draft
-workers that are killed and stopped at random. Whatever is proposed is verified (`--verify always`). An answer is equal if its
-text, its number of tokens and the reason of its end are. Ends with status 1 if one is not.
+n-grams of draft workers, with the model as its own draft model, with a draft worker that proposes garbage, with draft workers
+that are killed and stopped at random, and with ones whose way to the bus loses and delays messages, parts and is cut
+(`bench/common/relay.py`). Whatever is proposed is verified (`--verify always`). An answer is equal if its text, its number of
+tokens and the reason of its end are. Ends with status 1 if one is not, or if a kind of draft worker had nothing verified.
 """
 
 from __future__ import annotations
@@ -28,9 +29,12 @@ import anyio
 import httpx
 
 from bench.common.machine import describe
+from bench.common.relay import Counts, Faults, relayed
 from bench.common.stack import ROOT, free_ports
 from bench.common.table import markdown
-from bench.cpu.up import model_of, penstock_up
+from bench.cpu.up import READY_TIMEOUT_S, model_of, penstock_up
+from common.cli.client import connected, watch_presence
+from common.runtime.bus_login import run_folder
 
 TASKS = (
     "Explain {} to a child.",
@@ -67,13 +71,17 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 
 class Arrangement(NamedTuple):
-    """flags: of `penstock up`. garbage: draft workers that propose garbage. is_disturbed: draft workers die and stop."""
+    """flags: of `penstock up`. garbage: draft workers that propose garbage. is_disturbed: draft workers die and stop.
+    relayed: flags of further draft workers, which reach the bus through a relay with FAULTS each."""
 
     flags: str
     garbage: int = 0
     is_disturbed: bool = False
+    relayed: Sequence[str] = ()
 
 
+FAULTS = Faults(drop=0.03, delay=0.03, max_delay_s=0.15, open_s=(0.5, 4.0), closed_s=(0.05, 3.0), cut=0.4)
+"""Silences up to three seconds: longer than it takes to believe that a worker is dead."""
 BASELINE = "off"
 ARRANGEMENTS = {
     BASELINE: Arrangement("--draft 0 --lookup off"),
@@ -82,6 +90,10 @@ ARRANGEMENTS = {
     "draft model": Arrangement("--draft 1 --draft-model {model} --draft-branches 6 --lookup off --verify always"),
     "garbage": Arrangement("--draft 0 --lookup off --verify always", garbage=2),
     "killed and stopped": Arrangement("--draft 2 --lookup off --verify always", is_disturbed=True),
+    "partitioned": Arrangement("--draft 0 --lookup off --verify always", relayed=("", "")),
+    "partitioned draft model": Arrangement(
+        "--draft 0 --lookup off --verify always", relayed=("--draft-model={model} --draft-branches=6 --threads=1",)
+    ),
 }
 
 Answer = tuple[str, str, int]
@@ -93,7 +105,7 @@ class Outcome(NamedTuple):
     seconds: float
     proposed: float
     accepted: float
-    disturbances: int
+    disturbances: str
 
 
 def prompts(count: int) -> list[str]:
@@ -130,14 +142,44 @@ def measure(arrangement: Arrangement, options: argparse.Namespace) -> Outcome:
     (nats_port,) = free_ports(1)
     flags = arrangement.flags.format(model=options.model).split()
     flags += [f"--nats-port={nats_port}", "--dtype=float32", f"--model={options.model}", *options.flags]
-    with penstock_up(flags) as url, garbage_workers(arrangement.garbage, nats_port, options.model):
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(penstock_up(flags))
+        stack.enter_context(garbage_workers(arrangement.garbage, nats_port, options.model))
+        relays = [stack.enter_context(relayed(nats_port, FAULTS, seed=11 + rank)) for rank in range(len(arrangement.relayed))]
+        for rank, (relay, more) in enumerate(zip(relays, arrangement.relayed, strict=True)):
+            command = draft_worker("services.draft", nats_port, options.model, f"relayed-{rank}", at_port=relay.port)
+            stack.enter_context(running([*command, "--dtype=float32", *more.format(model=options.model).split()]))
+        anyio.run(draft_workers_ready, nats_port, len(relays) + arrangement.garbage + flag_value(flags, "--draft"))
         disturbances = Disturbances(nats_port)
         begun = time.monotonic()
         with disturbances.going_on() if arrangement.is_disturbed else contextlib.nullcontext():
             answers = anyio.run(ask_all, url, options)
         seconds = time.monotonic() - begun
         proposed, accepted = speculated(url)
-    return Outcome(answers, seconds, proposed, accepted, disturbances.count)
+        disturbed = str(disturbances.count) if arrangement.is_disturbed else said([relay.counts for relay in relays])
+    return Outcome(answers, seconds, proposed, accepted, disturbed)
+
+
+def flag_value(flags: Sequence[str], name: str) -> int:
+    return int(flags[flags.index(name) + 1])
+
+
+async def draft_workers_ready(nats_port: int, count: int) -> None:
+    """Wait until as many draft workers said that they are ready, at whatever time. :raises TimeoutError: they do not."""
+    ready: set[str] = set()
+    with anyio.fail_after(READY_TIMEOUT_S):
+        async with connected(f"nats://127.0.0.1:{nats_port}", "bench") as bus:
+            while len(ready) < count:
+                workers = (await watch_presence(bus, 0.5)).values()
+                ready |= {one.worker.id for one in workers if one.worker.role == "draft" and one.state == "ready"}
+
+
+def said(counts: Sequence[Counts]) -> str:
+    """What relays did, in words; a dash without any."""
+    if not counts:
+        return "–"
+    dropped, delayed, partitions, cuts = (sum(column) for column in zip(*(one[1:] for one in counts), strict=True))
+    return f"{dropped:,} lost, {delayed:,} late, {partitions} partitions, {cuts} cuts"
 
 
 def speculated(url: str) -> tuple[float, float]:
@@ -155,20 +197,29 @@ def speculated(url: str) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def garbage_workers(count: int, nats_port: int, model: str) -> Iterator[None]:
-    command = [sys.executable, "-m", "bench.exactness.garbage", f"--nats-url=nats://127.0.0.1:{nats_port}", "--http-port=0"]
-    started = [
-        subprocess.Popen(
-            [*command, f"--worker-id=garbage-{rank}"], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        for rank in range(count)
-    ]
-    try:
+    with contextlib.ExitStack() as stack:
+        for rank in range(count):
+            stack.enter_context(running(draft_worker("bench.exactness.garbage", nats_port, model, f"garbage-{rank}")))
         yield
-        assert all(process.poll() is None for process in started), "a draft worker of garbage ended by itself"
+
+
+def draft_worker(module: str, nats_port: int, model: str, worker_id: str, at_port: int = 0) -> list[str]:
+    """The command of a draft worker of the system on `nats_port`, which reaches it at another port if `at_port` is given."""
+    command = [sys.executable, "-m", module, f"--nats-url=nats://127.0.0.1:{at_port or nats_port}", f"--model={model}"]
+    login = f"--nats-credentials-file={run_folder(nats_port) / 'draft.json'}"
+    return [*command, login, "--http-port=0", f"--worker-id={worker_id}"]
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that must not end by itself."""
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield process
+        assert process.poll() is None, f"ended by itself with status {process.returncode}: {' '.join(command)}"
     finally:
-        for process in started:
-            process.terminate()
-            process.wait()
+        process.terminate()
+        process.wait()
 
 
 class Disturbances:
@@ -222,7 +273,7 @@ def row_of(name: str, outcome: Outcome, expected: Outcome) -> list[str]:
         columns.append(f"{equal} of {len(keys)}")
     tokens = sum(answer[2] for answer in outcome.answers.values())
     share = f"{outcome.accepted / outcome.proposed:.0%} of {outcome.proposed:,.0f}" if outcome.proposed else "–"
-    return [*columns, share, str(outcome.disturbances or "–"), f"{tokens:,}", f"{outcome.seconds:.0f}"]
+    return [*columns, share, outcome.disturbances, f"{tokens:,}", f"{outcome.seconds:.0f}"]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -248,8 +299,11 @@ def main(argv: Sequence[str]) -> int:
             if answer != outcomes[BASELINE].answers[key]:
                 differ += 1
                 print(f"{name}, {key}:\n  {outcomes[BASELINE].answers[key]}\n  {answer}", file=sys.stderr)
+        if name != BASELINE and not outcome.proposed:
+            differ += 1
+            print(f"{name}: nothing was verified, so this says nothing", file=sys.stderr)
     print(f"{describe()}\n")
-    print(markdown(["", *SAMPLING, "accepted", "killed or stopped", "tokens", "s"], rows))
+    print(markdown(["", *SAMPLING, "accepted", "disturbances", "tokens", "s"], rows))
     return 1 if differ else 0
 
 
