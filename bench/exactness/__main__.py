@@ -17,7 +17,6 @@ import contextlib
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -28,13 +27,12 @@ from typing import Any, NamedTuple
 import anyio
 import httpx
 
+from bench.common.draft_workers import draft_worker, draft_workers_ready, running
 from bench.common.machine import describe
 from bench.common.relay import Counts, Faults, relayed
-from bench.common.stack import ROOT, free_ports
+from bench.common.stack import free_ports
 from bench.common.table import markdown
-from bench.cpu.up import READY_TIMEOUT_S, model_of, penstock_up
-from common.cli.client import connected, watch_presence
-from common.runtime.bus_login import run_folder
+from bench.cpu.up import model_of, penstock_up
 
 TASKS = (
     "Explain {} to a child.",
@@ -72,12 +70,12 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 class Arrangement(NamedTuple):
     """flags: of `penstock up`. garbage: draft workers that propose garbage. is_disturbed: draft workers die and stop.
-    relayed: flags of further draft workers, which reach the bus through a relay with FAULTS each."""
+    relayed: further draft workers, which reach the bus through a relay with FAULTS each."""
 
     flags: str
     garbage: int = 0
     is_disturbed: bool = False
-    relayed: Sequence[str] = ()
+    relayed: int = 0
 
 
 FAULTS = Faults(drop=0.03, delay=0.03, max_delay_s=0.15, open_s=(0.5, 4.0), closed_s=(0.05, 3.0), cut=0.4)
@@ -90,10 +88,7 @@ ARRANGEMENTS = {
     "draft model": Arrangement("--draft 1 --draft-model {model} --draft-branches 6 --lookup off --verify always"),
     "garbage": Arrangement("--draft 0 --lookup off --verify always", garbage=2),
     "killed and stopped": Arrangement("--draft 2 --lookup off --verify always", is_disturbed=True),
-    "partitioned": Arrangement("--draft 0 --lookup off --verify always", relayed=("", "")),
-    "partitioned draft model": Arrangement(
-        "--draft 0 --lookup off --verify always", relayed=("--draft-model={model} --draft-branches=6 --threads=1",)
-    ),
+    "partitioned": Arrangement("--draft 0 --lookup off --verify always", relayed=2),
 }
 
 Answer = tuple[str, str, int]
@@ -145,10 +140,10 @@ def measure(arrangement: Arrangement, options: argparse.Namespace) -> Outcome:
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(penstock_up(flags))
         stack.enter_context(garbage_workers(arrangement.garbage, nats_port, options.model))
-        relays = [stack.enter_context(relayed(nats_port, FAULTS, seed=11 + rank)) for rank in range(len(arrangement.relayed))]
-        for rank, (relay, more) in enumerate(zip(relays, arrangement.relayed, strict=True)):
+        relays = [stack.enter_context(relayed(nats_port, FAULTS, seed=11 + rank)) for rank in range(arrangement.relayed)]
+        for rank, relay in enumerate(relays):
             command = draft_worker("services.draft", nats_port, options.model, f"relayed-{rank}", at_port=relay.port)
-            stack.enter_context(running([*command, "--dtype=float32", *more.format(model=options.model).split()]))
+            stack.enter_context(running(command))
         anyio.run(draft_workers_ready, nats_port, len(relays) + arrangement.garbage + flag_value(flags, "--draft"))
         disturbances = Disturbances(nats_port)
         begun = time.monotonic()
@@ -162,16 +157,6 @@ def measure(arrangement: Arrangement, options: argparse.Namespace) -> Outcome:
 
 def flag_value(flags: Sequence[str], name: str) -> int:
     return int(flags[flags.index(name) + 1])
-
-
-async def draft_workers_ready(nats_port: int, count: int) -> None:
-    """Wait until as many draft workers said that they are ready, at whatever time. :raises TimeoutError: they do not."""
-    ready: set[str] = set()
-    with anyio.fail_after(READY_TIMEOUT_S):
-        async with connected(f"nats://127.0.0.1:{nats_port}", "bench") as bus:
-            while len(ready) < count:
-                workers = (await watch_presence(bus, 0.5)).values()
-                ready |= {one.worker.id for one in workers if one.worker.role == "draft" and one.state == "ready"}
 
 
 def said(counts: Sequence[Counts]) -> str:
@@ -201,25 +186,6 @@ def garbage_workers(count: int, nats_port: int, model: str) -> Iterator[None]:
         for rank in range(count):
             stack.enter_context(running(draft_worker("bench.exactness.garbage", nats_port, model, f"garbage-{rank}")))
         yield
-
-
-def draft_worker(module: str, nats_port: int, model: str, worker_id: str, at_port: int = 0) -> list[str]:
-    """The command of a draft worker of the system on `nats_port`, which reaches it at another port if `at_port` is given."""
-    command = [sys.executable, "-m", module, f"--nats-url=nats://127.0.0.1:{at_port or nats_port}", f"--model={model}"]
-    login = f"--nats-credentials-file={run_folder(nats_port) / 'draft.json'}"
-    return [*command, login, "--http-port=0", f"--worker-id={worker_id}"]
-
-
-@contextlib.contextmanager
-def running(command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that must not end by itself."""
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        yield process
-        assert process.poll() is None, f"ended by itself with status {process.returncode}: {' '.join(command)}"
-    finally:
-        process.terminate()
-        process.wait()
 
 
 class Disturbances:

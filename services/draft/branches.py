@@ -19,7 +19,7 @@ from common.cache.block_table import BlockTable
 from common.engine.plan import RowSamples, StepRow
 from common.protocol.draft_messages import DraftBranch
 from common.protocol.errors import OutOfBlocks
-from services.draft.choices import choice_of, likeliest
+from services.draft.choices import Choice, likeliest
 from services.draft.mirror import Branch, BranchKey, Mirror
 from services.draft.mirror_blocks import MirrorBlocks
 
@@ -107,15 +107,14 @@ class Branches:
             prompt_tokens=mirror.prompt_tokens,
         )
 
-    def commit(self, branch: Branch, row: StepRow, samples: RowSamples, vocab_size: int) -> bool:
+    def commit(self, branch: Branch, row: StepRow, samples: RowSamples, choice: Choice | None) -> bool:
         """Take a step's token. Return whether its mirror's table can be sent."""
         branch.num_computed = row.start + len(row.tokens)
-        token = samples.tokens[0]
-        if not 0 <= token < vocab_size or not samples.logprobs:
+        if choice is None:
             branch.is_over = True
             return False
-        branch.choices.append(choice_of(token, samples.logprobs[0], row.sampling, branch.end))
-        branch.tokens.append(token)
+        branch.choices.append(choice)
+        branch.tokens.append(samples.tokens[0])
         branch.mirror.table_changed = True
         self.num_tokens += 1
         return self.is_settled(branch.mirror)

@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from common.ops.sampling.gumbel import GREEDY_BELOW, gumbel_noise
+from common.engine.plan import StepPlan, StepResult
+from common.ops.sampling.gumbel import GREEDY_BELOW, gumbel_noise_of_each
 from common.protocol.messages import SamplingParams, TokenLogprobs
 
+MASK64 = (1 << 64) - 1
 TOP_TOKENS = 8
 """The likeliest tokens of a position, among which alternatives are found."""
 
@@ -28,19 +30,54 @@ class Choice(NamedTuple):
     alternatives: Sequence[tuple[int, float]]
 
 
-def choice_of(token: int, said: TokenLogprobs, params: SamplingParams, position: int) -> Choice:
-    """Return what could have been drawn at index `position` of a text instead of `token`.
+class Drawn(NamedTuple):
+    """`token` was drawn at index `position` of a text. said: with the likeliest tokens there, before temperature and
+    filters."""
 
-    said: with the likeliest tokens of that position, before temperature and filters.
-    """
-    tops = list(zip(said.top_tokens, said.top_logprobs, strict=True))
-    if params.temperature < GREEDY_BELOW:
-        scores = {token: said.logprob, **dict(tops)}
-    else:
-        kept = dict(_kept([(one, logprob / params.temperature) for one, logprob in tops], params))
-        scores = {token: said.logprob / params.temperature, **kept}
-        noise = gumbel_noise(params.seed, position, np.array(list(scores), np.int64))
-        scores = {one: score + float(extra) for (one, score), extra in zip(scores.items(), noise, strict=True)}
+    token: int
+    said: TokenLogprobs
+    params: SamplingParams
+    position: int
+
+
+def drawn_in(plan: StepPlan, result: StepResult, vocab_size: int) -> list[Choice | None]:
+    """Return the choice of each row of a step, None where no token was drawn or its likeliest tokens were not asked for."""
+    found: dict[int, Drawn] = {}
+    for index, (row, samples) in enumerate(zip(plan.rows, result.rows, strict=True)):
+        if row.num_samples and samples.logprobs and 0 <= samples.tokens[0] < vocab_size:
+            position = row.start + len(row.tokens)
+            found[index] = Drawn(samples.tokens[0], samples.logprobs[0], row.sampling, position)
+    choices = dict(zip(found, choices_of(list(found.values())), strict=True))
+    return [choices.get(index) for index in range(len(plan.rows))]
+
+
+def choices_of(drawn: Sequence[Drawn]) -> list[Choice]:
+    """Return what could have been drawn instead, for each of `drawn`. The noise of all is computed together."""
+    scores = [_scores(one) for one in drawn]
+    noisy = [index for index, one in enumerate(drawn) if one.params.temperature >= GREEDY_BELOW]
+    if noisy:
+        counts = [len(scores[index]) for index in noisy]
+        seeds = np.array([drawn[index].params.seed & MASK64 for index in noisy], np.uint64)
+        positions = np.array([drawn[index].position for index in noisy], np.int64)
+        tokens = np.array([token for index in noisy for token in scores[index]], np.int64)
+        noise = gumbel_noise_of_each(np.repeat(seeds, counts), np.repeat(positions, counts), tokens).tolist()
+        extras = iter(noise)
+        for index in noisy:
+            scores[index] = {token: score + next(extras) for token, score in scores[index].items()}
+    return [_choice(one.token, own) for one, own in zip(drawn, scores, strict=True)]
+
+
+def _scores(one: Drawn) -> dict[int, float]:
+    """Return the scores without noise of what may have been drawn."""
+    tops = list(zip(one.said.top_tokens, one.said.top_logprobs, strict=True))
+    temperature = one.params.temperature
+    if temperature < GREEDY_BELOW:
+        return {one.token: one.said.logprob, **dict(tops)}
+    kept = dict(_kept([(token, logprob / temperature) for token, logprob in tops], one.params))
+    return {one.token: one.said.logprob / temperature, **kept}
+
+
+def _choice(token: int, scores: dict[int, float]) -> Choice:
     best = max(scores.values())
     weights = {one: math.exp(score - best) for one, score in scores.items()}
     total = sum(weights.values())

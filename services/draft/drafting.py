@@ -27,7 +27,7 @@ from common.protocol.errors import OutOfBlocks, ProtocolError
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import SamplingParams
 from services.draft.branches import MAX_BRANCHED, Branches
-from services.draft.choices import TOP_TOKENS, choice_of
+from services.draft.choices import TOP_TOKENS, Choice, drawn_in
 from services.draft.mirror import Branch, Mirror
 from services.draft.mirror_blocks import MirrorBlocks
 from services.draft.proposer import MirrorKey
@@ -197,18 +197,19 @@ class Drafter:
         """Take the step's tokens. Return the mirrors that were drafted further."""
         flight, self._flight = self._flight, []
         drafted: dict[MirrorKey, None] = {}
-        for one, row, samples in zip(flight, plan.rows, result.rows, strict=True):
+        choices = drawn_in(plan, result, self.vocab_size)
+        for one, row, samples, choice in zip(flight, plan.rows, result.rows, choices, strict=True):
             one.in_step = False
             if one.is_closed:
                 self.blocks.release(one.tables)
             elif isinstance(one, Branch):
-                if self.branches.commit(one, row, samples, self.vocab_size):
+                if self.branches.commit(one, row, samples, choice):
                     drafted[one.mirror.key] = None
-            elif self._commit(one, row, samples):
+            elif self._commit(one, row, samples, choice):
                 drafted[one.key] = None
         return list(drafted)
 
-    def _commit(self, mirror: Mirror, row: StepRow, samples: RowSamples) -> bool:
+    def _commit(self, mirror: Mirror, row: StepRow, samples: RowSamples, choice: Choice | None) -> bool:
         """Take a mirror's token, if there is one. Return whether it was drafted further."""
         mirror.num_computed = row.start + len(row.tokens)
         has_token = False
@@ -216,8 +217,8 @@ class Drafter:
             token = samples.tokens[0]
             has_token = 0 <= token < self.vocab_size
             if has_token:
-                if samples.logprobs:
-                    mirror.choices[len(mirror.text)] = choice_of(token, samples.logprobs[0], row.sampling, len(mirror.text))
+                if choice is not None:
+                    mirror.choices[len(mirror.text)] = choice
                 mirror.text.append(token)
                 self.num_tokens_drafted += 1
             else:

@@ -1,4 +1,4 @@
-"""Draft workers that propose garbage, die, stop and lose the bus change no token; the whole run is `python -m bench.exactness`."""
+"""Draft workers that propose garbage, die, stop or lose the bus change no token; all of it is `python -m bench.exactness`."""
 
 from __future__ import annotations
 

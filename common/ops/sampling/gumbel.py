@@ -24,6 +24,7 @@ GREEDY_BELOW = 1e-5
 
 _LOW = np.uint64(MASK32)
 _SHIFT = np.uint64(32)
+_WEYL = tuple(np.uint64(word) for word in WEYL)
 _FACTORS = tuple(np.uint64(factor) for factor in MULTIPLIERS)
 
 
@@ -32,7 +33,23 @@ def gumbel_noise(seed: int, position: int, tokens: NDArray[np.int64]) -> NDArray
 
     :raises ValueError: for a position out of range.
     """
-    lanes = noise_words(seed, position, tokens >> 2)
+    return _noise_of(noise_words(seed, position, tokens >> 2), tokens)
+
+
+def gumbel_noise_of_each(
+    seeds: NDArray[np.uint64], positions: NDArray[np.int64], tokens: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """Return what `gumbel_noise` says of tokens that have a seed and a position each, bit for bit. All [n], as there.
+
+    :raises ValueError: for a position out of range.
+    """
+    if positions.size and not 0 <= int(positions.min()) <= int(positions.max()) <= MASK32:
+        raise ValueError("a position is not in [0, 2^32)")
+    words = _words((tokens >> 2).astype(np.uint64), positions.astype(np.uint64), seeds & _LOW, seeds >> _SHIFT)
+    return _noise_of(words, tokens)
+
+
+def _noise_of(lanes: tuple[NDArray[np.uint64], ...], tokens: NDArray[np.int64]) -> NDArray[np.float32]:
     uniform = np.choose(tokens & 3, lanes).astype(np.float64)
     uniform += 0.5
     uniform *= 2.0**-32
@@ -51,20 +68,25 @@ def noise_words(seed: int, position: int, quads: NDArray[np.int64]) -> tuple[NDA
     if not 0 <= position <= MASK32:
         raise ValueError(f"position {position} is not in [0, 2^32)")
     c0 = quads.astype(np.uint64)
-    c1, c2, c3 = (np.full_like(c0, word) for word in (position, 0, 0))
-    high = np.empty_like(c0)
-    k0, k1 = seed & MASK32, seed >> 32 & MASK32
+    return _words(c0, np.full_like(c0, position), np.uint64(seed & MASK32), np.uint64(seed >> 32 & MASK32))
+
+
+def _words(
+    c0: NDArray[np.uint64], c1: NDArray[np.uint64], k0: NDArray[np.uint64] | np.uint64, k1: NDArray[np.uint64] | np.uint64
+) -> tuple[NDArray[np.uint64], ...]:
+    """Counters c0 and c1 [n], which are overwritten; the key's halves, of all or of each."""
+    c2, c3, high = np.zeros_like(c0), np.zeros_like(c0), np.empty_like(c0)
     for _ in range(ROUNDS):
         c0 *= _FACTORS[0]
         c2 *= _FACTORS[1]
         np.right_shift(c2, _SHIFT, out=high)
         c1 ^= high
-        c1 ^= np.uint64(k0)
+        c1 ^= k0
         np.right_shift(c0, _SHIFT, out=high)
         c3 ^= high
-        c3 ^= np.uint64(k1)
+        c3 ^= k1
         c0 &= _LOW
         c2 &= _LOW
         c0, c1, c2, c3 = c1, c2, c3, c0
-        k0, k1 = (k0 + WEYL[0]) & MASK32, (k1 + WEYL[1]) & MASK32
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
     return c0, c1, c2, c3
