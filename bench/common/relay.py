@@ -11,7 +11,7 @@ cut. The same seed draws the same faults; which messages they meet depends on ti
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
@@ -82,9 +82,20 @@ def is_message(frame: bytes) -> bool:
     return frame.split(b" ", 1)[0].upper() in MESSAGES
 
 
+def payload_of(frame: bytes) -> bytes:
+    """Return what a message carries, without its headers."""
+    line, _, rest = frame.partition(b"\r\n")
+    words = line.split()
+    header_bytes = int(words[-2]) if words[0].upper() in (b"HPUB", b"HMSG") else 0
+    return rest[header_bytes:-2]
+
+
 class Relay:
-    def __init__(self, target_port: int, faults: Faults, seed: int) -> None:
+    """passed: called with each frame that has passed, in the relay's thread."""
+
+    def __init__(self, target_port: int, faults: Faults, seed: int, passed: Callable[[bytes], None] | None = None) -> None:
         self.port = 0
+        self._passed = passed
         self.counts = Counts()
         self._target_port = target_port
         self._faults = faults
@@ -150,17 +161,19 @@ class Relay:
         await self._open.wait()
         await sink.send(frame)
         self._count("passed")
+        if self._passed is not None:
+            self._passed(frame)
 
     def _count(self, what: str) -> None:
         self.counts = self.counts._replace(**{what: getattr(self.counts, what) + 1})
 
 
 @contextmanager
-def relayed(target_port: int, faults: Faults, seed: int) -> Iterator[Relay]:
+def relayed(target_port: int, faults: Faults, seed: int, passed: Callable[[bytes], None] | None = None) -> Iterator[Relay]:
     """Run a relay to a port of this machine, in a thread of its own."""
 
     async def make() -> Relay:
-        return Relay(target_port, faults, seed)
+        return Relay(target_port, faults, seed, passed)
 
     with start_blocking_portal() as portal:
         relay = portal.call(make)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from bench.common.relay import Counts, Faults, FrameSplitter, is_message, relayed
+from bench.common.relay import Counts, Faults, FrameSplitter, is_message, payload_of, relayed
 
 CONNECT = b'CONNECT {"verbose":false}\r\n'
 SENT = [
@@ -26,6 +26,10 @@ def test_frames_are_found_however_the_stream_is_cut(size: int) -> None:
     found = [frame for at in range(0, len(stream), size) for frame in splitter.feed(stream[at : at + size])]
     assert found == SENT
     assert [is_message(frame) for frame in found] == [False, False, True, True, True, True, True, False]
+
+
+def test_a_message_is_what_it_carries_without_headers() -> None:
+    assert [payload_of(frame) for frame in SENT if is_message(frame)] == [b"he\r\no", b"", b"hi", b"PING", b""]
 
 
 def test_a_stream_that_is_not_nats_is_refused() -> None:
