@@ -131,7 +131,7 @@ async def ask(url: str, prompts: Sequence[str], streams: int, tokens: int, salt:
 
 def counted(url: str) -> dict[str, float]:
     """Sums over decode workers, of METRICS."""
-    totals = dict.fromkeys(METRICS, 0.0)
+    totals: dict[str, float] = dict.fromkeys(METRICS, 0.0)
     for group in httpx.get(f"{url}/sd").raise_for_status().json():
         if group["labels"]["role"] == "decode":
             for line in httpx.get(f"http://{group['targets'][0]}/metrics").raise_for_status().text.splitlines():

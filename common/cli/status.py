@@ -110,15 +110,24 @@ def _by_model(worker: Presence) -> list[Presence]:
 
 
 def _of_one_model(workers: list[Presence], columns: int) -> RenderableType:
-    said = _speculation(workers)
+    said = [line for line in (_speculation(workers), *map(_drafts, workers)) if line]
     shown = _rows(workers, columns)
-    return Group(shown, Text(said, style="dim")) if said else shown
+    return Group(shown, *(Text(line, style="dim") for line in said)) if said else shown
 
 
 def _speculation(workers: list[Presence]) -> str:
     """Of all decode workers since their starts; empty where nothing was verified."""
     proposed, accepted = (sum(getattr(worker, name) for worker in workers) for name in ("draft_tokens", "accepted_tokens"))
     return f"speculation: {accepted / proposed:.0%} of {short(proposed)} proposed tokens accepted" if proposed else ""
+
+
+def _drafts(worker: Presence) -> str:
+    """What a draft worker drafts with, for how many sequences, and how busy it is; empty for any other worker."""
+    if worker.worker.role != "draft":
+        return ""
+    with_what = worker.drafting.model or "n-grams"
+    sequences = f"{worker.running:,} sequence{'' if worker.running == 1 else 's'}"
+    return f"{worker.worker.id}: {with_what}, {sequences}, busy {worker.drafting.busy_share:.0%} of the time"
 
 
 def _rows(workers: list[Presence], columns: int) -> Table:
@@ -165,6 +174,7 @@ def as_fields(presence: Presence) -> dict[str, object]:
     worker, kv = presence.worker, presence.kv
     fields["kv"] = _blocks(kv) | {"groups": [_blocks(group) for group in kv.groups]}
     fields["worker"] = {"role": worker.role, "id": worker.id, "epoch": worker.epoch}
+    fields["drafting"] = {"model": presence.drafting.model, "busy_share": presence.drafting.busy_share}
     fields["models"] = [{name: getattr(model, name) for name in model.__struct_fields__} for model in presence.models]
     return fields
 

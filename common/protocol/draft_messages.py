@@ -72,3 +72,11 @@ class DraftResync(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     draft: WorkerRef
     sequences: list[str]
+
+
+class Drafting(msgspec.Struct, frozen=True, array_like=True):
+    """What a draft worker says of itself in its `Presence`: its model's name, empty for n-grams, and the share of the last
+    seconds in which it drafted, 0 to 1."""
+
+    model: str = ""
+    busy_share: float = 0.0

@@ -5,10 +5,9 @@ nothing else touches msgpack. `docs/protocol.md` describes this file, `cache_mes
 
 Who sends what, in the order of one request:
 
-    gateway → prefill   PrefillTask           answered at once by Accepted or Rejected
+    gateway → prefill   PrefillTask, ReadTask answered at once by Accepted or Rejected; ReadTask then by TokenFrames
     prefill → decode    KvReady               answered at once by Accepted or Rejected
     gateway → decode    DecodeTask            the direct path: no prefill worker
-    gateway → prefill   ReadTask              answered at once by Accepted or Rejected, then TokenFrames
     prefill → gateway   TokenFrames, HandedOff or HandoffFailed
     decode  → gateway   TokenFrames           one message per gateway per step
     gateway → worker    FramesTaken, FetchFrames, Renew, Cancel
@@ -26,7 +25,7 @@ from typing import Literal
 import msgspec
 
 from common.protocol.cache_messages import BlockCommit, BlockGrant, BlockLease, BlockLookup, BlockOffer
-from common.protocol.draft_messages import DraftClose, DraftResync, DraftUpdate, Proposals
+from common.protocol.draft_messages import DraftClose, Drafting, DraftResync, DraftUpdate, Proposals
 from common.protocol.errors import ProtocolError
 from common.protocol.handles import KvHandle, WorkerRef
 
@@ -318,8 +317,8 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     weights are, so that another model under the same name is left alone; empty: unknown. `max_context`: tokens that one
     sequence may have on this worker, which its KV pool may limit; 0: unknown. `draft_tokens`: proposed tokens that a decode
     worker has verified since its start; `accepted_tokens`: those of them that held. `http_host`: where `http_port` is, an
-    address or the machine's name; empty: unknown. `models`: what a gateway serves, `model` first.
-    `vocabulary`: the digest of a draft model's tokenizer, which its target's must equal; empty: there is no draft model.
+    address or the machine's name; empty: unknown. `models`: what a gateway serves, `model`
+    first. `vocabulary`: the digest of a draft model's tokenizer, which its target's must equal; empty: there is none.
     """
 
     worker: WorkerRef
@@ -346,6 +345,7 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     http_host: str = ""
     models: list[ServedModel] = []
     vocabulary: str = ""
+    drafting: Drafting = Drafting()
 
     @property
     def served(self) -> list[ServedModel]:

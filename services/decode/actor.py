@@ -270,7 +270,8 @@ class DecodeActor(EngineWorker):
         super().tick(now)
         if not self.loaded:
             return
-        self.drafts.set_workers([draft for draft in self.registry.alive("draft", now) if self.may_draft(draft)])
+        self.speculation.draft_workers = [draft for draft in self.registry.alive("draft", now) if self.may_draft(draft)]
+        self.drafts.set_workers(self.speculation.draft_workers)
         owners: dict[WorkerRef, list[str]] = {}
         for lease, owner in self.pulling.items():
             owners.setdefault(owner, []).append(lease)

@@ -123,9 +123,10 @@ class Proposers:
 
     def record(self, done: Progress) -> None:
         """A step ran for a sequence; its tokens are there."""
-        request, row = done.sequence.request, self._rows.get(done.sequence.request)
-        source = row.verifying if row is not None else ""
-        if row is not None:
+        request = done.sequence.request
+        row, source = self._rows.get(request), ""
+        if row is not None and (row.verifying or row.foreseen):
+            source = row.verifying
             coming = done.sequence.verifying if done.sequence.num_awaited else []
             row.verifying = next((name for name, outcome in row.foreseen if coming and outcome.proposal == coming), "")
             row.foreseen = []

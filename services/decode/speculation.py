@@ -226,19 +226,22 @@ class DraftBook:
 
         What was proposed, but not verified, is compared with what came all the same.
         """
-        self.counters.record(proposed, accepted)
+        if proposed:
+            self.counters.record(proposed, accepted)
         mirror = self._mirrors.get(sequence)
         if mirror is None:
             return
         known, mirror.known = mirror.known, len(mirror.tokens)
-        self.policy.passed(mirror.pace, mirror.known - known)
+        if mirror.pace.asleep:
+            self.policy.passed(mirror.pace, mirror.known - known)
         if proposed:
             self.policy.record(mirror.pace, accepted, int(accepted < proposed))
         elif mirror.proposal and (guess := align(mirror.base, mirror.proposal, mirror.tokens, known)):
             came = mirror.tokens[known : known + len(guess)]
             hits = accept(guess, came)
             self.policy.record(mirror.pace, hits, int(hits < len(came)))
-        self._turn(mirror)
+        if mirror.table:
+            self._turn(mirror)
 
     def on_proposals(self, message: Proposals) -> None:
         """The latest proposal wins, unless it has failed and one that was there holds; what is older, unknown, from another

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from common.protocol.draft_messages import DraftUpdate, Proposals
+from common.protocol.draft_messages import DraftRow, DraftUpdate, Proposals
+from common.protocol.messages import Presence
 from common.runtime.metrics import MODEL_LABEL, Metrics
 from services.decode.proposers import Proposers
 from services.decode.speculation import SpeculationCounters
 
 DRAFTER_LABEL = "drafter"
+NGRAMS = "n-grams"
 _ROUND_TRIP_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 _BY_DRAFTER: tuple[tuple[str, str, Callable[[SpeculationCounters], int]], ...] = (
     ("penstock_speculation_drafts", "Proposals verified", lambda counters: counters.num_drafts),
@@ -45,6 +48,10 @@ _OF_DRAFT_WORKERS: tuple[tuple[str, str, Callable[[SpeculationCounters], int]], 
 )
 
 
+_MAX_SAID = 32
+"""Updates of a sequence whose times are kept: a later proposal counts from the oldest of them."""
+
+
 class _Asked(NamedTuple):
     """length: tokens of the sequence that were said. at: when."""
 
@@ -53,16 +60,23 @@ class _Asked(NamedTuple):
 
 
 class SpeculationTelemetry(Collector):
-    """model: its name for clients."""
+    """model: its name for clients. `draft_workers`: those that may draft now."""
 
     def __init__(self, metrics: Metrics, model: str, proposers: Proposers) -> None:
         self._model = model
         self._proposers = proposers
+        self.draft_workers: Sequence[Presence] = ()
         self._asked: dict[str, _Asked] = {}
+        self._said: dict[str, deque[_Asked]] = {}
         self._round_trip = metrics.histogram(
             "speculation_round_trip_seconds",
             "From what a step told a draft worker to the proposal that answers it",
             _ROUND_TRIP_S,
+            [MODEL_LABEL],
+        ).labels(model)
+        self._lateness = metrics.counter(
+            "speculation_lateness_seconds_total",
+            "Of late proposals: from the step that decided their last token to their arrival",
             [MODEL_LABEL],
         ).labels(model)
         metrics.registry.register(self)
@@ -70,24 +84,33 @@ class SpeculationTelemetry(Collector):
     def asked(self, update: DraftUpdate, now: float) -> None:
         """A draft worker was told what a step decided. Only what answers the latest update of a sequence is timed."""
         for row in update.rows:
-            self._asked[row.sequence] = _Asked(row.base + len(row.tokens), now)
+            asked = self._asked[row.sequence] = _Asked(row.base + len(row.tokens), now)
+            self._said.setdefault(row.sequence, deque(maxlen=_MAX_SAID)).append(asked)
 
     def answered(self, message: Proposals, now: float) -> None:
         """Observe the first answer of a message; a draft worker without a guess sends none."""
         times: list[float] = []
         for row in message.rows:
+            self._lateness.inc(now - self._used_up_at(row, now))
             asked = self._asked.get(row.sequence)
             if asked is not None and asked.length == row.base:
                 times.append(self._asked.pop(row.sequence).at)
         if times:
             self._round_trip.observe(now - max(times))
 
+    def _used_up_at(self, row: DraftRow, now: float) -> float:
+        """Return when the last token of a proposal was decided; `now` if that has not happened, or it proposes nothing."""
+        said, end = self._said.get(row.sequence, ()), row.base + len(row.tokens)
+        return next((asked.at for asked in said if asked.length >= end), now) if row.tokens else now
+
     def forget(self, sequence: str) -> None:
         """That sequence is over, or nobody drafts for it any more."""
         self._asked.pop(sequence, None)
+        self._said.pop(sequence, None)
 
     def forget_all(self) -> None:
         self._asked.clear()
+        self._said.clear()
 
     def collect(self) -> Iterator[Metric]:
         proposers = self._proposers
@@ -100,6 +123,7 @@ class SpeculationTelemetry(Collector):
             family = CounterMetricFamily(name, description, labels=[MODEL_LABEL])
             family.add_metric([self._model], read(proposers.drafts.counters))
             yield family
+        yield self._draft_models()
         yield self._by_position(
             "penstock_speculation_verified_tokens_per_pos", "Tokens verified at a place of a proposal", verified
         )
@@ -108,6 +132,16 @@ class SpeculationTelemetry(Collector):
             "Tokens accepted at a place of a proposal, 0 first",
             lambda counters: counters.accepted_per_position,
         )
+
+    def _draft_models(self) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(
+            "penstock_speculation_draft_workers",
+            "Draft workers that may draft for this worker, by what they draft with",
+            labels=[MODEL_LABEL, "draft_model"],
+        )
+        for draft_model, count in Counter(one.drafting.model or NGRAMS for one in self.draft_workers).items():
+            family.add_metric([self._model, draft_model], count)
+        return family
 
     def _by_position(
         self, name: str, description: str, read: Callable[[SpeculationCounters], list[int]]

@@ -14,6 +14,7 @@ the bus was away. Who goes on with one has a gap then, and sends it whole.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterable
 import anyio
 import anyio.lowlevel
 
-from common.protocol.draft_messages import DraftClose, DraftResync, DraftRow, DraftSampling, DraftUpdate, Proposals
+from common.protocol.draft_messages import DraftClose, Drafting, DraftResync, DraftRow, DraftSampling, DraftUpdate, Proposals
 from common.protocol.errors import ProtocolError
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Message, Presence
@@ -36,6 +37,27 @@ log = logs.get("draft")
 
 MAX_QUEUED = 256
 """Messages waiting to be served. What is dropped then shows as a gap, and is asked for again."""
+
+
+class BusyShare:
+    """The part of the time that was spent on work, a moving average over about `period_s` seconds."""
+
+    def __init__(self, period_s: float = 3.0) -> None:
+        self._period_s = period_s
+        self._pending_s = self._share = 0.0
+        self._read_at: float | None = None
+
+    def add(self, seconds: float) -> None:
+        self._pending_s += seconds
+
+    def share(self, now: float) -> float:
+        """Return it, 0 to 1, with what was added since it was last read."""
+        if self._read_at is not None and now > self._read_at:
+            elapsed_s = now - self._read_at
+            weight = 1.0 - math.exp(-elapsed_s / self._period_s)
+            self._share += weight * (min(1.0, self._pending_s / elapsed_s) - self._share)
+        self._read_at, self._pending_s = now, 0.0
+        return self._share
 
 
 class DraftActor(Actor):
@@ -68,6 +90,10 @@ class DraftActor(Actor):
         self._num_tokens = self.metrics.counter("draft_proposed_tokens_total", "Tokens of these guesses")
         self._num_resyncs = self.metrics.counter("draft_resyncs_total", "Mirrors that had a gap and were asked for again")
         self._num_dropped = self.metrics.counter("draft_updates_dropped_total", "Updates dropped because too many waited")
+        self._busy_s = self.metrics.counter(
+            "draft_busy_seconds_total", "Seconds spent on proposals; its rate is the draft worker's utilisation"
+        )
+        self._busy = BusyShare()
         self.metrics.gauge("draft_mirrors", "Sequences mirrored", read=lambda: len(self.proposer))
 
     def handle(self, message: Message, reply: str) -> None:
@@ -85,8 +111,14 @@ class DraftActor(Actor):
             if not self._queue:
                 self._wake = anyio.Event()
                 await self._wake.wait()
+            began = self.clock()
             self.serve()
+            self.was_busy(self.clock() - began)
             await anyio.lowlevel.checkpoint()
+
+    def was_busy(self, seconds: float) -> None:
+        self._busy_s.inc(max(0.0, seconds))
+        self._busy.add(max(0.0, seconds))
 
     def serve(self, drafted: Iterable[MirrorKey] = ()) -> None:
         """Apply every message that has arrived, then send each decode worker one `Proposals` (and one `DraftResync`).
@@ -149,6 +181,7 @@ class DraftActor(Actor):
             waiting=len(self._queue),
             credits=self.proposer.max_sequences - held if state == "ready" else 0,
             http_port=self.http_port,
+            drafting=Drafting(self.config.draft_model.rstrip("/").rpartition("/")[2], round(self._busy.share(self.clock()), 3)),
         )
 
     def tick(self, now: float) -> None:

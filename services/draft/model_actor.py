@@ -153,6 +153,7 @@ class ModelDraftActor(DraftActor):
         self._failures = 0
         self._steps.inc()
         self._step_s.inc(max(0.0, elapsed_s))
+        self.was_busy(elapsed_s)
         return drafter.commit(plan, result)
 
     def _step_failed(self, plan: StepPlan, error: Exception) -> list[MirrorKey]:

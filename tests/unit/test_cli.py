@@ -17,6 +17,7 @@ from common.cli.fleet import Passed, UpConfig, processes, settled, threads_per_w
 from common.cli.gpus import visible_gpus
 from common.cli.net import claim_port, free_port, http_status
 from common.models.source import DEFAULT_MODEL, ModelFiles
+from common.protocol.draft_messages import Drafting
 from common.protocol.errors import (
     ConfigError,
     NoWorkers,
@@ -210,6 +211,19 @@ def test_status_says_what_speculation_gave_where_there_is_any() -> None:
     said = [replace(worker, draft_tokens=10_000, accepted_tokens=4000 + 2000 * rank) for rank, worker in enumerate(workers)]
     console.print(status.table(said))
     assert "speculation: 50% of 20k proposed tokens accepted" in console.export_text()
+
+
+def test_status_says_what_draft_workers_draft_with_and_how_busy_they_are() -> None:
+    replace = msgspec.structs.replace
+    drafts = [
+        replace(presence("draft", 0), running=1, drafting=Drafting(busy_share=0.124)),
+        replace(presence("draft", 1), running=7, drafting=Drafting("small", 0.5)),
+    ]
+    console = Console(width=80, record=True)
+    console.print(status.table([presence("decode", 0), *drafts]))
+    lines = [line.strip() for line in console.export_text().splitlines()]
+    assert f"{drafts[0].worker.id}: n-grams, 1 sequence, busy 12% of the time" in lines
+    assert f"{drafts[1].worker.id}: small, 7 sequences, busy 50% of the time" in lines
 
 
 def test_every_finding_that_is_not_ok_says_what_to_do(tmp_path: Path, smollm2: ModelFiles) -> None:

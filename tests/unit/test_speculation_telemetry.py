@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from common.protocol.draft_messages import DraftBranch, DraftRow, DraftUpdate, Proposals
+from common.protocol.draft_messages import DraftBranch, Drafting, DraftRow, DraftUpdate, Proposals
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
 from common.runtime.metrics import Metrics
@@ -101,3 +102,36 @@ def test_only_the_answer_to_the_latest_update_is_timed() -> None:
     found = scraped(metrics)
     assert found["penstock_speculation_round_trip_seconds_count", "", ""] == 1
     assert abs(found["penstock_speculation_round_trip_seconds_sum", "", ""] - 0.002) < 1e-9
+
+
+def test_lateness_runs_from_the_step_that_used_a_proposal_up() -> None:
+    metrics = Metrics(role="decode")
+    drafts = DraftBook(SpeculationPolicy(max_tokens=4, max_step_tokens=100, costs=flat_costs()), vocab_size=100)
+    telemetry = SpeculationTelemetry(metrics, "m", Proposers(drafts))
+    for length, now in ((4, 1.0), (5, 2.0), (6, 3.0)):
+        row = DraftRow(sequence="s", base=length - 1, tokens=[7])
+        telemetry.asked(DraftUpdate(decode=WorkerRef(role="decode", id="d", epoch=1), rows=[row]), now)
+
+    def lateness_of(base: int, count: int, now: float) -> float:
+        before = scraped(metrics)["penstock_speculation_lateness_seconds_total", "", ""]
+        telemetry.answered(Proposals(draft=DRAFT, rows=[DraftRow(sequence="s", base=base, tokens=[8] * count)]), now)
+        return scraped(metrics)["penstock_speculation_lateness_seconds_total", "", ""] - before
+
+    assert lateness_of(4, 1, 3.5) == 1.5, "its one token was decided at 2.0"
+    assert lateness_of(4, 3, 3.5) == 0.0, "one of its tokens is still to come"
+    assert lateness_of(4, 0, 3.5) == 0.0, "it proposes nothing"
+    telemetry.forget("s")
+    assert lateness_of(4, 1, 9.0) == 0.0
+
+
+def test_metrics_name_what_draft_workers_draft_with() -> None:
+    metrics = Metrics(role="decode")
+    drafts = DraftBook(SpeculationPolicy(max_tokens=4, max_step_tokens=100, costs=flat_costs()), vocab_size=100)
+    telemetry = SpeculationTelemetry(metrics, "m", Proposers(drafts))
+    telemetry.draft_workers = [
+        Presence(worker=WorkerRef("draft", f"d{rank}", 1), state="ready", drafting=Drafting(name))
+        for rank, name in enumerate(("small", "small", ""))
+    ]
+    text = generate_latest(metrics.registry).decode()
+    assert 'penstock_speculation_draft_workers{draft_model="small",model_name="m"} 2.0' in text
+    assert 'penstock_speculation_draft_workers{draft_model="n-grams",model_name="m"} 1.0' in text
