@@ -1,6 +1,7 @@
 """Named shapes of models that need no download: `--model dummy:llama-3.1-8b`. For benchmarks and tests.
 
-The name of any of them may end in `-N-layers`: the same shape with so many layers (`dummy:qwen3-235b-a22b-8-layers`).
+The name of any of them may end in `-N-layers`: the same shape with so many layers (`dummy:qwen3-235b-a22b-8-layers`); and in
+`-uniform`: random numbers as vLLM's `--load-format dummy` has them, to compare with it (see `DummyWeights`).
 `write_model` makes a model folder of one: config.json as published, and a tokenizer in which a byte of text is a token, and a
 token that the random weights choose is some text. No weights: those are made up while loading (see `weights.dummy`).
 """
@@ -101,11 +102,13 @@ SHAPES["qwen3-30b-a3b-fp8"] = SHAPES["qwen3-30b-a3b"] | {"quantization_config": 
 _TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 
 
+UNIFORM = "-uniform"
 _FEWER_LAYERS = re.compile(r"(?P<shape>.+)-(?P<layers>[1-9]\d{0,2})-layers")
 
 
 def shape(name: str) -> dict[str, Any]:
-    """Return the config.json of shape `name` (which may end in `-N-layers`). :raises KeyError: if there is none."""
+    """Return the config.json of shape `name` with the ends that it may have. :raises KeyError: if there is none."""
+    name = name.removesuffix(UNIFORM)
     found = _FEWER_LAYERS.fullmatch(name)
     return SHAPES[found["shape"]] | {"num_hidden_layers": int(found["layers"])} if found else SHAPES[name]
 

@@ -193,6 +193,17 @@ def test_every_named_shape_is_a_model(home: Path) -> None:
         resolve("dummy:gpt-5")
 
 
+def test_a_shape_may_have_the_numbers_of_a_peers_dummy_weights(home: Path) -> None:
+    files = resolve("dummy:tiny-1-layers-uniform")
+    config = load_config(files)
+    assert (config.num_layers, files.revision) == (1, "tiny-1-layers-uniform-v1")
+    source = open_weights(files, config)
+    for name in ("model.norm.weight", "model.layers.0.mlp.gate_proj.weight"):
+        values = source.read(name, Upload(CPU, torch.float32))
+        assert 0.0009 < float(values.abs().max()) <= 0.001 and float(values.std()) == pytest.approx(0.001 / 3**0.5, rel=0.2)
+    assert float(open_weights(resolve("dummy:tiny"), config).read("model.norm.weight", Upload(CPU, torch.float32)).min()) == 1
+
+
 def test_an_unwritable_home_is_named(tmp_path: Path) -> None:
     (tmp_path / "models").write_text("a file")
     with pytest.raises(UnknownModel, match="PENSTOCK_HOME"):

@@ -18,6 +18,7 @@ from common.models.weights.upload import Upload
 from common.ops.quant.grouped import Code
 
 STD = 0.02
+UNIFORM = 1e-3
 _CODES: dict[str, Code] = {"nf4": "nf4", "nvfp4": "fp4", "mxfp4": "fp4"}
 _DEVIATIONS: dict[Code, float] = {"int4": 4.6, "int8": 73.6, "nf4": 0.55, "fp4": 3.0}
 """Of numbers of random codes."""
@@ -27,10 +28,13 @@ _FP8_STD = 64.0
 class DummyWeights:
     """A `WeightSource` without files, in the format that the configuration names.
 
-    Norms are 1, biases 0, everything else is normal with standard deviation 0.02.
+    Norms are 1, biases 0, everything else is normal with standard deviation 0.02. uniform: all of these, norms and biases
+    as well, are uniform between -0.001 and 0.001 instead, as vLLM's dummy weights are. Attention then weighs all keys alike.
+    What a card multiplies at its power limit depends on such things. 8-bit and 4-bit weights are the same either way.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, uniform: bool = False) -> None:
+        self._uniform = uniform
         self.shapes = decoder_shapes(config)
         self._norm = 0.0 if config.zero_centred_norms else 1.0
         self._scheme = config.quantization
@@ -84,12 +88,14 @@ class DummyWeights:
             return self._bytes_of_experts(name, upload)
         if name.endswith(("_scale", "_scale_inv")):
             return torch.full(shape, STD / _FP8_STD, device=upload.device)
-        if "norm" in name:
-            return torch.full(shape, self._norm, dtype=upload.dtype, device=upload.device)
-        if name.endswith(("bias", "sinks")):
-            return torch.zeros(shape, dtype=upload.dtype, device=upload.device)
         generator = torch.Generator(upload.device).manual_seed(zlib.crc32(name.encode()))
         made = torch.empty(shape, dtype=upload.dtype, device=upload.device)
+        if self._uniform and name not in self._fp8:
+            return made.uniform_(-UNIFORM, UNIFORM, generator=generator)
+        if "norm" in name:
+            return made.fill_(self._norm)
+        if name.endswith(("bias", "sinks")):
+            return made.zero_()
         if name in self._fp8:
             return made.normal_(0, _FP8_STD, generator=generator).to(torch.float8_e4m3fn)
         return made.normal_(0, STD, generator=generator)
