@@ -15,6 +15,12 @@ draft model is right behind a share of the tokens, by its weights; behind half o
 Each way and share is a system of its own, as `penstock up` starts it; all run at the same time, and take turns. Per way:
 tokens per second of all streams, each after its first token, and its ratio to off in the same turn; medians of the turns.
 "accepted": of the proposed tokens that were verified, and how many of a proposal.
+
+vLLM with the same models, on one GPU, which drafts between its steps (bench/peer/README.md); without --draft its own pace:
+
+    python -m bench.peer.model_folder dummy:llama-3.1-8b-counting /tmp/target
+    python -m bench.peer.model_folder dummy:llama-3.2-1b-counting-80 /tmp/draft
+    PYTHONPATH=SITE python -m bench.peer.vllm_cells --weights --folder /tmp/target --draft /tmp/draft --cells 1x128x256
 """
 
 from __future__ import annotations
