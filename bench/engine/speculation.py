@@ -12,9 +12,9 @@ token of which is replaced by a wrong one unless a draw for its position is belo
     table   behind a step in flight what follows its true outcome: a drafter whose table of outcomes always has it
     late    nothing behind a step in flight: what a drafter gives that is asked for each proposal, and waited for by nobody
 
-All take turns, --turns times; medians. "of a step": tokens a row got from a step. "text": the part of the recorded text that was
-generated again. It is all of it with a model that counts (`common/models/shapes.py`); other random weights give near ties that
-kernels for one and for several tokens decide otherwise, after which a recorded text is worth nothing.
+All take turns, --turns times; medians. "of a step": tokens a row got from a step. "text": the part of the recorded text that
+was generated again. It is all of it with a model that counts (`common/models/shapes.py`); other random weights give near ties
+that kernels for one and for several tokens decide otherwise, after which a recorded text is worth nothing.
 """
 
 from __future__ import annotations
