@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import IO
 
 import httpx
 import msgspec
@@ -15,7 +17,39 @@ import msgspec
 from bench.common.stack import ROOT, free_ports
 from common.cli.chunks import Chunk, Timing
 
-READY_TIMEOUT_S = 180.0
+READY_TIMEOUT_S = 300.0
+
+
+class Starting:
+    """A `penstock up` that may not be ready yet. url: of its gateway."""
+
+    def __init__(self, process: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> None:
+        self.url = url
+        self._process = process
+        self._log = log
+
+    def wait(self) -> None:
+        """:raises SystemExit: if it is not ready in time."""
+        ends = time.monotonic() + READY_TIMEOUT_S
+        while not _ready(self.url):
+            if self._process.poll() is not None or time.monotonic() > ends:
+                self._log.seek(0)
+                raise SystemExit(f"penstock up is not ready: {self._log.read()[-2000:].decode(errors='replace')}")
+            time.sleep(0.1)
+
+
+@contextmanager
+def starting(flags: Sequence[str], environ: Mapping[str, str] | None = None) -> Iterator[Starting]:
+    """A whole system, for several that start at once. environ: variables on top of this process's."""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "common.cli", "up", f"--http-port={port}", "--nats-port=0", *flags]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | dict(environ or {}), stdout=log, stderr=log)
+        try:
+            yield Starting(process, f"http://127.0.0.1:{port}", log)
+        finally:
+            process.terminate()
+            process.wait()
 
 
 @contextmanager
@@ -24,22 +58,9 @@ def penstock_up(flags: Sequence[str]) -> Iterator[str]:
 
     :raises SystemExit: if it is not ready in time.
     """
-    (port,) = free_ports(1)
-    command = [sys.executable, "-m", "common.cli", "up", f"--http-port={port}", "--nats-port=0", *flags]
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            ends = time.monotonic() + READY_TIMEOUT_S
-            while not _ready(url):
-                if process.poll() is not None or time.monotonic() > ends:
-                    log.seek(0)
-                    raise SystemExit(f"penstock up is not ready: {log.read()[-2000:].decode(errors='replace')}")
-                time.sleep(0.1)
-            yield url
-        finally:
-            process.terminate()
-            process.wait()
+    with starting(flags) as system:
+        system.wait()
+        yield system.url
 
 
 def _ready(url: str) -> bool:

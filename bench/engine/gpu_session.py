@@ -30,6 +30,7 @@ from bench.common.table import markdown
 from bench.engine.child import run_child
 
 SHAPES = ("qwen3-8b", "llama-3.2-1b", "qwen3-32b")
+PROMPTS = "1x2048,1x8192,16x4096,1x32768,200x~900,48x~4096"
 LEAST_S = 15.0
 HALF = "HALF"
 """In a command: half of the seconds that the part may take, less what it needs for itself."""
@@ -114,6 +115,24 @@ def parts(out: str, peer: str = "") -> dict[str, Part]:
             shape: engine(shape, f"{shape}, bf16", f"--model=dummy:{shape}", "--precision=bf16", "--cells=quick", "--repeat=1")
             for shape in SHAPES
         },
+        "prompts": Part("attention of whole prompts: our way and what libraries have", module(".prompt_attention"), 180),
+        "prefill": engine("prefill", "prompts, bf16", "--precision=bf16", f"--cells={PROMPTS}"),
+        "prefill-uniform": engine(
+            "prefill-uniform",
+            "prompts, bf16, with numbers as the peer makes them up",
+            *("--model=dummy:llama-3.1-8b-uniform", "--precision=bf16", f"--cells={PROMPTS}"),
+        ),
+        "verification": Part(
+            "what verification gives, and costs where it gives nothing",
+            module(".speculation", "--model=dummy:llama-3.1-8b-counting", "--precision=bf16", "--rows=1,8,64", "--turns=2"),
+            300,
+        ),
+        "drafting": Part(
+            "draft workers with a model on the target's GPU, through the whole stack",
+            ["-m", "bench.drafting", "--gpus=0", "--turns=3"],
+            420,
+        ),
+        "drafting-apart": Part("the same, and on a GPU of their own", ["-m", "bench.drafting", "--gpus=0,1", "--turns=3"], 540),
         "accuracy": Part("greedy answers, text, invariance and its cost", module(".accuracy", into("accuracy")), 420),
         "serve": Part(
             "the whole stack beside the engine alone, 256 streams; first token on an idle card",

@@ -3,7 +3,8 @@
     python -m bench.engine.prompt_attention                              on a GPU, heads of Llama-3.1-8B
     python -m bench.engine.prompt_attention --cells 1x8192,18x~900 --ways ours,flash
 
-    ours    long prompts to cuDNN, each by itself and padded to one of few lengths; short ones to FlashAttention-2
+    ours    long prompts to cuDNN, each by itself and padded to one of few lengths; short ones to FlashAttention-2,
+            neighbours in one call
     kernel  all of them to the kernel that reads pages
     flash   FlashAttention-2 of torch, all prompts in one call
     cudnn   cuDNN's attention of torch, all prompts in one call, which plans every number and longest length of prompts

@@ -1,6 +1,6 @@
 """What verification gives, and costs where it gives nothing: the decode scheduler and an engine, without a bus.
 
-    python -m bench.engine.speculation --model dummy:llama-3.1-8b --precision bf16 --rows 1,8,64 --accuracy 0.8,0.3
+    python -m bench.engine.speculation --model dummy:llama-3.1-8b-counting --precision bf16 --rows 1,8,64 --accuracy 0.8,0.3
     python -m bench.engine.speculation --model dummy:tiny --precision fp32 --device cpu --rows 1,4 --output 32      a small run
 
 Each row's text is generated without proposals first. Then it is generated again, with the recorded text as the proposal, each
@@ -12,9 +12,9 @@ token of which is replaced by a wrong one unless a draw for its position is belo
     table   behind a step in flight what follows its true outcome: a drafter whose table of outcomes always has it
     late    nothing behind a step in flight: what a drafter gives that is asked for each proposal, and waited for by nobody
 
-All take turns, --turns times; medians. "of a step": tokens a row got from a step. Random weights give near ties that kernels
-for one and for several tokens decide otherwise, after which a recorded text is worth nothing: "text" is the part of it that
-was generated again.
+All take turns, --turns times; medians. "of a step": tokens a row got from a step. "text": the part of the recorded text that
+was generated again. It is all of it with a model that counts (`common/models/shapes.py`); other random weights give near ties
+that kernels for one and for several tokens decide otherwise, after which a recorded text is worth nothing.
 """
 
 from __future__ import annotations

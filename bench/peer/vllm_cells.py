@@ -49,6 +49,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--first-token-prompt", type=int, default=128)
     parser.add_argument("--first-token-count", type=int, default=15)
     parser.add_argument("--kv-gb", type=float, default=0.0, help="GiB of KV; 0: what nine tenths of the card's memory leave")
+    parser.add_argument("--weights", action="store_true", help="the folder has weights; without, random ones")
+    parser.add_argument("--draft", default="", help="folder of a draft model; in both folders are weights then")
+    parser.add_argument("--draft-tokens", type=int, default=4, help="that the draft model proposes")
     parser.add_argument("--gate", type=Path, help="a file to wait for before cells are measured (bench/engine/gate.py)")
     return parser.parse_args(argv)
 
@@ -72,9 +75,13 @@ class Peer:
         memory: dict[str, Any] = {"gpu_memory_utilization": 0.9}
         if options.kv_gb:
             memory = {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": int(options.kv_gb * (1 << 30))}
+        drafts = None
+        if options.draft:
+            drafts = {"model": options.draft, "method": "draft_model", "num_speculative_tokens": options.draft_tokens}
         self._llm: Any = vllm.LLM(
             model=options.folder,
-            load_format="dummy",
+            load_format="auto" if options.weights or options.draft else "dummy",
+            speculative_config=drafts,
             skip_tokenizer_init=True,
             max_model_len=min(self.max_context, max(MIN_CONTEXT, longest)),
             enable_prefix_caching=False,

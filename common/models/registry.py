@@ -8,6 +8,7 @@ import torch
 
 from common.models.config import ModelConfig
 from common.models.decoder import Decoder
+from common.models.shapes import Numbers, numbers
 from common.models.source import ModelFiles
 from common.models.weights.base import LinearFormat, WeightLoader
 from common.models.weights.dummy import DummyWeights
@@ -21,7 +22,7 @@ def open_weights(files: ModelFiles, config: ModelConfig, *, dummy: bool = False)
     :raises ConfigError: if the files are damaged.
     """
     if dummy or files.format == "dummy":
-        return DummyWeights(config)
+        return DummyWeights(config, numbers(files.name) if files.format == "dummy" else Numbers())
     if files.format == "safetensors":
         return SafetensorsWeights(files.path, integers=config.weight_format == "groups")
     from common.models.weights.gguf import GgufWeights  # a seventh of a second of every start

@@ -1,6 +1,13 @@
 """Named shapes of models that need no download: `--model dummy:llama-3.1-8b`. For benchmarks and tests.
 
-The name of any of them may end in `-N-layers`: the same shape with so many layers (`dummy:qwen3-235b-a22b-8-layers`).
+The name of any of them may end in `-N-layers`: the same shape with so many layers (`dummy:qwen3-235b-a22b-8-layers`). Behind
+that it may say which random numbers there are (`Numbers`):
+
+    -uniform      as vLLM's `--load-format dummy` has them, to compare with it
+    -counting     whatever is computed, the token after token t is t + 1: answers are known, and no rounding changes one
+    -counting-80  that is so behind 80 % of all tokens, a draft model whose acceptance is known; behind the others it says
+                  t + 2, and for half of those t + 1 is its second choice
+
 `write_model` makes a model folder of one: config.json as published, and a tokenizer in which a byte of text is a token, and a
 token that the random weights choose is some text. No weights: those are made up while loading (see `weights.dummy`).
 """
@@ -10,7 +17,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 _VERSION = 1
 _LLAMA: dict[str, Any] = {
@@ -101,13 +108,37 @@ SHAPES["qwen3-30b-a3b-fp8"] = SHAPES["qwen3-30b-a3b"] | {"quantization_config": 
 _TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 
 
-_FEWER_LAYERS = re.compile(r"(?P<shape>.+)-(?P<layers>[1-9]\d{0,2})-layers")
+_NAME = re.compile(
+    r"(?P<shape>.+?)(?:-(?P<layers>[1-9]\d{0,2})-layers)?(?:-(?P<uniform>uniform)|-counting(?:-(?P<right>\d{1,2}))?)?"
+)
+_COUNTING = re.compile(r"-counting(?:-\d{1,2})?$")
+
+
+class Numbers(NamedTuple):
+    """The random numbers of a shape. uniform: as vLLM's dummy weights. right: of a model that counts, behind which share of the
+    tokens it does; None: it does not."""
+
+    uniform: bool = False
+    right: float | None = None
+
+
+def numbers(name: str) -> Numbers:
+    """Return what the end of a shape's name asks for."""
+    found = _NAME.fullmatch(name)
+    if found is None or not _COUNTING.search(name):
+        return Numbers(uniform=found is not None and found["uniform"] is not None)
+    return Numbers(right=1.0 if found["right"] is None else int(found["right"]) / 100)
 
 
 def shape(name: str) -> dict[str, Any]:
-    """Return the config.json of shape `name` (which may end in `-N-layers`). :raises KeyError: if there is none."""
-    found = _FEWER_LAYERS.fullmatch(name)
-    return SHAPES[found["shape"]] | {"num_hidden_layers": int(found["layers"])} if found else SHAPES[name]
+    """Return the config.json of shape `name` with the ends that it may have. :raises KeyError: if there is none."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise KeyError(name)
+    config = SHAPES[found["shape"]]
+    if found["layers"]:
+        config = config | {"num_hidden_layers": int(found["layers"])}
+    return config if numbers(name).right is None else config | {"tie_word_embeddings": False}
 
 
 def folder_name(name: str) -> str:

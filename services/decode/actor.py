@@ -33,6 +33,7 @@ from common.text.vocabulary import vocabulary_digest
 from common.transfer.base import RemoteBlocks, Transport
 from common.worker.actor import EngineWorker, OpenEngine
 from services.decode.config import DecodeConfig
+from services.decode.draft_trial import DraftTrial
 from services.decode.lookup import Lookup
 from services.decode.proposers import Proposers
 from services.decode.scheduler import DecodeScheduler, Progress
@@ -77,13 +78,12 @@ class DecodeActor(EngineWorker):
 
     def make_scheduler(self) -> DecodeScheduler:
         limits = self.config.limits(on_gpu=self.engine.on_gpu)
-        self.num_preemptions = 0
+        self.num_preemptions, self.step_s = 0, 0.0
+        always = self.config.verify == "always"
         policy = SpeculationPolicy(
-            max_tokens=self.config.speculation_tokens,
-            max_step_tokens=self.config.max_verify_tokens,
-            always=self.config.verify == "always",
+            max_tokens=self.config.speculation_tokens, max_step_tokens=self.config.max_verify_tokens, always=always
         )
-        self.drafts = DraftBook(policy, vocab_size=self.engine.runner.vocab_size)
+        self.drafts = DraftBook(policy, vocab_size=self.engine.runner.vocab_size, trial=DraftTrial(enabled=not always))
         self.proposers = Proposers(self.drafts, [self.make_lookup(limits.max_running)] if self.looks_up else [])
         self.speculation = SpeculationTelemetry(self.metrics, self.config.served_name, self.proposers)
         return DecodeScheduler(
@@ -204,6 +204,7 @@ class DecodeActor(EngineWorker):
     def step_ended(self, plan: StepPlan, elapsed_s: float) -> None:
         super().step_ended(plan, elapsed_s)
         self.drafts.costs.observe(plan.num_tokens, elapsed_s)
+        self.step_s = elapsed_s
 
     def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
         progress = self.scheduler.commit(plan, result, self.clock())
@@ -212,7 +213,15 @@ class DecodeActor(EngineWorker):
         self.num_preemptions = self.scheduler.num_preemptions
         for done in progress:
             self.proposers.record(done)
+        self.try_drafts(plan, progress)
         return lambda: self.report(progress)
+
+    def try_drafts(self, plan: StepPlan, progress: list[Progress]) -> None:
+        """Note the pace of a step that only decodes: is it worth while to ask draft workers?"""
+        rows, most = len(plan.rows), 1 + self.config.speculation_tokens
+        if len(progress) == rows and plan.num_tokens <= most * rows and self.drafts.is_mirrored:
+            gained = sum(done.sequence.num_outputs - done.start for done in progress)
+            self.drafts.trial.step(rows, gained, self.step_s)
 
     def report(self, progress: list[Progress]) -> None:
         """Tell the gateways and the draft workers what a step did."""

@@ -18,6 +18,7 @@ from common.engine.outcomes import Outcome, accept, width_of
 from common.protocol.draft_messages import DraftBranch, DraftClose, DraftResync, DraftRow, DraftSampling, DraftUpdate, Proposals
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
+from services.decode.draft_trial import DraftTrial
 from services.decode.speculation_policy import Pace, SpeculationPolicy
 
 MAX_PROPOSAL = 64
@@ -103,11 +104,19 @@ class DraftBook:
 
     Life of a sequence: `open` → each step `propose`, `record`, `messages` → `close`. `set_workers` says, at every
     heartbeat, which draft workers there are; a sequence whose worker has gone is given to another one and sent whole.
-    `max_update_tokens` bounds one message; what doesn't fit goes with the next step.
+    `max_update_tokens` bounds one message; what doesn't fit goes with the next step. While `trial` says so, nothing is sent.
     """
 
-    def __init__(self, policy: SpeculationPolicy, *, vocab_size: int, max_update_tokens: int = 131_072) -> None:
+    def __init__(
+        self,
+        policy: SpeculationPolicy,
+        *,
+        vocab_size: int,
+        max_update_tokens: int = 131_072,
+        trial: DraftTrial | None = None,
+    ) -> None:
         self.policy = policy
+        self.trial = trial or DraftTrial(enabled=False)
         self.vocab_size = vocab_size
         self.max_update_tokens = max_update_tokens
         self.counters = SpeculationCounters()
@@ -118,6 +127,11 @@ class DraftBook:
 
     def __len__(self) -> int:
         return len(self._mirrors)
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Does any draft worker have a sequence of this worker's?"""
+        return any(mirror.worker is not None for mirror in self._mirrors.values())
 
     def worker_of(self, sequence: str) -> WorkerRef | None:
         mirror = self._mirrors.get(sequence)
@@ -306,7 +320,7 @@ class DraftBook:
         rows: dict[WorkerRef, list[DraftRow]] = {}
         sampling: dict[WorkerRef, dict[str, DraftSampling]] = {}
         room: dict[WorkerRef, int] = {}
-        for sequence, mirror in self._mirrors.items():
+        for sequence, mirror in self._mirrors.items() if self.trial.asking else ():
             worker, sent = mirror.worker, mirror.sent
             if worker is None or mirror.pace.asleep > 1 or len(mirror.tokens) <= sent:
                 continue

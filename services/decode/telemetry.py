@@ -100,6 +100,13 @@ class SpeculationTelemetry(Collector):
             family = CounterMetricFamily(name, description, labels=[MODEL_LABEL])
             family.add_metric([self._model], read(proposers.drafts.counters))
             yield family
+        quiet = CounterMetricFamily(
+            "penstock_speculation_quiet_steps",
+            "Steps in which draft workers were told nothing: it was faster, or was tried",
+            labels=[MODEL_LABEL],
+        )
+        quiet.add_metric([self._model], proposers.drafts.trial.num_quiet)
+        yield quiet
         yield self._by_position(
             "penstock_speculation_verified_tokens_per_pos", "Tokens verified at a place of a proposal", verified
         )

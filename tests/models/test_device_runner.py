@@ -14,6 +14,7 @@ import torch
 from common.cache.block_table import BlockTable
 from common.cache.retention import Retention
 from common.cache.spec import LayerCache, attention_layout
+from common.engine.gpu import prompt_plans
 from common.engine.gpu.block_tables import BlockTables
 from common.engine.gpu.graphs import ShapeTable, borrowed, exact_shape
 from common.engine.gpu.runner import DeviceRunner, _device_rows
@@ -42,8 +43,10 @@ from tests.ops.interpreter import act_as_a_gpu
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Linears are the library's: their kernels have tests of their own, and are slow to interpret."""
+    """Linears are the library's: their kernels have tests of their own, and are slow to interpret. Prompts add to the residual
+    what they multiply, decoding rows leave it to the next norm."""
     monkeypatch.setattr("common.ops.linear.device._choose", lambda *_: Candidate("library"))
+    monkeypatch.setattr("common.ops.linear.device._ADDED_ROWS", 12)
     act_as_a_gpu()
     with interpreted():
         yield
@@ -388,19 +391,23 @@ def test_no_graph_is_larger_than_the_buffers_of_a_step() -> None:
     assert [shape.tokens for shape in ShapeTable(1, 65)] == [1, 2, 4, 8, 32, 64]
 
 
-def test_a_card_that_refuses_attention_in_parts_does_without(
+def test_a_card_that_refuses_what_libraries_compute_does_without(
     llama: tuple[Any, ModelFiles], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise RuntimeError("cuDNN: no such plan")
 
-    monkeypatch.setattr("common.engine.gpu.runner.attend_run", lambda *_: None)
-    monkeypatch.setattr("common.engine.gpu.runner.attend_part", refuse)
+    monkeypatch.setattr(prompt_plans, "attend_run", lambda *_: None)
+    monkeypatch.setattr(prompt_plans, "attend_part", refuse)
     runner = device_runner(llama[1], dtype=torch.bfloat16)
     assert runner._attention.suits_parts(2048, 4096)
     runner.max_context = 8192
     runner._plan_prompts(2048)
     assert not runner._attention.suits_parts(2048, 4096)
+    assert runner._attention.ragged_max, "what works stays"
+    monkeypatch.setattr("common.ops.attention.prefill.attend_ragged", lambda query, *_: query)
+    runner._plan_prompts(2048)
+    assert not runner._attention.ragged_max
 
 
 def test_a_plan_has_the_blocks_that_were_packed() -> None:

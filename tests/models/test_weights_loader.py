@@ -23,7 +23,7 @@ from common.models.weights.safetensors import SafetensorsWeights
 from common.models.weights.upload import Upload
 from common.protocol.errors import UnknownModel
 from common.text.bundle import load_bundle
-from tests.models.driver import Request, open_runner, run
+from tests.models.driver import Request, open_runner, run, seen_logits
 
 CPU = torch.device("cpu")
 
@@ -191,6 +191,37 @@ def test_every_named_shape_is_a_model(home: Path) -> None:
         assert sum(map(source.size_bytes, source.shapes)) / 2 == pytest.approx(parameters, rel=0.01)
     with pytest.raises(UnknownModel, match=r"there are llama-3\.1-8b"):
         resolve("dummy:gpt-5")
+
+
+def test_a_shape_may_have_the_numbers_of_a_peers_dummy_weights(home: Path) -> None:
+    files = resolve("dummy:tiny-1-layers-uniform")
+    config = load_config(files)
+    assert (config.num_layers, files.revision) == (1, "tiny-1-layers-uniform-v1")
+    source = open_weights(files, config)
+    for name in ("model.norm.weight", "model.layers.0.mlp.gate_proj.weight"):
+        values = source.read(name, Upload(CPU, torch.float32))
+        assert 0.0009 < float(values.abs().max()) <= 0.001 and float(values.std()) == pytest.approx(0.001 / 3**0.5, rel=0.2)
+    assert float(open_weights(resolve("dummy:tiny"), config).read("model.norm.weight", Upload(CPU, torch.float32)).min()) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_shape_may_count_and_another_be_right_for_a_known_share_of_the_tokens(dtype: str, home: Path) -> None:
+    def next_tokens(name: str) -> list[tuple[int, list[int]]]:
+        """Behind each token: what is said, and the two likeliest."""
+        runner = open_runner(resolve(f"dummy:{name}"), dtype=dtype)
+        found: list[tuple[int, list[int]]] = []
+        for first in range(0, 480, 32):
+            with seen_logits(runner) as seen:
+                said = run(runner, [Request([7, 100 * token], 1) for token in range(first, first + 32)])
+            found += [(one[0], row.topk(2).indices.tolist()) for one, row in zip(said, torch.cat(seen), strict=True)]
+        return found
+
+    assert [said for said, _ in next_tokens("smollm2-135m-2-layers-counting")] == [100 * n + 1 for n in range(480)]
+    drafts = next_tokens("smollm2-135m-1-layers-counting-60")
+    steps = [said - 100 * n for n, (said, _) in enumerate(drafts)]
+    assert set(steps) == {1, 2} and 0.53 < steps.count(1) / len(steps) < 0.67
+    second = [top[1] - 100 * n == 1 for n, (_, top) in enumerate(drafts) if steps[n] == 2]
+    assert 0.35 < sum(second) / len(second) < 0.65
 
 
 def test_an_unwritable_home_is_named(tmp_path: Path) -> None:

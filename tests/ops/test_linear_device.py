@@ -14,7 +14,7 @@ from common.ops import backend
 from common.ops.backend import interpreted
 from common.ops.linear import device as linear_device
 from common.ops.linear.candidates import ROW_BUCKETS, Candidate, Op, Shape, bucket, candidates, invariant_candidate
-from common.ops.linear.linear import linear, takes_quantised
+from common.ops.linear.linear import add_linear, linear, takes_quantised
 from common.ops.linear.reference import linear_fp8_reference
 from common.ops.linear.weight import LinearWeight, linear_from_fp8, pack_linear
 from common.ops.quant.quantise import quantise_rows, quantise_weight
@@ -229,3 +229,26 @@ def test_bits_of_e4m3_shifted_into_bf16_are_its_numbers_times_a_power_of_two() -
 
 def test_rows_share_buckets() -> None:
     assert [bucket(rows) for rows in (1, 3, 9, 64, 65, 5000)] == [1, 4, 16, 64, 128, 4096]
+
+
+def test_many_rows_of_the_library_are_added_to_the_residual_in_one_rounding() -> None:
+    weight, x, residual = (
+        _weight(48, 64, "plain", biased=False),
+        torch.randn(1024, 64).bfloat16(),
+        torch.randn(1024, 48).bfloat16(),
+    )
+    expected = residual.float() + _expected(x, weight)
+    assert add_linear(residual, x, weight)
+    torch.testing.assert_close(residual.float(), expected, atol=1e-6, rtol=2**-8)
+    assert (residual == expected.bfloat16()).float().mean() > 0.999, "rounded once"
+
+
+@pytest.mark.parametrize("why", ["few rows", "bias", "channel", "blocks", "batch_invariant", "a kernel of ours"])
+def test_what_cannot_be_added_in_one_pass_changes_nothing(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = why if why in ("channel", "blocks") else "plain"
+    weight = _weight(128, 128, kind, biased=why == "bias", batch_invariant=why == "batch_invariant")
+    if why == "a kernel of ours":
+        monkeypatch.setattr(linear_device, "_choose", lambda *_: TMA)
+    residual = torch.ones(1023 if why == "few rows" else 1024, 128, dtype=torch.bfloat16)
+    assert not add_linear(residual, torch.randn(len(residual), 128).bfloat16(), weight)
+    assert (residual == 1).all()

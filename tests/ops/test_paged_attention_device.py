@@ -22,7 +22,7 @@ from common.ops.attention.configs import AttentionConfig, attention_candidates, 
 from common.ops.attention.form import AttentionForm
 from common.ops.attention.paged_attention import AttentionRow, paged_attention
 from common.ops.attention.paged_reference import paged_attention_reference
-from common.ops.attention.prefill import planned_lengths
+from common.ops.attention.prefill import planned_lengths, ragged_is_right
 from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
 from common.ops.attention.work import AttentionWorkspace, DevicePlan, plan_device_attention
 from common.ops.attention.work_list import DeviceBatch, DeviceRow
@@ -353,6 +353,42 @@ def test_a_plan_follows_its_batch() -> None:
         plan = make_plan(kept, pool, 4, workspace=workspace)
         out = paged_attention(query, pool, LAYER, plan, AttentionForm(0.2))
         close(out, paged_attention_reference(query, pool, LAYER, rows, AttentionForm(0.2)))
+
+
+def test_short_prompts_of_different_lengths_side_by_side_are_one_call() -> None:
+    """Rows that decode, equal lengths, prefixes, long prompts and padding stand between them."""
+    torch.manual_seed(8)
+    settings = AttentionSettings(fresh_prefill_min=20, long_prompt_min=40, ragged_max=39)
+    for spans, padding, expected in (
+        ([(0, 24), (0, 24), (0, 30)], 3, [(0, 78, 30)]),
+        ([(100, 1), (0, 24), (0, 33), (16, 40), (0, 5), (0, 21), (0, 20), (0, 39)], 3, [(1, 57, 33), (103, 80, 39)]),
+        ([(0, 24), (0, 20)], 0, [(0, 44, 24)]),
+        ([(0, 24), (0, 40), (0, 20)], 0, []),
+        ([(0, 24), (0, 24), (0, 40)], 0, []),
+    ):
+        pool = make_pool(40, 2, 32, 16, torch.bfloat16)
+        rows = make_rows(pool, spans)
+        num_tokens = sum(count for _, count in spans) + padding
+        query = torch.randn(num_tokens, 6, 32).bfloat16()
+        key, value = torch.full((2, num_tokens, 2, 32), torch.nan, dtype=torch.bfloat16)
+        for row in rows:
+            for which, tensor in enumerate((key, value)):
+                held = pool[list(row.blocks), LAYER, which].reshape(-1, 2, 32)
+                tensor[row.first : row.first + row.length] = held[row.start : row.start + row.length]
+        plan = make_plan(make_batch(rows, num_tokens, known=True), pool, 6, settings=settings)
+        assert [(run.first, run.tokens, run.longest) for run in plan.ragged] == expected
+        out = paged_attention(query, pool, LAYER, plan, AttentionForm(0.2), key=key, value=value)
+        wanted = paged_attention_reference(query, pool, LAYER, rows, AttentionForm(0.2))
+        torch.testing.assert_close(
+            out[: num_tokens - padding].float(), wanted[: num_tokens - padding].float(), atol=0.02, rtol=0.02
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(32, 8, 128), (8, 8, 64), (14, 2, 64), (8, 4, 256)])
+def test_a_gpu_attends_to_ragged_prompts_in_one_call(heads: int, kv_heads: int, head_dim: int) -> None:
+    assert ragged_is_right(heads, kv_heads, head_dim, torch.bfloat16, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("long", [False, True])

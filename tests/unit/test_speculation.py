@@ -83,6 +83,22 @@ def test_each_step_sends_one_update_with_what_is_new() -> None:
     assert updates(book) == {worker.worker: [DraftRow("a", 3, [6])]}
 
 
+def test_in_quiet_steps_nothing_is_sent_but_ends_and_afterwards_what_was_left_out() -> None:
+    worker = drafter("a")
+    book = make_book(worker)
+    tokens = [1, 2, 3]
+    book.open("s", tokens)
+    book.open("t", [4])
+    assert updates(book) == {worker.worker: [DraftRow("s", 0, [1, 2, 3]), DraftRow("t", 0, [4])]}
+    book.trial.asking = False
+    tokens += [5, 6]
+    book.open("u", [7])
+    book.close("t")
+    assert book.messages(DECODE) == [(worker.worker, DraftClose(decode=DECODE, sequences=["t"]))]
+    book.trial.asking = True
+    assert updates(book) == {worker.worker: [DraftRow("s", 3, [5, 6]), DraftRow("u", 0, [7])]}
+
+
 def test_a_long_prompt_is_sent_in_bounded_updates() -> None:
     worker = drafter("draft-1")
     book = DraftBook(

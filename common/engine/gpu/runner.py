@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -25,6 +24,7 @@ from common.engine.gpu.block_tables import MAX_CHANGE_BYTES, BlockTables, max_ta
 from common.engine.gpu.graphs import PADDING, ShapeTable, StepGraph, exact_shape
 from common.engine.gpu.open_rows import OPEN_WARM_UP, open_rows_of
 from common.engine.gpu.pinned import to_device
+from common.engine.gpu.prompt_plans import run_prompts
 from common.engine.gpu.reading import places_read, read_rows
 from common.engine.gpu.sampling import DeviceSampler
 from common.engine.gpu.step import DeviceStep, lost_if_broken
@@ -36,13 +36,9 @@ from common.engine.plan import StepPlan, StepResult, StepRow
 from common.engine.sampling import penalised
 from common.models.attention import DeviceAttention
 from common.models.decoder import Decoder, Inputs
-from common.ops import backend
-from common.ops.attention.configs import has_parts
 from common.ops.attention.form import AttentionForm, FormKind
-from common.ops.attention.parts import attend_part, planned_parts
-from common.ops.attention.prefill import attend_run, planned_lengths
 from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
-from common.ops.attention.work import AttentionWorkspace, FreshRun, plan_device_attention
+from common.ops.attention.work import AttentionWorkspace, plan_device_attention
 from common.ops.attention.work_list import DeviceBatch, DeviceRow
 from common.ops.kv.forms import KvTarget
 from common.ops.sampling.open_row_inputs import StepInputs
@@ -305,37 +301,10 @@ class DeviceRunner:
             ) from error
 
     def _plan_prompts(self, token_budget: int) -> None:
-        if self.decoder.dtype == torch.float32:  # which cuDNN refuses
-            return
-        config = self.decoder.config
         plain = [kinds[FormKind()] for kinds in self._kinds if FormKind() in kinds]
-        if not plain:  # which is all that cuDNN can do
-            return
-        scale = plain[0].scale
-
-        def zeros(length: int, heads: int) -> torch.Tensor:
-            return torch.zeros(length, heads, config.head_dim, dtype=self.decoder.dtype, device=self._device)
-
-        def qkv(length: int, keys: int) -> list[torch.Tensor]:
-            return [zeros(length, config.num_heads), zeros(keys, config.num_kv_heads), zeros(keys, config.num_kv_heads)]
-
-        longest = min(token_budget, self.max_context)
-        for length in planned_lengths(longest, self._attention):
-            query, key, value = qkv(length, length)
-            attend_run(query, key, value, FreshRun(0, 1, length), self._attention, scale)
-        if not has_parts(config.head_dim, self.decoder.dtype):
-            return
-        try:
-            for queries, keys, causal in planned_parts(longest, self.max_context, self._attention):
-                query, key, value = qkv(queries, keys)
-                attend_part(query, key, value, scale, causal=causal)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:  # an old card, or torch without cuDNN: there the kernel that reads pages does it
-            if not backend.gpu_answers():
-                raise
-            self._attention = replace(self._attention, part_min_prefix=None)
-            log.warning("attention_in_parts_refused", error=str(error)[:300])
+        if plain:  # which is all that libraries can do
+            longest, context = min(token_budget, self.max_context), self.max_context
+            self._attention = run_prompts(self._attention, self.decoder, plain[0].scale, longest, context)
 
     # ── graphs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -47,7 +47,7 @@ class AttentionBlock:
             attended = attended.index_select(0, samples)
         else:
             border = Border(border.residual)
-        return border.leave(linear(attended, self.output, split=True), self.norms)
+        return border.leave_linear(attended, self.output, self.norms)
 
 
 class Attention(Protocol):

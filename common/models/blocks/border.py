@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.ops.linear.linear import takes_quantised
+from common.ops.linear.linear import add_linear, linear, takes_quantised
 from common.ops.linear.weight import LinearWeight
 from common.ops.norm.add_rms_norm import add_rms_norm
 from common.ops.tensors import Activation
@@ -26,7 +26,8 @@ class Norms:
 class Border:
     """The residual stream, and what the block before has made for it and not yet added.
 
-    residual: [rows, hidden_size] in the model's dtype; a reader may add `delta` to it in place.
+    residual: [rows, hidden_size] in the model's dtype; changed in place by a reader, which adds `delta`, and by a block that
+    adds what it made itself.
     delta: None; [rows, hidden_size] in that dtype; or float32 partial sums [splits, rows, hidden_size], to be added first to
     last.
     behind: [hidden_size], the norm that the sum goes through before it is added; None for none.
@@ -55,6 +56,12 @@ class Border:
     def leave(self, delta: torch.Tensor, norms: Norms) -> Border:
         """Return the border behind a block that has read this one and made `delta`, as `Border.delta` describes it."""
         return Border(self.residual, delta, norms.behind)
+
+    def leave_linear(self, x: Activation, weight: LinearWeight, norms: Norms) -> Border:
+        """As `leave` with linear(x, weight), which may be added to the residual at once."""
+        if norms.behind is None and add_linear(self.residual, x, weight):
+            return Border(self.residual)
+        return self.leave(linear(x, weight, split=True), norms)
 
     def select(self, rows: torch.Tensor) -> Border:
         """Return those rows of a border that was read. rows: int64."""

@@ -29,7 +29,8 @@ class DenseBlock:
 
     def forward(self, border: Border) -> Border:
         x = border.read(self.norms, self.gate_up)
-        return Border(border.residual).leave(feed_forward(x, self.spec, self.gate_up, self.down), self.norms)
+        middle = gated(x, self.spec, self.gate_up, self.down)
+        return Border(border.residual).leave_linear(middle, self.down, self.norms)
 
     @property
     def linears(self) -> dict[Role, LinearWeight]:
@@ -41,10 +42,14 @@ SHARDS: dict[str, ShardRule] = {"norms": "replicated", "gate_up": "outputs", "do
 
 def feed_forward(x: Activation, spec: DenseSpec, into: LinearWeight, down: LinearWeight) -> torch.Tensor:
     """x: [rows, hidden_size]. Returns the same, or float32 partial sums of it [splits, …]."""
+    return linear(gated(x, spec, into, down), down, split=True)
+
+
+def gated(x: Activation, spec: DenseSpec, into: LinearWeight, down: LinearWeight) -> Activation:
+    """x: [rows, hidden_size]. Returns [rows, intermediate_size], quantised if `down` wants that."""
     assert spec.activation != "clamped_swiglu", "an expert's"
     rows = len(x) if isinstance(x, torch.Tensor) else len(x.data)
-    middle = gate_up(x, into, activation=spec.activation, quantise=takes_quantised(down, rows))
-    return linear(middle, down, split=True)
+    return gate_up(x, into, activation=spec.activation, quantise=takes_quantised(down, rows))
 
 
 def load_dense(loader: WeightLoader, model: ModelSpec, layer: int, spec: DenseSpec) -> DenseBlock:

@@ -13,11 +13,17 @@ import torch
 from common.models.config import ModelConfig
 from common.models.formats.detect import FP8_BLOCK
 from common.models.formats.groups import Groups
+from common.models.shapes import Numbers
 from common.models.weights.expected import TARGET_OFFSETS, decoder_shapes
 from common.models.weights.upload import Upload
 from common.ops.quant.grouped import Code
 
 STD = 0.02
+UNIFORM = 1e-3
+SECOND_CHOICES = 0.5
+"""Of the tokens behind which a counting model is wrong, for how many the right one is its second choice."""
+_LOUD = 100.0
+"""Of an embedding's numbers, beside which what layers add is small: each gives about 2, and 126 layers some 20."""
 _CODES: dict[str, Code] = {"nf4": "nf4", "nvfp4": "fp4", "mxfp4": "fp4"}
 _DEVIATIONS: dict[Code, float] = {"int4": 4.6, "int8": 73.6, "nf4": 0.55, "fp4": 3.0}
 """Of numbers of random codes."""
@@ -27,10 +33,16 @@ _FP8_STD = 64.0
 class DummyWeights:
     """A `WeightSource` without files, in the format that the configuration names.
 
-    Norms are 1, biases 0, everything else is normal with standard deviation 0.02.
+    Norms are 1, biases 0, everything else is normal with standard deviation 0.02. With `numbers.uniform` all of these are
+    uniform between -0.001 and 0.001 instead, as vLLM's dummy weights are: attention then weighs all keys alike, and what a card
+    multiplies at its power limit depends on such things. 8-bit and 4-bit weights are the same either way. With `numbers.right`
+    a token's embedding is so large that layers hardly change its direction, and the head has it in the row of the token that is
+    to follow.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, numbers: Numbers = Numbers()) -> None:  # noqa: B008 — it is frozen
+        self._numbers = numbers
+        self._embedding, self._head = f"{config.names.embedding}.weight", f"{config.names.head}.weight"
         self.shapes = decoder_shapes(config)
         self._norm = 0.0 if config.zero_centred_norms else 1.0
         self._scheme = config.quantization
@@ -84,15 +96,32 @@ class DummyWeights:
             return self._bytes_of_experts(name, upload)
         if name.endswith(("_scale", "_scale_inv")):
             return torch.full(shape, STD / _FP8_STD, device=upload.device)
-        if "norm" in name:
-            return torch.full(shape, self._norm, dtype=upload.dtype, device=upload.device)
-        if name.endswith(("bias", "sinks")):
-            return torch.zeros(shape, dtype=upload.dtype, device=upload.device)
         generator = torch.Generator(upload.device).manual_seed(zlib.crc32(name.encode()))
         made = torch.empty(shape, dtype=upload.dtype, device=upload.device)
+        if self._numbers.uniform and name not in self._fp8:
+            return made.uniform_(-UNIFORM, UNIFORM, generator=generator)
+        if "norm" in name:
+            return made.fill_(self._norm)
+        if name.endswith(("bias", "sinks")):
+            return made.zero_()
         if name in self._fp8:
             return made.normal_(0, _FP8_STD, generator=generator).to(torch.float8_e4m3fn)
+        if self._numbers.right is not None and name == self._embedding:
+            return made.normal_(0, _LOUD, generator=generator)
+        if self._numbers.right is not None and name == self._head:
+            return self._counting_head(self.read(self._embedding, upload), self._numbers.right)
         return made.normal_(0, STD, generator=generator)
+
+    def _counting_head(self, embedding: torch.Tensor, right: float) -> torch.Tensor:
+        """[vocab_size, hidden_size]: behind token t the highest logit is that of t + 1, or, if it is wrong, of t + 2."""
+        count, device = len(embedding), embedding.device
+        draws = torch.rand(2, count, generator=torch.Generator().manual_seed(0)).to(device)
+        wrong = draws[0] >= right
+        second = wrong & (draws[1] < SECOND_CHOICES)
+        tokens = torch.arange(count, device=device)
+        quiet = embedding * (STD / _LOUD)
+        head = torch.zeros_like(embedding).index_add_(0, (tokens + 1 + wrong) % count, quiet)
+        return head.index_add_(0, ((tokens + 1) % count)[second], quiet[second] / 2)
 
     def _bytes_of_experts(self, name: str, upload: Upload) -> torch.Tensor:
         """MXFP4: random codes, and the power of two that gives the standard deviation of other weights, about."""

@@ -116,6 +116,11 @@ def has_parts(head_dim: int, dtype: torch.dtype) -> bool:
     return head_dim % 8 == 0 and head_dim <= 128 and dtype in (torch.bfloat16, torch.float16)
 
 
+def has_ragged(head_dim: int, dtype: torch.dtype) -> bool:
+    """Does FlashAttention-2 take such heads, with queries in `dtype`, of prompts of different lengths in one call?"""
+    return head_dim % 8 == 0 and head_dim <= 256 and dtype in (torch.bfloat16, torch.float16)
+
+
 def planned_length(length: int) -> int:
     """Return what cuDNN gets for a prompt of `length`: one of eight lengths between powers of two.
 

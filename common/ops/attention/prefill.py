@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.ops.attention.configs import planned_length
+from common.ops.attention.parts import attend_part_reference
 from common.ops.attention.settings import AttentionSettings
-from common.ops.attention.work import FreshRun
+from common.ops.attention.work import FreshRun, RaggedRun
 
 _REST = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # for dtypes and head sizes that the fast ones refuse
 _BACKENDS: dict[str, list[SDPBackend]] = {
@@ -42,6 +45,43 @@ def attend_run(
             q, k, v, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
         )
     return attended.transpose(1, 2).flatten(0, 1)[: end - first]
+
+
+def attend_ragged(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: RaggedRun, scale: float) -> torch.Tensor:
+    """query: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim]. Returns as query; only the run's tokens mean
+    anything."""
+    if not query.is_cuda:
+        return attend_ragged_reference(query, key, value, run, scale)
+    attend: Any = torch.ops.aten._flash_attention_forward
+    return attend(query, key, value, run.starts, run.starts, run.longest, run.longest, 0.0, True, False, scale=scale)[0]
+
+
+def attend_ragged_reference(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, run: RaggedRun, scale: float
+) -> torch.Tensor:
+    """As `attend_ragged`."""
+    output = torch.full_like(query, torch.nan)
+    for first, end in pairwise(run.starts.tolist()):
+        own = slice(first, end)
+        output[own] = attend_part_reference(query[own], key[own], value[own], scale, causal=True)[0]
+    return output
+
+
+def ragged_is_right(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Does `attend_ragged` compute what its reference does, for two prompts behind other tokens?
+
+    :raises RuntimeError: if torch refuses to.
+    """
+    starts = torch.tensor([9, 79, 176], dtype=torch.int32, device=device)
+    run = RaggedRun(9, 167, 97, starts)
+    generator = torch.Generator(device).manual_seed(1)
+    query, key, value = (
+        torch.randn(180, n, head_dim, device=device, generator=generator).to(dtype) for n in (heads, kv_heads, kv_heads)
+    )
+    own = slice(9, 176)
+    found = attend_ragged(query, key, value, run, head_dim**-0.5)[own]
+    expected = attend_ragged_reference(query, key, value, run, head_dim**-0.5)[own]
+    return bool(torch.allclose(found.float(), expected.float(), atol=0.02, rtol=0.02))
 
 
 def planned_lengths(longest: int, settings: AttentionSettings) -> Iterator[int]:

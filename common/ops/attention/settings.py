@@ -16,6 +16,7 @@ class AttentionSettings:
     fresh_prefill_min: shorter prompts stay with the kernel: they share its launch with the other rows.
     long_prompt_min: from here on cuDNN has one prompt a call, padded to one of a few lengths; below, FlashAttention-2 takes its
         place. cuDNN plans every shape that is new to a thread, for 0.1 s and more (pytorch#154602).
+    ragged_max: up to here prompts of different lengths that lie side by side are one call of FlashAttention-2; 0: never.
     part_min_prefix: a prompt that goes on after so many keys, by long_prompt_min tokens or more, is cuDNN's as well (`parts`);
         None: never.
     min_piece, max_piece: of a prefix in parts, in keys: over the shortest cuDNN is a tenth faster than the kernel, over more
@@ -28,6 +29,7 @@ class AttentionSettings:
     prefill_backend: PrefillBackend = "cudnn"
     fresh_prefill_min: int = 64
     long_prompt_min: int = 1024
+    ragged_max: int = 1023
     part_min_prefix: int | None = 2048
     min_piece: int = 1024
     max_piece: int = 16384

@@ -7,6 +7,7 @@ out evenly over the card: a row of more than its share becomes several items ("s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,7 @@ from common.ops.attention.configs import (
     PrefillBackend,
     choose_config,
     has_parts,
+    has_ragged,
     widened,
 )
 from common.ops.attention.cut import Cut
@@ -59,10 +61,24 @@ class FreshRun:
     length: int
 
 
+@dataclass(slots=True, frozen=True)
+class RaggedRun:
+    """Short prompts of different lengths, one after the other from token `first`, with nothing before them, in one call.
+
+    starts: int32 [prompts + 1] on the device, the token where each begins, and where the last ends. tokens: of all; longest: of
+    one.
+    """
+
+    first: int
+    tokens: int
+    longest: int
+    starts: torch.Tensor
+
+
 @dataclass(slots=True)
 class DevicePlan:
-    """`plan_device_attention` makes it; valid until the next plan from the same workspace. Rows in `fresh` and `chunks` are in
-    no list."""
+    """`plan_device_attention` makes it; valid until the next plan from the same workspace. Rows in `fresh`, `ragged` and
+    `chunks` are in no list."""
 
     batch: DeviceBatch
     num_heads: int
@@ -73,6 +89,7 @@ class DevicePlan:
     kind: FormKind
     lists: list[WorkList] = field(default_factory=list)
     fresh: list[FreshRun] = field(default_factory=list)
+    ragged: list[RaggedRun] = field(default_factory=list)
     chunks: list[DeviceRow] = field(default_factory=list)
 
     @property
@@ -82,7 +99,13 @@ class DevicePlan:
     @property
     def takes_kv(self) -> bool:
         """Must the step's K and V come as tensors, too?"""
-        return bool(self.fresh or self.chunks)
+        return bool(self.fresh or self.ragged or self.chunks)
+
+    @property
+    def listed_nowhere(self) -> int:
+        """Tokens of the rows that are in no list."""
+        fresh = sum(run.count * run.length for run in self.fresh)
+        return fresh + sum(run.tokens for run in self.ragged) + sum(run.length for run in self.chunks)
 
 
 def plan_device_attention(
@@ -118,7 +141,9 @@ def plan_device_attention(
     fresh_prefill_min = part_min_queries = _NEVER
     if rows is not None and backend_name != "kernel":
         fresh_prefill_min = settings.fresh_prefill_min
-        plan.fresh = _fresh_runs([row for row in rows if row.start == 0 and row.length >= fresh_prefill_min], settings)
+        longest = settings.ragged_max if has_ragged(head_dim, dtype or pool.dtype) else 0
+        even, plan.ragged = _ragged_runs(rows, batch.query_starts, fresh_prefill_min, longest)
+        plan.fresh = _fresh_runs(even, settings)
         if backend_name == "cudnn" and has_parts(head_dim, dtype or pool.dtype):
             part_min_queries = settings.long_prompt_min
             plan.chunks = [row for row in rows if settings.suits_parts(row.length, row.start)]
@@ -200,6 +225,32 @@ def _make_list(
     )
     list_work(batch, work, cut)
     return work
+
+
+def _ragged_runs(
+    rows: Sequence[DeviceRow], query_starts: torch.Tensor, shortest: int, longest: int
+) -> tuple[list[DeviceRow], list[RaggedRun]]:
+    """Find the rows of at least `shortest` tokens with nothing before them. Returns those that are alone or beside others of
+    their length, and runs of the rest: neighbours of up to `longest` tokens."""
+    runs: list[list[int]] = []
+    for index, row in enumerate(rows):
+        if row.start > 0 or row.length < shortest:
+            continue
+        before = runs[-1][-1] if runs else -2
+        if before == index - 1 and max(row.length, rows[before].length) <= longest:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    even: list[DeviceRow] = []
+    ragged: list[RaggedRun] = []
+    for run in runs:
+        lengths = [rows[index].length for index in run]
+        if len(set(lengths)) == 1:
+            even += [rows[index] for index in run]
+        else:
+            starts = query_starts[run[0] : run[-1] + 2]
+            ragged.append(RaggedRun(rows[run[0]].first, sum(lengths), max(lengths), starts))
+    return even, ragged
 
 
 def _fresh_runs(rows: list[DeviceRow], settings: AttentionSettings) -> list[FreshRun]:

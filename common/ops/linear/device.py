@@ -34,6 +34,8 @@ _OPS = Path(__file__).parents[1]
 TABLE = Table("linear", Candidate, sorted((*_OPS.glob("*.py"), *_OPS.glob("linear/*.py"), *_OPS.glob("quant/*.py"))))
 """An edit of any source whose kernels are timed, or that they are made of, measures again."""
 
+_ADDED_ROWS = 1024
+"""From here on activations are in no cache when the norm reads them: it should read one tensor and not two."""
 _DEQUANTISED_BYTES = 64 << 20
 
 _chosen: dict[tuple[object, ...], Candidate] = {}
@@ -48,6 +50,14 @@ def linear_device(x: Activation, weight: LinearWeight, *, split: bool, wide: boo
     op: Op = "wide" if wide else "split" if split else "linear"
     x = _prepared(x, weight)
     return run(op, x, weight, choose(op, weight, rows, isinstance(x, Quantised)))
+
+
+def add_linear_device(residual: torch.Tensor, x: torch.Tensor, weight: LinearWeight) -> bool:
+    """As `add_linear`, for plain weights: the library adds what it multiplies to what is there."""
+    if len(x) < _ADDED_ROWS or weight.bias is not None or choose("split", weight, len(x), False).kind != "library":
+        return False
+    residual.addmm_(x, weight.data.t())
+    return True
 
 
 def gate_up_device(x: Activation, weight: LinearWeight, *, activation: GateActivation = "silu", quantise: bool) -> Activation:

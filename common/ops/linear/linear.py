@@ -41,6 +41,21 @@ def linear(x: Activation, weight: LinearWeight, *, split: bool = False, wide: bo
     return linear_reference(x, weight.data, weight.bias, torch.float32 if wide else x.dtype)
 
 
+def add_linear(residual: torch.Tensor, x: Activation, weight: LinearWeight) -> bool:
+    """residual += x Wᵀ + b in one pass, rounded once, where a GPU has one for these shapes; else change nothing.
+
+    residual: contiguous [rows, out_features] in the model's dtype. x: as `linear`. Returns whether it was added.
+
+    :raises ValueError: as `linear`.
+    """
+    check_activation(x, weight)
+    if isinstance(x, Quantised) or not on_device(x) or weight.format != "plain":
+        return False
+    from common.ops.linear.device import add_linear_device
+
+    return add_linear_device(residual, x, weight)
+
+
 def takes_quantised(weight: LinearWeight, rows: int) -> bool:
     """Does `linear`, or `gate_up`, of this many rows want quantised activations? Either kind is computed with what it gets."""
     if weight.format != "fp8" or not on_device(weight.data):

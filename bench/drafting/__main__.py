@@ -1,0 +1,214 @@
+"""What draft workers with a model give, through the whole stack: `python -m bench.drafting`.
+
+    python -m bench.drafting --gpus 0,1                      shapes of Llama 3.1 8B and 3.2 1B, each on a GPU of its own
+    python -m bench.drafting --gpus 0 --ways off,shared      both on one GPU
+    python -m bench.drafting --streams 1,4 --target dummy:smollm2-135m-6-layers-counting \\
+        --draft dummy:smollm2-135m-1-layers-counting         in small, on a CPU
+
+Both models count (`common/models/shapes.py`): all of their layers are computed, and the answer is known, whatever is rounded. A
+draft model is right behind a share of the tokens, by its weights; behind half of the others its second choice is. Ways:
+
+    off      no draft workers
+    apart    the draft worker on the last GPU, the target on the first
+    shared   both on the first
+
+Each way and share is a system of its own, as `penstock up` starts it; all run at the same time, and take turns. Per way:
+tokens per second of all streams, each after its first token, and its ratio to off in the same turn; medians of the turns.
+"accepted": of the proposed tokens that were verified, and how many of a proposal.
+
+vLLM with the same models, on one GPU, which drafts between its steps (bench/peer/README.md); without --draft its own pace:
+
+    python -m bench.peer.model_folder dummy:llama-3.1-8b-counting /tmp/target
+    python -m bench.peer.model_folder dummy:llama-3.2-1b-counting-80 /tmp/draft
+    PYTHONPATH=SITE python -m bench.peer.vllm_cells --weights --folder /tmp/target --draft /tmp/draft --cells 1x128x256
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from statistics import median
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+import anyio
+import httpx
+import msgspec
+
+from bench.common.machine import describe
+from bench.common.table import markdown
+from bench.cpu.up import model_of, starting
+from bench.serve.client import Outcome, TimedStream
+from common.cli import speculation_report
+from common.models.config import load_config
+from common.models.source import resolve
+
+WAYS = ("off", "apart", "shared")
+PATH = "/v1/completions"
+SPELT_FROM = 256
+"""Ids below stand for single bytes; those from here on are words, a blank and the number (`shapes.byte_tokenizer`)."""
+
+
+class Way(NamedTuple):
+    """percent: of the tokens behind which the draft model is right; 0: no draft worker."""
+
+    name: str
+    percent: int
+
+    def __str__(self) -> str:
+        return f"{self.name}, {self.percent} %" if self.percent else self.name
+
+
+class System(NamedTuple):
+    """A running one."""
+
+    way: Way
+    url: str
+    model: str
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.drafting", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", default="dummy:llama-3.1-8b-counting", help="a dummy model that counts")
+    parser.add_argument("--draft", default="dummy:llama-3.2-1b-counting", help="another; the share of right tokens is appended")
+    parser.add_argument("--percent", default="80,30", help="of tokens behind which the draft model is right")
+    parser.add_argument("--ways", default="", help="between commas; all that --gpus allow without")
+    parser.add_argument("--gpus", default="", help="0 or 0,1; none: this machine's CPU")
+    parser.add_argument("--streams", default="1,8,64")
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--output", type=int, default=256)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--kv-mb", type=int, default=0, help="of each engine; 0: what all streams need")
+    parser.add_argument("--up", action="append", default=[], metavar="--NAME=VALUE", help="a setting for every `penstock up`")
+    options = parser.parse_args(argv)
+    options.gpus = [gpu for gpu in options.gpus.split(",") if gpu]
+    options.streams = [int(count) for count in options.streams.split(",")]
+    names = options.ways.split(",") if options.ways else ["off", *(["apart"] if len(options.gpus) != 1 else []), "shared"]
+    if names[0] != "off" or not set(names) <= set(WAYS):
+        parser.error("--ways begin with off, which others are compared with")
+    if not options.ways and not options.gpus:
+        names.remove("shared")  # a CPU is one device
+    options.ways = [Way("off", 0)]
+    options.ways += [Way(name, int(part)) for name in names[1:] for part in options.percent.split(",")]
+    return options
+
+
+def flags_of(way: Way, options: argparse.Namespace) -> list[str]:
+    """Of `penstock up`. Guesses of others than the draft worker are left out."""
+    model = load_config(resolve(options.target, weights=False))
+    tokens = max(options.streams) * (options.prompt + options.output + 64)
+    needed = 2 * 2 * tokens * model.num_layers * model.num_kv_heads * model.head_dim >> 20
+    flags = [
+        f"--model={options.target}",
+        "--lookup=off",
+        "--prefill=0",
+        "--kvstore=0",
+        f"--max-running={max(options.streams) + 8}",
+    ]
+    flags += [f"--kv-cache-mb={options.kv_mb or 512 + 2 * needed}", *options.up]
+    if not options.gpus:
+        flags.append("--device=cpu")
+    if way.percent:
+        flags += ["--draft=1", f"--draft-model={options.draft}-{way.percent}"]
+    return flags
+
+
+def environ_of(way: Way, gpus: Sequence[str]) -> dict[str, str]:
+    """`penstock up` gives engines GPUs in turn: the target the first that it sees, the draft worker the next."""
+    if not gpus:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus if way.name == "apart" else gpus[:1])}
+
+
+async def check(system: System, start: int, count: int) -> None:
+    """:raises SystemExit: if an answer is not the known one."""
+    body = {"model": system.model, "prompt": [start - 2, start - 1], "max_tokens": count, "temperature": 0, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=system.url, timeout=300) as http:
+        said = (await http.post(PATH, json=body)).raise_for_status().json()["choices"][0]["text"]
+    expected = "".join(f" {token}" for token in range(start, start + count))
+    if said != expected:
+        raise SystemExit(f"{system.way}: the answer behind {start - 1} is {said[:200]!r}, not {expected[:200]!r}")
+
+
+async def rate(system: System, streams: int, options: argparse.Namespace, draws: random.Random, vocab: int) -> float:
+    """Tokens per second of all streams, which begin at the same time. :raises SystemExit: if one fails."""
+    parts = urlsplit(system.url)
+    outcomes: list[Outcome] = []
+
+    async def one(prompt: list[int]) -> None:
+        body = {"model": system.model, "prompt": prompt, "max_tokens": options.output, "temperature": 0, "ignore_eos": True}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        stream = TimedStream(parts.hostname or "", parts.port or 0)
+        answer = await stream.post(PATH, msgspec.json.encode(body), timeout_s=600)
+        stream.close()
+        outcomes.append(Outcome.of(answer, stream.times, len(prompt)))
+
+    async with anyio.create_task_group() as group:
+        for _ in range(streams):
+            last = draws.randrange(SPELT_FROM, vocab - options.output)
+            group.start_soon(one, [*(draws.randrange(10, vocab) for _ in range(options.prompt - 1)), last])
+    failed = [
+        outcome.error or "an answer is short" for outcome in outcomes if outcome.error or outcome.tokens != options.output
+    ]
+    if failed:
+        raise SystemExit(f"{system.way}: {len(failed)} of {streams} requests failed: {failed[0]}")
+    return sum(1 / outcome.tpot_s for outcome in outcomes)
+
+
+async def accepted(system: System) -> speculation_report.Counts:
+    async with httpx.AsyncClient(base_url=system.url, timeout=30) as http:
+        return await speculation_report.read(await speculation_report.addresses_at(http))
+
+
+async def opened(way: Way, url: str) -> System:
+    async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        return System(way, url, await model_of(http))
+
+
+async def measure(options: argparse.Namespace, urls: Sequence[str], vocab: int) -> list[list[str]]:
+    """Return the table's rows. urls: of the systems, in the order of `options.ways`."""
+    systems = [await opened(way, url) for way, url in zip(options.ways, urls, strict=True)]
+    rows: list[list[str]] = []
+    for system in systems:
+        await check(system, SPELT_FROM + 300, 64)
+    for streams in options.streams:
+        rates: dict[Way, list[float]] = {system.way: [] for system in systems}
+        before = {system.way: await accepted(system) for system in systems}
+        for turn in range(options.turns + 1):
+            for system in systems:
+                found = await rate(system, streams, options, random.Random(f"{turn} {streams}"), vocab)
+                if turn:  # shapes and rates of acceptance are new to the first
+                    rates[system.way].append(found)
+                print(f"{streams} streams, turn {turn}, {system.way}: {found:,.1f}", file=sys.stderr, flush=True)
+        for system in systems:
+            of = speculation_report.between(before[system.way], await accepted(system), system.model)
+            drafter = of.get("draft worker", speculation_report.Drafter())
+            ratios = [one / off for one, off in zip(rates[system.way], rates[systems[0].way], strict=True)]
+            share = f"{drafter.accepted / drafter.verified:.0%}, {drafter.mean_accepted:.2f}" if drafter.verified else "-"
+            row = [str(streams), str(system.way), f"{median(rates[system.way]):,.1f}", f"{median(ratios):.2f}"]
+            rows.append([*row, f"{min(ratios):.2f}-{max(ratios):.2f}", share])
+    return rows
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse(argv)
+    vocab = load_config(resolve(options.target, weights=False)).vocab_size
+    with ExitStack() as running:
+        started = [
+            running.enter_context(starting(flags_of(way, options), environ_of(way, options.gpus))) for way in options.ways
+        ]
+        for system in started:
+            system.wait()
+        rows = anyio.run(measure, options, [system.url for system in started], vocab)
+    print(f"{describe()}\n\n{options.target}; {options.draft}-N\n")
+    print(markdown(["streams", "way", "tokens/s", "of off", "least-most", "accepted, of a proposal"], rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

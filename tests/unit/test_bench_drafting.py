@@ -1,0 +1,31 @@
+"""`bench.drafting`: which systems it starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.drafting.__main__ import Way, environ_of, flags_of, parse
+
+TINY = ["--target", "dummy:tiny-counting", "--draft", "dummy:tiny-1-layers-counting"]
+
+
+def test_each_way_and_share_is_a_system_and_sees_its_gpus() -> None:
+    options = parse([*TINY, "--gpus", "0,1", "--percent", "80,30"])
+    assert [str(way) for way in options.ways] == ["off", "apart, 80 %", "apart, 30 %", "shared, 80 %", "shared, 30 %"]
+    seen = [environ_of(way, options.gpus)["CUDA_VISIBLE_DEVICES"] for way in options.ways]
+    assert seen == ["0", "0,1", "0,1", "0", "0"]
+    assert not any(flag.startswith("--draft") for flag in flags_of(options.ways[0], options))
+    assert "--draft-model=dummy:tiny-1-layers-counting-30" in flags_of(options.ways[2], options)
+
+
+def test_one_gpu_is_shared_and_a_cpu_is_one_device() -> None:
+    assert [way.name for way in parse([*TINY, "--gpus", "0", "--percent", "80"]).ways] == ["off", "shared"]
+    options = parse([*TINY, "--percent", "80"])
+    assert [way.name for way in options.ways] == ["off", "apart"]
+    assert "--device=cpu" in flags_of(options.ways[0], options) and environ_of(Way("apart", 80), options.gpus) == {}
+
+
+def test_off_is_what_others_are_compared_with(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse([*TINY, "--ways", "apart"])
+    assert "--ways begin with off" in capsys.readouterr().err

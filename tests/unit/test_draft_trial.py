@@ -1,0 +1,96 @@
+"""Draft workers are asked where that is faster, whatever they take from the target; what trying costs is bounded."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from services.decode.draft_trial import FIRST, DraftTrial
+
+DEPTH = 4
+
+
+@dataclass
+class World:
+    """accuracy: of a proposed token. slower: times that a step takes while a draft worker computes, which it does for some
+    steps after it was told last. noise: of a step's time."""
+
+    accuracy: float
+    slower: float
+    noise: float = 0.1
+    rows: int = 1
+
+    def run(self, trial: DraftTrial, steps: int, seed: int = 1) -> tuple[int, float]:
+        """Tokens, and seconds."""
+        draws = random.Random(seed)
+        total, elapsed, asked_ago = 0, 0.0, 0
+        for _ in range(steps):
+            asked_ago = 0 if trial.asking else asked_ago + 1
+            tokens = sum(1 + self._accepted(draws, asked_ago) for _ in range(self.rows))
+            seconds = 0.01 * (self.slower if asked_ago < 3 else 1.0) * draws.lognormvariate(0, self.noise)
+            trial.step(self.rows, tokens, seconds)
+            total, elapsed = total + tokens, elapsed + seconds
+        return total, elapsed
+
+    def _accepted(self, draws: random.Random, asked_ago: int) -> int:
+        accepted = 0
+        while asked_ago < 2 and accepted < DEPTH and draws.random() < self.accuracy:
+            accepted += 1
+        return accepted
+
+    def paces(self, steps: int) -> tuple[float, float, float]:
+        """Tokens per second: with trials, always asked, never asked."""
+        quiet = DraftTrial(enabled=False)
+        quiet.asking = False
+        found = [self.run(trial, steps) for trial in (DraftTrial(), DraftTrial(enabled=False), quiet)]
+        return tuple(tokens / seconds for tokens, seconds in found)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("rows", [1, 8, 40])
+@pytest.mark.parametrize("slower", [1.0, 1.3, 2.5])
+@pytest.mark.parametrize("accuracy", [0.0, 0.3, 0.8])
+def test_the_better_way_is_found_and_kept(accuracy: float, slower: float, rows: int) -> None:
+    tried, asked, quiet = World(accuracy, slower, rows=rows).paces(6000)
+    assert tried >= 0.97 * max(asked, quiet)
+
+
+def test_the_first_answer_pays_for_the_first_trial_and_the_second_does_not() -> None:
+    world, trial = World(0.3, 2.5), DraftTrial()
+    tokens, seconds = world.run(trial, 256)
+    alone = 1 / 0.01
+    assert tokens / seconds > 0.8 * alone
+    tokens, seconds = world.run(trial, 256)
+    assert tokens / seconds > 0.97 * alone
+
+
+def test_what_changes_is_found_out() -> None:
+    trial = DraftTrial()
+    World(0.8, 1.0).run(trial, 3000)
+    World(0.0, 2.0).run(trial, 3000)
+    assert not trial.asking
+    tokens, seconds = World(0.8, 1.0).run(trial, 12000)
+    assert trial.asking and tokens / seconds > 200
+
+
+def test_numbers_of_rows_have_verdicts_of_their_own() -> None:
+    trial = DraftTrial()
+    World(0.8, 1.5, rows=1).run(trial, 600)
+    World(0.0, 1.5, rows=64).run(trial, 600)
+    assert not trial.asking
+    World(0.8, 1.5, rows=1).run(trial, 2)
+    assert trial.asking
+    World(0.0, 1.5, rows=64).run(trial, 2)
+    assert not trial.asking
+
+
+def test_off_means_always_asked_and_a_step_without_time_is_none() -> None:
+    trial = DraftTrial(enabled=False)
+    World(0.0, 3.0).run(trial, 2000)
+    assert trial.asking and trial.num_quiet == 0
+    trial = DraftTrial()
+    for _ in range(10 * FIRST):
+        trial.step(0, 0, 0.01)
+        trial.step(1, 1, 0.0)
+    assert trial.asking and trial.num_quiet == 0
