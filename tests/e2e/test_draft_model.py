@@ -137,3 +137,23 @@ async def test_another_tokenizer_turns_speculation_off_and_serving_goes_on(stack
     assert await answers(stack) == without
     assert await counted(stack, "decode", "vllm:spec_decode_num_draft_tokens_total") == 0
     assert stack.presence(far).running == 0
+
+
+async def test_a_draft_model_that_cannot_be_opened_is_one_line_in_the_log_and_serving_goes_on(
+    stack: Stack, small: Path, tmp_path: Path
+) -> None:
+    """Each draft worker stays, since another start would end in the same way, and takes no sequences."""
+    cut = shutil.copytree(small, tmp_path / "cut") / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-1000])
+    expected = {
+        await start_draft(stack, tmp_path / "nowhere"): "nowhere",
+        await start_draft(stack, cut.parent): "model.safetensors",
+        await start_draft(stack, small, "--num-blocks", "0", "--kv-cache-mb", str(1 << 26)): "kv_cache_mb",  # 64 TiB
+    }
+    await anyio.sleep(0.5)
+    assert all(text for text in await answers(stack))
+    assert await counted(stack, "decode", "vllm:spec_decode_num_draft_tokens_total") == 0
+    for name, reason in expected.items():
+        lines = [line for line in stack.log(name).splitlines() if "draft_model_unusable" in line]
+        assert len(lines) == 1 and reason in lines[0], stack.log(name)
+        assert stack.presence(name).credits == 0
