@@ -11,10 +11,12 @@ than raised, because nobody could do better: every stream numbers its messages a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 
+import anyio
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
@@ -40,6 +42,7 @@ ATTEMPT_TIMEOUT_S = 2
 PING_INTERVAL_S = 5
 FLUSH_TIMEOUT_S = 10.0
 DRAIN_TIMEOUT_S = 5
+CLOSE_TIMEOUT_S = 5
 POLL_S = 0.01
 MESSAGES_PER_TURN = 32
 TRACING_SINCE = (2, 11)
@@ -60,8 +63,7 @@ async def connect(
     check_nats_url(url)
     bus = NatsBus(url, name, (login or BusLogin()).resolve(url, user=user))
     try:
-        async with asyncio.timeout(connect_timeout_s):
-            await bus._open(asyncio.get_running_loop().time() + connect_timeout_s)
+        await _within(connect_timeout_s, bus._open())
     except TimeoutError:
         await bus.close()
         if bus.was_refused:
@@ -72,6 +74,25 @@ async def connect(
         reason = f" ({bus.last_error})" if bus.last_error else ""
         raise BusError(f"no NATS server answers at {redacted(url)}{reason}; is one running?") from None
     return bus
+
+
+async def _within(timeout_s: float, work: Coroutine[object, object, None]) -> None:
+    """Await `work`, and cancel it again and again once its time is over: nats-py, which tries for ever, may swallow a
+    cancellation (in Python 3.11, `asyncio.wait_for` loses one that comes together with a result) and go on.
+
+    :raises TimeoutError: if `work` was cancelled.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=timeout_s)
+    finally:
+        with anyio.CancelScope(shield=True):
+            while not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=POLL_S)
+    if task.cancelled():
+        raise TimeoutError
+    task.result()
 
 
 async def _flush(client: Client, timeout_s: float) -> None:
@@ -253,21 +274,18 @@ class NatsBus:
         client = self._client
         try:
             if client.is_connected:
-                async with asyncio.timeout(DRAIN_TIMEOUT_S + 1):
-                    await client.drain()
+                await _within(DRAIN_TIMEOUT_S + 1, client.drain())
         except (nats.errors.Error, OSError, TimeoutError) as error:
             log.debug("drain_failed", reason=str(error))
         if not client.is_closed:
-            await client.close()
+            with contextlib.suppress(TimeoutError):  # the other end of a TLS connection may never say goodbye
+                await _within(CLOSE_TIMEOUT_S, client.close())
         self._connected = False
 
     # -- one client after another
 
-    async def _open(self, give_up_at: float = math.inf) -> None:
-        """Connect a new client, which takes over every subscription. Tries until it succeeds or is cancelled.
-
-        :raises TimeoutError: if an attempt fails after `give_up_at`, in seconds of the loop's clock.
-        """
+    async def _open(self) -> None:
+        """Connect a new client, which takes over every subscription. Tries until it succeeds or is cancelled."""
         while True:
             client = self._client = Client()
             try:
@@ -301,8 +319,6 @@ class NatsBus:
                 if "invalid" in str(error) and "url" in str(error):
                     raise ConfigError(f"{redacted(self._url)} is not a NATS URL; try nats://127.0.0.1:4222") from error
                 self._note(str(error))
-                if asyncio.get_running_loop().time() > give_up_at:  # a timeout around this may be lost inside nats-py
-                    raise TimeoutError from error
                 await asyncio.sleep(RECONNECT_WAIT_S)
             else:
                 self._set_connected(True)

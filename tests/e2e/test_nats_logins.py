@@ -189,18 +189,25 @@ async def test_a_user_is_known_by_a_file_with_its_jwt_and_seed(nats_server_facto
         await nats_bus.connect(server.url, name="test", connect_timeout_s=5)
 
 
-async def test_a_timeout_that_the_client_swallows_still_ends_the_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("then", ["fails", "goes on"])
+async def test_a_timeout_that_the_client_swallows_still_ends_the_attempt(monkeypatch: pytest.MonkeyPatch, then: str) -> None:
     """In Python 3.11, `asyncio.wait_for` inside nats-py loses a cancellation that comes together with a result."""
 
     connect = Client.connect
+    swallowed = 0
 
     async def swallows(self: Client, *given: Any, **more: Any) -> None:
+        nonlocal swallowed
         try:
             await connect(self, *given, **more)
         except asyncio.CancelledError:
-            raise OSError("interrupted") from None
+            swallowed += 1
+            if then == "fails":
+                raise OSError("interrupted") from None
+            await asyncio.sleep(60)
 
     monkeypatch.setattr(Client, "connect", swallows)
     answers = pytest.raises(BusError, match="no NATS server answers")
     with socket.create_server(("127.0.0.1", 0)) as silent, anyio.fail_after(5), answers:
         await nats_bus.connect(f"nats://127.0.0.1:{silent.getsockname()[1]}", name="test", connect_timeout_s=0.1)
+    assert swallowed == 1
