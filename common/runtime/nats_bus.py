@@ -11,10 +11,9 @@ than raised, because nobody could do better: every stream numbers its messages a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import os
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 
 import anyio
 import nats.errors
@@ -63,7 +62,8 @@ async def connect(
     check_nats_url(url)
     bus = NatsBus(url, name, (login or BusLogin()).resolve(url, user=user))
     try:
-        await _within(connect_timeout_s, bus._open())
+        with anyio.fail_after(connect_timeout_s):  # cancels again what swallows a cancellation, as nats-py may
+            await bus._open()
     except TimeoutError:
         await bus.close()
         if bus.was_refused:
@@ -74,25 +74,6 @@ async def connect(
         reason = f" ({bus.last_error})" if bus.last_error else ""
         raise BusError(f"no NATS server answers at {redacted(url)}{reason}; is one running?") from None
     return bus
-
-
-async def _within(timeout_s: float, work: Coroutine[object, object, None]) -> None:
-    """Await `work`, and cancel it again and again once its time is over: nats-py, which tries for ever, may swallow a
-    cancellation (in Python 3.11, `asyncio.wait_for` loses one that comes together with a result) and go on.
-
-    :raises TimeoutError: if `work` was cancelled.
-    """
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({task}, timeout=timeout_s)
-    finally:
-        with anyio.CancelScope(shield=True):
-            while not task.done():
-                task.cancel()
-                await asyncio.wait({task}, timeout=POLL_S)
-    if task.cancelled():
-        raise TimeoutError
-    task.result()
 
 
 async def _flush(client: Client, timeout_s: float) -> None:
@@ -274,12 +255,13 @@ class NatsBus:
         client = self._client
         try:
             if client.is_connected:
-                await _within(DRAIN_TIMEOUT_S + 1, client.drain())
+                with anyio.fail_after(DRAIN_TIMEOUT_S + 1):
+                    await client.drain()
         except (nats.errors.Error, OSError, TimeoutError) as error:
             log.debug("drain_failed", reason=str(error))
         if not client.is_closed:
-            with contextlib.suppress(TimeoutError):  # the other end of a TLS connection may never say goodbye
-                await _within(CLOSE_TIMEOUT_S, client.close())
+            with anyio.move_on_after(CLOSE_TIMEOUT_S):  # the other end of a TLS connection may never say goodbye
+                await client.close()
         self._connected = False
 
     # -- one client after another
