@@ -62,7 +62,7 @@ async def connect(
     check_nats_url(url)
     bus = NatsBus(url, name, (login or BusLogin()).resolve(url, user=user))
     try:
-        with anyio.fail_after(connect_timeout_s):  # cancels again what swallows a cancellation, as nats-py may
+        with anyio.fail_after(connect_timeout_s):  # asyncio.timeout cancels once, and nats-py may swallow a cancellation
             await bus._open()
     except TimeoutError:
         await bus.close()

@@ -34,7 +34,8 @@ LEASE_S = 5.0
 TICKS_S = 1.0
 """Leases are looked at once a heartbeat, and a slow machine beats late."""
 IN_FLIGHT = 6
-"""Messages of one stream that two restarts of the server may catch between a service and a client; more on a slow machine."""
+"""Messages of one stream that may be lost, or come twice, when the NATS server is restarted twice. Nothing limits how many the
+server holds at that moment; on a slow machine it holds more."""
 
 
 @pytest_asyncio.fixture(loop_scope="module")
