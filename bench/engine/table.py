@@ -68,6 +68,8 @@ JOBS = (
     Job("qwen3-30b-a3b", "dummy:qwen3-30b-a3b", "auto", f"{DECODE},{PREFILL}", kv_gb=18.5, weights_gb=57),
     Job("qwen3-235b-8-layers", "dummy:qwen3-235b-a22b-8-layers", "auto", SHORT, kv_gb=3, weights_gb=21),
     Job("mixtral", "dummy:mixtral-8x7b", "auto", SHORT, kv_gb=13, weights_gb=87),
+    Job("mixtral-8-layers", "dummy:mixtral-8x7b-8-layers", "auto", SHORT, kv_gb=4, weights_gb=22.5),
+    Job("llama-8b-uniform", "dummy:llama-3.1-8b-uniform", "bf16", f"{DECODE},{PREFILL},{LONG}", kv_gb=33, weights_gb=15),
 )
 
 
@@ -114,7 +116,8 @@ def command_of(job: Job, options: argparse.Namespace) -> list[str]:
 
 def compile_command_of(job: Job) -> list[str]:
     """Its cells once, with two layers: KV of two layers of a hundred or so is little."""
-    flags = [f"--model={job.model.removesuffix('-8-layers')}-2-layers", f"--precision={job.precision}", f"--cells={job.cells}"]
+    model = job.model.removesuffix("-uniform").removesuffix("-8-layers")
+    flags = [f"--model={model}-2-layers", f"--precision={job.precision}", f"--cells={job.cells}"]
     flags += ["--repeat=1", "--no-ceilings", "--set=kv_cache_mb=4096", *(f"--set={pair}" for pair in job.settings)]
     return [sys.executable, "-u", "-m", "bench.engine.measure", *flags]
 
