@@ -36,6 +36,7 @@ from bench.engine import gate
 
 DECODE = "1x512x256,8x512x256,32x512x256,128x512x256,256x512x256"
 PREFILL = "1x2048,1x8192,16x4096"
+PROMPTS = f"{PREFILL},1x32768,4x12288,200x~900,48x~4096"
 LONG = "1x32768,4x12288,200x~900,48x~4096,2x65536x256,8x32768x256"
 SHORT = "8x512x256,128x512x256,1x2048,16x4096"
 
@@ -69,7 +70,7 @@ JOBS = (
     Job("qwen3-235b-8-layers", "dummy:qwen3-235b-a22b-8-layers", "auto", SHORT, kv_gb=3, weights_gb=21),
     Job("mixtral", "dummy:mixtral-8x7b", "auto", SHORT, kv_gb=13, weights_gb=87),
     Job("mixtral-8-layers", "dummy:mixtral-8x7b-8-layers", "auto", SHORT, kv_gb=4, weights_gb=22.5),
-    Job("llama-8b-uniform", "dummy:llama-3.1-8b-uniform", "bf16", f"{DECODE},{PREFILL},{LONG}", kv_gb=33, weights_gb=15),
+    Job("llama-8b-uniform", "dummy:llama-3.1-8b-uniform", "bf16", PROMPTS, kv_gb=33, weights_gb=15),
 )
 
 

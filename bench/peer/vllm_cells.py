@@ -36,6 +36,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 MIN_CONTEXT = 16384
+_CODES = ("qweight", "qzeros", "weight_packed")
+"""Tensors of codes, of which any bits are right."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -54,6 +56,24 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--draft-tokens", type=int, default=4, help="that the draft model proposes")
     parser.add_argument("--gate", type=Path, help="a file to wait for before cells are measured (bench/engine/gate.py)")
     return parser.parse_args(argv)
+
+
+def draw_codes() -> None:
+    """Make vLLM draw 32-bit words of codes, too, in this process and those forked from it.
+
+    Its dummy weights leave them as memory was, mostly zeros: AWQ's products would be of equal numbers, for which a card at its
+    power limit clocks higher than for any model."""
+    import torch
+    from vllm.model_executor.model_loader import dummy_loader  # pyright: ignore[reportMissingImports]
+
+    plain: Any = dummy_loader.initialize_single_dummy_weight
+
+    def initialize(tensor: Any, *given: Any, **named: Any) -> None:
+        plain(tensor, *given, **named)
+        if tensor.dtype == torch.int32 and str(named.get("name", "")).endswith(_CODES):
+            tensor.data.view(torch.uint8).random_(0, 256)
+
+    dummy_loader.initialize_single_dummy_weight = initialize
 
 
 def context_of(cell: Cell) -> int:
@@ -75,6 +95,8 @@ class Peer:
         memory: dict[str, Any] = {"gpu_memory_utilization": 0.9}
         if options.kv_gb:
             memory = {"gpu_memory_utilization": 0.02, "kv_cache_memory_bytes": int(options.kv_gb * (1 << 30))}
+        if not (options.weights or options.draft):
+            draw_codes()
         drafts = None
         if options.draft:
             drafts = {"model": options.draft, "method": "draft_model", "num_speculative_tokens": options.draft_tokens}

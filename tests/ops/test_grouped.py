@@ -123,7 +123,8 @@ def test_few_rows(code: Code, group: int, offsets: bool, rows: int, size: int, d
 @pytest.mark.parametrize("code", ["int4", "nf4"])
 def test_many_rows_and_the_library(code: Code) -> None:
     weight, meant = grouped(200, 328, code, 64, offsets=code == "int4", bias=True)
-    for chosen in (Candidate("grouped", block_n=64, block_m=64, scaled=True), Candidate("library")):
+    of_lanes = [Candidate("grouped", block_n=64, block_m=64, scaled=True, lanes=lanes) for lanes in (0, 32)]
+    for chosen in (*of_lanes, Candidate("library")):
         _check("linear", 70, weight, meant, chosen)
     _check("wide", 70, weight, meant, Candidate("library"))
 

@@ -190,7 +190,14 @@ def _grouped_case(shape: Shape, code: int, chosen: Candidate, name: str) -> Kern
     signature["out"] = "*fp32" if chosen.splits > 1 else f"*{model}"
     constants: dict[str, int | float | bool | str | None] = {"bias": None, "table": None, "GROUP": group}
     constants |= {"RUN": max(32, group), "BLOCK_N": chosen.block_n, "BLOCK_M": chosen.block_m, "CODE": code, "GATED": gated}
-    constants |= {"EVEN_K": True, "SCALED": chosen.scaled or group < 32, "STAGES": chosen.stages, "FAST": True, "PDL": True}
+    constants |= {
+        "LANES": min(chosen.lanes or max(32, group), max(32, group)),
+        "EVEN_K": True,
+        "SCALED": chosen.scaled or group < 32,
+        "STAGES": chosen.stages,
+        "FAST": True,
+        "PDL": True,
+    }
     if shape.offsets:
         signature["offsets"] = "*i32"
     else:
@@ -216,6 +223,9 @@ CASES += [
     _grouped(4096, 14336, 2, 64, 16, 0, gated=False, offsets=False),
     _grouped(28672, 4096, 3, 128, 1, 0, gated=True, offsets=False),
     _grouped(28672, 4096, 0, 128, 128, 0, gated=True, offsets=False),
+    _grouped(28672, 4096, 0, 128, 16, 0, gated=True, offsets=True),
+    _grouped(28672, 4096, 0, 128, 128, 0, gated=True, offsets=True),
+    _grouped(28672, 4096, 0, 128, 4096, 0, gated=True, offsets=True),
     _grouped(4096, 14336, 0, 32, 4096, 0, gated=False, offsets=False),
 ]
 
@@ -280,7 +290,7 @@ CASES += [
         "silu_mul_kernel",
         "linear.gate_up_triton",
         {**_GATE, **_SCALED, "out": "*fp8e4nv", "out_scale": "*fp32"},
-        {"BLOCK": block, "QUANTISE": True, "WHOLE": block == 16384},
+        {"BLOCK": block, "QUANTISE": True, "WHOLE": block == 16384, "GELU": False},
         num_warps,
     )
     for block, num_warps in ((2048, 8), (16384, 32))
@@ -290,7 +300,7 @@ CASES += [
         "silu_mul_kernel",
         "linear.gate_up_triton",
         {**_GATE, "out": "*bf16"},
-        {**dict.fromkeys((*_SCALED, "out_scale")), "BLOCK": 2048, "QUANTISE": False, "WHOLE": False},
+        {**dict.fromkeys((*_SCALED, "out_scale")), "BLOCK": 2048, "QUANTISE": False, "WHOLE": False, "GELU": False},
     ),
     _small(
         "rescale_kernel", "linear.gate_up_triton", {"y": "*bf16", **_SCALED, "out": "*bf16", "N": "i32:16"}, {"BLOCK": 2048}
@@ -321,7 +331,7 @@ def test_shared_memory_of_weights_in_groups_is_foreseen(name: str, shared_builds
     foreseen = grouped_shared_bytes(shape, _largest(shape, rows))
     hopper, blackwell = (shared_builds[str(SHARED_CASES[name]), arch] for arch in ARCHITECTURES)
     assert not (hopper.error or blackwell.error)
-    assert foreseen - 2048 <= hopper.shared_bytes <= foreseen <= SHARED_LIMIT_BYTES
+    assert foreseen - 5120 <= hopper.shared_bytes <= foreseen <= SHARED_LIMIT_BYTES
     assert blackwell.shared_bytes <= foreseen
 
 

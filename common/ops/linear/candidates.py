@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 SCALE_BLOCK = 128
-ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 SHARED_BYTES = 227 * 1024
 MIN_RUN = 32
 """Inputs of half a step, at least, of weights in groups (as `ops/quant/grouped.py` stores them)."""
@@ -24,6 +24,15 @@ INVARIANT_ROWS = 64
 
 _SYNC_STAGES = 1
 """Stages without a buffer: mma.sync has read a tile when the next copy begins, wgmma may still be reading."""
+
+_FEW_ROWS_TILES = ((64, 2, 4), (64, 2, 6), (32, 2, 6), (128, 4, 3), (128, 2, 3))
+"""Of weights in groups, up to 32 rows: outputs, warps, and how many programs a multiprocessor should hold."""
+_TILES = ((64, 64, 4), (128, 64, 4), (128, 128, 8), (64, 128, 4))
+_TALL_TILES = ((128, 128, 8),)
+"""Of weights in groups, up to 128 rows and more: outputs, rows, warps."""
+_SCALED_TILES = ((128, 128, 8, 64), (64, 64, 4, 64), (128, 64, 4, 64), (64, 128, 4, 64), (128, 128, 8, 128), (64, 64, 4, 128))
+_SCALED_TALL_TILES = ((128, 256, 8, 64), (128, 128, 8, 64), (64, 256, 4, 64))
+"""Where numbers become weights before the product: the same, and lanes."""
 
 Kind = Literal["gemv", "dot", "persistent", "library", "grouped"]
 Op = Literal["linear", "wide", "split", "gated"]
@@ -38,7 +47,7 @@ class Candidate:
 
     "library": tensor_scale has scales applied by a kernel of ours instead of row-wise in the library. "persistent": flat
     overlaps a tile's end with the next one's beginning. "grouped": scaled multiplies numbers by their group's scale before the
-    product, not after it.
+    product, not after it; lanes of either run of a step are then one product, 0 for all of them.
     """
 
     kind: Kind
@@ -53,6 +62,7 @@ class Candidate:
     tensor_scale: bool = False
     flat: bool = False
     scaled: bool = False
+    lanes: int = 0
 
 
 class Shape(NamedTuple):
@@ -75,21 +85,24 @@ class Shape(NamedTuple):
 def grouped_shared_bytes(shape: Shape, candidate: Candidate) -> int:
     """Return at most how much shared memory a program of the kernel for weights in groups asks for, on Hopper and Blackwell.
 
-    Copies ahead have a buffer for each stage but the last. Activations have one more where wgmma may still read the step before
-    when the next copy begins: not where their sums are needed as well, for offsets. The numbers of both runs go through shared
-    memory without tensor cores (float32) and where a run is two groups; in float32 the results of wide tiles do as well, on
-    Blackwell. What is left are sums of activations, one for each row, and barriers.
+    Copies ahead have a buffer for each stage but the last. Activations have one more where wgmma may still read the step
+    before when the next copy begins, and two where a run is two groups: not where their sums are needed as well, for offsets
+    of unscaled products. The numbers of both runs go through shared memory without tensor cores (float32), where on Blackwell
+    the results of wide tiles do as well. What is left are sums of activations, two for each row, and barriers.
     """
     run = max(MIN_RUN, shape.group)
-    activations = 2 * candidate.block_m * run * shape.activation_bytes
+    scaled = candidate.scaled or shape.group < MIN_RUN
+    lanes = min(candidate.lanes or run, run) if scaled else run
+    activations = 2 * candidate.block_m * lanes * shape.activation_bytes
     scales = 4 * candidate.block_n * (2 if shape.group < MIN_RUN else 1) * (1 + shape.offsets)
-    step = candidate.block_n * 2 * run * shape.bits // 8 + activations + scales
-    without_tensor_cores = shape.activation_bytes == 4
-    numbers = 2 * candidate.block_n * run * shape.activation_bytes if without_tensor_cores or shape.group < MIN_RUN else 0
-    extra = 0 if without_tensor_cores or shape.offsets or candidate.warps < 4 else activations
-    if without_tensor_cores and candidate.block_m > 128:
-        extra = 4 * candidate.block_n * candidate.block_m
-    return (candidate.stages - 1) * step + numbers + extra + 4 * candidate.block_m + 64
+    step = candidate.block_n * 2 * lanes * shape.bits // 8 + activations + scales
+    numbers = extra = 0
+    if shape.activation_bytes == 4:  # without tensor cores
+        numbers = 2 * candidate.block_n * lanes * shape.activation_bytes
+        extra = 4 * candidate.block_n * candidate.block_m if candidate.block_m > 128 else 4096 * scaled
+    elif candidate.warps >= 4 and (scaled or not shape.offsets):
+        extra = activations * (2 if shape.group < MIN_RUN else 1)
+    return (candidate.stages - 1) * step + numbers + extra + 8 * candidate.block_m + 64
 
 
 def grouped_candidates(shape: Shape, rows: int, num_sms: int) -> list[Candidate]:
@@ -112,29 +125,44 @@ def _fitting(shape: Shape, candidate: Candidate) -> Candidate | None:
 
 
 def _grouped_tiles(shape: Shape, rows: int, num_sms: int) -> list[Candidate]:
-    run = max(MIN_RUN, shape.group)
-    step_bytes = 2 * run * shape.bits // 8  # of one output
-    found: list[Candidate] = []
     if rows <= 32:
-        block_m = 8 if rows <= 8 else 16 if rows <= 16 else 32
-        for block_n, warps, residents in ((64, 2, 4), (64, 2, 6), (32, 2, 6), (128, 4, 3), (128, 2, 3)):
-            stage_bytes = block_n * step_bytes + 2 * block_m * 2 * run
-            stages = max(2, min(8, SHARED_BYTES // residents // stage_bytes + _SYNC_STAGES))
-            for splits in _grouped_splits(shape, block_n, num_sms * residents):
-                found.append(Candidate("grouped", False, block_n, block_m, 0, splits, warps, stages))
-        return found
-    tiles = (
-        ((64, 64, 4), (128, 64, 4), (128, 128, 8), (64, 128, 4))
-        if rows <= 128
-        else ((128, 128, 8), (128, 256, 8), (64, 256, 4))
-    )
-    for block_n, block_m, warps in tiles:
-        stage_bytes = block_n * step_bytes + 2 * block_m * 2 * run
+        return _grouped_few(shape, 8 if rows <= 8 else 16 if rows <= 16 else 32, num_sms)
+    run = max(MIN_RUN, shape.group)
+    found: list[Candidate] = []
+    for block_n, block_m, warps, lanes in _SCALED_TILES if rows <= 128 else _SCALED_TALL_TILES:
+        lanes = run if shape.activation_bytes == 4 else min(lanes, run)
+        stage_bytes = _stage_bytes(shape, block_n, block_m, lanes)
         stages = max(2, min(4, SHARED_BYTES // stage_bytes))
         splits = _grouped_splits(shape, block_n, num_sms * 2 // cdiv(rows, block_m))[0]
-        for scaled in (True, False) if shape.group >= MIN_RUN else (True,):
-            found.append(Candidate("grouped", False, block_n, block_m, 0, splits, warps, stages, scaled=scaled))
+        found.append(Candidate("grouped", False, block_n, block_m, 0, splits, warps, stages, scaled=True, lanes=lanes))
+    if shape.offsets or shape.group < MIN_RUN:  # sums of activations, again for each tile, cost more than products
+        return found
+    for block_n, block_m, warps in _TILES if rows <= 128 else _TALL_TILES:
+        stages = max(2, min(4, SHARED_BYTES // _stage_bytes(shape, block_n, block_m, run)))
+        splits = _grouped_splits(shape, block_n, num_sms * 2 // cdiv(rows, block_m))[0]
+        found.append(Candidate("grouped", False, block_n, block_m, 0, splits, warps, stages))
     return found
+
+
+def _grouped_few(shape: Shape, block_m: int, num_sms: int) -> list[Candidate]:
+    """With offsets numbers become weights before the product, too: sums of activations cost more than that from 16 rows on."""
+    run = max(MIN_RUN, shape.group)
+    found: list[Candidate] = []
+    ways = ((True, 3), (False, 5)) if block_m == 8 else ((True, 5), (False, 3))
+    for scaled, tiles in ways if shape.offsets else ((False, 5),):
+        lanes = min(run, 64) if scaled and block_m > 8 else run
+        for block_n, warps, residents in _FEW_ROWS_TILES[:tiles]:
+            stage_bytes = _stage_bytes(shape, block_n, block_m, lanes)
+            stages = max(2, min(8, SHARED_BYTES // residents // stage_bytes + _SYNC_STAGES))
+            for splits in _grouped_splits(shape, block_n, num_sms * residents):
+                chosen = Candidate("grouped", False, block_n, block_m, 0, splits, warps, stages)
+                found.append(replace(chosen, scaled=True, lanes=lanes) if scaled else chosen)
+    return found
+
+
+def _stage_bytes(shape: Shape, block_n: int, block_m: int, lanes: int) -> int:
+    """Of codes and 16-bit activations that a turn of the loop copies, `lanes` of both runs."""
+    return block_n * 2 * lanes * shape.bits // 8 + 2 * block_m * 2 * lanes
 
 
 def _grouped_splits(shape: Shape, block_n: int, slots: int) -> list[int]:

@@ -212,9 +212,12 @@ def _library_grouped(x: torch.Tensor, weight: LinearWeight, *, wide: bool = Fals
     for first in range(0, weight.out_features, at_once):
         rows = min(at_once, weight.out_features - first)
         part = dequantise_rows(weight.grouped, first, rows, x.dtype)
-        bias = None if weight.bias is None else weight.bias[first : first + rows]
-        out[:, first : first + rows] = _product(x, part, bias) if wide else F.linear(x, part, bias)
-    return out
+        place = out[:, first : first + rows]
+        if wide:
+            place.copy_(_product(x, part, None))
+        else:
+            torch.mm(x, part.t(), out=place)
+    return out if weight.bias is None else out.add_(weight.bias)
 
 
 def _library(x: Activation, weight: LinearWeight, chosen: Candidate) -> torch.Tensor:

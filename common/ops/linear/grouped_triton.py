@@ -1,10 +1,10 @@
 """`linear` for weights of 4 or 8 bits with a scale for each group (`quant/grouped.py`): from one row to thousands.
 
 As `dot_triton.py`: tiles of the weight are the tall side of `tl.dot`, activation rows its narrow one; one tile is one step,
-two runs of inputs. Codes become bf16 numbers in registers, exactly, four bytes at a time; each run's product is multiplied by
-its group's scale in float32 (few rows), or the numbers are by their scale before (SCALED: many rows, and groups of 16, two of
-which are one run). An offset meets the sum of its group's activations. 8 rows go through mma.sync, which two warps feed best;
-more rows through wgmma, with the weight as its operand in registers.
+two runs of inputs. Codes become bf16 numbers in registers, exactly, four bytes at a time. Each run's product is multiplied by
+its group's scale in float32, and an offset meets the sum of its group's activations (few rows); or numbers become weights
+before the product, which is one of both runs then (SCALED: many rows, and groups of 16, two of which are one run). 8 rows go
+through mma.sync, which two warps feed best; more rows through wgmma, with the weight as its operand in registers.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
@@ -19,7 +19,7 @@ import triton.language as tl
 from common.ops import backend
 from common.ops.linear.candidates import Candidate, Op
 from common.ops.linear.parts_triton import finish, output_of, scaled, summed, weight_rows
-from common.ops.linear.unpack_triton import times, unpacked
+from common.ops.linear.unpack_triton import times, times_plus, unpacked
 from common.ops.quant.grouped import GroupedWeight, table_of
 
 if TYPE_CHECKING:
@@ -67,6 +67,111 @@ def step_scales(scales, step, n, N, lane, GROUP: tl.constexpr, RUN: tl.constexpr
     return low, high
 
 
+@triton.jit
+def _activations(x_rows, shown, depth, K, BLOCK_M: tl.constexpr, EVEN_K: tl.constexpr):
+    """[BLOCK_M, columns] of the columns `depth`. x_rows: pointers [BLOCK_M, 1]; shown: [BLOCK_M, 1]."""
+    if not EVEN_K:
+        a = tl.load(x_rows + depth[None, :], mask=shown & (depth < K)[None, :], other=0.0)
+    elif BLOCK_M <= 16:  # padding is not read: all programs would ask L2 for one row, again and again
+        a = tl.load(x_rows + depth[None, :], mask=shown, other=0.0)
+    else:
+        a = tl.load(x_rows + depth[None, :])
+    return a
+
+
+@triton.jit
+def _sum_numbers(
+    x_rows,  # see `_activations`
+    shown,
+    weight,  # this and the next three: see `grouped_kernel`
+    scales,
+    offsets,
+    table,
+    n,  # [BLOCK_N]
+    first,
+    last,
+    N,
+    K,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    RUN: tl.constexpr,
+    CODE: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Sum steps first … last - 1, float32 [BLOCK_N, BLOCK_M]: numbers times activations, then times scales, a run at a time."""
+    lane = tl.arange(0, RUN)
+    w_rows = weight + n.to(tl.int64)[:, None] * RUN + lane[None, :]
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for step in tl.range(first, last, num_stages=STAGES):  # named, so that scales are copied ahead as well
+        depth = step * (2 * RUN) + lane
+        a = _activations(x_rows, shown, depth, K, BLOCK_M, EVEN_K)
+        b = _activations(x_rows, shown, depth + RUN, K, BLOCK_M, EVEN_K)
+        low_scale, high_scale = step_scales(scales, step, n, N, lane, RUN, RUN)
+        low, high = step_numbers(w_rows, step, N, table, a.dtype, RUN, CODE, FAST)
+        total += tl.dot(low, a.T, input_precision="ieee") * low_scale
+        total += tl.dot(high, b.T, input_precision="ieee") * high_scale
+        if offsets is not None:
+            low_offset, high_offset = step_scales(offsets, step, n, N, lane, RUN, RUN)
+            total += low_offset * tl.sum(a.to(tl.float32), axis=1)[None, :]
+            total += high_offset * tl.sum(b.to(tl.float32), axis=1)[None, :]
+    return total
+
+
+@triton.jit
+def _sum_weights(
+    x_rows,  # see `_activations`
+    shown,
+    weight,  # this and the next three: see `grouped_kernel`
+    scales,
+    offsets,
+    table,
+    n,  # [BLOCK_N]
+    first,
+    last,
+    N,
+    K,
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    GROUP: tl.constexpr,
+    RUN: tl.constexpr,
+    LANES: tl.constexpr,
+    CODE: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """Sum steps first … last - 1, float32 [BLOCK_N, BLOCK_M]: weights times activations.
+
+    LANES of both runs are one product: the tensor cores still multiply while the next numbers are unpacked, which the compiler
+    does not arrange for two."""
+    PARTS: tl.constexpr = RUN // LANES
+    lane = tl.arange(0, LANES)
+    column = tl.arange(0, 2 * LANES)
+    column = column % LANES + column // LANES * RUN
+    w_rows = weight + n.to(tl.int64)[:, None] * RUN + lane[None, :]
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for turn in tl.range(first * PARTS, last * PARTS, num_stages=STAGES):
+        step = turn // PARTS
+        skipped = turn % PARTS * LANES
+        a = _activations(x_rows, shown, step * (2 * RUN) + skipped + column, K, BLOCK_M, EVEN_K)
+        low, high = step_numbers(w_rows + skipped, step, N, table, a.dtype, RUN, CODE, FAST)
+        low_scale, high_scale = step_scales(scales, step, n, N, lane, GROUP, RUN)
+        low_scale = tl.broadcast_to(low_scale.to(a.dtype), [BLOCK_N, LANES])
+        high_scale = tl.broadcast_to(high_scale.to(a.dtype), [BLOCK_N, LANES])
+        if offsets is None:
+            low = times(low, low_scale, a.dtype, FAST)
+            high = times(high, high_scale, a.dtype, FAST)
+        else:
+            low_offset, high_offset = step_scales(offsets, step, n, N, lane, GROUP, RUN)
+            low = times_plus(low, low_scale, tl.broadcast_to(low_offset.to(a.dtype), [BLOCK_N, LANES]), a.dtype, FAST)
+            high = times_plus(high, high_scale, tl.broadcast_to(high_offset.to(a.dtype), [BLOCK_N, LANES]), a.dtype, FAST)
+        w = tl.join(low, high).permute(0, 2, 1).reshape(BLOCK_N, 2 * LANES)
+        total = tl.dot(w, a.T, total, input_precision="ieee")
+    return total
+
+
 @triton.jit(do_not_specialize=["rows", "steps_per_split", "steps"])
 def grouped_kernel(
     x,  # [rows, K]
@@ -86,6 +191,7 @@ def grouped_kernel(
     BLOCK_M: tl.constexpr,
     GROUP: tl.constexpr,
     RUN: tl.constexpr,
+    LANES: tl.constexpr,  # of a run in a turn of the loop, if SCALED
     CODE: tl.constexpr,
     GATED: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -101,40 +207,21 @@ def grouped_kernel(
     first = split * steps_per_split
     last = tl.minimum(first + steps_per_split, steps)
     n = weight_rows(tile, N, BLOCK_N, GATED)
-    lane = tl.arange(0, RUN)
-    w_rows = weight + n.to(tl.int64)[:, None] * RUN + lane[None, :]
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     x_rows = x + tl.minimum(m, rows - 1).to(tl.int64)[:, None] * K
     shown = (m < rows)[:, None]
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for step in tl.range(first, last, num_stages=STAGES):  # named, so that scales are copied ahead as well
-        depth = step * (2 * RUN) + lane
-        if EVEN_K:
-            if BLOCK_M <= 16:  # padding is not read: all programs would ask L2 for one row, again and again
-                a = tl.load(x_rows + depth[None, :], mask=shown, other=0.0)
-                b = tl.load(x_rows + (depth + RUN)[None, :], mask=shown, other=0.0)
-            else:
-                a = tl.load(x_rows + depth[None, :])
-                b = tl.load(x_rows + (depth + RUN)[None, :])
-        else:
-            a = tl.load(x_rows + depth[None, :], mask=shown & (depth < K)[None, :], other=0.0)
-            b = tl.load(x_rows + (depth + RUN)[None, :], mask=shown & (depth + RUN < K)[None, :], other=0.0)
-        low_scale, high_scale = step_scales(scales, step, n, N, lane, GROUP, RUN)
-        low, high = step_numbers(w_rows, step, N, table, a.dtype, RUN, CODE, FAST)
-        if SCALED:
-            low = times(low, tl.broadcast_to(low_scale.to(a.dtype), [BLOCK_N, RUN]), a.dtype, FAST)
-            high = times(high, tl.broadcast_to(high_scale.to(a.dtype), [BLOCK_N, RUN]), a.dtype, FAST)
-            total = tl.dot(low, a.T, total, input_precision="ieee")
-            total = tl.dot(high, b.T, total, input_precision="ieee")
-        else:
-            total += tl.dot(low, a.T, input_precision="ieee") * low_scale
-            total += tl.dot(high, b.T, input_precision="ieee") * high_scale
-        if offsets is not None:
-            low_offset, high_offset = step_scales(offsets, step, n, N, lane, GROUP, RUN)
-            total += low_offset * tl.sum(a.to(tl.float32), axis=1)[None, :]
-            total += high_offset * tl.sum(b.to(tl.float32), axis=1)[None, :]
+    if SCALED:
+        total = _sum_weights(
+            x_rows, shown, weight, scales, offsets, table, n, first, last, N, K,
+            BLOCK_N, BLOCK_M, GROUP, RUN, LANES, CODE, EVEN_K, STAGES, FAST,
+        )  # fmt: skip
+    else:
+        total = _sum_numbers(
+            x_rows, shown, weight, scales, offsets, table, n, first, last, N, K,
+            BLOCK_N, BLOCK_M, RUN, CODE, EVEN_K, STAGES, FAST,
+        )  # fmt: skip
     total = scaled(total, n, m, split, None, channel, bias, rows, 1)
     finish(total, m, tile, split, out, rows, N, BLOCK_N, BLOCK_M, GATED)
 
@@ -170,6 +257,7 @@ def linear_grouped(op: Op, x: torch.Tensor, weight: LinearWeight, chosen: Candid
         CODE=CODES[grouped.code],
         GATED=op == "gated",
         RUN=grouped.run,
+        LANES=min(chosen.lanes or grouped.run, grouped.run),
         EVEN_K=depth % (2 * grouped.run) == 0,
         SCALED=chosen.scaled or grouped.group < grouped.run,
         STAGES=chosen.stages,

@@ -42,6 +42,23 @@ def times(numbers, scales, dtype: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
+def times_plus(numbers, scales, offsets, dtype: tl.constexpr, FAST: tl.constexpr):
+    """numbers · scales + offsets, rounded once; all of `dtype` and one shape. Two at once where FAST and bf16."""
+    if FAST and dtype == tl.bfloat16:
+        total = tl.inline_asm_elementwise(
+            "fma.rn.bf16x2 $0, $1, $2, $3;",
+            "=r,r,r,r",
+            [numbers, scales, offsets],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        total = (numbers.to(tl.float32) * scales.to(tl.float32) + offsets.to(tl.float32)).to(dtype)
+    return total
+
+
+@triton.jit
 def _number(code, table, CODE: tl.constexpr):
     """float32."""
     if CODE == 0:
