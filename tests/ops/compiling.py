@@ -85,13 +85,14 @@ class KernelCase:
 @dataclasses.dataclass(frozen=True)
 class Build:
     """instructions: how often each of INSTRUCTIONS is in the PTX. early_writes: of them, those that write global memory or copy
-    to shared memory before the kernel has waited for the one before it."""
+    to shared memory before the kernel has waited for the one before it. overwritten_operands: see the function."""
 
     registers: int = 0
     stack_bytes: int = 0
     shared_bytes: int = 0
     instructions: dict[str, int] = dataclasses.field(default_factory=dict)
     early_writes: int = 0
+    overwritten_operands: int = 0
     error: str = ""
 
 
@@ -126,6 +127,7 @@ def check(case: KernelCase, arch: int, builds: Builds) -> None:
     assert build.shared_bytes <= SHARED_LIMIT_BYTES, f"{build.shared_bytes} bytes of shared memory"
     assert build.registers <= case.max_registers, f"{build.registers} registers"
     assert not build.early_writes, f"{build.early_writes} writes or copies before griddepcontrol.wait"
+    assert not build.overwritten_operands, f"{build.overwritten_operands} writes to registers that wgmma may still read"
     wanted = {*case.expects, *(case.expects_90 if arch == 90 else case.expects_100)}
     missing = sorted(name for name in wanted if not build.instructions[name])
     present = sorted(name for name in case.forbids if build.instructions[name])
@@ -180,7 +182,59 @@ def _compile(case: dict[str, Any], arch: int, directory: Path | None) -> Build:
     instructions = {name: len(re.findall(pattern, ptx)) for name, pattern in INSTRUCTIONS.items()}
     before, waits, _ = ptx.partition("griddepcontrol.wait")
     early = [name for name in _WRITES if waits for _ in re.finditer(INSTRUCTIONS[name], before)]
-    return Build(registers, stack, compiled.metadata.shared, instructions, len(early))
+    return Build(
+        registers, stack, compiled.metadata.shared, instructions, len(early), _overwritten_operands(cubin) if arch == 90 else 0
+    )
+
+
+_NO_ANSWER = ("ST", "RED", "LDGSTS", "HGMMA", "WARP", "BAR", "BRA", "DEPBAR", "LDGDEPBAR", "UTMA", "SYNCS", "CCTL", "NOP")
+
+
+def _overwritten_operands(cubin: bytes) -> int:
+    """Return how many instructions of loops write a register that a wgmma of this turn or the one before may still read.
+
+    See `linear/settled_triton.py`. Of each loop that reads operands of wgmma from registers, in two turns."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        shown = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+    lines = [re.sub(r"^\s*/\*[0-9a-f]+\*/\s*", "", line).strip() for line in shown.splitlines()]
+    labels = {line.rstrip(":"): index for index, line in enumerate(lines) if re.match(r"\.L_x_\d+:", line)}
+    most = 0
+    for index, line in enumerate(lines):
+        if (found := re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)) and labels.get(found[1], index) < index:
+            most = max(most, _overwritten_in_turns(lines[labels[found[1]] : index]))
+    return most
+
+
+def _overwritten_in_turns(body: list[str]) -> int:
+    groups: list[set[int]] = []
+    reading: set[int] = set()
+    overwritten = 0
+    for line in body * 2:
+        if found := re.match(r"(?:@!?U?P\d+ )?HGMMA\S* R\d+, (?:R(\d+), )?", line):
+            if found[1]:  # 16 columns of 16 bits: four registers
+                reading |= set(range(int(found[1]), int(found[1]) + 4))
+            if "gsb0" in line:
+                groups.append(reading)
+                reading = set()
+        elif found := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)", line):
+            del groups[: max(0, len(groups) - int(found[1], 16))]
+        elif any(_written(line) & group for group in (*groups, reading)):
+            overwritten += 1
+    return overwritten
+
+
+def _written(line: str) -> set[int]:
+    """Registers that an instruction writes."""
+    found = re.match(r"(?:@!?U?P\d+ )?(\S+) +(?:!?U?P\w+, +)*R(\d+)", line)
+    if found is None or found[1].startswith(_NO_ANSWER):
+        return set()
+    count = 4 if ".128" in found[1] or "LDSM" in found[1] else 2 if ".64" in found[1] or ".WIDE" in found[1] else 1
+    return set(range(int(found[2]), int(found[2]) + count))
 
 
 def _constant(value: Any) -> Any:

@@ -27,7 +27,9 @@ def attend_run(
 ) -> torch.Tensor:
     """query: [tokens, heads, head_dim]; key, value: [tokens, kv_heads, head_dim]. Returns [run's tokens, heads, head_dim].
 
-    Short prompts of equal length that lie side by side are one call. See `AttentionSettings.long_prompt_min`.
+    Short prompts of equal length that lie side by side are one call. A prompt is padded with what lies behind it, where that is
+    enough, and with zeros otherwise: no query of its own sees later keys, as long as they are finite. See
+    `AttentionSettings.long_prompt_min`.
     """
     first, end, padding = run.first, run.first + run.count * run.length, 0
     prefill_backend = settings.prefill_backend
@@ -37,8 +39,9 @@ def attend_run(
         else:
             padding = planned_length(run.length) - run.length
     shape = (run.count, run.length + padding)
-    parts = (x[first:end] for x in (query, key, value))
-    padded = (F.pad(x, (0, 0, 0, 0, 0, padding)) if padding else x for x in parts)  # later keys: no real query sees them
+    missing = max(0, end + padding - len(query))
+    parts = (x[first : end + padding] for x in (query, key, value))
+    padded = (F.pad(x, (0, 0, 0, 0, 0, missing)) if missing else x for x in parts)
     q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in padded)
     with sdpa_kernel(_BACKENDS[prefill_backend], set_priority=True):
         attended = F.scaled_dot_product_attention(

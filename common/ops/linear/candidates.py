@@ -30,8 +30,8 @@ _FEW_ROWS_TILES = ((64, 2, 4), (64, 2, 6), (32, 2, 6), (128, 4, 3), (128, 2, 3))
 _TILES = ((64, 64, 4), (128, 64, 4), (128, 128, 8), (64, 128, 4))
 _TALL_TILES = ((128, 128, 8),)
 """Of weights in groups, up to 128 rows and more: outputs, rows, warps."""
-_SCALED_TILES = ((128, 128, 8, 64), (64, 64, 4, 64), (128, 64, 4, 64), (64, 128, 4, 64), (128, 128, 8, 128), (64, 64, 4, 128))
-_SCALED_TALL_TILES = ((128, 256, 8, 64), (128, 128, 8, 64), (64, 256, 4, 64))
+_SCALED_TILES = ((128, 128, 8, 64), (64, 64, 4, 64), (128, 64, 4, 64), (64, 128, 4, 64), (128, 128, 4, 32))
+_SCALED_TALL_TILES = ((128, 256, 8, 64), (128, 128, 8, 64), (128, 128, 4, 32))
 """Where numbers become weights before the product: the same, and lanes."""
 
 Kind = Literal["gemv", "dot", "persistent", "library", "grouped"]

@@ -19,6 +19,7 @@ import triton.language as tl
 from common.ops import backend
 from common.ops.linear.candidates import Candidate, Op
 from common.ops.linear.parts_triton import finish, output_of, scaled, summed, weight_rows
+from common.ops.linear.settled_triton import settled
 from common.ops.linear.unpack_triton import times, times_plus, unpacked
 from common.ops.quant.grouped import GroupedWeight, table_of
 
@@ -144,8 +145,7 @@ def _sum_weights(
 ):
     """Sum steps first … last - 1, float32 [BLOCK_N, BLOCK_M]: weights times activations.
 
-    LANES of both runs are one product: the tensor cores still multiply while the next numbers are unpacked, which the compiler
-    does not arrange for two."""
+    LANES of both runs are one product, not two of which the second waits for the first."""
     PARTS: tl.constexpr = RUN // LANES
     lane = tl.arange(0, LANES)
     column = tl.arange(0, 2 * LANES)
@@ -168,7 +168,7 @@ def _sum_weights(
             low = times_plus(low, low_scale, tl.broadcast_to(low_offset.to(a.dtype), [BLOCK_N, LANES]), a.dtype, FAST)
             high = times_plus(high, high_scale, tl.broadcast_to(high_offset.to(a.dtype), [BLOCK_N, LANES]), a.dtype, FAST)
         w = tl.join(low, high).permute(0, 2, 1).reshape(BLOCK_N, 2 * LANES)
-        total = tl.dot(w, a.T, total, input_precision="ieee")
+        total = settled(tl.dot(w, a.T, total, input_precision="ieee"), FAST)
     return total
 
 

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from common.ops.linear.dot_triton import widened
 from common.ops.linear.grouped_triton import halves_of
+from common.ops.linear.settled_triton import settled
 from common.ops.linear.unpack_triton import times, unpacked
 from common.ops.moe.unpack_triton import scaled_floats
 
@@ -73,7 +74,7 @@ def sum_codes(
                 high = times(high, tl.broadcast_to(high_scale.to(a.dtype), [BLOCK_N, RUN]), a.dtype, FAST)
             if SCALED:
                 total = tl.dot(low, a.T, total, input_precision="ieee")
-                total = tl.dot(high, b.T, total, input_precision="ieee")
+                total = settled(tl.dot(high, b.T, total, input_precision="ieee"), FAST)
             else:
                 total += tl.dot(low, a.T, input_precision="ieee") * low_scale
                 total += tl.dot(high, b.T, input_precision="ieee") * high_scale
@@ -105,8 +106,7 @@ def sum_words(
 ):
     """Sum mxfp4 codes over words of scales first … last - 1, float32 [BLOCK_N, BLOCK_M].
 
-    A word is one product of 128 columns: the tensor cores still multiply the one before while the next is unpacked, which the
-    compiler does not arrange for several small ones."""
+    A word is one product of 128 columns, not several of which each waits for the one before."""
     lane = tl.arange(0, RUN)
     w_rows = values + n[:, None] * RUN + lane[None, :]
     step_bytes = tl.cast(N, tl.int64) * RUN
@@ -129,7 +129,7 @@ def sum_words(
         left = _step_floats(left_codes, word, a.dtype, BLOCK_N, RUN, FAST)
         right = _step_floats(right_codes, word >> 16, a.dtype, BLOCK_N, RUN, FAST)
         w = tl.join(left, right).permute(0, 2, 1).reshape(BLOCK_N, 4 * RUN)
-        total = tl.dot(w, a.T, total, input_precision="ieee")
+        total = settled(tl.dot(w, a.T, total, input_precision="ieee"), FAST)
     return total
 
 
@@ -175,7 +175,8 @@ def sum_numbers(
         else:
             w = tl.load(w_rows + depth[None, :], mask=(depth < K)[None, :], other=0.0)
             a = tl.load(x_rows + depth[None, :], mask=shown & (depth < K)[None, :], other=0.0)
-        if w.dtype != a.dtype:
+        WIDENED: tl.constexpr = w.dtype != a.dtype
+        if WIDENED:
             w = widened(w, a.dtype, FAST)
         if scale is not None or x_scales is not None:
             product = tl.dot(w, a.T, input_precision="ieee")
@@ -186,4 +187,6 @@ def sum_numbers(
             total += product
         else:
             total = tl.dot(w, a.T, total, input_precision="ieee")
+            if WIDENED:
+                total = settled(total, FAST)
     return total
