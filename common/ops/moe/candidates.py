@@ -135,7 +135,7 @@ def _many(shape: ExpertShape, pairs: int) -> list[ExpertCandidate]:
     elif shape.values == "plain" and shape.item_bytes == 2:
         tiles = ((256, 128, 8), (256, 64, 8), (128, 128, 8), (128, 64, 4))
     elif shape.values == "mxfp4":
-        tiles = ((64, 128, 4), (128, 256, 8), (256, 128, 8))
+        tiles = ((64, 128, 4), (128, 128, 4), (128, 256, 8))
     elif each >= 256 or shape.values.startswith("fp8"):
         tiles = ((128, 128, 8), (128, 64, 4))
     if shape.values == "int4":  # steps of up to 256 columns: half of them each
