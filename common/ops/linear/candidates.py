@@ -86,9 +86,9 @@ def grouped_shared_bytes(shape: Shape, candidate: Candidate) -> int:
     """Return at most how much shared memory a program of the kernel for weights in groups asks for, on Hopper and Blackwell.
 
     Copies ahead have a buffer for each stage but the last. Activations have one more where wgmma may still read the step
-    before when the next copy begins, and two where a run is two groups: not where their sums are needed as well, for offsets
-    of unscaled products. The numbers of both runs go through shared memory without tensor cores (float32), where on Blackwell
-    the results of wide tiles do as well. What is left are sums of activations, two for each row, and barriers.
+    before when the next copy begins: not where their sums are needed as well, for offsets of unscaled products. The numbers of
+    both runs go through shared memory without tensor cores (float32) and where a run is two groups; in float32 the results of
+    wide tiles do as well, on Blackwell. What is left are sums of activations, two for each row, and barriers.
     """
     run = max(MIN_RUN, shape.group)
     scaled = candidate.scaled or shape.group < MIN_RUN
@@ -96,12 +96,13 @@ def grouped_shared_bytes(shape: Shape, candidate: Candidate) -> int:
     activations = 2 * candidate.block_m * lanes * shape.activation_bytes
     scales = 4 * candidate.block_n * (2 if shape.group < MIN_RUN else 1) * (1 + shape.offsets)
     step = candidate.block_n * 2 * lanes * shape.bits // 8 + activations + scales
-    numbers = extra = 0
-    if shape.activation_bytes == 4:  # without tensor cores
-        numbers = 2 * candidate.block_n * lanes * shape.activation_bytes
+    extra = 0
+    without_tensor_cores = shape.activation_bytes == 4
+    numbers = 2 * candidate.block_n * lanes * shape.activation_bytes if without_tensor_cores or shape.group < MIN_RUN else 0
+    if without_tensor_cores:
         extra = 4 * candidate.block_n * candidate.block_m if candidate.block_m > 128 else 4096 * scaled
     elif candidate.warps >= 4 and (scaled or not shape.offsets):
-        extra = activations * (2 if shape.group < MIN_RUN else 1)
+        extra = activations
     return (candidate.stages - 1) * step + numbers + extra + 8 * candidate.block_m + 64
 
 

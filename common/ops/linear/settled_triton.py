@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.backends.nvidia.compiler import get_ptxas
 
 _HOPPER = 90
 _SAFE_TRITON, _SAFE_ASSEMBLER = (3, 7), (13, 3)
@@ -24,8 +23,10 @@ def _overwrites_operands() -> bool:
     if _version(triton.__version__) < _SAFE_TRITON:
         return True
     try:
+        from triton.backends.nvidia.compiler import get_ptxas
+
         return _version(get_ptxas(_HOPPER).version) < _SAFE_ASSEMBLER
-    except (RuntimeError, ValueError):  # there is none
+    except (ImportError, RuntimeError, ValueError):  # there is none
         return True
 
 
