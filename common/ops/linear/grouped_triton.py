@@ -121,9 +121,9 @@ def _sum_numbers(
 
 
 @triton.jit
-def _sum_weights(
-    x_rows,  # see `_activations`
-    shown,
+def sum_weights(
+    x_rows,  # pointers [BLOCK_M, 1]
+    shown,  # [BLOCK_M, 1]
     weight,  # this and the next three: see `grouped_kernel`
     scales,
     offsets,
@@ -213,7 +213,7 @@ def grouped_kernel(
     x_rows = x + tl.minimum(m, rows - 1).to(tl.int64)[:, None] * K
     shown = (m < rows)[:, None]
     if SCALED:
-        total = _sum_weights(
+        total = sum_weights(
             x_rows, shown, weight, scales, offsets, table, n, first, last, N, K,
             BLOCK_N, BLOCK_M, GROUP, RUN, LANES, CODE, EVEN_K, STAGES, FAST,
         )  # fmt: skip

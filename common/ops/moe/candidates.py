@@ -28,6 +28,8 @@ _FEW_PLAIN_TILES = ((64, 2, 3, 128), (64, 4, 3, 128), (128, 4, 2, 128), (64, 4, 
 _FEW_FP8_TILES = ((64, 2, 6, 128), (64, 2, 3, 128), (64, 4, 3, 128), (64, 4, 4, 128))
 """Weight rows, warps, programs that shall share a multiprocessor, and bytes of a weight row in a step (plain weights)."""
 
+LANES = 64
+"""Of int4: how many columns of either run are multiplied at once, at most, where numbers become weights before the product."""
 Values = Literal["plain", "fp8", "fp8_blocks", "mxfp4", "int4"]
 
 
@@ -138,7 +140,7 @@ def _many(shape: ExpertShape, pairs: int) -> list[ExpertCandidate]:
         tiles = ((64, 128, 4), (128, 128, 4), (128, 256, 8))
     elif each >= 256 or shape.values.startswith("fp8"):
         tiles = ((128, 128, 8), (128, 64, 4))
-    if shape.values == "int4":  # steps of up to 256 columns: half of them each
+    if shape.values == "int4":  # for the registers that a turn's weights take
         tiles = tuple((block_n, block_m, 8 if block_n == 128 else warps) for block_n, block_m, warps in sorted(tiles))
     if shape.item_bytes == 4:
         tiles = ((64, 64, 4), (64, 32, 4))
@@ -153,7 +155,7 @@ def _many(shape: ExpertShape, pairs: int) -> list[ExpertCandidate]:
     found: list[ExpertCandidate] = [LIBRARY] if _library_fits(shape) else []
     for block_n, block_m, warps, block_k, quantised in sizes:
         residents = 1 if warps == 8 else 3 if block_n * block_m <= 128 * 32 else 2
-        stages = _stages(shape, block_n, block_m, block_k, residents, 4, quantised=quantised)
+        stages = _stages(shape, block_n, block_m, block_k, residents, 4, quantised=quantised, scaled=bool(shape.run))
         for neighbours in (1, 4) if each >= block_m and not quantised else (1,):
             found.append(
                 ExpertCandidate(
@@ -193,11 +195,19 @@ def _block_k(shape: ExpertShape, run_bytes: int) -> int:
 
 
 def _stages(
-    shape: ExpertShape, block_n: int, block_m: int, block_k: int, residents: int, most: int, *, quantised: bool = False
+    shape: ExpertShape,
+    block_n: int,
+    block_m: int,
+    block_k: int,
+    residents: int,
+    most: int,
+    *,
+    quantised: bool = False,
+    scaled: bool = False,
 ) -> int:
     """As many as `residents` programs of an SM have shared memory for. Without tensor cores (float32) operands that were
     converted go through it as well."""
-    columns = block_k or (128 if shape.values == "mxfp4" else 2 * shape.run)
+    columns = block_k or (128 if shape.values == "mxfp4" else 2 * (min(shape.run, LANES) if scaled else shape.run))
     weight_bytes = columns // 2 if shape.run else columns * (shape.item_bytes if shape.values == "plain" else 1)
     stage_bytes = block_n * (weight_bytes + 4) + block_m * columns * (1 if quantised else shape.item_bytes)
     converted = (block_n + block_m) * columns * 4 if shape.item_bytes == 4 else 0

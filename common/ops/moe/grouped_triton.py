@@ -15,9 +15,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from common.ops.linear.grouped_triton import sum_weights
 from common.ops.linear.parts_triton import ask_ahead, weight_rows
+from common.ops.moe.candidates import LANES
 from common.ops.moe.sort_triton import TILE_FIELDS
 from common.ops.moe.sums_triton import sum_codes, sum_numbers, sum_words
+
+MAX_LANES = tl.constexpr(LANES)
 
 
 @triton.jit
@@ -115,33 +119,21 @@ def _tile(
     row = (pair // TOP_K if GATED else pair).to(tl.int64)
     x_rows = x + row[:, None] * K
     shown = present[:, None]
-    if AT_ONCE == 2 and SCALED:
+    if SCALED and FORMAT == "mxfp4":
         total = sum_words(
             x_rows, shown, values, scale, n, first, last, N, K, steps, BLOCK_N, BLOCK_M, RUN, EVEN_K, STAGES, FAST
         )
+    elif SCALED and RUN > 0:
+        LANES: tl.constexpr = RUN if RUN < MAX_LANES else MAX_LANES
+        total = sum_weights(
+            x_rows, shown, values, scale, offset, None, n, first, last, N, K,
+            BLOCK_N, BLOCK_M, RUN, RUN, LANES, 0, EVEN_K, STAGES, FAST,
+        )  # fmt: skip
     elif RUN > 0:
         total = sum_codes(
-            x_rows,
-            shown,
-            values,
-            scale,
-            offset,
-            n,
-            first,
-            last,
-            N,
-            K,
-            steps,
-            BLOCK_N,
-            BLOCK_M,
-            RUN,
-            AT_ONCE,
-            FORMAT == "mxfp4",
-            SCALED,
-            EVEN_K,
-            STAGES,
-            FAST,
-        )
+            x_rows, shown, values, scale, offset, n, first, last, N, K, steps,
+            BLOCK_N, BLOCK_M, RUN, AT_ONCE, FORMAT == "mxfp4", EVEN_K, STAGES, FAST,
+        )  # fmt: skip
     else:
         x_scales = None if x_scale is None else x_scale + row * tl.cdiv(K, 128)
         total = sum_numbers(

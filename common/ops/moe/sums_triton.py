@@ -12,7 +12,7 @@ import triton.language as tl
 from common.ops.linear.dot_triton import widened
 from common.ops.linear.grouped_triton import halves_of
 from common.ops.linear.settled_triton import settled
-from common.ops.linear.unpack_triton import times, unpacked
+from common.ops.linear.unpack_triton import unpacked
 from common.ops.moe.unpack_triton import scaled_floats
 
 
@@ -34,12 +34,11 @@ def sum_codes(
     RUN: tl.constexpr,
     STEPS_AT_ONCE: tl.constexpr,
     EXPONENTS: tl.constexpr,  # mxfp4, else int4
-    SCALED: tl.constexpr,
     EVEN_K: tl.constexpr,
     STAGES: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Sum 4-bit codes over words of scales first … last - 1, float32 [BLOCK_N, BLOCK_M]. SCALED: of int4."""
+    """Sum 4-bit codes over words of scales first … last - 1, float32 [BLOCK_N, BLOCK_M], a run's product at a time."""
     lane = tl.arange(0, RUN)
     w_rows = values + n[:, None] * RUN + lane[None, :]
     step_bytes = tl.cast(N, tl.int64) * RUN
@@ -69,15 +68,8 @@ def sum_codes(
             else:
                 left, right = halves_of(word)
                 low_scale, high_scale = left[:, None], right[:, None]
-            if SCALED:
-                low = times(low, tl.broadcast_to(low_scale.to(a.dtype), [BLOCK_N, RUN]), a.dtype, FAST)
-                high = times(high, tl.broadcast_to(high_scale.to(a.dtype), [BLOCK_N, RUN]), a.dtype, FAST)
-            if SCALED:
-                total = tl.dot(low, a.T, total, input_precision="ieee")
-                total = settled(tl.dot(high, b.T, total, input_precision="ieee"), FAST)
-            else:
-                total += tl.dot(low, a.T, input_precision="ieee") * low_scale
-                total += tl.dot(high, b.T, input_precision="ieee") * high_scale
+            total += tl.dot(low, a.T, input_precision="ieee") * low_scale
+            total += tl.dot(high, b.T, input_precision="ieee") * high_scale
             if offset is not None:
                 left, right = halves_of(tl.load(offset + tl.cast(word_at, tl.int64) * N + n))
                 total += left[:, None] * tl.sum(a.to(tl.float32), axis=1)[None, :]
