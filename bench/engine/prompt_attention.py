@@ -32,7 +32,8 @@ from bench.common.table import markdown
 from bench.engine.cells import Cell
 from common.ops.attention.form import AttentionForm
 from common.ops.attention.paged_device import attend_device
-from common.ops.attention.parts import StepKv, attend_part_reference
+from common.ops.attention.parts import attend_part_reference
+from common.ops.attention.prefix_kv import StepKv
 from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
 from common.ops.attention.work import AttentionWorkspace, plan_device_attention
 from common.ops.attention.work_list import DeviceBatch, DeviceRow

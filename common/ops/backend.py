@@ -27,6 +27,11 @@ def pdl(x: torch.Tensor) -> bool:
     return x.is_cuda and _capability(x.get_device()) >= (9, 0)
 
 
+def has_warpgroup_products(device: torch.device) -> bool:
+    """Does the GPU have Hopper's products of warp groups, which later cards do without?"""
+    return device.type == "cuda" and _capability(device.index or 0) == (9, 0)
+
+
 @cache
 def num_sms(index: int) -> int:
     """Multiprocessors of CUDA device `index`; -1, a CPU under the interpreter, has a few."""

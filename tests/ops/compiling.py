@@ -58,7 +58,8 @@ class KernelCase:
     """One kernel with one set of constants.
 
     signature: Triton's type by parameter: "*bf16", "*fp8e4nv", "i32", …; pointers are taken as multiples of 16, as torch gives
-    them, unless they say "*bf16:1"; integers are not, unless they say "i32:16". constants: constexpr parameters, and those that
+    them, unless they say "*bf16:1"; integers are not, unless they say "i32:16". "block<bf16[64, 128]>" is a tensor descriptor
+    of a kernel in Gluon, in the layout that its launcher takes. constants: constexpr parameters, and those that
     are None; "tl.float32" stands for the Triton object of that name. A parameter that is in neither keeps its default.
     """
 
@@ -77,6 +78,7 @@ class KernelCase:
     forbids: tuple[str, ...] = ()
     max_registers: int = 255
     stack_bytes: int = 0  # what may lie in local memory: spills do
+    architectures: tuple[int, ...] = ARCHITECTURES
 
     def __str__(self) -> str:
         return f"{self.kernel}-{self.name}"
@@ -142,6 +144,7 @@ def _compile(case: dict[str, Any], arch: int, directory: Path | None) -> Build:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     function: Any = getattr(importlib.import_module(case["module"]), case["kernel"])
     while not isinstance(function, triton.JITFunction):
@@ -158,6 +161,9 @@ def _compile(case: dict[str, Any], arch: int, directory: Path | None) -> Build:
             constants.setdefault(parameter.name, parameter.default)
             signature[parameter.name] = "constexpr"
             continue
+        if given[parameter.name].startswith("block<"):
+            signature[parameter.name] = _descriptor(given[parameter.name])
+            continue
         kind, _, divisor = given[parameter.name].partition(":")
         signature[parameter.name] = kind
         if (divisor or ("16" if kind.startswith("*") else "1")) == "16":
@@ -166,7 +172,7 @@ def _compile(case: dict[str, Any], arch: int, directory: Path | None) -> Build:
     options["enable_fp_fusion"] = case["enable_fp_fusion"]
     if case["maxnreg"] is not None:
         options["maxnreg"] = case["maxnreg"]
-    source = ASTSource(
+    source = (GluonASTSource if function.is_gluon() else ASTSource)(
         fn=function,
         signature=signature,
         constexprs={n: constants[n] for n, s in signature.items() if s == "constexpr"},
@@ -237,6 +243,15 @@ def _written(line: str) -> set[int]:
     return set(range(int(found[2]), int(found[2]) + count))
 
 
+def _descriptor(given: str) -> str:
+    """Triton's type of a tensor descriptor."""
+    from triton.experimental.gluon import language as gl
+
+    block = given.removeprefix("block<").removesuffix(">")
+    rows, columns = (int(size) for size in re.findall(r"\d+", block.partition("[")[2]))
+    return f"tensordesc<{block},{gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)!r}>"
+
+
 def _constant(value: Any) -> Any:
     if isinstance(value, str) and value.startswith("tl."):
         import triton.language as tl
@@ -264,7 +279,7 @@ def _serve() -> None:
     directory = Path(request["directory"]) if request["directory"] else None
     answers: list[tuple[str, int, dict[str, Any]]] = []
     for case in request["cases"]:
-        for arch in ARCHITECTURES:
+        for arch in case["architectures"]:
             try:
                 build = _compile(case, arch, directory)
             except Exception as error:

@@ -101,9 +101,10 @@ def make_plan(
     workspace: AttentionWorkspace | None = None,
     settings: AttentionSettings = DEFAULT_SETTINGS,
     form: AttentionForm | None = None,
+    dtype: torch.dtype | None = None,
 ) -> DevicePlan:
     workspace = workspace or AttentionWorkspace(CPU)
-    plan = plan_device_attention(batch, pool, heads, workspace, settings=settings, config=config, form=form)
+    plan = plan_device_attention(batch, pool, heads, workspace, settings=settings, config=config, form=form, dtype=dtype)
     for work in plan.lists:
         work.partials.fill_(torch.nan)
         work.sums.fill_(torch.nan)

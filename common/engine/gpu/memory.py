@@ -18,15 +18,16 @@ _FIXED_BYTES = 3 << 29
 _STORAGE = {"fp8": torch.float8_e4m3fn}
 
 
-def workspace_bytes(model: ModelConfig, max_running: int, token_budget: int) -> int:
-    """What a step of `token_budget` tokens of prompts beside `max_running` decoding rows holds at most, rather too much than
-    too little."""
+def workspace_bytes(model: ModelConfig, max_running: int, token_budget: int, *, copies_prefixes: bool = False) -> int:
+    """Return what a step of `token_budget` tokens of prompts beside `max_running` decoding rows holds at most, rather too much
+    than too little. copies_prefixes: whether a prompt's whole prefix is copied, as `ops.attention.prompt` wants it."""
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     per_token = 4 * (4 * model.hidden_size + 2 * qkv + 3 * model.intermediate_size)
     answers = max((layer.mlp.router.top_k for layer in model.layers if isinstance(layer.mlp, ExpertsSpec)), default=0)
     per_token += 4 * answers * model.hidden_size  # of a token's experts
     per_sample = 4 * 4 * model.vocab_size  # logits of a graph and of a step without one, adjusted logits, counts of penalties
-    piece = 6 * DEFAULT_SETTINGS.max_piece * model.num_kv_heads * model.head_dim  # K and V, as stored and as multiplied
+    copied = min(model.max_context, DEFAULT_SETTINGS.max_prefix) if copies_prefixes else DEFAULT_SETTINGS.max_piece
+    piece = 6 * copied * model.num_kv_heads * model.head_dim  # K and V, as stored and as multiplied
     return _FIXED_BYTES + (token_budget + max_running) * per_token + max_running * per_sample + piece
 
 

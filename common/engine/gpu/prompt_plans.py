@@ -1,4 +1,7 @@
-"""What libraries compute of prompts, run once before the first: they plan each shape, and may refuse some on some cards."""
+"""What computes prompts on this card: our kernel for Hopper, or libraries, run once before the first prompt.
+
+Libraries plan each shape, and may refuse some on some cards.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,30 @@ from common.ops import backend
 from common.ops.attention.configs import has_parts, has_ragged
 from common.ops.attention.parts import attend_part, planned_parts
 from common.ops.attention.prefill import attend_run, planned_lengths, ragged_is_right
+from common.ops.attention.prompt import prompts_are_right, takes_prompts
 from common.ops.attention.settings import AttentionSettings
 from common.ops.attention.work import FreshRun
 from common.runtime import logs
 
 log = logs.get("engine")
+
+
+def with_prompt_kernel(settings: AttentionSettings, decoder: Decoder) -> AttentionSettings:
+    """Return the settings with the prompt kernel in cuDNN's place, where the card has what it needs and it computes what it
+    should for one of the decoder's kinds of layers."""
+    config, dtype, device = decoder.config, decoder.dtype, decoder.device
+    forms = {layer.mixer.form.kind: layer.mixer.form for layer in decoder.layers}
+    forms = {kind: form for kind, form in forms.items() if takes_prompts(config.head_dim, dtype, kind)}
+    hopper = backend.has_warpgroup_products(device)
+    if settings.prefill_backend != "cudnn" or settings.batch_invariant or not forms or not hopper:
+        return settings
+
+    def check() -> None:
+        for form in forms.values():
+            if not prompts_are_right(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device, form):
+                raise RuntimeError("other numbers than the reference's")
+
+    return settings if _refused("prompt_kernel", check) else replace(settings, prefill_backend="hopper")
 
 
 def run_prompts(
@@ -30,6 +52,8 @@ def run_prompts(
         answers.
     """
     config, dtype = decoder.config, decoder.dtype
+    if settings.prefill_backend != "cudnn":
+        return settings
     if dtype == torch.float32:  # which cuDNN and FlashAttention refuse
         return settings
 

@@ -24,7 +24,7 @@ from common.engine.gpu.block_tables import MAX_CHANGE_BYTES, BlockTables, max_ta
 from common.engine.gpu.graphs import PADDING, ShapeTable, StepGraph, exact_shape
 from common.engine.gpu.open_rows import OPEN_WARM_UP, open_rows_of
 from common.engine.gpu.pinned import to_device
-from common.engine.gpu.prompt_plans import run_prompts
+from common.engine.gpu.prompt_plans import run_prompts, with_prompt_kernel
 from common.engine.gpu.reading import places_read, read_rows
 from common.engine.gpu.sampling import DeviceSampler
 from common.engine.gpu.step import DeviceStep, lost_if_broken
@@ -109,7 +109,7 @@ class DeviceRunner:
         self._packer = StepPacker(self._tables, block_tokens=self.block_tokens, vocab_size=config.vocab_size)
         self._sampler = DeviceSampler(max_tokens, self._device, _DEPTH, max_penalised=max_rows)
         self._workspace = AttentionWorkspace(self._device)
-        self._attention = attention
+        self._attention = with_prompt_kernel(attention, decoder)
         self._ropes = {rope: table.table(longest) for rope, table in decoder.ropes.items()}
         self._kinds = [_kinds(decoder, group) for group in groups]
         self._kv_forms = [decoder.kv_form(group.pool.dtype, group.layers) for group in groups]

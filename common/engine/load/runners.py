@@ -159,6 +159,7 @@ def _device_runner(
 
     from common.engine.gpu.memory import measured_kv_room, new_groups, room_beside_tables, workspace_bytes
     from common.engine.gpu.runner import DeviceRunner
+    from common.ops import backend
     from common.ops.attention.settings import AttentionSettings
     from common.ops.linear.linear_tuning import tune_linears
     from common.ops.moe.experts_tuning import tune_experts
@@ -176,7 +177,8 @@ def _device_runner(
             log.info("experts_tuned", measured=len(tuned.seconds), failed=len(tuned.failed), seconds=_since(begun))
     room = 0
     if not engine.num_blocks and not engine.kv_cache_mb:
-        workspace = workspace_bytes(model, engine.max_running, engine.token_budget)
+        copies = backend.has_warpgroup_products(gpu)
+        workspace = workspace_bytes(model, engine.max_running, engine.token_budget, copies_prefixes=copies)
         room = measured_kv_room(gpu, engine.gpu_memory_utilization, workspace)
     sized = partial(cache_layout, model, engine, device, fp8_choice=choice.digest() if choice else "")
     layout = sized(kv_bytes=room)

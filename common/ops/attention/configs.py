@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 Kind = Literal["decode", "prefill"]
-PrefillBackend = Literal["cudnn", "flash", "kernel"]
+PrefillBackend = Literal["hopper", "cudnn", "flash", "kernel"]
 
 SHARED_BYTES = 227 * 1024
 SHORT_QUERIES = 16

@@ -28,10 +28,16 @@ UNLIMITED = Reach()
 
 
 class FormKind(NamedTuple):
-    """What a plan is made for: layers of equal kind share the plan of a step. is_adjusted: scores have a cap or sinks."""
+    """What a plan is made for: layers of equal kind share the plan of a step."""
 
     reach: Reach = UNLIMITED
-    is_adjusted: bool = False
+    has_sinks: bool = False
+    is_capped: bool = False
+
+    @property
+    def is_adjusted(self) -> bool:
+        """Return whether scores have a cap or sinks."""
+        return self.has_sinks or self.is_capped
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +73,7 @@ class AttentionForm:
     @property
     def kind(self) -> FormKind:
         """Return which plan serves this layer."""
-        return FormKind(self.reach, bool(self.soft_cap) or self.sinks is not None)
+        return FormKind(self.reach, self.sinks is not None, self.soft_cap > 0)
 
     @property
     def is_plain(self) -> bool:

@@ -10,8 +10,8 @@ import torch
 from common.ops.attention.form import AttentionForm, Reach
 from common.ops.attention.paged_cpu import attend_cpu
 from common.ops.attention.paged_device import attend_device
-from common.ops.attention.parts import StepKv
 from common.ops.attention.plan_cpu import AttentionPlan, AttentionRow, check_attention, plan_attention
+from common.ops.attention.prefix_kv import StepKv
 from common.ops.attention.rows_cpu import NotInvariant
 from common.ops.attention.scratch_cpu import Scratch
 from common.ops.attention.work import AttentionWorkspace, DevicePlan, plan_device_attention
@@ -87,7 +87,7 @@ def _check(
     if kv_scale is not None and (kv_scale.shape != (pool.shape[1], 2, plan.kv_heads) or not kv_scale.is_contiguous()):
         raise ValueError(f"kv_scale is [layers, 2, kv_heads], contiguous, not {list(kv_scale.shape)}")
     form.check(plan.num_heads, query.device)
-    if form.reach != plan.reach or (plan.takes_kv and not form.is_plain):
-        raise ValueError(f"the plan is for {plan.reach}{', uncapped and without sinks' if plan.takes_kv else ''}, not {form}")
+    if form.reach != plan.reach or (plan.takes_kv and form.kind != plan.kind):
+        raise ValueError(f"the plan is for {plan.kind if plan.takes_kv else plan.reach}, not {form}")
     if plan.takes_kv and (key is None or value is None):
-        raise ValueError("the plan leaves prompts to SDPA: it needs key and value")
+        raise ValueError("the plan computes prompts from tensors: it needs key and value")

@@ -1,12 +1,14 @@
-"""One layer's attention on a GPU: rows in work lists through the kernel that reads pages, long prompts through cuDNN."""
+"""One layer's attention on a GPU: rows in work lists through the kernel that reads pages, prompts through `prompt` or cuDNN."""
 
 from __future__ import annotations
 
 import torch
 
 from common.ops.attention.form import AttentionForm
-from common.ops.attention.parts import StepKv, attend_chunk
+from common.ops.attention.parts import attend_chunk
 from common.ops.attention.prefill import attend_ragged, attend_run
+from common.ops.attention.prefix_kv import StepKv
+from common.ops.attention.prompt_plan import attend_planned
 from common.ops.attention.work import DevicePlan
 
 
@@ -40,6 +42,8 @@ def attend_device(
 
 
 def _attend_prompts(query: torch.Tensor, kv: StepKv, plan: DevicePlan, form: AttentionForm, output: torch.Tensor) -> None:
+    if plan.prompts is not None:
+        attend_planned(query, kv, plan.prompts, form, output)
     for run in plan.fresh:
         attended = attend_run(query, kv.key, kv.value, run, plan.settings, form.scale)
         output[run.first : run.first + run.count * run.length] = attended

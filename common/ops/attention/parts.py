@@ -10,36 +10,19 @@ it: pieces come in few sizes. What is before the prompt's own tokens is copied o
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 
 from common.ops.attention.configs import part_length
+from common.ops.attention.prefix_kv import StepKv, gather_prefix
 from common.ops.attention.settings import AttentionSettings
 from common.ops.attention.work_list import DeviceRow
 from common.ops.backend import on_device
 
 Part = tuple[torch.Tensor, torch.Tensor]
 """Attention over some keys [tokens, heads, head_dim], and the log of the sum of their weights, float32 [heads, tokens]."""
-
-
-@dataclass(slots=True, frozen=True)
-class StepKv:
-    """K and V of a step, and the pool that holds what is before them.
-
-    key, value: [tokens, kv_heads, head_dim] in the queries' dtype.
-    block_ids: `DeviceBatch.block_ids`.
-    pool, layer, kv_scale: as `paged_attention` has them.
-    """
-
-    key: torch.Tensor
-    value: torch.Tensor
-    pool: torch.Tensor
-    layer: int
-    block_ids: torch.Tensor
-    kv_scale: torch.Tensor | None
 
 
 def attend_chunk(query: torch.Tensor, kv: StepKv, run: DeviceRow, scale: float, settings: AttentionSettings) -> torch.Tensor:
@@ -51,7 +34,7 @@ def attend_chunk(query: torch.Tensor, kv: StepKv, run: DeviceRow, scale: float, 
     padding = part_length(rest + run.length, settings.min_piece) - rest - run.length  # later keys: no real query sees them
     queries, keys, values = query[own], kv.key[own], kv.value[own]
     if rest:
-        before = _gathered(kv, run.first_block, whole, run.start, query.dtype)
+        before = gather_prefix(kv, run.first_block, whole, run.start, query.dtype)
         keys, values = (torch.cat(pair) for pair in zip(before, (keys, values), strict=True))
     if padding:
         keys, values = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (keys, values))
@@ -61,7 +44,7 @@ def attend_chunk(query: torch.Tensor, kv: StepKv, run: DeviceRow, scale: float, 
     padding = part_length(run.length, settings.min_piece) - run.length
     padded = F.pad(queries, (0, 0, 0, 0, 0, padding)) if padding else queries
     for size, end in zip(sizes, accumulate(sizes), strict=True):
-        before = _gathered(kv, run.first_block, end - size, end, query.dtype)
+        before = gather_prefix(kv, run.first_block, end - size, end, query.dtype)
         attended, part_sums = attend_part(padded, *before, scale, causal=False)
         dtype = query.dtype if end == whole else torch.float32
         merged, sums = merge_pair((merged, sums), (attended[: run.length], part_sums[:, : run.length]), dtype)
@@ -131,22 +114,3 @@ def merge_pair_reference(first: Part, second: Part, dtype: torch.dtype) -> Part:
     merged = sum(x.float() * (part - sums).exp().T[..., None] for x, part in (first, second))
     assert isinstance(merged, torch.Tensor)
     return merged.to(dtype), sums
-
-
-def _gathered(kv: StepKv, first_block: int, begin: int, end: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of keys [begin, end) of the sequence whose blocks begin at block_ids[first_block]: [keys, kv_heads, head_dim] in
-    `dtype` each."""
-    pool, kv_scale = kv.pool, kv.kv_scale
-    size = pool.shape[3]
-    ids = kv.block_ids[first_block + begin // size : first_block - (-end // size)]
-    skipped = begin % size
-    found: list[torch.Tensor] = []
-    for index in (0, 1):
-        entries = pool[:, kv.layer, index]
-        if pool.dtype == torch.float8_e4m3fn:  # which not every device indexes
-            copied = entries.view(torch.uint8).index_select(0, ids).view(pool.dtype).to(dtype)
-            copied = copied if kv_scale is None else copied * kv_scale[kv.layer, index].to(dtype)[:, None]
-        else:
-            copied = entries.index_select(0, ids)
-        found.append(copied.flatten(0, 1)[skipped : skipped + end - begin])
-    return found[0], found[1]

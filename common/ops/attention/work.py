@@ -8,7 +8,7 @@ out evenly over the card: a row of more than its share becomes several items ("s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -24,6 +24,8 @@ from common.ops.attention.configs import (
 )
 from common.ops.attention.cut import Cut
 from common.ops.attention.form import AttentionForm, FormKind, Reach
+from common.ops.attention.prompt import takes_prompts
+from common.ops.attention.prompt_plan import PromptPlan, plan_prompts
 from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
 from common.ops.attention.work_list import DeviceBatch, DeviceRow, WorkList
 
@@ -77,8 +79,8 @@ class RaggedRun:
 
 @dataclass(slots=True)
 class DevicePlan:
-    """`plan_device_attention` makes it; valid until the next plan from the same workspace. Rows in `fresh`, `ragged` and
-    `chunks` are in no list."""
+    """`plan_device_attention` makes it; valid until the next plan from the same workspace. Rows in `prompts`, `fresh`, `ragged`
+    and `chunks` are in no list."""
 
     batch: DeviceBatch
     num_heads: int
@@ -88,6 +90,7 @@ class DevicePlan:
     settings: AttentionSettings
     kind: FormKind
     lists: list[WorkList] = field(default_factory=list)
+    prompts: PromptPlan | None = None
     fresh: list[FreshRun] = field(default_factory=list)
     ragged: list[RaggedRun] = field(default_factory=list)
     chunks: list[DeviceRow] = field(default_factory=list)
@@ -99,12 +102,13 @@ class DevicePlan:
     @property
     def takes_kv(self) -> bool:
         """Must the step's K and V come as tensors, too?"""
-        return bool(self.fresh or self.ragged or self.chunks)
+        prompts = self.prompts is not None and self.prompts.num_tokens > 0
+        return bool(prompts or self.fresh or self.ragged or self.chunks)
 
     @property
     def listed_nowhere(self) -> int:
         """Tokens of the rows that are in no list."""
-        fresh = sum(run.count * run.length for run in self.fresh)
+        fresh = sum(run.count * run.length for run in self.fresh) + (self.prompts.num_tokens if self.prompts else 0)
         return fresh + sum(run.tokens for run in self.ragged) + sum(run.length for run in self.chunks)
 
 
@@ -135,11 +139,20 @@ def plan_device_attention(
     rows, backend_name = batch.rows, settings.prefill_backend
     if rows is None or batch.max_queries < settings.fresh_prefill_min or settings.batch_invariant:
         backend_name = "kernel"
-    if kind != FormKind():  # which SDPA can't express
+    if backend_name == "hopper":
+        if not takes_prompts(head_dim, dtype or pool.dtype, kind):
+            backend_name = "kernel"
+    elif kind != FormKind():  # which SDPA can't express
         backend_name = "kernel"
     plan = DevicePlan(batch, num_heads, kv_heads, head_dim, backend_name, settings, kind)
     fresh_prefill_min = part_min_queries = _NEVER
-    if rows is not None and backend_name != "kernel":
+    part_min_prefix = _NEVER if settings.part_min_prefix is None else settings.part_min_prefix
+    if rows is not None and backend_name == "hopper":
+        if any(row.start > settings.max_prefix for row in rows):
+            settings = replace(settings, chunk_min=_NEVER)
+        fresh_prefill_min, part_min_queries, part_min_prefix = settings.fresh_prefill_min, settings.chunk_min, 1
+        plan.prompts, rows = plan_prompts(rows, settings, kind.reach, pool.shape[3], pool.device)
+    elif rows is not None and backend_name != "kernel":
         fresh_prefill_min = settings.fresh_prefill_min
         longest = settings.ragged_max if has_ragged(head_dim, dtype or pool.dtype) else 0
         even, plan.ragged = _ragged_runs(rows, batch.query_starts, fresh_prefill_min, longest)
@@ -171,7 +184,7 @@ def plan_device_attention(
             max_queries=max_queries,
             fresh_prefill_min=fresh_prefill_min,
             part_min_queries=part_min_queries,
-            part_min_prefix=_NEVER if settings.part_min_prefix is None else settings.part_min_prefix,
+            part_min_prefix=part_min_prefix,
             query_tile=chosen.block_m // group,
             tile=chosen.tile,
             segment=chosen.segment_keys // chosen.tile,
@@ -208,7 +221,7 @@ def _make_list(
     max_items = query_tiles + split_items
     slots = min(max_items, 2 * split_items)
     slot_rows = (1 if cut.max_queries == 1 else cut.query_tile) * group  # few sizes: each is a kernel to compile
-    name = f"{index}-{plan.reach.window}-{plan.reach.chunk}-{plan.kind.is_adjusted:d}"
+    name = f"{index}-{plan.reach.window}-{plan.reach.chunk}-{plan.kind.has_sinks:d}{plan.kind.is_capped:d}"
 
     def take(what: str, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return workspace.take(f"{what}-{name}", shape, dtype)
