@@ -154,26 +154,27 @@ def _step(
     """
     slot = at % STAGES
     before = (at - 1) % STAGES
+    # Not at the end of the step before: 16-bit numbers that a loop carries take a register each, and are packed anew.
+    operand = gl.convert_layout(weights.to(own_q.dtype), gl.DotOperandLayout(0, SUMS, 2))
     mbarrier.wait(k_full.index(slot), at // STAGES & 1)
     mbarrier.wait(turns.index(HALF), (at & 1) ^ (1 - HALF))
     nothing = gl.zeros([M, N], gl.float32, SCORES)
     scores = warpgroup_mma(own_q, k.index(slot).permute((1, 0)), nothing, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), (at - 1) // STAGES & 1)
-    acc = warpgroup_mma(weights, v.index(before), acc, is_async=True)
+    acc = warpgroup_mma(operand, v.index(before), acc, is_async=True)
     mbarrier.arrive(turns.index(1 - HALF), count=1)
     scores = warpgroup_mma_wait(1, deps=[scores])
     mbarrier.arrive(k_empty.index(slot), count=1)
     visible = True
     if IS_MASKED:
         visible = _visible(tile, position, window, M, N, WINDOWED, SCORES)
-    fresh, sums, top, factor = _softmax(scores, top, scale, IS_MASKED, visible)
+    weights, sums, top, factor = _softmax(scores, top, scale, IS_MASKED, visible)
     total = total * factor + sums
     # Ends a block of instructions: the assembler moves the softmax behind the next wait otherwise, and nothing overlaps.
     mbarrier.wait(passed, passed_phase)
     acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index(before), count=1)
     acc = acc * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, SUMS)), 1)
-    weights = gl.convert_layout(fresh.to(weights.dtype), gl.DotOperandLayout(0, SUMS, 2))
     return acc, weights, top, total
 
 
@@ -226,8 +227,7 @@ def _multiply(
             mbarrier.arrive(k_empty.index(slot), count=1)
             visible = _visible(last, own, window, M, N, WINDOWED, SCORES)
             lowest_top = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-            fresh, total, top, _factor = _softmax(scores, lowest_top, scale, True, visible)
-            weights = gl.convert_layout(fresh.to(dtype), gl.DotOperandLayout(0, SUMS, 2))
+            weights, total, top, _factor = _softmax(scores, lowest_top, scale, True, visible)
             acc = gl.zeros([M, D], gl.float32, SUMS)
             # key tiles [whole, masked) are seen whole by all queries of this half
             masked = gl.maximum((own + 1) // N, lowest)
@@ -256,7 +256,8 @@ def _multiply(
             mbarrier.arrive(q_empty.index(HALF), count=1)
             slot = (done - 1) % STAGES
             mbarrier.wait(v_full.index(slot), (done - 1) // STAGES & 1)
-            acc = warpgroup_mma(weights, v.index(slot), acc, is_async=True)
+            operand = gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, SUMS, 2))
+            acc = warpgroup_mma(operand, v.index(slot), acc, is_async=True)
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(v_empty.index(slot), count=1)
             if SINKS:
