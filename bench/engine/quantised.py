@@ -73,8 +73,8 @@ CASES: tuple[tuple[int, int, int, Op, slice], ...] = (
     (512, 2048, 300, "gated", slice(1)),
 )
 """Outputs, inputs, rows, op, and which of the candidates."""
-MAX_ERROR = 0.03
-"""Of a result, in standard deviations of the results: bf16 rounds one of 4 by 0.016."""
+MAX_ERROR = 0.04
+"""Of a result, in standard deviations of the results: bf16 rounds one between 8 and 16 by up to 0.031, and gated ones get there."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
