@@ -32,7 +32,8 @@ from recipes.draft.card import write_card
 from recipes.draft.export import load_folder
 from recipes.draft.samples import read_samples
 from recipes.draft.target import load_target
-from recipes.draft.train import CHECKPOINT, device_of, dtype_of, read_checkpoint
+from recipes.draft.train import CHECKPOINT
+from recipes.draft.trainer import device_of, dtype_of, read_checkpoint
 
 PROPOSED = (2, 4, 8)
 """K of the mean accepted length."""

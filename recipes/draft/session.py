@@ -27,7 +27,8 @@ import torch
 from bench.common.machine import ROOT
 from common.models.source import DEFAULT_MODEL, resolve
 from common.protocol.errors import ConfigError
-from recipes.draft.train import CHECKPOINT, LOG, read_checkpoint
+from recipes.draft.train import CHECKPOINT, LOG
+from recipes.draft.trainer import read_checkpoint
 
 WORK = ROOT / "build" / "recipe"
 PARTS = ("generate", "vocabulary", "train", "evaluate")
