@@ -93,7 +93,7 @@ class EagleHead(nn.Module):
 
     def features(self, residuals: torch.Tensor) -> torch.Tensor:
         """residuals: [..., 3 * hidden], the target's. Returns [..., hidden], float32 as the weights are."""
-        return self.fc((residuals.float() / self.feature_scale)).to(self.fc.weight.dtype)
+        return self.fc(residuals.float() / self.feature_scale).to(self.fc.weight.dtype)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., hidden], outputs of steps. Returns float32 [..., draft_vocab]."""
@@ -114,7 +114,7 @@ class EagleHead(nn.Module):
         keys: list[torch.Tensor] = []
         values: list[torch.Tensor] = []
         found: list[torch.Tensor] = []
-        for step in range(steps):
+        for _ in range(steps):
             query, key, value = self.midlayer.self_attn.projected(self.midlayer.inputs(feature, embedded), cosines, sines)
             keys.append(key)
             values.append(value)

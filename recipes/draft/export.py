@@ -92,9 +92,7 @@ def load_folder(folder: Path, target: Target) -> DraftModel:
     return draft
 
 
-def checked_ids(
-    folder: Path, config: Mapping[str, Any], shape: LlamaShape, d2t: torch.Tensor, target: Target
-) -> torch.Tensor:
+def checked_ids(folder: Path, config: Mapping[str, Any], shape: LlamaShape, d2t: torch.Tensor, target: Target) -> torch.Tensor:
     """Return the draft vocabulary, int64. :raises ConfigError: if the folder is damaged, or is not for this target."""
     if (shape.vocab_size, shape.hidden_size) != (target.shape.vocab_size, target.shape.hidden_size):
         raise ConfigError(f"{folder} is not for {target.name}: its vocabulary or hidden size is another")

@@ -18,6 +18,7 @@ from recipes.draft.llama import LlamaShape
 from recipes.draft.target import Target
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 
 def export_eagle(folder: Path, head: EagleHead, target: Target) -> int:
@@ -28,7 +29,7 @@ def export_eagle(folder: Path, head: EagleHead, target: Target) -> int:
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
     tensors["d2t"] = head.ids - torch.arange(len(head.ids), device=head.ids.device)
     config = config_of(head.shape, len(head.ids), target, complete=False)
-    config |= {"architectures": ["LlamaForCausalLMEagle3"], LAYER_IDS: list(head.layer_ids)}
+    config |= {"architectures": [ARCHITECTURE], LAYER_IDS: list(head.layer_ids)}
     (folder / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config)))
     partial = folder / "model.partial"
     save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, partial, {"format": "pt"})

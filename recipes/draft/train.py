@@ -51,8 +51,7 @@ class Trainer(BaseTrainer):
 
     def losses(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Return mean KL and mean cross-entropy of the answers' positions, float32 scalars."""
-        rows, places = (index.to(self.device, non_blocking=True) for index in batch.answers.nonzero(as_tuple=True))
-        tokens = batch.tokens.to(self.device, non_blocking=True)
+        tokens, rows, places = batch.on(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             with torch.no_grad():
                 # only the rows of the target's head that the draft model has: its distribution over the draft vocabulary

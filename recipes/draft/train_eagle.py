@@ -70,8 +70,7 @@ class EagleTrainer(BaseTrainer):
         # the target's distribution of position p + 1, behind the token whose embedding is read at p
         answers = batch.answers.clone()
         answers[:, 0] = False
-        rows, places = (index.to(self.device, non_blocking=True) for index in answers.nonzero(as_tuple=True))
-        tokens = batch.tokens.to(self.device, non_blocking=True)
+        tokens, rows, places = Batch(batch.tokens, answers).on(self.device)
         with torch.no_grad():
             residuals, final = self.target.states(tokens, draft.layer_ids)
             wanted = (final[rows, places].float() @ draft.head.float().T).softmax(-1)
@@ -117,6 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         samples, held_out = read_samples(folder, "train"), read_samples(folder, "held_out")
         starts = by_temperature(starts_of(held_out, arguments.places, settings.max_length))
         device = device_of(arguments.device)
+        torch.set_float32_matmul_precision("high")  # of the target's bf16 numbers, TF32 products are exact
         target = load_target(resolve(arguments.model), device, dtype_of(device))
         trainer = EagleTrainer(target, ids, samples, settings)
         best = 0.0

@@ -1,7 +1,7 @@
 """What every training run of this recipe shares: the optimiser, the schedule, checkpoints, and the loop that reports.
 
-The learning rate warms up and then falls along a cosine over `steps`; with `steps` 0 their number is what fits into the time, at
-the speed measured so far. With a given number of steps a run is a function of its settings, seed and data.
+The learning rate warms up and then falls along a cosine over `steps`; with `steps` 0 their number is what fits into the time,
+at the speed measured so far. With a given number of steps a run is a function of its settings, seed and data.
 """
 
 from __future__ import annotations

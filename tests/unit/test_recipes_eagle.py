@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,16 +14,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from common.models.source import ModelFiles
 from common.ops.sampling.sample_reference import sample_reference
 from common.protocol.errors import ConfigError
+from common.text.bundle import load_bundle
+from recipes.draft import session, write
 from recipes.draft.acceptance import Start, mean_accepted, starts_of, survival
+from recipes.draft.batched import Ask, BatchedWriter
+from recipes.draft.card import write_card
 from recipes.draft.eagle import EagleHead, default_layer_ids, draft_step_by_step, new_head, set_feature_scale
 from recipes.draft.eagle_acceptance import eagle_proposer
 from recipes.draft.export_eagle import export_eagle, load_eagle
 from recipes.draft.llama import Decoder, LlamaShape, rotary_tables
-from recipes.draft.samples import Sample
+from recipes.draft.samples import Sample, read_samples, shard_path, shards, write_shard
 from recipes.draft.target import Target, frozen
 from recipes.draft.train_eagle import EagleSettings, EagleTrainer
+from recipes.draft.trainer import read_checkpoint
 from recipes.draft.vocabulary import answer_counts, choose_ids
 
 SHAPE = LlamaShape(
@@ -245,9 +253,91 @@ def test_the_exported_folder_is_what_was_trained(target: Target, head: EagleHead
 
 
 def test_settings_that_do_not_fit_are_refused(target: Target, ids: torch.Tensor, samples: list[Sample]) -> None:
-    for changed in ({"layer_ids": "1,2"}, {"layer_ids": "1,2,5"}, {"layer_ids": "low"}, {"unroll": 0}, {"intermediate_size": 49}):
+    for changed in (
+        {"layer_ids": "1,2"},
+        {"layer_ids": "1,2,5"},
+        {"layer_ids": "low"},
+        {"unroll": 0},
+        {"intermediate_size": 49},
+    ):
         with pytest.raises(ConfigError):
             EagleTrainer(target, ids, samples, msgspec.structs.replace(SETTINGS, **changed))
+
+
+def test_answers_written_together_are_those_of_each_prompt_alone(target: Target) -> None:
+    """Prompts of several lengths, greedy and sampled; rows end at different steps and are dropped."""
+    generator = torch.Generator().manual_seed(5)
+    asks = [
+        Ask(torch.randint(0, 64, (3 + seed % 5,), generator=generator).tolist(), seed, (0.0, 0.7)[seed % 2])
+        for seed in range(14)
+    ]
+    eos_ids = {3, 9, 17, 20, 41}
+    found = BatchedWriter(target, eos_ids).write(asks, 40)
+    for ask, answer in zip(asks, found, strict=True):
+        tokens, expected = list(ask.prompt), []
+        while len(expected) < 40 and not (expected and expected[-1] in eos_ids):
+            logits = target.hidden(torch.tensor([tokens]))[0, -1] @ target.head.T
+            drawn = {"temperature": ask.temperature, "seed": ask.seed, "position": len(tokens)}
+            expected.append(int(sample_reference(logits, top_k=0, top_p=1, min_p=0, **drawn)))
+            tokens.append(expected[-1])
+        assert answer == expected
+    assert len({len(answer) for answer in found}) > 3
+
+
+def test_writing_for_a_folder_of_prompts_leaves_shards_and_goes_on(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, count in (("train", 9), ("held_out", 3)):
+        prompts = [Sample(np.array([1, 2, number + 3], np.uint32), 3, 0, 0.0) for number in range(count)]
+        write_shard(tmp_path / f"prompts-{name}.npz", prompts)
+    monkeypatch.setattr(write, "load_target", lambda files, device, dtype: target)
+    flags = [str(tmp_path), "--rows=4", "--max-tokens=5", "--written-share=0", "--device=cpu"]
+    write.main([*flags, "--minutes=0"])
+    assert not shards(tmp_path, "train")
+    write.main(flags)
+    assert len(shards(tmp_path, "train")) == 3 and len(read_samples(tmp_path, "train")) == 9
+    assert sorted(sample.seed for sample in read_samples(tmp_path, "held_out")) == [0, 1, 2]
+    assert {round(sample.temperature, 3) for sample in read_samples(tmp_path, "train")} == {0.0, 0.7, 1.0}
+
+
+def test_a_user_turn_is_what_lies_between_the_tokens_around_it(smollm2: ModelFiles) -> None:
+    bundle = load_bundle(smollm2)
+    before, behind = write.turn_around(bundle)
+    turn = bundle.tokenizer.encode("Why is the sky blue?")
+    assert [*before, *turn, *behind] == bundle.encode_chat([{"role": "user", "content": "Why is the sky blue?"}])
+
+
+def test_the_card_of_a_head_says_what_it_was_trained_on(
+    target: Target, ids: torch.Tensor, samples: list[Sample], tmp_path: Path
+) -> None:
+    trainer = EagleTrainer(target, ids, samples, msgspec.structs.replace(SETTINGS, steps=3))
+    list(trainer.run(NEVER_S))
+    trainer.save(tmp_path / "eagle.pt")
+    export_eagle(tmp_path / "eagle", trainer.draft, target)
+    write_shard(shard_path(tmp_path, "train", 0), samples)
+    write_shard(shard_path(tmp_path, "held_out", 0), samples)
+    write_card(tmp_path / "eagle", tmp_path, read_checkpoint(tmp_path / "eagle.pt", torch.device("cpu")), "| a table |")
+    card = (tmp_path / "eagle" / "README.md").read_text()
+    assert "| a table |" in card and "3 steps" in card and "layers [2, 2, 1]" in card and "50 % at T = 0," in card
+    session.pack(tmp_path, tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["data-0.zip", "eagle.zip", "rest.zip"]
+    with zipfile.ZipFile(tmp_path / "out" / "eagle.zip") as archive:
+        assert {"eagle/config.json", "eagle/model.safetensors", "eagle/README.md"} <= set(archive.namelist())
+
+
+def test_parts_that_need_a_failed_one_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+
+    def run_module(name: str, flags: Sequence[str]) -> int:
+        begun.append(name)
+        return int(name == "train_eagle")
+
+    monkeypatch.setattr(session, "run_module", run_module)
+    parts = [("vocabulary", 1.0), ("train-eagle", 1.0), ("evaluate-eagle", 1.0), ("train", 1.0), ("evaluate", 1.0)]
+    assert session.run(parts, tmp_path / "out", tmp_path, "target", {}) == 1
+    assert begun == ["vocabulary", "train_eagle", "evaluate", "train", "export", "evaluate"]
+    with pytest.raises(argparse.ArgumentTypeError):
+        session.parsed_part("trian=3")
 
 
 def test_scales_come_from_usual_tokens(head: EagleHead) -> None:
