@@ -181,7 +181,7 @@ def draft_step_by_step(
 
 
 def new_head(target: Target, ids: torch.Tensor, intermediate_size: int, layer_ids: Sequence[int] = ()) -> EagleHead:
-    """Return a head in fp32 that begins with the target's last layer and final norm, and passes the high residual on.
+    """Return a head in fp32 that begins with the target's last layer and final norm; see `fit_features` for `fc`.
 
     Attention begins with the target's weights for both its inputs, at half their size. An MLP that is narrower than the
     target's keeps the neurons with the largest product of weight norms.
@@ -201,8 +201,6 @@ def new_head(target: Target, ids: torch.Tensor, intermediate_size: int, layer_id
     source = target.decoder.layers[-1]
     assert isinstance(source, Layer)
     with torch.no_grad():
-        head.fc.weight.mul_(0.1)
-        head.fc.weight[:, -shape.hidden_size :] += torch.eye(shape.hidden_size, device=ids.device)
         for name in ("q_proj", "k_proj", "v_proj"):
             weight = getattr(source.self_attn, name).weight
             getattr(head.midlayer.self_attn, name).weight.copy_(torch.cat([weight, weight], 1) / 2)
@@ -221,13 +219,19 @@ def new_head(target: Target, ids: torch.Tensor, intermediate_size: int, layer_id
 
 
 @torch.no_grad()
-def set_feature_scale(head: EagleHead, residuals: torch.Tensor) -> None:
-    """Take the root mean square of each channel as its scale. residuals: [..., 3 * hidden], the target's on some text.
+def fit_features(head: EagleHead, residuals: torch.Tensor) -> None:
+    """Take the root mean square of each channel as its scale, and begin with an `fc` that passes the high residual on as it is.
 
-    Tokens with a hundred times the usual size (a sequence's first one, in many models) are left out.
+    So the layer, which is the target's last one, begins with what it knows, and adds to it at the size that it had.
+    residuals: [..., 3 * hidden], the target's on some text. Tokens with a hundred times the usual size (a sequence's first one,
+    in many models) are left out.
     """
+    hidden = head.shape.hidden_size
     rows = residuals.flatten(0, -2).float()
-    high = rows[:, -head.shape.hidden_size :].norm(dim=1)
+    high = rows[:, -hidden:].norm(dim=1)
     rows = rows[high < 4 * high.median()]
     scale = rows.pow(2).mean(0).sqrt()
     head.feature_scale.copy_(scale.clamp(min=0.05 * float(scale.median())))
+    high_scale = head.feature_scale[-hidden:]
+    head.fc.weight.mul_(0.1 * high_scale.median())
+    head.fc.weight[:, -hidden:] += torch.diag(high_scale)

@@ -22,6 +22,8 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from bench.common.machine import ROOT
 from common.models.source import DEFAULT_MODEL, resolve
 from common.protocol.errors import ConfigError
@@ -43,6 +45,7 @@ SECONDS = {
     "evaluate": 30.0,
 }
 """Of each part, unless the command line says otherwise."""
+DEFAULT_PARTS = [(name, SECONDS[name]) for name in ("write", "vocabulary", "train-eagle", "evaluate-eagle")]
 PIECE_BYTES = 24 << 20
 """Of a file that is carried."""
 ZIP_BYTES = 15_000_000
@@ -173,6 +176,8 @@ def run(parts: Sequence[tuple[str, float]], out: Path, data: Path, model: str, f
                 status = status or ended
                 break
         pack(data, out)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
     return status
 
 
@@ -202,7 +207,7 @@ def main() -> None:
         prog="recipes.draft.session", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", help="where results go, or `prepare`")
-    parser.add_argument("--parts", nargs="+", type=parsed_part, default=[parsed_part("vocabulary")], metavar="PART[=SECONDS]")
+    parser.add_argument("--parts", nargs="+", type=parsed_part, default=DEFAULT_PARTS, metavar="PART[=SECONDS]")
     parser.add_argument("--eagle", default="", help="further flags for train_eagle, in one string")
     parser.add_argument("--draft", default="", help="further flags for train, in one string")
     parser.add_argument("--write", default="", help="further flags for write, in one string")

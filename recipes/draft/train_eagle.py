@@ -22,7 +22,7 @@ from torch.nn import functional
 from common.models.source import DEFAULT_MODEL, resolve
 from common.protocol.errors import ConfigError
 from recipes.draft.acceptance import by_temperature, mean_accepted, starts_of
-from recipes.draft.eagle import EagleHead, new_head, set_feature_scale
+from recipes.draft.eagle import EagleHead, fit_features, new_head
 from recipes.draft.eagle_acceptance import eagle_proposer
 from recipes.draft.export_eagle import export_eagle
 from recipes.draft.samples import Batch, Sample, collate, read_samples
@@ -61,7 +61,7 @@ class EagleTrainer(BaseTrainer):
         some = collate(self.samples[:32], settings.max_length)
         residuals, _ = target.states(some.tokens.to(self.device), self.draft.layer_ids)
         inside = torch.arange(some.tokens.shape[1]) < torch.tensor([[len(one.tokens)] for one in self.samples[:32]])
-        set_feature_scale(self.draft, residuals[inside.to(self.device)])
+        fit_features(self.draft, residuals[inside.to(self.device)])
 
     def losses(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Return the loss, and of the first and the last draft step the cross-entropy and how often its likeliest id is the
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.set_float32_matmul_precision("high")  # of the target's bf16 numbers, TF32 products are exact
         target = load_target(resolve(arguments.model), device, dtype_of(device))
         trainer = EagleTrainer(target, ids, samples, settings)
-        best = 0.0
+        best = -1.0
 
         def evaluated(survived: Mapping[float, list[float]]) -> None:
             nonlocal best

@@ -134,6 +134,8 @@ def write_wave(writer: BatchedWriter, wave: Sequence[Ask], path: Path, max_token
         for ask, output in zip(some, writer.write(some, max_tokens), strict=True):
             tokens = np.array([*ask.prompt, *output], np.uint32)
             samples.append(Sample(tokens, len(ask.prompt), ask.seed, ask.temperature))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the next cache has another length, and would not fit into what is left of this one
     write_shard(path, samples)
     written = sum(len(sample.tokens) - sample.prompt_length for sample in samples)
     seconds = time.monotonic() - begun

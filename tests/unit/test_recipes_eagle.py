@@ -22,7 +22,7 @@ from recipes.draft import session, write
 from recipes.draft.acceptance import Start, mean_accepted, starts_of, survival
 from recipes.draft.batched import Ask, BatchedWriter
 from recipes.draft.card import write_card
-from recipes.draft.eagle import EagleHead, default_layer_ids, draft_step_by_step, new_head, set_feature_scale
+from recipes.draft.eagle import EagleHead, default_layer_ids, draft_step_by_step, fit_features, new_head
 from recipes.draft.eagle_acceptance import eagle_proposer
 from recipes.draft.export_eagle import export_eagle, load_eagle
 from recipes.draft.llama import Decoder, LlamaShape, rotary_tables
@@ -344,7 +344,7 @@ def test_scales_come_from_usual_tokens(head: EagleHead) -> None:
     residuals = torch.randn(400, 96, generator=torch.Generator().manual_seed(1))
     residuals[:, 10] *= 50
     residuals[0] *= 1000
-    set_feature_scale(head, residuals)
+    fit_features(head, residuals)
     assert 40 < float(head.feature_scale[10]) < 60
     assert float(head.feature_scale[11]) == pytest.approx(1, abs=0.2)
 
