@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 import time
 import traceback
@@ -25,7 +26,7 @@ from pathlib import Path
 import torch
 
 from bench.common.machine import ROOT
-from common.models.source import DEFAULT_MODEL, resolve
+from common.models.source import DEFAULT_MODEL, default_cache_dir, resolve
 from common.protocol.errors import ConfigError
 from common.text.bundle import load_bundle
 from recipes.draft import prompts
@@ -61,7 +62,7 @@ def prepare(train: int, held_out: int) -> None:
     bundle = load_bundle(files)
     for name in SPLITS:
         encode(data, bundle, name)
-    split(files.path, WORK / "target")
+    split(files.path, WORK / "target" / files.path.parent.relative_to(default_cache_dir()))
     print(f"{WORK}: {sum(path.stat().st_size for path in WORK.rglob('*') if path.is_file()) / 1e6:.0f} MB")
 
 
@@ -90,6 +91,17 @@ def join(folder: Path) -> Path:
                 whole.write(piece.read_bytes())
         partial.replace(file)
     return file
+
+
+def carried_target(folder: Path) -> str:
+    """Put the carried target together, where `resolve` finds it by its name: an exported folder names its target.
+
+    :raises ConfigError: if pieces are missing.
+    """
+    pieces = sorted(folder.rglob("*-of-[0-9][0-9]"))
+    join(pieces[0].parent if pieces else folder)
+    os.environ["PENSTOCK_HOME"] = str(folder)
+    return DEFAULT_MODEL
 
 
 def commands(part: str, model: str, data: Path, seconds: float, extra: Sequence[str]) -> list[tuple[str, list[str]]]:
@@ -221,7 +233,7 @@ def main() -> None:
             prepare(arguments.train, arguments.held_out)
             return
         only_smoke = all(name == "smoke" for name, _ in arguments.parts)
-        model = arguments.model or ("" if only_smoke else str(join(WORK / "target")))
+        model = arguments.model or ("" if only_smoke else carried_target(WORK / "target"))
     except ConfigError as error:
         raise SystemExit(str(error)) from error
     flags = {"train-eagle": arguments.eagle.split(), "train": arguments.draft.split(), "write": arguments.write.split()}

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from common.models.source import ModelFiles
+from common.models.source import DEFAULT_MODEL, ModelFiles, resolve
 from common.ops.sampling.sample_reference import sample_reference
 from common.protocol.errors import ConfigError
 from common.text.bundle import load_bundle
@@ -323,6 +323,23 @@ def test_the_card_of_a_head_says_what_it_was_trained_on(
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["data-0.zip", "eagle.zip", "rest.zip"]
     with zipfile.ZipFile(tmp_path / "out" / "eagle.zip") as archive:
         assert {"eagle/config.json", "eagle/model.safetensors", "eagle/README.md"} <= set(archive.namelist())
+
+
+def test_a_carried_target_is_found_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "here"))
+    file = tmp_path / "here" / "models" / DEFAULT_MODEL / "0.1.2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(bytes(3000))
+    monkeypatch.setattr(session, "WORK", tmp_path / "work")
+    monkeypatch.setattr(session, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(session.prompts, "main", lambda argv: None)
+    monkeypatch.setattr(session, "load_bundle", lambda files: None)
+    monkeypatch.setattr(session, "encode", lambda folder, bundle, split: [])
+    session.prepare(1, 1)
+    assert session.carried_target(tmp_path / "work" / "target") == DEFAULT_MODEL
+    files = resolve(DEFAULT_MODEL)
+    assert files.path.is_relative_to(tmp_path / "work") and files.path.read_bytes() == bytes(3000)
+    assert (files.name, files.revision) == (DEFAULT_MODEL, "0.1.2")
 
 
 def test_parts_that_need_a_failed_one_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
