@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,20 +10,20 @@ from typing import Any
 from common.models.json_files import read_object_if_any
 from recipes.draft.samples import read_samples
 
-_CARD = """# A draft model for {target}
+_CARD = """# {kind} for {target}
 
 Proposes tokens for speculative decoding with {target} ({revision}). Of no use alone: embedding and output head are the
 target's.
 
 | | |
 |---|---|
-| layers, MLP width, hidden size | {layers}, {intermediate}, {hidden} |
+| layers, MLP width, hidden size | {layers}, {intermediate}, {hidden} |{reads}
 | draft vocabulary | {ids} of {vocabulary} ids |
 | weights | {megabytes:.1f} MB |
-| data | {samples} answers of the target, {tokens} tokens, a third each at T = 0, 0.7 and 1 |
-| prompts | generated (recipes/draft/prompts.py); passages from Python's documentation and library, and common licences |
+| data | {samples} answers of the target, {tokens} tokens; {temperatures} |
+| prompts | generated (recipes/draft/prompts.py){written}; passages from Python's documentation and library and licences |
 | training | {steps} steps of up to {batch} tokens, {epochs} epochs begun, {minutes:.1f} minutes |
-| loss | KL to the target at temperature 1, and {weight} of the cross-entropy to its tokens |
+| loss | {loss} |
 | licence | the target's |
 
 ## Acceptance
@@ -33,6 +34,11 @@ own.
 
 {table}
 """
+_DRAFT_LOSS = "KL to the target at temperature 1, and {chosen_weight} of the cross-entropy to its tokens"
+_EAGLE_LOSS = (
+    "cross-entropy to the target's distribution at temperature 1, and {greedy_weight} of that to its likeliest id; {unroll} "
+    "draft steps unrolled from every position, step j with weight {step_decay}^j"
+)
 
 
 def write_card(draft: Path, data: Path, state: Mapping[str, Any], table: str) -> None:
@@ -42,6 +48,9 @@ def write_card(draft: Path, data: Path, state: Mapping[str, Any], table: str) ->
     """
     config = read_object_if_any(draft / "config.json")
     samples = read_samples(data, "train")
+    layer_ids = config.get("eagle_aux_hidden_state_layer_ids")
+    answers = Counter(round(sample.temperature, 3) for sample in samples)
+    shares = [f"{100 * count / len(samples):.0f} % at T = {heat:g}" for heat, count in sorted(answers.items())]
     text = _CARD.format(
         target=config["target"]["name"],
         revision=config["target"]["revision"],
@@ -57,7 +66,11 @@ def write_card(draft: Path, data: Path, state: Mapping[str, Any], table: str) ->
         batch=state["settings"]["batch_tokens"],
         epochs=state["progress"]["epoch"] + 1,
         minutes=state["progress"]["seconds"] / 60,
-        weight=state["settings"]["chosen_weight"],
+        kind="A draft model" if layer_ids is None else "An EAGLE-3-style head",
+        reads="" if layer_ids is None else f"\n| reads | the target's residuals that enter layers {layer_ids} |",
+        temperatures=", ".join(shares),
+        written=" and by the target itself (recipes/draft/write.py)" if (data / "prompts-train.npz").exists() else "",
+        loss=(_DRAFT_LOSS if layer_ids is None else _EAGLE_LOSS).format(**state["settings"]),
         table=table,
     )
     (draft / "README.md").write_text(text)

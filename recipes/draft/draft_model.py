@@ -87,13 +87,13 @@ def _copy_layer(layer: Layer, source: Layer) -> None:
     layer.self_attn.load_state_dict(source.self_attn.state_dict())
     layer.input_layernorm.load_state_dict(source.input_layernorm.state_dict())
     layer.post_attention_layernorm.load_state_dict(source.post_attention_layernorm.state_dict())
-    kept = _largest_neurons(source.mlp, layer.mlp.gate_proj.out_features)
+    kept = largest_neurons(source.mlp, layer.mlp.gate_proj.out_features)
     layer.mlp.gate_proj.weight.copy_(source.mlp.gate_proj.weight[kept])
     layer.mlp.up_proj.weight.copy_(source.mlp.up_proj.weight[kept])
     layer.mlp.down_proj.weight.copy_(source.mlp.down_proj.weight[:, kept])
 
 
-def _largest_neurons(mlp: Mlp, count: int) -> torch.Tensor:
+def largest_neurons(mlp: Mlp, count: int) -> torch.Tensor:
     """Return the indices of `count` neurons in ascending order, int64."""
     gate, up, down = (linear.weight.float() for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj))
     importance = gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)

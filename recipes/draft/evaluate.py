@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import torch
 
 from bench.common.table import markdown
+from common.models.json_files import read_object_if_any
 from common.models.source import DEFAULT_MODEL, resolve
 from common.protocol.errors import ConfigError
 from recipes.draft.acceptance import (
@@ -29,13 +31,18 @@ from recipes.draft.acceptance import (
     survival,
 )
 from recipes.draft.card import write_card
+from recipes.draft.eagle_acceptance import eagle_proposer
 from recipes.draft.export import load_folder
+from recipes.draft.export_eagle import ARCHITECTURE, load_eagle
 from recipes.draft.samples import read_samples
-from recipes.draft.target import load_target
-from recipes.draft.train import CHECKPOINT, device_of, dtype_of, read_checkpoint
+from recipes.draft.target import Target, load_target
+from recipes.draft.train import CHECKPOINT
+from recipes.draft.train_eagle import EAGLE_CHECKPOINT
+from recipes.draft.trainer import device_of, dtype_of, read_checkpoint
 
 PROPOSED = (2, 4, 8)
 """K of the mean accepted length."""
+DRAFT_MODEL = "draft model"
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -55,6 +62,13 @@ def measure(starts: Mapping[float, Sequence[Start]], proposers: Mapping[str, Pro
     ]
 
 
+def proposer_of(folder: Path, target: Target) -> tuple[str, Proposer]:
+    """Return the kind of draft in an exported folder, and its proposer. :raises ConfigError: if it is damaged."""
+    if ARCHITECTURE in read_object_if_any(folder / "config.json").get("architectures", ()):
+        return "EAGLE-3 head", eagle_proposer(load_eagle(folder, target), target)
+    return DRAFT_MODEL, draft_proposer(load_folder(folder, target))
+
+
 def table_of(rows: Sequence[Row]) -> str:
     """Return a table in Markdown."""
     heads = ["proposer", "T", "places"]
@@ -68,7 +82,7 @@ def table_of(rows: Sequence[Row]) -> str:
     return markdown(heads, lines)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="recipes.draft.evaluate", description=__doc__)
     parser.add_argument("folder", type=Path, help="holds the held-out shards")
     parser.add_argument("draft", type=Path, help="an exported draft model")
@@ -79,20 +93,21 @@ def main() -> None:
         "--max-length", type=int, default=832, help="tokens of an answer with its prompt (default: %(default)s)"
     )
     parser.add_argument("--card", action="store_true", help="write the model card into the draft model's folder")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     try:
         starts = by_temperature(
             starts_of(read_samples(arguments.folder, "held_out"), arguments.per_sample, arguments.max_length)
         )
         device = device_of(arguments.device)
         target = load_target(resolve(arguments.model), device, dtype_of(device))
-        draft = load_folder(arguments.draft, target)
-        rows = measure(starts, {"draft model": draft_proposer(draft), "n-gram": ngram_proposer()})
+        name, propose = proposer_of(arguments.draft, target)
+        rows = measure(starts, {name: propose, "n-gram": ngram_proposer()})
         table = table_of(rows)
         print(table)
         (arguments.draft / "acceptance.json").write_bytes(msgspec.json.encode(rows))
         if arguments.card:
-            state = read_checkpoint(arguments.folder / CHECKPOINT, device)
+            checkpoint = CHECKPOINT if name == DRAFT_MODEL else EAGLE_CHECKPOINT
+            state = read_checkpoint(arguments.folder / checkpoint, torch.device("cpu"))
             write_card(arguments.draft, arguments.folder, state, table)
     except ConfigError as error:
         raise SystemExit(str(error)) from error

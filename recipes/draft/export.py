@@ -6,6 +6,7 @@ python -m recipes.draft.export build/draft build/draft/model
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +21,26 @@ from common.protocol.errors import ConfigError
 from recipes.draft.draft_model import DraftModel
 from recipes.draft.llama import LlamaShape
 from recipes.draft.target import Target, load_target
-from recipes.draft.train import CHECKPOINT, read_checkpoint
+from recipes.draft.train import CHECKPOINT
+from recipes.draft.trainer import read_checkpoint
 from recipes.draft.vocabulary import d2t_of
 
 WEIGHTS = "model.safetensors"
 
 
-def config_of(draft: DraftModel, target: Target, *, complete: bool) -> dict[str, Any]:
-    """Return the contents of config.json."""
+def config_of(shape: LlamaShape, num_ids: int, target: Target, *, complete: bool) -> dict[str, Any]:
+    """Return the contents of config.json. num_ids: of the draft vocabulary."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        **msgspec.to_builtins(draft.shape),
+        **msgspec.to_builtins(shape),
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "rope_parameters": {"rope_type": "default", "rope_theta": draft.shape.rope_theta},
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
         "torch_dtype": "bfloat16",
-        "draft_vocab_size": len(draft.ids),
+        "draft_vocab_size": num_ids,
         "embedding_from_target": not complete,
         "head_from_target": not complete,
         "target": {
@@ -61,7 +63,8 @@ def export(folder: Path, draft: DraftModel, target: Target, *, complete: bool = 
         tensors["model.embed_tokens.weight"] = draft.embedding.to(torch.bfloat16)
         tensors["lm_head.weight"] = draft.head.to(torch.bfloat16)
     tensors["d2t"] = torch.from_numpy(d2t_of(draft.ids.cpu().numpy()))
-    (folder / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config_of(draft, target, complete=complete))))
+    config = config_of(draft.shape, len(draft.ids), target, complete=complete)
+    (folder / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config)))
     save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
     return (folder / WEIGHTS).stat().st_size
 
@@ -78,13 +81,7 @@ def load_folder(folder: Path, target: Target) -> DraftModel:
         d2t = tensors.pop("d2t")
     except (OSError, SafetensorError, msgspec.ValidationError, KeyError) as error:
         raise ConfigError(f"{folder} is not a draft model: {error}") from error
-    if (shape.vocab_size, shape.hidden_size) != (target.shape.vocab_size, target.shape.hidden_size):
-        raise ConfigError(f"{folder} is not for {target.name}: its vocabulary or hidden size is another")
-    ids = (d2t + torch.arange(len(d2t))).to(target.head.device)
-    if len(ids) != config.get("draft_vocab_size") or not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= shape.vocab_size:
-        raise ConfigError(f"{folder} is damaged: d2t does not fit draft_vocab_size and vocab_size")
-    if bool((ids.diff() <= 0).any()):
-        raise ConfigError(f"{folder} is damaged: the ids of d2t must ascend")
+    ids = checked_ids(folder, config, shape, d2t, target)
     embedding = tensors.pop("model.embed_tokens.weight", target.embedding).to(target.head)
     head = tensors.pop("lm_head.weight", target.head[ids]).to(target.head)
     draft = DraftModel(shape, embedding, head, ids).to(target.head.device)
@@ -93,6 +90,18 @@ def load_folder(folder: Path, target: Target) -> DraftModel:
     except RuntimeError as error:
         raise ConfigError(f"{folder} is damaged: {error}") from error
     return draft
+
+
+def checked_ids(folder: Path, config: Mapping[str, Any], shape: LlamaShape, d2t: torch.Tensor, target: Target) -> torch.Tensor:
+    """Return the draft vocabulary, int64. :raises ConfigError: if the folder is damaged, or is not for this target."""
+    if (shape.vocab_size, shape.hidden_size) != (target.shape.vocab_size, target.shape.hidden_size):
+        raise ConfigError(f"{folder} is not for {target.name}: its vocabulary or hidden size is another")
+    ids = (d2t + torch.arange(len(d2t))).to(target.head.device)
+    if len(ids) != config.get("draft_vocab_size") or not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= shape.vocab_size:
+        raise ConfigError(f"{folder} is damaged: d2t does not fit draft_vocab_size and vocab_size")
+    if bool((ids.diff() <= 0).any()):
+        raise ConfigError(f"{folder} is damaged: the ids of d2t must ascend")
+    return ids
 
 
 def draft_of_checkpoint(path: Path, target: Target) -> tuple[DraftModel, dict[str, Any]]:
@@ -115,13 +124,13 @@ def draft_of_checkpoint(path: Path, target: Target) -> tuple[DraftModel, dict[st
     return draft, state
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="recipes.draft.export", description=__doc__)
     parser.add_argument("folder", type=Path, help="holds the checkpoint")
     parser.add_argument("out", type=Path, help="where the draft model is written")
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--complete", action="store_true", help="write the embedding and the head, too")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     try:
         target = load_target(resolve(arguments.model), torch.device("cpu"), torch.float32)
         draft, _ = draft_of_checkpoint(arguments.folder / CHECKPOINT, target)

@@ -74,7 +74,7 @@ def requests_of(
     return found
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="recipes.draft.generate", description=__doc__)
     parser.add_argument("folder", type=Path, help="holds train.jsonl and held_out.jsonl; shards are written there")
     parser.add_argument("--model", default=DEFAULT_MODEL)
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=320, help="of an answer (default: %(default)s)")
     parser.add_argument("--max-running", type=int, default=512, help="answers in work at once (default: %(default)s)")
     parser.add_argument("--token-budget", type=int, default=4096, help="prompt tokens of a step (default: %(default)s)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if min(arguments.shard, arguments.max_tokens, arguments.max_running, arguments.token_budget) < 1:
         raise SystemExit("--shard, --max-tokens, --max-running and --token-budget must be at least 1")
     try:

@@ -5,6 +5,8 @@ The target and the draft model are both a `Decoder`; embedding and head belong t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import torch
 from torch import nn
@@ -36,33 +38,47 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., size]. Returns the same shape and dtype."""
+        if x.is_cuda and not torch.is_grad_enabled() and x.dtype == self.weight.dtype:
+            # one kernel instead of six: most of a frozen target's time is in kernels as small as these
+            return functional.rms_norm(x, self.weight.shape, self.weight, self.epsilon).to(x.dtype)
         wide = x.float()
         normal = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilon)
         return self.weight * normal.to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions."""
+    """Causal grouped-query attention with rotary positions. input_size: of what it reads, if not the hidden size."""
 
-    def __init__(self, shape: LlamaShape) -> None:
+    def __init__(self, shape: LlamaShape, input_size: int = 0) -> None:
         super().__init__()
         self.shape = shape
         queries, keys = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, queries, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, keys, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, keys, bias=False)
+        input_size = input_size or shape.hidden_size
+        self.q_proj = nn.Linear(input_size, queries, bias=False)
+        self.k_proj = nn.Linear(input_size, keys, bias=False)
+        self.v_proj = nn.Linear(input_size, keys, bias=False)
         self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
 
     def forward(self, x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-        """x: [batch, tokens, hidden]; cosines, sines: [tokens, head_dim]. Returns [batch, tokens, hidden]."""
+        """x: [batch, tokens, input_size]; cosines, sines: [tokens, head_dim]. Returns [batch, tokens, hidden]."""
+        query, key, value = self.projected(x, cosines, sines)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        return self.joined(mixed)
+
+    def projected(
+        self, x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x: [batch, tokens, input_size]. Returns queries and keys, rotated, and values, each [batch, heads, tokens,
+        head_dim] with heads of its own."""
         batch, tokens, _ = x.shape
         head = self.shape.head_dim
         query = rotate(self.q_proj(x).view(batch, tokens, -1, head).transpose(1, 2), cosines, sines)
         key = rotate(self.k_proj(x).view(batch, tokens, -1, head).transpose(1, 2), cosines, sines)
-        value = self.v_proj(x).view(batch, tokens, -1, head).transpose(1, 2)
-        groups = self.shape.num_attention_heads // self.shape.num_key_value_heads
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return query, key, self.v_proj(x).view(batch, tokens, -1, head).transpose(1, 2)
+
+    def joined(self, mixed: torch.Tensor) -> torch.Tensor:
+        """mixed: [batch, heads, tokens, head_dim], what attention read. Returns [batch, tokens, hidden]."""
+        batch, _, tokens, _ = mixed.shape
         return self.o_proj(mixed.transpose(1, 2).reshape(batch, tokens, -1))
 
 
@@ -108,12 +124,22 @@ class Decoder(nn.Module):
 
         Returns the final hidden states, [batch, tokens, hidden].
         """
+        return self.norm(self.residuals(embedded, [len(self.layers)])[0])
+
+    def residuals(self, embedded: torch.Tensor, layer_ids: Sequence[int]) -> list[torch.Tensor]:
+        """Return the residual stream that enters each of the layers, [batch, tokens, hidden] each, in the order of `layer_ids`.
+
+        The number of layers stands for what the last one leaves, before the final norm. Other arguments: see `forward`.
+        """
         cosines, sines = rotary_tables(embedded.shape[1], self.shape, embedded.device)
         cosines, sines = cosines.to(embedded.dtype), sines.to(embedded.dtype)
         x = embedded
-        for layer in self.layers:
+        found = {0: x}
+        for number, layer in enumerate(self.layers, 1):
             x = layer(x, cosines, sines)
-        return self.norm(x)
+            if number in layer_ids:
+                found[number] = x
+        return [found[number] for number in layer_ids]
 
 
 def rotary_tables(tokens: int, shape: LlamaShape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -149,13 +149,13 @@ def read(path: Path) -> list[Prompt]:
         raise ConfigError(f"{path} holds no prompts ({error}): run recipes.draft.prompts first") from error
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="recipes.draft.prompts", description=__doc__)
     parser.add_argument("folder", type=Path, help="train.jsonl and held_out.jsonl are written there")
     parser.add_argument("--train", type=int, default=24_000, help="prompts (default: %(default)s)")
     parser.add_argument("--held-out", type=int, default=400, help="prompts (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     counts: dict[Split, int] = {"train": arguments.train, "held_out": arguments.held_out}
     for split, count in counts.items():

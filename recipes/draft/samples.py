@@ -40,8 +40,16 @@ class Batch:
     tokens: torch.Tensor
     answers: torch.Tensor
 
-    def to(self, device: torch.device) -> Batch:
-        return Batch(self.tokens.to(device), self.answers.to(device))
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return tokens, and rows and places of the answers, int64 [answers] each, on `device`; the batch is on the CPU.
+
+        From pinned memory, so that the next step is prepared while the last one runs.
+        """
+        found = (self.tokens, *self.answers.nonzero(as_tuple=True))
+        if device.type == "cuda":
+            found = tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in found)
+        tokens, rows, places = found
+        return tokens, rows, places
 
 
 def write_shard(path: Path, samples: Sequence[Sample]) -> None:

@@ -1,48 +1,68 @@
-"""A draft model in one sitting at a GPU, in parts that can be run in separate calls.
+"""Drafts for a target in one sitting at a GPU, in parts that can be run in separate calls.
 
     python -m recipes.draft.session prepare
-    python -m recipes.draft.session OUT --budget-s 590 --parts generate
-    python -m recipes.draft.session OUT --budget-s 590 --parts vocabulary train evaluate
-    python -m recipes.draft.session OUT --budget-s 590 --parts train evaluate
+    python -m recipes.draft.session OUT --parts smoke=25
+    python -m recipes.draft.session OUT --parts write=100 vocabulary=10 train-eagle=240 evaluate-eagle=20 train=120 evaluate=30
 
 `prepare` runs where the target is, and writes prompts and the target in pieces to build/recipe: carry that folder along. On
-the GPU machine the target is put together again from the pieces. Data and checkpoint stay in build/recipe/data, so a later
-call finds what an earlier one left; after every part OUT has what there is so far: the logs, the folder of the draft model,
-the checkpoint's weights. `train` goes on from the checkpoint. `--data DIR` starts from what came back from a machine that is
-gone.
+the GPU machine the target is put together again from the pieces. Each part gets the seconds behind its name; all run in one
+process, so that torch is loaded once. Data and checkpoints stay in build/recipe/data, so a later call finds what an earlier one
+left; after every part OUT has what there is so far, in at most eight files. `train-eagle` and `train` go on from their
+checkpoints. `smoke` needs no target: it trains a head for a random one of the same shape.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
-import subprocess
+import importlib
+import os
 import sys
 import time
+import traceback
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from bench.common.machine import ROOT
-from common.models.source import DEFAULT_MODEL, resolve
+from common.models.source import DEFAULT_MODEL, default_cache_dir, resolve
 from common.protocol.errors import ConfigError
-from recipes.draft.train import CHECKPOINT, LOG, read_checkpoint
+from common.text.bundle import load_bundle
+from recipes.draft import prompts
+from recipes.draft.train import LOG
+from recipes.draft.train_eagle import EAGLE_LOG
+from recipes.draft.write import SPLITS, encode
 
 WORK = ROOT / "build" / "recipe"
-PARTS = ("generate", "vocabulary", "train", "evaluate")
+SECONDS = {
+    "smoke": 25.0,
+    "write": 100.0,
+    "generate": 480.0,
+    "vocabulary": 10.0,
+    "train-eagle": 240.0,
+    "evaluate-eagle": 20.0,
+    "train": 120.0,
+    "evaluate": 30.0,
+}
+"""Of each part, unless the command line says otherwise."""
+DEFAULT_PARTS = [(name, SECONDS[name]) for name in ("write", "vocabulary", "train-eagle", "evaluate-eagle")]
 PIECE_BYTES = 24 << 20
 """Of a file that is carried."""
-OVERHEAD_S = 45.0
-"""Kept free in a call for what ends a part: its last shard or checkpoint, and packing."""
+ZIP_BYTES = 15_000_000
+"""Of a file that is brought back."""
+MAX_DATA_FILES = 4
 
 
 def prepare(train: int, held_out: int) -> None:
     """Write prompts and the target's pieces to `WORK`."""
     data = WORK / "data"
-    counts = [f"--train={train}", f"--held-out={held_out}"]
-    subprocess.run([sys.executable, "-m", "recipes.draft.prompts", str(data), *counts], check=True, cwd=ROOT)
-    split(resolve(DEFAULT_MODEL).path, WORK / "target")
+    prompts.main([str(data), f"--train={train}", f"--held-out={held_out}"])
+    files = resolve(DEFAULT_MODEL)
+    bundle = load_bundle(files)
+    for name in SPLITS:
+        encode(data, bundle, name)
+    split(files.path, WORK / "target" / files.path.parent.relative_to(default_cache_dir()))
     print(f"{WORK}: {sum(path.stat().st_size for path in WORK.rglob('*') if path.is_file()) / 1e6:.0f} MB")
 
 
@@ -73,67 +93,125 @@ def join(folder: Path) -> Path:
     return file
 
 
-def commands(part: str, model: str, data: Path, seconds: float, train_minutes: float, layers: int) -> list[list[str]]:
-    """Return the modules with their flags that make up a part which has so many seconds."""
-    minutes = f"--minutes={max(0.2, (seconds - OVERHEAD_S) / 60):.2f}"
+def carried_target(folder: Path) -> str:
+    """Put the carried target together, where `resolve` finds it by its name: an exported folder names its target.
+
+    :raises ConfigError: if pieces are missing.
+    """
+    pieces = sorted(folder.rglob("*-of-[0-9][0-9]"))
+    join(pieces[0].parent if pieces else folder)
+    os.environ["PENSTOCK_HOME"] = str(folder)
+    return DEFAULT_MODEL
+
+
+def commands(part: str, model: str, data: Path, seconds: float, extra: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Return the modules with their flags that make up a part which has so many seconds. extra: further flags."""
+    minutes = f"--minutes={max(1.0, seconds) / 60:.3f}"
     target = f"--model={model}"
-    if part == "generate":
-        return [["recipes.draft.generate", str(data), target, minutes]]
-    if part == "vocabulary":
-        return [["recipes.draft.vocabulary", str(data), target]]
-    if part == "train":
-        schedule = f"--schedule-minutes={train_minutes}"
-        return [["recipes.draft.train", str(data), target, minutes, schedule, f"--layers={layers}"]]
-    return [
-        ["recipes.draft.export", str(data), str(data / "model"), target],
-        ["recipes.draft.evaluate", str(data), str(data / "model"), target, "--card"],
-    ]
+    eagle, draft = data / "eagle", data / "model"
+    return {
+        "smoke": [("smoke", [f"--seconds={seconds:.0f}"])],
+        "write": [("write", [str(data), target, minutes, *extra])],
+        "generate": [("generate", [str(data), target, minutes])],
+        "vocabulary": [("vocabulary", [str(data), target])],
+        "train-eagle": [("train_eagle", [str(data), target, minutes, f"--export={eagle}", *extra])],
+        "evaluate-eagle": [("evaluate", [str(data), str(eagle), target, "--card", "--per-sample=12"])],
+        "train": [("train", [str(data), target, minutes, *extra])],
+        "evaluate": [
+            ("export", [str(data), str(draft), target]),
+            ("evaluate", [str(data), str(draft), target, "--card", "--per-sample=2"]),
+        ],
+    }[part]
+
+
+def run_module(name: str, flags: Sequence[str]) -> int:
+    """Run `main` of a module of this recipe; returns an exit status, and prints why it is not 0."""
+    try:
+        importlib.import_module(f"recipes.draft.{name}").main(list(flags))
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            print(ended.code, file=sys.stderr, flush=True)
+            return ended.code if isinstance(ended.code, int) else 1
+    except Exception:
+        # the parts behind it may still be worth their seconds
+        traceback.print_exc()
+        return 1
+    return 0
 
 
 def pack(data: Path, out: Path) -> None:
-    """Copy what is worth keeping, below 60 MB: shards until there is a checkpoint, then that and the draft model.
+    """Copy what is worth keeping: the exported folders, logs, held-out answers and, as far as they fit, the training shards.
 
-    The checkpoint's optimiser state is rounded to bf16, which halves the file; a run that is continued from it is close to,
-    but not equal to, one without a break.
+    eagle.zip, model.zip, rest.zip, and data-N.zip, each a little above `ZIP_BYTES` at most.
     """
     out.mkdir(parents=True, exist_ok=True)
-    small = [data / LOG, data / "vocabulary.npy", *data.glob("held_out*")]
-    trained = (data / CHECKPOINT).exists()
-    for path in small if trained else [*small, *data.glob("train-*.npz")]:
-        if path.exists() and not path.name.endswith(".partial.npz"):
-            shutil.copy2(path, out / path.name)
-    if trained:
-        for path in out.glob("train-*.npz"):
-            path.unlink()
-        state = read_checkpoint(data / CHECKPOINT, torch.device("cpu"))
-        for moments in state["optimiser"]["state"].values():
-            for name in ("exp_avg", "exp_avg_sq"):
-                moments[name] = moments[name].to(torch.bfloat16)
-        torch.save(state, out / CHECKPOINT)
-    if (data / "model").is_dir():
-        shutil.copytree(data / "model", out / "model", dirs_exist_ok=True)
+    for name in ("eagle", "model"):
+        if (data / name).is_dir():
+            _zip(out / f"{name}.zip", sorted((data / name).iterdir()), data)
+    rest = [data / name for name in (LOG, EAGLE_LOG, "vocabulary.npy")]
+    _zip(out / "rest.zip", [*rest, *data.glob("held_out-*.npz")], data)
+    groups: list[list[Path]] = [[]]
+    for path in sorted(data.glob("train-*.npz")):
+        if sum(one.stat().st_size for one in [*groups[-1], path]) > ZIP_BYTES and groups[-1]:
+            groups.append([])
+        groups[-1].append(path)
+    for number, group in enumerate(groups[:MAX_DATA_FILES]):
+        if group and not (out / f"data-{number}.zip").exists():
+            _zip(out / f"data-{number}.zip", group, data)
 
 
-def run(parts: Sequence[str], out: Path, data: Path, model: str, budget_s: float, train_minutes: float, layers: int) -> int:
-    """Run the parts in order within `budget_s`; returns the first exit status that is not 0. `pack` runs after every part."""
-    deadline_s = time.monotonic() + budget_s
-    for part in parts:
-        # the parts behind it are short unless they are named so
-        left_s = deadline_s - time.monotonic() - (60 if "evaluate" in parts and part == "train" else 0)
-        for module, *flags in commands(part, model, data, left_s, train_minutes, layers):
+def _zip(path: Path, files: Sequence[Path], root: Path) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for file in files:
+            if file.exists() and not file.name.endswith((".partial.npz", ".partial")):
+                archive.write(file, file.relative_to(root))
+
+
+def run(parts: Sequence[tuple[str, float]], out: Path, data: Path, model: str, flags: dict[str, list[str]]) -> int:
+    """Run the parts in order, each with its seconds; returns the first exit status that is not 0. `pack` runs after each part.
+
+    A part that fails does not stop those that don't need it.
+    """
+    status = 0
+    failed: set[str] = set()
+    for part, seconds in parts:
+        if failed & set(NEEDS.get(part, ())):
+            print(f"{part}: left out", flush=True)
+            failed.add(part)
+            continue
+        for module, arguments in commands(part, model, data, seconds, flags.get(part, [])):
             begun = time.monotonic()
-            try:
-                ended = subprocess.run(
-                    [sys.executable, "-m", module, *flags], cwd=ROOT, timeout=max(10.0, deadline_s - begun), check=False
-                )
-                status = ended.returncode
-            except subprocess.TimeoutExpired:
-                status = 124
-            print(f"{module}: status {status} after {time.monotonic() - begun:.0f} s", flush=True)
-            pack(data, out)
-            if status:
-                return status
-    return 0
+            ended = run_module(module, arguments)
+            print(f"== {module}: status {ended} after {time.monotonic() - begun:.0f} s", flush=True)
+            if ended:
+                failed.add(part)
+                status = status or ended
+                break
+        pack(data, out)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return status
+
+
+NEEDS = {
+    "vocabulary": ("write", "generate"),
+    "train-eagle": ("vocabulary",),
+    "evaluate-eagle": ("vocabulary",),
+    "train": ("vocabulary",),
+    "evaluate": ("vocabulary", "train"),
+}
+"""Parts whose failure leaves nothing for another."""
+
+
+def parsed_part(text: str) -> tuple[str, float]:
+    """:raises argparse.ArgumentTypeError: if it is not a part, or PART=SECONDS."""
+    name, _, seconds = text.partition("=")
+    if name not in SECONDS:
+        raise argparse.ArgumentTypeError(f"no part {name!r}: {', '.join(SECONDS)}")
+    try:
+        return name, float(seconds) if seconds else SECONDS[name]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: PART=SECONDS") from error
 
 
 def main() -> None:
@@ -141,32 +219,25 @@ def main() -> None:
         prog="recipes.draft.session", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", help="where results go, or `prepare`")
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--budget-s", type=float, default=590.0, help="of this call (default: %(default)s)")
-    parser.add_argument("--train-minutes", type=float, default=8.0, help="of training, over all calls (default: %(default)s)")
-    parser.add_argument("--layers", type=int, default=2, help="of the draft model (default: %(default)s)")
+    parser.add_argument("--parts", nargs="+", type=parsed_part, default=DEFAULT_PARTS, metavar="PART[=SECONDS]")
+    parser.add_argument("--eagle", default="", help="further flags for train_eagle, in one string")
+    parser.add_argument("--draft", default="", help="further flags for train, in one string")
+    parser.add_argument("--write", default="", help="further flags for write, in one string")
     parser.add_argument("--data", type=Path, default=WORK / "data", help="prompts, shards, checkpoint (default: %(default)s)")
     parser.add_argument("--model", default="", help="the target (default: the one that was carried)")
-    parser.add_argument("--train", type=int, default=24_000, help="prompts to prepare (default: %(default)s)")
+    parser.add_argument("--train", type=int, default=36_000, help="prompts to prepare (default: %(default)s)")
     parser.add_argument("--held-out", type=int, default=400, help="prompts to prepare (default: %(default)s)")
     arguments = parser.parse_args()
     try:
         if arguments.out == "prepare":
             prepare(arguments.train, arguments.held_out)
             return
-        model = arguments.model or str(join(WORK / "target"))
+        only_smoke = all(name == "smoke" for name, _ in arguments.parts)
+        model = arguments.model or ("" if only_smoke else carried_target(WORK / "target"))
     except ConfigError as error:
         raise SystemExit(str(error)) from error
-    status = run(
-        arguments.parts,
-        Path(arguments.out),
-        arguments.data,
-        model,
-        arguments.budget_s,
-        arguments.train_minutes,
-        arguments.layers,
-    )
-    raise SystemExit(status)
+    flags = {"train-eagle": arguments.eagle.split(), "train": arguments.draft.split(), "write": arguments.write.split()}
+    raise SystemExit(run(arguments.parts, Path(arguments.out), arguments.data, model, flags))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ Only Llama's architecture is taken: full causal attention with plain rotary posi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,13 @@ class Target:
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens: int64 [batch, tokens]. Returns the final hidden states, [batch, tokens, hidden]."""
         return self.decoder(self.embedding[tokens])
+
+    @torch.no_grad()
+    def states(self, tokens: torch.Tensor, layer_ids: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """tokens: int64 [batch, tokens]. Returns the residuals that enter those layers, side by side, [batch, tokens,
+        len(layer_ids) * hidden], and the final hidden states, [batch, tokens, hidden]; see `Decoder.residuals`."""
+        *found, last = self.decoder.residuals(self.embedding[tokens], [*layer_ids, len(self.decoder.layers)])
+        return torch.cat(found, -1), self.decoder.norm(last)
 
 
 def shape_of(config: ModelConfig) -> LlamaShape:

@@ -59,12 +59,12 @@ def read_ids(path: Path) -> NDArray[np.int64]:
     return ids
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="recipes.draft.vocabulary", description=__doc__)
     parser.add_argument("folder", type=Path, help="holds the shards; vocabulary.npy is written there")
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--size", type=int, default=DEFAULT_SIZE, help="ids of the draft model (default: %(default)s)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     bundle = load_bundle(resolve(arguments.model))
     counts = answer_counts(read_samples(arguments.folder, "train"), bundle.tokenizer.vocab_size)
     ids = choose_ids(counts, arguments.size, {*bundle.tokenizer.special_ids, *bundle.eos_ids})

@@ -173,7 +173,7 @@ def test_training_lowers_the_loss_and_raises_acceptance(target: Target, ids: tor
     losses = list(trainer.run(NEVER_S))
     after = survival(starts, draft_proposer(trainer.draft))
     assert len(losses) == 150
-    assert np.mean([one["kl"] for one in losses[-10:]]) < 0.5 * losses[0]["kl"]
+    assert np.mean([float(one["kl"]) for one in losses[-10:]]) < 0.5 * float(losses[0]["kl"])
     assert mean_accepted(after, 4) > mean_accepted(before, 4) + 0.3
 
 
@@ -345,25 +345,3 @@ def test_the_target_of_the_recipe_computes_what_transformers_computes(
     with torch.no_grad():
         expected = smollm2_in_transformers(tokens).logits
     torch.testing.assert_close(target.hidden(tokens) @ target.head.T, expected, rtol=1e-3, atol=2e-3)
-
-
-def test_what_is_packed_can_be_continued(target: Target, ids: torch.Tensor, samples: list[Sample], tmp_path: Path) -> None:
-    data, out = tmp_path / "data", tmp_path / "out"
-    data.mkdir()
-    write_shard(shard_path(data, "train", 0), samples)
-    session.pack(data, out)
-    assert read_samples(out, "train")
-    trainer = trainer_of(target, ids, samples)
-    steps = trainer.run(NEVER_S)
-    for _ in range(9):
-        next(steps)
-    trainer.save(data / "checkpoint.pt")
-    session.pack(data, out)
-    assert not list(out.glob("train-*"))
-    assert (out / "checkpoint.pt").stat().st_size < (data / "checkpoint.pt").stat().st_size
-    again = trainer_of(target, ids, samples)
-    again.load(out / "checkpoint.pt")
-    assert again.progress.step == 9
-    assert len(list(again.run(NEVER_S))) == 21
-    for name, tensor in trainer.draft.model.state_dict().items():
-        assert tensor.shape == again.draft.model.state_dict()[name].shape
