@@ -1,17 +1,18 @@
-"""Causal attention of whole prompts, as prefill has it: our way beside what libraries have for ragged batches.
+"""Causal attention of whole prompts, as prefill has it: our ways beside what libraries have for ragged batches.
 
     python -m bench.engine.prompt_attention                              on a GPU, heads of Llama-3.1-8B
-    python -m bench.engine.prompt_attention --cells 1x8192,18x~900 --ways ours,flash
+    python -m bench.engine.prompt_attention --cells 1x8192,18x~900 --ways hopper,flash
 
-    ours    long prompts to cuDNN, each by itself and padded to one of few lengths; short ones to FlashAttention-2,
-            neighbours in one call
-    kernel  all of them to the kernel that reads pages
-    flash   FlashAttention-2 of torch, all prompts in one call
-    cudnn   cuDNN's attention of torch, all prompts in one call, which plans every number and longest length of prompts
-    cute    FlashAttention in CuTe DSL (PyPI's flash-attn-4), all prompts in one call
+    hopper     our kernel for Hopper, all prompts in one launch
+    libraries  what is served on other cards: long prompts to cuDNN, each by itself and padded to one of few lengths; short
+               ones to FlashAttention-2, neighbours in one call
+    kernel     all of them to the kernel that reads pages
+    flash      FlashAttention-2 of torch, all prompts in one call
+    cudnn      cuDNN's attention of torch, all prompts in one call, which plans every number and longest length of prompts
+    cute       FlashAttention in CuTe DSL (PyPI's flash-attn-4), all prompts in one call
 
 Cells are ROWSxTOKENS, with ~ for lengths between 1/4 and 7/4. A way that is not there, or fails, says why. Each result is
-compared with ours; ways are timed in turns, each for --hold-s without a pause, as prefill keeps a card busy: its clock falls
+compared with the first way's; ways are timed in turns, each for --hold-s without a pause, as prefill keeps a card busy: its clock falls
 when it does. "of all products": FLOP/s of what is not masked.
 """
 
@@ -141,7 +142,8 @@ def reference(prompts: Prompts) -> Callable[[], torch.Tensor]:
 
 
 WAYS: dict[str, Way] = {
-    "ours": by_plan(DEFAULT_SETTINGS),
+    "hopper": by_plan(AttentionSettings(prefill_backend="hopper")),
+    "libraries": by_plan(DEFAULT_SETTINGS),
     "kernel": by_plan(AttentionSettings(prefill_backend="kernel")),
     "flash": flash,
     "cudnn": cudnn,
@@ -206,7 +208,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--hold-s", type=float, default=0.15)
     options = parser.parse_args(argv)
     device = torch.device("cuda")
-    ways = options.ways.split(",") if options.ways else ["ours", "kernel", "flash", "cudnn", "cute"]
+    ways = options.ways.split(",") if options.ways else ["libraries", "hopper", "kernel", "flash", "cudnn", "cute"]
     print(describe())
     rows: list[list[str]] = []
     with torch.inference_mode():
