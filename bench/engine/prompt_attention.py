@@ -12,8 +12,8 @@
     cute       FlashAttention in CuTe DSL (PyPI's flash-attn-4), all prompts in one call
 
 Cells are ROWSxTOKENS, with ~ for lengths between 1/4 and 7/4. A way that is not there, or fails, says why. Each result is
-compared with the first way's; ways are timed in turns, each for --hold-s without a pause, as prefill keeps a card busy: its clock falls
-when it does. "of all products": FLOP/s of what is not masked.
+compared with the first way's; ways are timed in turns, each for --hold-s without a pause, as prefill keeps a card busy: its
+clock falls when it does. "of all products": FLOP/s of what is not masked.
 """
 
 from __future__ import annotations

@@ -86,6 +86,9 @@ def attend_prompts(
     from common.ops.attention.prompt_gluon import prompt_kernel
 
     heads, head_dim = query.shape[1:]
+    for tensor in (query, key, value, output):
+        if tensor.stride()[1:] != (head_dim, 1):
+            raise ValueError(f"heads are contiguous, not {list(tensor.shape)} with strides {tensor.stride()}")
     element = gl.bfloat16 if query.dtype == torch.bfloat16 else gl.float16
 
     def descriptor(tensor: torch.Tensor, rows: int) -> TensorDescriptor:
