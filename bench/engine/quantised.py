@@ -74,7 +74,7 @@ CASES: tuple[tuple[int, int, int, Op, slice], ...] = (
 )
 """Outputs, inputs, rows, op, and which of the candidates."""
 MAX_ERROR = 0.04
-"""Of a result, in standard deviations of the results: bf16 rounds one between 8 and 16, as gated ones may be, by up to 0.031."""
+"""Of a result, in standard deviations of the results: bf16 rounds one between 8 and 16, as gated ones are, by up to 0.031."""
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
