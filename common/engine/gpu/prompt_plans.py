@@ -35,7 +35,13 @@ def with_prompt_kernel(settings: AttentionSettings, decoder: Decoder) -> Attenti
 
     def check() -> None:
         for form in forms.values():
-            if not prompts_are_right(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device, form):
+            try:
+                is_right = prompts_are_right(config.num_heads, config.num_kv_heads, config.head_dim, dtype, device, form)
+            except RuntimeError:
+                raise
+            except Exception as error:  # a Triton whose Gluon is another one: the kernel is left out, not the worker
+                raise RuntimeError(f"{type(error).__name__}: {error}") from error
+            if not is_right:
                 raise RuntimeError("other numbers than the reference's")
 
     return settings if _refused("prompt_kernel", check) else replace(settings, prefill_backend="hopper")
