@@ -21,6 +21,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+"""Triton 3.9 has it under another name."""
 WORDS = gl.constexpr(4)
 """Of a tile in the list."""
 
@@ -78,19 +80,19 @@ def _load(
                     mbarrier.wait(k_empty.index(slot), (done + i) // STAGES & 1 ^ 1)
                     mbarrier.expect(k_full.index(slot), N * D * 2)
                     row = first_key + (last - i) * N
-                    tma.async_copy_global_to_shared(key, [row, column], k_full.index(slot), k.index(slot))
+                    load_box(key, [row, column], k_full.index(slot), k.index(slot))
                 if i == 0:
                     for half in gl.static_range(2):
                         mbarrier.wait(q_empty.index(half), (turn & 1) ^ 1)
                         mbarrier.expect(q_full.index(half), M * D * 2)
                         row = first + half * M
-                        tma.async_copy_global_to_shared(query, [row, head * D], q_full.index(half), q.index(half))
+                        load_box(query, [row, head * D], q_full.index(half), q.index(half))
                 else:
                     slot = (done + i - 1) % STAGES
                     mbarrier.wait(v_empty.index(slot), (done + i - 1) // STAGES & 1 ^ 1)
                     mbarrier.expect(v_full.index(slot), N * D * 2)
                     row = first_key + (last - i + 1) * N
-                    tma.async_copy_global_to_shared(value, [row, column], v_full.index(slot), v.index(slot))
+                    load_box(value, [row, column], v_full.index(slot), v.index(slot))
             done += count
 
 
