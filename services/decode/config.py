@@ -22,3 +22,10 @@ class DecodeConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknow
         Literal["auto", "on", "off"],
         Meta(description="proposes what followed the same words before, in the request and recent answers; auto: on a CPU"),
     ] = "auto"
+    head: Annotated[
+        str,
+        Meta(
+            description="a head that drafts from the model's hidden states in this process: its folder, off, or auto: what is "
+            "shipped for the model, on a CPU"
+        ),
+    ] = "auto"
