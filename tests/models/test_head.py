@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from common.engine.cpu.head import Head
-from common.engine.plan import StepPlan, StepRow
+from common.engine.plan import RowSamples, StepPlan, StepRow
 from common.models.head_folder import open_head
 from common.models.head_weights import HeadTensors, load_head
 from common.models.source import ModelFiles, resolve
@@ -88,3 +89,19 @@ def test_drafts_are_those_of_the_reference(tiny: ModelFiles, tmp_path: Path, dty
     expected = reference_drafts(site.tensors, torch.cat(states), [*prompt[1:], samples.tokens[0]], 4)
     assert samples.drafted.tokens == expected
     assert all(0 < chance <= 1 for chance in samples.drafted.chances)
+
+
+def test_states_of_very_different_size_are_told_apart(tiny: ModelFiles, tmp_path: Path) -> None:
+    """As in trained models, where a channel may be thousands of times as large as the others, and `fc` makes up for it."""
+    site = Site(tiny, tmp_path / "head")
+    size = torch.ones(site.tensors.fc.shape[1])
+    size[3], size[70] = 3000.0, 1e-3
+    tensors = replace(site.tensors, fc=site.tensors.fc / size)
+    head = Head(tensors, max_sequences=1, threads=1)
+    states = torch.randn(20, len(size), generator=torch.Generator().manual_seed(1)) * size
+    prompt = oracle_prompt(length=20)
+    row = StepRow(prompt, 0, [0], 1, GREEDY, 20, serial=0, drafts=3)
+    samples = RowSamples([5])
+    head.draft([row], [samples], states.numpy(), [0])
+    assert samples.drafted is not None
+    assert samples.drafted.tokens == reference_drafts(tensors, states, [*prompt[1:], 5], 3)

@@ -56,7 +56,11 @@ class Head:
         spec = self.spec = tensors.spec
         self.layers = np.array(spec.layers, np.int64)
         self.threads = threads
-        linears = (tensors.fc, tensors.qkv, tensors.output, tensors.gate_up, tensors.down, tensors.lm_head)
+        # channels of the states differ by factors of thousands, and fc's columns make up for it: 8 bits need them alike
+        column = tensors.fc.square().mean(0).sqrt()
+        column[column == 0] = 1.0
+        self._state_scale = column.numpy()
+        linears = (tensors.fc / column, tensors.qkv, tensors.output, tensors.gate_up, tensors.down, tensors.lm_head)
         self._packed = [pack_int8(weight) for weight in linears]
         self._weights = HeadWeights(
             linears=linears_of(self._packed),
@@ -132,7 +136,7 @@ class Head:
                     continue
                 known = [*known[: len(known) - proposed + accepted], result.tokens[accepted]]
             count = len(known) - (row.num_samples > 0)
-            context.note(row.start, states[first : first + count], known)
+            context.note(row.start, states[first : first + count] * self._state_scale, known)
             if row.drafts <= 0:
                 context.keep_latest(KEPT_STATES)
             elif context.nexts:

@@ -43,7 +43,7 @@ class HeadContext:
         return self.end + self._num_noted
 
     def note(self, start: int, states: States, tokens: list[int]) -> None:
-        """Take the states of positions [start, start + len(states)). tokens: that at `start`, and those behind it, as far as
+        """Take and keep the states of positions [start, start + len(states)). tokens: that at `start`, and those behind it, as far as
         they are known: at most one more than there are states."""
         self._go_back(start)
         if start != self.num_known:
@@ -51,7 +51,7 @@ class HeadContext:
         if self._num_noted > len(self.nexts):
             self.nexts.append(tokens[0])
         self.nexts += tokens[1:]
-        self._states.append(states.copy())
+        self._states.append(states)
         self._num_noted += len(states)
 
     def keep_latest(self, most: int) -> None:
