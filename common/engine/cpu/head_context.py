@@ -43,8 +43,8 @@ class HeadContext:
         return self.end + self._num_noted
 
     def note(self, start: int, states: States, tokens: list[int]) -> None:
-        """Take and keep the states of positions [start, start + len(states)). tokens: that at `start`, and those behind it, as far as
-        they are known: at most one more than there are states."""
+        """Take and keep the states of positions [start, start + len(states)). tokens: that at `start`, and those behind it, as
+        far as they are known: at most one more than there are states."""
         self._go_back(start)
         if start != self.num_known:
             self._begin(start)
