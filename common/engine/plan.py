@@ -73,8 +73,8 @@ class StepRow(msgspec.Struct):
     longest needs.
 
     `serial` >= 0 names the sequence to a head that drafts from hidden states: it notes those of this row. `drafts`: how many
-    tokens it proposes behind the row's samples; with 1 or more it also computes what it has noted. A runner without a head
-    passes over both.
+    tokens it proposes behind the row's samples at most; with 1 or more it also computes what it has noted. It stops behind a
+    token where the chance of all so far, as it sees it, is below `least_chance`. A runner without a head passes over these.
     """
 
     tokens: list[int]
@@ -95,6 +95,7 @@ class StepRow(msgspec.Struct):
     outcomes: Sequence[Outcome] = []
     serial: int = -1
     drafts: int = 0
+    least_chance: float = 0.0
 
     @property
     def is_open(self) -> bool:

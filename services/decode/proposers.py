@@ -99,9 +99,9 @@ class Proposers:
         if self.head is not None and limit:
             self.head.begin_step(decoding, others)
 
-    def wanted(self, sequence: Sequence) -> int:
+    def wanted(self, sequence: Sequence) -> tuple[int, float]:
         """See `scheduler.Wanted`."""
-        return -1 if self.head is None else self.head.wanted(sequence)
+        return (-1, 0.0) if self.head is None else self.head.wanted(sequence)
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:
         """At most `limit` tokens to verify after the sequence's own."""

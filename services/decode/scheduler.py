@@ -31,9 +31,9 @@ Propose = Callable[[Sequence, int], list[int]]
 Foresee = Callable[[Sequence, int], list[Outcome]]
 """`foresee(sequence, limit)`: at most `limit` token ids that may follow each likely outcome of the step in flight that verifies
 `sequence.verifying`; [] for none."""
-Wanted = Callable[[Sequence], int]
-"""`wanted(sequence)`: tokens that the engine's head drafts behind the sequence's row of this step (`StepRow.drafts`); -1 where
-it need not even note hidden states."""
+Wanted = Callable[[Sequence], tuple[int, float]]
+"""`wanted(sequence)`: how many tokens the engine's head drafts behind the sequence's row of this step, and the chance below
+which it stops (`StepRow.least_chance`); -1 tokens where it need not even note hidden states."""
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class DecodeScheduler:
         propose: Propose = lambda sequence, limit: [],
         foresee: Foresee = lambda sequence, limit: [],
         begin_step: Callable[[list[Sequence]], None] = lambda decoding: None,
-        wanted: Wanted = lambda sequence: -1,
+        wanted: Wanted = lambda sequence: (-1, 0.0),
         finishing: Callable[[Sequence], None] = lambda sequence: None,
         watermark: int = 1,
     ) -> None:
@@ -294,7 +294,8 @@ class DecodeScheduler:
 
     def _ask(self, sequence: Sequence, row: StepRow) -> None:
         """Ask the engine's head for what may follow the row, as far as a later step could take it."""
-        if (count := self.wanted(sequence)) >= 0:
+        count, row.least_chance = self.wanted(sequence)
+        if count >= 0:
             left = sequence.sampling.max_tokens - sequence.num_outputs - 2
             row.serial, row.drafts = sequence.serial, max(0, min(count, left))
 

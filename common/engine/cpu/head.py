@@ -38,7 +38,7 @@ _MAX_DRAFTS = 63
 @dataclass(slots=True)
 class _Job:
     """A row with pairs to compute: `states` of the target, and `nexts`, the tokens behind them. place: of the next pair in the
-    cache; position: in the text."""
+    cache; position: in the text. chance: that all that is drafted so far holds."""
 
     row: StepRow
     context: HeadContext
@@ -46,6 +46,7 @@ class _Job:
     nexts: list[int]
     place: int
     position: int
+    chance: float = 1.0
     drafted: Drafted = field(default_factory=lambda: Drafted([], []))
 
 
@@ -156,7 +157,8 @@ class Head:
             job.drafted.tokens.append(token)
             job.drafted.chances.append(chance)
             job.nexts = [token]
-            if len(job.drafted.tokens) < job.row.drafts:
+            job.chance *= chance
+            if len(job.drafted.tokens) < job.row.drafts and job.chance >= job.row.least_chance:
                 kept.append(index)
         return kept
 
