@@ -22,10 +22,11 @@ def choose(logits: NDArray[np.float32], ids: NDArray[np.int64], params: Sampling
 
     Return the target's id, and how likely it is among what could be drawn; `NO_CHOICE` where a logit is not finite.
     """
+    if not np.isfinite(logits).all():
+        return NO_CHOICE, 0.0
     if params.temperature < GREEDY_BELOW:
         best = int(logits.argmax())
-        chance = 1.0 / float(np.exp(logits - logits[best]).sum())
-        return (int(ids[best]), chance) if np.isfinite(chance) else (NO_CHOICE, 0.0)
+        return int(ids[best]), 1.0 / float(np.exp(logits - logits[best]).sum())
     return _drawn(logits, ids, params, position)
 
 
@@ -44,5 +45,4 @@ def _drawn(logits: NDArray[np.float32], ids: NDArray[np.int64], params: Sampling
         top, scores = top[:kept], scores[:kept]
     noisy = scores + gumbel_noise(params.seed, position, ids[top])
     best = int(noisy.argmax())
-    chance = 1.0 / float(np.exp(noisy - noisy[best]).sum())
-    return (int(ids[top[best]]), chance) if np.isfinite(chance) else (NO_CHOICE, 0.0)
+    return int(ids[top[best]]), 1.0 / float(np.exp(noisy - noisy[best]).sum())
