@@ -22,7 +22,7 @@ from common.cache.spec import group_name
 from common.engine.plan import StepPlan, StepResult
 from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
-from common.protocol.draft_messages import DraftResync, DraftUpdate, Proposals
+from common.protocol.draft_messages import Drafting, DraftResync, DraftUpdate, Proposals
 from common.protocol.errors import PenstockError, ProtocolError, StaleHandle, TransportUnavailable
 from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef
 from common.protocol.messages import DecodeTask, KvReady, Message, Presence, ReadTask, ReleaseLease, RenewLeases
@@ -277,7 +277,10 @@ class DecodeActor(EngineWorker):
         if not self.loaded:
             return said
         return msgspec.structs.replace(
-            said, draft_tokens=self.proposers.num_draft_tokens, accepted_tokens=self.proposers.num_accepted_tokens
+            said,
+            draft_tokens=self.proposers.num_draft_tokens,
+            accepted_tokens=self.proposers.num_accepted_tokens,
+            drafting=Drafting(self.engine.head if self.proposers.head is not None else ""),
         )
 
     def tick(self, now: float) -> None:

@@ -138,7 +138,8 @@ class Head:
                 known = [*known[: len(known) - proposed + accepted], result.tokens[accepted]]
             count = len(known) - (row.num_samples > 0)
             context.note(row.start, states[first : first + count] * self._state_scale, known)
-            if row.drafts <= 0:
+            is_far = row.prompt_tokens - row.start - len(row.tokens) > context.capacity  # before the end of a long prompt
+            if row.drafts <= 0 or is_far:
                 context.keep_latest(KEPT_STATES)
             elif context.nexts:
                 jobs.append(_Job(row, context, *context.take(min(row.drafts, _MAX_DRAFTS))))
