@@ -74,6 +74,7 @@ class Head:
             middle=spec.intermediate_size,
         )
         self._embedding = tensors.embedding
+        self._table = tensors.embedding.numpy() if tensors.embedding.dtype == torch.float32 else None
         self._ids = tensors.ids.numpy()
         self._pass = head_pass(spec.head_dim, spec.num_heads // spec.num_kv_heads)
         blocks_each = -(-context_tokens // _BLOCK_TOKENS)
@@ -184,11 +185,23 @@ class Head:
             pool=self._pool,
             rope=np.concatenate((np.cos(angles), np.sin(angles)), 1).astype(np.float32),
         )
-        embedded = self._embedding[torch.tensor(tokens)].float().numpy()
-        step: tuple[Any, ...] = (counters_for_pass(), self.threads, self._weights, where, states, embedded, wanted)
+        step: tuple[Any, ...] = (
+            counters_for_pass(),
+            self.threads,
+            self._weights,
+            where,
+            states,
+            self._embedded(tokens),
+            wanted,
+        )
         together(self.threads, self._pass, *step, self._room, self._logits)
         for job, count in zip(jobs, counts.tolist(), strict=True):
             job.place, job.position = job.place + count, job.position + count
+
+    def _embedded(self, tokens: list[int]) -> NDArray[np.float32]:
+        if self._table is not None:
+            return self._table[tokens]
+        return self._embedding[torch.tensor(tokens)].float().numpy()
 
     def _new_room(self, rows: int, features: NDArray[np.float32] | None = None) -> Room:
         """Memory for passes of so many pairs. features: kept."""
