@@ -16,7 +16,7 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
-KEPT_STATES = 64
+KEPT_STATES = 16
 """Of a sequence for which nothing is drafted: so many of the latest are kept, to begin with later."""
 
 States = NDArray[np.float32]
