@@ -17,8 +17,7 @@ def make_decode(bus: Bus, config: DecodeConfig) -> DecodeActor:
 
     def opened(name: str, on_progress: Progress) -> Engine:
         engine = open_engine(config, name, on_progress, transport=transport)
-        if config.speculation_tokens and not config.zero_retention:  # the head's cache is never cleared
-            attach_head(engine, config.head, max_sequences=config.limits(on_gpu=engine.on_gpu).max_running)
+        attach_head(engine, config.head_setting, max_sequences=config.limits(on_gpu=engine.on_gpu).max_running)
         return engine
 
     return DecodeActor(bus=bus, config=config, open_engine=opened, transport=transport)

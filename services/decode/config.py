@@ -29,3 +29,10 @@ class DecodeConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknow
             "shipped for the model, on a CPU"
         ),
     ] = "auto"
+
+    @property
+    def head_setting(self) -> str:
+        """`head`, or off where nothing could come of it. Random weights have no head that is shipped for them, and with
+        `zero_retention` there is none: its cache is never cleared."""
+        is_vain = not self.speculation_tokens or self.zero_retention or (self.head == "auto" and self.load_format == "dummy")
+        return "off" if is_vain else self.head

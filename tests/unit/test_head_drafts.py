@@ -202,7 +202,9 @@ def test_no_head_changes_a_token(accuracy: float, num_blocks: int, sampling: dic
     for s in running:
         scheduler.admit(s)
         proposers.open(s)
-    for step in range(1000):
+    step = 0
+    while step < 1000:
+        step += 1
         plan = scheduler.plan(0.0)
         if plan is None:
             break
