@@ -3,9 +3,10 @@
     python -m bench.exactness                                   500 prompts, greedy and two ways of sampling: hours on two cores
     python -m bench.exactness --prompts 40 --only lookup,garbage
 
-One `penstock up` after the other answers the same prompts, --clients at a time: without speculation, then with lookup, with
-a head where one is given, with n-grams of draft workers, with the model as its own draft model, with a draft worker that proposes garbage, with draft workers
-that are killed and stopped at random, and with ones whose way to the bus loses and delays messages, parts and is cut
+One `penstock up` after the other answers the same prompts, --clients at a time: without speculation, then with lookup, with a
+head where one is given, with n-grams of draft workers, with the model as its own draft model, with a draft worker that proposes
+garbage, with draft workers that are killed and stopped at random, and with ones whose way to the bus loses and delays messages,
+parts and is cut
 (`bench/common/relay.py`). Whatever is proposed is verified (`--verify always`). An answer is equal if its text, its number of
 tokens and the reason of its end are. Ends with status 1 if one is not, or if a kind of draft worker had nothing verified.
 """
