@@ -53,22 +53,23 @@ def test_what_is_noted_are_the_models_hidden_states(family: str, dtype: str, tmp
             every = model.model(torch.tensor([row.tokens]), output_hidden_states=True).hidden_states
         mine = torch.from_numpy(states[first : first + len(row.tokens)]).view(len(row.tokens), 3, -1)
         last = rms_norm(mine[:, 2].contiguous(), runner.decoder.norm.float(), runner.decoder.config.rms_eps)
-        tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == "float32" else {"rtol": 0.1, "atol": 0.1}
+        tolerance = 1e-4 if dtype == "float32" else 0.1
         for found, expected in zip((mine[:, 0], mine[:, 1], last), (every[0], every[1], every[-1]), strict=True):
-            torch.testing.assert_close(found, expected[0], **tolerance)
+            torch.testing.assert_close(found, expected[0], rtol=tolerance, atol=tolerance)
 
 
 def test_the_reference_is_a_layer_of_transformers_with_a_wider_input() -> None:
-    config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-5,
-        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
-        attn_implementation="eager",
-    )
+    form: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        "attn_implementation": "eager",
+    }
+    config = LlamaConfig(**form)
     torch.manual_seed(1)
     attention, mlp, rotary = LlamaAttention(config, 0), LlamaMLP(config), LlamaRotaryEmbedding(config)
     for name, outputs in (("q_proj", 32), ("k_proj", 16), ("v_proj", 16)):
@@ -99,7 +100,8 @@ def test_the_reference_is_a_layer_of_transformers_with_a_wider_input() -> None:
             norm=norms[3].weight,
             lm_head=lm_head.weight,
         )
-        form = {"head_dim": 8, "num_kv_heads": 2, "rope_theta": 5000.0, "eps": 1e-5, "first": 3}
-        found_x, found = head_reference(weights, states, torch.empty(0, 32), embedded, **form)  # type: ignore[arg-type]
+        found_x, found = head_reference(
+            weights, states, torch.empty(0, 32), embedded, head_dim=8, num_kv_heads=2, rope_theta=5000.0, eps=1e-5, first=3
+        )
     torch.testing.assert_close(found_x, x)
     torch.testing.assert_close(found, expected)
