@@ -140,7 +140,7 @@ def main() -> None:
     if options.answers is not None and options.answers.exists():
         answers = msgspec.json.decode(options.answers.read_bytes(), type=list[Answer])
     else:
-        with penstock_up(["--lookup=off"]) as url:
+        with penstock_up(["--lookup=off", "--head=off"]) as url:
             answers = anyio.run(collect, url, options.prompts)
         if options.answers is not None:
             options.answers.write_bytes(msgspec.json.encode(answers))

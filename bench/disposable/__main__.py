@@ -165,7 +165,7 @@ def killed_and_restarted(command: Sequence[str], kills: list[float]) -> Iterator
 
 def chaos(options: argparse.Namespace) -> int:
     (nats_port,) = free_ports(1)
-    flags = [f"--nats-port={nats_port}", "--draft=0", "--lookup=off", f"--model={options.model}", *options.flags]
+    flags = [f"--nats-port={nats_port}", "--draft=0", "--lookup=off", "--head=off", f"--model={options.model}", *options.flags]
     prompts = [PROMPTS[index % len(PROMPTS)] + " " * (index // len(PROMPTS)) for index in range(options.answers)]
     rows: list[list[str]] = []
     differ = 0

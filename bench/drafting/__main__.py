@@ -106,6 +106,7 @@ def flags_of(way: Way, options: argparse.Namespace) -> list[str]:
     flags = [
         f"--model={options.target}",
         "--lookup=off",
+        "--head=off",
         "--prefill=0",
         "--kvstore=0",
         f"--max-running={max(options.streams) + 8}",

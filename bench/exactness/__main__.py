@@ -3,9 +3,10 @@
     python -m bench.exactness                                   500 prompts, greedy and two ways of sampling: hours on two cores
     python -m bench.exactness --prompts 40 --only lookup,garbage
 
-One `penstock up` after the other answers the same prompts, --clients at a time: without speculation, then with lookup, with
-n-grams of draft workers, with the model as its own draft model, with a draft worker that proposes garbage, with draft workers
-that are killed and stopped at random, and with ones whose way to the bus loses and delays messages, parts and is cut
+One `penstock up` after the other answers the same prompts, --clients at a time: without speculation, then with lookup, with a
+head where one is given, with n-grams of draft workers, with the model as its own draft model, with a draft worker that proposes
+garbage, with draft workers that are killed and stopped at random, and with ones whose way to the bus loses and delays messages,
+parts and is cut
 (`bench/common/relay.py`). Whatever is proposed is verified (`--verify always`). An answer is equal if its text, its number of
 tokens and the reason of its end are. Ends with status 1 if one is not, or if a kind of draft worker had nothing verified.
 """
@@ -82,13 +83,14 @@ FAULTS = Faults(drop=0.03, delay=0.03, max_delay_s=0.15, open_s=(0.5, 4.0), clos
 """Silences up to three seconds: longer than it takes to believe that a worker is dead."""
 BASELINE = "off"
 ARRANGEMENTS = {
-    BASELINE: Arrangement("--draft 0 --lookup off"),
-    "lookup": Arrangement("--draft 0 --lookup on --verify always"),
-    "n-grams": Arrangement("--draft 2 --lookup off --verify always"),
-    "draft model": Arrangement("--draft 1 --draft-model {model} --draft-branches 6 --lookup off --verify always"),
-    "garbage": Arrangement("--draft 0 --lookup off --verify always", garbage=2),
-    "killed and stopped": Arrangement("--draft 2 --lookup off --verify always", is_disturbed=True),
-    "partitioned": Arrangement("--draft 0 --lookup off --verify always", relayed=2),
+    BASELINE: Arrangement("--draft 0 --lookup off --head off"),
+    "lookup": Arrangement("--draft 0 --lookup on --head off --verify always"),
+    "head": Arrangement("--draft 0 --lookup off --head {head} --verify always"),
+    "n-grams": Arrangement("--draft 2 --lookup off --head off --verify always"),
+    "draft model": Arrangement("--draft 1 --draft-model {model} --draft-branches 6 --lookup off --head off --verify always"),
+    "garbage": Arrangement("--draft 0 --lookup off --head off --verify always", garbage=2),
+    "killed and stopped": Arrangement("--draft 2 --lookup off --head off --verify always", is_disturbed=True),
+    "partitioned": Arrangement("--draft 0 --lookup off --head off --verify always", relayed=2),
 }
 
 Answer = tuple[str, str, int]
@@ -135,7 +137,7 @@ async def ask_all(url: str, options: argparse.Namespace) -> dict[tuple[str, int]
 
 def measure(arrangement: Arrangement, options: argparse.Namespace) -> Outcome:
     (nats_port,) = free_ports(1)
-    flags = arrangement.flags.format(model=options.model).split()
+    flags = arrangement.flags.format(model=options.model, head=options.head).split()
     flags += [f"--nats-port={nats_port}", "--dtype=float32", f"--model={options.model}", *options.flags]
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(penstock_up(flags))
@@ -251,9 +253,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--only", default="", help=f"some of {', '.join(ARRANGEMENTS)}; between commas")
     parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--head", default="", help="a folder, for the arrangement `head`; without it that is left out")
     parser.add_argument("flags", nargs="*", help="of every `penstock up`, behind --")
     options = parser.parse_args(argv)
     chosen = [name for name in ARRANGEMENTS if name == BASELINE or not options.only or name in options.only.split(",")]
+    chosen = [name for name in chosen if name != "head" or options.head]
     outcomes: dict[str, Outcome] = {}
     rows: list[list[str]] = []
     differ = 0

@@ -73,6 +73,7 @@ def command(
         lambda: check_shm(Path(shm_dir)),
         lambda: check_stale(Path(shm_dir)),
         lambda: check_model(model, Path(shm_dir), os.environ),
+        *(lambda finding=finding: finding for finding in check_head(model, os.environ)),
         *(lambda finding=finding: finding for finding in check_footprint(model, os.environ)),
         lambda: check_port(http_port),
         lambda: run(lambda: check_bus(nats_url)),
@@ -186,6 +187,22 @@ def check_model(spec: str, shm_dir: Path, environ: Mapping[str, str]) -> Finding
     warnings = [*servable.warnings, *tight]
     found = f"{servable}, in {servable.files.path}"
     return Finding("warning", "model", found, "; ".join(warnings)) if warnings else Finding("ok", "model", found)
+
+
+def check_head(spec: str, environ: Mapping[str, str]) -> list[Finding]:
+    """What would draft from the model's hidden states; nothing where there is no head for it."""
+    from common.cli import head_check, up_settings  # slow to import
+
+    try:
+        asked = up_settings.read([f"--model={spec}"], environ)
+    except PenstockError:
+        return []  # `check_model` says why
+    if asked is None:
+        return []
+    found = head_check.head_of(asked.services["decode"], spec, on_gpu=bool(visible_gpus("auto")))
+    if found.reason:
+        return [Finding("warning", "head", "none", found.reason)]
+    return [Finding("ok", "head", head_check.describe(found.head))] if found.head is not None else []
 
 
 def check_footprint(spec: str, environ: Mapping[str, str]) -> list[Finding]:

@@ -122,7 +122,9 @@ def _speculation(workers: list[Presence]) -> str:
 
 
 def _drafts(worker: Presence) -> str:
-    """What a draft worker drafts with, for how many sequences, and how busy it is; empty for any other worker."""
+    """What a draft worker drafts with, for how many sequences, and how busy it is; the head of a decode worker; else empty."""
+    if worker.worker.role == "decode" and worker.drafting.model:
+        return f"{worker.worker.id}: drafts with the head {worker.drafting.model}"
     if worker.worker.role != "draft":
         return ""
     with_what = worker.drafting.model or "n-grams"

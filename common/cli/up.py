@@ -108,6 +108,7 @@ def _checked(asked: UpSettings) -> tuple[UpSettings, list[str]]:
     :raises UnknownModel, ConfigError: why one can't be served.
     """
     from common.cli.draft_check import check_draft_model
+    from common.cli.head_check import check_fleet_head
     from common.cli.preflight import Servable, check_machine, check_model  # slow to import
     from common.engine.load.layout import EngineConfig
 
@@ -139,6 +140,9 @@ def _checked(asked: UpSettings) -> tuple[UpSettings, list[str]]:
         if drafts.reason:
             warnings[f"nothing is drafted: {drafts.reason}"] = None
             asked = asked.without_drafts(config.served_name)
+        if reason := check_fleet_head(fleet).reason:
+            warnings[f"no head drafts: {reason}"] = None
+            asked = asked.without_head(config.served_name)
     store_bytes = (asked.config.kvstore or 0) * (getattr(asked.services["kvstore"], "capacity_mb", 0) << 20)
     tight = check_machine(needed, Path(asked.config.shm_dir), store_bytes=store_bytes)
     return asked, [*warnings, *tight]

@@ -69,6 +69,17 @@ class UpSettings(msgspec.Struct, frozen=True, kw_only=True):
         config = fleets[0].config if len(fleets) == 1 else self.config
         return msgspec.structs.replace(self, config=config, fleets=fleets)
 
+    def without_head(self, model: str) -> UpSettings:
+        """The same with decode workers of `model` that have no head."""
+        fleets = tuple(
+            msgspec.structs.replace(fleet, passed={**fleet.passed, "decode": {**fleet.passed.get("decode", {}), "head": "off"}})
+            if fleet.config.served_name == model
+            else fleet
+            for fleet in self.fleets
+        )
+        passed = fleets[0].passed if len(fleets) == 1 else self.passed
+        return msgspec.structs.replace(self, passed=passed, fleets=fleets)
+
 
 def _with_context(passed: Passed, max_model_len: int) -> Passed:
     return {role: {**given, "max_model_len": str(max_model_len)} for role, given in passed.items()}

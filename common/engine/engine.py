@@ -25,7 +25,8 @@ class GroupMemory:
 @dataclass(slots=True)
 class Engine:
     """A runner and the memory of its KV blocks: of the first cache group, and of the others in `more`.
-    `identity`: what its weights are, see `Presence`. `files`: the model's; None where nothing is known of its tokenizer."""
+    `identity`: what its weights are, see `Presence`. `files`: the model's; None where nothing is known of its tokenizer.
+    `head`: the name of what drafts in its steps; empty where nothing does."""
 
     runner: Runner
     memory: GroupMemory
@@ -33,6 +34,7 @@ class Engine:
     on_gpu: bool = False
     identity: str = ""
     files: ModelFiles | None = None
+    head: str = ""
 
     @property
     def groups(self) -> list[GroupMemory]:

@@ -9,7 +9,7 @@ the next step is planned and submitted before this one's result is known: a row 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -71,6 +71,10 @@ class StepRow(msgspec.Struct):
     tokens, `verified`, the first token is the sample behind those that are accepted, and all positions of this row are as many
     higher. `outcomes` say what this row verifies, behind which outcome; `tokens` has zeros in that place, as many as the
     longest needs.
+
+    `serial` >= 0 names the sequence to a head that drafts from hidden states: it notes those of this row. `drafts`: how many
+    tokens it proposes behind the row's samples at most; with 1 or more it also computes what it has noted. It stops behind a
+    token where the chance of all so far, as it sees it, is below `least_chance`. A runner without a head passes over these.
     """
 
     tokens: list[int]
@@ -89,6 +93,9 @@ class StepRow(msgspec.Struct):
     more_blocks: Sequence[list[int]] = []
     verified: list[int] = []
     outcomes: Sequence[Outcome] = []
+    serial: int = -1
+    drafts: int = 0
+    least_chance: float = 0.0
 
     @property
     def is_open(self) -> bool:
@@ -112,22 +119,41 @@ class StepPlan(msgspec.Struct):
         return sum(len(row.tokens) for row in self.rows)
 
 
+class Drafted(msgspec.Struct):
+    """`tokens` may follow a row's accepted samples, says a head. chances[k]: how sure it is of number k, behind the others."""
+
+    tokens: list[int]
+    chances: list[float]
+
+
+class DraftPass(NamedTuple):
+    """What a head computed in one go: `num_tokens` of all rows, in `seconds`. The first of a step takes the target's states."""
+
+    num_tokens: int
+    seconds: float
+
+
 class RowSamples(msgspec.Struct):
     """The `num_samples` sampled tokens of a row (`NO_TOKEN` where a logit was not finite), and their logprobs when asked for.
 
     Of a row that is read: `scores` of its `targets`, with as many alternatives as its `sampling.logprobs` says; or `total`, its
     hidden states added up, int64 [hidden_size] in units of `FIXED_POINT`, so that the order of adding changes nothing.
+    `drafted`: of a row with `drafts`.
     """
 
     tokens: list[int]
     logprobs: list[TokenLogprobs] | None = None
     scores: list[TokenLogprobs] | None = None
     total: NDArray[np.int64] | None = None
+    drafted: Drafted | None = None
 
 
 class StepResult(msgspec.Struct):
+    """`passes`: of the head, in their order; their time is part of `elapsed_s`."""
+
     rows: list[RowSamples]
     elapsed_s: float = 0.0
+    passes: list[DraftPass] = []
 
 
 PACKED_TOKENS = 2048

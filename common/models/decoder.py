@@ -58,12 +58,14 @@ def modules(config: ModelConfig, place: LinearPlace) -> list[str]:
 @dataclass(slots=True)
 class Inputs:
     """One step. tokens: int64 [tokens], padding included. samples: int64 [samples], the tokens whose logits are wanted; None:
-    all, in order. `attention` knows rows, positions and the KV pool. `feed`: see `ops.linear.embed`."""
+    all, in order. `attention` knows rows, positions and the KV pool. `feed`: see `ops.linear.embed`. noted: by layer, rising,
+    gets what every token had before it, [tokens, hidden_size]; the number of layers stands for behind the last one."""
 
     tokens: torch.Tensor
     samples: torch.Tensor | None
     attention: Attention
     feed: Feed | None = None
+    noted: dict[int, torch.Tensor] | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -222,13 +224,20 @@ class Decoder:
         if self.config.embedding_scale != 1.0:
             hidden.mul_(torch.tensor(self.config.embedding_scale, dtype=hidden.dtype))  # rounded to the dtype, as in training
         border = Border(hidden)
-        last = len(self.layers) - 1
+        last, noted = len(self.layers) - 1, inputs.noted or {}
         for index, layer in enumerate(self.layers):
-            samples = inputs.samples if index == last else None
+            if index in noted:
+                noted[index] = border.stream(self.config.rms_eps)
+            samples = inputs.samples if index == last and last + 1 not in noted else None
             border = layer.mixer.forward(border, inputs.attention, index, samples)
             if not border.rows:
                 return border.residual
             border = layer.mlp.forward(border)
+        if last + 1 in noted:
+            noted[last + 1] = border.stream(self.config.rms_eps)
+            border = Border(noted[last + 1] if inputs.samples is None else noted[last + 1][inputs.samples])
+            if not border.rows:
+                return border.residual
         states = border.read(Norms(self.norm, None, self.config.rms_eps), None)  # the head takes nothing quantised
         assert isinstance(states, torch.Tensor)
         return states

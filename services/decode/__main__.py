@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from common.engine.load.open import open_engine
+from common.engine.engine import Engine
+from common.engine.load.head import attach_head
+from common.engine.load.open import Progress, open_engine
 from common.runtime.bus import Bus
 from common.runtime.service import main
 from common.transfer.cuda_ipc import LocalTransport
@@ -12,12 +14,13 @@ from services.decode.config import DecodeConfig
 
 def make_decode(bus: Bus, config: DecodeConfig) -> DecodeActor:
     transport = LocalTransport(config.shm_dir)
-    return DecodeActor(
-        bus=bus,
-        config=config,
-        open_engine=lambda name, on_progress: open_engine(config, name, on_progress, transport=transport),
-        transport=transport,
-    )
+
+    def opened(name: str, on_progress: Progress) -> Engine:
+        engine = open_engine(config, name, on_progress, transport=transport)
+        attach_head(engine, config.head_setting, max_sequences=config.limits(on_gpu=engine.on_gpu).max_running)
+        return engine
+
+    return DecodeActor(bus=bus, config=config, open_engine=opened, transport=transport)
 
 
 if __name__ == "__main__":

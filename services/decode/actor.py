@@ -22,7 +22,7 @@ from common.cache.spec import group_name
 from common.engine.plan import StepPlan, StepResult
 from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
-from common.protocol.draft_messages import DraftResync, DraftUpdate, Proposals
+from common.protocol.draft_messages import Drafting, DraftResync, DraftUpdate, Proposals
 from common.protocol.errors import PenstockError, ProtocolError, StaleHandle, TransportUnavailable
 from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef
 from common.protocol.messages import DecodeTask, KvReady, Message, Presence, ReadTask, ReleaseLease, RenewLeases
@@ -34,6 +34,7 @@ from common.transfer.base import RemoteBlocks, Transport
 from common.worker.actor import EngineWorker, OpenEngine
 from services.decode.config import DecodeConfig
 from services.decode.draft_trial import DraftTrial
+from services.decode.head_drafts import HeadDrafts
 from services.decode.lookup import Lookup
 from services.decode.proposers import Proposers
 from services.decode.scheduler import DecodeScheduler, Progress
@@ -84,7 +85,8 @@ class DecodeActor(EngineWorker):
             max_tokens=self.config.speculation_tokens, max_step_tokens=self.config.max_verify_tokens, always=always
         )
         self.drafts = DraftBook(policy, vocab_size=self.engine.runner.vocab_size, trial=DraftTrial(enabled=not always))
-        self.proposers = Proposers(self.drafts, [self.make_lookup(limits.max_running)] if self.looks_up else [])
+        head = HeadDrafts(policy) if self.engine.head and self.config.speculation_tokens else None
+        self.proposers = Proposers(self.drafts, [self.make_lookup(limits.max_running)] if self.looks_up else [], head)
         self.speculation = SpeculationTelemetry(self.metrics, self.config.served_name, self.proposers)
         return DecodeScheduler(
             self.cache,
@@ -93,6 +95,7 @@ class DecodeActor(EngineWorker):
             max_context=self.engine.runner.max_context,
             propose=self.proposers.propose,
             begin_step=self.proposers.begin_step,
+            wanted=self.proposers.wanted,
             finishing=lambda sequence: self.prefixes.offer_soon(sequence),
             foresee=self.proposers.foresee,
         )
@@ -203,7 +206,6 @@ class DecodeActor(EngineWorker):
 
     def step_ended(self, plan: StepPlan, elapsed_s: float) -> None:
         super().step_ended(plan, elapsed_s)
-        self.drafts.costs.observe(plan.num_tokens, elapsed_s)
         self.step_s = elapsed_s
 
     def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
@@ -211,6 +213,9 @@ class DecodeActor(EngineWorker):
         self.traces.committed()
         self.counters.preemptions.inc(self.scheduler.num_preemptions - self.num_preemptions)
         self.num_preemptions = self.scheduler.num_preemptions
+        self.drafts.costs.observe(plan.num_tokens, self.step_s - sum(one.seconds for one in result.passes))
+        if self.proposers.head is not None:
+            self.proposers.head.ran(result.passes)
         for done in progress:
             self.proposers.record(done)
         self.try_drafts(plan, progress)
@@ -272,7 +277,10 @@ class DecodeActor(EngineWorker):
         if not self.loaded:
             return said
         return msgspec.structs.replace(
-            said, draft_tokens=self.proposers.num_draft_tokens, accepted_tokens=self.proposers.num_accepted_tokens
+            said,
+            draft_tokens=self.proposers.num_draft_tokens,
+            accepted_tokens=self.proposers.num_accepted_tokens,
+            drafting=Drafting(self.engine.head if self.proposers.head is not None else ""),
         )
 
     def tick(self, now: float) -> None:

@@ -22,3 +22,17 @@ class DecodeConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknow
         Literal["auto", "on", "off"],
         Meta(description="proposes what followed the same words before, in the request and recent answers; auto: on a CPU"),
     ] = "auto"
+    head: Annotated[
+        str,
+        Meta(
+            description="a head that drafts from the model's hidden states in this process: its folder, off, or auto: what is "
+            "shipped for the model, on a CPU"
+        ),
+    ] = "auto"
+
+    @property
+    def head_setting(self) -> str:
+        """`head`, or off where nothing could come of it. Random weights have no head that is shipped for them, and with
+        `zero_retention` there is none: its cache is never cleared."""
+        is_vain = not self.speculation_tokens or self.zero_retention or (self.head == "auto" and self.load_format == "dummy")
+        return "off" if is_vain else self.head

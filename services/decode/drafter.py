@@ -2,9 +2,9 @@
 
     open ─► each step: guess or foresee ─► … the step runs … ─► record ─► close
 
-A drafter that reads hidden states of the target (EAGLE, MTP heads) has its place here when its head runs with the engine's
-step: its tokens come with the step's result, and `guess` returns them. Where the engine is a step ahead, `foresee` is asked
-before that result is there: such a head hands its tokens to the next step on the device, and `foresee` says only how many.
+The head of `head_drafts` reads hidden states of the target and runs with the engine's step: its tokens come with the step's
+result, and `guess` returns them. Where the engine is a step ahead, `foresee` is asked before that result is there: such a head
+would hand its tokens to the next step on the device, and `foresee` say only how many.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from common.engine.outcomes import Outcome
+from common.engine.plan import Drafted
 from common.engine.sequence import Sequence
 
 
@@ -50,8 +51,11 @@ class Drafter(Protocol):
         """Return at most `limit` tokens for each likely outcome of the step in flight, which verifies `sequence.verifying`."""
         ...
 
-    def record(self, sequence: Sequence) -> None:
-        """A step has run for the sequence; its tokens are there. Whatever was guessed can be compared with them."""
+    def record(self, sequence: Sequence, drafted: Drafted | None = None) -> None:
+        """A step has run for the sequence; its tokens are there. Whatever was guessed can be compared with them.
+
+        drafted: by the engine's head in that step, for the next one.
+        """
         ...
 
     def close(self, sequence: Sequence) -> None:

@@ -1,8 +1,9 @@
-"""How often what followed a match follows again, by the length of the match: measured, with a first guess. Pure."""
+"""How often guesses come true, by class; of lookup by the length of the match: measured, with a first guess. Pure."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _LENGTHS = (3, 4, 5, 7, 10, 16, 32)
@@ -28,24 +29,16 @@ class Record:
     expected: float = 0.0
 
 
-class HitRates:
-    """One table for all sequences; each corrects it by a factor of its own (`Record`)."""
+class RateTable:
+    """How often guesses of each class come true: one table for all sequences, each of which corrects it by a factor of its own
+    (`Record`). first: what is assumed of each class."""
 
-    def __init__(self) -> None:
-        first = [rate * factor for factor in (1.0, 1.0, _SPLIT) * 2 for rate in _FIRST]
+    def __init__(self, first: Sequence[float]) -> None:
         self._hits = [_FIRST_WEIGHT * rate for rate in first]
         self._trials = [_FIRST_WEIGHT] * len(first)
 
-    def bucket(self, length: int, num_agreeing: int, num_found: int, *, shared: bool) -> int:
-        """Return the table's row for matches of `length` tokens.
-
-        They are told apart by whether there was one, several before one token, or before several; and in another text.
-        """
-        kind = 0 if num_found == 1 else 1 if num_agreeing == num_found else 2
-        return (kind + 3 * shared) * len(_FIRST) + bisect_right(_LENGTHS, length)
-
     def chance(self, bucket: int, record: Record) -> float:
-        """Return the chance that the token behind a match is the one that was there before."""
+        """Return the chance that a guess of that class is right."""
         factor = (_OWN_WEIGHT + record.hits) / (_OWN_WEIGHT + record.expected)
         return min(_MAX_CHANCE, factor * self._hits[bucket] / self._trials[bucket])
 
@@ -57,3 +50,18 @@ class HitRates:
         if self._trials[bucket] > _MOST_TRIALS:
             self._hits[bucket] /= 2
             self._trials[bucket] /= 2
+
+
+class HitRates(RateTable):
+    """Of lookup: classes are those of matches."""
+
+    def __init__(self) -> None:
+        super().__init__([rate * factor for factor in (1.0, 1.0, _SPLIT) * 2 for rate in _FIRST])
+
+    def bucket(self, length: int, num_agreeing: int, num_found: int, *, shared: bool) -> int:
+        """Return the table's row for matches of `length` tokens.
+
+        They are told apart by whether there was one, several before one token, or before several; and in another text.
+        """
+        kind = 0 if num_found == 1 else 1 if num_agreeing == num_found else 2
+        return (kind + 3 * shared) * len(_FIRST) + bisect_right(_LENGTHS, length)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from common.engine.outcomes import Outcome
+from common.engine.plan import Drafted
 from common.engine.sequence import Sequence
 from services.decode.drafter import NO_GUESS, NOTHING_FORESEEN, Foreseen, Guess
 from services.decode.hit_rates import HitRates, Record
@@ -128,7 +129,7 @@ class Lookup:
                     chances[index] += reached * chance
         return Foreseen(outcomes, [min(1.0, chance) for chance in chances if chance])
 
-    def record(self, sequence: Sequence) -> None:
+    def record(self, sequence: Sequence, drafted: Drafted | None = None) -> None:
         text = self._texts.get(sequence.request)
         if text is None:
             return

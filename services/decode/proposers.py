@@ -13,6 +13,7 @@ from common.engine.outcomes import Outcome
 from common.engine.sequence import Sequence
 from common.protocol.draft_messages import DraftSampling
 from services.decode.drafter import Drafter, Foreseen, Guess
+from services.decode.head_drafts import HeadDrafts
 from services.decode.scheduler import Progress
 from services.decode.speculation import DraftBook, SpeculationCounters
 
@@ -35,14 +36,15 @@ class _Row:
 class Proposers:
     """The scheduler's `begin_step`, `propose` and `foresee`.
 
-    `by_source`: what was verified, by the name of its drafter.
+    head: of the engine, one of the drafters. `by_source`: what was verified, by the name of its drafter.
     """
 
-    def __init__(self, drafts: DraftBook, drafters: Sized[Drafter] = ()) -> None:
+    def __init__(self, drafts: DraftBook, drafters: Sized[Drafter] = (), head: HeadDrafts | None = None) -> None:
         self.drafts = drafts
-        self.drafters = drafters
+        self.drafters: Sized[Drafter] = drafters if head is None else [*drafters, head]
+        self.head = head
         self.policy = drafts.policy
-        self.by_source = {DRAFT_WORKER: drafts.counters} | {drafter.name: SpeculationCounters() for drafter in drafters}
+        self.by_source = {DRAFT_WORKER: drafts.counters} | {drafter.name: SpeculationCounters() for drafter in self.drafters}
         self._rows: dict[str, _Row] = {}
 
     @property
@@ -77,6 +79,7 @@ class Proposers:
     def begin_step(self, decoding: Sized[Sequence]) -> None:
         """A step that decodes these sequences is about to be planned."""
         chances: dict[str, list[float]] = {}
+        others: dict[str, float] = {}
         limit = self.policy.max_tokens
         for sequence in decoding if self.drafters and limit else ():
             row = self._rows.get(sequence.request)
@@ -86,11 +89,19 @@ class Proposers:
             behind = len(sequence.verifying) + 1 if sequence.num_awaited else 0
             most = self.drafts.expected(sequence.request, behind)
             for drafter in self.drafters:
+                if drafter is self.head:
+                    others[sequence.request] = most
                 offer = drafter.foresee(sequence, limit) if sequence.num_awaited else drafter.guess(sequence, limit)
                 if sum(offer.chances) > most:
                     most, row.drafter, row.offer = sum(offer.chances), drafter.name, offer
                     chances[sequence.request] = offer.chances
         self.drafts.begin_step(len(decoding), chances)
+        if self.head is not None and limit:
+            self.head.begin_step(decoding, others)
+
+    def wanted(self, sequence: Sequence) -> tuple[int, float]:
+        """See `scheduler.Wanted`."""
+        return (-1, 0.0) if self.head is None else self.head.wanted(sequence)
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:
         """At most `limit` tokens to verify after the sequence's own."""
@@ -130,6 +141,8 @@ class Proposers:
             coming = done.sequence.verifying if done.sequence.num_awaited else []
             row.verifying = next((name for name, outcome in row.foreseen if coming and outcome.proposal == coming), "")
             row.foreseen = []
+        if self.head is not None:
+            self.head.record(done.sequence, done.drafted)
         if done.forced:
             return
         if source in ("", DRAFT_WORKER):
@@ -138,7 +151,8 @@ class Proposers:
             self.by_source[source].record(done.proposed, done.accepted)
             self.drafts.record(request, 0, 0)
         for drafter in self.drafters:
-            drafter.record(done.sequence)
+            if drafter is not self.head:
+                drafter.record(done.sequence)
 
     def tidy(self) -> None:
         """Do what can wait, while a step runs."""

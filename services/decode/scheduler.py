@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from common.engine.outcomes import Outcome, accept, width_of
-from common.engine.plan import PACKED_TOKENS, StepPlan, StepResult, StepRow, part_of
+from common.engine.plan import PACKED_TOKENS, Drafted, StepPlan, StepResult, StepRow, part_of
 from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
 from common.engine.shares import TurnTaking
@@ -31,13 +31,16 @@ Propose = Callable[[Sequence, int], list[int]]
 Foresee = Callable[[Sequence, int], list[Outcome]]
 """`foresee(sequence, limit)`: at most `limit` token ids that may follow each likely outcome of the step in flight that verifies
 `sequence.verifying`; [] for none."""
+Wanted = Callable[[Sequence], tuple[int, float]]
+"""`wanted(sequence)`: how many tokens the engine's head drafts behind the sequence's row of this step, and the chance below
+which it stops (`StepRow.least_chance`); -1 tokens where it need not even note hidden states."""
 
 
 @dataclass(slots=True)
 class Progress:
     """What a step did for a sequence: new tokens from output index `start` on, `proposed` of which `accepted` held.
 
-    `forced`: a grammar proposed them, not a draft worker.
+    `forced`: a grammar proposed them, not a draft worker. `drafted`: what the engine's head proposes for the next step.
     """
 
     sequence: Sequence
@@ -45,6 +48,7 @@ class Progress:
     proposed: int
     accepted: int
     forced: bool = False
+    drafted: Drafted | None = None
 
 
 AGING_TOKENS_PER_STEP = 64
@@ -71,6 +75,7 @@ class DecodeScheduler:
         propose: Propose = lambda sequence, limit: [],
         foresee: Foresee = lambda sequence, limit: [],
         begin_step: Callable[[list[Sequence]], None] = lambda decoding: None,
+        wanted: Wanted = lambda sequence: (-1, 0.0),
         finishing: Callable[[Sequence], None] = lambda sequence: None,
         watermark: int = 1,
     ) -> None:
@@ -81,6 +86,7 @@ class DecodeScheduler:
         self.propose = propose
         self.foresee = foresee
         self.begin_step = begin_step
+        self.wanted = wanted
         self.finishing = finishing
         self.watermark = watermark
         self.num_preemptions = 0
@@ -174,6 +180,7 @@ class DecodeScheduler:
             else:  # a grammar is read by the step that runs
                 is_read = ahead and sequence.matcher is not None
                 row = sequence.plan(1, [] if is_read else self._proposal(sequence, budget), num_samples)
+                self._ask(sequence, row)
             rows.append(row)
             planned.append(sequence)
             num_samples += row.num_samples
@@ -191,6 +198,7 @@ class DecodeScheduler:
             if not num_tokens or not self.cache.claim(sequence, num_tokens, computing):
                 continue
             rows.append(sequence.plan(num_tokens, [], num_samples))
+            self._ask(sequence, rows[-1])
             planned.append(sequence)
             num_samples += rows[-1].num_samples
             budget -= num_tokens
@@ -239,7 +247,7 @@ class DecodeScheduler:
             start = sequence.num_outputs
             sequence.went_on(sequence.append(samples, accepted + 1, max_context=self.max_context))
             forced = sequence.matcher is not None and sequence.matcher.was_forced(proposal, accepted)
-            progress.append(Progress(sequence, start, len(proposal), accepted, forced))
+            progress.append(Progress(sequence, start, len(proposal), accepted, forced, samples.drafted))
             if sequence.is_broken:
                 self._abandon(sequence)
                 continue
@@ -283,6 +291,13 @@ class DecodeScheduler:
         self._running.pop(sequence, None)
         if not sequence.num_steps:
             self.cache.close(sequence)
+
+    def _ask(self, sequence: Sequence, row: StepRow) -> None:
+        """Ask the engine's head for what may follow the row, as far as a later step could take it."""
+        count, row.least_chance = self.wanted(sequence)
+        if count >= 0:
+            left = sequence.sampling.max_tokens - sequence.num_outputs - 2
+            row.serial, row.drafts = sequence.serial, max(0, min(count, left))
 
     def _proposal(self, sequence: Sequence, budget: int) -> list[int]:
         remaining = sequence.sampling.max_tokens - sequence.num_outputs - 1

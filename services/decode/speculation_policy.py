@@ -2,7 +2,8 @@
 
 A step of R rows gives R tokens; with V proposed tokens among its inputs as many more as are accepted, and takes longer. The V
 likeliest are verified for which tokens per second are most, none if that is best. What is compared are measured times of steps
-(`step_costs`) and each sequence's measured acceptance, or chances that came with a proposal; drafting takes no time here.
+(`step_costs`) and each sequence's measured acceptance, or chances that came with a proposal. Drafting takes no time here, but
+for the head's, which runs in the same thread and is asked where that pays, too (`pace_with`).
 
 Acceptance is measured without verifying, too: what was proposed is compared with what came. A sequence whose proposals do not
 pay pauses, so that nobody drafts in vain. The one thing that costs something is a step without proposals when its time is not
@@ -14,8 +15,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from services.decode.step_costs import SIZES, StepCosts
 
@@ -42,6 +45,15 @@ class Pace:
     nap: int
     asleep: int = 0
     trials: int = 0
+
+
+class Pick(NamedTuple):
+    """Tokens per second with the number of proposed tokens that is best, the chance of the least likely of these, and tokens
+    per second without proposals."""
+
+    pace: float
+    price: float
+    plain_pace: float
 
 
 class SpeculationPolicy:
@@ -93,13 +105,22 @@ class SpeculationPolicy:
             return
         self._left = room
         every = [(np.array(rates)[:, None] ** self._powers).ravel(), *(ladder[: self.max_tokens] for ladder in ladders)]
-        chances = np.sort(np.concatenate(every))[: -room - 1 : -1]
+        best = self._best(num_rows, np.concatenate(every), 0.0)
+        self._price = best.price if best.pace > _MARGIN * best.plain_pace else math.inf
+
+    def pace_with(self, num_rows: int, ladders: Sequence[Sequence[float]], drafting_s: float) -> Pick:
+        """Return the best that steps of `num_rows` decoding rows can do with proposals whose tokens have these chances, each of
+        which takes `drafting_s` to draft. Their time without proposals is known (`is_known`)."""
+        return self._best(num_rows, np.concatenate([ladder[: self.max_tokens] for ladder in ladders]), drafting_s)
+
+    def _best(self, num_rows: int, chances: NDArray[np.float64], drafting_s: float) -> Pick:
+        room = self.max_step_tokens - num_rows
+        chances = np.sort(chances)[: -room - 1 : -1]
         counts = np.array([size - num_rows for size in SIZES if num_rows < size < num_rows + len(chances)] + [len(chances)])
         seconds = self.costs.seconds(np.append(num_rows, num_rows + counts))
-        paces = (num_rows + np.cumsum(chances)[counts - 1]) / seconds[1:]
+        paces = (num_rows + np.cumsum(chances)[counts - 1]) / (seconds[1:] + drafting_s)
         best = int(np.argmax(paces))
-        pays = paces[best] > _MARGIN * num_rows / seconds[0]
-        self._price = float(chances[counts[best] - 1]) if pays else math.inf
+        return Pick(float(paces[best]), float(chances[counts[best] - 1]), num_rows / float(seconds[0]))
 
     def length(self, pace: Pace) -> int:
         """Tokens to verify for a sequence in this step."""

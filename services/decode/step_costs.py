@@ -47,6 +47,11 @@ class StepCosts:
         others = np.arange(len(SIZES)) != index
         self._seconds[others] *= 1 + _DRIFT * (seconds / expected - 1)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no size is known."""
+        return not self._known().any()
+
     def is_known(self, num_tokens: int) -> bool:
         """Whether steps of that size were measured lately."""
         index = bisect_left(SIZES, num_tokens)

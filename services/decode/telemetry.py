@@ -123,6 +123,7 @@ class SpeculationTelemetry(Collector):
             family = CounterMetricFamily(name, description, labels=[MODEL_LABEL])
             family.add_metric([self._model], read(proposers.drafts.counters))
             yield family
+        yield from self._of_head()
         yield self._draft_models()
         quiet = CounterMetricFamily(
             "penstock_speculation_quiet_steps",
@@ -139,6 +140,20 @@ class SpeculationTelemetry(Collector):
             "Tokens accepted at a place of a proposal, 0 first",
             lambda counters: counters.accepted_per_position,
         )
+
+    def _of_head(self) -> Iterator[Metric]:
+        """What the head took, if there is one; it is part of the steps' time."""
+        head = self._proposers.head
+        if head is None:
+            return
+        for name, description, value in (
+            ("penstock_speculation_head_seconds", "Time in which the head drafted, within steps", head.seconds),
+            ("penstock_speculation_head_tokens", "Tokens that the head drafted, verified or not", head.num_drafted),
+            ("penstock_speculation_head_probes", "Drafts made to see whether drafting pays by now", head.num_probes),
+        ):
+            family = CounterMetricFamily(name, description, labels=[MODEL_LABEL])
+            family.add_metric([self._model], value)
+            yield family
 
     def _draft_models(self) -> GaugeMetricFamily:
         family = GaugeMetricFamily(

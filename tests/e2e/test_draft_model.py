@@ -59,7 +59,7 @@ async def stack(nats_server_factory: Callable[..., LocalNatsServer], model: Path
     directory.mkdir()
     async with Stack(nats_server_factory().url, directory, flags=("--model", str(model)), engine_flags=engine) as stack:
         await stack.start("gateway")
-        await stack.start("decode", "--verify", "always", "--lookup", "off")
+        await stack.start("decode", "--verify", "always", "--lookup", "off", "--head", "off")
         await stack.ready()
         yield stack
 

@@ -60,8 +60,8 @@ def answers(folder: Path, *flags: str) -> tuple[list[str], tuple[int, int]]:
 
 
 def test_lookup_changes_no_text_and_its_guesses_hold(tmp_path: Path, smollm2: ModelFiles) -> None:
-    without, unverified = answers(tmp_path / "off", "--lookup", "off")
-    always, (proposed, accepted) = answers(tmp_path / "always", "--lookup", "on", "--verify", "always")
+    without, unverified = answers(tmp_path / "off", "--lookup", "off", "--head", "off")
+    always, (proposed, accepted) = answers(tmp_path / "always", "--lookup", "on", "--head", "off", "--verify", "always")
     assert always == without
     assert unverified == (0, 0)
     assert proposed > accepted > 1000, "most of what is said the second time, of the copies the first time"

@@ -27,6 +27,8 @@ from common.protocol.errors import ConfigError
 _KEPT_LOGITS = 64
 """After a step that scored a prompt, memory for more rows of logits than this is given back."""
 
+_NO_LAYERS = np.empty(0, np.int64)
+
 
 class Int8Runner(CpuRunner):
     """The pool is bfloat16."""
@@ -45,10 +47,13 @@ class Int8Runner(CpuRunner):
         self._logits = self._new_logits(1)
         self._first_read = self._num_kept = 0
         self._has_scored = False
+        self._noted = np.empty((0, 0), np.float32)
+        self._firsts: list[int] = []
 
     def logits(self, rows: Sequence[StepRow]) -> torch.Tensor:
         """Samples come first, then positions with targets, then those that are only added up and need no logits."""
-        rows = sorted(rows, key=lambda row: 0 if not row.num_read else 1 if row.targets else 2)
+        order = sorted(range(len(rows)), key=lambda at: 0 if not rows[at].num_read else 1 if rows[at].targets else 2)
+        rows = [rows[at] for at in order]
         counts = np.array([len(row.tokens) for row in rows])
         ends = np.cumsum(counts)
         num_tokens = int(ends[-1])
@@ -73,6 +78,10 @@ class Int8Runner(CpuRunner):
             self._logits = self._new_logits(num_logits)
         self._has_scored = any(row.targets for row in rows)
         self._first_read, self._num_kept = sum(row.num_samples for row in rows), len(samples)
+        if self.head is not None:
+            self._firsts = (ends - counts)[np.argsort(order)].tolist()
+            if num_tokens > len(self._noted):
+                self._noted = np.empty((num_tokens, self.head.state_size), np.float32)
         self._run(where, num_logits, tokens, every, samples)
         return torch.from_numpy(self._logits[: self._first_read, : self.vocab_size])
 
@@ -83,9 +92,14 @@ class Int8Runner(CpuRunner):
     def read_logits(self, start: int, end: int) -> torch.Tensor:
         return torch.from_numpy(self._logits[self._first_read + start : self._first_read + end, : self.vocab_size])
 
+    def noted_states(self, rows: Sequence[StepRow]) -> tuple[NDArray[np.float32], Sequence[int]]:
+        return self._noted, self._firsts
+
     def _run(self, where: Step, num_logits: int, *tokens: NDArray[np.int64]) -> None:
         counters = counters_for(self.decoder.config.num_layers)
+        layers = _NO_LAYERS if self.head is None else self.head.layers
         step: tuple[Any, ...] = (counters, self.threads, self._weights, where, *tokens, num_logits, self._room, self._logits)
+        step += (layers, self._noted)
         together(self.threads, self._forward, *step)
 
     def _new_room(self, rows: int) -> Room:

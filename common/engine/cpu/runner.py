@@ -6,16 +6,22 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from common.engine.layer_group import LayerGroup, check_groups
-from common.engine.plan import LaterStep, StepPlan, StepResult, StepRow, resolve_feeds
+from common.engine.plan import DraftPass, LaterStep, RowSamples, StepPlan, StepResult, StepRow, resolve_feeds
 from common.engine.reading import read_rows
 from common.engine.sampling import penalised, sample_rows
 from common.models.decoder import Decoder
 from common.protocol.errors import InvalidParameter
 from common.protocol.messages import SamplingParams
+
+if TYPE_CHECKING:
+    from common.engine.cpu.head import Head
 
 
 class CpuRunner(ABC):
@@ -41,6 +47,8 @@ class CpuRunner(ABC):
         self.vocab_size = config.vocab_size
         self.fingerprint = fingerprint
         self.threads = threads
+        self.head: Head | None = None
+        """What drafts behind each step; None: nothing does."""
         self._prepared = threading.local()
         self._sampled: list[int] = []
 
@@ -57,8 +65,14 @@ class CpuRunner(ABC):
             samples = sample_rows(self.logits(rows), rows)
             if any(row.num_read for row in rows):
                 read_rows(self, rows, samples)
+            passes = self._draft(rows, samples)
         self._sampled = [token for row in samples for token in row.tokens]
-        return StepResult(rows=samples, elapsed_s=time.perf_counter() - begun)
+        return StepResult(rows=samples, elapsed_s=time.perf_counter() - begun, passes=passes)
+
+    def _draft(self, rows: Sequence[StepRow], samples: Sequence[RowSamples]) -> list[DraftPass]:
+        if self.head is None or all(row.serial < 0 for row in rows):
+            return []
+        return self.head.draft(rows, samples, *self.noted_states(rows))
 
     @abstractmethod
     def logits(self, rows: Sequence[StepRow]) -> torch.Tensor:
@@ -73,6 +87,11 @@ class CpuRunner(ABC):
         """The logits of states [start, end) of `read_states`, float32 [end - start, vocab_size]. Only rows with targets have
         some."""
 
+    @abstractmethod
+    def noted_states(self, rows: Sequence[StepRow]) -> tuple[NDArray[np.float32], Sequence[int]]:
+        """What the step's tokens had before the layers that the head asks for, float32 [tokens, layers · hidden_size]; and
+        where each row's begin there."""
+
     def submit(self, plan: StepPlan) -> LaterStep:
         return LaterStep(self, plan)
 
@@ -84,7 +103,10 @@ class CpuRunner(ABC):
         kept, more = [group.pool[0].clone() for group in self.groups], [[0]] * (len(self.groups) - 1)
         tokens = [0] * min(3, self.block_tokens)
         for sampling in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_k=2, top_p=0.5, logprobs=1)):
-            rows = [StepRow([0], 0, [0], 1, sampling, 1), StepRow(tokens, 0, [0], 1, sampling, len(tokens))]
+            rows = [
+                StepRow([0], 0, [0], 1, sampling, 1, serial=0, drafts=2),
+                StepRow(tokens, 0, [0], 1, sampling, len(tokens), serial=1, drafts=1),
+            ]
             self._warm_up(rows, more)
         self._warm_up([StepRow(tokens, 0, [0], 0, SamplingParams(logprobs=1), 1, num_read=1, targets=[0])], more)
         for group, block in zip(self.groups, kept, strict=True):

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from common.engine.cpu.runner import CpuRunner
 from common.engine.layer_group import GroupedAttention, LayerGroup
@@ -34,9 +35,14 @@ class TorchRunner(CpuRunner):
             raise ConfigError(f"{error}; use --dtype auto with the package numba: 8-bit weights", param="dtype") from error
         self._scratches = [Scratch() for _ in groups]
         self._read = torch.empty(0)
+        self._noted: dict[int, torch.Tensor] = {}
+        self._firsts: list[int] = []
 
     def logits(self, rows: Sequence[StepRow]) -> torch.Tensor:
-        states = self.decoder.states(self._inputs(rows))
+        inputs = self._inputs(rows)
+        if self.head is not None:
+            inputs.noted = self._noted = dict.fromkeys(self.head.layers.tolist(), torch.empty(0))
+        states = self.decoder.states(inputs)
         num_samples = sum(row.num_samples for row in rows)
         self._read = states[num_samples:]
         return self.decoder.logits(states[:num_samples])
@@ -46,6 +52,9 @@ class TorchRunner(CpuRunner):
 
     def read_logits(self, start: int, end: int) -> torch.Tensor:
         return self.decoder.logits(self._read[start:end])
+
+    def noted_states(self, rows: Sequence[StepRow]) -> tuple[NDArray[np.float32], Sequence[int]]:
+        return torch.cat(list(self._noted.values()), -1).float().numpy(), self._firsts
 
     def _inputs(self, rows: Sequence[StepRow]) -> Inputs:
         order = sorted(range(len(rows)), key=lambda i: (len(rows[i].tokens) > 1, -rows[i].start))
@@ -57,6 +66,7 @@ class TorchRunner(CpuRunner):
         tokens = np.fromiter((token for i in order for token in rows[i].tokens), np.int64, num_tokens)
 
         first_of = dict(zip(order, firsts.tolist(), strict=True))
+        self._firsts = [first_of[i] for i in range(len(rows))]
         ends = [first_of[i] + len(row.tokens) for i, row in enumerate(rows)]
         samples = [place for end, row in zip(ends, rows, strict=True) for place in range(end - row.num_samples, end)]
         samples += [place for i in order_of_reading(rows) for place in range(ends[i] - rows[i].num_read, ends[i])]

@@ -9,6 +9,7 @@ import torch
 from common.ops.linear.linear import add_linear, linear, takes_quantised
 from common.ops.linear.weight import LinearWeight
 from common.ops.norm.add_rms_norm import add_rms_norm
+from common.ops.norm.rms_norm import rms_norm
 from common.ops.tensors import Activation
 
 
@@ -52,6 +53,13 @@ class Border:
         """
         quantise = reader is not None and takes_quantised(reader, self.rows)
         return add_rms_norm(self.residual, self.delta, norms.before, norms.eps, behind=self.behind, quantise=quantise)
+
+    def stream(self, eps: float) -> torch.Tensor:
+        """Return a copy of the residual with what is to be added to it, [rows, hidden_size]."""
+        if self.delta is None:
+            return self.residual.clone()
+        added = total(self.delta, self.residual.dtype)
+        return self.residual + (added if self.behind is None else rms_norm(added, self.behind, eps))
 
     def leave(self, delta: torch.Tensor, norms: Norms) -> Border:
         """Return the border behind a block that has read this one and made `delta`, as `Border.delta` describes it."""

@@ -84,20 +84,26 @@ _REGISTERS = 20
 
 
 @compiled()
-def write_kv(token, step, heads, q_norms, k_norms, layer, eps, qkv):
-    """Rotates Q and K of `token` in place, and writes its K and V into the pool. step: a `Step`.
+def place_kv(token, step, heads, q_norm, k_norm, layer, eps, angles, qkv):
+    """Rotates Q and K of `token` in place by `angles` [size], and writes its K and V into the pool. step: a `Step`.
 
-    qkv: float32 [tokens, (heads + 2 · kv_heads) · size or more]. q_norms, k_norms: [layers, size], or [layers, 0]."""
+    qkv: float32 [tokens, (heads + 2 · kv_heads) · size or more]. q_norm, k_norm: [size], or [0]."""
     pool, position = step.pool, step.positions[token]
     _, _, _, block_tokens, kv_heads, size = pool.shape
     mine = qkv[token, : (heads + 2 * kv_heads) * size].reshape(-1, size)
     for head in range(heads + kv_heads):
-        _rotate(mine[head], q_norms[layer] if head < heads else k_norms[layer], eps, step.rope[position])
+        _rotate(mine[head], q_norm if head < heads else k_norm, eps, angles)
     place = pool[step.blocks[step.block_starts[step.rows[token]] + position // block_tokens], layer]
     bits = mine.view(np.int32)
     for head in range(kv_heads):
         _narrow(bits[heads + head], place[0, position % block_tokens, head])
         _narrow(bits[heads + kv_heads + head], place[1, position % block_tokens, head])
+
+
+@compiled()
+def write_kv(token, step, heads, q_norms, k_norms, layer, eps, qkv):
+    """`place_kv` by the rotation of the token's position. q_norms, k_norms: [layers, size], or [layers, 0]."""
+    place_kv(token, step, heads, q_norms[layer], k_norms[layer], layer, eps, step.rope[step.positions[token]], qkv)
 
 
 @compiled()

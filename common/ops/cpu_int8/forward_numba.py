@@ -21,10 +21,10 @@ from common.ops.cpu_int8.products_numba import add_and_normalise, gate, multiply
 from common.ops.cpu_int8.team_numba import new_counters, shared
 from common.ops.cpu_int8.weights import Linears
 
-_PARTS_PER_THREAD = 4
+PARTS_PER_THREAD = 4
 """Of a linear: enough for a thread that is held up to be made up for."""
 
-_PHASES_PER_LAYER, _OTHER_PHASES = 10, 5
+_PHASES_PER_LAYER, _OTHER_PHASES = 10, 12
 
 
 class Weights(NamedTuple):
@@ -65,11 +65,19 @@ def _embed(row, tokens, embedding, residual):
 
 
 @compiled()
-def _keep(_, wanted, residual):
+def keep_rows(_, wanted, residual):
     """Rows `wanted`, ascending, to the front."""
     for index in range(len(wanted)):
         if wanted[index] != index:
             residual[index] = residual[wanted[index]]
+
+
+@compiled()
+def _note(row, place, residual, noted):
+    """noted[row, place] = residual[row]; noted: float32 [rows, places · size]."""
+    size = residual.shape[1]
+    for i in range(size):
+        noted[row, place * size + i] = residual[row, i]
 
 
 @compiled()
@@ -80,15 +88,15 @@ def _add(index, first, residual, delta):
 
 
 _share_embed, _share_normalise, _share_multiply, _share_write_kv = map(shared, (_embed, normalise, multiply, write_kv))
-_share_keep, _share_quantise, _share_add, _share_gate = map(shared, (_keep, quantise, add_and_normalise, gate))
-_share_add_only = shared(_add)
+_share_keep, _share_quantise, _share_add, _share_gate = map(shared, (keep_rows, quantise, add_and_normalise, gate))
+_share_add_only, _share_note = shared(_add), shared(_note)
 
 
 @compiled()
-def _in_parts(which, threads, rows, weights, room, out):
+def in_parts(which, threads, rows, weights, room, out):
     """What `multiply` takes, with how many parts in front."""
     linears = weights.linears
-    parts = 1 if threads == 1 else min(linears[which].blocks, _PARTS_PER_THREAD * threads)
+    parts = 1 if threads == 1 else min(linears[which].blocks, PARTS_PER_THREAD * threads)
     return parts, (parts, linears, which, room.data, room.row_scale, rows, out)
 
 
@@ -96,41 +104,54 @@ _share_attend: Any = None
 """Of the heads that a step is compiled for."""
 
 
-def _step(counters, threads, weights, where, tokens, every, samples, num_logits, room, logits):
+def _step(counters, threads, weights, where, tokens, every, samples, num_logits, room, logits, layers_noted, noted):
     """counters: of `counters_for`, new. where: a `Step`. tokens: int64 [tokens]; every: their indices, 0 …; samples: those
     that are wanted, ascending. logits: float32 [≥ num_logits, vocab, padded to `LANES`], of the first `num_logits` samples.
+    layers_noted: int64 [places], rising: before which layers every token's residual is noted, in noted: float32
+    [≥ tokens, places · hidden]; the number of layers stands for behind the last one, which then computes every token.
 
     K and V are written in any case. The last norm of residual's first rows are the samples' final states."""
     residual, narrow, wide, integers = room.residual, room.narrow, room.wide, (room.data, room.row_scale)
     eps, heads, rows, wanted = weights.eps, weights.heads, len(tokens), every
     layers, kv_heads, size = len(weights.input_norms), where.pool.shape[4], where.pool.shape[5]
+    place, places = 0, len(layers_noted)
+    is_whole = places > 0 and layers_noted[places - 1] == layers
     phase = _share_embed(counters, 0, rows, (tokens, weights.embedding, residual))
     phase = _share_normalise(counters, phase, rows, (rows, residual, weights.input_norms[0], eps, *integers))
     for layer in range(layers):
-        parts, linear = _in_parts(4 * layer, threads, rows, weights, room, wide)
+        if place < places and layers_noted[place] == layer:
+            phase = _share_note(counters, phase, rows, (place, residual, noted))
+            place += 1
+        parts, linear = in_parts(4 * layer, threads, rows, weights, room, wide)
         phase = _share_multiply(counters, phase, parts, linear)
         norms = (weights.q_norms, weights.k_norms, layer, eps)
         phase = _share_write_kv(counters, phase, rows, (where, heads, *norms, wide))
-        if layer == layers - 1:
+        if layer == layers - 1 and not is_whole:
             rows, wanted = len(samples), samples
             phase = _share_keep(counters, phase, 1, (wanted, residual))
-        splits = kv_heads if rows < _PARTS_PER_THREAD * threads else 1
+        splits = kv_heads if rows < PARTS_PER_THREAD * threads else 1
         phase = _share_attend(counters, phase, rows * splits, (splits, where, wanted, layer, size**-0.5, wide, narrow))
         phase = _share_quantise(counters, phase, rows, (rows, narrow, heads * size, *integers))
-        parts, linear = _in_parts(4 * layer + 1, threads, rows, weights, room, narrow)
+        parts, linear = in_parts(4 * layer + 1, threads, rows, weights, room, narrow)
         phase = _share_multiply(counters, phase, parts, linear)
         phase = _share_add(counters, phase, rows, (rows, residual, narrow, weights.mlp_norms[layer], eps, *integers))
-        parts, linear = _in_parts(4 * layer + 2, threads, rows, weights, room, wide)
+        parts, linear = in_parts(4 * layer + 2, threads, rows, weights, room, wide)
         phase = _share_multiply(counters, phase, parts, linear)
         phase = _share_gate(counters, phase, rows, (rows, wide, weights.middle, *integers))
-        parts, linear = _in_parts(4 * layer + 3, threads, rows, weights, room, narrow)
+        parts, linear = in_parts(4 * layer + 3, threads, rows, weights, room, narrow)
         phase = _share_multiply(counters, phase, parts, linear)
         if layer < layers - 1:
             following = weights.input_norms[layer + 1]
             phase = _share_add(counters, phase, rows, (rows, residual, narrow, following, eps, *integers))
-    phase = _share_add(counters, phase, num_logits, (num_logits, residual, narrow, weights.norm, eps, *integers))
-    phase = _share_add_only(counters, phase, rows - num_logits, (num_logits, residual, narrow))
-    parts, linear = _in_parts(4 * layers, threads, num_logits, weights, room, logits)
+    if is_whole:
+        phase = _share_add_only(counters, phase, rows, (0, residual, narrow))
+        phase = _share_note(counters, phase, rows, (place, residual, noted))
+        phase = _share_keep(counters, phase, 1, (samples, residual))
+        phase = _share_normalise(counters, phase, num_logits, (num_logits, residual, weights.norm, eps, *integers))
+    else:
+        phase = _share_add(counters, phase, num_logits, (num_logits, residual, narrow, weights.norm, eps, *integers))
+        phase = _share_add_only(counters, phase, rows - num_logits, (num_logits, residual, narrow))
+    parts, linear = in_parts(4 * layers, threads, num_logits, weights, room, logits)
     _share_multiply(counters, phase, parts, linear)
 
 

@@ -178,7 +178,8 @@ def quantise_row(x, row, rows, data, row_scale):
 
 
 @compiled(fastmath=REASSOCIATING)
-def _normalise(residual, weight, eps, out):
+def rms_normalise(residual, weight, eps, out):
+    """out = RMSNorm(residual) · weight, all float32 [size]."""
     total = np.float32(0)
     for i in range(len(residual)):
         total += residual[i] * residual[i]
@@ -191,7 +192,7 @@ def _normalise(residual, weight, eps, out):
 def normalise(row, rows, residual, weight, eps, data, row_scale):
     """RMSNorm(residual[row]) · weight, quantised."""
     normal = np.empty(len(weight), np.float32)
-    _normalise(residual[row], weight, eps, normal)
+    rms_normalise(residual[row], weight, eps, normal)
     quantise_row(normal, row, rows, data, row_scale)
 
 

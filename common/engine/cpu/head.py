@@ -1,0 +1,225 @@
+"""A head that drafts from hidden states (EAGLE-3), beside an engine on a CPU: it runs in the engine's thread, behind its step.
+
+    the step's states ─► noted for each sequence ─► a first pass: pairs that are new ─► a token for each row that wants some
+                                                      ┌───────────────────────────────────────────┘
+                                                      └► a pass for each further token: x' is its feature
+
+What it drafts is compared with what the target samples, so nothing here has to be exact.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from common.engine.cpu.head_choice import NO_CHOICE, choose
+from common.engine.cpu.head_context import KEPT_STATES, HeadContext, HeadContexts
+from common.engine.outcomes import accept
+from common.engine.plan import NO_TOKEN, Drafted, DraftPass, RowSamples, StepRow
+from common.models.head_weights import HeadTensors
+from common.ops.cpu_int8.attention_numba import Step
+from common.ops.cpu_int8.forward_numba import Room
+from common.ops.cpu_int8.head_numba import HeadWeights, counters_for_pass, head_pass
+from common.ops.cpu_int8.team_cpu import together
+from common.ops.cpu_int8.weights import LANES, PAIRS, linears_of, pack_int8
+
+CONTEXT_TOKENS = 1024
+"""Of a sequence that the head attends to, the last ones."""
+_BLOCK_TOKENS = 16
+_MAX_DRAFTS = 63
+
+
+@dataclass(slots=True)
+class _Job:
+    """A row with pairs to compute: `states` of the target, and `nexts`, the tokens behind them. place: of the next pair in the
+    cache; position: in the text. chance: that all that is drafted so far holds."""
+
+    row: StepRow
+    context: HeadContext
+    states: NDArray[np.float32]
+    nexts: list[int]
+    place: int
+    position: int
+    chance: float = 1.0
+    drafted: Drafted = field(default_factory=lambda: Drafted([], []))
+
+
+class Head:
+    """layers: before which layers of the target it wants hidden states. max_sequences: that it remembers."""
+
+    def __init__(self, tensors: HeadTensors, *, max_sequences: int, threads: int, context_tokens: int = CONTEXT_TOKENS) -> None:
+        spec = self.spec = tensors.spec
+        self.layers = np.array(spec.layers, np.int64)
+        self.threads = threads
+        # channels of the states differ by factors of thousands, and fc's columns make up for it: 8 bits need them alike
+        column = tensors.fc.square().mean(0).sqrt()
+        column[column == 0] = 1.0
+        self._state_scale = column.numpy()
+        linears = (tensors.fc / column, tensors.qkv, tensors.output, tensors.gate_up, tensors.down, tensors.lm_head)
+        self._packed = [pack_int8(weight) for weight in linears]
+        self._weights = HeadWeights(
+            linears=linears_of(self._packed),
+            embedding_norm=tensors.embedding_norm.numpy(),
+            feature_norm=tensors.feature_norm.numpy(),
+            mlp_norm=tensors.mlp_norm.numpy(),
+            norm=tensors.norm.numpy(),
+            eps=spec.rms_eps,
+            heads=spec.num_heads,
+            middle=spec.intermediate_size,
+        )
+        self._embedding = tensors.embedding
+        self._table = tensors.embedding.numpy() if tensors.embedding.dtype == torch.float32 else None
+        self._ids = tensors.ids.numpy()
+        self._pass = head_pass(spec.head_dim, spec.num_heads // spec.num_kv_heads)
+        blocks_each = -(-context_tokens // _BLOCK_TOKENS)
+        self._contexts = HeadContexts(count=max_sequences, blocks_each=blocks_each, block_tokens=_BLOCK_TOKENS)
+        shape = (max_sequences * blocks_each, 1, 2, _BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
+        self._pool = np.zeros(shape, np.int16)  # pages are taken as they are written to
+        self._turns = spec.rope_theta ** (-np.arange(0, spec.head_dim, 2) / spec.head_dim)
+        self._room = self._new_room(1)
+        self._logits = np.empty((1, _padded(spec.draft_vocab_size, LANES)), np.float32)
+        self._no_states = np.empty((max_sequences + 1, 0), np.float32)
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a token that it notes."""
+        return len(self.layers) * self.spec.hidden_size
+
+    def draft(
+        self, rows: Sequence[StepRow], results: Sequence[RowSamples], states: NDArray[np.float32], firsts: Sequence[int]
+    ) -> list[DraftPass]:
+        """Note what a step has computed, and put into `results` what may follow, where a row asks for it.
+
+        states: float32 [tokens, state_size], good until the next step. firsts: the index of each row's first token there.
+        """
+        begun = time.perf_counter()
+        jobs = self._noted(rows, results, states, firsts)
+        if not jobs:
+            return []
+        counts = np.array([len(job.nexts) for job in jobs])
+        drafts = np.array([job.row.num_samples > 0 for job in jobs])
+        wanted, num_tokens = (counts.cumsum() - 1)[drafts], int(counts.sum())
+        self._compute(jobs, counts, np.concatenate([job.states for job in jobs]), wanted)
+        active = [job for job in jobs if job.row.num_samples]
+        passes: list[DraftPass] = []
+        while True:
+            kept = self._choose(active)
+            now = time.perf_counter()
+            passes.append(DraftPass(num_tokens, now - begun))
+            if not kept:
+                break
+            begun, num_tokens = now, len(kept)
+            active = [active[index] for index in kept]
+            self._room.residual[:num_tokens] = self._room.residual[kept]
+            self._compute(active, np.ones(num_tokens, np.int64), self._no_states[:num_tokens], np.arange(num_tokens))
+        return passes
+
+    def _noted(
+        self, rows: Sequence[StepRow], results: Sequence[RowSamples], states: NDArray[np.float32], firsts: Sequence[int]
+    ) -> list[_Job]:
+        """Note the states of each row's valid positions; return the rows with pairs to compute now."""
+        jobs: list[_Job] = []
+        for row, result, first in zip(rows, results, firsts, strict=True):
+            if row.serial < 0:
+                continue
+            context = self._contexts.of(row.serial)
+            proposed = max(0, row.num_samples - 1)
+            known = list(row.tokens)
+            if row.num_samples:
+                accepted = accept(row.tokens[len(row.tokens) - proposed :], result.tokens)
+                if result.tokens[accepted] == NO_TOKEN:
+                    context.forget()
+                    continue
+                known = [*known[: len(known) - proposed + accepted], result.tokens[accepted]]
+            count = len(known) - (row.num_samples > 0)
+            context.note(row.start, states[first : first + count] * self._state_scale, known)
+            is_far = row.prompt_tokens - row.start - len(row.tokens) > context.capacity  # before the end of a long prompt
+            if row.drafts <= 0 or is_far:
+                context.keep_latest(KEPT_STATES)
+            elif context.nexts:
+                jobs.append(_Job(row, context, *context.take(min(row.drafts, _MAX_DRAFTS))))
+                if row.num_samples:
+                    result.drafted = jobs[-1].drafted
+        return jobs
+
+    def _choose(self, jobs: Sequence[_Job]) -> list[int]:
+        """Append a token to what is drafted for each of `jobs`; return the indices of those that want one more."""
+        kept: list[int] = []
+        for index, job in enumerate(jobs):
+            logits = self._logits[index, : len(self._ids)]
+            token, chance = choose(logits, self._ids, job.row.sampling, job.position + 1)
+            if token == NO_CHOICE:
+                continue
+            job.drafted.tokens.append(token)
+            job.drafted.chances.append(chance)
+            job.nexts = [token]
+            job.chance *= chance
+            if len(job.drafted.tokens) < job.row.drafts and job.chance >= job.row.least_chance:
+                kept.append(index)
+        return kept
+
+    def _compute(
+        self, jobs: Sequence[_Job], counts: NDArray[np.int64], states: NDArray[np.float32], wanted: NDArray[np.int64]
+    ) -> None:
+        """Compute the next `counts` pairs of each of `jobs`, whose tokens are their `nexts`."""
+        num_pairs, tokens = int(counts.sum()), [token for job in jobs for token in job.nexts]
+        if num_pairs > len(self._room.residual):
+            self._room = self._new_room(num_pairs, self._room.residual)
+        if len(wanted) > len(self._logits):
+            self._logits = np.empty((len(wanted), self._logits.shape[1]), np.float32)
+        within = np.arange(num_pairs) - np.repeat(counts.cumsum() - counts, counts)
+        places = np.repeat(np.array([job.place for job in jobs]), counts) + within
+        angles = (np.repeat(np.array([job.position for job in jobs]), counts) + within)[:, None] * self._turns
+        held = np.array([len(job.context.blocks) for job in jobs])
+        where = Step(
+            positions=places,
+            rows=np.repeat(np.arange(len(jobs)), counts),
+            blocks=np.concatenate([job.context.blocks for job in jobs]),
+            block_starts=held.cumsum() - held,
+            pool=self._pool,
+            rope=np.concatenate((np.cos(angles), np.sin(angles)), 1).astype(np.float32),
+        )
+        step: tuple[Any, ...] = (
+            counters_for_pass(),
+            self.threads,
+            self._weights,
+            where,
+            states,
+            self._embedded(tokens),
+            wanted,
+        )
+        together(self.threads, self._pass, *step, self._room, self._logits)
+        for job, count in zip(jobs, counts.tolist(), strict=True):
+            job.place, job.position = job.place + count, job.position + count
+
+    def _embedded(self, tokens: list[int]) -> NDArray[np.float32]:
+        if self._table is not None:
+            return self._table[tokens]
+        return self._embedding[torch.tensor(tokens)].float().numpy()
+
+    def _new_room(self, rows: int, features: NDArray[np.float32] | None = None) -> Room:
+        """Memory for passes of so many pairs. features: kept."""
+        spec = self.spec
+        attended = spec.num_heads * spec.head_dim
+        widest = max(attended + 2 * spec.num_kv_heads * spec.head_dim, 2 * spec.intermediate_size)
+        inputs = (self.state_size, 2 * spec.hidden_size, attended, spec.intermediate_size)
+        room = Room(
+            residual=np.empty((rows, spec.hidden_size), np.float32),
+            narrow=np.empty((rows, _padded(max(spec.hidden_size, attended), LANES)), np.float32),
+            wide=np.empty((rows, _padded(widest, LANES)), np.float32),
+            data=np.empty(rows * max(_padded(size, 2 * PAIRS) // 2 for size in inputs), np.int32),
+            row_scale=np.empty(rows, np.float32),
+        )
+        if features is not None:
+            room.residual[: len(features)] = features
+        return room
+
+
+def _padded(size: int, to: int) -> int:
+    return size + -size % to

@@ -1,0 +1,48 @@
+"""The token that a head proposes: the likeliest, or with temperature the one that the target's own noise favours.
+
+A proposal may be wrong, so this looks at the likeliest tokens alone, and does not ask for the last bit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.ops.sampling.gumbel import GREEDY_BELOW, gumbel_noise
+from common.protocol.messages import SamplingParams
+
+TOP_TOKENS = 64
+"""Tokens that noise is drawn for."""
+
+NO_CHOICE = -1
+
+
+def choose(logits: NDArray[np.float32], ids: NDArray[np.int64], params: SamplingParams, position: int) -> tuple[int, float]:
+    """logits: float32 [draft_vocab], finite or not. ids: int64 [draft_vocab], the target's. position: of the token to draw.
+
+    Return the target's id, and how likely it is among what could be drawn; `NO_CHOICE` where a logit is not finite.
+    """
+    if not np.isfinite(logits).all():
+        return NO_CHOICE, 0.0
+    if params.temperature < GREEDY_BELOW:
+        best = int(logits.argmax())
+        return int(ids[best]), 1.0 / float(np.exp(logits - logits[best]).sum())
+    return _drawn(logits, ids, params, position)
+
+
+def _drawn(logits: NDArray[np.float32], ids: NDArray[np.int64], params: SamplingParams, position: int) -> tuple[int, float]:
+    count = min(TOP_TOKENS, len(logits))
+    if params.top_k > 0:
+        count = min(count, params.top_k)
+    top = np.argpartition(logits, len(logits) - count)[len(logits) - count :]
+    scores = logits[top] / np.float32(params.temperature)
+    if params.top_p < 1 or params.min_p > 0:
+        order = np.argsort(-scores)
+        top, scores = top[order], scores[order]
+        shares = np.exp(scores - scores[0])
+        kept = np.searchsorted(shares.cumsum(), params.top_p * shares.sum()) + 1
+        kept = max(1, min(int(kept), int((shares >= params.min_p).sum())))
+        top, scores = top[:kept], scores[:kept]
+    noisy = scores + gumbel_noise(params.seed, position, ids[top])
+    best = int(noisy.argmax())
+    return int(ids[top[best]]), 1.0 / float(np.exp(noisy - noisy[best]).sum())

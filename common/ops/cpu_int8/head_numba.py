@@ -1,0 +1,119 @@
+"""A head that drafts from its target's hidden states (EAGLE-3), as one compiled call for each pass: 8-bit linears, one layer.
+
+A pass computes pairs of a feature, what the target knows at position p, and the embedding of the token at p + 1:
+
+    features ─► [fc] ─► x ─► norm ┐
+    embeddings ───────────► norm ┴─► QKV ─► rotate, write KV ─► attend ─► output + x ─► MLP ─► x' ─► norm ─► head
+
+What follows the token at p + 1 has the logits; x' is the feature of the pair behind. Work is shared out as in `forward_numba`,
+whose kernels these are.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false
+from __future__ import annotations
+
+from functools import cache
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.ops.cpu_int8.attention_numba import attention, place_kv
+from common.ops.cpu_int8.compiled_numba import compiled
+from common.ops.cpu_int8.forward_numba import PARTS_PER_THREAD, in_parts, keep_rows
+from common.ops.cpu_int8.products_numba import add_and_normalise, gate, multiply, quantise, quantise_row, rms_normalise
+from common.ops.cpu_int8.team_numba import new_counters, shared
+from common.ops.cpu_int8.weights import Linears
+
+_PHASES = 16
+
+FC, QKV, OUTPUT, GATE_UP, DOWN, HEAD = range(6)
+"""Places of the linears."""
+
+
+class HeadWeights(NamedTuple):
+    """linears: `FC` … `HEAD`. Norms: float32 [hidden], of embeddings, of features, before the MLP and before the head. middle:
+    the size between gate and down."""
+
+    linears: Linears
+    embedding_norm: NDArray[np.float32]
+    feature_norm: NDArray[np.float32]
+    mlp_norm: NDArray[np.float32]
+    norm: NDArray[np.float32]
+    eps: float
+    heads: int
+    middle: int
+
+
+def counters_for_pass() -> NDArray[np.int64]:
+    return new_counters(_PHASES)
+
+
+@compiled()
+def _pair(row, rows, embedded, features, embedding_norm, feature_norm, eps, data, row_scale):
+    """Both halves of a pair's input, each normalised, side by side and quantised."""
+    size = len(embedding_norm)
+    both = np.empty(2 * size, np.float32)
+    rms_normalise(embedded[row], embedding_norm, eps, both[:size])
+    rms_normalise(features[row], feature_norm, eps, both[size:])
+    quantise_row(both, row, rows, data, row_scale)
+
+
+@compiled()
+def _place(row, step, heads, qkv):
+    """`place_kv` by the row's own angles, without norms of heads."""
+    nothing = np.empty(0, np.float32)
+    place_kv(row, step, heads, nothing, nothing, 0, 0.0, step.rope[row], qkv)
+
+
+_share_pair, _share_place, _share_keep, _share_gate = map(shared, (_pair, _place, keep_rows, gate))
+_share_multiply, _share_quantise, _share_add = map(shared, (multiply, quantise, add_and_normalise))
+
+_share_attend: Any = None
+"""Of the heads that a pass is compiled for."""
+
+
+def _run(counters, threads, weights, where, states, embedded, wanted, room, logits):
+    """counters: of `counters_for_pass`, new. where: a `Step` whose pool has one layer, whose positions count from where each
+    row's cache begins, and whose rope has a row for each pair. states: float32 [pairs, 3 · hidden], the target's; or [pairs, 0]
+    where room.residual holds features. embedded: float32 [pairs, hidden]. wanted: int64, ascending: the pairs behind which
+    tokens are drafted; their x' is in room.residual afterwards. logits: float32 [≥ wanted, padded].
+
+    K and V of all pairs are written."""
+    residual, narrow, wide, integers = room.residual, room.narrow, room.wide, (room.data, room.row_scale)
+    eps, heads, pairs, rows = weights.eps, weights.heads, len(embedded), len(wanted)
+    kv_heads, size, phase = where.pool.shape[4], where.pool.shape[5], 0
+    if states.shape[1]:
+        phase = _share_quantise(counters, phase, pairs, (pairs, states, states.shape[1], *integers))
+        parts, linear = in_parts(FC, threads, pairs, weights, room, residual)
+        phase = _share_multiply(counters, phase, parts, linear)
+    norms = (weights.embedding_norm, weights.feature_norm, eps)
+    phase = _share_pair(counters, phase, pairs, (pairs, embedded, residual, *norms, *integers))
+    parts, linear = in_parts(QKV, threads, pairs, weights, room, wide)
+    phase = _share_multiply(counters, phase, parts, linear)
+    phase = _share_place(counters, phase, pairs, (where, heads, wide))
+    phase = _share_keep(counters, phase, 1, (wanted, residual))
+    splits = kv_heads if rows < PARTS_PER_THREAD * threads else 1
+    phase = _share_attend(counters, phase, rows * splits, (splits, where, wanted, 0, size**-0.5, wide, narrow))
+    phase = _share_quantise(counters, phase, rows, (rows, narrow, heads * size, *integers))
+    parts, linear = in_parts(OUTPUT, threads, rows, weights, room, narrow)
+    phase = _share_multiply(counters, phase, parts, linear)
+    phase = _share_add(counters, phase, rows, (rows, residual, narrow, weights.mlp_norm, eps, *integers))
+    parts, linear = in_parts(GATE_UP, threads, rows, weights, room, wide)
+    phase = _share_multiply(counters, phase, parts, linear)
+    phase = _share_gate(counters, phase, rows, (rows, wide, weights.middle, *integers))
+    parts, linear = in_parts(DOWN, threads, rows, weights, room, narrow)
+    phase = _share_multiply(counters, phase, parts, linear)
+    phase = _share_add(counters, phase, rows, (rows, residual, narrow, weights.norm, eps, *integers))
+    parts, linear = in_parts(HEAD, threads, rows, weights, room, logits)
+    _share_multiply(counters, phase, parts, linear)
+
+
+@cache
+def head_pass(size: int, group: int) -> Any:
+    """A pass for heads of `size`, `group` of which share a KV head; see `forward_numba.forward`."""
+    scope = globals() | {"_share_attend": shared(attention(size, group))}
+    run = FunctionType(_run.__code__, scope, f"head_{size}_{group}")
+    run.__qualname__ = run.__name__
+    return compiled(kept=True)(run)

@@ -1,0 +1,230 @@
+"""A head beside an engine: what it drafts is what its reference drafts, with a cache, in any company, and after rejections."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from common.engine.cpu.head import Head
+from common.engine.cpu.head_choice import NO_CHOICE, choose
+from common.engine.outcomes import accept
+from common.engine.plan import RowSamples, StepPlan, StepRow
+from common.models.head_folder import open_head
+from common.models.head_weights import HeadTensors, load_head
+from common.models.source import ModelFiles, resolve
+from common.ops.cpu_int8.head_reference import HeadWeightsReference, head_reference
+from common.ops.sampling.sample import Draw, sample_tokens
+from common.protocol.messages import SamplingParams
+from tests.fixtures.head import write_head
+from tests.fixtures.tiny_model import write_tiny_model
+from tests.models.driver import GREEDY, open_runner
+from tests.models.oracles import oracle_prompt
+
+SEEDED = SamplingParams(temperature=0.8, seed=5, top_p=0.9)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
+    return resolve(str(write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")))
+
+
+class Site:
+    """A runner with a head of random weights, and one sequence."""
+
+    def __init__(self, files: ModelFiles, folder: Path, *, context_tokens: int = 1024, **settings: Any) -> None:
+        self.runner: Any = open_runner(files, **settings)
+        self.tensors = load_head(open_head(write_head(folder, files)), self.runner.decoder, files.name)
+        self.runner.head = Head(self.tensors, max_sequences=3, threads=1, context_tokens=context_tokens)
+        self.states: list[torch.Tensor] = []
+        told = self.runner.head.draft
+
+        def draft(rows: Any, results: Any, states: Any, firsts: Any) -> Any:
+            self.states = [
+                torch.tensor(states[first : first + len(row.tokens)]) for row, first in zip(rows, firsts, strict=True)
+            ]
+            return told(rows, results, states, firsts)
+
+        self.runner.head.draft = draft
+
+    def step(self, *rows: StepRow) -> Any:
+        return self.runner.execute(StepPlan(0, list(rows))).rows
+
+
+NEARLY = 0.15
+"""Of a logit: 8-bit weights of a random head."""
+
+
+def is_right(tensors: HeadTensors, states: torch.Tensor, tokens: list[int], drafted: list[int], first: int = 0) -> bool:
+    """Whether the reference would draft these, or others that it finds as likely. See `reference_drafts`."""
+    ids = tensors.ids.tolist()
+    best = reference_logits(tensors, states, tokens, drafted, first)
+    return all(logits.max() - logits[ids.index(token)] < NEARLY for logits, token in zip(best, drafted, strict=True))
+
+
+def reference_drafts(tensors: HeadTensors, states: torch.Tensor, tokens: list[int], count: int, first: int = 0) -> list[int]:
+    """Greedy drafts behind `tokens`, at positions first + 1 …; `states` are those of the positions before each."""
+    drafted: list[int] = []
+    for _ in range(count):
+        logits = reference_logits(tensors, states, tokens, [*drafted, 0], first)[-1]
+        drafted.append(int(tensors.ids[logits.argmax()]))
+    return drafted
+
+
+def reference_logits(
+    tensors: HeadTensors, states: torch.Tensor, tokens: list[int], drafted: list[int], first: int
+) -> list[torch.Tensor]:
+    """The logits that each of `drafted` is drawn from, behind `tokens` and those drafted before it."""
+    weights = HeadWeightsReference(*(getattr(tensors, name) for name in HeadWeightsReference._fields))
+    spec, features, found = tensors.spec, torch.empty(0, tensors.spec.hidden_size), list[torch.Tensor]()
+    for count in range(len(drafted)):
+        embedded = tensors.embedding[torch.tensor([*tokens, *drafted[:count]])].float()
+        x, logits = head_reference(
+            weights,
+            states,
+            features,
+            embedded,
+            head_dim=spec.head_dim,
+            num_kv_heads=spec.num_kv_heads,
+            rope_theta=spec.rope_theta,
+            eps=spec.rms_eps,
+            first=first,
+        )
+        features = torch.cat((features, x[-1:]))
+        found.append(logits[-1])
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+@pytest.mark.parametrize("chunk", [100, 7, 1])
+def test_drafts_are_those_of_the_reference(tiny: ModelFiles, tmp_path: Path, dtype: str, chunk: int) -> None:
+    site = Site(tiny, tmp_path / "head", dtype=dtype)
+    prompt, blocks = oracle_prompt(length=37), list(range(10))
+    states: list[torch.Tensor] = []
+    samples: Any = None
+    for start in range(0, len(prompt), chunk):
+        part = prompt[start : start + chunk]
+        last = start + len(part) == len(prompt)
+        row = StepRow(part, start, blocks, int(last), GREEDY, len(prompt), serial=7, drafts=4)
+        (samples,) = site.step(row)
+        states += site.states
+    expected = reference_drafts(site.tensors, torch.cat(states), [*prompt[1:], samples.tokens[0]], 4)
+    assert samples.drafted.tokens == expected
+    assert all(0 < chance <= 1 for chance in samples.drafted.chances)
+
+
+def test_states_of_very_different_size_are_told_apart(tiny: ModelFiles, tmp_path: Path) -> None:
+    """As in trained models, where a channel may be thousands of times as large as the others, and `fc` makes up for it."""
+    site = Site(tiny, tmp_path / "head")
+    size = torch.ones(site.tensors.fc.shape[1])
+    size[3], size[70] = 3000.0, 1e-3
+    tensors = replace(site.tensors, fc=site.tensors.fc / size)
+    head = Head(tensors, max_sequences=1, threads=1)
+    states = torch.randn(20, len(size), generator=torch.Generator().manual_seed(1)) * size
+    prompt = oracle_prompt(length=20)
+    row = StepRow(prompt, 0, [0], 1, GREEDY, 20, serial=0, drafts=3)
+    samples = RowSamples([5])
+    head.draft([row], [samples], states.numpy(), [0])
+    assert samples.drafted is not None
+    assert samples.drafted.tokens == reference_drafts(tensors, states, [*prompt[1:], 5], 3)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_verified_and_rejected_drafts_leave_the_head_where_it_would_be_without(
+    tiny: ModelFiles, tmp_path: Path, dtype: str, sampling: SamplingParams
+) -> None:
+    """Right, wrong and half-right proposals, verified beside another row: tokens, and what is drafted next, do not change."""
+    site = Site(tiny, tmp_path / "head", dtype=dtype)
+    prompt, blocks = oracle_prompt(length=21), list(range(10))
+
+    def go(serial: int, proposals: list[int]) -> tuple[list[int], dict[int, list[int]]]:
+        """proposals[i]: right tokens among the four of a step, or -1 for none; the answer to come is known from `plain`."""
+        tokens, drafted, start = list(prompt), dict[int, list[int]](), 0
+        for right in proposals:
+            made = len(tokens) - len(prompt)
+            guess = [] if right < 0 else [*plain[made : made + right], *[250] * 4][:4]
+            row = StepRow(
+                [*tokens[start:], *guess], start, blocks, 1 + len(guess), sampling, len(prompt), serial=serial, drafts=3
+            )
+            other = StepRow(prompt[:5], 0, list(range(20, 23)), 1, GREEDY, 5, serial=1000, drafts=2)
+            samples = site.step(row, other)[0] if right % 2 else site.step(other, row)[1]
+            accepted = accept(guess, samples.tokens)
+            start = len(tokens) + accepted
+            tokens += samples.tokens[: accepted + 1]
+            drafted[len(tokens)] = samples.drafted.tokens
+        return tokens[len(prompt) :], drafted
+
+    plain: list[int] = []
+    plain, expected = go(1, [-1] * 12)
+    found, drafted = go(2, [-1, 0, 2, 4, 1])
+    assert found == plain[: len(found)] and len(found) > 8
+    assert all(drafted[length] == expected[length] for length in drafted.keys() & expected.keys())
+
+
+def test_a_context_that_begins_in_the_middle_or_runs_over_drafts_on(tiny: ModelFiles, tmp_path: Path) -> None:
+    """A cached prefix has no states; a text longer than the head's cache gives up its beginning."""
+    site = Site(tiny, tmp_path / "head", context_tokens=32)
+    prompt, blocks = oracle_prompt(length=200), list(range(20))
+    site.step(StepRow(prompt[:100], 0, blocks, 0, GREEDY, 200))
+    states: list[torch.Tensor] = []
+    (samples,) = site.step(StepRow(prompt[100:110], 100, blocks, 1, GREEDY, 110, serial=1, drafts=2))
+    states, text = list(site.states), [*prompt[:110], *samples.tokens]
+    assert is_right(site.tensors, states[0], text[101:], samples.drafted.tokens, first=100)
+    context = site.runner.head._contexts.of(1)
+    while len(text) < 200:
+        (samples,) = site.step(StepRow(text[-1:], len(text) - 1, blocks, 1, GREEDY, 110, serial=1, drafts=4))
+        text += samples.tokens
+        states += site.states
+        assert len(samples.drafted.tokens) == 4
+        seen = torch.cat(states)[context.first - 100 :]
+        assert is_right(site.tensors, seen, text[context.first + 1 :], samples.drafted.tokens, context.first)
+    assert context.first > 160
+
+
+def test_it_stops_where_it_is_not_sure_and_for_whom_nothing_is_asked(tiny: ModelFiles, tmp_path: Path) -> None:
+    site = Site(tiny, tmp_path / "head")
+    prompt, blocks = oracle_prompt(length=9), list(range(4))
+    rows = [
+        StepRow(prompt, 0, blocks, 1, GREEDY, 9, serial=1, drafts=4, least_chance=1.0),
+        StepRow(prompt, 0, blocks, 1, GREEDY, 9, serial=2),
+        StepRow(prompt, 0, blocks, 1, GREEDY, 9),
+        StepRow(prompt, 0, blocks, 0, GREEDY, 9, num_read=2),
+        StepRow(prompt, 0, blocks, 1, SEEDED, 9, serial=3, drafts=4),
+    ]
+    unsure, noted, unknown, read, all_four = site.step(*rows)
+    assert len(unsure.drafted.tokens) == 1 and len(all_four.drafted.tokens) == 4
+    assert noted.drafted is unknown.drafted is read.drafted is None
+    first = site.step(StepRow([unsure.tokens[0]], 9, blocks, 1, GREEDY, 9, serial=2, drafts=4))[0]
+    second = site.step(StepRow([unsure.tokens[0]], 9, blocks, 1, GREEDY, 9, serial=1, drafts=4))[0]
+    assert first.drafted.tokens == second.drafted.tokens, "what was noted is computed when it is wanted"
+
+
+def test_logits_that_are_not_finite_are_no_proposal() -> None:
+    ids = np.arange(8, dtype=np.int64)
+    for value in (np.nan, np.inf):
+        logits = np.zeros(8, np.float32)
+        logits[3] = value
+        for params in (GREEDY, SEEDED):
+            assert choose(logits, ids, params, 5) == (NO_CHOICE, 0.0)
+
+
+def test_noise_is_the_targets(tiny: ModelFiles, tmp_path: Path) -> None:
+    """A head that is as good as its target draws what its target draws, at every temperature."""
+    logits = torch.randn(256, generator=torch.Generator().manual_seed(3)) * 3
+    ids = np.arange(256, dtype=np.int64)
+    for seed in range(50):
+        for params in (
+            SamplingParams(temperature=0.0),
+            SamplingParams(temperature=0.7, seed=seed, top_p=0.9),
+            SamplingParams(temperature=1.0, seed=seed, top_k=20),
+            SamplingParams(temperature=1.0, seed=seed, min_p=0.05),
+        ):
+            draw = Draw(params.temperature, params.top_k, params.top_p, params.min_p, params.seed, 40 + seed)
+            (expected,) = sample_tokens(logits[None], [draw])
+            token, chance = choose(logits.numpy(), ids, params, 40 + seed)
+            assert token == expected and 0 < chance <= 1
