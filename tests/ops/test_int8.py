@@ -11,8 +11,7 @@ import torch
 from common.ops.attention.form import AttentionForm
 from common.ops.attention.paged_reference import paged_attention_reference
 from common.ops.cpu_int8.attention_numba import Step, attention, write_kv
-from common.ops.cpu_int8.lanes_numba import MAX_GROUP
-from common.ops.cpu_int8.products_numba import add_and_normalise, gate, multiply, normalise, quantise
+from common.ops.cpu_int8.products_numba import add_and_normalise, gate, multiply, normalise, products_group, quantise
 from common.ops.cpu_int8.weights import LARGEST, PAIRS, Int8Weight, linears_of, pack_int8, unpack_int8
 from common.ops.kv.rope_reference import apply_rope_reference
 from common.ops.linear.gate_up import gate_up
@@ -40,10 +39,10 @@ class Activations:
 
     def integers(self) -> torch.Tensor:
         """[rows, size], out of groups of [pairs, rows, 2]; what they are padded with is zero."""
-        found, row, count = [], 0, MAX_GROUP
+        found, row = [], 0
         while row < self.rows:
-            while row + count > self.rows:
-                count //= 2
+            first, count = products_group(row, self.rows)
+            assert first == row
             group = self.data[row * self.pairs : (row + count) * self.pairs].view(np.int16)
             found.append(group.reshape(self.pairs, count, 2).transpose(1, 0, 2).reshape(count, -1))
             row += count
@@ -75,7 +74,7 @@ def test_a_packed_weight_is_the_nearest_of_255_steps(outputs: int, inputs: int) 
     assert bool(((found - weight).abs() <= packed.scale[:outputs, None] * 0.5001).all())
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 31])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 31])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("outputs", "inputs"), SHAPES)
 def test_products_are_those_of_the_integers(outputs: int, inputs: int, rows: int, biased: bool) -> None:

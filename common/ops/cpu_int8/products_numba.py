@@ -5,7 +5,7 @@ integers, exactly: a row has the same bits alone, in any batch and on any number
 
 A weight lies in tiles of 16 outputs × 2 inputs, so that one instruction multiplies a pair of a row's activations, broadcast,
 with the pairs of 16 outputs and adds both products to 16 sums (AVX-512 VNNI's vpdpwssd; other CPUs get what LLVM makes of
-it). Rows are computed in groups, and a group's activations lie side by side: [pairs, rows, 2]. So one pointer leads to all
+it). Rows are computed in groups (`products_group`), and a group's activations lie side by side: [pairs, rows, 2]. So one pointer leads to all
 of them; sixteen would not fit into a CPU's registers. One row is bound by memory: sums of several tiles run side by side, and
 the weights' next lines are prefetched.
 
@@ -25,7 +25,7 @@ from numba.extending import intrinsic
 
 from common.ops.cpu_int8.address_numba import address, emit_prefetch, float32_at, further, int8_at
 from common.ops.cpu_int8.compiled_numba import REASSOCIATING, compiled
-from common.ops.cpu_int8.lanes_numba import FLOATS, I64, INTEGERS, MAX_GROUP, emit_load, emit_spread, emit_store, row_group
+from common.ops.cpu_int8.lanes_numba import FLOATS, I64, INTEGERS, MAX_GROUP, emit_load, emit_spread, emit_store
 from common.ops.cpu_int8.powers_numba import power_of_two
 from common.ops.cpu_int8.weights import LANES, LARGEST, PAIRS
 
@@ -34,6 +34,9 @@ CHUNK_PAIRS = 1024
 
 _SUMS_AT_ONCE = 8 if MAX_GROUP == 16 else 4
 """Fewer rows than this take several tiles at once: one sum would wait for itself."""
+
+_EXACT = 8 if MAX_GROUP == 16 else 3
+"""Up to so many rows there is a kernel for each number of them."""
 
 _AHEAD = 256
 """Tiles; 8 KB of weights."""
@@ -114,7 +117,21 @@ def _pair_products(builder: Any, wide: Any, place: Any) -> Any:
     return builder.add(builder.shuffle_vector(products, nothing, even), builder.shuffle_vector(products, nothing, odd))
 
 
-_tiles1, _tiles2, _tiles4, _tiles8, _tiles16 = (_multiply_tiles(rows) for rows in (1, 2, 4, 8, 16))
+_tiles1, _tiles2, _tiles3, _tiles4, _tiles5, _tiles6, _tiles7, _tiles8 = (_multiply_tiles(rows) for rows in range(1, 9))
+_tiles16 = _multiply_tiles(16)
+
+
+@compiled()
+def products_group(row, rows):
+    """(first, count): the group that `row` is computed in: as many rows as fit, and what is left of them as one group, or two
+    of more than `_EXACT`. Each group reads the weights, so that a row beside four others costs as much as four."""
+    first = row // MAX_GROUP * MAX_GROUP
+    count = min(MAX_GROUP, rows - first)
+    if count == MAX_GROUP or count <= _EXACT:
+        return first, count
+    if row < first + _EXACT:
+        return first, _EXACT
+    return first + _EXACT, count - _EXACT
 
 
 @compiled()
@@ -127,7 +144,7 @@ def multiply(part, parts, linears, which, data, row_scale, rows, out):
     for block in range(weight.blocks * part // parts, weight.blocks * (part + 1) // parts):
         row = 0
         while row < rows:
-            _, count = row_group(row, rows)
+            _, count = products_group(row, rows)
             place = address(out, row * width + block * LANES)
             start, stride = further(bias, weight.bias_step * block * LANES), 0
             for begin in range(0, pairs, CHUNK_PAIRS):
@@ -139,8 +156,16 @@ def multiply(part, parts, linears, which, data, row_scale, rows, out):
                     _tiles16(activations, weights, num_pairs, scales, outputs, start, stride, place, width)
                 elif count == 8:
                     _tiles8(activations, weights, num_pairs, scales, outputs, start, stride, place, width)
+                elif count == 7:
+                    _tiles7(activations, weights, num_pairs, scales, outputs, start, stride, place, width)
+                elif count == 6:
+                    _tiles6(activations, weights, num_pairs, scales, outputs, start, stride, place, width)
+                elif count == 5:
+                    _tiles5(activations, weights, num_pairs, scales, outputs, start, stride, place, width)
                 elif count == 4:
                     _tiles4(activations, weights, num_pairs, scales, outputs, start, stride, place, width)
+                elif count == 3:
+                    _tiles3(activations, weights, num_pairs, scales, outputs, start, stride, place, width)
                 elif count == 2:
                     _tiles2(activations, weights, num_pairs, scales, outputs, start, stride, place, width)
                 else:
@@ -170,7 +195,7 @@ def quantise_row(x, row, rows, data, row_scale):
     pairs = -(-len(x) // (2 * PAIRS)) * PAIRS
     integers = np.empty(2 * pairs, np.int16)
     row_scale[row] = _to_integers(x, integers)
-    first, count = row_group(row, rows)
+    first, count = products_group(row, rows)
     place = first * pairs + row - first
     both = integers.view(np.int32)
     for pair in range(pairs):
