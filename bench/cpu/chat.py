@@ -34,6 +34,16 @@ PROMPTS = (
     "Write a polite letter to my landlord about a broken heater.",
     "What is the difference between a virus and a bacterium?",
     "Tell me about the history of chess.",
+    "My neighbour's dog barks all night. What can I do?",
+    "Summarise the plot of Romeo and Juliet for somebody in a hurry.",
+    "How do I write a for loop in Python, and when is a while loop better?",
+    "What are good names for a small bakery by the sea?",
+    "Explain compound interest with an example.",
+    "I have a job interview tomorrow and I am nervous. Any advice?",
+    "Why did the Roman Empire fall?",
+    "Write a dialogue between the moon and a tired astronaut.",
+    "How should I train for my first ten-kilometre run?",
+    "What is inflation, and who gains from it?",
 )
 
 

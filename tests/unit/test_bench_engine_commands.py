@@ -84,7 +84,11 @@ class LLM:
 
 @pytest.mark.slow
 def test_a_peer_is_measured_in_the_same_cells(tmp_path: Path) -> None:
-    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    loader = tmp_path / "vllm" / "model_executor" / "model_loader"
+    loader.mkdir(parents=True)
+    for folder in (loader, loader.parent, loader.parent.parent):
+        (folder / "__init__.py").write_text(FAKE_VLLM if folder.name == "vllm" else "")
+    (loader / "dummy_loader.py").write_text("def initialize_single_dummy_weight(tensor, **named): ...\n")
     flags = [
         "--device=cpu",
         "--model=dummy:tiny",
