@@ -5,9 +5,9 @@ integers, exactly: a row has the same bits alone, in any batch and on any number
 
 A weight lies in tiles of 16 outputs × 2 inputs, so that one instruction multiplies a pair of a row's activations, broadcast,
 with the pairs of 16 outputs and adds both products to 16 sums (AVX-512 VNNI's vpdpwssd; other CPUs get what LLVM makes of
-it). Rows are computed in groups (`products_group`), and a group's activations lie side by side: [pairs, rows, 2]. So one pointer leads to all
-of them; sixteen would not fit into a CPU's registers. One row is bound by memory: sums of several tiles run side by side, and
-the weights' next lines are prefetched.
+it). Rows are computed in groups (`products_group`), and a group's activations lie side by side: [pairs, rows, 2]. So one
+pointer leads to all of them; sixteen would not fit into a CPU's registers. One row is bound by memory: sums of several tiles
+run side by side, and the weights' next lines are prefetched.
 
 Kernels are parts of `forward_numba`: `part` says which of the rows, or of the outputs, a call is for.
 """
