@@ -33,7 +33,8 @@ TEXT = [random.Random(row).choices(range(256), k=12) for row in range(2)]
 
 @pytest.fixture(scope="module", params=["llama", "qwen3-tied-groups-of-three"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ModelFiles]:
-    built = build(request.param)
+    wide: dict[str, Any] = {"head_dim": 32} if request.param == "llama" else {}  # 8-bit KV needs more than 16
+    built = build(request.param, **wide)
     return built, save(built, tmp_path_factory.mktemp(request.param))
 
 
