@@ -148,7 +148,7 @@ def plan_device_attention(
     fresh_prefill_min = part_min_queries = _NEVER
     part_min_prefix = _NEVER if settings.part_min_prefix is None else settings.part_min_prefix
     if rows is not None and backend_name == "hopper":
-        if any(row.start > settings.max_prefix for row in rows):
+        if any(row.start > settings.max_prefix and row.length >= settings.chunk_min for row in rows):
             settings = replace(settings, chunk_min=_NEVER)
         fresh_prefill_min, part_min_queries, part_min_prefix = settings.fresh_prefill_min, settings.chunk_min, 1
         plan.prompts, rows = plan_prompts(rows, settings, kind.reach, pool.shape[3], pool.device)
