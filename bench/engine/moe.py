@@ -224,7 +224,7 @@ def _lines(title: str, layer: Layer, rows: int, given: argparse.Namespace) -> in
 
 def described(chosen: ExpertCandidate) -> str:
     sizes = f"{chosen.block_n}x{chosen.block_m}x{chosen.block_k}/{chosen.splits},{chosen.warps}w,{chosen.stages}s"
-    flags = [name for name in ("direct", "scaled", "quantised") if getattr(chosen, name)]
+    flags = [name for name in ("direct", "scaled", "quantised", "library", "halves", "unpacking") if getattr(chosen, name)]
     return "+".join((f"{sizes},{chosen.neighbours}n", *flags))
 
 

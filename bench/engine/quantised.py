@@ -71,6 +71,8 @@ CASES: tuple[tuple[int, int, int, Op, slice], ...] = (
     (512, 2048, 128, "split", slice(2)),
     (328, 1000, 300, "linear", slice(-1, None)),
     (512, 2048, 300, "gated", slice(1)),
+    (512, 2048, 300, "gated", slice(-2, None)),
+    (328, 1000, 70, "split", slice(-2, None)),
 )
 """Outputs, inputs, rows, op, and which of the candidates."""
 MAX_ERROR = 0.04

@@ -24,6 +24,7 @@ from common.ops.linear.candidates import (
     invariant_candidate,
     library_scales,
 )
+from common.ops.linear.unpacking import linear_unpacking, unpacking_candidates
 from common.ops.linear.weight import GateActivation, LinearWeight
 from common.ops.quant.quantise import quantise_rows
 from common.ops.quant.quantise_reference import dequantise_weight_reference
@@ -105,8 +106,11 @@ def forget_choices() -> None:
 
 def options(op: Op, weight: LinearWeight, size: int, quantised: bool) -> list[Candidate]:
     """What may be chosen from, the default first."""
-    shape = shape_of(op, weight)
-    return candidates(shape, size, quantised, backend.num_sms(weight.data.get_device()))
+    shape, num_sms = shape_of(op, weight), backend.num_sms(weight.data.get_device())
+    found = candidates(shape, size, quantised, num_sms)
+    if weight.grouped is not None and weight.dtype == torch.bfloat16 and backend.has_warpgroup_products(weight.data.device):
+        found += unpacking_candidates(shape, size, num_sms)
+    return found
 
 
 def shape_of(op: Op, weight: LinearWeight) -> Shape:
@@ -150,6 +154,9 @@ def run(op: Op, x: Activation, weight: LinearWeight, chosen: Candidate) -> torch
 
         assert isinstance(x, torch.Tensor)
         return linear_grouped(op, x, weight, chosen)
+    if chosen.kind == "unpacking":
+        assert isinstance(x, torch.Tensor)
+        return linear_unpacking(op, x, weight, chosen)
     if chosen.kind == "gemv":
         from common.ops.linear.gemv_triton import linear_gemv
 

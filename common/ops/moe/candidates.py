@@ -48,6 +48,7 @@ class ExpertCandidate:
     neighbours: tiles of pairs whose programs run side by side on the same weights.
     rounded: an expert's answers are kept in the activations' dtype until they are added, half as many bytes as float32.
     halves: two accumulators with a scale each, of float8 weights in blocks and quantised activations; sorted, without splits.
+    unpacking: 4-bit weights are unpacked by warps of their own, on copies of the tokens in the order of experts.
     library: the library's grouped products, on copies of the tokens in the order of experts; nothing else of this counts.
     """
 
@@ -65,6 +66,7 @@ class ExpertCandidate:
     rounded: bool = False
     library: bool = False
     halves: bool = False
+    unpacking: bool = False
 
 
 LIBRARY = ExpertCandidate(0, 0, library=True)
@@ -93,6 +95,16 @@ def candidates(shape: ExpertShape, rows: int, num_sms: int) -> list[ExpertCandid
     if pairs <= DIRECT_PAIRS or pairs <= _FEW_PAIRS_PER_EXPERT * shape.experts:
         return _few(shape, pairs, num_sms)
     return _many(shape, pairs)
+
+
+def unpacking_candidates(shape: ExpertShape, rows: int) -> list[ExpertCandidate]:
+    """Return what Hopper may choose from besides, where experts have so many pairs that multiplying takes the time."""
+    each = rows * shape.top_k / shape.experts
+    fits = shape.values in ("mxfp4", "int4") and shape.item_bytes == 2 and not (shape.hidden % 8 or shape.intermediate % 8)
+    if each <= _FEW_PAIRS_PER_EXPERT or not fits:
+        return []
+    sizes = (64,) if each <= 32 else (64, 128) if each <= 64 else (64, 128, 256) if each <= 256 else (128, 256)
+    return [ExpertCandidate(128, size, warps=12, scaled=True, rounded=True, unpacking=True) for size in sizes]
 
 
 def invariant_candidate(shape: ExpertShape) -> ExpertCandidate:

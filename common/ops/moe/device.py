@@ -11,15 +11,21 @@ from pathlib import Path
 import torch
 
 from common.ops import backend
-from common.ops.moe.candidates import ExpertCandidate, ExpertShape, bucket, candidates, invariant_candidate
+from common.ops.moe.candidates import (
+    ExpertCandidate,
+    ExpertShape,
+    bucket,
+    candidates,
+    invariant_candidate,
+    unpacking_candidates,
+)
 from common.ops.moe.form import ExpertActivation
 from common.ops.moe.packed_weight import PackedWeight
 from common.ops.tuning import Table
 
 _OPS = Path(__file__).parents[1]
-TABLE = Table(
-    "experts", ExpertCandidate, sorted((*_OPS.glob("*.py"), *_OPS.glob("linear/*_triton.py"), *_OPS.glob("moe/*.py")))
-)
+_SOURCES = ("*.py", "linear/*_triton.py", "linear/unpack*.py", "moe/*.py")
+TABLE = Table("experts", ExpertCandidate, sorted(path for pattern in _SOURCES for path in _OPS.glob(pattern)))
 """An edit of any source whose kernels are timed, or that they are made of, measures again."""
 
 _chosen: dict[tuple[object, ...], ExpertCandidate] = {}
@@ -49,7 +55,11 @@ def forget_choices() -> None:
 
 def options(gate_up: PackedWeight, size: int, top_k: int, dtype: torch.dtype = torch.bfloat16) -> list[ExpertCandidate]:
     """Return what may be chosen from for a bucket of rows, the default first."""
-    return candidates(shape_of(gate_up, top_k, dtype), size, backend.num_sms(gate_up.values.get_device()))
+    shape, device = shape_of(gate_up, top_k, dtype), gate_up.values.device
+    found = candidates(shape, size, backend.num_sms(gate_up.values.get_device()))
+    if dtype == torch.bfloat16 and backend.has_warpgroup_products(device):
+        found += unpacking_candidates(shape, size)
+    return found
 
 
 def shape_of(gate_up: PackedWeight, top_k: int, dtype: torch.dtype) -> ExpertShape:

@@ -16,6 +16,7 @@ from common.ops.linear.candidates import cdiv
 from common.ops.moe.candidates import DIRECT_PAIRS, SCALE_COLUMNS, ExpertCandidate
 from common.ops.moe.combine_triton import combined
 from common.ops.moe.experts_library import experts_library
+from common.ops.moe.experts_unpacking import experts_unpacking
 from common.ops.moe.form import ExpertActivation, Routing
 from common.ops.moe.grouped_triton import experts_kernel
 from common.ops.moe.halves_triton import multiply_halves
@@ -49,6 +50,8 @@ def experts_triton(
     routing = Routing(routing.ids.contiguous(), routing.weights.contiguous())
     if chosen.library:
         return experts_library(x, routing, gate_up, down, activation, weigh_inputs=weigh_inputs)
+    if chosen.unpacking:
+        return experts_unpacking(x, routing, gate_up, down, activation, chosen, weigh_inputs=weigh_inputs)
     if chosen.direct and pairs > DIRECT_PAIRS:
         raise ValueError(f"programs look through {DIRECT_PAIRS} pairs at the most, not {pairs}")
     found = None if chosen.direct else sorted_pairs(routing.ids, gate_up.experts, chosen.block_m)

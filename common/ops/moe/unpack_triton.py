@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from common.ops.linear.unpack_code import SCALED_FLOATS
 from common.ops.linear.unpack_triton import unpacked
 
 
@@ -36,26 +37,7 @@ def scaled_floats(
 @triton.jit
 def _products(packed, low_scale, high_scale):
     return tl.inline_asm_elementwise(
-        """{
-        .reg .b32 t, w;
-        shl.b32 w, $4, 4;
-        prmt.b32 t, w, 0, 0x9180;
-        shl.b32 t, t, 2;
-        and.b32 t, t, 0x81c081c0;
-        mul.bf16x2 $0, t, $5;
-        prmt.b32 t, w, 0, 0xb3a2;
-        shl.b32 t, t, 2;
-        and.b32 t, t, 0x81c081c0;
-        mul.bf16x2 $1, t, $6;
-        prmt.b32 t, $4, 0, 0x9180;
-        shl.b32 t, t, 2;
-        and.b32 t, t, 0x81c081c0;
-        mul.bf16x2 $2, t, $7;
-        prmt.b32 t, $4, 0, 0xb3a2;
-        shl.b32 t, t, 2;
-        and.b32 t, t, 0x81c081c0;
-        mul.bf16x2 $3, t, $8;
-        }""",
+        SCALED_FLOATS,
         "=&r,=&r,=&r,=&r,r,r,r,r,r",
         [packed, low_scale, high_scale],
         dtype=(tl.bfloat16, tl.bfloat16),
