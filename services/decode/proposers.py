@@ -36,7 +36,8 @@ class _Row:
 class Proposers:
     """The scheduler's `begin_step`, `propose` and `foresee`.
 
-    head: of the engine, one of the drafters. `by_source`: what was verified, by the name of its drafter.
+    head: of the engine, one of the drafters. `by_source`: what was verified, by the name of its drafter. `num_sequence_steps`:
+    steps that gave tokens to a sequence, counted once for each sequence.
     """
 
     def __init__(self, drafts: DraftBook, drafters: Sized[Drafter] = (), head: HeadDrafts | None = None) -> None:
@@ -45,6 +46,7 @@ class Proposers:
         self.head = head
         self.policy = drafts.policy
         self.by_source = {DRAFT_WORKER: drafts.counters} | {drafter.name: SpeculationCounters() for drafter in self.drafters}
+        self.num_sequence_steps = 0
         self._rows: dict[str, _Row] = {}
 
     @property
@@ -135,6 +137,7 @@ class Proposers:
     def record(self, done: Progress) -> None:
         """A step ran for a sequence; its tokens are there."""
         request = done.sequence.request
+        self.num_sequence_steps += not done.sequence.is_read
         row, source = self._rows.get(request), ""
         if row is not None and (row.verifying or row.foreseen):
             source = row.verifying
