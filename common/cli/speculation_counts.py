@@ -129,6 +129,11 @@ async def found_by_gateway(http: httpx.AsyncClient) -> list[Source]:
         answer = await http.get("/sd")
         if answer.status_code == 401:
             raise ConfigError(f"{http.base_url} wants an API key: give it as --api-key or PENSTOCK_API_KEY", param="api_key")
+        if answer.status_code == 403:
+            raise ConfigError(
+                f"{http.base_url}/sd is not for this key: its tenant needs `dashboard = true`, or leave out --speculation",
+                param="api_key",
+            )
         groups: list[dict[str, Any]] = answer.raise_for_status().json()
         return [
             Source(

@@ -1,4 +1,4 @@
-"""What speculation gave during a load, by decode worker and draft worker: as a table and as JSON."""
+"""What speculation gave during a load, by decode worker and draft worker: the figures, and a table of them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ class DraftWorker(msgspec.Struct, kw_only=True):
 
 
 class Speculation(msgspec.Struct, kw_only=True):
-    """unread: workers that can't be read any more, so that what they counted is missing."""
+    """What all workers counted during the load. unread: workers that can't be read any more, so that what they
+    counted is missing."""
 
     decode: list[DecodeWorker] = []
     draft: list[DraftWorker] = []

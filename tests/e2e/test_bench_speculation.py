@@ -13,6 +13,7 @@ import anyio
 import pytest
 import pytest_asyncio
 
+from common.runtime.api_keys import lines_for, new_key
 from tests.e2e.stack import ROOT, Stack
 from tests.e2e.test_right import counted
 from tests.fixtures.nats import LocalNatsServer
@@ -82,8 +83,31 @@ async def test_what_lookup_and_a_draft_worker_gave(stack: Stack, tmp_path: Path)
     assert said.returncode == 0, said.stderr
     for part in ("decode-0, tiny", "lookup", "tokens a step of a sequence", "steps saved", "draft-0"):
         assert part in said.stdout, said.stdout
-    said = await bench(*over_http, "--model", "tiny", PENSTOCK_API_KEY="wrong")
-    assert said.returncode == 1 and "wants an API key" in said.stderr
+
+
+async def test_a_gateway_that_requires_keys_is_asked_with_the_key_everywhere(stack: Stack, tmp_path: Path) -> None:
+    operator, tenant = new_key(), new_key()
+    keys = tmp_path / "keys.toml"
+    known = ["operator"]
+    table = "[tenants.operator]\ndashboard = true\n"
+    keys.write_text(table + lines_for(operator, "operator", known=known) + lines_for(tenant, "acme", known=known))
+    several = await stack.start("gateway", "--api-keys", str(keys))
+    await stack.start("decode", "--verify", "always", "--lookup", "on")
+    await stack.ready()
+    for gateway, key in (("gateway-0", KEY), (several, operator)):
+        said = await bench("--url", stack.url(gateway), "--api-key", key, "--speculation", "--json")
+        assert said.returncode == 0, said.stderr
+        (worker,) = json.loads(said.stdout)["speculation"]["decode_workers"]
+        assert worker["generated_tokens"] == 240 and worker["drafters"]["lookup"]["accepted_tokens"] > 0
+    before = await counted(stack, "decode", GENERATED)
+    for gateway, key, reason in (
+        ("gateway-0", "", "wants an API key"),
+        ("gateway-0", "wrong", "wants an API key"),
+        (several, tenant, "its tenant needs `dashboard = true`, or leave out --speculation"),
+    ):
+        said = await bench("--url", stack.url(gateway), "--api-key", key, "--speculation", "--model", "tiny")
+        assert said.returncode == 1 and reason in said.stderr and len(said.stderr.splitlines()) == 1, said.stderr
+    assert await counted(stack, "decode", GENERATED) == before, "nothing was generated"
 
 
 async def test_a_draft_worker_that_dies_during_the_load_is_named(stack: Stack) -> None:

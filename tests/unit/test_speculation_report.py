@@ -230,6 +230,7 @@ async def test_a_gateway_says_where_metrics_are_and_wants_its_key() -> None:
         ]
         for answer, said in (
             (httpx.Response(401), "wants an API key"),
+            (httpx.Response(403), "its tenant needs `dashboard = true`"),
             (httpx.Response(404), "is it Penstock's gateway"),
             (httpx.Response(200, json={"a": 1}), "is it Penstock's gateway"),
         ):
