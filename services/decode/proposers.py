@@ -57,6 +57,11 @@ class Proposers:
     def num_accepted_tokens(self) -> int:
         return sum(counters.num_accepted_tokens for counters in self.by_source.values())
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are speculated for."""
+        return max(len(self._rows), 0 if self.head is None else self.head.num_sequences)
+
     def open(self, sequence: Sequence) -> None:
         """Begin to speculate for a sequence."""
         self._rows[sequence.request] = _Row()
