@@ -38,7 +38,7 @@ DRAFT_WORKER = "draft worker"
 
 
 class Key(msgspec.Struct, frozen=True):
-    """A series of a worker. place: in a proposal, from 0 on; -1: of all."""
+    """One time series of a worker. place: position in a proposal, from 0 on; -1: all positions."""
 
     name: str
     drafter: str = ""
@@ -122,7 +122,10 @@ def _host(worker: Presence) -> str:
 
 
 async def found_by_gateway(http: httpx.AsyncClient) -> list[Source]:
-    """As `sources`, by what a gateway tells Prometheus. :raises ConfigError: if it tells nothing."""
+    """Return where the metrics of decode and draft workers are, as a gateway tells Prometheus.
+
+    :raises ConfigError: if the key is missing, wrong or not enough, or if this is no gateway of Penstock's.
+    """
     import httpx
 
     try:
@@ -177,7 +180,7 @@ async def read(found: Iterable[Source]) -> tuple[list[Reading], dict[str, str]]:
 
 
 def parse(text: str) -> Counts:
-    """Return what one worker's /metrics say of speculation. :raises ValueError: if it is no such text."""
+    """Return what one worker's /metrics say about speculation. :raises ValueError: if `text` is not in Prometheus' format."""
     counts: Counts = Counter()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -190,7 +193,7 @@ def parse(text: str) -> Counts:
 
 
 def growth(before: Counts, after: Counts) -> Counts:
-    """Return what came in between. A process that was started anew has counted from zero."""
+    """Return what was counted in between. A process that was restarted has counted from zero."""
     if before[Key(STARTED)] != after[Key(STARTED)]:
         return after
     return Counter({key: max(0, count - before[key]) for key, count in after.items()})
@@ -218,7 +221,7 @@ def _speculates(counts: Counts) -> bool:
 
 
 async def read_before(found: Iterable[Source], model: str) -> tuple[list[Reading], dict[str, str]]:
-    """As `read`, before a load: decode workers must answer, and speculate.
+    """Read workers as `read` does, and check that decode workers answer and that one speculates.
 
     :raises ConfigError: see `require_speculation`. :raises BusError: if a decode worker does not answer.
     """

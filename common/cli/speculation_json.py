@@ -8,6 +8,7 @@ from common.cli.speculation_report import DecodeWorker, Drafter, DraftWorker, Sp
 
 
 def speculation_summary(found: Speculation) -> dict[str, Any]:
+    """Return the value of `speculation` in the JSON; docs/cli.md describes each field."""
     return {
         "decode_workers": [_decode_worker(worker) for worker in found.decode],
         "draft_workers": [_draft_worker(worker) for worker in found.draft],

@@ -103,8 +103,8 @@ class Speculation(msgspec.Struct, kw_only=True):
 
 
 def between(before: Iterable[Reading], after: Iterable[Reading], model: str) -> Speculation:
-    """Return what came in between two readings: of decode workers of `model`, of others that generated tokens meanwhile, and
-    of draft workers. A worker that was not there before has counted from zero."""
+    """Return what was counted between two readings: by decode workers of `model`, by others that generated tokens meanwhile,
+    and by draft workers. A worker that was not there before has counted from zero."""
     earlier = {reading.source.worker: reading for reading in before}
     began = min((reading.at for reading in earlier.values()), default=0.0)
     found = Speculation()
@@ -128,10 +128,12 @@ def between(before: Iterable[Reading], after: Iterable[Reading], model: str) -> 
 
 
 def share(part: float, whole: float) -> float | None:
+    """Return `part` / `whole`; None where `whole` is 0."""
     return part / whole if whole else None
 
 
 def speculation_table(found: Speculation) -> RenderableType:
+    """Return a table and a few lines for each decode worker, and a table of draft workers."""
     parts: list[RenderableType] = []
     for worker in found.decode:
         parts += [Text(), Text(f"{worker.worker}, {worker.model}", style="bold"), _drafters(worker)]
@@ -162,7 +164,7 @@ def _percent(part: float, whole: float) -> str:
 
 
 def _lines(worker: DecodeWorker) -> list[str]:
-    """One for each kind of figure that is not all zeros."""
+    """Return a line for each kind of figure that is not all zeros."""
     count, generated, steps = worker.speculation, worker.generated, worker.engine_steps
     lines: list[str] = []
     if sequence_steps := count("sequence_steps"):
@@ -195,7 +197,7 @@ def _lines(worker: DecodeWorker) -> list[str]:
 
 
 def mean_round_trip_s(worker: DecodeWorker) -> float | None:
-    """From what a step told a draft worker to the proposal that answers it."""
+    """Return the mean time from a step's update of a draft worker to the proposal that answers it; None without proposals."""
     name = "penstock_speculation_round_trip_seconds"
     return share(worker.total(f"{name}_sum"), worker.total(f"{name}_count"))
 

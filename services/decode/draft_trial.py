@@ -72,7 +72,7 @@ class _Verdict:
 class DraftTrial:
     """asking: whether draft workers are told of tokens now. enabled: else they always are.
 
-    num_quiet: steps in which they were not told. num_tried: steps of trials, which did what was the slower way before.
+    num_quiet: steps in which they were not told. num_tried: steps of trials, which measure again what was slower.
     """
 
     def __init__(self, *, enabled: bool = True) -> None:
