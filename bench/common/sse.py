@@ -16,6 +16,9 @@ DONE = b"data: [DONE]"
 CONTENT = re.compile(rb'"(?:content|text)":("(?:[^"\\]|\\.)+")')
 COMPLETION_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
 MAX_HEAD = 65536
+MAX_EVENT = 65536
+TAIL_BYTES = 600
+"""Usage and [DONE] may come in several pieces; this many bytes hold both."""
 
 
 @dataclass(slots=True)
@@ -97,8 +100,7 @@ class HttpStream(asyncio.Protocol):
             answer.error = joined[:300].decode(errors="replace")
             self._finished.set_result(None)
             self.close()
-        # usage and [DONE] may come in several pieces; 600 bytes hold both
-        self._before = joined[-600:]
+        self._before = joined[self._start_of_tail(joined, answer) :]
 
     def saw(self, num_events: int, answer: Answer) -> None:
         """`num_events` more have come; a subclass may note when."""
@@ -129,6 +131,15 @@ class HttpStream(asyncio.Protocol):
             self.close()
             return b""
         return body
+
+    def _start_of_tail(self, joined: bytes, answer: Answer) -> int:
+        """Return where the bytes begin that must be searched again when more have come."""
+        start = max(0, len(joined) - TAIL_BYTES)
+        if answer.first_at:
+            return start
+        # the first text may be longer than the tail, and its event is not complete yet
+        event = joined.rfind(EVENT, max(0, len(joined) - MAX_EVENT))
+        return start if event < 0 else min(start, event)
 
     def _find_first(self, joined: bytes, answer: Answer) -> None:
         found = CONTENT.search(joined)

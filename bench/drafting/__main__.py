@@ -42,7 +42,8 @@ from bench.common.machine import describe
 from bench.common.table import markdown
 from bench.cpu.up import model_of, starting
 from bench.serve.client import Outcome, TimedStream
-from common.cli import speculation_report
+from common.cli.speculation_counts import DRAFT_WORKER, Reading, found_by_gateway, read
+from common.cli.speculation_report import between
 from common.models.config import load_config
 from common.models.source import resolve
 
@@ -161,9 +162,13 @@ async def rate(system: System, streams: int, options: argparse.Namespace, draws:
     return sum(1 / outcome.tpot_s for outcome in outcomes)
 
 
-async def accepted(system: System) -> speculation_report.Counts:
+async def accepted(system: System) -> list[Reading]:
+    """:raises SystemExit: if a worker can't be read."""
     async with httpx.AsyncClient(base_url=system.url, timeout=30) as http:
-        return await speculation_report.read(await speculation_report.addresses_at(http))
+        readings, failures = await read(await found_by_gateway(http))
+    if failures:
+        raise SystemExit("\n".join(failures.values()))
+    return readings
 
 
 async def opened(way: Way, url: str) -> System:
@@ -187,10 +192,11 @@ async def measure(options: argparse.Namespace, urls: Sequence[str], vocab: int) 
                     rates[system.way].append(found)
                 print(f"{streams} streams, turn {turn}, {system.way}: {found:,.1f}", file=sys.stderr, flush=True)
         for system in systems:
-            of = speculation_report.between(before[system.way], await accepted(system), system.model)
-            drafter = of.get("draft worker", speculation_report.Drafter())
+            workers = between(before[system.way], await accepted(system), system.model).decode
+            every = [worker.drafters[DRAFT_WORKER] for worker in workers if DRAFT_WORKER in worker.drafters]
+            drafts, verified, held = (sum(getattr(one, name) for one in every) for name in ("drafts", "verified", "accepted"))
             ratios = [one / off for one, off in zip(rates[system.way], rates[systems[0].way], strict=True)]
-            share = f"{drafter.accepted / drafter.verified:.0%}, {drafter.mean_accepted:.2f}" if drafter.verified else "-"
+            share = f"{held / verified:.0%}, {held / drafts:.2f}" if verified else "-"
             row = [str(streams), str(system.way), f"{median(rates[system.way]):,.1f}", f"{median(ratios):.2f}"]
             rows.append([*row, f"{min(ratios):.2f}-{max(ratios):.2f}", share])
     return rows

@@ -2,13 +2,19 @@
 
     python -m bench.exactness                                   500 prompts, greedy and two ways of sampling: hours on two cores
     python -m bench.exactness --prompts 40 --only lookup,garbage
+    python -m bench.exactness --model dummy:llama-3.1-8b --draft-model dummy:llama-3.1-8b-2-layers --clients 64 \\
+        -- --device=cuda --dtype=bfloat16 --batch-invariant
 
-One `penstock up` after the other answers the same prompts, --clients at a time: without speculation, then with lookup, with a
-head where one is given, with n-grams of draft workers, with the model as its own draft model, with a draft worker that proposes
-garbage, with draft workers that are killed and stopped at random, and with ones whose way to the bus loses and delays messages,
-parts and is cut
-(`bench/common/relay.py`). Whatever is proposed is verified (`--verify always`). An answer is equal if its text, its number of
-tokens and the reason of its end are. Ends with status 1 if one is not, or if a kind of draft worker had nothing verified.
+What stands behind `--` is given to every `penstock up`. On a GPU, answers are independent of their batch with --batch-invariant
+only; `off again`, the baseline a second time, tells whether they are. A head is measured where --head names one (a folder, or
+auto), on CPUs.
+
+One `penstock up` after the other answers the same prompts, --clients at a time: without speculation, twice, then with lookup, a
+head where one is given, n-grams of draft workers, a draft model (the model itself if none is named), draft workers that propose
+garbage, draft workers that are killed and stopped at random, and ones whose way to the bus loses and delays messages, parts and
+is cut (`bench/common/relay.py`). Whatever is proposed is verified (`--verify always`). An answer is equal if its text, its
+number of tokens and the reason of its end are. Ends with status 1 if one is not, or if a kind of draft worker had nothing
+verified, such as a draft model that is as slow as the model.
 """
 
 from __future__ import annotations
@@ -81,13 +87,17 @@ class Arrangement(NamedTuple):
 
 FAULTS = Faults(drop=0.03, delay=0.03, max_delay_s=0.15, open_s=(0.5, 4.0), closed_s=(0.05, 3.0), cut=0.4)
 """Silences up to three seconds: longer than it takes to believe that a worker is dead."""
-BASELINE = "off"
+BASELINE, AGAIN = "off", "off again"
+OFF = "--draft 0 --lookup off --head off"
 ARRANGEMENTS = {
-    BASELINE: Arrangement("--draft 0 --lookup off --head off"),
+    BASELINE: Arrangement(OFF),
+    AGAIN: Arrangement(OFF),
     "lookup": Arrangement("--draft 0 --lookup on --head off --verify always"),
     "head": Arrangement("--draft 0 --lookup off --head {head} --verify always"),
     "n-grams": Arrangement("--draft 2 --lookup off --head off --verify always"),
-    "draft model": Arrangement("--draft 1 --draft-model {model} --draft-branches 6 --lookup off --head off --verify always"),
+    "draft model": Arrangement(
+        "--draft 1 --draft-model {draft_model} --draft-branches 6 --lookup off --head off --verify always"
+    ),
     "garbage": Arrangement("--draft 0 --lookup off --head off --verify always", garbage=2),
     "killed and stopped": Arrangement("--draft 2 --lookup off --head off --verify always", is_disturbed=True),
     "partitioned": Arrangement("--draft 0 --lookup off --head off --verify always", relayed=2),
@@ -137,7 +147,7 @@ async def ask_all(url: str, options: argparse.Namespace) -> dict[tuple[str, int]
 
 def measure(arrangement: Arrangement, options: argparse.Namespace) -> Outcome:
     (nats_port,) = free_ports(1)
-    flags = arrangement.flags.format(model=options.model, head=options.head).split()
+    flags = arrangement.flags.format(draft_model=options.draft_model or options.model, head=options.head).split()
     flags += [f"--nats-port={nats_port}", "--dtype=float32", f"--model={options.model}", *options.flags]
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(penstock_up(flags))
@@ -253,7 +263,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--only", default="", help=f"some of {', '.join(ARRANGEMENTS)}; between commas")
     parser.add_argument("--model", default="smollm2-135m-instruct")
-    parser.add_argument("--head", default="", help="a folder, for the arrangement `head`; without it that is left out")
+    parser.add_argument("--draft-model", default="", help="for the arrangement `draft model`; by default --model itself")
+    parser.add_argument("--head", default="", help="a folder or auto, for the arrangement `head`; without it that is left out")
     parser.add_argument("flags", nargs="*", help="of every `penstock up`, behind --")
     options = parser.parse_args(argv)
     chosen = [name for name in ARRANGEMENTS if name == BASELINE or not options.only or name in options.only.split(",")]
@@ -269,7 +280,7 @@ def main(argv: Sequence[str]) -> int:
             if answer != outcomes[BASELINE].answers[key]:
                 differ += 1
                 print(f"{name}, {key}:\n  {outcomes[BASELINE].answers[key]}\n  {answer}", file=sys.stderr)
-        if name != BASELINE and not outcome.proposed:
+        if name not in (BASELINE, AGAIN) and not outcome.proposed:
             differ += 1
             print(f"{name}: nothing was verified, so this says nothing", file=sys.stderr)
     print(f"{describe()}\n")

@@ -17,15 +17,16 @@ import msgspec
 import typer
 from rich.progress import Progress
 
-from common.cli import speculation_report
+from common.cli import speculation_counts
 from common.cli.bench_report import Report, summary, table
 from common.cli.chunks import Chunk, Timing
-from common.cli.client import ChatStream, connected, served_model, watch_presence
+from common.cli.client import ChatStream, connected, served_model
 from common.cli.console import DEFAULT_NATS_URL, NatsUrl, err, out, run, write_answer
 from common.cli.generate import chat_body, conversation
 from common.cli.model_names import ModelName
-from common.cli.speculation_report import Drafter
-from common.cli.status import LISTEN_S
+from common.cli.speculation_json import speculation_summary
+from common.cli.speculation_plot import check_plot, draw
+from common.cli.speculation_report import Speculation, between, speculation_table
 from common.protocol.errors import BusError, ConfigError, InternalError, PenstockError, ProtocolError, from_wire
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 Ask = Callable[[int], Awaitable[Timing]]
 """Run request number i to its end."""
+Begin = Callable[[str], Awaitable[None]]
+"""Called with the model's name right before the load."""
 
 _FILLER = "The miller opens the gate a little, the water falls on the wheel, and the stones begin to turn. "
 
@@ -56,11 +59,11 @@ def command(
     ] = False,
     speculation: Annotated[
         bool,
-        typer.Option("--speculation", help="Also say what was proposed and accepted, by drafter and place (decode's metrics)."),
+        typer.Option("--speculation", help="Also say what speculation gave, by decode worker and draft worker."),
     ] = False,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE", help="With --speculation: draw acceptance by place (.png, .svg, .pdf)."),
+        typer.Option("--plot", metavar="FILE", help="With --speculation: draw it (.png, .svg, .pdf)."),
     ] = None,
     nats_url: NatsUrl = DEFAULT_NATS_URL,
 ) -> None:
@@ -71,28 +74,38 @@ def command(
         # the length must not depend on what the model says
         return chat_body(conversation("", prompt), max_tokens=max_tokens, temperature=0, seed=number) | {"ignore_eos": True}
 
-    async def measure() -> Report:
+    async def measure(begin: Begin = _at_once) -> Report:
         if url:
-            return await _over_http(server_of(url), api_key, model, body, requests, concurrency)
-        return await _over_nats(nats_url, model, body, requests, concurrency)
+            return await _over_http(server_of(url), api_key, model, body, requests, concurrency, begin)
+        return await _over_nats(nats_url, model, body, requests, concurrency, begin)
 
-    async def measure_speculation() -> tuple[Report, dict[str, Drafter]]:
-        workers = await _decode_metrics(server_of(url) if url else "", nats_url)
-        before = await speculation_report.read(workers)
-        report = await measure()
-        return report, speculation_report.between(before, await speculation_report.read(workers), report.model)
+    async def measure_speculation() -> tuple[Report, Speculation]:
+        async with speculation_counts.finding(server_of(url) if url else "", _authorization(api_key), nats_url) as find:
+            before: list[speculation_counts.Reading] = []
+            unread: dict[str, str] = {}
 
-    drafters: dict[str, Drafter] = {}
+            async def begin(name: str) -> None:
+                readings, failures = await speculation_counts.read_before(await find(), name)
+                before.extend(readings)
+                unread.update(failures)
+
+            report = await measure(begin)
+            after, failures = await speculation_counts.read(await find())
+        found = between(before, after, report.model)
+        unread |= {worker: f"{worker} ended during the load: what it counted is missing" for worker in found.unread}
+        for line in (unread | failures).values():
+            err.print(line, markup=False)
+        return report, found
+
+    found = Speculation()
     if plot is not None:
         if not speculation:
             raise ConfigError("--plot draws what --speculation finds: give both", param="plot")
-        speculation_report.check_plot()
+        check_plot(plot)
     if speculation:
-        report, drafters = run(measure_speculation)
+        report, found = run(measure_speculation)
     else:
         report = run(measure)
-    if plot is not None:
-        speculation_report.draw(drafters, plot)
     if as_json:
         settings = {
             "concurrency": concurrency,
@@ -100,12 +113,14 @@ def command(
             "max_tokens": max_tokens,
             "transport": "http" if url else "nats",
         }
-        found = {"speculation": speculation_report.speculation_summary(drafters)} if speculation else {}
-        write_answer(msgspec.json.encode(settings | summary(report) | found).decode() + "\n")
+        given = {"speculation": speculation_summary(found)} if speculation else {}
+        write_answer(msgspec.json.encode(settings | summary(report) | given).decode() + "\n")
     else:
         out.print(table(report))
         if speculation:
-            out.print(speculation_report.speculation_table(drafters, report.generated_tokens))
+            out.print(speculation_table(found))
+    if plot is not None:
+        draw(found.decode, plot)
     if report.failed:
         raise InternalError(f"{report.failed} of {report.requests} requests failed")
 
@@ -134,15 +149,7 @@ def prompt_of(number: int, words: int) -> str:
     return " ".join([f"{number}:", *(filler[(number + i) % len(filler)] for i in range(words - 1))])
 
 
-async def _decode_metrics(server: str, nats_url: str) -> list[str]:
-    """Return where decode workers' metrics are, by the gateway at `server`, or by what is heard on the bus."""
-    import httpx
-
-    if server:
-        async with httpx.AsyncClient(base_url=server, timeout=10) as http:
-            return await speculation_report.addresses_at(http)
-    async with connected(nats_url, "bench") as bus:
-        return speculation_report.addresses((await watch_presence(bus, LISTEN_S)).values())
+async def _at_once(model: str) -> None: ...
 
 
 async def closed_loop(ask: Ask, requests: int, concurrency: int) -> Report:
@@ -179,10 +186,11 @@ async def closed_loop(ask: Ask, requests: int, concurrency: int) -> Report:
 
 
 async def _over_nats(
-    nats_url: str, model: str, body: Callable[[int], dict[str, Any]], requests: int, concurrency: int
+    nats_url: str, model: str, body: Callable[[int], dict[str, Any]], requests: int, concurrency: int, begin: Begin
 ) -> Report:
     async with connected(nats_url, "bench") as bus:
         name = await served_model(bus, model)
+        await begin(name)
 
         async def ask(number: int) -> Timing:
             async with ChatStream(bus, name, body(number)) as stream:
@@ -194,14 +202,20 @@ async def _over_nats(
 
 
 async def _over_http(
-    url: str, api_key: str, model: str, body: Callable[[int], dict[str, Any]], requests: int, concurrency: int
+    url: str,
+    api_key: str,
+    model: str,
+    body: Callable[[int], dict[str, Any]],
+    requests: int,
+    concurrency: int,
+    begin: Begin,
 ) -> Report:
     import httpx
 
-    authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(max_connections=concurrency)
-    async with httpx.AsyncClient(base_url=url, headers=authorization, timeout=120, limits=limits) as http:
+    async with httpx.AsyncClient(base_url=url, headers=_authorization(api_key), timeout=120, limits=limits) as http:
         name = model or await _first_model(http)
+        await begin(name)
 
         async def ask(number: int) -> Timing:
             timing, ended = Timing(time.monotonic()), False
@@ -219,6 +233,10 @@ async def _over_http(
             return timing
 
         return msgspec.structs.replace(await closed_loop(ask, requests, concurrency), model=name)
+
+
+def _authorization(api_key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
 
 async def _first_model(http: httpx.AsyncClient) -> str:

@@ -72,12 +72,13 @@ class _Verdict:
 class DraftTrial:
     """asking: whether draft workers are told of tokens now. enabled: else they always are.
 
-    num_quiet: steps in which they were not told.
+    num_quiet: steps in which they were not told. num_tried: steps of trials, which measure again what was slower.
     """
 
     def __init__(self, *, enabled: bool = True) -> None:
         self.enabled = enabled
         self.num_quiet = 0
+        self.num_tried = 0
         self.asking = True
         self._verdicts: dict[int, _Verdict] = {}
 
@@ -87,6 +88,7 @@ class DraftTrial:
             return
         verdict = self._verdicts.setdefault(num_rows.bit_length(), _Verdict())
         self.num_quiet += not self.asking
+        self.num_tried += self.asking is not verdict.best
         if verdict.asking is self.asking:  # else the step before had another number of rows
             verdict.left -= 1
             verdict.measured += 1

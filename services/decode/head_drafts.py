@@ -91,6 +91,10 @@ class HeadDrafts:
         self._least_chance = 0.0
         self._sure = self._right = _FIRST_RATE
 
+    @property
+    def num_sequences(self) -> int:
+        return len(self._texts)
+
     def open(self, sequence: Sequence) -> None:
         text = self._texts[sequence.request] = _Text(_FIRST_NAP, known=len(sequence.tokens))
         if self._pays:

@@ -36,7 +36,8 @@ class _Row:
 class Proposers:
     """The scheduler's `begin_step`, `propose` and `foresee`.
 
-    head: of the engine, one of the drafters. `by_source`: what was verified, by the name of its drafter.
+    head: of the engine, one of the drafters. `by_source`: what was verified, by the name of its drafter. `num_sequence_steps`:
+    steps that gave tokens to a sequence, counted once for each sequence.
     """
 
     def __init__(self, drafts: DraftBook, drafters: Sized[Drafter] = (), head: HeadDrafts | None = None) -> None:
@@ -45,6 +46,7 @@ class Proposers:
         self.head = head
         self.policy = drafts.policy
         self.by_source = {DRAFT_WORKER: drafts.counters} | {drafter.name: SpeculationCounters() for drafter in self.drafters}
+        self.num_sequence_steps = 0
         self._rows: dict[str, _Row] = {}
 
     @property
@@ -54,6 +56,11 @@ class Proposers:
     @property
     def num_accepted_tokens(self) -> int:
         return sum(counters.num_accepted_tokens for counters in self.by_source.values())
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are speculated for."""
+        return max(len(self._rows), 0 if self.head is None else self.head.num_sequences)
 
     def open(self, sequence: Sequence) -> None:
         """Begin to speculate for a sequence."""
@@ -135,6 +142,7 @@ class Proposers:
     def record(self, done: Progress) -> None:
         """A step ran for a sequence; its tokens are there."""
         request = done.sequence.request
+        self.num_sequence_steps += not done.sequence.is_read
         row, source = self._rows.get(request), ""
         if row is not None and (row.verifying or row.foreseen):
             source = row.verifying

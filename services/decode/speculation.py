@@ -50,7 +50,8 @@ def _holds(base: int, proposal: Sequence[int], tokens: Sequence[int]) -> bool:
 class SpeculationCounters:
     """vLLM's `spec_decode_num_drafts`, `_draft_tokens`, `_accepted_tokens` and `_accepted_tokens_per_pos`.
 
-    `num_late`: proposals of which every token was already decided when they arrived. `num_table_hits`: failed proposals whose
+    `num_received`: proposals with tokens that draft workers sent. `num_late`: those of which every token was already decided
+    when they arrived. `num_table_hits`: failed proposals whose
     outcome table had what came instead; `num_table_misses`: those whose table had not. `proposals_of_length[k]`: verified
     proposals of k + 1 tokens.
     """
@@ -58,6 +59,7 @@ class SpeculationCounters:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_received: int = 0
     num_late: int = 0
     num_table_hits: int = 0
     num_table_misses: int = 0
@@ -265,6 +267,7 @@ class DraftBook:
             if mirror is None or mirror.worker != message.draft or not mirror.base <= row.base <= mirror.sent:
                 continue
             proposal = self._known(row.tokens)
+            self.counters.num_received += bool(proposal)
             self.counters.num_late += bool(proposal) and len(mirror.tokens) - row.base >= len(proposal)
             held = mirror.base, mirror.proposal
             mirror.base, mirror.proposal = row.base, proposal

@@ -31,6 +31,11 @@ _BY_DRAFTER: tuple[tuple[str, str, Callable[[SpeculationCounters], int]], ...] =
 )
 _OF_DRAFT_WORKERS: tuple[tuple[str, str, Callable[[SpeculationCounters], int]], ...] = (
     (
+        "penstock_speculation_received_proposals",
+        "Proposals that draft workers sent and that had tokens",
+        lambda counters: counters.num_received,
+    ),
+    (
         "penstock_speculation_late_proposals",
         "Proposals of which every token was already decided when they arrived",
         lambda counters: counters.num_late,
@@ -48,6 +53,28 @@ _OF_DRAFT_WORKERS: tuple[tuple[str, str, Callable[[SpeculationCounters], int]], 
 )
 
 
+_OF_STEPS: tuple[tuple[str, str, Callable[[Proposers], int]], ...] = (
+    (
+        "penstock_speculation_sequence_steps",
+        "Steps that gave tokens to a sequence, counted once for each sequence",
+        lambda proposers: proposers.num_sequence_steps,
+    ),
+    (
+        "penstock_speculation_probe_steps",
+        "Steps that verified nothing, to learn how long such a step takes",
+        lambda proposers: proposers.policy.num_probes,
+    ),
+    (
+        "penstock_speculation_trial_steps",
+        "Steps in which draft workers were asked, or not, to see whether the other way had become faster",
+        lambda proposers: proposers.drafts.trial.num_tried,
+    ),
+    (
+        "penstock_speculation_quiet_steps",
+        "Steps in which draft workers were told nothing: it was faster, or was tried",
+        lambda proposers: proposers.drafts.trial.num_quiet,
+    ),
+)
 _MAX_SAID = 32
 """Updates of a sequence whose times are kept: a later proposal counts from the oldest of them."""
 
@@ -125,13 +152,17 @@ class SpeculationTelemetry(Collector):
             yield family
         yield from self._of_head()
         yield self._draft_models()
-        quiet = CounterMetricFamily(
-            "penstock_speculation_quiet_steps",
-            "Steps in which draft workers were told nothing: it was faster, or was tried",
+        for name, description, count in _OF_STEPS:
+            family = CounterMetricFamily(name, description, labels=[MODEL_LABEL])
+            family.add_metric([self._model], count(proposers))
+            yield family
+        limit = GaugeMetricFamily(
+            "penstock_speculation_max_tokens",
+            "Proposed tokens of one sequence that a step verifies at most; 0: speculation is off",
             labels=[MODEL_LABEL],
         )
-        quiet.add_metric([self._model], proposers.drafts.trial.num_quiet)
-        yield quiet
+        limit.add_metric([self._model], proposers.policy.max_tokens)
+        yield limit
         yield self._by_position(
             "penstock_speculation_verified_tokens_per_pos", "Tokens verified at a place of a proposal", verified
         )

@@ -280,6 +280,8 @@ class World:
                 held.append(f"{name}: {usage}")
             if isinstance(process.actor, EngineWorker) and (requests := process.actor.held.keys()):
                 held.append(f"{name}: {requests}")
+            if isinstance(process.actor, DecodeActor) and process.actor.loaded and process.actor.proposers.num_sequences:
+                held.append(f"{name}: {process.actor.proposers.num_sequences} sequences that are speculated for")
             if isinstance(process.actor, DraftActor) and (mirrors := len(process.actor.proposer)):
                 held.append(f"{name}: {mirrors} mirrors")
         return held

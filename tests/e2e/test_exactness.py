@@ -22,8 +22,9 @@ def test_there_are_as_many_prompts_as_are_asked_for() -> None:
 def test_garbage_and_lost_and_partitioned_draft_workers_change_no_token(smollm2: ModelFiles) -> None:
     names = ["garbage", "killed and stopped", "partitioned"]
     assert set(names) < set(ARRANGEMENTS)
-    command = [sys.executable, "-m", "bench.exactness", "--prompts=4", "--tokens=48", f"--only={','.join(names)}"]
+    # behind a relay that is closed half of the time, few prompts may have no token verified, which is status 1
+    command = [sys.executable, "-m", "bench.exactness", "--prompts=12", "--tokens=48", f"--only={','.join(names)}"]
     ended = subprocess.run([*command, f"--model={smollm2.path}"], cwd=ROOT, capture_output=True, text=True, timeout=480)
     assert ended.returncode == 0, ended.stderr[-3000:]
     rows = [line for line in ended.stdout.splitlines() if line.startswith(tuple(f"| {name}" for name in names))]
-    assert len(rows) == 3 and all(line.count("4 of 4") == 3 for line in rows)
+    assert len(rows) == 3 and all(line.count("12 of 12") == 3 for line in rows)

@@ -7,7 +7,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bench.common.sse import HttpStream
@@ -53,6 +53,7 @@ def post(stream: HttpStream, data: bytes, cuts: list[int]) -> None:
     asyncio.run(stream.post("/v1/chat/completions", b"{}"))
 
 
+@example(texts=["\u1e70" * 130], cuts=[len(answer(["\u1e70" * 100]))])  # the first text is longer than the tail that is kept
 @given(texts=st.lists(st.text(min_size=1, max_size=400), min_size=1, max_size=20), cuts=st.lists(st.integers(0), max_size=30))
 @settings(max_examples=200, deadline=None)
 def test_events_tokens_and_the_first_text_are_found_however_the_bytes_are_cut(texts: list[str], cuts: list[int]) -> None:

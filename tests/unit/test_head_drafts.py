@@ -217,7 +217,9 @@ def test_no_head_changes_a_token(accuracy: float, num_blocks: int, sampling: dic
     for s in running:
         assert_right(bench, s)
         assert s.finish == "length"
+        proposers.close(s)
     assert bench.all_given_back()
+    assert proposers.num_sequences == 0
     assert runner.num_drafted > 0
     counted = proposers.by_source["head"]
     assert counted.num_draft_tokens >= counted.num_accepted_tokens

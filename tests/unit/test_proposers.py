@@ -130,6 +130,9 @@ def test_no_drafter_changes_a_token(drafters: list[str], depth: int, sampling: d
         found.append([s.tokens for s in running])
     assert found[0] == found[1]
     assert sum(worlds[1].proposers.by_source[name].num_draft_tokens for name in drafters) > 20
+    for world in worlds:
+        saved = world.proposers.num_accepted_tokens  # one in a last step may lie behind the end
+        assert 300 <= world.proposers.num_sequence_steps + saved <= 303
     if drafters == ["lookup"]:
         assert worlds[1].num_steps < 0.7 * worlds[0].num_steps, "a text that repeats itself takes fewer steps"
 

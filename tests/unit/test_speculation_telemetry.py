@@ -9,6 +9,7 @@ from common.protocol.draft_messages import DraftBranch, Drafting, DraftRow, Draf
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
 from common.runtime.metrics import Metrics
+from services.decode.draft_trial import FIRST, DraftTrial
 from services.decode.lookup import Lookup
 from services.decode.proposers import DRAFT_WORKER, Proposers
 from services.decode.speculation import DraftBook, SpeculationCounters
@@ -77,6 +78,25 @@ def test_metrics_say_who_proposed_what_and_what_a_table_had() -> None:
     assert found["penstock_speculation_table_misses_total", "", ""] == 0
     assert found["penstock_speculation_round_trip_seconds_count", "", ""] == 1
     assert abs(found["penstock_speculation_round_trip_seconds_sum", "", ""] - 0.02) < 1e-9
+    assert found["penstock_speculation_received_proposals_total", "", ""] == 1
+    assert found["penstock_speculation_late_proposals_total", "", ""] == 0
+
+
+def test_metrics_count_steps_and_those_that_probe() -> None:
+    metrics = Metrics(role="decode")
+    policy = SpeculationPolicy(max_tokens=4, max_step_tokens=100)
+    proposers = Proposers(DraftBook(policy, vocab_size=100, trial=DraftTrial()))
+    SpeculationTelemetry(metrics, "m", proposers)
+    policy.begin_step(1, [0.9])  # what such a step takes is not known yet
+    proposers.num_sequence_steps = 5
+    for _ in range(FIRST + 2):
+        proposers.drafts.trial.step(1, 1, 0.01)
+    found = scraped(metrics)
+    assert found["penstock_speculation_probe_steps_total", "", ""] == 1
+    assert found["penstock_speculation_sequence_steps_total", "", ""] == 5
+    assert found["penstock_speculation_trial_steps_total", "", ""] == 2, "quiet ones, after the first phase"
+    assert found["penstock_speculation_quiet_steps_total", "", ""] == 2
+    assert found["penstock_speculation_max_tokens", "", ""] == 4
 
 
 def test_only_the_answer_to_the_latest_update_is_timed() -> None:
