@@ -37,8 +37,9 @@ _NONE = -1
 @dataclass(slots=True)
 class _Text:
     """bucket: the class of the match that the next row may go on with, `_NONE` if there is none; ladder: the chances of its
-    tokens. planned: the classes of the rows in flight, oldest first. idle: tokens since something held; asleep: until a pause
-    ends; nap: how long the next one is. first, later: how the row's own first and later tokens did."""
+    tokens. planned: the classes of the rows in flight, oldest first, from the first that has one on. idle: tokens since
+    something held; asleep: until a pause ends; nap: how long the next one is. first, later: how the row's own first and later
+    tokens did."""
 
     bucket: int = _NONE
     ladder: list[float] = field(default_factory=list)
@@ -84,7 +85,8 @@ class DeviceLookup:
     def planned(self, sequence: Sequence) -> None:
         """The step that is planned searches the sequence's text."""
         text = self._texts[sequence.request]
-        text.planned.append(text.bucket)
+        if text.planned or text.bucket != _NONE:
+            text.planned.append(text.bucket)
 
     def record(self, sequence: Sequence, start: int, found: LookedUp | None) -> None:
         """A step has run for the sequence: it has new tokens from output index `start` on, and this was found behind those
@@ -92,16 +94,19 @@ class DeviceLookup:
         text = self._texts.get(sequence.request)
         if text is None:
             return
+        if found is not None and not found.length and not text.planned and not text.ladder:  # as a rule, where there are many
+            self._idle(text, sequence.num_outputs - start)
+            return
         came = sequence.tokens[sequence.generation.prompt_tokens + start :]
         if found is None:
             text.asleep = max(0, text.asleep - len(came))
             text.planned.clear()
             self._expect(text, _NONE, 0)
             return
-        while len(text.planned) > sequence.num_awaited + 1:  # of steps that failed
-            text.planned.popleft()
+        bucket = _NONE
+        while len(text.planned) > sequence.num_awaited:  # more than one: those before are of steps that failed
+            bucket = text.planned.popleft()
         hits = accept(found.tokens, came)
-        bucket = text.planned.popleft() if text.planned else _NONE
         if bucket != _NONE and came:
             self._first.record(bucket, hits > 0, text.first)
         for place in range(1, min(len(came), len(found.tokens), hits + 1)):
@@ -111,7 +116,11 @@ class DeviceLookup:
             self._expect(text, self._bucket(found, hits, 0), found.length + hits)
             return
         self._expect(text, _NONE, 0)
-        text.idle += len(came)
+        self._idle(text, len(came))
+
+    def _idle(self, text: _Text, num_tokens: int) -> None:
+        """Nothing held for so many tokens more."""
+        text.idle += num_tokens
         if text.idle >= _PATIENCE and not self.policy.always:
             text.idle, text.asleep, text.nap = 0, text.nap, min(2 * text.nap, _MAX_NAP)
 

@@ -107,6 +107,9 @@ class Proposers:
             if row is None:
                 continue
             row.offer = None
+            ladder = device.chances(sequence) if device is not None else []
+            if not ladder and not self.drafters:
+                continue
             behind = len(sequence.verifying) + 1 if sequence.num_awaited else 0
             most = self.drafts.expected(sequence.request, behind)
             for drafter in self.drafters:
@@ -116,8 +119,7 @@ class Proposers:
                 if sum(offer.chances) > most:
                     most, row.drafter, row.offer = sum(offer.chances), drafter.name, offer
                     chances[sequence.request] = offer.chances
-            ladder = device.chances(sequence) if device is not None and sequence.may_be_open else []
-            if device is not None and sum(ladder) > most:
+            if device is not None and sum(ladder) > most and sequence.may_be_open:
                 row.drafter, row.offer = device.name, ladder
                 chances[sequence.request] = ladder
         self.drafts.begin_step(len(decoding), chances)

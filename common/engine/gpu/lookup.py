@@ -38,6 +38,9 @@ _REPORTED = 8
 """Tokens behind a match that the host is told of, or as many as rows verify."""
 
 
+_NOTHING = LookedUp(0, 0, 0, 0, [])
+
+
 @dataclass(slots=True)
 class _Slot:
     """base: the token of the sequence that is the text's first. known: tokens of the sequence that the text has at least. step:
@@ -75,7 +78,8 @@ class LookupReport(NamedTuple):
         found = self.words.numpy()[:, : REPORT_HEADER + self.num_tokens].tolist()
         for index, (num_verified, length, num_found, num_agreeing, *tokens) in zip(self.searched, found, strict=True):
             if index >= 0:
-                rows[index].looked_up = LookedUp(num_verified, length, num_found, num_agreeing, tokens if length else [])
+                some = LookedUp(num_verified, length, num_found, num_agreeing, tokens) if length else _NOTHING
+                rows[index].looked_up = some
 
 
 class DeviceLookup:
@@ -110,30 +114,30 @@ class DeviceLookup:
         for _, _, text in asking:  # before any slot is given away
             if text.key in self._slots:
                 self._slots.move_to_end(text.key)
-        planned = PlannedLookup([], [], {})
-        left = STEP_TOKENS
+        followed: list[FollowedRow] = []
+        searched: list[int] = []
+        verified_slots: dict[int, int] = {}
+        left, firsts = STEP_TOKENS, packed.firsts.tolist()
         for index, row, text in asking:
-            slot = self._slot_of(text.key)
+            slot, known = self._slot_of(text.key), len(text)
             is_next = slot.step == self._step - 1
-            if row.follows_lookup and is_next and slot.is_verified:
-                planned.verified_slots[index] = slot.index
-            if row.feed >= 0 and is_next and slot.is_followed:
-                tokens, is_first, is_whole = (), False, True
-            else:
-                is_first = len(text) < slot.known or slot.known < 0 or (slot.is_fed and len(text) == slot.known)
+            if slot.is_verified and is_next and row.follows_lookup:
+                verified_slots[index] = slot.index
+            feed, room, tokens, begin, is_first, is_whole = row.feed, min(row.room, MAX_PROPOSAL), (), 0, False, True
+            if feed < 0 or not is_next or not slot.is_followed:
+                is_first = known < slot.known or slot.known < 0 or (slot.is_fed and known == slot.known)
                 if is_first:
-                    slot.base = slot.known = max(0, len(text) - self.texts.capacity)
+                    slot.base = slot.known = max(0, known - self.texts.capacity)
                 tokens = text[slot.known : slot.known + min(PART_TOKENS, left)]
                 left -= len(tokens)
-                is_whole = slot.known + len(tokens) == len(text)
-            first, room = int(packed.firsts[index]), min(row.room, MAX_PROPOSAL) if is_whole else NO_SEARCH
-            feed = row.feed if is_whole else -1
-            begin = slot.known - slot.base if tokens else 0
-            planned.followed.append(FollowedRow(slot.index, first, row.start, feed, room, tokens, begin, is_first))
-            planned.searched.append(index if is_whole else -1)
-            slot.known = len(text) if is_whole else slot.known + len(tokens)
-            slot.step, slot.is_followed, slot.is_fed, slot.is_verified = self._step, is_whole, feed >= 0, room > 0
-        return planned
+                begin, is_whole = slot.known - slot.base, slot.known + len(tokens) == known
+                if not is_whole:
+                    feed, room, known = -1, NO_SEARCH, slot.known + len(tokens)
+            followed.append(FollowedRow(slot.index, firsts[index], row.start, feed, room, tokens, begin, is_first))
+            searched.append(index if is_whole else -1)
+            slot.known, slot.step = known, self._step
+            slot.is_followed, slot.is_fed, slot.is_verified = is_whole, feed >= 0, room > 0
+        return PlannedLookup(followed, searched, verified_slots)
 
     def launch(self, planned: PlannedLookup, inputs: StepInputs) -> LookupReport | None:
         """Follow the texts of a step whose open rows are settled, before it computes anything. Return what to read once it has
