@@ -26,7 +26,8 @@ class GroupMemory:
 class Engine:
     """A runner and the memory of its KV blocks: of the first cache group, and of the others in `more`.
     `identity`: what its weights are, see `Presence`. `files`: the model's; None where nothing is known of its tokenizer.
-    `head`: the name of what drafts in its steps; empty where nothing does."""
+    `head`: the name of what drafts in its steps; empty where nothing does. `looks_up`: whether its steps look up what they
+    verify."""
 
     runner: Runner
     memory: GroupMemory
@@ -35,6 +36,7 @@ class Engine:
     identity: str = ""
     files: ModelFiles | None = None
     head: str = ""
+    looks_up: bool = False
 
     @property
     def groups(self) -> list[GroupMemory]:

@@ -72,6 +72,11 @@ class StepRow(msgspec.Struct):
     higher. `outcomes` say what this row verifies, behind which outcome; `tokens` has zeros in that place, as many as the
     longest needs.
 
+    `text`: the sequence's tokens as far as the host knows them when it plans the row, for a runner that looks up on the device
+    what may follow (`engine/gpu/lookup.py`). With `feed` the first token comes behind them, else it is the last of them. The
+    device proposes up to `room` tokens, for which `tokens` has zeros behind the first; `outcomes` are empty then. What the
+    row behind such a one verifies is known to the device alone: its `verified` is as many `UNKNOWN` as there was room for.
+
     `serial` >= 0 names the sequence to a head that drafts from hidden states: it notes those of this row. `drafts`: how many
     tokens it proposes behind the row's samples at most; with 1 or more it also computes what it has noted. It stops behind a
     token where the chance of all so far, as it sees it, is below `least_chance`. A runner without a head passes over these.
@@ -93,6 +98,8 @@ class StepRow(msgspec.Struct):
     more_blocks: Sequence[list[int]] = []
     verified: list[int] = []
     outcomes: Sequence[Outcome] = []
+    text: History | None = None
+    room: int = 0
     serial: int = -1
     drafts: int = 0
     least_chance: float = 0.0
@@ -101,6 +108,11 @@ class StepRow(msgspec.Struct):
     def is_open(self) -> bool:
         """Whether its inputs behind the first token, or their positions, depend on the outcome of the step before."""
         return bool(self.verified or self.outcomes)
+
+    @property
+    def follows_lookup(self) -> bool:
+        """Whether what the step before verifies of its sequence was looked up on the device."""
+        return bool(self.verified) and self.verified[0] == UNKNOWN
 
     @property
     def is_constrained(self) -> bool:
@@ -126,6 +138,18 @@ class Drafted(msgspec.Struct):
     chances: list[float]
 
 
+class LookedUp(NamedTuple):
+    """What a device found for the end of a row's text: `tokens` that followed the longest match of it, of which the row
+    verifies the first `num_verified`. The match has `length` tokens, 0 if there is none; it occurs `num_found` times, and
+    `num_agreeing` of these go on with the first of `tokens`."""
+
+    num_verified: int
+    length: int
+    num_found: int
+    num_agreeing: int
+    tokens: list[int]
+
+
 class DraftPass(NamedTuple):
     """What a head computed in one go: `num_tokens` of all rows, in `seconds`. The first of a step takes the target's states."""
 
@@ -138,7 +162,7 @@ class RowSamples(msgspec.Struct):
 
     Of a row that is read: `scores` of its `targets`, with as many alternatives as its `sampling.logprobs` says; or `total`, its
     hidden states added up, int64 [hidden_size] in units of `FIXED_POINT`, so that the order of adding changes nothing.
-    `drafted`: of a row with `drafts`.
+    `drafted`: of a row with `drafts`. `looked_up`: of a row with a `text`, unless that is not on the device yet.
     """
 
     tokens: list[int]
@@ -146,6 +170,7 @@ class RowSamples(msgspec.Struct):
     scores: list[TokenLogprobs] | None = None
     total: NDArray[np.int64] | None = None
     drafted: Drafted | None = None
+    looked_up: LookedUp | None = None
 
 
 class StepResult(msgspec.Struct):

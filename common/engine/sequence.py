@@ -45,11 +45,11 @@ class Sequence:
     group that were promised to it (see `SequenceCache`). `ends_at`: the request's deadline in seconds of the worker's clock.
     `matcher`: the state of the request's grammar, once that is compiled. `num_reported`: outputs of a sequence that is read
     which its gateway has, or is being sent. `is_broken`: logits of it were not finite: it has no next token. `verifying`: what
-    the oldest step in flight that samples it verifies. `num_open`: steps in flight that may give several tokens. `shift`:
-    tokens beyond the first that the step before the oldest in flight gave: positions of that step's row are as many higher
-    than planned. `newest`: the row that was planned last, in step `planned_step`. `timeline`: what has happened to it here, if
-    it is traced. `serial`: its number among all of this process. `arrival`, `admitted_step`: its number among those admitted,
-    and the step before which it was.
+    the oldest step in flight that samples it verifies; `UNKNOWN`s where the device looks that up. `num_open`: steps in flight
+    that may give several tokens. `shift`: tokens beyond the first that the step before the oldest in flight gave: positions of
+    that step's row are as many higher than planned. `newest`: the row that was planned last, in step `planned_step`.
+    `timeline`: what has happened to it here, if it is traced. `serial`: its number among all of this process. `arrival`,
+    `admitted_step`: its number among those admitted, and the step before which it was.
     """
 
     generation: Generation
@@ -188,10 +188,13 @@ class Sequence:
         assert not self.num_steps
         self.num_computed = self.num_planned = num_tokens
 
-    def plan(self, num_tokens: int, proposal: Sized[int], num_samples: int, outcomes: Sized[Outcome] = ()) -> StepRow:
+    def plan(
+        self, num_tokens: int, proposal: Sized[int], num_samples: int, outcomes: Sized[Outcome] = (), room: int = -1
+    ) -> StepRow:
         """The next `num_tokens` tokens, then `proposal`, as a step's row; sampled when it reaches the end.
 
-        num_samples: of the step's rows before this one. outcomes: instead of `proposal`, of a row that is fed.
+        num_samples: of the step's rows before this one. outcomes: instead of `proposal`, of a row that is fed. room: instead of
+        both, tokens that the device may look up; 0: it only searches; -1: it does not.
         """
         if self.given:
             return self._plan_reading(num_tokens)
@@ -201,8 +204,11 @@ class Sequence:
         if feed < 0:
             inputs = [*self.tokens[start:end], *proposal]
             self.verifying, self.shift = [*proposal], 0
+            if room > 0:
+                inputs += [0] * room
+                self.verifying = [UNKNOWN] * room
         else:
-            inputs = [UNKNOWN, *[0] * width_of(outcomes)]
+            inputs = [UNKNOWN, *[0] * (room if room > 0 else width_of(outcomes))]
             verified = self.verifying
         history: list[int] | History = []
         if sampled and _needs_history(self.sampling):
@@ -237,7 +243,10 @@ class Sequence:
             output_start=output_start,
             verified=verified,
             outcomes=outcomes,
+            room=max(0, room),
         )
+        if room >= 0 or self.newest.follows_lookup:
+            self.newest.text = History(self.serial, self.tokens, len(self.tokens), [])
         return self.newest
 
     def _plan_reading(self, num_tokens: int) -> StepRow:
@@ -287,8 +296,11 @@ class Sequence:
         self.shift = max(0, num_tokens - 1)
         self.num_computed += self.shift
         self.num_planned += self.shift
-        later = self.newest.outcomes if self.newest is not None and self.num_awaited else ()
-        self.verifying = proposal_behind(later, self.shift, self.tokens[-1])
+        later = self.newest if self.num_awaited else None
+        if later is not None and later.room:
+            self.verifying = [UNKNOWN] * later.room
+        else:
+            self.verifying = proposal_behind(later.outcomes if later is not None else (), self.shift, self.tokens[-1])
 
     def rewind(self) -> None:
         """The steps in flight failed: go back to what was computed before them."""

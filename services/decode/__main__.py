@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from common.engine.engine import Engine
 from common.engine.load.head import attach_head
+from common.engine.load.lookup import attach_lookup
 from common.engine.load.open import Progress, open_engine
 from common.runtime.bus import Bus
 from common.runtime.service import main
@@ -17,7 +18,10 @@ def make_decode(bus: Bus, config: DecodeConfig) -> DecodeActor:
 
     def opened(name: str, on_progress: Progress) -> Engine:
         engine = open_engine(config, name, on_progress, transport=transport)
-        attach_head(engine, config.head_setting, max_sequences=config.limits(on_gpu=engine.on_gpu).max_running)
+        max_running = config.limits(on_gpu=engine.on_gpu).max_running
+        attach_head(engine, config.head_setting, max_sequences=max_running)
+        if config.lookup == "on" and config.speculation_tokens:
+            attach_lookup(engine, max_sequences=max_running)
         return engine
 
     return DecodeActor(bus=bus, config=config, open_engine=opened, transport=transport)

@@ -33,6 +33,7 @@ from common.text.vocabulary import vocabulary_digest
 from common.transfer.base import RemoteBlocks, Transport
 from common.worker.actor import EngineWorker, OpenEngine
 from services.decode.config import DecodeConfig
+from services.decode.device_lookup import DeviceLookup
 from services.decode.draft_trial import DraftTrial
 from services.decode.head_drafts import HeadDrafts
 from services.decode.lookup import Lookup
@@ -86,7 +87,8 @@ class DecodeActor(EngineWorker):
         )
         self.drafts = DraftBook(policy, vocab_size=self.engine.runner.vocab_size, trial=DraftTrial(enabled=not always))
         head = HeadDrafts(policy) if self.engine.head and self.config.speculation_tokens else None
-        self.proposers = Proposers(self.drafts, [self.make_lookup(limits.max_running)] if self.looks_up else [], head)
+        lookup = [self.make_lookup(limits.max_running)] if self.looks_up else []
+        self.proposers = Proposers(self.drafts, lookup, head, DeviceLookup(policy) if self.engine.looks_up else None)
         self.speculation = SpeculationTelemetry(self.metrics, self.config.served_name, self.proposers)
         return DecodeScheduler(
             self.cache,
@@ -98,14 +100,16 @@ class DecodeActor(EngineWorker):
             wanted=self.proposers.wanted,
             finishing=lambda sequence: self.prefixes.offer_soon(sequence),
             foresee=self.proposers.foresee,
+            look_up=self.proposers.look_up,
         )
 
     @property
     def looks_up(self) -> bool:
-        """Whether this process proposes tokens by lookup."""
+        """Whether this process proposes tokens by lookup, its engine's steps not counted."""
         if self.config.lookup == "auto":
             return self.config.speculation_tokens > 0 and not self.engine.on_gpu and self.config.engine == "torch"
-        return self.config.speculation_tokens > 0 and self.config.lookup == "on"
+        on_host = self.config.lookup == "host" or (self.config.lookup == "on" and not self.engine.on_gpu)
+        return self.config.speculation_tokens > 0 and on_host
 
     def make_lookup(self, max_running: int) -> Lookup:
         recent = 0 if self.config.zero_retention else RECENT_TOKENS

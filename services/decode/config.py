@@ -19,8 +19,11 @@ class DecodeConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknow
     ] = "measured"
     max_verify_tokens: Annotated[int, Meta(ge=0, description="tokens of a step that verifies, at most")] = 256
     lookup: Annotated[
-        Literal["auto", "on", "off"],
-        Meta(description="proposes what followed the same words before, in the request and recent answers; auto: on a CPU"),
+        Literal["auto", "on", "host", "off"],
+        Meta(
+            description="proposes what followed the same words before: in the request and recent answers on a CPU, or with "
+            "host; in the request alone, within the engine's steps, on a GPU; auto: on a CPU"
+        ),
     ] = "auto"
     head: Annotated[
         str,

@@ -1,4 +1,5 @@
-"""Who proposes what is verified: a draft worker or a drafter in this process, by the tokens that are expected to hold. Pure.
+"""Who proposes what is verified, by the tokens that are expected to hold: a draft worker, a drafter in this process, or lookup
+in the engine's steps. Pure.
 
 Before each step every row's best offer is found: of the drafters here, and of its draft worker. The policy then decides how
 much of which is verified. What is not chosen is compared with what came all the same.
@@ -10,8 +11,10 @@ from collections.abc import Sequence as Sized
 from dataclasses import dataclass, field
 
 from common.engine.outcomes import Outcome
+from common.engine.plan import UNKNOWN
 from common.engine.sequence import Sequence
 from common.protocol.draft_messages import DraftSampling
+from services.decode.device_lookup import DeviceLookup
 from services.decode.drafter import Drafter, Foreseen, Guess
 from services.decode.head_drafts import HeadDrafts
 from services.decode.scheduler import Progress
@@ -24,29 +27,39 @@ DRAFT_WORKER = "draft worker"
 class _Row:
     """verifying: who proposed what the step in flight verifies. foreseen: by outcome, what the step behind it may.
 
-    offer: the best of a drafter here, for the step that is being planned, and `drafter`, its name.
+    offer: the best of a drafter here, for the step that is being planned, and `drafter`, its name; a list is the chances of
+    what the engine's step would look up.
     """
 
     verifying: str = ""
     foreseen: list[tuple[str, Outcome]] = field(default_factory=list)
     drafter: str = ""
-    offer: Guess | Foreseen | None = None
+    offer: Guess | Foreseen | list[float] | None = None
 
 
 class Proposers:
-    """The scheduler's `begin_step`, `propose` and `foresee`.
+    """The scheduler's `begin_step`, `propose`, `foresee` and `look_up`.
 
-    head: of the engine, one of the drafters. `by_source`: what was verified, by the name of its drafter. `num_sequence_steps`:
-    steps that gave tokens to a sequence, counted once for each sequence.
+    head: of the engine, one of the drafters. on_device: what is known of lookup in the engine's steps. `by_source`: what was
+    verified, by the name of its drafter. `num_sequence_steps`: steps that gave tokens to a sequence, counted once for each.
     """
 
-    def __init__(self, drafts: DraftBook, drafters: Sized[Drafter] = (), head: HeadDrafts | None = None) -> None:
+    def __init__(
+        self,
+        drafts: DraftBook,
+        drafters: Sized[Drafter] = (),
+        head: HeadDrafts | None = None,
+        on_device: DeviceLookup | None = None,
+    ) -> None:
         self.drafts = drafts
         self.drafters: Sized[Drafter] = drafters if head is None else [*drafters, head]
         self.head = head
+        self.on_device = on_device
         self.policy = drafts.policy
         self.by_source = {DRAFT_WORKER: drafts.counters} | {drafter.name: SpeculationCounters() for drafter in self.drafters}
         self.num_sequence_steps = 0
+        if on_device is not None:
+            self.by_source.setdefault(on_device.name, SpeculationCounters())
         self._rows: dict[str, _Row] = {}
 
     @property
@@ -68,6 +81,8 @@ class Proposers:
         self.drafts.open(sequence.request, sequence.tokens, draft_sampling(sequence))
         for drafter in self.drafters:
             drafter.open(sequence)
+        if self.on_device is not None:
+            self.on_device.open(sequence)
 
     def close(self, sequence: Sequence) -> None:
         """Harmless twice."""
@@ -75,6 +90,8 @@ class Proposers:
         self.drafts.close(sequence.request)
         for drafter in self.drafters:
             drafter.close(sequence)
+        if self.on_device is not None:
+            self.on_device.close(sequence)
 
     def reset(self) -> None:
         """Forget everything and tell nobody."""
@@ -82,17 +99,23 @@ class Proposers:
         self.drafts.reset()
         for drafter in self.drafters:
             drafter.reset()
+        if self.on_device is not None:
+            self.on_device.reset()
 
     def begin_step(self, decoding: Sized[Sequence]) -> None:
         """A step that decodes these sequences is about to be planned."""
         chances: dict[str, list[float]] = {}
         others: dict[str, float] = {}
         limit = self.policy.max_tokens
-        for sequence in decoding if self.drafters and limit else ():
+        device = self.on_device
+        for sequence in decoding if (self.drafters or device is not None) and limit else ():
             row = self._rows.get(sequence.request)
             if row is None:
                 continue
             row.offer = None
+            ladder = device.chances(sequence) if device is not None else []
+            if not ladder and not self.drafters:
+                continue
             behind = len(sequence.verifying) + 1 if sequence.num_awaited else 0
             most = self.drafts.expected(sequence.request, behind)
             for drafter in self.drafters:
@@ -102,6 +125,9 @@ class Proposers:
                 if sum(offer.chances) > most:
                     most, row.drafter, row.offer = sum(offer.chances), drafter.name, offer
                     chances[sequence.request] = offer.chances
+            if device is not None and sum(ladder) > most and sequence.may_be_open:
+                row.drafter, row.offer = device.name, ladder
+                chances[sequence.request] = ladder
         self.drafts.begin_step(len(decoding), chances)
         if self.head is not None and limit:
             self.head.begin_step(decoding, others)
@@ -109,6 +135,20 @@ class Proposers:
     def wanted(self, sequence: Sequence) -> tuple[int, float]:
         """See `scheduler.Wanted`."""
         return (-1, 0.0) if self.head is None else self.head.wanted(sequence)
+
+    def look_up(self, sequence: Sequence, limit: int) -> int:
+        """At most `limit` tokens that the engine's step may look up and verify; see `scheduler.LookUp`."""
+        row, device = self._rows.get(sequence.request), self.on_device
+        if row is None or device is None or not self.policy.max_tokens or not device.is_awake(sequence):
+            return -1
+        room = self._fit(row.offer, limit) if isinstance(row.offer, list) else 0
+        if room:
+            self.policy.spend(room)
+            row.foreseen = [(device.name, Outcome(0, UNKNOWN, [UNKNOWN] * room))]
+            if not sequence.num_awaited:
+                row.verifying, row.foreseen = device.name, []
+        device.planned(sequence)
+        return room
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:
         """At most `limit` tokens to verify after the sequence's own."""
@@ -151,6 +191,8 @@ class Proposers:
             row.foreseen = []
         if self.head is not None:
             self.head.record(done.sequence, done.drafted)
+        if self.on_device is not None:
+            self.on_device.record(done.sequence, done.start, done.looked_up)
         if done.forced:
             return
         if source in ("", DRAFT_WORKER):

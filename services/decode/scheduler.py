@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from common.engine.outcomes import Outcome, accept, width_of
-from common.engine.plan import PACKED_TOKENS, Drafted, StepPlan, StepResult, StepRow, part_of
+from common.engine.plan import PACKED_TOKENS, Drafted, LookedUp, StepPlan, StepResult, StepRow, part_of
 from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
 from common.engine.shares import TurnTaking
@@ -31,6 +31,9 @@ Propose = Callable[[Sequence, int], list[int]]
 Foresee = Callable[[Sequence, int], list[Outcome]]
 """`foresee(sequence, limit)`: at most `limit` token ids that may follow each likely outcome of the step in flight that verifies
 `sequence.verifying`; [] for none."""
+LookUp = Callable[[Sequence, int], int]
+"""`look_up(sequence, limit)`: how many tokens, at most `limit`, the device may look up and verify in the sequence's row; 0: it
+only searches its text, -1: it does not."""
 Wanted = Callable[[Sequence], tuple[int, float]]
 """`wanted(sequence)`: how many tokens the engine's head drafts behind the sequence's row of this step, and the chance below
 which it stops (`StepRow.least_chance`); -1 tokens where it need not even note hidden states."""
@@ -41,6 +44,7 @@ class Progress:
     """What a step did for a sequence: new tokens from output index `start` on, `proposed` of which `accepted` held.
 
     `forced`: a grammar proposed them, not a draft worker. `drafted`: what the engine's head proposes for the next step.
+    `looked_up`: what the device found for the row.
     """
 
     sequence: Sequence
@@ -49,6 +53,7 @@ class Progress:
     accepted: int
     forced: bool = False
     drafted: Drafted | None = None
+    looked_up: LookedUp | None = None
 
 
 AGING_TOKENS_PER_STEP = 64
@@ -74,6 +79,7 @@ class DecodeScheduler:
         max_context: int,
         propose: Propose = lambda sequence, limit: [],
         foresee: Foresee = lambda sequence, limit: [],
+        look_up: LookUp = lambda sequence, limit: -1,
         begin_step: Callable[[list[Sequence]], None] = lambda decoding: None,
         wanted: Wanted = lambda sequence: (-1, 0.0),
         finishing: Callable[[Sequence], None] = lambda sequence: None,
@@ -85,6 +91,7 @@ class DecodeScheduler:
         self.max_context = min(max_context, cache.longest(spare=watermark))
         self.propose = propose
         self.foresee = foresee
+        self.look_up = look_up
         self.begin_step = begin_step
         self.wanted = wanted
         self.finishing = finishing
@@ -175,11 +182,12 @@ class DecodeScheduler:
         for sequence in decoding:
             if sequence not in self._running or not self._make_room(sequence, planned):
                 continue
+            room = self._room(sequence, budget)
             if sequence.num_awaited:
-                row = sequence.plan(1, [], num_samples, self._outcomes(sequence, budget))
+                row = sequence.plan(1, [], num_samples, [] if room > 0 else self._outcomes(sequence, budget), room)
             else:  # a grammar is read by the step that runs
-                is_read = ahead and sequence.matcher is not None
-                row = sequence.plan(1, [] if is_read else self._proposal(sequence, budget), num_samples)
+                is_settled = room > 0 or (ahead and sequence.matcher is not None)
+                row = sequence.plan(1, [] if is_settled else self._proposal(sequence, budget), num_samples, (), room)
                 self._ask(sequence, row)
             rows.append(row)
             planned.append(sequence)
@@ -242,12 +250,14 @@ class DecodeScheduler:
                 if sequence.finish is not None:
                     self._leave(sequence)
                 continue
-            proposal = sequence.verifying
+            proposal, found = sequence.verifying, samples.looked_up
+            if row.room:
+                proposal = found.tokens[: found.num_verified] if found is not None else []
             accepted = accept(proposal, samples.tokens)
             start = sequence.num_outputs
             sequence.went_on(sequence.append(samples, accepted + 1, max_context=self.max_context))
             forced = sequence.matcher is not None and sequence.matcher.was_forced(proposal, accepted)
-            progress.append(Progress(sequence, start, len(proposal), accepted, forced, samples.drafted))
+            progress.append(Progress(sequence, start, len(proposal), accepted, forced, samples.drafted, found))
             if sequence.is_broken:
                 self._abandon(sequence)
                 continue
@@ -322,6 +332,20 @@ class DecodeScheduler:
             return forced
         proposal = self.propose(sequence, limit)
         return proposal[: matcher.allowed(output, proposal, start=start)] if proposal else proposal
+
+    def _room(self, sequence: Sequence, budget: int) -> int:
+        """See `LookUp`. What depends on the tokens themselves, as penalties and grammars do, is not looked up on the device."""
+        if not sequence.may_be_open:
+            return -1
+        outputs = sequence.num_outputs + sequence.num_awaited
+        limit = min(budget, sequence.sampling.max_tokens - outputs - 1, self.max_context - sequence.longest - 1)
+        room = self.look_up(sequence, max(0, limit))
+        if room > 0:
+            try:
+                self.cache.grow(sequence, sequence.longest + room)
+            except OutOfBlocks:
+                return 0
+        return room
 
     def _outcomes(self, sequence: Sequence, budget: int) -> list[Outcome]:
         """What may be proposed behind the step that samples the sequence's next tokens."""

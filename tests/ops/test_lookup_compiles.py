@@ -1,10 +1,19 @@
-"""The kernels of lookup on a device compile for Hopper and Blackwell without spills."""
+"""The kernel of lookup on a device compiles for Hopper and Blackwell without spills."""
 
 from __future__ import annotations
 
 import pytest
 
-from common.ops.lookup.device_texts import BLOCK, CANDIDATES, MAX_MATCH, MAX_PROPOSAL, MIN_MATCH, PART_HEADER, ROW_HEADER
+from common.ops.lookup.device_texts import (
+    BLOCK,
+    CANDIDATES,
+    MAX_MATCH,
+    MAX_PROPOSAL,
+    MIN_MATCH,
+    REPORT_HEADER,
+    REPORT_WORDS,
+    ROW_HEADER,
+)
 from tests.ops.compiling import ARCHITECTURES, Builds, KernelCase, check, compile_cases
 
 _MODULE = "common.ops.lookup.follow_triton"
@@ -15,31 +24,21 @@ _SEARCH: dict[str, int | float | bool | str | None] = {
     "MIN_MATCH": MIN_MATCH,
     "MAX_MATCH": MAX_MATCH,
     "PROPOSAL": MAX_PROPOSAL,
+    "REPORT": REPORT_HEADER,
+    "WORDS": REPORT_WORDS,
 }
 
 CASES = [
-    case
-    for capacity in (1024, 32768)
-    for case in (
-        KernelCase(
-            str(capacity),
-            _MODULE,
-            "extend_texts_kernel",
-            _TEXTS,
-            {"CAPACITY": capacity, "HEADER": PART_HEADER, "BLOCK": BLOCK, "CLEAR": 1024},
-            forbids=("atom", "griddepcontrol.wait"),
-            max_registers=96,
-        ),
-        KernelCase(
-            str(capacity),
-            _MODULE,
-            "follow_rows_kernel",
-            {**_TEXTS, **_STEP, "proposals": "*i32", "found": "*i32"},
-            {"CAPACITY": capacity, "HEADER": ROW_HEADER, "BLOCK": BLOCK, **_SEARCH},
-            forbids=("atom", "griddepcontrol.wait"),
-            max_registers=96,
-        ),
+    KernelCase(
+        str(capacity),
+        _MODULE,
+        "follow_rows_kernel",
+        {**_TEXTS, **_STEP, "proposals": "*i32", "num_proposed": "*i32", "report": "*i32"},
+        {"CAPACITY": capacity, "HEADER": ROW_HEADER, "BLOCK": BLOCK, "CLEAR": 1024, **_SEARCH},
+        forbids=("atom", "griddepcontrol.wait"),
+        max_registers=96,
     )
+    for capacity in (1024, 32768)
 ]
 
 

@@ -29,12 +29,13 @@ def inputs(num_tokens: int, num_rows: int, sampled: list[int], rng: random.Rando
         block_ids=ids,
         block_starts=starts,
         block_tokens=BLOCK_TOKENS,
+        proposals=torch.tensor([[rng.randrange(4) for _ in range(8)] for _ in range(6)], dtype=torch.int32),
+        num_proposed=torch.tensor([rng.choice([0, 1, 3, 8]) for _ in range(6)], dtype=torch.int32),
     )
 
 
 def settled(rows: list[OpenRow], given: StepInputs, *, on_kernel: bool) -> StepInputs:
-    tensors = [x.clone() for x in given if isinstance(x, torch.Tensor)]
-    copies = StepInputs(*tensors, block_tokens=given.block_tokens)
+    copies = StepInputs(*(x.clone() if isinstance(x, torch.Tensor) else x for x in given))  # type: ignore[arg-type]
     words = torch.from_numpy(pack_open_rows(rows))
     if on_kernel:
         with backend.interpreted():
@@ -42,6 +43,21 @@ def settled(rows: list[OpenRow], given: StepInputs, *, on_kernel: bool) -> StepI
     else:
         settle_open_rows(words, len(rows), copies)
     return copies
+
+
+@pytest.mark.parametrize("on_kernel", [False, True])
+def test_what_was_looked_up_on_the_device_counts_as_verified(on_kernel: bool) -> None:
+    sampled = [11, 12, 13, 14, 90, 91]
+    given = inputs(10, 3, sampled, random.Random(1))
+    given.proposals[4, :3], given.num_proposed[4] = torch.tensor([11, 12, 55], dtype=torch.int32), 3
+    given.proposals[5, :3], given.num_proposed[5] = torch.tensor([90, 12, 55], dtype=torch.int32), 0
+    rows = [
+        OpenRow(row=1, first=2, length=3, sample=4, start=9, feed=0, verified=[], outcomes=[(2, 13, [3])], slot=4),
+        OpenRow(row=2, first=6, length=2, sample=8, start=3, feed=4, verified=[], outcomes=[], slot=5),
+    ]
+    found = settled(rows, given, on_kernel=on_kernel)
+    assert found.tokens.tolist() == [7, 7, 13, 3, 0, 7, 90, 0, 7, 7]
+    assert found.positions.tolist() == [7, 7, 11, 12, 13, 7, 3, 4, 7, 7]
 
 
 @pytest.mark.parametrize("on_kernel", [False, True])
@@ -78,7 +94,9 @@ def test_the_kernel_writes_what_the_reference_writes() -> None:
                 (rng.randrange(3), rng.randrange(4), [rng.randrange(50) for _ in range(rng.randrange(length))])
                 for _ in range(rng.choice([0, 1, 8, 30]))
             ]
-            rows.append(OpenRow(row, first, length, first + row % 2, rng.randrange(90), feed, verified, outcomes))
+            slot = row if rng.random() < 0.4 else -1  # looked up on the device
+            lists = [] if slot >= 0 else verified
+            rows.append(OpenRow(row, first, length, first + row % 2, rng.randrange(90), feed, lists, outcomes, slot))
             first, feed = first + length + 1, feed + 25
         given = inputs(first + 2, num_rows, sampled, rng)
         for kernel, reference in zip(settled(rows, given, on_kernel=True), settled(rows, given, on_kernel=False), strict=True):

@@ -141,7 +141,7 @@ _COUNT = {
     "previous": "*i64",
 }
 _OPEN_ROWS = dict.fromkeys(("sampled", "tokens", "feeds", "positions", "draws", "slots"), "*i64")
-_OPEN_ROWS |= dict.fromkeys(("words", "context_lens", "block_ids", "block_starts"), "*i32")
+_OPEN_ROWS |= dict.fromkeys(("words", "context_lens", "block_ids", "block_starts", "proposals", "num_proposed"), "*i32")
 _OPEN_ROWS |= {"slot_stride": "i32", "start_stride": "i32"}
 _EDIT = {"out": "*fp32", "edit_rows": "*i32", "edit_tokens": "*i32", "count": "i32", "vocab": "i32:16"}
 
@@ -154,7 +154,7 @@ CASES = [
             "common.ops.sampling.open_rows_triton",
             "settle_open_rows_kernel",
             _OPEN_ROWS,
-            {"NUM_GROUPS": groups, "BLOCK_TOKENS": 16, "HEADER": 9, "BLOCK": 64},
+            {"NUM_GROUPS": groups, "BLOCK_TOKENS": 16, "HEADER": 10, "BLOCK": 64, "PROPOSAL": 32},
             num_warps=1,
             forbids=("atom", "griddepcontrol.wait"),
             max_registers=96,

@@ -1,7 +1,7 @@
 """Runs step plans on a GPU, one step ahead of it.
 
-    submit: pack rows ─► copy to the device ─► change block tables ─► graph (embed … logits, draw) ─► filters, penalties
-            ─► copy tokens back, event
+    submit: pack rows ─► copy to the device ─► change block tables ─► settle open rows, look up ─► graph (embed … logits, draw)
+            ─► filters, penalties ─► copy tokens back, event
     result: wait for the event
 
 The host never waits in `submit`: a row that is fed takes its token from `sampled`, where the step before left it, and one that
@@ -22,6 +22,7 @@ import torch
 
 from common.engine.gpu.block_tables import MAX_CHANGE_BYTES, BlockTables, max_table_ids
 from common.engine.gpu.graphs import PADDING, ShapeTable, StepGraph, exact_shape
+from common.engine.gpu.lookup import DeviceLookup, LookupReport
 from common.engine.gpu.open_rows import OPEN_WARM_UP, open_rows_of
 from common.engine.gpu.pinned import to_device
 from common.engine.gpu.prompt_plans import run_prompts, with_prompt_kernel
@@ -41,6 +42,7 @@ from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
 from common.ops.attention.work import AttentionWorkspace, plan_device_attention
 from common.ops.attention.work_list import DeviceBatch, DeviceRow
 from common.ops.kv.forms import KvTarget
+from common.ops.lookup.device_texts import MAX_PROPOSAL
 from common.ops.sampling.open_row_inputs import StepInputs
 from common.ops.sampling.open_rows import pack_open_rows, settle_open_rows
 from common.ops.tensors import Feed
@@ -118,6 +120,8 @@ class DeviceRunner:
         self._launched_sizes: set[tuple[int, int, bool]] = set()
         self._states = self._no_states = torch.empty(0)
         self._last: DeviceStep | None = None
+        self._lookup: DeviceLookup | None = None
+        self._no_proposals = torch.zeros(1, MAX_PROPOSAL, dtype=torch.int32, device=self._device)
         if self._on_gpu:
             torch.cuda.synchronize(self._device)  # what was made above was made on another stream
             if graphs:
@@ -154,7 +158,7 @@ class DeviceRunner:
             self._buffer[used].copy_(self._staging[turn][used], non_blocking=True)
             self._tables.apply(self._buffer[packed.changes])
             special = self._sampler.load(rows)
-            self._settle(rows, packed, shape)
+            looked_up = self._settle(rows, packed, shape)
             read = places_read(rows, packed, self._device) if is_read else None
             logits = self._forward(shape, _device_rows(packed), read) if graph is None else graph.replay()
             readings = read_rows(self.decoder, rows, self._states) if is_read else ()
@@ -166,18 +170,46 @@ class DeviceRunner:
             event = torch.cuda.Event(blocking=True) if self._on_gpu else None
             if event is not None:
                 event.record()
-        self._last = DeviceStep(rows, begun, tokens, logprobs, event, readings)
+        self._last = DeviceStep(rows, begun, tokens, logprobs, event, readings, looked_up)
         return self._last
 
-    def _settle(self, rows: Sequence[StepRow], packed: PackedStep, shape: StepShape) -> None:
-        """Launches what turns open rows into the ones that the outcome of the step before makes of them."""
-        open_rows = open_rows_of(rows, packed)
+    def look_up(self, max_texts: int) -> None:
+        """From here on look up what may follow rows with a `text`, of at most `max_texts` sequences in a step.
+
+        :raises ConfigError: if the GPU has no memory left for their texts.
+        """
+        assert max_texts <= self._max_tokens
+        try:
+            with self._running():
+                lookup = DeviceLookup(num_slots=max_texts, max_context=self.max_context, depth=_DEPTH, device=self._device)
+                lookup.warm_up(self._step_inputs(StepShape(PADDING, 1, 1, 1)))
+                if self._stream is not None:
+                    self._stream.synchronize()
+        except torch.OutOfMemoryError as error:
+            raise ConfigError("no GPU memory is left for texts to look up in: use --lookup off", param="lookup") from error
+        self._lookup = lookup
+
+    def _settle(self, rows: Sequence[StepRow], packed: PackedStep, shape: StepShape) -> LookupReport | None:
+        """Launches what turns open rows into the ones that the outcome of the step before makes of them, and what looks up the
+        proposals of this step. Returns what the latter will say."""
+        planned = None if self._lookup is None else self._lookup.plan(rows, packed)
+        open_rows = open_rows_of(rows, packed, {} if planned is None else planned.verified_slots)
+        if not open_rows and (planned is None or not planned.followed):
+            return None
+        inputs = self._step_inputs(shape)
         if open_rows:
-            words = to_device(pack_open_rows(open_rows), self._device)
-            settle_open_rows(words, len(open_rows), self._step_inputs(shape))
+            settle_open_rows(to_device(pack_open_rows(open_rows), self._device), len(open_rows), inputs)
+        if self._lookup is None or planned is None:
+            return None
+        try:
+            return self._lookup.launch(planned, inputs)
+        except BaseException:
+            self._lookup.forget()
+            raise
 
     def _step_inputs(self, shape: StepShape) -> StepInputs:
         fields = layout(self._buffer, shape, len(self.groups))
+        texts = None if self._lookup is None else self._lookup.texts
         return StepInputs(
             sampled=self._sampler.sampled,
             tokens=fields.tokens,
@@ -189,6 +221,8 @@ class DeviceRunner:
             block_ids=self._tables.ids,
             block_starts=fields.block_starts,
             block_tokens=self.block_tokens,
+            proposals=self._no_proposals if texts is None else texts.proposals,
+            num_proposed=self._no_proposals[0] if texts is None else texts.num_proposed,
         )
 
     def _masks(self, rows: Sequence[StepRow]) -> StepMasks | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from common.engine.gpu.lookup import LookupReport
 from common.engine.gpu.reading import Reading, put_readings
 from common.engine.gpu.sampling import Logprobs
 from common.engine.plan import RowSamples, RunnerLost, StepResult, StepRow
@@ -26,7 +27,9 @@ class DeviceStep:
         logprobs: Logprobs | None = None,
         event: torch.cuda.Event | None = None,
         readings: Sequence[Reading] = (),
+        looked_up: LookupReport | None = None,
     ) -> None:
+        self._looked_up = looked_up
         self._readings = readings
         self._rows = rows
         self._begun = begun
@@ -57,6 +60,8 @@ class DeviceStep:
             rows.append(RowSamples(tokens=tokens[at : at + row.num_samples], logprobs=found))
             at += row.num_samples
         put_readings(self._readings, rows)
+        if self._looked_up is not None:
+            self._looked_up.put_into(rows)
         return StepResult(rows=rows, elapsed_s=time.perf_counter() - self._begun)
 
 

@@ -7,12 +7,9 @@ has the latest position of each hash. Links lead backwards; one that leads befor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 MIN_MATCH = 2
 MAX_MATCH = 32
@@ -26,10 +23,13 @@ BLOCK = 32
 """Tokens that are linked at once."""
 TOKEN_BYTES = 12
 """A token, its link and a head."""
-PART_HEADER = 4
-"""Words of a part before its tokens: slot, whether the slot begins anew, number of tokens, and where they begin."""
-ROW_HEADER = 6
-"""Words of a row: slot, first, start, feed, room, and where its depths begin."""
+ROW_HEADER = 9
+"""Words of a row: slot, first, start, feed, room; of the host's tokens where they are, how many, and for which position of the
+text; and whether the slot begins anew."""
+REPORT_HEADER = 4
+REPORT_WORDS = REPORT_HEADER + MAX_PROPOSAL
+"""Words of a row's report: how many tokens are verified, the length of the match, how many occurrences have it, how many of
+these have the same token behind them; then the tokens behind it."""
 
 _FIRST_FACTOR, _SECOND_FACTOR, _SHIFT = 0x2545F491, 0x1B873593, 15
 
@@ -39,9 +39,8 @@ class DeviceTexts(NamedTuple):
 
     tokens, links: [slots, capacity], by position % capacity. heads: [slots, capacity], by hash of a pair. lengths: [slots],
     tokens of each text so far. lags: [slots], how far behind the end the last proposal was copied from; 0: nowhere.
-    proposals: [slots, MAX_PROPOSAL], what the last search of each slot proposed, zeros behind it; found: [slots, 4], how many
-    tokens that are, the length of the match, how many occurrences have it, and how many of these have the same token behind
-    them.
+    proposals: [slots, MAX_PROPOSAL], what the last search of each slot proposed; num_proposed: [slots], how many of these the
+    row of that search verifies.
     """
 
     tokens: torch.Tensor
@@ -50,7 +49,7 @@ class DeviceTexts(NamedTuple):
     lengths: torch.Tensor
     lags: torch.Tensor
     proposals: torch.Tensor
-    found: torch.Tensor
+    num_proposed: torch.Tensor
 
     @property
     def capacity(self) -> int:
@@ -59,19 +58,12 @@ class DeviceTexts(NamedTuple):
 
 class FollowedStep(NamedTuple):
     """sampled: int64, the tokens of the step ahead. tokens: int64 [tokens], written; positions: int64 [tokens], read: both as
-    settled."""
+    settled. report: int32 [rows, REPORT_WORDS], written: what was found for each row."""
 
     sampled: torch.Tensor
     tokens: torch.Tensor
     positions: torch.Tensor
-
-
-class TextPart(NamedTuple):
-    """Tokens to append to a slot's text. is_first: the slot held another text before, which is forgotten."""
-
-    slot: int
-    tokens: Sequence[int]
-    is_first: bool = False
+    report: torch.Tensor
 
 
 def capacity_within(max_bytes: int, num_slots: int) -> int:
@@ -79,7 +71,7 @@ def capacity_within(max_bytes: int, num_slots: int) -> int:
 
     :raises ValueError: if that is less than two blocks.
     """
-    per_slot = max_bytes // num_slots - 4 * (MAX_PROPOSAL + 6)
+    per_slot = max_bytes // num_slots - 4 * (MAX_PROPOSAL + 3)
     capacity = 1 << max(0, (per_slot // TOKEN_BYTES).bit_length() - 1)
     if per_slot <= 0 or capacity < 2 * BLOCK:
         raise ValueError(f"{max_bytes} bytes hold no {2 * BLOCK} tokens of each of {num_slots} texts")
@@ -101,27 +93,10 @@ def new_texts(num_slots: int, capacity: int, device: torch.device | str) -> Devi
         lengths=make(num_slots),
         lags=make(num_slots),
         proposals=make(num_slots, MAX_PROPOSAL),
-        found=make(num_slots, 4),
+        num_proposed=make(num_slots),
     )
 
 
 def bucket_of(first: int, second: int, capacity: int) -> int:
     """Return the hash of a pair of tokens, an index of `DeviceTexts.heads`."""
     return (first * _FIRST_FACTOR + second * _SECOND_FACTOR) >> _SHIFT & (capacity - 1)
-
-
-def pack_parts(parts: Sequence[TextPart]) -> NDArray[np.int32]:
-    """Return a header for each part, then their tokens. No two parts are of one slot.
-
-    :raises ValueError: if two are.
-    """
-    if len({part.slot for part in parts}) < len(parts):
-        raise ValueError("two parts of one text in a launch")
-    begin = len(parts) * PART_HEADER
-    words: list[int] = []
-    for part in parts:
-        words += (part.slot, part.is_first, len(part.tokens), begin)
-        begin += len(part.tokens)
-    for part in parts:
-        words += part.tokens
-    return np.array(words, np.int32)

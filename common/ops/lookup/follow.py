@@ -1,11 +1,11 @@
 """Lookup on the device: texts grow there, and a row's proposal is what followed the last occurrence of its text's end.
 
-extend_texts(texts, words, num_parts)             prompts, in parts, and tokens that the host knows
 settle_open_rows(…)                               the step's first tokens and positions
-follow_rows(texts, words, num_rows, step)         each row: append what was sampled, search, write the proposal
+follow_rows(texts, words, num_rows, step)         each row: append what the host sent and what was sampled, search, write the
+                                                  proposal into the step, and a report
 
 Nothing is waited for: how many tokens a step gave is read from where settling left the row's position. The host says how many
-tokens a match is worth (`depths`), and reads `texts.proposals` and `texts.found` with the step's samples.
+tokens a row may verify, and reads the report with the step's samples.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ from common.ops.lookup.device_texts import (
     MAX_PROPOSAL,
     MIN_MATCH,
     NONE,
-    PART_HEADER,
+    REPORT_HEADER,
     ROW_HEADER,
     DeviceTexts,
     FollowedStep,
     bucket_of,
 )
 
-DEPTHS = 3 * (MAX_MATCH + 1)
-"""Words of a table of depths: for one occurrence, for several before one token, and for several before several; in each by the
-length of the match."""
+NO_SEARCH = -1
+"""The room of a row whose text grows, and is not searched."""
 
 
 class FollowedRow(NamedTuple):
     """A row of the step that is about to run. first: the index of its first token; behind it are `room` tokens for a proposal.
 
     feed: the index in `sampled` of the first token that its text lacks; negative: the text lacks none. start: the position of
-    the row's first token if the step ahead gives a single one. depths: which table says how much is proposed.
+    the row's first token if the step ahead gives a single one.
+
+    tokens: of the text, from its position `begin` on, as the host knows them; what the text has of them is skipped, and it has
+    all before them. is_first: the slot held another text, which is forgotten; then `begin` is 0.
     """
 
     slot: int
@@ -49,41 +51,38 @@ class FollowedRow(NamedTuple):
     start: int
     feed: int
     room: int
-    depths: int = 0
+    tokens: Sequence[int] = ()
+    begin: int = 0
+    is_first: bool = False
 
 
-def pack_rows(rows: Sequence[FollowedRow], depths: Sequence[Sequence[int]]) -> NDArray[np.int32]:
-    """Return a header for each row, then the tables of depths, `DEPTHS` words each.
+def pack_rows(rows: Sequence[FollowedRow]) -> NDArray[np.int32]:
+    """Return a header for each row, then the tokens that the host sends.
 
-    :raises ValueError: for two rows of one text, for more room than `MAX_PROPOSAL` tokens, and for another size of table.
+    :raises ValueError: for two rows of one text, for more room than `MAX_PROPOSAL` tokens, and for a text that begins elsewhere
+        than at 0.
     """
     if len({row.slot for row in rows}) < len(rows):
         raise ValueError("two rows of one text in a step")
-    if any(not 0 <= row.room <= MAX_PROPOSAL for row in rows):
-        raise ValueError(f"a row proposes at most {MAX_PROPOSAL} tokens")
-    if any(len(table) != DEPTHS for table in depths):
-        raise ValueError(f"a table of depths has {DEPTHS} words")
-    begin = len(rows) * ROW_HEADER
     words: list[int] = []
-    for row in rows:
-        words += (row.slot, row.first, row.start, row.feed, row.room, begin + row.depths * DEPTHS)
-    for table in depths:
-        words += table
-    return np.array(words, np.int32)
-
-
-def extend_texts(texts: DeviceTexts, words: torch.Tensor, num_parts: int) -> None:
-    """Append tokens to texts. words: int32, of `pack_parts`, where `texts` are."""
-    if on_device(words):
-        from common.ops.lookup.follow_triton import extend_texts_triton
-
-        extend_texts_triton(texts, words, num_parts)
-    else:
-        extend_texts_reference(texts, words, num_parts)
+    tokens: list[int] = []
+    place = len(rows) * ROW_HEADER
+    for slot, first, start, feed, room, sent, begin, is_first in rows:
+        if not NO_SEARCH <= room <= MAX_PROPOSAL:
+            raise ValueError(f"a row proposes at most {MAX_PROPOSAL} tokens")
+        if is_first and begin:
+            raise ValueError("a text begins at 0")
+        words += (slot, first, start, feed, room, place, len(sent), begin, is_first)
+        tokens += sent
+        place += len(sent)
+    return np.array(words + tokens, np.int32)
 
 
 def follow_rows(texts: DeviceTexts, words: torch.Tensor, num_rows: int, step: FollowedStep) -> None:
-    """Append what was sampled to the rows' texts, and write what may follow into the step. words: int32, of `pack_rows`."""
+    """Append what is new of the rows' texts, write what may follow into the step, and report it.
+
+    words: int32, of `pack_rows`, where `texts` are. A row that is not searched proposes nothing, and its report is not written.
+    """
     if on_device(words):
         from common.ops.lookup.follow_triton import follow_rows_triton
 
@@ -92,40 +91,39 @@ def follow_rows(texts: DeviceTexts, words: torch.Tensor, num_rows: int, step: Fo
         follow_rows_reference(texts, words, num_rows, step)
 
 
-def extend_texts_reference(texts: DeviceTexts, words: torch.Tensor, num_parts: int) -> None:
-    """As `extend_texts`."""
-    given: list[int] = words.tolist()
-    for index in range(num_parts):
-        slot, is_first, count, begin = given[index * PART_HEADER : (index + 1) * PART_HEADER]
-        if is_first:
-            texts.heads[slot] = NONE
-            texts.lengths[slot] = texts.lags[slot] = 0
-        _append(texts, slot, given[begin : begin + count])
-
-
 def follow_rows_reference(texts: DeviceTexts, words: torch.Tensor, num_rows: int, step: FollowedStep) -> None:
     """As `follow_rows`."""
     given: list[int] = words.tolist()
     for index in range(num_rows):
-        slot, first, start, feed, room, depths = given[index * ROW_HEADER : (index + 1) * ROW_HEADER]
+        header = given[index * ROW_HEADER : (index + 1) * ROW_HEADER]
+        slot, first, start, feed, room, place, count, begin, is_first = header
+        if is_first:
+            texts.heads[slot] = NONE
+            texts.lengths[slot] = texts.lags[slot] = 0
+        known = min(count, max(0, int(texts.lengths[slot]) - begin))
+        _append(texts, slot, given[place + known : place + count])
         if feed >= 0:
-            count = int(step.positions[first]) - start + 1
-            _append(texts, slot, step.sampled[feed : feed + count].tolist())
+            num_sampled = int(step.positions[first]) - start + 1
+            _append(texts, slot, step.sampled[feed : feed + num_sampled].tolist())
+        texts.num_proposed[slot] = 0
+        if room == NO_SEARCH:
+            continue
         found = _search(texts, slot)
         proposal = torch.zeros(MAX_PROPOSAL, dtype=torch.int32, device=texts.tokens.device)
         num_tokens = 0
         if found.length:
-            kind = 0 if found.num_found == 1 else 1 if found.num_agreeing == found.num_found else 2
-            num_tokens = min(given[depths + kind * (MAX_MATCH + 1) + found.length], room)
+            num_tokens = room
             last = int(texts.lengths[slot]) - 1
             period = last - found.position
             places = found.position + 1 + torch.arange(MAX_PROPOSAL, device=proposal.device) % period
             proposal = texts.tokens[slot, places % texts.capacity]
-            proposal[num_tokens:] = 0
             texts.lags[slot] = period
         step.tokens[first + 1 : first + 1 + room] = proposal[:room]
         texts.proposals[slot] = proposal
-        texts.found[slot] = torch.tensor([num_tokens, found.length, found.num_found, found.num_agreeing])
+        texts.num_proposed[slot] = num_tokens
+        report = step.report[index]
+        report[:REPORT_HEADER] = torch.tensor([num_tokens, found.length, found.num_found, found.num_agreeing])
+        report[REPORT_HEADER:] = proposal
 
 
 class _Found(NamedTuple):
@@ -163,7 +161,7 @@ def _search(texts: DeviceTexts, slot: int) -> _Found:
         places.append(hint)
     chain = int(texts.links[slot, last % capacity]) if last > 0 else NONE
     for _ in range(CANDIDATES - 1):
-        if chain < oldest:
+        if not oldest <= chain < last:
             break
         if chain != hint:
             places.append(chain)

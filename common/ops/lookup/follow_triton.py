@@ -13,7 +13,8 @@ from common.ops.lookup.device_texts import (
     MAX_MATCH,
     MAX_PROPOSAL,
     MIN_MATCH,
-    PART_HEADER,
+    REPORT_HEADER,
+    REPORT_WORDS,
     ROW_HEADER,
     DeviceTexts,
     FollowedStep,
@@ -48,37 +49,6 @@ def _append(tokens, links, heads, length, source, count, CAPACITY: tl.constexpr,
 
 
 @triton.jit
-def extend_texts_kernel(
-    words,
-    tokens,  # [slots, CAPACITY], as links and heads
-    links,
-    heads,
-    lengths,
-    lags,
-    CAPACITY: tl.constexpr,
-    HEADER: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CLEAR: tl.constexpr,
-):
-    header = words + tl.program_id(0) * HEADER
-    slot = tl.load(header)
-    is_first = tl.load(header + 1)
-    count = tl.load(header + 2)
-    source = words + tl.load(header + 3)
-    base = slot.to(tl.int64) * CAPACITY
-    length = tl.load(lengths + slot)
-    if is_first != 0:
-        length = 0
-        i = tl.arange(0, CLEAR)
-        for begin in range(0, CAPACITY, CLEAR):
-            tl.store(heads + base + begin + i, tl.full((CLEAR,), -1, tl.int32))
-        tl.store(lags + slot, 0)
-        tl.debug_barrier()
-    _append(tokens + base, links + base, heads + base, length, source, count, CAPACITY, BLOCK)
-    tl.store(lengths + slot, length + count)
-
-
-@triton.jit
 def follow_rows_kernel(
     words,
     sampled,
@@ -90,14 +60,18 @@ def follow_rows_kernel(
     lengths,
     lags,
     proposals,  # [slots, PROPOSAL]
-    found,  # [slots, 4]
+    num_proposed,
+    report,  # [rows, WORDS]
     CAPACITY: tl.constexpr,
     HEADER: tl.constexpr,
+    CLEAR: tl.constexpr,
     BLOCK: tl.constexpr,
     CANDIDATES: tl.constexpr,
     MIN_MATCH: tl.constexpr,
     MAX_MATCH: tl.constexpr,
     PROPOSAL: tl.constexpr,
+    REPORT: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
     header = words + tl.program_id(0) * HEADER
     slot = tl.load(header)
@@ -105,26 +79,43 @@ def follow_rows_kernel(
     start = tl.load(header + 2)
     feed = tl.load(header + 3)
     room = tl.load(header + 4)
-    depths = words + tl.load(header + 5)
+    source = words + tl.load(header + 5)
+    num_sent = tl.load(header + 6)
+    begin = tl.load(header + 7)
     base = slot.to(tl.int64) * CAPACITY
     tokens += base
     links += base
+    heads += base
     length = tl.load(lengths + slot)
+    lag = tl.load(lags + slot)
+    if tl.load(header + 8) != 0:
+        length = length * 0  # of the same type
+        lag = lag * 0
+        i = tl.arange(0, CLEAR)
+        for cleared in range(0, CAPACITY, CLEAR):
+            tl.store(heads + cleared + i, tl.full((CLEAR,), -1, tl.int32))
+        tl.debug_barrier()
+    known = tl.minimum(num_sent, tl.maximum(length - begin, 0))
+    _append(tokens, links, heads, length, source + known, num_sent - known, CAPACITY, BLOCK)
+    length += num_sent - known
     if feed >= 0:
         count = (tl.load(positions + first) - start + 1).to(tl.int32)
-        _append(tokens, links, heads + base, length, sampled + feed, count, CAPACITY, BLOCK)
+        _append(tokens, links, heads, length, sampled + feed, count, CAPACITY, BLOCK)
         length += count
-        tl.store(lengths + slot, length)
+    tl.store(lengths + slot, length)
+    if room < 0:
+        tl.store(lags + slot, lag)
+        tl.store(num_proposed + slot, 0)
+        return
 
     last = length - 1
     oldest = tl.maximum(length - CAPACITY, 0)
     c = tl.arange(0, CANDIDATES)
-    lag = tl.load(lags + slot)
     hint = tl.where((lag > 0) & (last - lag >= oldest), last - lag, -1)
     places = tl.where(c == 0, hint, -1)
     chain = tl.load(links + (last & (CAPACITY - 1)), mask=last > 0, other=-1)
     for candidate in tl.static_range(1, CANDIDATES):
-        chain = tl.where(chain >= oldest, chain, -1)
+        chain = tl.where((chain >= oldest) & (chain < last), chain, -1)
         places = tl.where((c == candidate) & (chain != hint), chain, places)
         chain = tl.load(links + (chain & (CAPACITY - 1)), mask=chain >= 0, other=-1)
 
@@ -146,37 +137,20 @@ def follow_rows_kernel(
     chosen = CANDIDATES - 1 - best % CANDIDATES
     place = tl.sum(tl.where(c == chosen, places, 0))
 
-    kind = tl.where(num_found == 1, 0, tl.where(num_agreeing == num_found, 1, 2))
-    depth = tl.load(depths + kind * (MAX_MATCH + 1) + longest, mask=longest > 0, other=0)
-    num_tokens = tl.minimum(depth, room)
+    num_tokens = tl.where(longest > 0, room, 0)
     period = tl.where(longest > 0, last - place, 1)
     j = tl.arange(0, PROPOSAL)
-    copied = tl.load(tokens + ((place + 1 + j % period) & (CAPACITY - 1)), mask=j < num_tokens, other=0)
+    copied = tl.load(tokens + ((place + 1 + j % period) & (CAPACITY - 1)), mask=(longest > 0) & (j < PROPOSAL), other=0)
     tl.store(step_tokens + first + 1 + j, copied.to(tl.int64), mask=j < room)
     tl.store(proposals + slot * PROPOSAL + j, copied)
+    tl.store(num_proposed + slot, num_tokens)
     tl.store(lags + slot, tl.where(longest > 0, period, lag))
-    tl.store(found + slot * 4, num_tokens)
-    tl.store(found + slot * 4 + 1, longest)
-    tl.store(found + slot * 4 + 2, num_found)
-    tl.store(found + slot * 4 + 3, num_agreeing)
-
-
-def extend_texts_triton(texts: DeviceTexts, words: torch.Tensor, num_parts: int) -> None:
-    """As `extend_texts`."""
-    if num_parts:
-        extend_texts_kernel[(num_parts,)](
-            words=words,
-            tokens=texts.tokens,
-            links=texts.links,
-            heads=texts.heads,
-            lengths=texts.lengths,
-            lags=texts.lags,
-            CAPACITY=texts.capacity,
-            HEADER=PART_HEADER,
-            BLOCK=BLOCK,
-            CLEAR=min(texts.capacity, 1024),
-            num_warps=4,
-        )
+    report += tl.program_id(0) * WORDS
+    tl.store(report, num_tokens)
+    tl.store(report + 1, longest)
+    tl.store(report + 2, num_found)
+    tl.store(report + 3, num_agreeing)
+    tl.store(report + REPORT + j, copied)
 
 
 def follow_rows_triton(texts: DeviceTexts, words: torch.Tensor, num_rows: int, step: FollowedStep) -> None:
@@ -193,13 +167,17 @@ def follow_rows_triton(texts: DeviceTexts, words: torch.Tensor, num_rows: int, s
             lengths=texts.lengths,
             lags=texts.lags,
             proposals=texts.proposals,
-            found=texts.found,
+            num_proposed=texts.num_proposed,
+            report=step.report,
             CAPACITY=texts.capacity,
             HEADER=ROW_HEADER,
+            CLEAR=min(texts.capacity, 1024),
             BLOCK=BLOCK,
             CANDIDATES=CANDIDATES,
             MIN_MATCH=MIN_MATCH,
             MAX_MATCH=MAX_MATCH,
             PROPOSAL=MAX_PROPOSAL,
+            REPORT=REPORT_HEADER,
+            WORDS=REPORT_WORDS,
             num_warps=4,
         )

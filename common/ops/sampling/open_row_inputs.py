@@ -8,8 +8,9 @@ import torch
 
 MAX_VERIFIED = 64
 """Tokens of a row that are verified at most, and outcomes that are foreseen."""
-HEADER = 9
-"""Words of a row before its lists: row, first, length, sample, start, feed, numbers of both lists, and where they begin."""
+HEADER = 10
+"""Words of a row before its lists: row, first, length, sample, start, feed, numbers of both lists, where they begin, and the
+slot of what was looked up."""
 
 
 class StepInputs(NamedTuple):
@@ -17,7 +18,8 @@ class StepInputs(NamedTuple):
 
     sampled: int64, the tokens of the step ahead. tokens, feeds, positions: int64 [tokens]; context_lens: int32 [rows]; draws:
     int64, the positions of drawn tokens; slots: int64 [groups, tokens]. block_ids: int32 and block_starts: int32 [groups,
-    rows], as in `DeviceBatch`; block_tokens: of a block of any group.
+    rows], as in `DeviceBatch`; block_tokens: of a block of any group. proposals: int32 [slots, tokens] and num_proposed: int32
+    [slots], what the step ahead verifies of rows whose proposals were looked up on the device, as in `DeviceTexts`.
     """
 
     sampled: torch.Tensor
@@ -30,3 +32,5 @@ class StepInputs(NamedTuple):
     block_ids: torch.Tensor
     block_starts: torch.Tensor
     block_tokens: int
+    proposals: torch.Tensor
+    num_proposed: torch.Tensor

@@ -25,7 +25,8 @@ class OpenRow(NamedTuple):
     """row: its index in the step. first, length: of its tokens; sample: the index of the first one's draw. start: position of
     the first token if nothing is accepted. feed: index of the samples of the step ahead that its row there begins with.
 
-    verified: what was proposed there. outcomes: (accepted, token, proposal), of which the first that came true counts.
+    verified: what was proposed there. outcomes: (accepted, token, proposal), of which the first that came true counts. slot: if
+    not negative, what was proposed there is in `StepInputs.proposals`, and `verified` is empty.
     """
 
     row: int
@@ -36,6 +37,7 @@ class OpenRow(NamedTuple):
     feed: int
     verified: Sequence[int]
     outcomes: Sequence[tuple[int, int, Sequence[int]]]
+    slot: int = -1
 
 
 def pack_open_rows(rows: Sequence[OpenRow]) -> NDArray[np.int32]:
@@ -53,7 +55,8 @@ def pack_open_rows(rows: Sequence[OpenRow]) -> NDArray[np.int32]:
         if any(len(proposal) > room for _, _, proposal in one.outcomes):
             raise ValueError(f"a proposal has no place in a row of {one.length} tokens")
         begin = headers.size + len(lists)
-        header[:] = one.row, one.first, one.length, one.sample, one.start, one.feed, len(one.verified), len(one.outcomes), begin
+        numbers = len(one.verified), len(one.outcomes)
+        header[:] = one.row, one.first, one.length, one.sample, one.start, one.feed, *numbers, begin, one.slot
         lists += one.verified
         lists += [accepted for accepted, _, _ in one.outcomes]
         lists += [token for _, token, _ in one.outcomes]
@@ -77,13 +80,16 @@ def settle_open_rows_reference(words: torch.Tensor, num_rows: int, inputs: StepI
     """As `settle_open_rows`."""
     given: list[int] = words.tolist()
     for index in range(num_rows):
-        row, first, length, sample, start, feed, num_verified, num_outcomes, at = given[
+        row, first, length, sample, start, feed, num_verified, num_outcomes, at, slot = given[
             index * (HEADER) : (index + 1) * (HEADER)
         ]
         verified = given[at : at + num_verified]
+        at += num_verified
+        if slot >= 0:
+            verified = inputs.proposals[slot, : int(inputs.num_proposed[slot])].tolist()
+            num_verified = len(verified)
         sampled = inputs.sampled[feed : feed + num_verified + 1].tolist()
         accepted = next((i for i, token in enumerate(verified) if token != sampled[i]), num_verified)
-        at += num_verified
         outcomes = [given[at + part * num_outcomes : at + (part + 1) * num_outcomes] for part in range(3)]
         proposal = [0] * (length - 1)
         for outcome, (wanted, token, _) in enumerate(zip(*outcomes, strict=True)):

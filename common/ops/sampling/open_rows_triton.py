@@ -24,10 +24,13 @@ def settle_open_rows_kernel(
     block_starts,  # [groups, rows]
     slot_stride,
     start_stride,
+    proposals,  # [slots, PROPOSAL]
+    num_proposed,
     NUM_GROUPS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     HEADER: tl.constexpr,
     BLOCK: tl.constexpr,
+    PROPOSAL: tl.constexpr,
 ):
     header = words + tl.program_id(0) * HEADER
     row = tl.load(header)
@@ -36,18 +39,23 @@ def settle_open_rows_kernel(
     sample = tl.load(header + 3)
     start = tl.load(header + 4)
     feed = tl.load(header + 5)
-    num_verified = tl.load(header + 6)
+    num_listed = tl.load(header + 6)
     num_outcomes = tl.load(header + 7)
     lists = words + tl.load(header + 8)
     i = tl.arange(0, BLOCK)
 
+    slot = tl.load(header + 9)
+    is_looked_up = slot >= 0
+    num_verified = tl.where(is_looked_up, tl.load(num_proposed + slot, mask=is_looked_up, other=0), num_listed)
     is_verified = i < num_verified
-    proposed = tl.load(lists + i, mask=is_verified, other=0)
+    listed = tl.load(lists + i, mask=i < num_listed, other=0)
+    looked_up = tl.load(proposals + slot * PROPOSAL + i, mask=is_looked_up & is_verified, other=0)
+    proposed = tl.where(is_looked_up, looked_up, listed)
     found = tl.load(sampled + feed + i, mask=is_verified, other=0)
     accepted = tl.min(tl.where(is_verified & (found != proposed), i, num_verified))
     token = tl.load(sampled + feed + accepted)
 
-    outcomes = lists + num_verified
+    outcomes = lists + num_listed
     is_outcome = i < num_outcomes
     wanted = tl.load(outcomes + i, mask=is_outcome, other=-1)
     behind = tl.load(outcomes + num_outcomes + i, mask=is_outcome, other=-1)
@@ -85,9 +93,12 @@ def settle_open_rows_triton(words: torch.Tensor, num_rows: int, inputs: StepInpu
         block_starts=inputs.block_starts,
         slot_stride=inputs.slots.stride(0),
         start_stride=inputs.block_starts.stride(0),
+        proposals=inputs.proposals,
+        num_proposed=inputs.num_proposed,
         NUM_GROUPS=len(inputs.slots),
         BLOCK_TOKENS=inputs.block_tokens,
         HEADER=HEADER,
         BLOCK=MAX_VERIFIED,
+        PROPOSAL=inputs.proposals.shape[1],
         num_warps=1,
     )

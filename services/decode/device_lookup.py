@@ -1,0 +1,143 @@
+"""What lookup in a GPU's steps is worth to a row: whether its text is searched, and how much is verified. Pure.
+
+    chances ─► planned ─► … the step runs, searches the row's text and verifies what is found … ─► record
+
+A row's width is planned before anybody knows whether its text has a match: what is planned costs its share of the step even if
+nothing is proposed. So the host goes by the last search that it knows of, which is two steps old where the engine is a step
+ahead. A copy that held so far goes on as a rule; a text without a match has none in the next step. How often that is so is
+measured by the length of the match (`hit_rates`), whether it was verified or not.
+
+A text is searched in every step, with no room, while nothing is found in it: that takes microseconds. One in which nothing
+was found for long pauses, and costs nothing; what it grows by meanwhile is sent when it is searched again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from common.engine.outcomes import accept
+from common.engine.plan import LookedUp
+from common.engine.sequence import Sequence
+from services.decode.hit_rates import HitRates, Record
+from services.decode.speculation_policy import SpeculationPolicy
+
+MAX_ROOM = 32
+"""Tokens that a device looks up for a row, at most."""
+_PATIENCE = 64
+"""Tokens without a match before a pause."""
+_FIRST_NAP = 16
+_MAX_NAP = 64
+"""Tokens that a text pauses, at first and at most. A copy that begins meanwhile is found so much later."""
+_UNKNOWN_CHANCE = 0.01
+"""Of a token behind no match, where all is verified anyway."""
+_NONE = -1
+
+
+@dataclass(slots=True)
+class _Text:
+    """bucket: the class of the match that the next row may go on with, `_NONE` if there is none; ladder: the chances of its
+    tokens. planned: the classes of the rows in flight, oldest first, from the first that has one on. idle: tokens since
+    something held; asleep: until a pause ends; nap: how long the next one is. first, later: how the row's own first and later
+    tokens did."""
+
+    bucket: int = _NONE
+    ladder: list[float] = field(default_factory=list)
+    planned: deque[int] = field(default_factory=deque)
+    idle: int = 0
+    asleep: int = 0
+    nap: int = _FIRST_NAP
+    first: Record = field(default_factory=Record)
+    later: Record = field(default_factory=Record)
+
+
+class DeviceLookup:
+    """policy: whose prices the chances are for."""
+
+    name = "lookup"
+
+    def __init__(self, policy: SpeculationPolicy) -> None:
+        self.policy = policy
+        self._first, self._later = HitRates(), HitRates()
+        self._texts: dict[str, _Text] = {}
+
+    def open(self, sequence: Sequence) -> None:
+        self._texts[sequence.request] = _Text()
+
+    def close(self, sequence: Sequence) -> None:
+        """Harmless twice."""
+        self._texts.pop(sequence.request, None)
+
+    def reset(self) -> None:
+        self._texts.clear()
+
+    def is_awake(self, sequence: Sequence) -> bool:
+        """Whether the sequence's text is searched in the step that is planned."""
+        text = self._texts.get(sequence.request)
+        return text is not None and not text.asleep
+
+    def chances(self, sequence: Sequence) -> list[float]:
+        """Return the chance of each token that a row may look up, that it is found, and holds with all before it; [] where
+        nothing is to be expected."""
+        text = self._texts.get(sequence.request)
+        return [] if text is None or text.asleep else text.ladder
+
+    def planned(self, sequence: Sequence) -> None:
+        """The step that is planned searches the sequence's text."""
+        text = self._texts[sequence.request]
+        if text.planned or text.bucket != _NONE:
+            text.planned.append(text.bucket)
+
+    def record(self, sequence: Sequence, start: int, found: LookedUp | None) -> None:
+        """A step has run for the sequence: it has new tokens from output index `start` on, and this was found behind those
+        before them. None: the text was not searched."""
+        text = self._texts.get(sequence.request)
+        if text is None:
+            return
+        if found is not None and not found.length and not text.planned and not text.ladder:  # as a rule, where there are many
+            self._idle(text, sequence.num_outputs - start)
+            return
+        came = sequence.tokens[sequence.generation.prompt_tokens + start :]
+        if found is None:
+            text.asleep = max(0, text.asleep - len(came))
+            text.planned.clear()
+            self._expect(text, _NONE, 0)
+            return
+        bucket = _NONE
+        while len(text.planned) > sequence.num_awaited:  # more than one: those before are of steps that failed
+            bucket = text.planned.popleft()
+        hits = accept(found.tokens, came)
+        if bucket != _NONE and came:
+            self._first.record(bucket, hits > 0, text.first)
+        for place in range(1, min(len(came), len(found.tokens), hits + 1)):
+            self._later.record(self._bucket(found, place, place), place < hits, text.later)
+        if hits and hits == min(len(came), len(found.tokens)):
+            text.idle, text.nap = 0, _FIRST_NAP
+            self._expect(text, self._bucket(found, hits, 0), found.length + hits)
+            return
+        self._expect(text, _NONE, 0)
+        self._idle(text, len(came))
+
+    def _idle(self, text: _Text, num_tokens: int) -> None:
+        """Nothing held for so many tokens more."""
+        text.idle += num_tokens
+        if text.idle >= _PATIENCE and not self.policy.always:
+            text.idle, text.asleep, text.nap = 0, text.nap, min(2 * text.nap, _MAX_NAP)
+
+    def _bucket(self, found: LookedUp, num_more: int, place: int) -> int:
+        """Return the class of a match that has gone on for `num_more` tokens, for the token at that place of a proposal: behind
+        the first one, what other occurrences say does not count."""
+        agreeing = found.num_found if place else found.num_agreeing
+        return self._first.bucket(found.length + num_more, agreeing, found.num_found, shared=False)
+
+    def _expect(self, text: _Text, bucket: int, length: int) -> None:
+        text.bucket = bucket
+        most = min(MAX_ROOM, self.policy.max_tokens)
+        if bucket == _NONE:
+            text.ladder = [_UNKNOWN_CHANCE] * most if self.policy.always else []
+            return
+        ladder = [self._first.chance(bucket, text.first)]
+        for place in range(1, most):
+            later = self._later.bucket(length + place, 1, 1, shared=False)
+            ladder.append(ladder[-1] * self._later.chance(later, text.later))
+        text.ladder = ladder
