@@ -8,7 +8,6 @@ import torch
 
 from common.ops import backend
 from common.ops.linear.candidates import SHARED_BYTES, Candidate, Op, Shape, cdiv
-from common.ops.linear.parts_triton import output_of, summed
 from common.ops.linear.weight import LinearWeight
 
 BLOCK_N = 128
@@ -95,6 +94,8 @@ def _fills(tiles: int, splits: int, steps: int, num_sms: int) -> bool:
 
 def linear_unpacking(op: Op, x: torch.Tensor, weight: LinearWeight, chosen: Candidate) -> torch.Tensor:
     """x: bf16 [rows, in_features], columns in the weight's order. Returns as `linear_dot` does."""
+    from common.ops.linear.parts_triton import output_of, summed  # needs Triton, which choosing does not
+
     grouped = weight.grouped
     assert grouped is not None
     codes = Codes(
