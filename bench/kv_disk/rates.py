@@ -104,7 +104,6 @@ def _tier(path: Path, total_bytes: int, plain_write: float) -> tuple[float, floa
 def _read(folder: DiskFolder, copies: list[Copy]) -> float:
     """As `Promotion` does it."""
     began = time.perf_counter()
-    folder.read_ahead(copies[0].file, [copy.block.slot for copy in copies])
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         for batch in _batches(copies, READ_BYTES):
             size = -(-len(batch) // NUM_THREADS)

@@ -64,12 +64,6 @@ class SlotFile:
         if zlib.crc32(into) != checksum:
             raise DamagedBlock("the checksum is wrong")
 
-    def read_ahead(self, slots: Sequence[int]) -> None:
-        """Have the system read these slots. :raises OSError: it can't."""
-        size = self._file.slot_bytes
-        for first, count in _stretches(sorted(slots)):
-            os.posix_fadvise(self._fd, first * size, count * size, os.POSIX_FADV_WILLNEED)
-
     def clear(self, slots: Sequence[int]) -> None:
         """Give the disk space of slots back. :raises OSError: the file system can't do that; the space stays taken."""
         size, length = self._file.slot_bytes, os.fstat(self._fd).st_size

@@ -13,7 +13,6 @@ its checksum, and computed again.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import os
@@ -78,6 +77,7 @@ class DiskFolder:
         """Blocks. :raises DiskUnavailable: it can't be used."""
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_owner(path)
             lock = _locked(path)
         except OSError as error:
             raise DiskUnavailable(f"{path} can't be used: {error.strerror}") from error
@@ -125,11 +125,6 @@ class DiskFolder:
         outcome = Outcome()
         _copy_all(copies, outcome, self._read_one)
         return outcome
-
-    def read_ahead(self, file: DiskFile, slots: Sequence[int]) -> None:
-        """Have the system read slots of a file; best effort."""
-        with contextlib.suppress(OSError):
-            self._slots_of(file).read_ahead(slots)
 
     def close(self) -> None:
         """Blocks. Save what has changed, and unlock the folder. Harmless twice."""
@@ -235,6 +230,13 @@ def _copy_all(copies: Sequence[Copy], outcome: Outcome, copy_one: Callable[[Copy
             outcome.error = error
             return
         outcome.done += 1
+
+
+def _check_owner(path: Path) -> None:
+    """:raises DiskUnavailable: others could plant files there."""
+    found = path.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise DiskUnavailable(f"{path} belongs to another user, or others may write to it: chown it, or chmod go-w")
 
 
 def _locked(path: Path) -> int:

@@ -83,15 +83,12 @@ class DiskIndex:
         self.limit_bytes = capacity_bytes
         self.files: dict[str, DiskFile] = {}
         self.used_bytes = 0
+        self.num_blocks = 0  # readable ones
         self.evicted = 0
         self._clock = clock
         self._active_s = active_s
         self._uses = itertools.count(1)
         self._changed: set[tuple[str, bytes]] = set()
-
-    @property
-    def num_blocks(self) -> int:
-        return sum(block.readable for file in self.files.values() for block in file.blocks.values())
 
     def file(self, fingerprint: str, identity: bytes, block_bytes: int, slot_bytes: int) -> DiskFile | None:
         """Return the file of a fingerprint, a new one where there is none; None if that has blocks of another size."""
@@ -140,6 +137,7 @@ class DiskIndex:
         block = file.blocks[block_hash]
         assert not block.readable, "a block was committed twice"
         block.readable = True
+        self.num_blocks += 1
         file.lru.let_go(block_hash)
         self._changed.add((file.fingerprint, block_hash))
 
@@ -178,6 +176,7 @@ class DiskIndex:
             file.blocks[block_hash] = block
             file.lru.add(block_hash, block.parent)
             self.used_bytes += file.slot_bytes
+        self.num_blocks += len(found)
         file.num_touched = max(slots, default=-1) + 1
         file.free = [slot for slot in range(file.num_touched) if slot not in slots]
         return len(records) - len(found)
@@ -213,6 +212,8 @@ class DiskIndex:
     def check(self) -> None:
         """Count everything again. :raises AssertionError: where a counter is not what the blocks say."""
         assert self.used_bytes == sum(file.used_bytes for file in self.files.values())
+        blocks = [block for file in self.files.values() for block in file.blocks.values()]
+        assert self.num_blocks == sum(block.readable for block in blocks)
         for file in self.files.values():
             known = [*(block.slot for block in file.blocks.values()), *file.free, *file.to_clear]
             assert len(known) == len(set(known)), "a slot is in two states"
@@ -264,6 +265,7 @@ class DiskIndex:
         """Forget the block everywhere but in the file's eviction order."""
         block = file.blocks.pop(block_hash)
         self.used_bytes -= file.slot_bytes
+        self.num_blocks -= block.readable
         file.to_clear.append(block.slot)
         self._changed.add((file.fingerprint, block_hash))
 

@@ -2,7 +2,7 @@
 them.
 
     committed in memory ─► queue ─► written, 16 MiB at a time ─► in the index: found again, also after a restart
-    looked up, on disk but not in memory ─► read, 8 MiB at a time ─► committed in memory ─► leased like any other block
+    looked up, on disk but not in memory ─► read, 4 MiB at a time ─► committed in memory ─► leased like any other block
 
 A worker never touches the disk and never waits for it for long: its lookup is answered after `ANSWER_S` at the latest, with
 what is in memory by then and how many blocks are still coming. Whatever goes wrong here costs speed alone. The log says each

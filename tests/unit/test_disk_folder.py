@@ -225,6 +225,15 @@ def test_a_folder_that_cannot_be_made_or_written_is_named(tmp_path: Path):
     assert not (tmp_path / "elsewhere").exists()
 
 
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path):
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv").chmod(0o777)
+    with pytest.raises(DiskUnavailable, match="others may write to it"):
+        opened(tmp_path / "kv")
+    (tmp_path / "kv").chmod(0o755)
+    opened(tmp_path / "kv").close()
+
+
 def test_a_block_damaged_in_memory_is_not_written(tmp_path: Path, segment: Segment):
     folder = opened(tmp_path / "kv")
     segment.write_block(1, bytearray(b"x"))
