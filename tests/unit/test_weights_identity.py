@@ -12,7 +12,7 @@ from tests.fixtures.tiny_model import write_tiny_model
 MIB = 1 << 20
 
 
-def identity_with(folder: Path, weights: bytes) -> str:
+def identity_with(folder: Path, weights: bytes | bytearray) -> str:
     (folder / "model.safetensors").write_bytes(weights)
     return load_config(resolve(str(folder))).identity
 
