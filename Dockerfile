@@ -16,6 +16,7 @@ ENV PYTHONUNBUFFERED=1 \
 
 RUN useradd --uid 10001 --user-group --home-dir /var/lib/penstock --create-home penstock \
     && install -d -o penstock -g penstock /var/cache/penstock \
+    && install -d -o penstock -g penstock -m 700 /var/lib/penstock-kv \
     && for user in nats gateway prefill decode draft kvstore client monitor; do \
         install -d -o penstock -g penstock -m 700 "/run/penstock-access/$user"; done
 

@@ -12,6 +12,7 @@ from msgspec import Meta
 from common.cli.supervisor import stage_reserve_s
 from common.engine.settings import EngineServiceConfig
 from common.protocol import subjects
+from common.protocol.errors import ConfigError
 from common.protocol.handles import Role
 from common.runtime.fields import SECRET, Field
 from common.runtime.sections import config_type, service_fields
@@ -218,6 +219,25 @@ class _Start(msgspec.Struct, frozen=True, kw_only=True):
             arguments=_flags(fields, {key: value for key, value in given.items() if key not in secret}),
             environment={fields["nats_url"].variable: config.nats_url} | {fields[key].variable: given[key] for key in secret},
             threads=int(given.get("threads", 0)),
+        )
+
+
+def check_disk(config: UpConfig, services: Services) -> None:
+    """`config` is `settled`.
+
+    :raises ConfigError: there is a folder for a KV store's blocks, and no KV store that could use it, or several.
+    """
+    folder = getattr(services.get("kvstore"), "kv_disk", "")
+    if not folder:
+        return
+    if config.zero_retention:
+        raise ConfigError(
+            "--kv-disk keeps KV after its request, and --zero-retention forbids that: leave one out", param="kv_disk"
+        )
+    if config.kvstore != 1:
+        raise ConfigError(
+            f"--kv-disk {folder} is for one KV store, and {config.kvstore or 'none'} would be started: say --kvstore 1",
+            param="kv_disk",
         )
 
 

@@ -110,7 +110,7 @@ def _by_model(worker: Presence) -> list[Presence]:
 
 
 def _of_one_model(workers: list[Presence], columns: int) -> RenderableType:
-    said = [line for line in (_speculation(workers), *map(_drafts, workers)) if line]
+    said = [line for line in (_speculation(workers), *map(_drafts, workers), *_tiers(workers)) if line]
     shown = _rows(workers, columns)
     return Group(shown, *(Text(line, style="dim") for line in said)) if said else shown
 
@@ -130,6 +130,30 @@ def _drafts(worker: Presence) -> str:
     with_what = worker.drafting.model or "n-grams"
     sequences = f"{worker.running:,} sequence{'' if worker.running == 1 else 's'}"
     return f"{worker.worker.id}: {with_what}, {sequences}, busy {worker.drafting.busy_share:.0%} of the time"
+
+
+def _tiers(workers: list[Presence]) -> list[str]:
+    """What each tier of a kvstore holds, and what came of it since its start."""
+    lines: list[str] = []
+    for worker in workers:
+        for tier in worker.tiers:
+            if tier.problem:
+                lines.append(f"{worker.worker.id}: {tier.name} off: {tier.problem}")
+                continue
+            held = f"{tier.blocks:,} blocks, {size_text(tier.bytes)} of {size_text(tier.capacity_bytes)}"
+            lines.append(
+                f"{worker.worker.id}: {tier.name} {held}, {tier.hit_blocks:,} hits, {tier.evicted_blocks:,} evicted, "
+                f"{tier.queued_blocks:,} to write, {tier.damaged_blocks:,} damaged"
+            )
+    return lines
+
+
+def size_text(size_bytes: int) -> str:
+    """
+    >>> size_text(368_640), size_text(5 << 30)
+    ('0.4 MiB', '5.0 GiB')
+    """
+    return f"{size_bytes / (1 << 30):.1f} GiB" if size_bytes >= 1 << 30 else f"{size_bytes / (1 << 20):.1f} MiB"
 
 
 def _rows(workers: list[Presence], columns: int) -> Table:
@@ -177,6 +201,7 @@ def as_fields(presence: Presence) -> dict[str, object]:
     fields["kv"] = _blocks(kv) | {"groups": [_blocks(group) for group in kv.groups]}
     fields["worker"] = {"role": worker.role, "id": worker.id, "epoch": worker.epoch}
     fields["drafting"] = {"model": presence.drafting.model, "busy_share": presence.drafting.busy_share}
+    fields["tiers"] = [{name: getattr(tier, name) for name in tier.__struct_fields__} for tier in presence.tiers]
     fields["models"] = [{name: getattr(model, name) for name in model.__struct_fields__} for model in presence.models]
     return fields
 

@@ -214,7 +214,7 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     zero_centred_norms: the files hold norm weights w that mean 1 + w.
     eos_ids: all ids that end a text.
     quantization: how the files hold the linears.
-    identity: names the weights' content (a digest over sizes and file edges, not over whole files).
+    identity: names the weights' content (a digest over sizes, edges and pieces of files, not over whole files).
     draft_vocab_size: rows of the head of a draft model that writes only some of the tokens (`reduced_vocabulary`); 0: all.
 
     Properties that speak of "the" heads or sizes are those of the layer that has most.

@@ -28,7 +28,8 @@ class BlockLease(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """kvstore → worker: `blocks` of `segment` hold len(blocks) hashes from index `first` on, until the lease ends. No block: a
     miss, or with `first` a part of so many blocks behind which nothing of it is read.
 
-    `checksums[i]` is the CRC-32 that the i-th block must have once copied.
+    `checksums[i]` is the CRC-32 that the i-th block must have once copied. `coming`: so many hashes behind them are being read
+    from a disk; a lookup that begins there finds them soon.
     """
 
     store: WorkerRef
@@ -38,6 +39,7 @@ class BlockLease(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     segment: str = ""
     checksums: list[int] = []
     first: int = 0
+    coming: int = 0
 
 
 class BlockOffer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -71,3 +73,19 @@ class BlockCommit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     lease: str
     checksums: list[int]
+
+
+class KvTier(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One of a kvstore's tiers, in a heartbeat: what it holds now, and since its start hits (blocks found there for lookups),
+    blocks evicted, and blocks that failed their checksum. `queued_blocks` wait to be written there. `problem`: why it is
+    off."""
+
+    name: str
+    blocks: int = 0
+    bytes: int = 0
+    capacity_bytes: int = 0
+    hit_blocks: int = 0
+    evicted_blocks: int = 0
+    queued_blocks: int = 0
+    damaged_blocks: int = 0
+    problem: str = ""

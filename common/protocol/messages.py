@@ -2,7 +2,6 @@
 
 A field is only ever added, with a default, so that two versions can talk. Encode with `encode`, decode with `decode`;
 nothing else touches msgpack. `docs/protocol.md` describes this file, `cache_messages.py` and `draft_messages.py`.
-
 Who sends what, in the order of one request:
 
     gateway → prefill   PrefillTask, ReadTask answered at once by Accepted or Rejected; ReadTask then by TokenFrames
@@ -24,7 +23,7 @@ from typing import Literal
 
 import msgspec
 
-from common.protocol.cache_messages import BlockCommit, BlockGrant, BlockLease, BlockLookup, BlockOffer
+from common.protocol.cache_messages import BlockCommit, BlockGrant, BlockLease, BlockLookup, BlockOffer, KvTier
 from common.protocol.draft_messages import DraftClose, Drafting, DraftResync, DraftUpdate, Proposals
 from common.protocol.errors import ProtocolError
 from common.protocol.handles import KvHandle, WorkerRef
@@ -317,8 +316,8 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     weights are, so that another model under the same name is left alone; empty: unknown. `max_context`: tokens that one
     sequence may have on this worker, which its KV pool may limit; 0: unknown. `draft_tokens`: proposed tokens that a decode
     worker has verified since its start; `accepted_tokens`: those of them that held. `http_host`: where `http_port` is, an
-    address or the machine's name; empty: unknown. `models`: what a gateway serves, `model`
-    first. `vocabulary`: the digest of a draft model's tokenizer, which its target's must equal; empty: there is none.
+    address or the machine's name; empty: unknown. `models`: what a gateway serves, `model` first. `vocabulary`: the digest of a
+    draft model's tokenizer, which its target's must equal; empty: there is none. `tiers`: a kvstore's, the fastest first.
     """
 
     worker: WorkerRef
@@ -346,6 +345,7 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     models: list[ServedModel] = []
     vocabulary: str = ""
     drafting: Drafting = Drafting()
+    tiers: list[KvTier] = []
 
     @property
     def served(self) -> list[ServedModel]:

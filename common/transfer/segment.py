@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -119,6 +120,19 @@ class Segment:
         """
         with mmap.mmap(self._fd, self.block_bytes, offset=self._offset(block)) as window:
             window.madvise(mmap.MADV_REMOVE)
+
+    def read_block(self, block: int, into: bytearray) -> None:
+        """Copy the first `len(into)` bytes of a block out of the file, for an owner that does not map it.
+
+        :raises OSError: it can't be read whole.
+        """
+        if os.preadv(self._fd, [into], self._offset(block)) != len(into):
+            raise OSError(errno.EIO, "the segment is shorter than its header says")
+
+    def write_block(self, block: int, data: bytearray) -> None:
+        """Copy `data` to the beginning of a block that has memory. :raises OSError: it can't be written whole."""
+        if os.pwrite(self._fd, data, self._offset(block)) != len(data):
+            raise OSError(errno.EIO, "the segment can't be written")
 
     @property
     def memory_bytes(self) -> int:

@@ -1,6 +1,7 @@
 """A worker's side of the kvstore: fetch the blocks of a prompt instead of computing them, and offer what was computed.
 
     fetch   BlockLookup ─► BlockLease ─► copy, compare generations and checksums ─► ReleaseLease
+            └─ again for what the store still reads from its disk ─┘
     offer   BlockOffer ─► BlockGrant ─► copy ─► BlockCommit with checksums (or ReleaseLease: not written)
 
 The store is a convenience. Whatever goes wrong here is a miss: nothing raises, nobody waits for a store that does not answer
@@ -37,6 +38,8 @@ CHUNK_BYTES = 16 << 20
 RENEW_EVERY_S = 1.0
 MAX_OFFERS = 4
 """Offers under way; more are not made, since the blocks of a waiting offer are kept from everyone else."""
+DISK_WAIT_S = 1.0
+"""A fetch waits so long in all for answers of stores that read from a disk."""
 MAX_STORES = 4
 """Stores asked per lookup."""
 
@@ -106,26 +109,29 @@ class StoreClient:
     async def fetch(self, hashes: Sequence[bytes], into_blocks: Sequence[int], group: int = 0) -> int:
         """Copy the longest stored leading part of a hash chain to `into_blocks` of a group; returns its length in blocks.
 
-        The content of the blocks beyond that length is undefined. 0 on any failure. A store that does not answer costs
-        0.2 s, once; copying goes on as long as it makes progress.
+        The content of the blocks beyond that length is undefined. 0 on any failure. A store that does not answer costs 0.2 s,
+        once; copying goes on as long as it makes progress. What a store reads from its disk is waited for while each answer
+        brings more of it, and for `DISK_WAIT_S` in all.
         """
         wanted = list(hashes[: len(into_blocks)])
         stores = self._stores()[:MAX_STORES]
-        if not wanted or not stores:
-            return 0
-        pool = self._pools[group]
-        found: list[BlockLease] = []
-        copied = 0
-        try:
-            async with anyio.create_task_group() as tasks:
-                for store in stores:
-                    tasks.start_soon(self._look_up, pool, store, wanted, found, [])
-            if found:
-                best = max(found, key=lambda lease: len(lease.blocks))
+        copied, waited_s = 0, 0.0
+        while stores and wanted[copied:] and waited_s < DISK_WAIT_S:
+            asked_at = self.actor.clock()
+            found = await self._leases(self._pools[group], stores, wanted[copied:])
+            waited_s += self.actor.clock() - asked_at
+            try:
+                best = max(found, key=lambda lease: len(lease.blocks) + lease.coming, default=None)
+                if best is None:
+                    break
                 self._release(found, keep=best)
-                copied = await self._copy_in(pool, best, wanted, into_blocks)
-        finally:
-            self._release(found)
+                more = await self._copy_in(self._pools[group], best, wanted[copied:], into_blocks[copied:])
+                copied += more
+                if not more or more < len(best.blocks) or not best.coming:
+                    break
+                stores = [best.store]
+            finally:
+                self._release(found)
         self._fetched.inc(copied)
         return copied
 
@@ -179,6 +185,18 @@ class StoreClient:
 
     # -- fetch
 
+    async def _leases(self, pool: _GroupBlocks, stores: list[WorkerRef], hashes: list[bytes]) -> list[BlockLease]:
+        """Return what each of the stores has of a chain; the caller releases it."""
+        found: list[BlockLease] = []
+        try:
+            async with anyio.create_task_group() as tasks:
+                for store in stores:
+                    tasks.start_soon(self._look_up, pool, store, hashes, found, [])
+        except BaseException:
+            self._release(found)
+            raise
+        return found
+
     async def _look_up(
         self, pool: _GroupBlocks, store: WorkerRef, hashes: list[bytes], found: list[BlockLease], firsts: list[int]
     ) -> None:
@@ -190,11 +208,12 @@ class StoreClient:
             if not isinstance(answer, BlockLease):
                 raise ProtocolError(f"{type(answer).__name__} in answer to a lookup")
             end = answer.first + len(answer.blocks)
-            if not end:
+            if not end and not answer.coming:
                 return
             if (
                 not len(answer.blocks) == len(answer.generations) == len(answer.checksums) <= end <= len(hashes)
-                or not 0 <= answer.first <= (firsts[end - 1] if firsts else 0)
+                or not 0 <= answer.first <= (firsts[end - 1] if firsts and end else 0)
+                or not 0 <= answer.coming <= len(hashes) - end
                 or (answer.blocks and not answer.lease)
             ):
                 self._release([answer])

@@ -6,8 +6,9 @@ The life of a block here:
                        └ lease ends, ReleaseLease, or the worker dies: slots are free again
     BlockLookup ─► BlockLease: slots, generations, checksums ─► the worker copies ─► ReleaseLease, or the lease ends
 
-The store never touches the bytes. It owes nobody anything: a store that is full, slow or dead costs its workers a
-computation they would have done without it.
+With a disk (`disk_tier.py`) committed blocks are also written there, and a lookup of blocks that only the disk has is answered
+when they are in memory again, or after a tenth of a second. Otherwise the store never touches the bytes. It owes nobody
+anything: a store that is full, slow or dead costs its workers a computation they would have done without it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from common.protocol.cache_messages import BlockCommit, BlockGrant, BlockLease, BlockLookup, BlockOffer
+from common.protocol.cache_messages import BlockCommit, BlockGrant, BlockLease, BlockLookup, BlockOffer, KvTier
 from common.protocol.errors import InvalidParameter, PenstockError, ShuttingDown
 from common.protocol.handles import new_lease
 from common.protocol.messages import KvUsage, Message, Presence, Rejected, ReleaseLease, RenewLeases
@@ -33,6 +34,7 @@ from common.transfer.shm import host_id
 from services.kvstore.arena import Arena
 from services.kvstore.arenas import Arenas
 from services.kvstore.config import KvstoreConfig
+from services.kvstore.disk_tier import DiskTier
 
 log = logs.get("kvstore")
 
@@ -58,7 +60,7 @@ class KvstoreActor(Actor):
         self._idle = anyio.Event()
         self._num_lookups = self.metrics.counter("kvstore_lookups_total", "Lookups answered")
         self._num_looked_up = self.metrics.counter("kvstore_lookup_blocks_total", "Blocks that lookups asked for")
-        self._num_hits = self.metrics.counter("kvstore_hit_blocks_total", "Blocks of them that were there")
+        self._num_hits = self.metrics.counter("kvstore_hit_blocks_total", "Blocks found in the store")
         self._num_stored = self.metrics.counter("kvstore_stored_blocks_total", "Blocks written and committed")
         self._num_abandoned = self.metrics.counter("kvstore_abandoned_blocks_total", "Blocks granted, but never committed")
         self._num_evicted = self.metrics.counter("kvstore_evicted_blocks_total", "Blocks given up for others")
@@ -69,8 +71,11 @@ class KvstoreActor(Actor):
             capacity_bytes=config.capacity_mb << 20,
             max_arenas=config.max_fingerprints,
             clock=clock,
-            on_evicted=self._num_evicted.inc,
+            on_evicted=self._count_evicted,
         )
+        self.disk = DiskTier(config, self.arenas, self.metrics, clock)
+        self._memory_hits = self._memory_evicted = self._memory_damaged = 0
+        self.metrics.gauge("kvstore_blocks", "Readable blocks", read=lambda: float(self.arenas.num_readable))
         self.metrics.gauge("kvstore_bytes", "Bytes of readable blocks", read=lambda: float(self.stored_bytes))
         self.metrics.gauge("kvstore_memory_bytes", "Bytes of shared memory taken", read=lambda: float(self.arenas.memory_bytes))
         self.metrics.gauge("kvstore_arenas", "Models and layouts that have blocks here", read=lambda: float(len(self.arenas)))
@@ -84,13 +89,19 @@ class KvstoreActor(Actor):
         if swept:
             log.info("swept_segments", segments=swept)
         check_room(Path(self.config.shm_dir), self.config.capacity_mb << 20)
+        await self.disk.open()
+
+    async def work(self) -> None:
+        await self.disk.run()
 
     async def drain(self) -> None:
-        """Readers and writers finish; new ones are refused."""
+        """Readers and writers finish, and what is queued for the disk is written; new ones are refused."""
         if len(self.leases):
             await self._idle.wait()
+        await self.disk.flush()
 
     def close(self) -> None:
+        self.disk.close()
         self.arenas.close()
 
     def presence(self, state: WorkerState) -> Presence:
@@ -104,6 +115,7 @@ class KvstoreActor(Actor):
             credits=max(usage.free + usage.cached, 1) if state == "ready" else 0,
             kv=usage,
             http_port=self.http_port,
+            tiers=self.tiers(),
         )
 
     def tick(self, now: float) -> None:
@@ -132,17 +144,27 @@ class KvstoreActor(Actor):
     def usage(self) -> KvUsage:
         return self.arenas.usage()
 
+    def tiers(self) -> list[KvTier]:
+        """Memory, and the disk where there is to be one."""
+        memory = KvTier(
+            name="memory",
+            blocks=self.arenas.num_readable,
+            bytes=self.stored_bytes,
+            capacity_bytes=self.arenas.capacity_bytes,
+            hit_blocks=self._memory_hits,
+            evicted_blocks=self._memory_evicted,
+            damaged_blocks=self._memory_damaged,
+        )
+        return [memory, self.disk.usage()] if self.config.kv_disk else [memory]
+
     # -- messages
 
     def handle(self, message: Message, reply: str) -> None:
         match message:
-            case BlockLookup() | BlockOffer():
-                try:
-                    if self.state == "draining":
-                        raise ShuttingDown("this kvstore is draining")
-                    self.answer(reply, self._lookup(message) if isinstance(message, BlockLookup) else self._grant(message))
-                except PenstockError as error:
-                    self.answer(reply, Rejected(worker=self.ref, code=error.code, message=str(error)))
+            case BlockLookup():
+                self._try(reply, lambda: self._look_up(message, reply))
+            case BlockOffer():
+                self._try(reply, lambda: self.answer(reply, self._grant(message)))
             case BlockCommit():
                 self._commit(message)
             case ReleaseLease():
@@ -152,21 +174,54 @@ class KvstoreActor(Actor):
             case _:
                 log.warning("unexpected_message", message=type(message).__name__)
 
+    def _try(self, reply: str, answer: Callable[[], None]) -> None:
+        try:
+            if self.state == "draining":
+                raise ShuttingDown("this kvstore is draining")
+            answer()
+        except PenstockError as error:
+            self.answer(reply, Rejected(worker=self.ref, code=error.code, message=str(error)))
+
     def _name(self, question: BlockLookup | BlockOffer) -> str:
         """:raises InvalidParameter: the holder's name for the lease is taken."""
         if question.lease in self.leases:
             raise InvalidParameter("there is a lease of this name", param="lease")
         return question.lease or new_lease()
 
-    def _lookup(self, lookup: BlockLookup) -> BlockLease:
-        """:raises InvalidParameter: the question contradicts itself."""
+    def _look_up(self, lookup: BlockLookup, reply: str) -> None:
+        """Answer now, or once the disk has given what memory lacks. :raises InvalidParameter: the question contradicts
+        itself."""
+        _check(lookup)
         self._num_lookups.inc()
         self._num_looked_up.inc(len(lookup.hashes))
+        missing = self.disk.missing(lookup, self.arenas.get(lookup.fingerprint))
+        if missing:
+            self.task_group.start_soon(self._look_up_on_disk, lookup, missing, reply)
+        else:
+            self.answer(reply, self._leased(lookup, num_from_disk=0))
+
+    async def _look_up_on_disk(self, lookup: BlockLookup, missing: range, reply: str) -> None:
+        arena = self.arenas.get(lookup.fingerprint)
+        absent = [
+            block for block in lookup.hashes[missing.start : missing.stop] if arena is None or arena.index.find(block) is None
+        ]
+        await self.disk.bring(lookup, missing)
+        arena = self.arenas.get(lookup.fingerprint)
+        num_from_disk = sum(arena is not None and arena.index.find(block) is not None for block in absent)
+        self._try(reply, lambda: self.answer(reply, self._leased(lookup, num_from_disk)))
+
+    def _leased(self, lookup: BlockLookup, num_from_disk: int) -> BlockLease:
+        """Return what is in memory, leased. `num_from_disk`: blocks of it that were not before they were asked for.
+
+        :raises InvalidParameter: the lease's name is taken."""
         arena = self.arenas.used(lookup.fingerprint)
         first, slots = _found(arena, lookup) if arena is not None else (0, [])
+        coming = 0 if lookup.firsts else self.disk.coming(lookup, len(slots))
         if arena is None or not slots:
-            return BlockLease(store=self.ref, lease="", blocks=[], generations=[], first=first)
+            return BlockLease(store=self.ref, lease="", blocks=[], generations=[], first=first, coming=coming)
         self._num_hits.inc(len(slots))
+        self._memory_hits += max(0, len(slots) - num_from_disk)
+        self.disk.used(lookup.fingerprint, lookup.hashes[first : first + len(slots)])
         lease = self._name(lookup)
         arena.index.lease(slots)
         self.leases.grant(lease, lookup.holder, Hold(arena, slots, writing=False), self.clock())
@@ -178,6 +233,7 @@ class KvstoreActor(Actor):
             segment=arena.segment.name,
             checksums=arena.index.checksums_of(slots),
             first=first,
+            coming=coming,
         )
 
     def _grant(self, offer: BlockOffer) -> BlockGrant:
@@ -205,6 +261,7 @@ class KvstoreActor(Actor):
             return
         hold.arena.index.commit(hold.slots, commit.checksums)
         self._num_stored.inc(len(hold.slots))
+        self.disk.committed(hold.arena, hold.arena.index.hashes_of(hold.slots))
         self._wake_drain()
 
     def _release(self, release: ReleaseLease) -> None:
@@ -215,6 +272,7 @@ class KvstoreActor(Actor):
             if release.damaged and not hold.writing:
                 damaged = hold.arena.index.forget(hold.slots, set(release.damaged))
                 self._num_damaged.inc(damaged)
+                self._memory_damaged += damaged
                 log.warning("damaged_blocks", blocks=damaged, lease=lease)
             self._give_back(hold)
 
@@ -230,11 +288,20 @@ class KvstoreActor(Actor):
         if self.state == "draining" and not len(self.leases):
             self._idle.set()
 
+    def _count_evicted(self, blocks: int) -> None:
+        self._num_evicted.inc(blocks)
+        self._memory_evicted += blocks
 
-def _found(arena: Arena, lookup: BlockLookup) -> tuple[int, list[int]]:
+
+def _check(lookup: BlockLookup) -> None:
     """:raises InvalidParameter: `firsts` are not those of the hashes."""
     if not lookup.firsts:
-        return 0, arena.index.lookup(lookup.hashes)
+        return
     if len(lookup.firsts) != len(lookup.hashes) or any(not 0 <= first <= i + 1 for i, first in enumerate(lookup.firsts)):
         raise InvalidParameter("firsts are one for each hash, and none is behind it", param="firsts")
-    return arena.index.lookup_tail(lookup.hashes, lookup.firsts)
+
+
+def _found(arena: Arena, lookup: BlockLookup) -> tuple[int, list[int]]:
+    if lookup.firsts:
+        return arena.index.lookup_tail(lookup.hashes, lookup.firsts)
+    return 0, arena.index.lookup(lookup.hashes)

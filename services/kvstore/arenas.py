@@ -69,6 +69,10 @@ class Arenas(Mapping[str, Arena]):
         return sum(arena.memory_bytes for arena in self._arenas.values())
 
     @property
+    def num_readable(self) -> int:
+        return sum(arena.index.num_readable for arena in self._arenas.values())
+
+    @property
     def stored_bytes(self) -> int:
         return sum(arena.stored_bytes for arena in self._arenas.values())
 

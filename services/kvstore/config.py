@@ -21,3 +21,7 @@ class KvstoreConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
     forget_after_s: Annotated[
         float, Meta(gt=0, description="the memory of a model that nobody asked for this long goes back to the system")
     ] = 3600.0
+    kv_disk: Annotated[
+        str, Meta(description="folder on a disk that keeps KV blocks over restarts, for one KV store; empty: none")
+    ] = ""
+    kv_disk_gb: Annotated[int, Meta(ge=1, le=1 << 20, description="GiB of that disk for KV blocks, at most")] = 16

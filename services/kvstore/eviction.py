@@ -60,11 +60,23 @@ class LeafLru:
 
     def pop(self) -> bytes | None:
         """Remove and return the block to evict. None: everything is held, or has descendants that are."""
-        if self.oldest() is None:
-            return None
-        _, block_hash = heapq.heappop(self._heap)
-        self.remove(block_hash)
+        block_hash = self.candidate()
+        if block_hash is not None:
+            heapq.heappop(self._heap)
+            self.remove(block_hash)
         return block_hash
+
+    def candidate(self) -> bytes | None:
+        """Return the block that `pop` would remove."""
+        return None if self.oldest() is None else self._heap[0][1]
+
+    def used_at(self, block_hash: bytes) -> int:
+        """Return the clock's number of the block's last use."""
+        return self._used_at[block_hash]
+
+    def parent_of(self, block_hash: bytes) -> bytes:
+        """Return the predecessor's hash that the block was added with."""
+        return self._parent[block_hash]
 
     def oldest(self) -> int | None:
         """When the block that `pop` would return was used last, by the clock. None: it would return none."""

@@ -81,7 +81,7 @@ class BlockIndex:
         """Readable slots of the longest leading part of a chain, which count as used now. Lease them before anything else."""
         found = []
         for block_hash in hashes:
-            slot = self._readable(block_hash)
+            slot = self.find(block_hash)
             if slot is None:
                 break
             found.append(slot)
@@ -92,27 +92,29 @@ class BlockIndex:
 
         Return the index of the first hash that is read of it, and their slots as `lookup` does.
         """
-        end = len(hashes)
-        while end:
-            first, found = firsts[end - 1], list[int]()
-            for i in range(end - 1, first - 1, -1):
-                slot = self._readable(hashes[i])
-                if slot is None:
-                    end = i  # whatever ends behind a later block reads this one, too
-                    break
-                found.append(slot)
-            else:
-                return first, self._used(found[::-1])
-        return 0, []
+        first, end = longest_tail(firsts, lambda index: self.find(hashes[index]) is not None)
+        return first, self._used([self._by_hash[block_hash] for block_hash in hashes[first:end]])
 
-    def _readable(self, block_hash: bytes) -> int | None:
+    def find(self, block_hash: bytes) -> int | None:
+        """Return the slot where a block is readable. It does not count as used."""
         slot = self._by_hash.get(block_hash)
         return slot if slot is not None and self._slots[slot].readable else None
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        """Whether a block is readable or being written."""
+        return block_hash in self._by_hash
+
+    def parent_of(self, block_hash: bytes) -> bytes:
+        """Return the hash before this block's in the chain that it came with; empty: none, or unknown."""
+        return self._lru.parent_of(block_hash)
 
     def _used(self, slots: list[int]) -> list[int]:
         for slot in reversed(slots):
             self._lru.use(self._slots[slot].block_hash)
         return slots
+
+    def hashes_of(self, slots: Sequence[int]) -> list[bytes]:
+        return [self._slots[slot].block_hash for slot in slots]
 
     def checksums_of(self, slots: Sequence[int]) -> list[int]:
         return [self._slots[slot].checksum for slot in slots]
@@ -253,3 +255,18 @@ class BlockIndex:
     def _free_slot(self, slot: int) -> None:
         del self._slots[slot]
         self._spare.append(slot)
+
+
+def longest_tail(firsts: Sequence[int], has: Callable[[int], bool]) -> tuple[int, int]:
+    """Return the first and the end of what is read of the longest leading part of a chain of which all that is read is there.
+
+    `firsts`: see `BlockLookup`. `has(i)`: whether block i is there. (0, 0): there is no such part.
+    """
+    end = len(firsts)
+    while end:
+        first = firsts[end - 1]
+        missing = next((i for i in range(end - 1, first - 1, -1) if not has(i)), None)
+        if missing is None:
+            return first, end
+        end = missing  # whatever ends behind a later block reads this one, too
+    return 0, 0

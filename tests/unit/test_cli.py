@@ -17,6 +17,7 @@ from common.cli.fleet import Passed, UpConfig, processes, settled, threads_per_w
 from common.cli.gpus import visible_gpus
 from common.cli.net import claim_port, free_port, http_status
 from common.models.source import DEFAULT_MODEL, ModelFiles
+from common.protocol.cache_messages import KvTier
 from common.protocol.draft_messages import Drafting
 from common.protocol.errors import (
     ConfigError,
@@ -224,6 +225,23 @@ def test_status_says_what_draft_workers_draft_with_and_how_busy_they_are() -> No
     lines = [line.strip() for line in console.export_text().splitlines()]
     assert f"{drafts[0].worker.id}: n-grams, 1 sequence, busy 12% of the time" in lines
     assert f"{drafts[1].worker.id}: small, 7 sequences, busy 50% of the time" in lines
+
+
+def test_status_says_what_each_tier_of_a_kvstore_holds() -> None:
+    memory = KvTier(name="memory", blocks=20, bytes=5 << 20, capacity_bytes=1 << 30, hit_blocks=7)
+    disk = KvTier(
+        name="disk", blocks=1200, bytes=3 << 30, capacity_bytes=16 << 30, evicted_blocks=4, queued_blocks=2, damaged_blocks=1
+    )
+    store = msgspec.structs.replace(presence("kvstore"), tiers=[memory, disk])
+    console = Console(width=120, record=True)
+    console.print(status.table([store]))
+    said = console.export_text()
+    assert "kvstore-0: memory 20 blocks, 5.0 MiB of 1.0 GiB, 7 hits, 0 evicted, 0 to write, 0 damaged" in said
+    assert "kvstore-0: disk 1,200 blocks, 3.0 GiB of 16.0 GiB, 0 hits, 4 evicted, 2 to write, 1 damaged" in said
+    off = msgspec.structs.replace(store, tiers=[KvTier(name="disk", problem="/kv is used by another kvstore")])
+    console.print(status.table([off]))
+    assert "kvstore-0: disk off: /kv is used by another kvstore" in console.export_text()
+    msgspec.json.encode(status.as_fields(store))
 
 
 def test_every_finding_that_is_not_ok_says_what_to_do(tmp_path: Path, smollm2: ModelFiles) -> None:

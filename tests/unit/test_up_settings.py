@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from common.cli import up_settings
-from common.cli.fleet import ProcessSpec, processes, settled
+from common.cli.fleet import ProcessSpec, check_disk, processes, settled
 from common.cli.up_settings import UpSettings
 from common.protocol.errors import ConfigError
 from common.runtime import config as configuration
@@ -109,6 +109,27 @@ def test_every_setting_of_every_service_is_a_flag_and_reaches_whom_it_is_for() -
         argv = [f"{field.flag}={configuration.as_text(field.default)}"]
         passed = asked(*argv).passed
         assert {role for role in ROLES if name in passed[role]} == {role for role in ROLES if name in service_fields(role)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "refusal"),
+    [
+        ((), None),
+        (("--kvstore=0",), "none would be started"),
+        (("--kvstore=2",), "2 would be started"),
+        (("--zero-retention",), "--zero-retention forbids"),
+    ],
+)
+def test_a_folder_for_kv_needs_one_store_that_may_keep_it(flags: tuple[str, ...], refusal: str | None) -> None:
+    settings = asked("--kv-disk=/kv", "--kv-disk-gb=3", *flags)
+    store: Any = settings.services["kvstore"]
+    assert (store.kv_disk, store.kv_disk_gb) == ("/kv", 3)
+    config = settled(settings.config, num_gpus=0, cores=2)
+    if refusal is None:
+        check_disk(config, settings.services)
+        return
+    with pytest.raises(ConfigError, match=refusal):
+        check_disk(config, settings.services)
 
 
 def test_flags_that_the_readme_names() -> None:

@@ -1,0 +1,282 @@
+"""Which KV block lies in which slot of which file on disk, and which gives way when the quota is reached. Pure: no I/O.
+
+    free ─ reserve ─► writing ─ commit ─► readable ─ evict, forget ─► to clear ─ cleared ─► free
+      ▲                  └ abandon ─► free                               └ reserve, by the same file ─► writing
+      └───────────────────────────────────────────────────────────────────┘
+
+Each fingerprint has a file with slots of its own size. All files share one quota and one clock. What gives way is chosen in two
+steps: first whose block, then which. A model that was used lately loses nothing to others while it has less than an equal share
+of the quota. Within a model the leaf of a hash chain that was used least recently goes, after one more turn for each doubling
+of its hits: a prefix that many requests shared outlives prompts that came once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import struct
+from collections.abc import Callable, Iterator, Mapping
+
+import msgspec
+
+from services.kvstore.eviction import LeafLru
+
+MAX_HITS = 255
+_RECORD = struct.Struct("<QIQB")  # slot, checksum, used at, hits; the parent's hash follows
+
+
+class DiskBlock(msgspec.Struct):
+    """A block on disk. `checksum`: CRC-32 of its bytes; `hits`: lookups that found it, halved whenever they saved it."""
+
+    slot: int
+    checksum: int
+    parent: bytes
+    hits: int = 0
+    readable: bool = False
+
+
+class DiskFile:
+    """The blocks of one fingerprint. `identity`: 16 bytes that name what may be found here; see `disk_folder.identity_of`."""
+
+    def __init__(self, fingerprint: str, identity: bytes, block_bytes: int, slot_bytes: int, clock: Iterator[int]) -> None:
+        self.fingerprint = fingerprint
+        self.identity = identity
+        self.block_bytes = block_bytes
+        self.slot_bytes = slot_bytes
+        self.blocks: dict[bytes, DiskBlock] = {}
+        self.lru = LeafLru(clock)
+        self.used_at = float("-inf")
+        self.to_clear: list[int] = []
+        """Slots whose disk space is to be given back before anything else is written there."""
+        self.free: list[int] = []
+        self.num_touched = 0
+
+    @property
+    def model(self) -> str:
+        """The fingerprint without the number of the cache group."""
+        return self.fingerprint.partition("-")[0]
+
+    @property
+    def used_bytes(self) -> int:
+        return len(self.blocks) * self.slot_bytes
+
+    def find(self, block_hash: bytes) -> DiskBlock | None:
+        """Return a readable block."""
+        block = self.blocks.get(block_hash)
+        return block if block is not None and block.readable else None
+
+    def take_slot(self) -> int:
+        if self.to_clear:
+            return self.to_clear.pop()
+        if self.free:
+            return heapq.heappop(self.free)
+        self.num_touched += 1
+        return self.num_touched - 1
+
+
+class DiskIndex:
+    """The files of one folder. `capacity_bytes`: of all blocks together. `clock`: seconds, for `active_s`: how long after its
+    last use a model keeps its share."""
+
+    def __init__(self, *, capacity_bytes: int, clock: Callable[[], float], active_s: float) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.limit_bytes = capacity_bytes
+        self.files: dict[str, DiskFile] = {}
+        self.used_bytes = 0
+        self.num_blocks = 0  # readable ones
+        self.evicted = 0
+        self._clock = clock
+        self._active_s = active_s
+        self._uses = itertools.count(1)
+        self._changed: set[tuple[str, bytes]] = set()
+
+    def file(self, fingerprint: str, identity: bytes, block_bytes: int, slot_bytes: int) -> DiskFile | None:
+        """Return the file of a fingerprint, a new one where there is none; None if that has blocks of another size."""
+        file = self.files.get(fingerprint)
+        if file is None:
+            file = self.files[fingerprint] = DiskFile(fingerprint, identity, block_bytes, slot_bytes, self._uses)
+        return file if file.block_bytes == block_bytes else None
+
+    # -- what is found
+
+    def use(self, file: DiskFile, block_hash: bytes) -> None:
+        """A lookup found this block, here or in memory. Nothing happens where it is not on disk."""
+        block = file.find(block_hash)
+        if block is None:
+            return
+        block.hits = min(block.hits + 1, MAX_HITS)
+        file.lru.use(block_hash)
+        file.used_at = self._clock()
+        self._changed.add((file.fingerprint, block_hash))
+
+    # -- writing
+
+    def reserve(self, file: DiskFile, block_hash: bytes, parent: bytes, checksum: int) -> DiskBlock | None:
+        """Return the place for a new block, which is not to be evicted until `commit` or `abandon`. None: it is there already,
+        or nothing can give way for it."""
+        if block_hash in file.blocks:
+            return None
+        file.used_at = self._clock()
+        if parent in file.blocks:
+            file.lru.hold(parent)
+        try:
+            while self.used_bytes + file.slot_bytes > self.limit_bytes:
+                if not self._evict(file):
+                    return None
+        finally:
+            if parent in file.blocks:
+                file.lru.let_go(parent)
+        block = file.blocks[block_hash] = DiskBlock(file.take_slot(), checksum, parent)
+        self.used_bytes += file.slot_bytes
+        file.lru.add(block_hash, parent)
+        file.lru.hold(block_hash)
+        return block
+
+    def commit(self, file: DiskFile, block_hash: bytes) -> None:
+        """The block is written, and may be found."""
+        block = file.blocks[block_hash]
+        assert not block.readable, "a block was committed twice"
+        block.readable = True
+        self.num_blocks += 1
+        file.lru.let_go(block_hash)
+        self._changed.add((file.fingerprint, block_hash))
+
+    def abandon(self, file: DiskFile, block_hash: bytes) -> None:
+        """The block could not be written."""
+        assert not file.blocks[block_hash].readable, "a block was abandoned after its commit"
+        self._remove(file, block_hash)
+        file.lru.remove(block_hash)
+
+    def forget(self, file: DiskFile, block_hash: bytes) -> None:
+        """The block can't be read, or is not what it should be. Harmless if it is gone."""
+        if file.find(block_hash) is not None:
+            self._remove(file, block_hash)
+            file.lru.remove(block_hash)
+
+    def cleared(self, file: DiskFile, slots: list[int]) -> None:
+        """These slots of `to_clear`, which the caller took out of it, have given their space back."""
+        for slot in slots:
+            heapq.heappush(file.free, slot)
+
+    # -- what is kept over restarts
+
+    def restore(self, file: DiskFile, records: Mapping[bytes, bytes], num_slots: int) -> int:
+        """Take over the records of an earlier run, by hash, of slots 0 … `num_slots` - 1, which the file has; return how many
+        were of no use: damaged, of another slot, or of one slot twice."""
+        found: list[tuple[int, bytes, DiskBlock]] = []
+        slots: set[int] = set()
+        for block_hash, record in records.items():
+            decoded = _decode(record)
+            if decoded is None or decoded[1].slot >= num_slots or decoded[1].slot in slots:
+                self._changed.add((file.fingerprint, block_hash))
+                continue
+            slots.add(decoded[1].slot)
+            found.append((decoded[0], block_hash, decoded[1]))
+        for _, block_hash, block in sorted(found, key=lambda entry: entry[0]):
+            file.blocks[block_hash] = block
+            file.lru.add(block_hash, block.parent)
+            self.used_bytes += file.slot_bytes
+        self.num_blocks += len(found)
+        file.num_touched = max(slots, default=-1) + 1
+        file.free = [slot for slot in range(file.num_touched) if slot not in slots]
+        return len(records) - len(found)
+
+    def take_changes(self) -> dict[tuple[str, bytes], bytes | None]:
+        """Return the records that changed since the last call, by fingerprint and hash; None: it is gone."""
+        changed, self._changed = self._changed, set()
+        changes: dict[tuple[str, bytes], bytes | None] = {}
+        for fingerprint, block_hash in changed:
+            file = self.files[fingerprint]
+            block = file.find(block_hash)
+            changes[fingerprint, block_hash] = None if block is None else _encode(block, file.lru.used_at(block_hash))
+        return changes
+
+    def put_back(self, changes: Mapping[tuple[str, bytes], bytes | None]) -> None:
+        """These could not be kept; `take_changes` returns them again, as they are then."""
+        self._changed.update(changes)
+
+    def take_empty(self) -> list[DiskFile]:
+        """Remove and return the files that hold nothing, but for those of models in use."""
+        now = self._clock()
+        empty = [file for file in self.files.values() if not file.blocks and now - file.used_at >= self._active_s]
+        for file in empty:
+            del self.files[file.fingerprint]
+        self._changed = {(fingerprint, block_hash) for fingerprint, block_hash in self._changed if fingerprint in self.files}
+        return empty
+
+    def shrink_to_limit(self) -> None:
+        """Evict until the limit holds: the quota may be smaller than in the run before."""
+        while self.used_bytes > self.limit_bytes and self._evict(None):
+            pass
+
+    def check(self) -> None:
+        """Count everything again. :raises AssertionError: where a counter is not what the blocks say."""
+        assert self.used_bytes == sum(file.used_bytes for file in self.files.values())
+        blocks = [block for file in self.files.values() for block in file.blocks.values()]
+        assert self.num_blocks == sum(block.readable for block in blocks)
+        for file in self.files.values():
+            known = [*(block.slot for block in file.blocks.values()), *file.free, *file.to_clear]
+            assert len(known) == len(set(known)), "a slot is in two states"
+            assert set(known) <= set(range(file.num_touched))
+            assert len(file.lru) == len(file.blocks)
+
+    # -- eviction
+
+    def _evict(self, asking: DiskFile | None) -> bool:
+        """Give up one block for `asking`, or for the limit. False: nothing can be given up."""
+        while (file := self._victim(asking)) is not None:
+            block_hash = file.lru.candidate()
+            assert block_hash is not None
+            block = file.blocks[block_hash]
+            if block.hits:
+                block.hits //= 2
+                file.lru.use(block_hash)
+                continue
+            file.lru.remove(block_hash)
+            self._remove(file, block_hash)
+            self.evicted += 1
+            return True
+        return False
+
+    def _victim(self, asking: DiskFile | None) -> DiskFile | None:
+        """Whose block goes: the least recently used one of a model that has more than its share, or has not been used for
+        long."""
+        now = self._clock()
+        used: dict[str, int] = {}
+        active: set[str] = set() if asking is None else {asking.model}
+        for file in self.files.values():
+            used[file.model] = used.get(file.model, 0) + file.used_bytes
+            if now - file.used_at < self._active_s:
+                active.add(file.model)
+        share = self.limit_bytes // max(len(active), 1)
+        more = 0 if asking is None else asking.slot_bytes
+        open_to: list[tuple[int, DiskFile]] = []
+        rest: list[tuple[int, DiskFile]] = []
+        for file in self.files.values():
+            oldest = file.lru.oldest()
+            if oldest is None:
+                continue
+            over = used[file.model] + (more if asking is not None and file.model == asking.model else 0) > share
+            (open_to if over or file.model not in active else rest).append((oldest, file))
+        candidates = open_to or rest
+        return min(candidates, key=lambda candidate: candidate[0])[1] if candidates else None
+
+    def _remove(self, file: DiskFile, block_hash: bytes) -> None:
+        """Forget the block everywhere but in the file's eviction order."""
+        block = file.blocks.pop(block_hash)
+        self.used_bytes -= file.slot_bytes
+        self.num_blocks -= block.readable
+        file.to_clear.append(block.slot)
+        self._changed.add((file.fingerprint, block_hash))
+
+
+def _encode(block: DiskBlock, used_at: int) -> bytes:
+    return _RECORD.pack(block.slot, block.checksum, used_at, block.hits) + block.parent
+
+
+def _decode(record: bytes) -> tuple[int, DiskBlock] | None:
+    """When the block was used, by the clock of the run that wrote the record, and the block; None: it is no record."""
+    if len(record) < _RECORD.size:
+        return None
+    slot, checksum, used_at, hits = _RECORD.unpack_from(record)
+    return used_at, DiskBlock(slot, checksum, record[_RECORD.size :], hits, True)

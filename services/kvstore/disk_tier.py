@@ -1,0 +1,155 @@
+"""The kvstore's second tier: blocks of its shared memory on disk, written in the background and read back before workers need
+them.
+
+    committed in memory ─► queue ─► written, 16 MiB at a time ─► in the index: found again, also after a restart
+    looked up, on disk but not in memory ─► read, 4 MiB at a time ─► committed in memory ─► leased like any other block
+
+A worker never touches the disk and never waits for it for long: its lookup is answered after `ANSWER_S` at the latest, with
+what is in memory by then and how many blocks are still coming. Whatever goes wrong here costs speed alone. The log says each
+problem once, and the store goes on with its memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from common.protocol.cache_messages import BlockLookup, KvTier
+from common.runtime import logs
+from common.runtime.metrics import Metrics
+from services.kvstore.arena import Arena
+from services.kvstore.arenas import Arenas
+from services.kvstore.config import KvstoreConfig
+from services.kvstore.disk_counts import DiskCounts
+from services.kvstore.disk_folder import DiskFolder, DiskUnavailable
+from services.kvstore.promotion import Promotion
+from services.kvstore.write_back import WriteBack
+
+log = logs.get("kvstore")
+
+
+class DiskTier:
+    """Off where no folder is set, and where it can't be used: then nothing is found, and nothing is written. Everything here
+    runs in the event loop, and copies in threads."""
+
+    def __init__(
+        self, config: KvstoreConfig, arenas: Arenas, metrics: Metrics, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.folder: DiskFolder | None = None
+        self._config = config
+        self._arenas = arenas
+        self._clock = clock
+        self._counts = DiskCounts(metrics)
+        self._write_back: WriteBack | None = None
+        self._promotion: Promotion | None = None
+        self._problem = ""
+        metrics.gauge("kvstore_disk_blocks", "Blocks on disk", read=lambda: float(self.num_blocks))
+        metrics.gauge("kvstore_disk_bytes", "Bytes of blocks on disk", read=lambda: float(self.used_bytes))
+        metrics.gauge("kvstore_disk_queue_blocks", "Blocks waiting to be written to disk", read=lambda: float(self.num_queued))
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing waits to be written or saved."""
+        return self._write_back is None or self._write_back.settled
+
+    @property
+    def num_blocks(self) -> int:
+        return self.folder.index.num_blocks if self.folder else 0
+
+    @property
+    def used_bytes(self) -> int:
+        return self.folder.index.used_bytes if self.folder else 0
+
+    @property
+    def num_queued(self) -> int:
+        """Blocks that are not on disk yet."""
+        return self._write_back.num_queued if self._write_back else 0
+
+    def usage(self) -> KvTier:
+        return KvTier(
+            name="disk",
+            blocks=self.num_blocks,
+            bytes=self.used_bytes,
+            capacity_bytes=self._config.kv_disk_gb << 30,
+            hit_blocks=self._counts.hits,
+            evicted_blocks=self._counts.evicted,
+            queued_blocks=self.num_queued,
+            damaged_blocks=self._counts.damaged,
+            problem=self._problem,
+        )
+
+    # -- life
+
+    async def open(self) -> None:
+        """Open the folder, if there is to be one. Where it can't be used the store goes on without."""
+        if not self._config.kv_disk:
+            return
+        began_at = self._clock()
+        try:
+            self.folder = await anyio.to_thread.run_sync(self._opened)
+        except DiskUnavailable as error:
+            self._problem = str(error)
+            log.error("kv_disk_off", reason=str(error))
+            return
+        self._promotion = Promotion(self.folder, self._arenas, self._counts, self._clock)
+        self._write_back = WriteBack(self.folder, self._arenas, self._counts, self._clock, self._promotion.idle)
+        took_s = round(self._clock() - began_at, 2)
+        log.info("kv_disk_open", folder=str(self.folder.path), blocks=self.num_blocks, mib=self.used_bytes >> 20, took_s=took_s)
+
+    def _opened(self) -> DiskFolder:
+        return DiskFolder.open(
+            Path(self._config.kv_disk).expanduser().absolute(),
+            capacity_bytes=self._config.kv_disk_gb << 30,
+            clock=self._clock,
+            active_s=self._config.forget_after_s,
+        )
+
+    async def run(self) -> None:
+        """Write what is queued, and read what is looked up, until cancelled."""
+        if self._write_back is None or self._promotion is None:
+            await anyio.sleep_forever()
+            return
+        async with anyio.create_task_group() as self._promotion.tasks:
+            await self._write_back.run()
+
+    async def flush(self) -> None:
+        """Return when everything queued is written, or the disk takes nothing."""
+        if self._write_back is not None:
+            await self._write_back.flush()
+
+    def close(self) -> None:
+        """Save the index, and let the folder go. No thread may be busy any more."""
+        if self.folder is not None:
+            self.folder.close()
+
+    # -- what the store tells and asks
+
+    def committed(self, arena: Arena, hashes: Sequence[bytes]) -> None:
+        """These blocks are readable in memory from now on."""
+        if self._write_back is not None:
+            self._write_back.add(arena, hashes)
+
+    def used(self, fingerprint: str, hashes: Sequence[bytes]) -> None:
+        """A lookup found these blocks in memory: they are worth keeping on disk, too."""
+        file = self.folder.index.files.get(fingerprint) if self.folder else None
+        if self.folder is None or file is None:
+            return
+        for block_hash in reversed(hashes):
+            self.folder.index.use(file, block_hash)
+
+    def missing(self, lookup: BlockLookup, arena: Arena | None) -> range:
+        """See `Promotion.missing`."""
+        return self._promotion.missing(lookup, arena) if self._promotion else range(0)
+
+    def coming(self, lookup: BlockLookup, start: int) -> int:
+        """See `Promotion.coming`."""
+        return self._promotion.coming(lookup, start) if self._promotion else 0
+
+    async def bring(self, lookup: BlockLookup, missing: range) -> None:
+        """See `Promotion.bring`."""
+        if self._promotion is not None:
+            await self._promotion.bring(lookup, missing)

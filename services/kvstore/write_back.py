@@ -1,0 +1,182 @@
+"""Blocks of the kvstore's memory on their way to disk, in the background.
+
+    committed in memory ─► queue ─► leased there, a place on disk reserved ─► written ─► in the index
+                             └ gone from memory meanwhile: missed
+
+Each turn first saves what the turns before have changed in the index, so that the index never names a slot that is written
+again.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Sequence
+
+import anyio
+import anyio.to_thread
+
+from common.runtime import logs
+from services.kvstore.arena import Arena
+from services.kvstore.arenas import Arenas
+from services.kvstore.disk_counts import DiskCounts
+from services.kvstore.disk_folder import Copy, DiskFolder, Outcome
+from services.kvstore.index_file import MAX_HASH_BYTES
+
+log = logs.get("kvstore")
+
+WRITE_BYTES = 16 << 20
+"""Written between two looks at the queue, and leased in memory meanwhile."""
+MAX_QUEUED = 1 << 18
+"""Blocks that wait at most; the oldest are not written then."""
+SAVE_EVERY_S = 5.0
+"""Seconds between saves of what was used, for the eviction order after a restart."""
+RETRY_S = 30.0
+"""Seconds after a full or failing disk in which nothing grows there, or is written."""
+HEADROOM_BYTES = 128 << 10
+"""Given back where the disk is full, so that the index can still be written."""
+
+
+class WriteBack:
+    """`yield_to_reads` returns when nobody waits for the disk, or has waited for long."""
+
+    def __init__(
+        self,
+        folder: DiskFolder,
+        arenas: Arenas,
+        counts: DiskCounts,
+        clock: Callable[[], float],
+        yield_to_reads: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._folder = folder
+        self._arenas = arenas
+        self._counts = counts
+        self._clock = clock
+        self._yield_to_reads = yield_to_reads
+        self._queue: OrderedDict[tuple[str, bytes], None] = OrderedDict()
+        self._num_writing = 0
+        self._unsaved = False
+        self._no_write_before = self._limited_until = 0.0
+        self._queued, self._progress = anyio.Event(), anyio.Event()
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing waits to be written or saved."""
+        return not self._queue and not self._num_writing and not self._unsaved
+
+    @property
+    def num_queued(self) -> int:
+        """Blocks that are not on disk yet."""
+        return len(self._queue) + self._num_writing
+
+    def add(self, arena: Arena, hashes: Sequence[bytes]) -> None:
+        """These blocks are readable in memory from now on: write them when there is time."""
+        for block_hash in hashes:
+            if 0 < len(block_hash) <= MAX_HASH_BYTES:
+                self._queue[arena.fingerprint, block_hash] = None
+        while len(self._queue) > MAX_QUEUED:
+            self._queue.popitem(last=False)
+            self._counts.missed()
+        self._queued.set()
+
+    async def run(self) -> None:
+        """Write what is queued, until cancelled."""
+        while True:
+            if not self._unsaved and (not self._queue or self._clock() < self._no_write_before):
+                self._queued = anyio.Event()
+                with anyio.move_on_after(SAVE_EVERY_S):
+                    await self._queued.wait()
+            await self._yield_to_reads()
+            await self._write()
+
+    async def flush(self) -> None:
+        """Return when everything queued is written, or the disk takes nothing."""
+        while not self.settled and self._clock() >= self._no_write_before:
+            await self._progress.wait()
+
+    async def _write(self) -> None:
+        """Save what changed in the index, and write a batch of the queue, which then is unsaved."""
+        folder, index, now = self._folder, self._folder.index, self._clock()
+        if now >= self._limited_until:
+            index.limit_bytes = index.capacity_bytes
+        batch = self._next_batch() if now >= self._no_write_before else []
+        clear = [(file, file.to_clear) for file in index.files.values() if file.to_clear]
+        for file, _ in clear:
+            file.to_clear = []
+        empty, changes = index.take_empty(), index.take_changes()
+        if not batch and not clear and not empty and not changes:
+            self._unsaved = False
+            self._signal()
+            return
+        self._num_writing = len(batch)
+        outcome, saved = Outcome(), False
+        try:
+            copies = [copy for _, copy in batch]
+            outcome, saved = await anyio.to_thread.run_sync(folder.write, copies, clear, empty, changes)
+        finally:
+            self._num_writing, self._unsaved = 0, outcome.done > 0
+            for number, (arena, copy) in enumerate(batch):
+                arena.index.end_lease([copy.segment_slot])
+                (index.commit if number < outcome.done else index.abandon)(copy.file, copy.block_hash)
+            for file, slots in clear:
+                index.cleared(file, slots)
+            if not saved:
+                index.put_back({key: record for key, record in changes.items() if key[0] in index.files})
+            self._counts.wrote(outcome.done)
+            self._counts.evicted_so_far(index.evicted)
+        left = [(copy.file.fingerprint, copy.block_hash) for _, copy in batch[outcome.done :]]
+        if outcome.damaged:  # in memory; whoever reads it there will say so
+            self._counts.missed()
+            left = left[1:]
+        for key in reversed(left):
+            self._queue[key] = None
+            self._queue.move_to_end(key, last=False)
+        if outcome.error is not None:
+            self._failed(outcome.error, outcome.done)
+        self._signal()
+
+    def _next_batch(self) -> list[tuple[Arena, Copy]]:
+        """Take blocks out of the queue, each leased in memory and with a place on disk."""
+        folder, size = self._folder, 0
+        batch: list[tuple[Arena, Copy]] = []
+        while self._queue and size < WRITE_BYTES:
+            (fingerprint, block_hash), _ = self._queue.popitem(last=False)
+            arena = self._arenas.get(fingerprint)
+            slot = None if arena is None else arena.index.find(block_hash)
+            file = None if arena is None else folder.file(fingerprint, arena.block_bytes)
+            if arena is None or slot is None or file is None:
+                self._counts.missed()
+                continue
+            if block_hash in file.blocks:
+                continue
+            (checksum,) = arena.index.checksums_of([slot])
+            block = folder.index.reserve(file, block_hash, arena.index.parent_of(block_hash), checksum)
+            if block is None:
+                self._counts.missed()
+                continue
+            arena.index.lease([slot])
+            batch.append((arena, Copy(file, block_hash, block, arena.segment, slot)))
+            size += file.slot_bytes
+        return batch
+
+    def _failed(self, error: OSError, done: int) -> None:
+        """A full disk keeps what it has, and new blocks take the place of old ones; any other failure stops writing for a
+        while."""
+        self._counts.failed("write")
+        now, folder, index = self._clock(), self._folder, self._folder.index
+        if error.errno == errno.ENOSPC or "No space left" in str(error):
+            is_new = now >= self._limited_until
+            index.limit_bytes, self._limited_until = max(0, index.used_bytes - HEADROOM_BYTES), now + RETRY_S
+            index.shrink_to_limit()
+            if is_new:
+                log.error("kv_disk_full", folder=str(folder.path), mib=index.used_bytes >> 20, again_in_s=RETRY_S)
+                return
+            if done:
+                return
+        else:
+            log.error("kv_disk_not_written", folder=str(folder.path), reason=error.strerror or str(error), again_in_s=RETRY_S)
+        self._no_write_before = now + RETRY_S
+
+    def _signal(self) -> None:
+        progress, self._progress = self._progress, anyio.Event()
+        progress.set()

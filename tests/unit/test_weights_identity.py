@@ -1,0 +1,28 @@
+"""Weights that differ anywhere are other weights: KV on disk outlives a change of the files."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+from common.models.config import load_config
+from common.models.source import resolve
+from tests.fixtures.tiny_model import write_tiny_model
+
+MIB = 1 << 20
+
+
+def identity_with(folder: Path, weights: bytes | bytearray) -> str:
+    (folder / "model.safetensors").write_bytes(weights)
+    return load_config(resolve(str(folder))).identity
+
+
+def test_a_change_in_the_middle_of_a_file_is_another_model(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    weights = random.Random(1).randbytes(8 * MIB)
+    identity = identity_with(folder, weights)
+    assert identity_with(folder, weights) == identity
+    for start in (0, 3 * MIB, 4 * MIB + 12345, 8 * MIB - 64 * 1024):
+        changed = bytearray(weights)
+        changed[start : start + 64 * 1024] = bytes(64 * 1024)
+        assert identity_with(folder, changed) != identity, f"64 KiB from {start} on"
