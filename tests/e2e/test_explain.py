@@ -215,3 +215,31 @@ async def stream_slowly(stack: Stack, reply: Reply) -> None:
     stack.client.headers["x-request-id"] = "moves"
     await stack.complete([1, 2, 3] * 20, reply=reply, max_tokens=400, ignore_eos=True)
     del stack.client.headers["x-request-id"]
+
+
+async def test_hits_are_told_by_where_the_kv_was(stack: Stack) -> None:
+    """In the prefill worker's own cache; and in a kvstore, for a worker that has just started."""
+    prompt = [number % 900 + 5 for number in range(256)]
+    await stack.start("kvstore")
+    await stack.ready()
+    await anyio.sleep(1)  # until workers have heard of it
+    await complete(stack, prompt)
+    local = await explained(stack, await complete(stack, prompt))
+    admitted = next(e for e in local.events if (e.service, e.event) == ("prefill", "admitted"))
+    assert int(admitted.facts["local_hit_tokens"]) >= 128
+    await anyio.sleep(0.5)  # blocks are offered in the background
+    stack.kill("prefill-0")
+    await stack.start("prefill")
+    await stack.ready()
+    await anyio.sleep(1)
+    stored = await explained(stack, await complete(stack, prompt))
+    copied = next(e for e in stored.events if (e.worker, e.event) == ("prefill-1", "kvstore"))
+    assert int(copied.facts["kvstore_hit_tokens"]) >= 128
+    assert stored.cached_tokens == copied.facts["kvstore_hit_tokens"]
+
+
+async def complete(stack: Stack, prompt: list[int]) -> str:
+    """Return the request's id."""
+    answer = await stack.client.post(f"{stack.url()}/v1/completions", json={"model": MODEL, "prompt": prompt, "max_tokens": 2})
+    assert answer.status_code == 200, answer.text
+    return answer.json()["id"]
