@@ -103,11 +103,13 @@ class Explainer:
             found = self._ring.find(name, self._running(), self._host.clock(), tenant) if 0 < len(name) <= MAX_NAME else []
             if not found:
                 raise NotFound(f"no request {name[:100]!r} is known here: another gateway may have it, or it ended long ago")
-            return msgspec.json.encode(Answer(requests=[await self._explain(record) for record in found]))
+            silent: dict[WorkerRef, str] = {}
+            return msgspec.json.encode(Answer(requests=[await self._explain(record, silent) for record in found]))
         finally:
             self._num_questions -= 1
 
-    async def _explain(self, record: Ended) -> Explanation:
+    async def _explain(self, record: Ended, gone: dict[WorkerRef, str]) -> Explanation:
+        """`gone`: workers that did not answer about another choice, and why. They are not asked again."""
         told: list[Told] = []
         silent: dict[str, str] = {}
 
@@ -116,9 +118,9 @@ class Explainer:
             try:
                 answer = await self._host.ask(worker, Explain(request=record.id), ASK_TIMEOUT_S)
             except NoResponders:
-                silent[worker.id] = "the process is gone, and what it knew with it"
+                gone[worker] = "the process is gone, and what it knew with it"
             except PenstockError as error:
-                silent[worker.id] = error.code
+                gone[worker] = error.code
             else:
                 if isinstance(answer, Explained) and answer.records:
                     told.append(Told(answer, _offset_s(answer.now, asked_at, self._host.clock())))
@@ -127,9 +129,12 @@ class Explainer:
                         "it knows nothing of the request: it never took it, has started anew, or has forgotten it"
                     )
 
+        workers = _latest_lives(workers_of(record))
         async with anyio.create_task_group() as group:
-            for worker in _latest_lives(workers_of(record)):
-                group.start_soon(ask, worker)
+            for worker in workers:
+                if worker not in gone:
+                    group.start_soon(ask, worker)
+        silent |= {worker.id: gone[worker] for worker in workers if worker in gone}
         now, wall_s = self._host.clock(), time.time()
         return explanation(record, told, gateway=self._host.ref.id, silent=silent, now=now, wall_s=wall_s)
 
