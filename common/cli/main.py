@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from common.cli import bench, chat, demo, doctor, generate, keys, pull, status, up
+from common.cli import bench, chat, demo, doctor, explain, generate, keys, pull, status, up
 from common.cli.console import err, out
 from common.cli.up_command import SettingsCommand
 from common.protocol.errors import PenstockError
@@ -50,6 +50,7 @@ app.command("up", cls=SettingsCommand, add_help_option=False)(up.command)
 app.command("generate")(generate.command)
 app.command("chat")(chat.command)
 app.command("status")(status.command)
+app.command("explain")(explain.command)
 app.command("bench")(bench.command)
 app.command("doctor")(doctor.command)
 app.command("demo")(demo.command)

@@ -48,7 +48,7 @@ class Sequence:
     the oldest step in flight that samples it verifies; `UNKNOWN`s where the device looks that up. `num_open`: steps in flight
     that may give several tokens. `shift`: tokens beyond the first that the step before the oldest in flight gave: positions of
     that step's row are as many higher than planned. `newest`: the row that was planned last, in step `planned_step`.
-    `timeline`: what has happened to it here, if it is traced. `serial`: its number among all of this process. `arrival`,
+    `timeline`: what has happened to it here, since it was admitted. `serial`: its number among all of this process. `arrival`,
     `admitted_step`: its number among those admitted, and the step before which it was.
     """
 

@@ -1,4 +1,4 @@
-"""What happened to one traced request on a worker, as typed events; `spans_of` makes a trace's spans of them. Pure.
+"""What happened to one request on a worker, as typed events: spans of a trace and `penstock explain` are made of them. Pure.
 
 admitted ─► copied (from a store, or from the prefill worker) ─► steps: chunks of the prompt, the first token, the last one
          ─► handed off (prefill) ─► left
@@ -7,8 +7,8 @@ admitted ─► copied (from a store, or from the prefill worker) ─► steps: 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
+from common.protocol.explain_messages import WorkerEvent as Event
 from common.protocol.trace_context import child_of
 from common.runtime.spans import Fact, Span
 
@@ -17,19 +17,21 @@ MAX_EVENTS = 64
 COPIES = ("pull", "prefix")
 
 
-class Event(NamedTuple):
-    """Something that took from `began_at` to `ended_at`. `peer`: the worker at the other side; `error`: a code."""
-
-    name: str
-    began_at: float
-    ended_at: float
-    num_tokens: int = 0
-    peer: str = ""
-    error: str = ""
-
-
 class Timeline:
-    """A request's on one worker. Outputs that it came with are not this worker's."""
+    """A request's on one worker. Outputs that it came with are not this worker's. `local_tokens`: what its prefix cache had."""
+
+    __slots__ = (
+        "_num_outputs",
+        "admitted_at",
+        "error",
+        "events",
+        "finished_at",
+        "first_token_at",
+        "local_tokens",
+        "num_computed",
+        "num_steps",
+        "started_at",
+    )
 
     def __init__(self, now: float, num_computed: int, num_outputs: int) -> None:
         self.admitted_at = now
@@ -37,7 +39,7 @@ class Timeline:
         self.events: list[Event] = []
         self.num_steps = 0
         self.error = ""
-        self._num_computed = num_computed
+        self.local_tokens = self.num_computed = num_computed
         self._num_outputs = num_outputs
 
     def note(self, event: Event) -> None:
@@ -48,11 +50,11 @@ class Timeline:
     def copied(self, event: Event, num_computed: int) -> None:
         """KV was copied here, or was not: then `event` has an error."""
         self.note(event)
-        self._num_computed = num_computed
+        self.num_computed = num_computed
 
     def stepped(self, began_at: float, now: float, num_computed: int, num_outputs: int) -> None:
         """A step has been committed, perhaps without this request."""
-        computed, self._num_computed = num_computed - self._num_computed, num_computed
+        computed, self.num_computed = num_computed - self.num_computed, num_computed
         generated, self._num_outputs = num_outputs - self._num_outputs, num_outputs
         if computed <= 0 and generated <= 0:
             return

@@ -9,6 +9,7 @@
     │   ├── OriginNotAllowed        403  origin_not_allowed
     │   ├── Forbidden               403  forbidden          a key that is known, and may not do this
     │   ├── UnknownModel            404  model_not_found
+    │   ├── NotFound                404  not_found
     │   ├── DuplicateRequest        409  duplicate_request
     │   ├── PayloadTooLarge         413  payload_too_large
     │   └── HostNotAllowed          421  host_not_allowed
@@ -92,6 +93,11 @@ class Forbidden(RequestError):
 
 class UnknownModel(RequestError):
     code = "model_not_found"
+    http_status = 404
+
+
+class NotFound(RequestError):
+    code = "not_found"
     http_status = 404
 
 

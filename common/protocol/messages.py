@@ -1,7 +1,8 @@
 """Every message between services: one tagged msgspec Struct each, msgpack on the wire.
 
 A field is only ever added, with a default, so that two versions can talk. Encode with `encode`, decode with `decode`;
-nothing else touches msgpack. `docs/protocol.md` describes this file, `cache_messages.py` and `draft_messages.py`.
+nothing else touches msgpack. `docs/protocol.md` describes this file and the `*_messages.py` beside it.
+
 Who sends what, in the order of one request:
 
     gateway → prefill   PrefillTask, ReadTask answered at once by Accepted or Rejected; ReadTask then by TokenFrames
@@ -9,7 +10,7 @@ Who sends what, in the order of one request:
     gateway → decode    DecodeTask            the direct path: no prefill worker
     prefill → gateway   TokenFrames, HandedOff or HandoffFailed
     decode  → gateway   TokenFrames           one message per gateway per step
-    gateway → worker    FramesTaken, FetchFrames, Renew, Cancel
+    gateway → worker    FramesTaken, FetchFrames, Renew, Cancel; Explain, answered by Explained
     worker  → gateway   Unknown               the answer to Renew for requests it does not hold
     decode  → prefill   ReleaseLease, RenewLeases
     worker  ↔ kvstore   BlockLookup/BlockLease, BlockOffer/BlockGrant, BlockCommit, ReleaseLease, RenewLeases
@@ -26,6 +27,7 @@ import msgspec
 from common.protocol.cache_messages import BlockCommit, BlockGrant, BlockLease, BlockLookup, BlockOffer, KvTier
 from common.protocol.draft_messages import DraftClose, Drafting, DraftResync, DraftUpdate, Proposals
 from common.protocol.errors import ProtocolError
+from common.protocol.explain_messages import ExplainMessage
 from common.protocol.handles import KvHandle, WorkerRef
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -61,15 +63,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 class Generation(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """All a worker needs to begin or to continue a request.
 
-    `tokens` (packed uint32) are the prompt and whatever earlier attempts generated; the first `prompt_tokens` of them are
-    the client's. `attempt` counts up with each retry and fences frames of the attempts before. `remaining_ms` is the time that
-    the request had left when this was sent: a holder frees it once so much has passed on a clock of its own, whatever the time
-    of day is there. `deadline_ms`, milliseconds since 1970, is for readers that don't know `remaining_ms`. `salt` separates
+    `tokens` (packed uint32) are the prompt and whatever earlier attempts generated; the first `prompt_tokens` of them are the
+    client's. `attempt` counts up with each retry and fences frames of the attempts before. `remaining_ms` is the time that the
+    request had left when this was sent: a holder frees it once so much has passed on a clock of its own, whatever the time of
+    day is there. `deadline_ms`, milliseconds since 1970, is for readers that don't know `remaining_ms`. `salt` separates
     tenants' prefix caches. `alone`: workers have died with this request: run it while you hold nothing else, and take nothing
     else until it has given a token. `window`: units of frames (`frame_units`) that may be on their way to the gateway
-    unacknowledged; 0: any number. `tenant`: who asked, empty for nobody in particular; tenants share a worker by `weight`,
-    and within a tenant a lower `priority` is earlier. `trace`: the W3C traceparent of this attempt, whose children the workers'
-    spans are; empty: it is not traced.
+    unacknowledged; 0: any number. `tenant`: who asked, empty for nobody in particular; tenants share a worker by `weight`, and
+    within a tenant a lower `priority` is earlier. `trace`: the W3C traceparent of this attempt; empty: it is not traced.
 
     A prompt may be read instead of continued (`ReadTask`). `given` (packed uint32) are the tokens behind `tokens`, known
     already: they are scored, and come as frames with log-probabilities, as if they had been generated. `pooling`: the last
@@ -161,8 +162,7 @@ class PrefillTask(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class ReadTask(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """gateway → prefill, or decode where there is no prefill worker: read the prompt for what `generation` asks of it. Nothing
-    is generated."""
+    """gateway → prefill, or decode where there is no prefill worker: read the prompt as `generation` asks, generate nothing."""
 
     generation: Generation
 
@@ -308,16 +308,15 @@ class ServedModel(msgspec.Struct, frozen=True, array_like=True):
 class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """everyone → everyone, four times a second: I am alive, this is my load, and this many requests I would accept.
 
-    `host` names the shared-memory domain: workers with equal `host` can map each other's `segment`. `state` is
-    starting, ready or draining. Speeds are moving averages, 0 when unknown. `loaded`: the share of its weights that a worker
-    has loaded while it starts. `steps`: how many its engine has run; `step_age_ms`: age of the step that runs now, 0 for none.
-
-    `model` is the name that clients ask for: a gateway uses the workers that serve its own. `identity` names what a worker's
-    weights are, so that another model under the same name is left alone; empty: unknown. `max_context`: tokens that one
-    sequence may have on this worker, which its KV pool may limit; 0: unknown. `draft_tokens`: proposed tokens that a decode
-    worker has verified since its start; `accepted_tokens`: those of them that held. `http_host`: where `http_port` is, an
-    address or the machine's name; empty: unknown. `models`: what a gateway serves, `model` first. `vocabulary`: the digest of a
-    draft model's tokenizer, which its target's must equal; empty: there is none. `tiers`: a kvstore's, the fastest first.
+    `host` names the shared-memory domain: workers with equal `host` can map each other's `segment`. `state` is starting, ready
+    or draining. Speeds are moving averages, 0 when unknown. `loaded`: the share of its weights that a worker has loaded while
+    it starts. `steps`: how many its engine has run; `step_age_ms`: age of the step that runs now, 0 for none. `model` is the
+    name that clients ask for: a gateway uses the workers that serve its own. `identity` names what a worker's weights are, so
+    that another model under the same name is left alone; empty: unknown. `max_context`: tokens that one sequence may have on
+    this worker, which its KV pool may limit; 0: unknown. `draft_tokens`: proposed tokens that a decode worker has verified
+    since its start; `accepted_tokens`: those of them that held. `http_host`: where `http_port` is, an address or the machine's
+    name; empty: unknown. `models`: what a gateway serves, `model` first. `vocabulary`: the digest of a draft model's
+    tokenizer, which its target's must equal; empty: there is none. `tiers`: a kvstore's, the fastest first.
     """
 
     worker: WorkerRef
@@ -381,6 +380,7 @@ Message = (
     | Proposals
     | DraftResync
     | EpochTaken
+    | ExplainMessage
     | Presence
 )
 

@@ -12,6 +12,7 @@
     penstock.v1.detokenize.<model-slug>     client → a gateway of this model (queue group): vLLM's /detokenize JSON
                                             (the slug of the model's name, or of one of its aliases)
     penstock.v1.cancel.<request-id>         client → every gateway, with the request's inbox as reply subject
+    penstock.v1.explain                     client → every gateway: {"request": "<id>"}; whoever holds it tells its timeline
     penstock.v1.batch.<model-slug>          client → a gateway of this model (queue group): one line of a batch, to be kept
     penstock.v1.result.<line-id>            client → any gateway (queue group): what became of a line
     penstock.v1.int.batch.…                 a gateway → what is kept of files and batches (JetStream)
@@ -179,6 +180,11 @@ def cancel(request: str) -> str:
 
 def any_cancel() -> str:
     return f"{ROOT}.cancel.*"
+
+
+def explain() -> str:
+    """Return where clients ask what became of a request."""
+    return f"{ROOT}.explain"
 
 
 def batch(model_slug: str) -> str:

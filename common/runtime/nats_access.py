@@ -1,14 +1,15 @@
 """Who may say and hear what on the bus: one NATS user for each role, with a password drawn at random. Pure.
 
     user      may publish to                                          may subscribe to
-    gateway   inboxes of workers, its heartbeat, clients' inboxes,    requests, cancels, heartbeats, its inbox, its answers
-              its streams
+    gateway   inboxes of workers, its heartbeat, clients' inboxes,    requests, cancels, questions what became of a request,
+              its streams                                             heartbeats, its inbox, its answers
     prefill   inboxes of roles it works with, its heartbeat           heartbeats, its inbox, its answers
     decode    the same                                                the same
     draft     the same                                                the same
     kvstore   the same                                                the same
-    client    requests, cancels                                       its own inboxes, heartbeats
-    a tenant  requests and cancels below its own subject              its own inboxes, its own usage
+    client    requests, cancels, questions what became of any request its own inboxes, heartbeats
+    others    requests, cancels                                       the same
+    a tenant  requests, cancels and questions below its own subject   its own inboxes, its own usage
     monitor   $SRV.PING, $SRV.INFO, $SRV.STATS                        its own inboxes, heartbeats, usage of tenants
 
 The inboxes of a user begin with its name, so that no user hears what another one is answered. Internal answers go to subjects
@@ -81,7 +82,8 @@ def permissions(user: str, *, reply_prefixes: Sequence[str] = ("_INBOX.",), tena
     if user == MONITOR:
         asked = [f"$SRV.{verb}{rest}" for verb in ("PING", "INFO", "STATS") for rest in ("", ".>")]
         return Permissions(asked, [*own, subjects.any_usage()])
-    return Permissions([*_public(), subjects.any_cancel()], own)
+    asks = [subjects.explain()] if user == CLIENT else []  # of anybody's requests, as whoever started Penstock may
+    return Permissions([*_public(), subjects.any_cancel(), *asks], own)
 
 
 def _public() -> list[str]:
@@ -98,7 +100,7 @@ def _of_role(role: str, reply_prefixes: Sequence[str]) -> Permissions:
     subscribe = [subjects.any_inbox_of(role), subjects.any_presence(), f"{inbox_prefix(role)}.>", "$SRV.>"]
     if role == "gateway":
         publish += [*(f"{prefix}>" for prefix in reply_prefixes), subjects.any_usage(), subjects.kept(), *_stream_api()]
-        subscribe += [*_public(), subjects.any_cancel(), subjects.any_of_tenants()]
+        subscribe += [*_public(), subjects.any_cancel(), subjects.explain(), subjects.any_of_tenants()]
     return Permissions(publish, subscribe)
 
 

@@ -27,6 +27,7 @@ from common.engine.sequence_cache import SequenceCache
 from common.engine.settings import EngineServiceConfig
 from common.engine.speeds import Speeds
 from common.protocol.errors import Cancelled, InvalidLogits, OutOfCredits, PenstockError, ShuttingDown
+from common.protocol.explain_messages import Explain
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import (
     Accepted,
@@ -194,6 +195,8 @@ class EngineWorker(Actor):
                 self.on_fetch(message)
             case FramesTaken():
                 self.outflow.taken(message, self.clock())
+            case Explain():
+                self.answer(reply, self.traces.explain(message.request, self.held.get(message.request)))
             case _:
                 log.warning("unexpected_message", message=type(message).__name__)
 

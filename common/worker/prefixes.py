@@ -67,7 +67,7 @@ class Prefixes:
             sequence.num_cached = min(num_computed, sequence.generation.prompt_tokens)
             worker.counters.prefix_hits.inc(copied * block_tokens)
             worker.scheduler.end_copy(sequence, num_computed)
-            worker.traces.copied(sequence, "prefix", began_at)
+            worker.traces.copied(sequence, "prefix", began_at, num_tokens=copied * block_tokens)
             worker.wake()
 
     async def _copy_in(self, sequence: Sequence, hashes: list[bytes], have: int) -> int:

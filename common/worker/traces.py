@@ -1,17 +1,27 @@
-"""The traced requests of a worker: who notes what in their timelines, and when these become spans.
+"""What happened to a worker's requests: who notes what in their timelines, and what becomes of these.
 
-Requests that are not traced cost a comparison at each of these places. An engine worker calls all of them from its event loop.
+    admitted ─► timeline ─► copies, chunks, first token … ─► left ─► a record in a ring, for `penstock explain`
+                                                                 └► spans, if it is traced
+
+An engine worker calls all of this from its event loop. A request that is not traced is looked at in each step only until its
+first token: later steps cost nothing. The ring holds the last MAX_RECORDS attempts, each of MAX_EVENTS events at most: some
+1 MB as a rule, 16 MB at most. Nothing of a request's text is in it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from common.engine.sequence import Sequence
 from common.engine.timeline import Event, Timeline, spans_of
+from common.protocol.explain_messages import Explained, WorkerRecord
 from common.protocol.handles import WorkerRef
 from common.runtime.spans import Fact
 from common.runtime.tracing import Tracing
+
+MAX_RECORDS = 2048
+"""Attempts that are remembered after they have left this worker."""
 
 
 class WorkerTraces:
@@ -22,13 +32,13 @@ class WorkerTraces:
         self._me = me
         self._clock = clock
         self._running: dict[Sequence, Timeline] = {}
+        self._ended: deque[tuple[str, WorkerRecord]] = deque(maxlen=MAX_RECORDS)
         self._step_began_at = 0.0
 
     def admitted(self, sequence: Sequence) -> None:
         """A task has been accepted."""
-        if sequence.generation.trace and self._tracing.enabled:
-            line = Timeline(self._clock(), sequence.num_computed, sequence.num_outputs)
-            self._running[sequence] = sequence.timeline = line
+        line = Timeline(self._clock(), sequence.num_computed, sequence.num_outputs)
+        self._running[sequence] = sequence.timeline = line
 
     def step_ended(self, elapsed_s: float) -> None:
         """A step that took so long has ended; it is committed next."""
@@ -38,17 +48,36 @@ class WorkerTraces:
         """That step's results are in the sequences."""
         if not self._running:
             return
-        now = self._clock()
+        now, exports = self._clock(), self._tracing.enabled
         for sequence, line in list(self._running.items()):
+            if sequence.num_computed == line.num_computed and sequence.finish is None:
+                continue  # it was not in the step
             line.stepped(self._step_began_at, now, sequence.num_computed, sequence.num_outputs)
             if sequence.finish is not None:
                 line.finished_at = now
                 del self._running[sequence]
+            elif line.first_token_at and not (exports and sequence.generation.trace):
+                del self._running[sequence]
 
-    def copied(self, sequence: Sequence, name: str, began_at: float, peer: str = "", error: str = "") -> None:
+    def finished(self, sequence: Sequence) -> None:
+        """Its last token is on its way to the gateway."""
+        if sequence.timeline is not None and not sequence.timeline.finished_at:
+            sequence.timeline.finished_at = self._clock()
+
+    def copied(
+        self,
+        sequence: Sequence,
+        name: str,
+        began_at: float,
+        *,
+        num_tokens: int = 0,
+        num_bytes: int = 0,
+        peer: str = "",
+        error: str = "",
+    ) -> None:
         """A copy of KV for it has ended: `pull` from a prefill worker, or a `prefix` from a store."""
         if sequence.timeline is not None:
-            event = Event(name, began_at, self._clock(), peer=peer, error=error)
+            event = Event(name, began_at, self._clock(), num_tokens=num_tokens, peer=peer, error=error, num_bytes=num_bytes)
             sequence.timeline.copied(event, sequence.num_computed)
 
     def handed_off(self, sequence: Sequence, began_at: float, peer: str, error: str = "") -> None:
@@ -62,12 +91,16 @@ class WorkerTraces:
             sequence.timeline.error = code
 
     def left(self, sequence: Sequence) -> None:
-        """It is held no more: export what happened to it."""
-        line, sequence.timeline = sequence.timeline, None
+        """It is held no more: remember what happened to it, and export that if it is traced."""
+        line = sequence.timeline
         if line is None:
             return
-        self._running.pop(sequence, None)
         now, me, generation = self._clock(), self._me(), sequence.generation
+        self._ended.append((generation.request, _record(sequence, line, now)))
+        sequence.timeline = None
+        self._running.pop(sequence, None)
+        if not generation.trace or not self._tracing.enabled:
+            return
         facts: dict[str, Fact] = {
             "penstock.request.id": generation.request,
             "penstock.attempt": generation.attempt,
@@ -76,3 +109,27 @@ class WorkerTraces:
             "penstock.output_tokens": sequence.num_outputs,
         }
         self._tracing.record(spans_of(line, parent=generation.trace, role=me.role, worker=me.id, facts=facts, now=now), now)
+
+    def explain(self, request: str, held: Sequence | None) -> Explained:
+        """Return what is known of a request: of its attempts that have left, and of `held`, which has not."""
+        records = [record for name, record in self._ended if name == request]
+        if held is not None and held.timeline is not None:
+            records.append(_record(held, held.timeline, 0.0))
+        return Explained(worker=self._me(), now=self._clock(), records=records)
+
+
+def _record(sequence: Sequence, line: Timeline, left_at: float) -> WorkerRecord:
+    return WorkerRecord(
+        attempt=sequence.generation.attempt,
+        admitted_at=line.admitted_at,
+        started_at=line.started_at,
+        first_token_at=line.first_token_at,
+        finished_at=line.finished_at,
+        left_at=left_at,
+        prompt_tokens=sequence.generation.prompt_tokens,
+        local_tokens=line.local_tokens,
+        cached_tokens=max(sequence.num_cached, 0),
+        output_tokens=sequence.num_outputs,
+        error=line.error,
+        events=line.events,
+    )

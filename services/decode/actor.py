@@ -163,9 +163,10 @@ class DecodeActor(EngineWorker):
 
     async def pull(self, sequence: Sequence, handle: KvHandle) -> None:
         """Copy the blocks that are not here yet. Whatever goes wrong, the sequence runs on: what is missing is recomputed."""
-        num_computed, code, began_at = 0, "", self.clock()
+        num_computed, num_bytes, code, began_at = 0, 0, "", self.clock()
+        here = sequence.num_computed
         try:
-            await self.copy_blocks(sequence, handle)
+            num_bytes = await self.copy_blocks(sequence, handle)
             num_computed = handle.num_tokens
         except PenstockError as error:
             code = error.code
@@ -173,12 +174,15 @@ class DecodeActor(EngineWorker):
         finally:
             self.pulling.pop(handle.lease, None)
             self.scheduler.end_copy(sequence, num_computed)
-            self.traces.copied(sequence, "pull", began_at, handle.owner.id, code)
+            copied = {"num_tokens": max(num_computed - here, 0), "num_bytes": num_bytes}
+            self.traces.copied(sequence, "pull", began_at, **copied, peer=handle.owner.id, error=code)
             self.send(handle.owner, ReleaseLease(leases=[handle.lease]))
             self.wake()
 
-    async def copy_blocks(self, sequence: Sequence, handle: KvHandle) -> None:
-        """:raises StaleHandle, TransportUnavailable, OutOfBlocks: nothing that was copied may be used."""
+    async def copy_blocks(self, sequence: Sequence, handle: KvHandle) -> int:
+        """Return how many bytes were copied.
+
+        :raises StaleHandle, TransportUnavailable, OutOfBlocks: nothing that was copied may be used."""
         if handle.fingerprint != self.engine.runner.fingerprint:
             raise TransportUnavailable("the handle's model or KV layout is not ours")
         owner = self.registry.get(handle.owner.id)
@@ -199,12 +203,10 @@ class DecodeActor(EngineWorker):
                 source = RemoteBlocks(owner.host, segment, fingerprint, blocks, generations)
                 copies.append((source, memory.segment.blocks, table[begin:end]))
 
-        def copy() -> None:
-            for source, into, mine in copies:
-                self.transport.read(source, into, mine)
+        def copy() -> int:
+            return sum(self.transport.read(source, into, mine) for source, into, mine in copies)
 
-        if copies:
-            await anyio.to_thread.run_sync(copy)
+        return await anyio.to_thread.run_sync(copy) if copies else 0
 
     # -- steps
 
@@ -250,6 +252,7 @@ class DecodeActor(EngineWorker):
                 self.counters.draft_tokens.inc(done.proposed)
                 self.counters.accepted_tokens.inc(done.accepted)
             if done.sequence.finish is not None:
+                self.traces.finished(done.sequence)
                 self.dropped(done.sequence)
         for worker, message in self.drafts.messages(self.ref):
             self.send(worker, message)

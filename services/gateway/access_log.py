@@ -18,6 +18,7 @@ from common.protocol.errors import Cancelled, DeadlineExceeded
 from common.runtime import logs
 from services.gateway.answer import Answer
 from services.gateway.bodies import Usage
+from services.gateway.generation import Arrival
 from services.gateway.metrics import EdgeMetrics
 from services.gateway.server_span import ServerSpan
 from services.gateway.tenants import Visit
@@ -56,9 +57,9 @@ class AccessRecord:
         self._began_at = time.monotonic()
 
     @property
-    def trace(self) -> str:
-        """The traceparent of the request's span; empty: it is not traced."""
-        return "" if self._span is None else self._span.traceparent
+    def arrival(self) -> Arrival:
+        """What its answer is made with."""
+        return Arrival(self.client_id, self._began_at, "" if self._span is None else self._span.traceparent)
 
     def close(self, status: int, code: str = "") -> None:
         """Count and log the request; `code` is empty for one that was answered to its end."""

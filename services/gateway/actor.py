@@ -53,6 +53,7 @@ from services.gateway.census import WatchedModel
 from services.gateway.config import GatewayConfig
 from services.gateway.dashboard import Dashboard
 from services.gateway.door import Door
+from services.gateway.explainer import Explainer
 from services.gateway.http import create_app
 from services.gateway.inflow import Inflow
 from services.gateway.intake import Intake
@@ -112,8 +113,9 @@ class GatewayActor(Actor):
         self.catalog = catalog_of(self.cores, config, self.intake)
         self.usage = UsageReports(self.metrics)
         self.door = Door(config, on_usage=self.usage.add)
-        watched = [WatchedModel(core.name, core.dispatcher) for core in self.cores]
-        self.dashboard = Dashboard(self, lambda: watched, clock)
+        self.dashboard = Dashboard(self, lambda: [WatchedModel(core.name, core.dispatcher) for core in self.cores], clock)
+        running = lambda: ((core.name, core.dispatcher.requests) for core in self.cores)  # noqa: E731
+        self.explainer = Explainer(self, running, reply_prefixes=config.reply_prefixes, tenants=self.door.has_tenants)
         for core in self.cores:
             core.dispatcher.on_ended = functools.partial(self._has_ended, core)
         self._numbers = itertools.count(1)
@@ -125,10 +127,12 @@ class GatewayActor(Actor):
         self.batches: Batches | None = None
         if self.catalog is not None and not config.zero_retention:
             self.batches = Batches(self, self.catalog, bus, config, room=room_behind, door=self.door)
-        self.endpoints = lambda: [each for part in (self._front, self.batches) if part is not None for each in part.endpoints]
+        parts = lambda: (self._front, self.explainer, self.batches)  # noqa: E731
+        self.endpoints = lambda: [each for part in parts() if part is not None for each in part.endpoints]
 
     def _has_ended(self, core: ModelCore, request: Request, now: float) -> None:
         self.dashboard.ended.add(request, core.name, now)
+        self.explainer.ended(request, core.name, now)
         if request.trace:
             self.tracing.record(spans_of(request, now), now)
 
@@ -148,14 +152,11 @@ class GatewayActor(Actor):
         return self.registry.alive(None, self.clock())
 
     def generate(self, request: GenerationRequest) -> Stream:
-        """A request for the first model.
-
-        :raises GatewayBusy, Overloaded, ShuttingDown, DuplicateRequest: nothing has been taken then.
-        """
+        """Take a request for the first model; raises what `begin` does."""
         return self.cores[0].generate(request)
 
     def http_app(self) -> ASGIApp | None:
-        catalog, config, parts = self.catalog, self.config, (self.dashboard, self.batches, self.door)
+        catalog, config, parts = self.catalog, self.config, (self.dashboard, self.batches, self.door, self.explainer)
         return None if catalog is None else with_cors(create_app(self, catalog, config, *parts), config.allow_origin)
 
     @property
@@ -173,6 +174,7 @@ class GatewayActor(Actor):
             self.task_group.start_soon(core.canary.run)
         if self.catalog is not None:
             self.task_group.start_soon(self.dashboard.run)
+            self.task_group.start_soon(self.explainer.run, self.bus)
             if self.batches is not None:
                 self.task_group.start_soon(self.batches.run)
             self.task_group.start_soon(self.door.watch)
@@ -256,11 +258,9 @@ class GatewayActor(Actor):
         now = self.clock()
         match message:
             case HandedOff():
-                core = self._core_of(message.request)
-                core.dispatcher.handed_off(message, now)
+                (core := self._core_of(message.request)).dispatcher.handed_off(message, now)
             case HandoffFailed():
-                core = self._core_of(message.request)
-                core.dispatcher.handoff_failed(message, now)
+                (core := self._core_of(message.request)).dispatcher.handoff_failed(message, now)
             case Unknown():
                 core = self._core_of(*(request for request, _ in message.requests))
                 core.dispatcher.unknown(message, now)

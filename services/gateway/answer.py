@@ -34,6 +34,7 @@ from common.text.tokenizer import Tokenizer
 from services.gateway.bodies import Usage
 from services.gateway.choice_events import AnswerFormat, ChoiceEvents
 from services.gateway.choices import ChoiceRules, ChoiceText, Delta, ScoredToken, choice_seed
+from services.gateway.generation import UNKNOWN_ARRIVAL, Arrival
 from services.gateway.job import Job
 from services.gateway.metrics import EdgeMetrics
 from services.gateway.prompt_scores import OutputStream, PromptText, ScoredStream
@@ -102,8 +103,8 @@ class _Arrived:
 
 
 class Answer:
-    """See above. Not to be used from two tasks at once. `on_start` is called when the first tokens have come. `trace`: the
-    traceparent of the request's span."""
+    """See above. Not to be used from two tasks at once. `on_start` is called when the first tokens have come. `arrival`: how
+    the request came to its edge."""
 
     def __init__(
         self,
@@ -113,10 +114,10 @@ class Answer:
         metrics: EdgeMetrics,
         *,
         on_start: Callable[[], None] = lambda: None,
-        trace: str = "",
+        arrival: Arrival = UNKNOWN_ARRIVAL,
     ) -> None:
         self.job = job
-        self._trace = trace
+        self._arrival = arrival
         self._on_start = on_start
         self._core = core
         self._tokenizer = tokenizer
@@ -208,7 +209,9 @@ class Answer:
             tenant=job.tenant,
             weight=job.weight,
             priority=job.priority,
-            trace=self._trace,
+            trace=self._arrival.trace,
+            shown_id=self._arrival.shown_id,
+            received_at=self._arrival.at,
             background=job.background,
         )
         top = job.prompt_top_of(index)

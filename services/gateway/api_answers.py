@@ -195,5 +195,8 @@ ANSWERS: dict[str, Schema] = {
         record({"targets": array(STRING), "labels": {"type": "object", "additionalProperties": STRING}}),
         description="Prometheus's HTTP service discovery.",
     ),
+    "Explanations": record(
+        {"requests": array({"type": "object", "description": "A choice's timeline: see `Explanation` in docs/protocol.md."})}
+    ),
     "RequestRow": {"type": "object", "description": "What became of one request, for the dashboard; its fields may change."},
 }

@@ -5,7 +5,7 @@ A test holds this table to the routes of `http.create_app`, and the errors to th
 
 from __future__ import annotations
 
-from common.protocol.errors import InvalidParameter, Overloaded, UnknownModel
+from common.protocol.errors import InvalidParameter, NotFound, Overloaded, UnknownModel
 from services.gateway.api_answers import STRING, reference
 from services.gateway.api_batches import BATCH_OPERATIONS
 from services.gateway.api_operation import (
@@ -24,7 +24,6 @@ from services.gateway.api_operation import (
     answer,
     stream,
 )
-from services.gateway.dashboard import NotFound
 from services.gateway.openai import ChatRequest, CompletionRequest
 from services.gateway.token_bodies import DetokenizeRequest, TokenizeRequest
 from services.gateway.vectors import EmbeddingRequest, ScoreRequest
@@ -243,6 +242,16 @@ OPERATIONS: tuple[Operation, ...] = (
         parameters=(Parameter("name", "path", "The request's id up to its 8th character, without what is before the dash."),),
         answers=answer("RequestRow"),
         errors=(NotFound,),
+        keyed=True,
+    ),
+    Operation(
+        method="GET",
+        path="/v1/explain/{id}",
+        summary="Tell one request's timeline over all services, while it runs and for a while afterwards.",
+        tag="operations",
+        parameters=(Parameter("id", "path", "The `id` of the answer, or its `x-request-id`."),),
+        answers=answer("Explanations"),
+        errors=(NotFound, Overloaded),
         keyed=True,
     ),
     Operation(

@@ -12,13 +12,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import ClassVar, Literal, Protocol
+from typing import Literal, Protocol
 
 import anyio
 import anyio.lowlevel
 import msgspec
 
-from common.protocol.errors import Overloaded, RequestError
+from common.protocol.errors import NotFound, Overloaded
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
 from common.runtime.metrics import Metrics
@@ -34,11 +34,6 @@ AT_MOST_EVERY_S = 0.2
 """Somebody who opens a page gets a snapshot at once, unless there was one just now."""
 MAX_VIEWERS = 16
 MAX_SEARCH = 64
-
-
-class NotFound(RequestError):
-    code: ClassVar[str] = "not_found"
-    http_status: ClassVar[int] = 404
 
 
 class Watched(Protocol):

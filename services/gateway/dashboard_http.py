@@ -21,8 +21,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from common.protocol.errors import NotFound
 from services.gateway.config import GatewayConfig
-from services.gateway.dashboard import Dashboard, NotFound, Viewer
+from services.gateway.dashboard import Dashboard, Viewer
 from services.gateway.http_io import Exchange
 from services.gateway.page_files import page_file, page_files
 

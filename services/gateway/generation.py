@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import msgspec
 
 from common.protocol.messages import Pooling, SamplingParams
+
+
+class Arrival(NamedTuple):
+    """How a request came to an edge: what its client calls it, when it came (on `time.monotonic`), and the traceparent of its
+    span, empty if it is not traced."""
+
+    shown_id: str = ""
+    at: float = 0.0
+    trace: str = ""
+
+
+UNKNOWN_ARRIVAL = Arrival()
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,7 +29,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     With `given` or `pooling` the prompt is read, not continued: the tokens of `given` come back as if they had been generated,
     each with its log-probabilities; or the prompt's embedding comes back. `sampling.max_tokens` is then how many tokens are
-    given, 1 at least, and `sampling` has no stop tokens. `trace`: the traceparent of the span around it; empty: not traced."""
+    given, 1 at least, and `sampling` has no stop tokens. `trace`: the traceparent of the span around it; empty: not traced.
+    `shown_id`: what its client calls it; empty: `id`. `received_at`: when its edge got it, on the core's clock; 0.0: now."""
 
     id: str
     prompt: list[int]
@@ -29,6 +44,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     given: list[int] = []
     pooling: Pooling = ""
     trace: str = ""
+    shown_id: str = ""
+    received_at: float = 0.0
 
     @property
     def is_read(self) -> bool:

@@ -42,6 +42,8 @@ from services.gateway.config import GatewayConfig
 from services.gateway.dashboard import Dashboard
 from services.gateway.dashboard_http import dashboard_routes
 from services.gateway.door import Door
+from services.gateway.explain_http import explain_routes
+from services.gateway.explainer import Explainer
 from services.gateway.http_body import ClientGone, header, read_body, text_header
 from services.gateway.http_io import Exchange, error_headers, safe_request_id
 from services.gateway.logprobs import TokenNames
@@ -75,10 +77,12 @@ def create_app(
     dashboard: Dashboard | None = None,
     batches: Batches | None = None,
     door: Door | None = None,
+    explainer: Explainer | None = None,
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> Starlette:
-    """All that `openapi.py` describes; `/` and what is below `/dashboard` with a `dashboard` alone.
+    """All that `openapi.py` describes; `/` and what is below `/dashboard` with a `dashboard` alone; `/v1/explain/…`
+    with an `explainer` alone.
 
     `catalog` and `door` are what this edge shares with the NATS edge.
 
@@ -109,6 +113,7 @@ def create_app(
             Route("/metrics", api.metrics_page, methods=["GET"]),
             *openapi_routes(config),
             *([] if dashboard is None else dashboard_routes(dashboard, config, door.authorize_overview)),
+            *([] if explainer is None else explain_routes(explainer, door)),
             *([] if batches is None else batch_routes(batches, catalog, door.authorize)),
         ],
         exception_handlers={HTTPException: _routing_error, PenstockError: _typed_error},
@@ -236,7 +241,7 @@ class _Api:
         self._warn(notes, exchange)
         if visit is not None:
             visit.reserve(job.max_tokens_in_all, self._clock())
-        answer = record.answer = Answer(model.core, job, model.bundle.tokenizer, model.metrics, trace=record.trace)
+        answer = record.answer = Answer(model.core, job, model.bundle.tokenizer, model.metrics, arrival=record.arrival)
         send = partial(self._stream if job.stream else self._collect, answer, model.token_names, exchange)
         await answer.run(send, watch=partial(self.watch, exchange, id))
 

@@ -273,7 +273,7 @@ class NatsFront:
             incoming.visit.reserve(job.max_tokens_in_all, time.monotonic())
         on_start = functools.partial(self._has_started, reply)
         answer = record.answer = Answer(
-            model.core, job, model.bundle.tokenizer, model.metrics, on_start=on_start, trace=record.trace
+            model.core, job, model.bundle.tokenizer, model.metrics, on_start=on_start, arrival=record.arrival
         )
         await answer.run(functools.partial(self._stream if job.stream else self._collect, answer, model.token_names, reply))
 

@@ -93,7 +93,7 @@ class WholeReplies:
         if incoming.visit is not None:
             incoming.visit.reserve(sum(map(len, job.prompts)), time.monotonic())
         limit, intake = self._bus.max_payload, self._catalog.intake
-        answer = VectorAnswer(model.core, job, model.metrics, intake, max_bytes=limit, trace=record.trace)
+        answer = VectorAnswer(model.core, job, model.metrics, intake, max_bytes=limit, arrival=record.arrival)
         record.answer = answer
 
         async def send(pieces: Pieces) -> None:

@@ -220,6 +220,7 @@ class Placement:
                 seat.charged_prompt = choice.uncached_tokens
                 seat.charged = seat.charged_prompt + answer
                 self._waiting.charge(request.tenant, seat.charged, request.weight)
+            request.history.routed(now, request.attempt + 1, choice)
             alone, window = line == "alone", self.windows.size
             yield request, request.place(choice.prefill, choice.decode, now, alone=alone, window=window)
         for line, order, request in unplaced:

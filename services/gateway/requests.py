@@ -42,7 +42,7 @@ from services.gateway.actions import (
 )
 from services.gateway.failures import for_client, is_final, is_loss, is_refusal
 from services.gateway.generation import GenerationRequest as GenerationRequest  # the edges take both from here
-from services.gateway.history import History
+from services.gateway.history import STALL_NOTED_S, History
 from services.gateway.losses import Losses, Suspicion
 from services.gateway.silence import Silence
 from services.gateway.transcript import Output as Output
@@ -69,15 +69,14 @@ class Request:
         path: Path = "auto",
         only: WorkerRef | None = None,
     ) -> None:
-        self.id, self.client_id = wire_id, request.id
+        self.id, self.client_id, self.shown_id = wire_id, request.id, request.shown_id or request.id
         self.prompt_tokens, self.packed_prompt = len(request.prompt), token_bytes.pack(request.prompt)
         self.sampling = request.sampling
         self.salt, self.trace = request.salt, request.trace
         self.tenant, self.weight, self.background = request.tenant, request.weight, request.background
         self.priority = bounded(request.priority, background=request.background)
         self.rank = now + self.priority * PRIORITY_STEP_S
-        self.gateway = gateway
-        self.limits = limits
+        self.gateway, self.limits = gateway, limits
         self.given = request.given
         self.pooling: Pooling = request.pooling
         self.is_read = request.is_read
@@ -89,8 +88,7 @@ class Request:
         self.deadline_ms = wall_ms + int(request.deadline_s * 1000)
         self.wake: Callable[[], None] = lambda: None
 
-        self.state = State.QUEUED
-        self.attempt = 0
+        self.state, self.attempt = State.QUEUED, 0
         self.prefill: WorkerRef | None = None
         self.decode: WorkerRef | None = None
         self.holders: set[WorkerRef] = set()
@@ -105,7 +103,7 @@ class Request:
         self.tokens = self.transcript.tokens
         self.silence = Silence(now)
         self.dropped_frames = self.sent_fetches = 0
-        self.history = History(now)
+        self.history = History(now, request.received_at)
 
     # -- placing
 
@@ -371,6 +369,8 @@ class Request:
     def _append(self, frame: TokenFrame, skip: int, now: float) -> None:
         if not self.tokens:
             self.first_token_at = now
+        elif now - self.silence.progressed_at > STALL_NOTED_S:
+            self.history.stalled(self.silence.progressed_at, now, self.attempt)
         if skip:
             self.transcript.append(frame.tokens[skip:], frame.logprobs[skip:] if frame.logprobs else None)
         else:

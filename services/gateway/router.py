@@ -16,13 +16,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
-import msgspec
-
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
 from services.gateway.actions import Path
 from services.gateway.pools import Pair, Pool, Worker
 from services.gateway.prefix_memory import PrefixMemory
+from services.gateway.routes import Choice as Choice  # placement takes all three from here
+from services.gateway.routes import Job as Job
+from services.gateway.routes import ReadChoice as ReadChoice
+from services.gateway.routes import costed
 
 COMPARED = 6
 """Workers of a pool that are compared, when it has more."""
@@ -36,39 +38,6 @@ DEFAULT_STEP_S = 0.01
 STEP_SHARE = 0.1
 """By how much of a step one more sequence slows the others down: decoding is bound by memory, not by the batch."""
 MAX_EXPECTED_TOKENS = 256
-
-
-class Job(msgspec.Struct, frozen=True):
-    """What the router needs to know of a request.
-
-    keys: of its prompt, see `prefix_keys`. avoid: ids of workers to take only when there is no other. only: the worker whose
-    path this is, prefill or decode. patient: it waits for a prefill worker rather than have a decode worker compute its prompt.
-    """
-
-    keys: Sequence[int]
-    num_tokens: int
-    max_tokens: int
-    path: Path = "auto"
-    avoid: frozenset[str] = frozenset()
-    patient: bool = True
-    only: WorkerRef | None = None
-
-
-class Choice(msgspec.Struct, frozen=True):
-    """`uncached_tokens`: what prefill, or decode on the direct path, is expected to compute."""
-
-    prefill: WorkerRef | None
-    decode: WorkerRef
-    uncached_tokens: int
-
-
-class ReadChoice(msgspec.Struct, frozen=True):
-    """The worker that is to read a prompt, of which so many tokens are computed. `prefill` is a decode worker where there is no
-    prefill worker."""
-
-    prefill: WorkerRef
-    uncached_tokens: int
-    decode: None = None
 
 
 class Router:
@@ -223,19 +192,20 @@ class Router:
     def choose_alone(self, job: Job) -> Choice | None:
         """A decode worker that has nothing to do, for a request that must not run beside others."""
         idle = _idle(self.decode, job)
-        return None if idle is None else Choice(None, idle, job.num_tokens)
+        return None if idle is None else Choice(None, idle, job.num_tokens, reason="runs_alone")
 
     def choose_alone_to_read(self, job: Job) -> ReadChoice | None:
         """A worker that has nothing to do, for a prompt that must not be read beside others."""
         idle = _idle(self._readers, job)
-        return None if idle is None else ReadChoice(idle, job.num_tokens)
+        return None if idle is None else ReadChoice(idle, job.num_tokens, reason="runs_alone")
 
     def choose_to_read(self, job: Job) -> ReadChoice | None:
         """A worker for a prompt that is read; what is cached of it is mostly computed again. None: all are full."""
         candidates = self._candidates(self._readers, {}, job.avoid)
         if not candidates:
             return None
-        return ReadChoice(min(candidates, key=lambda worker: self._prefill_cost(worker, job, {})).ref, job.num_tokens)
+        costs = [(self._prefill_cost(worker, job, {}), worker) for worker in candidates]
+        return ReadChoice(min(costs, key=_cost)[1].ref, job.num_tokens, costs=costed("prefill", costs, {}))
 
     def choose(self, job: Job) -> Choice | None:
         """None: nobody who could take the request has room now."""
@@ -244,18 +214,22 @@ class Router:
         cached = {worker: min(tokens, job.num_tokens - 1) for worker, tokens in self.memory.match(job.keys).items()}
         direct = self._direct(job, cached)
         if job.path == "direct" or (job.path == "auto" and not self.can_prefill):
-            return direct[1] if direct else None
+            reason = "path_given" if job.path == "direct" else "no_prefill_worker"
+            return direct[1].because(reason) if direct else None
         if direct and job.path == "auto" and direct[1].uncached_tokens <= self.direct_max_tokens:
-            return direct[1]
+            return direct[1].because("short_uncached_prompt")
         split = self._split(job, cached)
         short = direct is not None and direct[1].uncached_tokens <= MAX_DIRECT_FACTOR * self.direct_max_tokens
         if split is None and direct and short and job.path == "auto":
-            return direct[1]
+            return direct[1].because("no_room_at_prefill")
         if split is None:
             return self._overflow(job, cached) if job.path == "auto" and not job.patient else None
         if direct and job.path == "auto" and short:
-            return direct[1] if direct[0] < split[0] else split[1]
-        return split[1]
+            if direct[0] < split[0]:
+                return direct[1].because("direct_is_cheaper", split[1])
+            return split[1].because("prefill_is_cheaper", direct[1])
+        reason = "long_uncached_prompt" if job.path == "auto" else "path_given"
+        return split[1].because(reason, direct[1] if direct else None)
 
     def choose_decode(self, prefill: WorkerRef, job: Job, *, tried: Iterable[str]) -> WorkerRef | None:
         """Another decode worker for KV that `prefill` holds."""
@@ -278,40 +252,39 @@ class Router:
 
     def _overflow(self, job: Job, cached: Mapping[int, int]) -> Choice | None:
         """A decode worker for a prompt that has waited for prefill in vain: one that computes no other such prompt of ours."""
-        costed = [
-            found
-            for worker in self._candidates(self.decode, cached, job.avoid, only=job.only)
-            if not worker.tokens and (found := self._direct_on(worker, job, cached))
-        ]
-        return min(costed, key=lambda found: found[0])[1] if costed else None
+        found = self._direct(job, cached, idle=True)
+        return found[1].because("no_room_at_prefill_for_long") if found else None
 
-    def _direct(self, job: Job, cached: Mapping[int, int]) -> tuple[float, Choice] | None:
-        costed = [self._direct_on(w, job, cached) for w in self._candidates(self.decode, cached, job.avoid, only=job.only)]
-        return min(costed, key=lambda found: found[0], default=None)
+    def _direct(self, job: Job, cached: Mapping[int, int], *, idle: bool = False) -> tuple[float, Choice] | None:
+        """`idle`: only among workers that compute no prompt of ours."""
+        candidates = self._candidates(self.decode, cached, job.avoid, only=job.only)
+        costs = [(self._direct_cost(worker, job, cached), worker) for worker in candidates if not (idle and worker.tokens)]
+        if not costs:
+            return None
+        cost, worker = min(costs, key=_cost)
+        uncached = job.num_tokens - cached.get(worker.serial, 0)
+        return cost, Choice(None, worker.ref, uncached, costed("direct", costs, cached))
 
-    def _direct_on(self, worker: Worker, job: Job, cached: Mapping[int, int]) -> tuple[float, Choice]:
+    def _direct_cost(self, worker: Worker, job: Job, cached: Mapping[int, int]) -> float:
         uncached = job.num_tokens - cached.get(worker.serial, 0)
         compute_s = (worker.tokens + uncached) / (worker.presence.prefill_tokens_per_s or DEFAULT_TOKENS_PER_S)
         # while it computes the prompt, everyone who decodes there waits
-        return self._load_cost(worker, job) + compute_s * (1 + worker.load), Choice(None, worker.ref, uncached)
+        return self._load_cost(worker, job) + compute_s * (1 + worker.load)
 
     def _split(self, job: Job, cached: Mapping[int, int]) -> tuple[float, Choice] | None:
-        best = None
+        best, compared = None, []
         for prefills, decodes in self._open_pairs():
             candidates = self._candidates(prefills, cached, job.avoid, only=job.only)
             if not candidates:
                 continue
-            prefill_cost, prefill = min(
-                ((self._prefill_cost(w, job, cached), w) for w in candidates), key=lambda costed: costed[0]
-            )
-            decode_cost, decode = min(
-                ((self._decode_cost(w, job, cached), w) for w in self._candidates(decodes, cached, job.avoid)),
-                key=lambda costed: costed[0],
-            )
+            prefill_costs = [(self._prefill_cost(w, job, cached), w) for w in candidates]
+            decode_costs = [(self._decode_cost(w, job, cached), w) for w in self._candidates(decodes, cached, job.avoid)]
+            compared += [*costed("prefill", prefill_costs, cached), *costed("decode", decode_costs, cached)]
+            (prefill_cost, prefill), (decode_cost, decode) = min(prefill_costs, key=_cost), min(decode_costs, key=_cost)
             cost = prefill_cost + HANDOFF_S + decode_cost
             if best is None or cost < best[0]:
                 uncached = job.num_tokens - cached.get(prefill.serial, 0)
-                best = cost, Choice(prefill.ref, decode.ref, uncached)
+                best = cost, Choice(prefill.ref, decode.ref, uncached, compared)
         return best
 
     def _open_pairs(self) -> list[tuple[Pool, Pool]]:
@@ -383,6 +356,10 @@ class Router:
     def _update(self, worker: Worker) -> None:
         for pool in self._pools(worker):
             pool.update(worker)
+
+
+def _cost(found: tuple[float, Worker]) -> float:
+    return found[0]
 
 
 def _idle(pool: Pool, job: Job) -> WorkerRef | None:

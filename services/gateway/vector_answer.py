@@ -20,7 +20,7 @@ import msgspec
 from common.protocol.errors import Cancelled, InternalError, PayloadTooLarge, PenstockError
 from common.protocol.messages import SamplingParams
 from services.gateway.bodies import Usage
-from services.gateway.generation import GenerationRequest
+from services.gateway.generation import UNKNOWN_ARRIVAL, Arrival, GenerationRequest
 from services.gateway.intake import Intake
 from services.gateway.metrics import EdgeMetrics
 from services.gateway.prompt_scores import OutputStream
@@ -50,11 +50,11 @@ class VectorAnswer:
         intake: Intake,
         *,
         max_bytes: int | None = None,
-        trace: str = "",
+        arrival: Arrival = UNKNOWN_ARRIVAL,
     ) -> None:
-        """`max_bytes`: a larger answer can't be sent. `trace`: the traceparent of the request's span."""
+        """`max_bytes`: a larger answer can't be sent. `arrival`: how the request came to its edge."""
         self.job = job
-        self._trace = trace
+        self._arrival = arrival
         self.finish = ""
         self._core = core
         self._metrics = metrics
@@ -135,7 +135,9 @@ class VectorAnswer:
                 weight=job.weight,
                 background=job.background,
                 pooling=job.pooling,
-                trace=self._trace,
+                trace=self._arrival.trace,
+                shown_id=self._arrival.shown_id,
+                received_at=self._arrival.at,
             )
         )
         output = await end_of(stream)

@@ -69,7 +69,7 @@ class Vectors:
             exchange.headers.append((b"warning", b'299 penstock "%b"' % job.warning.encode()))
         if visit is not None:
             visit.reserve(sum(map(len, job.prompts)), time.monotonic())
-        answer = record.answer = VectorAnswer(model.core, job, model.metrics, api.catalog.intake, trace=record.trace)
+        answer = record.answer = VectorAnswer(model.core, job, model.metrics, api.catalog.intake, arrival=record.arrival)
 
         async def respond(pieces: Pieces) -> None:
             await exchange.respond(200, pieces, pieces.size)

@@ -269,7 +269,7 @@ async def test_a_gateway_of_one_model_works_beside_one_of_both() -> None:
             model, prompt = asked[reply.headers[headers.REQUEST_ID]]
             answer = json.loads(reply.data)
             assert (answer["model"], answer["choices"][0]["text"]) == (model, text_of(model, prompt, 12))
-        assert len(alone.gateway.endpoints()) == 1 + len(subjects.VIEWS)
+        assert len(alone.gateway.endpoints()) == 2 + len(subjects.VIEWS)  # and cancel and explain
         assert alone.gateway.endpoints()[1].num_requests > 0
         await both.gateway.stop()
         client.replies.clear()

@@ -52,7 +52,12 @@ async def test_every_route_is_described_and_nothing_else() -> None:
     async with with_dashboard() as (made, _):
         assert made.gateway.catalog is not None
         app = create_app(
-            made.gateway, made.gateway.catalog, GatewayConfig(), dashboard=made.gateway.dashboard, batches=made.gateway.batches
+            made.gateway,
+            made.gateway.catalog,
+            GatewayConfig(),
+            dashboard=made.gateway.dashboard,
+            batches=made.gateway.batches,
+            explainer=made.gateway.explainer,
         )
         assert routes_of(app) == described
 

@@ -157,12 +157,13 @@ OTHERS = [
     "penstock.v1.else",
     "penstock.v2.chat.x",
 ]
-EVERY_SUBJECT = [*REQUESTS, *SRV, *INTERNAL, *KEPT, *STREAM_API, *INBOXES, *OTHERS]
+ASKS = [subjects.explain()]
+EVERY_SUBJECT = [*REQUESTS, *ASKS, *SRV, *INTERNAL, *KEPT, *STREAM_API, *INBOXES, *OTHERS]
 
 
-@pytest.mark.parametrize("user", ["client", "alice"])
-async def test_a_client_asks_and_cancels_and_says_nothing_else(site: Site, user: str) -> None:
-    assert await site.publishable(user, EVERY_SUBJECT) == set(REQUESTS)
+@pytest.mark.parametrize(("user", "more"), [("client", ASKS), ("alice", [])])
+async def test_a_client_asks_and_cancels_and_says_nothing_else(site: Site, user: str, more: list[str]) -> None:
+    assert await site.publishable(user, EVERY_SUBJECT) == {*REQUESTS, *more}
 
 
 async def test_the_monitor_asks_services_about_themselves_and_says_nothing_else(site: Site) -> None:
@@ -181,9 +182,19 @@ async def test_clients_hear_heartbeats_and_their_own_inboxes_alone(site: Site, u
 async def test_a_worker_is_no_gateway_and_no_other_worker(site: Site, role: str) -> None:
     said = await site.publishable(role, EVERY_SUBJECT)
     assert {subject for subject in said if ".presence." in subject} == {subjects.presence(role, "w-1")}
-    assert not said & {*REQUESTS, *SRV, *KEPT, *STREAM_API, *OTHERS, "_INBOX.client.abc", "_INBOX.alice.abc", "_INBOX.abc"}
+    assert not said & {
+        *REQUESTS,
+        *ASKS,
+        *SRV,
+        *KEPT,
+        *STREAM_API,
+        *OTHERS,
+        "_INBOX.client.abc",
+        "_INBOX.alice.abc",
+        "_INBOX.abc",
+    }
     heard = await site.audible(role, [">", *EVERY_SUBJECT], EVERY_SUBJECT)
-    assert not heard & {*REQUESTS, *INBOXES, *OTHERS}
+    assert not heard & {*REQUESTS, *ASKS, *INBOXES, *OTHERS}
     assert {subject for subject in heard if ".inbox." in subject} == {subjects.inbox(role, "w-1")}
     assert {subject for subject in heard if ".reply." in subject} == {f"{subjects.replies_of(role)}.connection.7"}
 
@@ -191,7 +202,7 @@ async def test_a_worker_is_no_gateway_and_no_other_worker(site: Site, role: str)
 async def test_a_gateway_answers_clients_and_asks_workers_and_touches_nothing_else(site: Site) -> None:
     said = await site.publishable("gateway", EVERY_SUBJECT)
     assert said >= {*INBOXES, *KEPT, *STREAM_API, *(subjects.inbox(role, "w-1") for role in WORKERS)}
-    assert not said & {*REQUESTS, *SRV, *OTHERS, *(subjects.presence(role, "w-1") for role in WORKERS)}
+    assert not said & {*REQUESTS, *ASKS, *SRV, *OTHERS, *(subjects.presence(role, "w-1") for role in WORKERS)}
     assert not await site.audible("gateway", [">", *EVERY_SUBJECT], EVERY_SUBJECT) & {*INBOXES, *OTHERS}
 
 

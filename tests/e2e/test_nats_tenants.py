@@ -36,7 +36,7 @@ def site(nats_server_factory: Callable[[str], LocalNatsServer]) -> Site:
 
 def of(tenant: str) -> list[str]:
     of_model = (subjects.chat, subjects.completions, subjects.embeddings, subjects.score, subjects.count_tokens)
-    public = (*(subject("some-model") for subject in of_model), subjects.cancel("some-id"))
+    public = (*(subject("some-model") for subject in of_model), subjects.cancel("some-id"), subjects.explain())
     return [subjects.of_tenant(tenant, subject) for subject in public]
 
 

@@ -281,3 +281,35 @@ def test_a_decision_takes_microseconds_with_hundreds_of_workers() -> None:
         for each in work:
             pool.choose(each)
     assert (time.perf_counter() - began) / 500 < 500e-6  # 40 µs alone; this machine is shared
+
+
+# -- why
+
+
+def test_a_choice_tells_its_reason_and_what_others_would_have_cost() -> None:
+    both = router(worker("prefill", 1), worker("decode", 1), worker("decode", 2, running=9))
+    short, long = both.choose(SHORT), both.choose(LONG)
+    assert short is not None and short.reason == "short_uncached_prompt"
+    assert {(cost.part, cost.worker) for cost in short.costs} == {("direct", "decode-1"), ("direct", "decode-2")}
+    assert long is not None and long.reason == "long_uncached_prompt"
+    parts = [
+        ("prefill", "prefill-1"),
+        ("decode", "decode-1"),
+        ("decode", "decode-2"),
+        ("direct", "decode-1"),
+        ("direct", "decode-2"),
+    ]
+    assert sorted((cost.part, cost.worker) for cost in long.costs) == sorted(parts)
+    decode = {cost.worker: cost.cost_s for cost in long.costs if cost.part == "decode"}
+    assert long.decode.id == min(decode, key=lambda worker: decode[worker]) and decode["decode-1"] < decode["decode-2"]
+
+
+def test_without_prefill_workers_the_reason_says_so() -> None:
+    choice = router(worker("decode", 1)).choose(LONG)
+    assert choice is not None and choice.reason == "no_prefill_worker"
+
+
+def test_a_prompt_that_waited_for_prefill_in_vain_says_so() -> None:
+    full = router(worker("prefill", 1, credits=0), worker("decode", 1))
+    choice = full.choose(job(prompt(2000), patient=False))
+    assert choice is not None and choice.reason == "no_room_at_prefill_for_long"

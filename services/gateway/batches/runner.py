@@ -213,7 +213,7 @@ class Runner:
         if job.stream:
             raise InvalidParameter("a line of a batch can't be streamed: leave stream out", param="stream")
         job = msgspec.structs.replace(job, background=True)
-        answer = record.answer = Answer(model.core, job, model.bundle.tokenizer, model.metrics)
+        answer = record.answer = Answer(model.core, job, model.bundle.tokenizer, model.metrics, arrival=record.arrival)
         collected: list[bytes] = []
 
         async def collect() -> None:
@@ -226,7 +226,9 @@ class Runner:
 
     async def _vectors(self, model: OfferedModel, job: VectorJob, record: AccessRecord, running: _Running) -> bytes:
         job = msgspec.structs.replace(job, background=True)
-        answer = VectorAnswer(model.core, job, model.metrics, self._catalog.intake, max_bytes=self._max_answer_bytes)
+        answer = VectorAnswer(
+            model.core, job, model.metrics, self._catalog.intake, max_bytes=self._max_answer_bytes, arrival=record.arrival
+        )
         record.answer = answer
         collected: list[bytes] = []
 

@@ -1,0 +1,99 @@
+"""What the router is asked, what it answers, and why: the reasons are kept for `penstock explain`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from common.protocol.handles import WorkerRef
+from services.gateway.actions import Path
+from services.gateway.pools import Worker
+
+Part = Literal["prefill", "decode", "direct"]
+"""What a worker was compared for: the prompt, the answer, or both."""
+Reason = Literal[
+    "",
+    "path_given",
+    "prompt_is_read",
+    "runs_alone",
+    "short_uncached_prompt",
+    "long_uncached_prompt",
+    "no_prefill_worker",
+    "no_room_at_prefill",
+    "no_room_at_prefill_for_long",
+    "direct_is_cheaper",
+    "prefill_is_cheaper",
+]
+"""Why a request took its path: see `WORDS`."""
+
+WORDS: Mapping[Reason, str] = {
+    "": "",
+    "path_given": "this path was asked for",
+    "prompt_is_read": "the prompt is read, not continued",
+    "runs_alone": "it lost a worker before, and runs alone",
+    "short_uncached_prompt": "the uncached part of the prompt is short",
+    "long_uncached_prompt": "the uncached part of the prompt is long",
+    "no_prefill_worker": "no prefill worker shares a host with a decode worker",
+    "no_room_at_prefill": "no prefill worker has room, and the uncached part of the prompt is not long",
+    "no_room_at_prefill_for_long": "no prefill worker has had room for some seconds",
+    "direct_is_cheaper": "a decode worker alone costs less than prefill and a hand-off",
+    "prefill_is_cheaper": "prefill and a hand-off cost less than a decode worker alone",
+}
+
+
+class Costed(msgspec.Struct, frozen=True, gc=False):
+    """What a part of a request was expected to cost on a worker. `cached_tokens`: of the prompt, expected in its cache."""
+
+    part: Part
+    worker: str
+    cost_s: float
+    cached_tokens: int
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What the router needs to know of a request.
+
+    keys: of its prompt, see `prefix_keys`. avoid: ids of workers to take only when there is no other. only: the worker whose
+    path this is, prefill or decode. patient: it waits for a prefill worker rather than have a decode worker compute its prompt.
+    """
+
+    keys: Sequence[int]
+    num_tokens: int
+    max_tokens: int
+    path: Path = "auto"
+    avoid: frozenset[str] = frozenset()
+    patient: bool = True
+    only: WorkerRef | None = None
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """`uncached_tokens`: what prefill, or decode on the direct path, is to compute. `costs`: of all that were compared."""
+
+    prefill: WorkerRef | None
+    decode: WorkerRef
+    uncached_tokens: int
+    costs: Sequence[Costed] = ()
+    reason: Reason = ""
+
+    def because(self, reason: Reason, *others: Choice | None) -> Choice:
+        """Return this choice with why it was made, and what the others would have cost."""
+        costs = [*self.costs, *(cost for other in others if other is not None for cost in other.costs)]
+        return Choice(self.prefill, self.decode, self.uncached_tokens, costs, reason)
+
+
+class ReadChoice(msgspec.Struct, frozen=True):
+    """The worker that is to read a prompt, of which so many tokens are computed. `prefill` is a decode worker where there is no
+    prefill worker."""
+
+    prefill: WorkerRef
+    uncached_tokens: int
+    decode: None = None
+    costs: Sequence[Costed] = ()
+    reason: Reason = "prompt_is_read"
+
+
+def costed(part: Part, costs: Iterable[tuple[float, Worker]], cached: Mapping[int, int]) -> list[Costed]:
+    """Return what is kept of a comparison. `cached`: tokens of the prompt by the worker's serial."""
+    return [Costed(part, worker.ref.id, cost_s, cached.get(worker.serial, 0)) for cost_s, worker in costs]
