@@ -133,7 +133,7 @@ def _drafts(worker: Presence) -> str:
 
 
 def _tiers(workers: list[Presence]) -> list[str]:
-    """What each tier of a kvstore holds, and what came of it since its start."""
+    """What each tier of a kvstore holds, and below that what came of it since its start."""
     lines: list[str] = []
     for worker in workers:
         for tier in worker.tiers:
@@ -141,10 +141,9 @@ def _tiers(workers: list[Presence]) -> list[str]:
                 lines.append(f"{worker.worker.id}: {tier.name} off: {tier.problem}")
                 continue
             held = f"{tier.blocks:,} blocks, {size_text(tier.bytes)} of {size_text(tier.capacity_bytes)}"
-            lines.append(
-                f"{worker.worker.id}: {tier.name} {held}, {tier.hit_blocks:,} hits, {tier.evicted_blocks:,} evicted, "
-                f"{tier.queued_blocks:,} to write, {tier.damaged_blocks:,} damaged"
-            )
+            counts = {"evicted": tier.evicted_blocks, "to write": tier.queued_blocks, "damaged": tier.damaged_blocks}
+            more = "".join(f", {count:,} {name}" for name, count in counts.items() if count)
+            lines += [f"{worker.worker.id}: {tier.name} {held}", f"  {tier.hit_blocks:,} hits{more}"]
     return lines
 
 

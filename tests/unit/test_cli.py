@@ -236,8 +236,8 @@ def test_status_says_what_each_tier_of_a_kvstore_holds() -> None:
     console = Console(width=120, record=True)
     console.print(status.table([store]))
     said = console.export_text()
-    assert "kvstore-0: memory 20 blocks, 5.0 MiB of 1.0 GiB, 7 hits, 0 evicted, 0 to write, 0 damaged" in said
-    assert "kvstore-0: disk 1,200 blocks, 3.0 GiB of 16.0 GiB, 0 hits, 4 evicted, 2 to write, 1 damaged" in said
+    assert "kvstore-0: memory 20 blocks, 5.0 MiB of 1.0 GiB\n  7 hits\n" in said
+    assert "kvstore-0: disk 1,200 blocks, 3.0 GiB of 16.0 GiB\n  0 hits, 4 evicted, 2 to write, 1 damaged" in said
     off = msgspec.structs.replace(store, tiers=[KvTier(name="disk", problem="/kv is used by another kvstore")])
     console.print(status.table([off]))
     assert "kvstore-0: disk off: /kv is used by another kvstore" in console.export_text()
