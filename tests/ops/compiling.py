@@ -121,6 +121,14 @@ def compile_cases(cases: list[KernelCase], directory: Path | None = None) -> Bui
     return {(name, arch): Build(**build) for name, arch, build in answers}
 
 
+def disassembled(cubin: Path) -> str:
+    """Return the machine code of a kernel."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+    return subprocess.run([tool, "-c", cubin], capture_output=True, text=True, check=True).stdout
+
+
 def check(case: KernelCase, arch: int, builds: Builds) -> None:
     """No spills, no more shared memory than there is, and the instructions that the case names."""
     build = builds[str(case), arch]
@@ -200,13 +208,10 @@ def _overwritten_operands(cubin: bytes) -> int:
     """Return how many instructions of loops write a register that a wgmma of this turn or the one before may still read.
 
     See `linear/settled_triton.py`. Of each loop that reads operands of wgmma from registers, in two turns."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        shown = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, check=True).stdout
+        shown = disassembled(Path(file.name))
     lines = [re.sub(r"^\s*/\*[0-9a-f]+\*/\s*", "", line).strip() for line in shown.splitlines()]
     labels = {line.rstrip(":"): index for index, line in enumerate(lines) if re.match(r"\.L_x_\d+:", line)}
     most = 0

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
-import triton
-
-from tests.ops.compiling import Builds, KernelCase, check, compile_cases
+from tests.ops.compiling import Builds, KernelCase, check, compile_cases, disassembled
 
 SIGNATURE = {
     "output": "*bf16",
@@ -63,9 +60,7 @@ def test_softmax_runs_while_weights_are_multiplied(builds: Builds, machine_code:
     """Between the wait for a tile's scores and the wait for the product before stand the tile's exponentials. The assembler
     moves them behind the second wait, if nothing ends the block of instructions there."""
     assert builds
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    command = [tool, "-c", machine_code / "prompt_kernel-128-sm90.cubin"]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = disassembled(machine_code / "prompt_kernel-128-sm90.cubin")
     between = re.findall(r"DEPBAR\.LE gsb0, 0x1(.*?)DEPBAR\.LE gsb0, 0x0", text, re.DOTALL)
     # the masked and the unmasked loop of either warp group
     assert len(between) == 4

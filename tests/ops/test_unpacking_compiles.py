@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
-import triton
-
 from common.ops.linear.unpacking import Codes, Gate, kernel_constants
-from tests.ops.compiling import Builds, KernelCase, check, compile_cases
+from tests.ops.compiling import Builds, KernelCase, check, compile_cases, disassembled
 
 SIZES = ("rows", "num_items", "code_steps", "words", "splits", "steps", "chunks_per_split")
 SPILLED_BYTES = 64
@@ -99,9 +96,7 @@ def test_compiles(case: KernelCase, builds: Builds) -> None:
 def test_weights_go_to_shared_memory_sixteen_bytes_at_a_time(builds: Builds, machine_code: Path) -> None:
     """Numbers of 8 and 16 bits would be taken apart and joined again, byte by byte, which takes longer than to unpack them."""
     assert builds
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-    command = [tool, "-c", machine_code / "unpacking_kernel-mxfp4-experts-256-sm90.cubin"]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = disassembled(machine_code / "unpacking_kernel-mxfp4-experts-256-sm90.cubin")
     unpacked = [part for part in text.split("UTMALDG") if "HMUL2.BF16" in part or "STS.128" in part]
     assert sum(part.count("STS.128") for part in unpacked) >= 16  # of two steps, eight each
     assert not re.findall(r"\bSTS\.(?:U8|U16|S8|S16)\b", text)

@@ -12,7 +12,6 @@ from common.engine.plan import LookedUp
 from common.engine.sequence import Sequence
 from common.engine.simulated.runner import TokenRule
 from common.protocol.draft_messages import DraftRow, Proposals
-from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
 from services.decode import device_lookup
 from services.decode.device_lookup import DeviceLookup
 from services.decode.proposers import DRAFT_WORKER, Proposers
@@ -24,7 +23,7 @@ from tests.unit.looking_up import LookingUpRunner, look_up_in
 from tests.unit.scheduling import VOCAB, sequence
 from tests.unit.speculating import costs_of, flat_costs
 from tests.unit.test_decode_scheduler import assert_right
-from tests.unit.test_proposers import LOOPING, Garbage, World
+from tests.unit.test_proposers import LOOPING, Garbage, World, run_random_lives
 from tests.unit.test_speculation import DECODE, drafter
 
 
@@ -70,34 +69,13 @@ def test_whatever_happens_to_sequences_no_token_changes(data: st.DataObject) -> 
     lookup out, and drafters beside it."""
     proposers = looking_up(*([Garbage(2)] if data.draw(st.booleans()) else []), always=data.draw(st.booleans()))
     world = world_of(proposers, depth=data.draw(st.integers(1, 2)), num_blocks=data.draw(st.integers(12, 40)))
-    assert isinstance(world.bench.runner, LookingUpRunner)
-    kept: list[Sequence] = []
-    for index in range(data.draw(st.integers(1, 8))):
-        stop = data.draw(st.sampled_from([[], [5]]))
-        penalty = data.draw(st.sampled_from([0.0, 0.0, 1.0]))
-        s = sequence(f"r{index}", [3, 4, 5, 3, 4], max_tokens=30, stop_token_ids=stop, seed=index % 3, presence_penalty=penalty)
-        try:
-            world.admit(s)
-        except (OutOfBlocks, OutOfCredits, ContextLengthExceeded):
-            continue
-        kept.append(s)
-        world.bench.runner.misses = frozenset(data.draw(st.sampled_from([(), (), (1, 2), (0, 1, 2, 3, 4, 5, 6)])))
-        for _ in range(data.draw(st.integers(0, 4))):
-            world.step()
-        fate = data.draw(st.sampled_from(["run", "run", "cancel", "fail"]))
-        world.pipeline.fill()
-        if fate == "cancel":
-            world.scheduler.cancel(s)
-            proposers.close(s)
-            kept.remove(s)
-        elif fate == "fail":
-            world.pipeline.flights.clear()
-            world.scheduler.rewind()
-    world.run()
-    for s in kept:
-        assert_right(world.bench, s)
-        assert s.finish in ("length", "stop")
-    assert world.bench.all_given_back()
+    runner = world.bench.runner
+    assert isinstance(runner, LookingUpRunner)
+
+    def miss_some() -> None:
+        runner.misses = frozenset(data.draw(st.sampled_from([(), (), (1, 2), (0, 1, 2, 3, 4, 5, 6)])))
+
+    run_random_lives(data, world, miss_some)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

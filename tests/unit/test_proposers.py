@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -137,13 +138,9 @@ def test_no_drafter_changes_a_token(drafters: list[str], depth: int, sampling: d
         assert worlds[1].num_steps < 0.7 * worlds[0].num_steps, "a text that repeats itself takes fewer steps"
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.data())
-def test_whatever_happens_to_sequences_no_drafter_changes_a_token(data: st.DataObject) -> None:
-    """Short of blocks, preempted, cancelled in flight, and failed steps; with a lookup that shares answers between requests."""
-    proposers = proposers_of(make_lookup(), *([Garbage(2)] if data.draw(st.booleans()) else []))
-    depth = data.draw(st.integers(1, 3))
-    world = World(proposers, depth=depth, num_blocks=data.draw(st.integers(12, 40)), rule=LOOPING)
+def run_random_lives(data: st.DataObject, world: World, before_steps: Callable[[], None] = lambda: None) -> None:
+    """Sequences are admitted, preempted, cancelled in flight, and rewound after failed steps: those that end are right, and
+    every block comes back."""
     kept: list[Sequence] = []
     for index in range(data.draw(st.integers(1, 8))):
         stop = data.draw(st.sampled_from([[], [5]]))
@@ -154,13 +151,14 @@ def test_whatever_happens_to_sequences_no_drafter_changes_a_token(data: st.DataO
         except (OutOfBlocks, OutOfCredits, ContextLengthExceeded):
             continue
         kept.append(s)
+        before_steps()
         for _ in range(data.draw(st.integers(0, 4))):
             world.step()
         fate = data.draw(st.sampled_from(["run", "run", "cancel", "fail"]))
         world.pipeline.fill()
         if fate == "cancel":
             world.scheduler.cancel(s)
-            proposers.close(s)
+            world.proposers.close(s)
             kept.remove(s)
         elif fate == "fail":
             world.pipeline.flights.clear()
@@ -170,6 +168,16 @@ def test_whatever_happens_to_sequences_no_drafter_changes_a_token(data: st.DataO
         assert_right(world.bench, s)
         assert s.finish in ("length", "stop")
     assert world.bench.all_given_back()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_whatever_happens_to_sequences_no_drafter_changes_a_token(data: st.DataObject) -> None:
+    """Short of blocks, preempted, cancelled in flight, and failed steps; with a lookup that shares answers between requests."""
+    proposers = proposers_of(make_lookup(), *([Garbage(2)] if data.draw(st.booleans()) else []))
+    depth = data.draw(st.integers(1, 3))
+    world = World(proposers, depth=depth, num_blocks=data.draw(st.integers(12, 40)), rule=LOOPING)
+    run_random_lives(data, world)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -45,6 +45,7 @@ def _store_part(value, out, first_column, width, first, token, count, R: gl.cons
 
 @gluon.jit
 def store_results(value, out, first_column, width, first, count, R: gl.constexpr, T: gl.constexpr):
+    """value: [R, T], outputs from `first_column` on of activation rows from `first` on. The first `count` are stored."""
     if T == 64:
         _store_part(value, out, first_column, width, first, 0, count, R)
     elif T == 128:

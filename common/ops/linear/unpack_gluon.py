@@ -10,11 +10,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from common.ops.linear.unpack_code import FLOATS, INTEGERS, NORMAL_FLOATS, SCALED_FLOATS
+from common.ops.linear.unpacking import BLOCK_N, STEP
 
 copy_ahead = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 """Triton 3.9 has it under another name."""
-M = gl.constexpr(128)
-"""Weight rows of a tile."""
+M = gl.constexpr(BLOCK_N)
+K = gl.constexpr(STEP)
 TIMES = gl.constexpr("mul.bf16x2 $0, $1, $2;")
 TIMES_PLUS = gl.constexpr("fma.rn.bf16x2 $0, $1, $2, $3;")
 
@@ -61,7 +62,7 @@ def copy_chunk(
 
 @gluon.jit
 def _bf16_pair(word):
-    """The float16 in a word's low half as bf16, in both halves of an int32; of 8 words each."""
+    """word: int32 [M]. The float16 in its low half as bf16, in both halves of an int32, [M, 8] with equal columns."""
     value = (word & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True).to(gl.bfloat16)
     pair = (value.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF) * 0x10001
     return gl.expand_dims(pair, 1).broadcast_to([M, 8])
@@ -111,5 +112,5 @@ def weights_of(codes, word, offset, CODE: gl.constexpr, EXPONENTS: gl.constexpr,
 
 @gluon.jit
 def side_by_side(left, right):
-    """int32 [M, 16] each. Returns [M, 32]."""
-    return gl.join(left, right).permute((0, 2, 1)).reshape([M, 32])
+    """int32 [M, 16] each. Returns [M, K / 2]."""
+    return gl.join(left, right).permute((0, 2, 1)).reshape([M, K // 2])

@@ -13,10 +13,10 @@ from common.ops.linear.weight import LinearWeight
 BLOCK_N = 128
 """Weight rows of a tile."""
 STEP = 64
+"""Inputs of a step."""
 _W_STAGES = {64: 4, 128: 4, 256: 4}
 _X_STAGES = {64: 10, 128: 7, 256: 4}
-"""By the activation rows of a tile: steps of 16 KB of weights in shared memory, and of 8, 16 or 32 KB of activations, at most.
-Activations come 1 to 2 µs after they were asked for, longer than a few steps of a narrow tile take."""
+"""By the activation rows of a tile: most steps in shared memory, of 16 KB of weights and of 8, 16 or 32 KB of activations."""
 _UNPACKERS = {64: 2, 128: 2, 256: 1}
 """Warp groups. A product of 256 columns needs 154 registers, with which a program of four warp groups can't start."""
 _AHEAD = {64: 3, 128: 2, 256: 2}
@@ -48,8 +48,8 @@ class Codes(NamedTuple):
 
 
 class PairTiles(NamedTuple):
-    """Activation rows by expert: int32 [slots, 4] as `SortedPairs` has them. order, factors: of the product of row i, that of
-    pair order[i]; or None."""
+    """Which activation rows are whose. table: int32 [slots, 4], the `tiles` of `SortedPairs`. order, factors: the product with
+    row i is multiplied by factors[order[i]]; None where it is not."""
 
     table: torch.Tensor
     order: torch.Tensor | None = None
@@ -57,7 +57,7 @@ class PairTiles(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """What is applied to gate and up, as `ExpertActivation`."""
+    """The activation of gate and up; the fields are those of `ExpertActivation`."""
 
     kind: str = "silu"
     alpha: float = 1.0

@@ -34,14 +34,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from common.ops.linear.store_gluon import activated, store_results
-from common.ops.linear.unpack_gluon import M, copy_chunk, side_by_side, weight_row, weights_of
+from common.ops.linear.unpack_gluon import K, M, copy_chunk, side_by_side, weight_row, weights_of
 
 load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 """Triton 3.9 has it under another name."""
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 """Triton 3.7 has it under another name."""
-K = gl.constexpr(64)
-"""Inputs of a step."""
 LET_NEXT = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
 AWAIT = gl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
 """Programmatic dependent launch: what follows may start; what came before is over, and may be read or overwritten."""
@@ -152,7 +150,7 @@ def _unpack(
                 scale_rows += expert.to(gl.int64) * words * N
                 if OFFSETS:
                     offset_rows += expert.to(gl.int64) * words * N
-            thread_barrier()  # the tile before may be read yet
+            thread_barrier()  # codes of the tile before may still be read
             for ahead in gl.static_range(AHEAD - 1):
                 early = begin + OWN + ahead * UNPACKERS
                 if early < end:
@@ -164,7 +162,7 @@ def _unpack(
             if PDL and tiles is None:  # nothing before this kernel writes weights
                 gl.inline_asm_elementwise(AWAIT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
             if OWN == 0 and X_STAGES > W_STAGES:
-                mbarrier.wait(tile_over, turn_of_tile ^ 1)  # the tile before: any place may be taken
+                mbarrier.wait(tile_over, turn_of_tile ^ 1)  # the tile before is over: all places are free
                 for step in gl.static_range(X_STAGES - W_STAGES):
                     if 2 * begin + step < last:
                         _load(x, first, 2 * begin + step, done + step, rings, RUN, T, X_STAGES)
