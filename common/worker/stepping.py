@@ -4,8 +4,9 @@ While a step runs, messages are handled, the step before is reported and, with a
 and submitted. What a message changes meanwhile, a cancel above all, the scheduler defers where a running step depends on it.
 
 A step that raises says nothing about who is to blame. Its sequences go back to where the last good step left them and are run
-again in halves, until the ones that fail alone are found; only those end. If each of several fails alone, or nothing succeeds
-between failures of several requests, the engine is to blame, and is given up.
+again in halves, until the ones that fail alone are found; only those end. If all of them do, a step with one token that is
+nobody's follows: where that fails, too, the engine is to blame, and is given up. So it is if all of them do several times and
+nobody succeeds in between.
 """
 
 from __future__ import annotations
@@ -18,15 +19,19 @@ from typing import Protocol
 
 import anyio
 
-from common.engine.plan import Runner, RunnerLost, StepPlan, StepResult
+from common.engine.plan import Runner, RunnerLost, StepPlan, StepResult, StepRow
 from common.engine.sequence import Sequence
+from common.engine.sequence_cache import SequenceCache
+from common.protocol.errors import OutOfBlocks
+from common.protocol.messages import SamplingParams
 from common.runtime import logs
 from common.worker.watchdog import StepWatch
 
 log = logs.get("engine")
 
-LONE_FAILURES = 3
-"""Requests that may fail one after another, each alone in its step, before the engine is to blame."""
+FRUITLESS = 3
+"""Steps that may fail one after another for all whom they compute, and nobody else, before the engine is to blame."""
+PROBE_TOKEN = 1
 CLOSE_TIMEOUT_S = 2.0
 
 LEAD_S = 0.02
@@ -43,6 +48,8 @@ Flight = tuple[StepPlan, asyncio.Future[StepResult]]
 class Scheduler(Protocol):
     """What the loop asks of a scheduler."""
 
+    @property
+    def cache(self) -> SequenceCache: ...
     def plan(self, now: float, only: Collection[Sequence] | None = None) -> StepPlan | None: ...
     def rewind(self) -> list[Sequence]: ...
     def holds(self, sequence: Sequence) -> bool: ...
@@ -115,7 +122,7 @@ class StepLoop:
         self._report: Callable[[], None] = _nothing
         self._ended = clock()
         self._pace_s = 0.0
-        self._lone_failures = 0
+        self._num_fruitless = 0
 
     def wake(self) -> None:
         self._wake.set()
@@ -179,7 +186,7 @@ class StepLoop:
         self._measure(plan.num_tokens, self._ended - began)
         self._steps.step_ended(plan, self._ended - began)
         self._report = self._steps.commit(plan, result)
-        self._lone_failures = 0
+        self._num_fruitless = 0
         return True
 
     def _tell(self) -> None:
@@ -208,12 +215,35 @@ class StepLoop:
             else:
                 culprits += failed
         self._ended = self._clock()
-        self._lone_failures += len(culprits) == len(suspects) == 1
-        if len(culprits) == len(suspects) > 1 or self._lone_failures >= LONE_FAILURES:
-            raise RunnerLost("every step fails, whatever it computes")
+        if len(culprits) == len(suspects) > 0:
+            self._num_fruitless += 1
+            if self._num_fruitless == FRUITLESS or not await self._computes():
+                raise RunnerLost("every step fails, whatever it computes")
         for sequence in culprits:
             log.error("sequence_failed", request=sequence.request, tokens=len(sequence.tokens), suspects=len(suspects))
             self._steps.sequence_failed(sequence)
+
+    async def _computes(self) -> bool:
+        """Whether a step of one token, in blocks of its own, succeeds. False if no block is free: nobody is blamed then."""
+        pool = self._scheduler.cache.pool
+        try:
+            tables = pool.allocate([1] * len(pool.groups))
+        except OutOfBlocks:
+            return False
+        row = StepRow([PROBE_TOKEN], 0, tables[0], 1, SamplingParams(), 1, more_blocks=tables[1:])
+        plan = StepPlan(0, [row])
+        self._watch.began(self._clock(), compiling=self._runner.may_compile(plan))
+        try:
+            await self._threads.start(self._runner, plan)
+        except RunnerLost:
+            raise
+        except Exception:
+            log.exception("probe_failed")
+            return False
+        finally:
+            self._watch.ended(self._clock())
+            pool.release(tables)
+        return True
 
 
 def _halves(sequences: list[Sequence]) -> list[list[Sequence]]:

@@ -13,7 +13,7 @@ import pytest
 from common.engine.plan import LaterStep, RunnerLost, StepPlan, StepResult, StepRow
 from common.engine.sequence import Sequence
 from common.protocol.messages import SamplingParams
-from common.worker.stepping import LONE_FAILURES, EngineThreads, StepLoop
+from common.worker.stepping import FRUITLESS, EngineThreads, StepLoop
 from common.worker.watchdog import StepWatch
 from services.decode.scheduler import DecodeScheduler
 from tests.unit.scheduling import Bench, sequence
@@ -144,18 +144,47 @@ async def test_an_engine_that_fails_for_everyone_is_given_up_and_nobody_is_to_bl
     assert site.failed == [] and len(sequences) == 3
 
 
-async def test_an_engine_that_fails_for_one_request_after_another_is_given_up() -> None:
+async def test_an_engine_that_fails_for_the_only_request_is_given_up_and_the_request_is_not_to_blame() -> None:
     site = Site(lambda plan: True)
-    for number in range(LONE_FAILURES - 1):
-        (only,) = [sequence(f"r{number}", [5, 6])]
+    (only,) = site.admit([5, 6])
+    with pytest.raises(RunnerLost, match="whatever it computes"):
+        await site.loop.run()
+    assert site.failed == [] and site.scheduler.holds(only)
+    site.scheduler.cancel(only)
+    assert site.bench.all_given_back(), "the probe's blocks are back"
+
+
+@pytest.mark.parametrize("run_ahead", [1, 2])
+@pytest.mark.parametrize("count", [1, 2, 4])
+async def test_a_step_in_which_every_request_is_to_blame_ends_them_and_not_the_engine(count: int, run_ahead: int) -> None:
+    site = Site(contains(BAD), run_ahead)
+    await site.run(site.admit(*([5, BAD, number] for number in range(count))))
+    assert sorted(site.failed) == sorted(map(str, range(count)))
+    assert site.bench.all_given_back() and site.watch.age_s(time.monotonic()) == 0.0
+
+
+async def test_an_engine_that_fails_for_one_request_after_another_is_given_up() -> None:
+    site = Site(contains(BAD))
+    for number in range(FRUITLESS - 1):
+        (only,) = [sequence(f"r{number}", [5, BAD])]
         site.scheduler.admit(only)
         task = asyncio.ensure_future(site.loop.run())
         while only.request not in site.failed:
             await anyio.sleep(0.002)
         task.cancel()
-    site.scheduler.admit(sequence("last", [5, 6]))
+    site.scheduler.admit(sequence("last", [5, BAD]))
     with pytest.raises(RunnerLost):
         await site.loop.run()
+
+
+async def test_without_a_block_for_the_probe_nobody_is_to_blame() -> None:
+    site = Site(contains(BAD))
+    sequences = site.admit([5, BAD], [5, 6, BAD])
+    taken = site.bench.pool.allocate([site.bench.pool.available])
+    with pytest.raises(RunnerLost):
+        await site.loop.run()
+    assert site.failed == [] and len(sequences) == 2
+    site.bench.pool.release(taken)
 
 
 async def test_threads_are_waited_for_unless_they_hang() -> None:
@@ -175,6 +204,7 @@ class LongSteps:
     run_ahead = 2
     block_tokens = num_blocks = max_context = vocab_size = 1000
     fingerprint = "test"
+    cache = Bench().cache
 
     def __init__(self) -> None:
         self.planned_at: list[float] = []

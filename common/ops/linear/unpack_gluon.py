@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
 from common.ops.linear.unpack_code import FLOATS, INTEGERS, NORMAL_FLOATS, SCALED_FLOATS
-from common.ops.linear.unpacking import BLOCK_N, STEP
+from common.ops.linear.unpacking_sizes import BLOCK_N, STEP
 
 copy_ahead = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 """Triton 3.9 has it under another name."""

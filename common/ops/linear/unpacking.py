@@ -8,12 +8,9 @@ import torch
 
 from common.ops import backend
 from common.ops.linear.candidates import SHARED_BYTES, Candidate, Op, Shape, cdiv
+from common.ops.linear.unpacking_sizes import BLOCK_N, STEP
 from common.ops.linear.weight import LinearWeight
 
-BLOCK_N = 128
-"""Weight rows of a tile."""
-STEP = 64
-"""Inputs of a step."""
 _W_STAGES = {64: 4, 128: 4, 256: 4}
 _X_STAGES = {64: 10, 128: 7, 256: 4}
 """By the activation rows of a tile: most steps in shared memory, of 16 KB of weights and of 8, 16 or 32 KB of activations."""
