@@ -32,7 +32,7 @@ from bench.common.table import write_json
 from bench.engine.cells import Steady, decode_line
 from bench.engine.child import run_child
 from bench.serve.client import Objective, Point
-from bench.serve.load import Plan
+from bench.serve.load import Phase, Plan
 from bench.serve.report import EngineRate, Report, draw, render
 from common.models.config import load_config
 from common.models.source import DEFAULT_MODEL, resolve
@@ -48,6 +48,13 @@ def numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",") if part]
 
 
+def phase(text: str) -> Phase:
+    """:raises ValueError: for anything but NAME=RATE:PROMPT:OUTPUT."""
+    name, _, load = text.partition("=")
+    rate, prompt, output = load.split(":")
+    return Phase(name=name, rate=float(rate), prompt=Lengths.parse(prompt), output=Lengths.parse(output))
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -59,10 +66,13 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--decode", type=int, default=1, help="decode workers")
     parser.add_argument("--prefill", type=int, default=0, help="prefill workers; 0: decode workers prefill")
     parser.add_argument("--worker-flag", action="append", default=[], metavar="--NAME=VALUE", help="for decode and prefill")
+    parser.add_argument("--decode-flag", action="append", default=[], metavar="--NAME=VALUE", help="for decode alone")
     parser.add_argument("--gateway-flag", action="append", default=[], metavar="--NAME=VALUE")
     parser.add_argument("--token-budget", type=int, default=0, help="of a step, tokens; 0: 8192 on a GPU, else 256")
     parser.add_argument("--streams", default="", help="closed loops: 1,32,256")
     parser.add_argument("--rate", default="", help="Poisson arrivals per second: 1,2,4.5")
+    parser.add_argument("--phase", action="append", default=[], metavar="NAME=RATE:PROMPT:OUTPUT", help="loads by turns")
+    parser.add_argument("--phase-seconds", type=float, default=20.0, help="length of a turn")
     parser.add_argument("--prompt", type=Lengths.parse, default=Lengths(64, 64), help="tokens: 512, ~512 (ragged), 100-400")
     parser.add_argument("--output", type=Lengths.parse, default=Lengths.parse("~64"), help="tokens of an answer, likewise")
     parser.add_argument("--sampled", action="store_true", help="the model may end an answer before its length")
@@ -79,8 +89,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ready-timeout-s", type=float, default=600.0, help="then the workers' last words are printed")
     parser.add_argument("--out", type=Path, default=Path("build/bench-serve"))
     options = parser.parse_args(argv)
+    options.phases = [phase(text) for text in options.phase]
     options.streams, options.rate = [int(n) for n in numbers(options.streams)], numbers(options.rate)
-    if not options.streams and not options.rate:
+    if not options.streams and not options.rate and not options.phases:
         options.streams = [1, 4]
     options.cuda = options.device.startswith("cuda") or (options.device == "auto" and bool(describe().gpus))
     options.token_budget = options.token_budget or (8192 if options.cuda else 256)
@@ -89,17 +100,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def max_running(options: argparse.Namespace) -> int:
     """Sequences of one decode worker. Of Poisson arrivals, as many as will come; the queue holds the others."""
-    return max([*options.streams, *([256] if options.rate else [])]) // options.decode + HEADROOM
+    return max([*options.streams, *([256] if options.rate or options.phases else [])]) // options.decode + HEADROOM
 
 
 def worker_flags(options: argparse.Namespace, role: str) -> list[str]:
     flags = [f"--engine={options.engine}", f"--token-budget={options.token_budget}"]
     if options.engine == "simulated":
-        return [*flags, "--profile=h200-llama-8b", f"--max-running={max_running(options)}", "--kv-cache-mb=64"]
+        flags += ["--profile=h200-llama-8b", f"--max-running={max_running(options)}", "--kv-cache-mb=64"]
+        return flags + options.worker_flag + role_flags(options, role)
     flags += [f"--device={options.device}", f"--max-running={max_running(options) if role == 'decode' else 32}"]
     if options.cuda and options.decode + options.prefill > 1:
         flags.append(f"--gpu-memory-utilization={GPU_SHARE / (options.decode + options.prefill):.2f}")
-    return flags + options.worker_flag
+    return flags + options.worker_flag + role_flags(options, role)
+
+
+def role_flags(options: argparse.Namespace, role: str) -> list[str]:
+    return options.decode_flag if role == "decode" else []
 
 
 def engine_alone(options: argparse.Namespace) -> EngineRate | None:
@@ -169,6 +185,8 @@ def plan_for(options: argparse.Namespace, host: str, port: int, model: str, voca
         temperature=options.temperature,
         streams=options.streams,
         rates=options.rate,
+        phases=options.phases,
+        phase_s=options.phase_seconds,
         seconds=options.seconds,
         warmup_s=options.warmup_seconds,
         probes=options.ttft_probe,
@@ -207,19 +225,24 @@ async def first_model(url: str) -> str:
         raise ConfigError(f"{url} gave no list of models ({error})") from error
 
 
-def main(argv: Sequence[str]) -> int:
-    options = parse(argv)
-    logs.configure("warning", "console")
+def begin_report(options: argparse.Namespace, command: Sequence[str]) -> Report:
+    """What was asked for, and of what machine."""
     where = "the simulated engine" if options.engine == "simulated" else options.device
-    report = Report(
+    return Report(
         machine=describe(),
-        command=shlex.join(["python", "-m", "bench.serve", *argv]),
+        command=shlex.join(command),
         served=options.url or f"{options.model} on {where}",
         workers="attached" if options.url else f"{options.decode} decode, {options.prefill} prefill",
         prompt=str(options.prompt),
         output=f"{'up to ' if options.sampled else ''}{options.output}",
         objective=Objective(options.slo_ttft_ms, options.slo_tpot_ms),
     )
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse(argv)
+    logs.configure("warning", "console")
+    report = begin_report(options, ["python", "-m", "bench.serve", *argv])
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         try:
             report.engine = engine_alone(options)

@@ -26,8 +26,18 @@ PATH = "/v1/completions"
 RAMP_S = 1.0
 
 
+class Phase(msgspec.Struct, kw_only=True):
+    """Poisson arrivals of one kind."""
+
+    name: str
+    rate: float
+    prompt: Lengths
+    output: Lengths
+
+
 class Plan(msgspec.Struct, kw_only=True):
-    """What to do. `streams`: closed loops, a point each. `rates`: Poisson arrivals per second, a point each.
+    """What to do. `streams`: closed loops, a point each. `rates`: Poisson arrivals per second, a point each. `phases`: loads
+    that follow one another, `phase_s` each, over and over for `seconds`; a point each.
 
     `fixed`: an answer has exactly its length; else the model may end it before. `vocab`: ids [10, vocab) are sent.
     """
@@ -42,6 +52,8 @@ class Plan(msgspec.Struct, kw_only=True):
     temperature: float = 0.0
     streams: list[int] = []
     rates: list[float] = []
+    phases: list[Phase] = []
+    phase_s: float = 20.0
     seconds: float = 20.0
     warmup_s: float = 5.0
     probes: int = 0
@@ -95,6 +107,28 @@ class LoadGenerator:
 
         return await self._measured(f"{rate:g} requests/s", [arrivals])
 
+    async def flipping(self) -> list[Point]:
+        """Loads by turns. A request counts for the one in which it was sent, also where it ends in another."""
+        plan, begin, wall = self.plan, time.perf_counter(), time.time()
+        outcomes: dict[str, list[Outcome]] = {phase.name: [] for phase in plan.phases}
+        async with anyio.create_task_group() as group:
+
+            async def one(phase: Phase) -> None:
+                tokens = phase.prompt.draw(self._random), phase.output.draw(self._random)
+                outcomes[phase.name].append(await self._request(*tokens))
+
+            due = begin
+            while (passed := due - begin) < plan.seconds:
+                phase = plan.phases[int(passed / plan.phase_s) % len(plan.phases)]
+                await anyio.sleep(max(0.0, due - time.perf_counter()))
+                group.start_soon(one, phase)
+                due += self._random.expovariate(phase.rate)
+            end = time.perf_counter()
+        return [
+            summarise(phase.name, outcomes[phase.name], begin=begin, end=end, wall=wall, objective=plan.objective)
+            for phase in plan.phases
+        ]
+
     async def _measured(self, name: str, tasks: Sequence[Callable[[], Coroutine[None, None, None]]]) -> Point:
         self._outcomes, self._stopping = [], False
         begin = end = wall = 0.0
@@ -147,6 +181,9 @@ async def main(plan: Plan) -> None:
         say(await generator.closed(streams))
     for rate in plan.rates:
         say(await generator.poisson(rate))
+    if plan.phases:
+        for point in await generator.flipping():
+            say(point)
 
 
 if __name__ == "__main__":

@@ -156,9 +156,10 @@ def _size(num_bytes: float) -> str:
 
 def _compared(candidates: list[Candidate]) -> Iterator[str]:
     for each in candidates:
-        cached = f", {each.cached_tokens} tokens cached" if each.cached_tokens else ""
+        more = f", first token after {each.ttft_ms:.0f} ms" if each.ttft_ms else ""
+        more += f", {each.cached_tokens} tokens cached" if each.cached_tokens else ""
         chosen = "  ← chosen" if each.chosen else ""
-        yield f"{each.part} on {each.worker}: {each.cost_ms:.1f} ms{cached}{chosen}"
+        yield f"{each.part} on {each.worker}: {each.cost_ms:.1f} ms{more}{chosen}"
 
 
 def _plain(text: str) -> str:

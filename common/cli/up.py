@@ -23,7 +23,7 @@ from rich.table import Table
 from common.cli import own_bus, up_settings
 from common.cli.client import connected
 from common.cli.console import err, out, run, usable_cores
-from common.cli.fleet import ModelFleet, ProcessSpec, UpConfig, check_disk, processes, settled
+from common.cli.fleet import ModelFleet, ProcessSpec, UpConfig, check_disk, check_objectives, processes, settled
 from common.cli.gpus import visible_gpus
 from common.cli.net import claim_port, reachable
 from common.cli.pull import ensure
@@ -56,6 +56,8 @@ def command(ctx: typer.Context) -> None:
             )
     own_bus.check_login(asked.config)
     check_disk(asked.config, asked.services)
+    for fleet in asked.fleets:
+        check_objectives(fleet.services)
     asked, warnings = _checked(asked)
     config = asked.config
     http = claim_port(config.http_port, "--http-port", host=config.http_host)

@@ -9,6 +9,10 @@ from msgspec import Meta
 from common.engine.load.precision import DtypeSetting, KvSetting, QuantizationSetting
 from common.runtime.settings import ServiceConfig
 
+OBJECTIVE_AND_INVARIANCE = (
+    "--slo-itl-ms parts prompts by what runs beside them, and --batch-invariant forbids that: leave one out"
+)
+
 
 class Limits(NamedTuple):
     """max_running: sequences in work at once. token_budget: tokens of prompts and proposals that a step computes at most,

@@ -1,14 +1,43 @@
-"""How fast an engine has been lately: moving averages, so that the router can decide by measured cost. Pure."""
+"""How fast an engine has been lately, so that the router can decide by measured cost. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 
 from common.engine.plan import StepPlan
 
 _WEIGHT = 0.1
 _PREFILL_SHARE = 4
 """Tokens a row, from which on a step counts as prefill."""
+
+_HORIZON_TOKENS = 8192
+"""A rate is that of about so many tokens, the latest: short prompts, whose steps are slow by the token, count for little."""
+_LEAST_TOKENS = 256
+"""A few tokens, a canary's for instance, say nothing of how fast prompts are computed."""
+
+
+class TokenRate:
+    """Tokens a second, of the latest `horizon` tokens; 0 where less than a few hundred were measured."""
+
+    def __init__(self, horizon: int = _HORIZON_TOKENS) -> None:
+        self.horizon = horizon
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def measure(self, tokens: int, seconds: float) -> None:
+        kept = math.exp(-tokens / self.horizon)
+        self._tokens = kept * self._tokens + tokens
+        self._seconds = kept * self._seconds + seconds
+
+    @property
+    def per_s(self) -> float:
+        return self._tokens / self._seconds if self._tokens >= _LEAST_TOKENS and self._seconds else 0.0
+
+    @property
+    def token_s(self) -> float:
+        """Seconds a token."""
+        return self._seconds / self._tokens if self._tokens >= _LEAST_TOKENS else 0.0
 
 
 @dataclass(slots=True)
@@ -17,7 +46,11 @@ class Speeds:
 
     step_ms: float = 0.0
     tokens_per_s: float = 0.0
-    prefill_tokens_per_s: float = 0.0
+    prefill: TokenRate = field(default_factory=TokenRate)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        return self.prefill.per_s
 
     def measure(self, plan: StepPlan, elapsed_s: float) -> None:
         """A step has run; with a runner that runs ahead, `elapsed_s` counts from the end of the step before."""
@@ -26,5 +59,4 @@ class Speeds:
         self.step_ms += _WEIGHT * (elapsed_s * 1000 - self.step_ms)
         self.tokens_per_s += _WEIGHT * (sampled / elapsed_s - self.tokens_per_s)
         if plan.num_tokens >= _PREFILL_SHARE * len(plan.rows):
-            weight = _WEIGHT if self.prefill_tokens_per_s else 1.0
-            self.prefill_tokens_per_s += weight * (plan.num_tokens / elapsed_s - self.prefill_tokens_per_s)
+            self.prefill.measure(plan.num_tokens, elapsed_s)

@@ -14,7 +14,18 @@ from typing import Literal, get_args, get_origin
 
 import msgspec
 
-from common.protocol import cache_messages, draft_messages, errors, explain_messages, handles, headers, messages, subjects
+from common.protocol import (
+    cache_messages,
+    capacity,
+    draft_messages,
+    errors,
+    explain_messages,
+    handles,
+    headers,
+    messages,
+    presence,
+    subjects,
+)
 
 _INTRODUCTION = """\
 # The protocol
@@ -45,6 +56,10 @@ def document() -> str:
         _docstring(messages) + "\n",
         _aliases(messages),
         *map(_struct, _structs(messages)),
+        "## Who is there\n",
+        _docstring(presence) + "\n",
+        *map(_struct, _structs(presence)),
+        *map(_struct, _structs(capacity)),
         "## Messages of the kvstore\n",
         _docstring(cache_messages) + "\n",
         *map(_struct, _structs(cache_messages)),

@@ -73,7 +73,8 @@ ExplainMessage = Explain | Explained
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """A worker that was compared for one part of a request: `prefill`, `decode`, or both on one worker (`direct`).
 
-    `cost_ms`: what the router expected it to cost. `cached_tokens`: of the prompt, expected in its cache.
+    `cost_ms`: what the router expected it to cost. `cached_tokens`: of the prompt, expected in its cache. `ttft_ms`: after how
+    long it expected the first token; 0 for the part of the answer.
     """
 
     part: str
@@ -81,6 +82,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     cost_ms: float
     cached_tokens: int = 0
     chosen: bool = False
+    ttft_ms: float = 0.0
 
 
 class ExplainedEvent(msgspec.Struct, frozen=True, kw_only=True):

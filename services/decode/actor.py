@@ -22,6 +22,7 @@ from common.cache.spec import group_name
 from common.engine.plan import StepPlan, StepResult
 from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
+from common.protocol.capacity import Capacity
 from common.protocol.draft_messages import Drafting, DraftResync, DraftUpdate, Proposals
 from common.protocol.errors import PenstockError, ProtocolError, StaleHandle, TransportUnavailable
 from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef
@@ -37,6 +38,7 @@ from services.decode.device_lookup import DeviceLookup
 from services.decode.draft_trial import DraftTrial
 from services.decode.head_drafts import HeadDrafts
 from services.decode.lookup import Lookup
+from services.decode.prompt_budget import PromptBudget
 from services.decode.proposers import Proposers
 from services.decode.scheduler import DecodeScheduler, Progress
 from services.decode.speculation import DraftBook
@@ -90,8 +92,10 @@ class DecodeActor(EngineWorker):
         lookup = [self.make_lookup(limits.max_running)] if self.looks_up else []
         self.proposers = Proposers(self.drafts, lookup, head, DeviceLookup(policy) if self.engine.looks_up else None)
         self.speculation = SpeculationTelemetry(self.metrics, self.config.served_name, self.proposers)
+        self.prompts = PromptBudget(self.config.slo_itl_ms / 1000)
         return DecodeScheduler(
             self.cache,
+            prompt_limit=self.prompts.limit,
             token_budget=limits.token_budget,
             max_running=limits.max_running,
             max_context=self.engine.runner.max_context,
@@ -213,6 +217,8 @@ class DecodeActor(EngineWorker):
     def step_ended(self, plan: StepPlan, elapsed_s: float) -> None:
         super().step_ended(plan, elapsed_s)
         self.step_s = elapsed_s
+        prompts = [len(row.tokens) for row in plan.rows if len(row.tokens) > max(1, row.num_samples)]
+        self.prompts.observe(rows=len(plan.rows) - len(prompts), prompt_tokens=sum(prompts), seconds=elapsed_s)
 
     def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
         progress = self.scheduler.commit(plan, result, self.clock())
@@ -279,12 +285,20 @@ class DecodeActor(EngineWorker):
 
     # -- heartbeat
 
+    @property
+    def capacity(self) -> Capacity:
+        left = [sequence.length - sequence.num_computed for sequence in self.held.values()]
+        prompts = [tokens for tokens in left if tokens > 1]
+        rows = self.scheduler.num_running - len(prompts)
+        return self.prompts.capacity(rows, budget=self.scheduler.token_budget, backlog_tokens=sum(prompts))
+
     def presence(self, state: WorkerState) -> Presence:
         said = super().presence(state)
         if not self.loaded:
             return said
         return msgspec.structs.replace(
             said,
+            capacity=self.capacity,
             draft_tokens=self.proposers.num_draft_tokens,
             accepted_tokens=self.proposers.num_accepted_tokens,
             drafting=Drafting(self.engine.head if self.proposers.head is not None else ""),

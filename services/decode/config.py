@@ -13,6 +13,14 @@ class DecodeConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknow
     """Decode workers."""
 
     speculation_tokens: Annotated[int, Meta(ge=0, le=63, description="proposed tokens verified per sequence; 0: off")] = 4
+    slo_itl_ms: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="objective for the time between tokens, ms: prompts are computed in parts that keep the answers beside "
+            "them within it; 0: parts of the token budget",
+        ),
+    ] = 0.0
     verify: Annotated[
         Literal["measured", "always"],
         Meta(description="proposed tokens are verified where that is faster by measured time, or always: for tests"),

@@ -38,6 +38,9 @@ Wanted = Callable[[Sequence], tuple[int, float]]
 """`wanted(sequence)`: how many tokens the engine's head drafts behind the sequence's row of this step, and the chance below
 which it stops (`StepRow.least_chance`); -1 tokens where it need not even note hidden states."""
 
+PromptLimit = Callable[[int, int], int]
+"""`prompt_limit(rows, budget)`: how many tokens of prompts a step computes beside so many decoding rows, `budget` at most."""
+
 
 @dataclass(slots=True)
 class Progress:
@@ -64,8 +67,8 @@ is overtaken by short ones for a while only."""
 class DecodeScheduler:
     """Which sequences run, and what the next step computes for each.
 
-    `token_budget`: tokens of prompts and proposals that a step computes at most, beside a token of each decoding row. So
-    prompts are parted at the same places whatever runs beside them, and a number of rows never makes them wait.
+    `token_budget`: tokens of prompts and proposals that a step computes at most, beside a token of each decoding row. So,
+    but for a `prompt_limit`, prompts are parted at the same places whatever runs beside them.
     `watermark`: blocks kept free at admission. `finishing(sequence)` is called when a sequence has ended, before its blocks
     are freed.
     """
@@ -83,6 +86,7 @@ class DecodeScheduler:
         begin_step: Callable[[list[Sequence]], None] = lambda decoding: None,
         wanted: Wanted = lambda sequence: (-1, 0.0),
         finishing: Callable[[Sequence], None] = lambda sequence: None,
+        prompt_limit: PromptLimit = lambda rows, budget: budget,
         watermark: int = 1,
     ) -> None:
         self.cache = cache
@@ -94,7 +98,7 @@ class DecodeScheduler:
         self.look_up = look_up
         self.begin_step = begin_step
         self.wanted = wanted
-        self.finishing = finishing
+        self.finishing, self.prompt_limit = finishing, prompt_limit
         self.watermark = watermark
         self.num_preemptions = 0
         self._running: dict[Sequence, None] = {}
@@ -198,7 +202,7 @@ class DecodeScheduler:
         prompts = [s for s in candidates if s in self._running and s.num_unplanned > (0 if s.is_read else 1)]
         for sequence in prompts:
             self.cache.catch_up(sequence)
-        num_prompt_tokens = 0
+        num_prompt_tokens, budget = 0, self.prompt_limit(len(rows), budget)
         for sequence in self._turns.in_turn(sorted(prompts, key=self._remaining)):
             if budget <= 0 or num_prompt_tokens >= PACKED_TOKENS:
                 break

@@ -89,6 +89,14 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
     direct_max_tokens: Annotated[
         int, Meta(description="uncached prompts up to this length skip the prefill pool; -1 never skips it", ge=-1)
     ] = 64
+    slo_ttft_ms: Annotated[
+        float,
+        Meta(
+            description="objective for the first token, ms: a decode worker computes a long prompt where the prefill pool "
+            "would miss it; 0: only where prefill has had no room for seconds",
+            ge=0,
+        ),
+    ] = 0.0
     affinity_blocks: Annotated[int, Meta(description="prompt blocks remembered for prefix affinity", ge=0)] = 65536
 
     task_timeout_s: Annotated[float, Meta(description="how long a worker may take to accept or reject a task", gt=0)] = 4.0

@@ -252,6 +252,7 @@ def _candidates(route: Route) -> list[Candidate]:
             cost_ms=_ms(cost.cost_s),
             cached_tokens=cost.cached_tokens,
             chosen=(cost.part, cost.worker) in taken,
+            ttft_ms=_ms(cost.ttft_s),
         )
         for cost in route.costs
     ]

@@ -91,6 +91,7 @@ class ModelCore:
             direct_max_tokens=config.direct_max_tokens,
             affinity_blocks=0 if config.zero_retention else config.affinity_blocks,
             models=self.membership.names,
+            ttft_s=config.slo_ttft_ms / 1000,
         )
         self.health = Health(trusting=not config.canary)
         self.placement = Placement(self.router, self.health, windows=host.windows)

@@ -12,6 +12,7 @@ alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 import msgspec
@@ -28,6 +29,7 @@ from services.gateway.health import Health
 from services.gateway.prefix_memory import FINE_TOKENS, prefix_keys
 from services.gateway.requests import Request
 from services.gateway.router import Choice, Job, ReadChoice, Router
+from services.gateway.routes import Reason
 from services.gateway.waiting import SHARED, ExpectedAnswers, Line, WaitingRoom
 from services.gateway.windows import Windows
 
@@ -72,6 +74,8 @@ class Placement:
         self.router = router
         self.health = health
         self.on_placed = on_placed
+        self.routes = Counter[Reason]()
+        """Attempts that were sent to workers, by why they took their path."""
         self.seats: dict[str, Seat] = {}
         self.windows = windows or Windows()
         self._waiting = WaitingRoom()
@@ -213,6 +217,7 @@ class Placement:
                     closed.add(line)
                 continue
             self.on_placed(now - request.since)
+            self.routes[choice.reason] += 1
             seat = self.seats[request.id]
             seat.uncached_tokens = choice.uncached_tokens
             if not seat.charged and request.only is None:

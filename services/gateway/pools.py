@@ -2,8 +2,9 @@
 
 A presence is up to a heartbeat old. Counting our own requests keeps a burst from landing on whoever looked idle then:
 
-    load  = max(ours now, running + waiting as it said + what we added since)
-    spare = credits as it said - what we added since
+    load    = max(ours now, running + waiting as it said + what we added since)
+    spare   = credits as it said - what we added since
+    backlog = tokens of prompts to compute as it said + what we added since
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Pair = tuple[str, str]
 class Worker:
     """One life of one worker. `serial` is its name in the prefix memory."""
 
-    __slots__ = ("base", "credits", "ours", "presence", "ref", "reserved", "serial", "tokens")
+    __slots__ = ("base", "base_tokens", "credits", "ours", "presence", "ref", "reserved", "serial", "tokens")
 
     def __init__(self, presence: Presence, serial: int) -> None:
         self.ref: WorkerRef = presence.worker
@@ -36,6 +37,7 @@ class Worker:
         self.presence = presence
         self.credits = presence.credits if presence.state == "ready" else 0
         self.base = self.ours
+        self.base_tokens = self.tokens
 
     def refuse(self) -> None:
         """It had no room after all: none until something of ours ends there, or it says otherwise."""
@@ -72,6 +74,12 @@ class Worker:
     def load(self) -> int:
         presence = self.presence
         return max(self.ours, presence.running + presence.waiting + self.ours - self.base)
+
+    @property
+    def backlog(self) -> int:
+        """Tokens of prompts that it is to compute. What was on its way to it when it spoke is in neither of the two numbers: so
+        never less than half of what we sent, of which it may have computed some."""
+        return max(self.presence.capacity.backlog_tokens + self.tokens - self.base_tokens, self.tokens // 2)
 
 
 class Pool:

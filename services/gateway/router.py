@@ -2,6 +2,7 @@
 
     short uncached prompt, or no prefill worker  ─► (None, decode)      the direct path
     otherwise                                    ─► (prefill, decode)   of one host and fingerprint
+    … but first tokens would miss the objective  ─► (None, decode)      where a decode worker keeps it, or is sooner
     a prompt that is read, not continued         ─► (prefill, None)     decode in prefill's place, if there is no prefill worker
     nobody has room                              ─► None: the request stays in the gateway's queue
 
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
 from services.gateway.actions import Path
+from services.gateway.expected import DEFAULT_TOKENS_PER_S, prompt_s, usual_tokens_per_s, why_direct
 from services.gateway.pools import Pair, Pool, Worker
 from services.gateway.prefix_memory import PrefixMemory
 from services.gateway.routes import Choice as Choice  # placement takes all three from here
@@ -33,7 +35,7 @@ HANDOFF_S = 0.005
 """What a handoff costs, beside computing: two hops and a copy."""
 MAX_DIRECT_FACTOR = 4
 """Up to this many times `direct_max_tokens` the direct path is taken where measured speeds say that it is faster."""
-DEFAULT_TOKENS_PER_S = 2000.0
+COPY_TOKENS_PER_S = 200_000.0
 DEFAULT_STEP_S = 0.01
 STEP_SHARE = 0.1
 """By how much of a step one more sequence slows the others down: decoding is bound by memory, not by the batch."""
@@ -41,10 +43,14 @@ MAX_EXPECTED_TOKENS = 256
 
 
 class Router:
-    """`models`: names that workers may announce; others' workers are left alone. Empty: any."""
+    """`models`: names that workers may announce; others' workers are left alone. Empty: any. `ttft_s`: the objective for first
+    tokens; 0: none."""
 
-    def __init__(self, *, direct_max_tokens: int, affinity_blocks: int = 65536, models: Iterable[str] = ()) -> None:
+    def __init__(
+        self, *, direct_max_tokens: int, affinity_blocks: int = 65536, models: Iterable[str] = (), ttft_s: float = 0.0
+    ) -> None:
         self.direct_max_tokens = direct_max_tokens
+        self.ttft_s = ttft_s
         self.models = frozenset(models)
         self.memory = PrefixMemory(affinity_blocks)
         self.prefill = Pool()
@@ -55,6 +61,7 @@ class Router:
         self._serials = itertools.count()
         self._turn = 0
         self._step_s = DEFAULT_STEP_S
+        self._tokens_per_s = DEFAULT_TOKENS_PER_S
 
     # -- who is there
 
@@ -84,6 +91,7 @@ class Router:
             pool.count_places()
         steps = [w.presence.step_ms for w in self.decode.members.values() if w.presence.step_ms > 0]
         self._step_s = sum(steps) / len(steps) / 1000 if steps else DEFAULT_STEP_S
+        self._tokens_per_s = usual_tokens_per_s(self._workers.values())
 
     def remove(self, ref: WorkerRef) -> None:
         """Harmless for one that is not there."""
@@ -204,7 +212,7 @@ class Router:
         candidates = self._candidates(self._readers, {}, job.avoid)
         if not candidates:
             return None
-        costs = [(self._prefill_cost(worker, job, {}), worker) for worker in candidates]
+        costs = [(self._prompt_s(worker, job, {}), worker) for worker in candidates]
         return ReadChoice(min(costs, key=_cost)[1].ref, job.num_tokens, costs=costed("prefill", costs, {}))
 
     def choose(self, job: Job) -> Choice | None:
@@ -223,7 +231,11 @@ class Router:
         if split is None and direct and short and job.path == "auto":
             return direct[1].because("no_room_at_prefill")
         if split is None:
-            return self._overflow(job, cached) if job.path == "auto" and not job.patient else None
+            return self._overflow(job, cached) if job.path == "auto" else None
+        if job.path == "auto" and not short and split[1].ttft_s > self.ttft_s > 0 and self._is_busy(split[1]):
+            soonest = self._direct(job, cached, soonest=True)
+            if soonest and (reason := why_direct(soonest[1].ttft_s, split[1].ttft_s, self.ttft_s)):
+                return soonest[1].because(reason, split[1])
         if direct and job.path == "auto" and short:
             if direct[0] < split[0]:
                 return direct[1].because("direct_is_cheaper", split[1])
@@ -250,26 +262,37 @@ class Router:
 
     # -- inside
 
+    def _is_busy(self, choice: Choice) -> bool:
+        """Whether the prefill worker has prompts to compute. One that has none gets the prompt however slow it seems: it may
+        have been slow once, while it compiled, and shows no other speed without prompts."""
+        return choice.prefill is not None and self._workers[choice.prefill].backlog > 0
+
     def _overflow(self, job: Job, cached: Mapping[int, int]) -> Choice | None:
-        """A decode worker for a prompt that has waited for prefill in vain: one that computes no other such prompt of ours."""
-        found = self._direct(job, cached, idle=True)
+        """A decode worker for a long prompt while no prefill worker has room: one that keeps the objective for first tokens, or
+        if the prompt has waited in vain, one that computes no other such prompt of ours."""
+        soonest = self._direct(job, cached, soonest=True)
+        if soonest and soonest[1].ttft_s <= self.ttft_s:
+            return soonest[1].because("no_room_at_prefill")
+        found = None if job.patient else self._direct(job, cached, idle=True)
         return found[1].because("no_room_at_prefill_for_long") if found else None
 
-    def _direct(self, job: Job, cached: Mapping[int, int], *, idle: bool = False) -> tuple[float, Choice] | None:
-        """`idle`: only among workers that compute no prompt of ours."""
+    def _direct(
+        self, job: Job, cached: Mapping[int, int], *, idle: bool = False, soonest: bool = False
+    ) -> tuple[float, Choice] | None:
+        """`idle`: only among workers that compute no prompt of ours. `soonest`: the one whose first token comes first, in place
+        of the one that costs least."""
         candidates = self._candidates(self.decode, cached, job.avoid, only=job.only)
         costs = [(self._direct_cost(worker, job, cached), worker) for worker in candidates if not (idle and worker.tokens)]
         if not costs:
             return None
-        cost, worker = min(costs, key=_cost)
+        ttft_s = {worker: self._prompt_s(worker, job, cached) for _, worker in costs}
+        cost, worker = min(costs, key=(lambda found: ttft_s[found[1]]) if soonest else _cost)
         uncached = job.num_tokens - cached.get(worker.serial, 0)
-        return cost, Choice(None, worker.ref, uncached, costed("direct", costs, cached))
+        return cost, Choice(None, worker.ref, uncached, costed("direct", costs, cached, ttft_s), ttft_s=ttft_s[worker])
 
     def _direct_cost(self, worker: Worker, job: Job, cached: Mapping[int, int]) -> float:
-        uncached = job.num_tokens - cached.get(worker.serial, 0)
-        compute_s = (worker.tokens + uncached) / (worker.presence.prefill_tokens_per_s or DEFAULT_TOKENS_PER_S)
         # while it computes the prompt, everyone who decodes there waits
-        return self._load_cost(worker, job) + compute_s * (1 + worker.load)
+        return self._load_cost(worker, job) + self._prompt_s(worker, job, cached) * (1 + worker.load)
 
     def _split(self, job: Job, cached: Mapping[int, int]) -> tuple[float, Choice] | None:
         best, compared = None, []
@@ -277,14 +300,15 @@ class Router:
             candidates = self._candidates(prefills, cached, job.avoid, only=job.only)
             if not candidates:
                 continue
-            prefill_costs = [(self._prefill_cost(w, job, cached), w) for w in candidates]
+            prefill_costs = [(self._prompt_s(w, job, cached), w) for w in candidates]
             decode_costs = [(self._decode_cost(w, job, cached), w) for w in self._candidates(decodes, cached, job.avoid)]
-            compared += [*costed("prefill", prefill_costs, cached), *costed("decode", decode_costs, cached)]
+            ttft_s = {worker: cost + HANDOFF_S for cost, worker in prefill_costs}
+            compared += [*costed("prefill", prefill_costs, cached, ttft_s), *costed("decode", decode_costs, cached)]
             (prefill_cost, prefill), (decode_cost, decode) = min(prefill_costs, key=_cost), min(decode_costs, key=_cost)
             cost = prefill_cost + HANDOFF_S + decode_cost
             if best is None or cost < best[0]:
                 uncached = job.num_tokens - cached.get(prefill.serial, 0)
-                best = cost, Choice(prefill.ref, decode.ref, uncached, compared)
+                best = cost, Choice(prefill.ref, decode.ref, uncached, compared, ttft_s=ttft_s[prefill])
         return best
 
     def _open_pairs(self) -> list[tuple[Pool, Pool]]:
@@ -320,15 +344,13 @@ class Router:
         workers = (self._by_serial.get(serial) for serial in serials)
         return [worker for worker in workers if worker is not None and pool.members.get(worker.ref.id) is worker]
 
-    def _prefill_cost(self, worker: Worker, job: Job, cached: Mapping[int, int]) -> float:
-        speed = worker.presence.prefill_tokens_per_s or DEFAULT_TOKENS_PER_S
-        others = max(0, worker.load - worker.ours)
-        backlog = worker.tokens + others * job.num_tokens
-        return (backlog + job.num_tokens - cached.get(worker.serial, 0)) / speed
+    def _prompt_s(self, worker: Worker, job: Job, cached: Mapping[int, int]) -> float:
+        uncached = job.num_tokens - cached.get(worker.serial, 0)
+        return prompt_s(worker, uncached, tokens_per_s=self._tokens_per_s)
 
     def _decode_cost(self, worker: Worker, job: Job, cached: Mapping[int, int]) -> float:
         copied = job.num_tokens - cached.get(worker.serial, 0)
-        return self._load_cost(worker, job) + copied / (100 * DEFAULT_TOKENS_PER_S)
+        return self._load_cost(worker, job) + copied / COPY_TOKENS_PER_S
 
     def _load_cost(self, worker: Worker, job: Job) -> float:
         step_s = worker.presence.step_ms / 1000 or self._step_s

@@ -25,6 +25,8 @@ Reason = Literal[
     "no_room_at_prefill_for_long",
     "direct_is_cheaper",
     "prefill_is_cheaper",
+    "prefill_would_be_late",
+    "sooner_at_decode",
 ]
 """Why a request took its path: see `WORDS`."""
 
@@ -40,16 +42,20 @@ WORDS: Mapping[Reason, str] = {
     "no_room_at_prefill_for_long": "no prefill worker has had room for some seconds",
     "direct_is_cheaper": "a decode worker alone costs less than prefill and a hand-off",
     "prefill_is_cheaper": "prefill and a hand-off cost less than a decode worker alone",
+    "prefill_would_be_late": "prefill would miss the objective for first tokens, a decode worker keeps it",
+    "sooner_at_decode": "the objective for first tokens is missed anyhow, and a decode worker is sooner",
 }
 
 
 class Costed(msgspec.Struct, frozen=True, gc=False):
-    """What a part of a request was expected to cost on a worker. `cached_tokens`: of the prompt, expected in its cache."""
+    """What a part of a request was expected to cost on a worker. `cached_tokens`: of the prompt, expected in its cache.
+    `ttft_s`: how soon the first token was expected from it; 0 where that was not asked."""
 
     part: Part
     worker: str
     cost_s: float
     cached_tokens: int
+    ttft_s: float = 0.0
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -69,18 +75,20 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """`uncached_tokens`: what prefill, or decode on the direct path, is to compute. `costs`: of all that were compared."""
+    """`uncached_tokens`: what prefill, or decode on the direct path, is to compute. `costs`: of all that were compared.
+    `ttft_s`: how soon the first token is expected."""
 
     prefill: WorkerRef | None
     decode: WorkerRef
     uncached_tokens: int
     costs: Sequence[Costed] = ()
     reason: Reason = ""
+    ttft_s: float = 0.0
 
     def because(self, reason: Reason, *others: Choice | None) -> Choice:
         """Return this choice with why it was made, and what the others would have cost."""
         costs = [*self.costs, *(cost for other in others if other is not None for cost in other.costs)]
-        return Choice(self.prefill, self.decode, self.uncached_tokens, costs, reason)
+        return Choice(self.prefill, self.decode, self.uncached_tokens, costs, reason, self.ttft_s)
 
 
 class ReadChoice(msgspec.Struct, frozen=True):
@@ -94,6 +102,11 @@ class ReadChoice(msgspec.Struct, frozen=True):
     reason: Reason = "prompt_is_read"
 
 
-def costed(part: Part, costs: Iterable[tuple[float, Worker]], cached: Mapping[int, int]) -> list[Costed]:
+def costed(
+    part: Part, costs: Iterable[tuple[float, Worker]], cached: Mapping[int, int], ttft_s: Mapping[Worker, float] | None = None
+) -> list[Costed]:
     """Return what is kept of a comparison. `cached`: tokens of the prompt by the worker's serial."""
-    return [Costed(part, worker.ref.id, cost_s, cached.get(worker.serial, 0)) for cost_s, worker in costs]
+    soon = ttft_s or {}
+    return [
+        Costed(part, worker.ref.id, cost_s, cached.get(worker.serial, 0), soon.get(worker, 0.0)) for cost_s, worker in costs
+    ]

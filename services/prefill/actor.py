@@ -20,6 +20,7 @@ import msgspec
 from common.engine.plan import StepPlan, StepResult
 from common.engine.sequence import Sequence
 from common.protocol import tokens as token_bytes
+from common.protocol.capacity import WINDOW_MS, Capacity
 from common.protocol.errors import PenstockError, ProtocolError, from_wire
 from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef, new_lease
 from common.protocol.messages import (
@@ -30,6 +31,7 @@ from common.protocol.messages import (
     KvReady,
     Message,
     PrefillTask,
+    Presence,
     ReadTask,
     Redirect,
     Rejected,
@@ -37,6 +39,7 @@ from common.protocol.messages import (
     RenewLeases,
 )
 from common.runtime import logs
+from common.runtime.actor import WorkerState
 from common.runtime.bus import Bus
 from common.runtime.leases import LeaseTable
 from common.worker.actor import EngineWorker, OpenEngine
@@ -230,6 +233,14 @@ class PrefillActor(EngineWorker):
         self.wake()  # a group that gives blocks step by step may have had none left
         if self.lease_of.get(leased.request) == (leased.attempt, lease):
             del self.lease_of[leased.request]
+
+    def presence(self, state: WorkerState) -> Presence:
+        said = super().presence(state)
+        if not self.loaded:
+            return said
+        tokens = int(self.speeds.prefill_tokens_per_s * WINDOW_MS / 1000)
+        capacity = Capacity(prompt_tokens=tokens, backlog_tokens=self.scheduler.uncomputed_tokens)
+        return msgspec.structs.replace(said, capacity=capacity)
 
     def tick(self, now: float) -> None:
         super().tick(now)

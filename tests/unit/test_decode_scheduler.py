@@ -154,6 +154,34 @@ def test_prompts_are_parted_at_the_same_places_however_many_rows_decode() -> Non
     assert bench.all_given_back()
 
 
+def test_an_objective_parts_prompts_by_what_decodes_beside_them() -> None:
+    bench = Bench(num_blocks=200)
+    scheduler = scheduler_on(bench, token_budget=16)
+    asked: list[tuple[int, int]] = []
+
+    def limit(rows: int, budget: int) -> int:
+        asked.append((rows, budget))
+        return 5 if rows else budget
+
+    scheduler.prompt_limit = limit
+    first, row = sequence("first", list(range(3, 43)), max_tokens=3), sequence("row", [3, 4], max_tokens=40)
+    scheduler.admit(first)
+    step(bench, scheduler)
+    assert (first.num_computed, asked) == (16, [(0, 16)])
+    scheduler.cancel(first)
+    scheduler.admit(row)
+    step(bench, scheduler)
+    first = sequence("again", list(range(103, 143)), max_tokens=3)
+    scheduler.admit(first)
+    for computed in (5, 10, 15):
+        step(bench, scheduler)
+        assert (first.num_computed, asked[-1]) == (computed, (1, 16))
+    run(bench, scheduler)
+    assert_right(bench, first)
+    assert_right(bench, row)
+    assert bench.all_given_back()
+
+
 @given(st.integers(0, 100_000), st.integers(1, 100_000), st.integers(1, 40_000))
 def test_a_part_is_most_of_the_room_and_ends_where_attention_has_few_pieces(start: int, left: int, budget: int) -> None:
     part = part_of(start, left, budget)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from common.protocol import tokens as token_bytes
+from common.protocol.capacity import Capacity
 from common.protocol.handles import Role, WorkerRef
 from common.protocol.messages import Presence
 from services.gateway.actions import Path
@@ -95,6 +96,87 @@ def test_a_path_can_be_forced() -> None:
     assert place(both, job(prompt(4), path="prefill")).prefill is not None
     assert place(both, job(prompt(4000), path="direct")).prefill is None
     assert router(worker("decode", 1)).choose(job(prompt(4), path="prefill")) is None
+
+
+# -- first tokens in time
+
+
+def pools_with(
+    *, prefill_backlog: int, decode_backlog: int = 0, ttft_s: float = 0.5, prefill_tokens: int = 1000, decode_tokens: int = 1000
+) -> Router:
+    """Workers that compute `prefill_tokens` and `decode_tokens` of prompts in 100 ms."""
+    made = Router(direct_max_tokens=64, models=["m"], ttft_s=ttft_s)
+    made.refresh(
+        [
+            worker("prefill", 1, capacity=Capacity(prefill_tokens, prefill_backlog)),
+            worker("decode", 1, capacity=Capacity(decode_tokens, decode_backlog, 8.0)),
+        ]
+    )
+    return made
+
+
+@pytest.mark.parametrize(
+    ("expected", "said"),
+    [
+        ("long_uncached_prompt", {"prefill_backlog": 2900}),  # 0.49 s: in time
+        ("prefill_would_be_late", {"prefill_backlog": 3100}),
+        ("prefill_would_be_late", {"prefill_backlog": 3100, "decode_backlog": 2900}),
+        ("long_uncached_prompt", {"prefill_backlog": 3100, "decode_backlog": 3100}),  # both late, no sooner
+        ("sooner_at_decode", {"prefill_backlog": 6000, "decode_backlog": 3100}),
+        ("long_uncached_prompt", {"prefill_backlog": 0, "prefill_tokens": 100}),  # it may have been slow once
+        ("long_uncached_prompt", {"prefill_backlog": 90_000, "ttft_s": 0.0}),  # no objective
+        ("long_uncached_prompt", {"prefill_backlog": 3100, "decode_tokens": 100}),
+        ("prefill_would_be_late", {"prefill_backlog": 3100, "decode_tokens": 0}),  # never computed a prompt: as fast as others
+    ],
+)
+def test_a_decode_worker_takes_long_prompts_for_which_prefill_would_be_late(expected: str, said: dict[str, Any]) -> None:
+    choice = place(pools_with(**said), LONG)
+    assert choice.reason == expected
+    assert (choice.prefill is None) == (expected != "long_uncached_prompt")
+
+
+def test_prompts_are_shared_as_their_backlogs_grow() -> None:
+    pools, ways = pools_with(prefill_backlog=0), Counter[str]()
+    for _ in range(20):
+        choice = pools.choose(LONG)
+        assert choice is not None
+        ways["direct" if choice.prefill is None else "prefill"] += 1
+        pools.count(choice.prefill or choice.decode, 1, choice.uncached_tokens)
+    assert ways["prefill"] >= ways["direct"] >= 7
+
+
+def test_a_path_that_was_asked_for_is_taken_however_late() -> None:
+    assert place(pools_with(prefill_backlog=90_000), job(prompt(2000), path="prefill")).prefill is not None
+
+
+def test_the_expected_first_token_is_kept_for_explaining() -> None:
+    choice = place(pools_with(prefill_backlog=3100), LONG)
+    soon = {cost.part: cost.ttft_s for cost in choice.costs}
+    assert soon == {"prefill": pytest.approx(0.515), "decode": 0.0, "direct": pytest.approx(0.2)}
+    assert choice.ttft_s == pytest.approx(0.2)
+
+
+def test_while_prefill_has_no_room_a_decode_worker_keeps_the_objective() -> None:
+    made = Router(direct_max_tokens=64, models=["m"], ttft_s=0.5)
+    full = worker("prefill", 1, credits=0, capacity=Capacity(1000, 9000))
+    made.refresh([full, worker("decode", 1, capacity=Capacity(1000, 1000))])
+    assert place(made, LONG).reason == "no_room_at_prefill"
+    made.refresh([full, worker("decode", 1, capacity=Capacity(1000, 9000))])
+    assert made.choose(LONG) is None, "it waits for prefill, and for five seconds at most"
+
+
+def test_what_a_worker_has_to_compute_is_what_it_said_and_what_came_since() -> None:
+    made = pools_with(prefill_backlog=1000)
+    ref = WorkerRef("prefill", "prefill-1", 1)
+    one = made.prefill.members["prefill-1"]
+    made.count(ref, 2, 4000)
+    assert one.backlog == 5000
+    one.observe(worker("prefill", 1, capacity=Capacity(1000, 3000)))
+    assert one.backlog == 3000
+    one.observe(worker("prefill", 1, capacity=Capacity(1000, 0)))  # said before it had heard of ours
+    assert one.backlog == 2000
+    made.count(ref, -2, -4000)
+    assert one.backlog == 0
 
 
 # -- who may take it

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from common.cli import up_settings
-from common.cli.fleet import ProcessSpec, check_disk, processes, settled
+from common.cli.fleet import ProcessSpec, check_disk, check_objectives, processes, settled
 from common.cli.up_settings import UpSettings
 from common.protocol.errors import ConfigError
 from common.runtime import config as configuration
@@ -130,6 +130,12 @@ def test_a_folder_for_kv_needs_one_store_that_may_keep_it(flags: tuple[str, ...]
         return
     with pytest.raises(ConfigError, match=refusal):
         check_disk(config, settings.services)
+
+
+def test_prompts_are_not_parted_by_load_where_they_are_to_be_parted_alike() -> None:
+    check_objectives(asked("--slo-itl-ms=20", "--slo-ttft-ms=500").services)
+    with pytest.raises(ConfigError, match="leave one out"):
+        check_objectives(asked("--slo-itl-ms=20", "--batch-invariant").services)
 
 
 def test_flags_that_the_readme_names() -> None:

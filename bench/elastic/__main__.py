@@ -1,0 +1,120 @@
+"""Two workers as a fixed split, as two that do both, and as a split with objectives: `python -m bench.elastic`.
+
+    python -m bench.elastic                                       the simulated engine, times of an 8B model on two H200s
+    python -m bench.elastic --prompt 2048 --output 256 --rate 14,18,22
+    python -m bench.elastic --device cuda --arrangements elastic,fixed
+
+Each arrangement is a stack of real processes of its own (`bench.serve`), with the same arrivals: Poisson, at each rate, then
+prompt-heavy and answer-heavy loads by turns. A request is good if its first token comes within --slo-ttft-ms and its others
+within --slo-itl-ms each, on average. Prints tables in Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+
+from bench.common.machine import describe
+from bench.common.table import markdown
+from bench.serve import __main__ as serve
+from bench.serve.client import Point
+from common.protocol.errors import PenstockError
+from common.runtime import logs, parent_death
+
+ARRANGEMENTS = {
+    "fixed": ("--prefill=1", "--decode=1"),
+    "aggregated": ("--prefill=0", "--decode=2"),
+    "aggregated with objectives": ("--prefill=0", "--decode=2", "objectives"),
+    "elastic": ("--prefill=1", "--decode=1", "objectives"),
+}
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.elastic", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="", help="cuda: real engines; by default the simulated one")
+    parser.add_argument("--model", default="dummy:llama-3.1-8b")
+    parser.add_argument("--prompt", default="8192")
+    parser.add_argument("--output", default="128")
+    parser.add_argument("--rate", default="3,5,7", help="Poisson arrivals per second; empty: none")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each rate")
+    parser.add_argument("--flips", type=int, default=2, help="rounds of the two loads by turns; 0: none")
+    parser.add_argument("--phase-seconds", type=float, default=20.0)
+    parser.add_argument("--prompt-heavy", default="5:8192:64", metavar="RATE:PROMPT:OUTPUT")
+    parser.add_argument("--answer-heavy", default="16:512:512", metavar="RATE:PROMPT:OUTPUT")
+    parser.add_argument("--slo-ttft-ms", type=float, default=500.0)
+    parser.add_argument("--slo-itl-ms", type=float, default=20.0)
+    parser.add_argument("--arrangements", default=",".join(ARRANGEMENTS), help=f"of {'; '.join(ARRANGEMENTS)}")
+    return parser.parse_args(argv)
+
+
+def flags(options: argparse.Namespace, arrangement: Sequence[str], load: Sequence[str]) -> list[str]:
+    """The command line of `bench.serve` for one arrangement and load."""
+    given = [each for each in arrangement if each != "objectives"]
+    if "objectives" in arrangement:
+        given += [f"--gateway-flag=--slo-ttft-ms={options.slo_ttft_ms}", f"--decode-flag=--slo-itl-ms={options.slo_itl_ms}"]
+    given += [f"--device={options.device}"] if options.device else ["--engine=simulated", "--worker-flag=--kv-cache-mb=600"]
+    objectives = [f"--slo-ttft-ms={options.slo_ttft_ms}", f"--slo-tpot-ms={options.slo_itl_ms}"]
+    return [*given, *objectives, f"--model={options.model}", "--token-budget=8192", "--ttft-probe=3", *load]
+
+
+async def measure(argv: list[str]) -> list[Point]:
+    """:raises PenstockError: if something does not start, or the load generator fails."""
+    options = serve.parse(argv)
+    report = serve.begin_report(options, argv)
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+        await serve.run(options, Path(folder), report)
+    return [point for point in report.points if not point.name.startswith("idle")]
+
+
+def render(points: dict[str, list[Point]]) -> str:
+    rows = [
+        [
+            name,
+            point.name,
+            f"{point.sent}",
+            f"{point.failed}",
+            f"{point.good_share:.0%}",
+            f"{point.tokens_per_s:,.0f}",
+            f"{point.ttft_ms.p50:,.0f} / {point.ttft_ms.p99:,.0f}",
+            f"{point.itl_ms.p50:.1f} / {point.itl_ms.p99:.1f}",
+            f"{point.tpot_ms.p50:.1f}",
+        ]
+        for name, measured in points.items()
+        for point in measured
+    ]
+    head = ["arrangement", "load", "sent", "failed", "good", "tok/s", "TTFT p50 / p99, ms", "ITL p50 / p99, ms", "TPOT p50, ms"]
+    return markdown(head, rows)
+
+
+async def main(options: argparse.Namespace) -> None:
+    names = [name.strip() for name in options.arrangements.split(",") if name.strip() in ARRANGEMENTS]
+    print(f"{describe()}\n\n    python -m bench.elastic {' '.join(sys.argv[1:])}\n")
+    loads: list[list[str]] = []
+    if options.rate:
+        loads.append([f"--rate={options.rate}", f"--seconds={options.seconds}", f"--prompt={options.prompt}"])
+        loads[-1].append(f"--output={options.output}")
+    if options.flips:
+        seconds = 2 * options.flips * options.phase_seconds
+        phases = [f"--phase=prompt-heavy={options.prompt_heavy}", f"--phase=answer-heavy={options.answer_heavy}"]
+        loads.append([*phases, f"--phase-seconds={options.phase_seconds}", f"--seconds={seconds}"])
+    points: dict[str, list[Point]] = {}
+    for load in loads:
+        for name in names:
+            points.setdefault(name, []).extend(await measure(flags(options, ARRANGEMENTS[name], load)))
+    print(render(points))
+
+
+if __name__ == "__main__":
+    parent_death.guard()
+    logs.configure("warning", "console")
+    try:
+        anyio.run(main, parse(sys.argv[1:]))
+    except PenstockError as error:
+        sys.exit(f"bench.elastic: {error}")

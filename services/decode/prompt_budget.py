@@ -1,0 +1,71 @@
+"""How many prompt tokens a step may compute beside decoding rows, so that these keep their ITL. Pure.
+
+    step of rows and a part of a prompt = step of the rows alone + tokens of the part × a token's time
+
+Both are averages of what was measured lately. What a token costs takes up what the first term misses: rows that came, or whose
+contexts grew, since the last step without a prompt.
+
+Where the rows alone come near the objective, or miss it, a part may still double the step: prompts go on, at half the speed of
+the rows at worst, instead of waiting for an objective that cannot be met.
+"""
+
+from __future__ import annotations
+
+from common.engine.speeds import TokenRate
+from common.protocol.capacity import WINDOW_MS, Capacity
+
+LEAST_TOKENS = 64
+GRAIN_TOKENS = 128
+"""Parts of at least so many tokens are a multiple of it: attention to a prompt's earlier parts takes few pieces then."""
+IDLE_TOKENS = 2048
+"""A step without decoding rows computes up to so many tokens all the same: rows that arrive meanwhile wait for it."""
+_MARGIN = 0.9
+"""The share of the objective that a step is planned to take: measured times scatter."""
+_HORIZON_TOKENS = 4096
+_STEP_WEIGHT = 0.2
+
+
+class PromptBudget:
+    """objective_s: for the time between a row's tokens, 0 for none."""
+
+    def __init__(self, objective_s: float) -> None:
+        self.objective_s = objective_s
+        self.step_s = 0.0
+        """Of decoding rows alone; 0: unknown."""
+        self._rate = TokenRate(_HORIZON_TOKENS)
+
+    @property
+    def token_s(self) -> float:
+        """Of a prompt; 0: unknown."""
+        return self._rate.token_s
+
+    def observe(self, *, rows: int, prompt_tokens: int, seconds: float) -> None:
+        """A step of so many decoding rows and tokens of prompts took so long."""
+        if prompt_tokens:
+            self._rate.measure(prompt_tokens, max(0.0, seconds - (self.step_s if rows else 0.0)))
+        else:
+            self.step_s += (_STEP_WEIGHT if self.step_s else 1.0) * (seconds - self.step_s)
+
+    def limit(self, rows: int, budget: int) -> int:
+        """Return how many prompt tokens a step with so many decoding rows may compute, `budget` at most."""
+        if not self.objective_s:
+            return budget
+        if not rows:
+            return min(budget, IDLE_TOKENS)
+        if not self.token_s:
+            return min(budget, GRAIN_TOKENS)
+        step_s = max(_MARGIN * self.objective_s, 2 * self.step_s)
+        tokens = int((step_s - self.step_s) / self.token_s)
+        if tokens >= GRAIN_TOKENS:
+            tokens -= tokens % GRAIN_TOKENS
+        return min(budget, max(LEAST_TOKENS, tokens))
+
+    def capacity(self, rows: int, *, budget: int, backlog_tokens: int) -> Capacity:
+        """Return what the engine says of itself, with so many decoding rows and tokens of prompts that wait."""
+        tokens = 0
+        if self.token_s:
+            part = self.limit(rows, budget)
+            step_s = part * self.token_s + (self.step_s if rows else 0.0)
+            tokens = int(part / step_s * WINDOW_MS / 1000)
+        itl_ms = round(self.step_s * 1000, 3) if rows else 0.0
+        return Capacity(prompt_tokens=tokens, backlog_tokens=backlog_tokens, itl_ms=itl_ms)

@@ -1,0 +1,41 @@
+"""When a worker would give a prompt's first token, and whether that is soon enough. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from services.gateway.pools import Worker
+from services.gateway.routes import Reason
+
+DEFAULT_TOKENS_PER_S = 2000.0
+SOONER = 0.8
+"""Where the objective can't be kept, a decode worker takes a long prompt if it needs less than this share of prefill's time:
+expectations are no better than that, and its rows are slowed down."""
+
+
+def prompt_s(worker: Worker, uncached_tokens: int, *, tokens_per_s: float) -> float:
+    """Return the seconds until a worker has computed what it has and so many tokens more. tokens_per_s: of one that has
+    computed no prompt yet."""
+    return (worker.backlog + uncached_tokens) / (_speed(worker) or tokens_per_s)
+
+
+def usual_tokens_per_s(workers: Iterable[Worker]) -> float:
+    """Return the mean of those that have computed prompts: what is expected of one that has not, and would never be asked if
+    it were taken for slow."""
+    known = [speed for worker in workers if (speed := _speed(worker))]
+    return sum(known) / len(known) if known else DEFAULT_TOKENS_PER_S
+
+
+def _speed(worker: Worker) -> float:
+    """Tokens of prompts a second; 0: unknown. A worker of an older version says no more than its speed without rows."""
+    return worker.presence.capacity.prompt_tokens_per_s or worker.presence.prefill_tokens_per_s
+
+
+def why_direct(direct_s: float, split_s: float, objective_s: float) -> Reason:
+    """Return why a decode worker is to compute a long prompt, whose first token it would give after `direct_s`, and prefill
+    after `split_s`; empty: it is not to. objective_s: for first tokens, 0 for none."""
+    if not objective_s or split_s <= objective_s:
+        return ""
+    if direct_s <= objective_s:
+        return "prefill_would_be_late"
+    return "sooner_at_decode" if direct_s < SOONER * split_s else ""

@@ -1,0 +1,92 @@
+"""Objectives for first tokens and for the time between tokens: prompts go where they are computed in time, in parts that keep
+the streams beside them going; the text is that of transformers all the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import anyio
+import pytest
+import pytest_asyncio
+
+from common.models.source import ModelFiles, resolve
+from common.text.tokenizer import load_tokenizer
+from tests.chaos.site import SIMULATED_ENGINE, Site, simulated_jobs
+from tests.e2e.oracle import Case, Oracle
+from tests.e2e.stack import Stack
+from tests.e2e.test_right import check, run
+from tests.e2e.tiny import save_tokenizer
+from tests.fixtures.nats import LocalNatsServer
+from tests.models.oracles import build, save
+
+ROUTES = "penstock_routes_total"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[LocalNatsServer]:
+    server = LocalNatsServer(tmp_path / "nats")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest_asyncio.fixture
+async def stack(server: LocalNatsServer, tmp_path: Path) -> AsyncIterator[Stack]:
+    folder = tmp_path / "llama"
+    save(build("llama"), folder)
+    save_tokenizer(folder)
+    flags = ("--dtype", "float32", "--token-budget", "128", "--model", str(folder))
+    async with Stack(server.url, tmp_path, engine_flags=flags) as stack:
+        yield stack
+
+
+async def routes(stack: Stack) -> dict[str, float]:
+    """Attempts sent to workers, by why they took their path."""
+    page = (await stack.client.get(f"{stack.url('gateway-0')}/metrics")).text
+    lines = [line for line in page.splitlines() if line.startswith(f"{ROUTES}{{")]
+    return {line.split('reason="')[1].split('"')[0]: float(line.split()[-1]) for line in lines}
+
+
+async def test_prompts_that_prefill_would_be_late_for_give_the_same_text_from_decode(stack: Stack, tmp_path: Path) -> None:
+    folder = str(tmp_path / "llama")
+    oracle = Oracle(build("llama"), load_tokenizer(resolve(folder)))
+    await stack.start("gateway", "--model", folder, "--direct-max-tokens", "8", "--slo-ttft-ms", "1")
+    await stack.start("prefill")
+    await stack.start("decode", "--slo-itl-ms", "1")
+    await stack.start("decode", "--slo-itl-ms", "5", "--speculation-tokens", "4", "--verify", "always")
+    await stack.ready()
+    rng = random.Random(5)
+    lengths = [33, 64, 65, 129, 200, 257, 300, 440] * 4
+    cases = [Case([rng.randrange(256) for _ in range(length)], 8 + 5 * i % 41) for i, length in enumerate(lengths)]
+    await check(oracle, cases, await run(stack, cases, gateway="gateway-0", spread_s=0.3, model="llama"))
+    taken = await routes(stack)
+    assert taken.get("long_uncached_prompt", 0) > 0, taken
+    assert taken.get("prefill_would_be_late", 0) + taken.get("sooner_at_decode", 0) > 0, taken
+    await stack.clean()
+
+
+async def test_streams_beside_a_long_prompt_keep_their_pace(
+    server: LocalNatsServer, tmp_path: Path, smollm2: ModelFiles
+) -> None:
+    """On the simulated engine, whose times are those of a large GPU: a prompt of 4,000 tokens takes it half a second."""
+    flags = (*SIMULATED_ENGINE, "--token-budget", "8192")
+    gaps: dict[str, float] = {}
+    async with Stack(server.url, tmp_path, engine_flags=flags) as stack:
+        await stack.start("gateway")
+        for name, more in {"free": (), "kept": ("--slo-itl-ms", "60")}.items():
+            await stack.start("decode", *more, name=f"decode-{name}")
+            await stack.ready()
+            site = Site(stack, server, simulated_jobs(smollm2, tokens=range(100, 110)), clients=2)
+            async with site.crowd() as crowd:
+                await crowd.streaming()
+                for first in range(3):
+                    prompt = [(first + index) % 40_000 for index in range(3, 4003)]
+                    await stack.complete(prompt, max_tokens=1, ignore_eos=True)
+            crowd.check()
+            gaps[name] = sorted(late - early for seen in crowd.seen for early, late in pairwise(seen.reply.times))[-3]
+            stack.kill(f"decode-{name}")
+            await anyio.sleep(0.1)
+    assert gaps["kept"] < 0.6 * gaps["free"], gaps

@@ -1,0 +1,109 @@
+"""Prompts in parts that keep the ITL of what decodes beside them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.engine.plan import StepPlan, StepRow
+from common.engine.speeds import Speeds, TokenRate
+from common.protocol.capacity import Capacity
+from common.protocol.messages import SamplingParams
+from services.decode.prompt_budget import GRAIN_TOKENS, IDLE_TOKENS, LEAST_TOKENS, PromptBudget
+
+
+class Engine:
+    """A step takes `base_s`, and `token_s` for each token of a prompt."""
+
+    def __init__(self, base_s: float, token_s: float, objective_s: float = 0.02) -> None:
+        self.base_s, self.token_s = base_s, token_s
+        self.budget = PromptBudget(objective_s)
+
+    def step(self, rows: int, prompt_tokens: int) -> float:
+        seconds = self.base_s * (rows > 0) + self.token_s * prompt_tokens
+        self.budget.observe(rows=rows, prompt_tokens=prompt_tokens, seconds=seconds)
+        return seconds
+
+    def settle(self, rows: int = 8) -> None:
+        for _ in range(20):
+            self.step(rows, 0)
+        for _ in range(40):
+            self.step(rows, self.budget.limit(rows, 8192))
+
+
+@given(st.floats(0.001, 0.017), st.floats(1e-6, 1e-4))
+def test_steps_stay_within_the_objective_where_that_is_possible(base_s: float, token_s: float) -> None:
+    engine = Engine(base_s, token_s)
+    engine.settle()
+    limit = engine.budget.limit(8, 8192)
+    seconds = engine.step(8, limit)
+    assert limit == LEAST_TOKENS or seconds <= max(0.02, 2.001 * base_s)
+    if limit > GRAIN_TOKENS:
+        assert limit == 8192 or limit % GRAIN_TOKENS == 0
+
+
+def test_a_part_fills_most_of_what_the_objective_leaves() -> None:
+    engine = Engine(0.006, 25e-6)
+    engine.settle()
+    assert engine.budget.limit(8, 8192) == 384  # 12 ms of 25 µs each, in whole 128s
+    assert engine.budget.limit(8, 200) == 200
+
+
+def test_an_objective_that_rows_alone_miss_lets_prompts_double_the_step() -> None:
+    engine = Engine(0.05, 100e-6)
+    engine.settle()
+    assert engine.budget.limit(8, 8192) == 384  # 50 ms of 100 µs each, in whole 128s
+
+
+def test_without_an_objective_or_rows_nothing_is_limited_but_what_would_hold_up_a_row_for_long() -> None:
+    free = Engine(0.006, 25e-6, objective_s=0.0)
+    free.settle()
+    assert free.budget.limit(8, 8192) == free.budget.limit(0, 8192) == 8192
+    bound = Engine(0.006, 25e-6)
+    assert bound.budget.limit(0, 8192) == IDLE_TOKENS
+    assert bound.budget.limit(8, 8192) == GRAIN_TOKENS, "nothing is known yet"
+
+
+def test_rows_that_come_make_parts_smaller_although_no_step_without_a_prompt_has_shown_their_cost() -> None:
+    engine = Engine(0.006, 25e-6)
+    engine.settle()
+    engine.base_s = 0.012
+    for _ in range(60):
+        engine.step(64, engine.budget.limit(64, 8192))
+    assert engine.step(64, engine.budget.limit(64, 8192)) <= 0.0205
+
+
+def test_what_is_said_of_the_next_100_ms() -> None:
+    engine = Engine(0.006, 25e-6)
+    assert engine.budget.capacity(8, budget=2048, backlog_tokens=70) == Capacity(0, 70, 0.0)
+    engine.settle()
+    beside = engine.budget.capacity(8, budget=2048, backlog_tokens=5000)
+    assert beside.prompt_tokens == pytest.approx(384 / (0.006 + 384 * 25e-6) * 0.1, rel=0.01)
+    assert (beside.backlog_tokens, beside.itl_ms) == (5000, pytest.approx(6.0, rel=0.01))
+    alone = engine.budget.capacity(0, budget=2048, backlog_tokens=0)
+    assert (alone.prompt_tokens, alone.itl_ms) == (pytest.approx(4000, rel=0.01), 0.0)
+
+
+def test_a_rate_is_that_of_the_latest_tokens_and_short_prompts_count_for_little() -> None:
+    rate = TokenRate()
+    rate.measure(4, 0.01)
+    assert rate.per_s == rate.token_s == 0.0, "a canary says nothing"
+    for _ in range(8):
+        rate.measure(2048, 0.05)
+    rate.measure(16, 0.005)
+    assert rate.per_s == pytest.approx(2048 / 0.05, rel=0.05)
+    for _ in range(20):
+        rate.measure(2048, 0.1)
+    assert rate.per_s == pytest.approx(2048 / 0.1, rel=0.02)
+    assert rate.token_s == pytest.approx(1 / rate.per_s)
+
+
+def test_speeds_know_prompts_from_answers() -> None:
+    speeds = Speeds()
+    row = StepRow([1] * 512, 0, [0], 1, SamplingParams(), 512)
+    speeds.measure(StepPlan(1, [row]), 0.02)
+    assert speeds.prefill_tokens_per_s == pytest.approx(25_600)
+    speeds.measure(StepPlan(2, [StepRow([1], 512, [0], 1, SamplingParams(), 512)] * 4), 0.01)
+    assert speeds.prefill_tokens_per_s == pytest.approx(25_600)
+    assert speeds.tokens_per_s > 0 and speeds.step_ms > 0
