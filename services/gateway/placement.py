@@ -35,6 +35,8 @@ from services.gateway.windows import Windows
 
 PREFILL_PATIENCE_S = 5.0
 """A long prompt waits so long for room at prefill, then decode may compute it."""
+OVERTAKEN = 16
+"""Requests too long for the blocks that are free which shorter ones may pass by at once."""
 NEED_DECODE: frozenset[Line] = frozenset({"canary", "direct", "prefill"})
 """Lines whose requests need room at decode."""
 ALONE_PATIENCE_S = 1.0
@@ -44,12 +46,14 @@ ALONE_LIMIT_S = 30.0
 
 
 class Seat(msgspec.Struct):
-    """`order`: the request's age. Where it counts as load; which worker computes its prompt, `uncached_tokens` of it; which one
-    is reserved for it. `charged`: tokens that its tenant was charged for it, 0 before it was placed; `charged_prompt` of
-    them are the prompt's, which its next workers, if it loses some, compute at nobody's cost."""
+    """`order`: the request's age. `waits_since`: when it began to wait for a worker that takes it, 0 while one has it. Where it
+    counts as load; which worker computes its prompt, `uncached_tokens` of it; which one is reserved for it. `charged`: tokens
+    that its tenant was charged for it, 0 before it was placed; `charged_prompt` of them are the prompt's, which its next
+    workers, if it loses some, compute at nobody's cost."""
 
     order: int
     keys: list[int]
+    waits_since: float = 0.0
     prefill: WorkerRef | None = None
     decode: WorkerRef | None = None
     computing: WorkerRef | None = None
@@ -94,6 +98,11 @@ class Placement:
         """Whether it waits for a worker, or, computed already, for a decode worker."""
         return request.state is State.QUEUED or request.id in self._homeless
 
+    def waited_s(self, request: Request, now: float) -> float:
+        """How long no worker has taken it, although some may have been asked."""
+        seat = self.seats.get(request.id)
+        return now - seat.waits_since if seat is not None and seat.waits_since else 0.0
+
     def is_refused(self, request: Request, max_queue: int) -> bool:
         """Whether it is one too many: the queue is full, and its tenant has its share of it."""
         if self.seats[request.id].order not in self._waiting or self.num_waiting <= max_queue:
@@ -122,7 +131,9 @@ class Placement:
 
     def rejoin(self, request: Request, now: float, *, not_before: float) -> None:
         """It waits for the next attempt, with the age it has, and has no turn before `not_before`."""
-        order, line = self.seats[request.id].order, self._line(request, now)
+        seat = self.seats[request.id]
+        seat.waits_since = seat.waits_since or now
+        order, line = seat.order, self._line(request, now)
         if not_before > now:
             self._waiting.join_later(line, order, request, not_before)
         else:
@@ -136,6 +147,7 @@ class Placement:
         """A worker has accepted it: remember which prefix is there."""
         seat = self.seats.get(request.id)
         if seat is not None:
+            seat.waits_since = 0.0
             for holder in (seat.prefill, seat.decode):
                 if holder is not None:
                     self.router.remember(seat.keys, holder)
@@ -203,6 +215,7 @@ class Placement:
         self._clearing.open()
         closed: set[Line] = set()
         unplaced: list[tuple[Line, int, Request]] = []
+        num_long = 0
         while (turn := self._next(closed)) is not None:
             line, _, request = turn
             if self._headroom.several and line in SHARED and self._must_wait(line, request):
@@ -213,7 +226,8 @@ class Placement:
             choice = self._choose(line, job)
             if choice is None:
                 unplaced.append(turn)
-                if line != "canary":  # each waits for another worker
+                num_long += self.router.is_too_long(job)
+                if line != "canary" and not 0 < num_long <= OVERTAKEN:  # each of those waits for another worker
                     closed.add(line)
                 continue
             self.on_placed(now - request.since)
@@ -289,7 +303,7 @@ class Placement:
             max_tokens=request.sampling.max_tokens - len(request.tokens),
             path=request.path,
             avoid=self._doubtful | request.avoid,
-            patient=now - request.since < PREFILL_PATIENCE_S,
+            patient=self.waited_s(request, now) < PREFILL_PATIENCE_S,
             only=request.only,
         )
 

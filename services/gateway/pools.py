@@ -15,6 +15,7 @@ from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
 
 STUCK_MS, STUCK_STEPS = 2000.0, 20.0
+NOTHING_IS_TOO_LONG = 1 << 60
 
 Pair = tuple[str, str]
 """(fingerprint, host): KV can be handed over between workers with equal ones."""
@@ -23,7 +24,7 @@ Pair = tuple[str, str]
 class Worker:
     """One life of one worker. `serial` is its name in the prefix memory."""
 
-    __slots__ = ("base", "base_tokens", "credits", "ours", "presence", "ref", "reserved", "serial", "tokens")
+    __slots__ = ("base", "base_tokens", "credits", "ours", "presence", "ref", "reserved", "serial", "tokens", "too_long")
 
     def __init__(self, presence: Presence, serial: int) -> None:
         self.ref: WorkerRef = presence.worker
@@ -38,11 +39,20 @@ class Worker:
         self.credits = presence.credits if presence.state == "ready" else 0
         self.base = self.ours
         self.base_tokens = self.tokens
+        self.too_long = NOTHING_IS_TOO_LONG
 
-    def refuse(self) -> None:
-        """It had no room after all: none until something of ours ends there, or it says otherwise."""
+    def refuse(self, num_tokens: int = 0) -> None:
+        """It had no room after all: none until something of ours ends there, or it says otherwise. num_tokens > 0: none for so
+        many tokens or more; a shorter sequence may still find blocks."""
+        if num_tokens:
+            self.too_long = min(self.too_long, num_tokens)
+            return
         self.credits = 0
         self.base = self.ours
+
+    def takes(self, num_tokens: int) -> bool:
+        """Whether it may have room for a sequence of so many tokens."""
+        return self.spare > 0 and num_tokens < self.too_long
 
     @property
     def pair(self) -> Pair:

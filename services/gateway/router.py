@@ -21,7 +21,7 @@ from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
 from services.gateway.actions import Path
 from services.gateway.expected import DEFAULT_TOKENS_PER_S, prompt_s, usual_tokens_per_s, why_direct
-from services.gateway.pools import Pair, Pool, Worker
+from services.gateway.pools import NOTHING_IS_TOO_LONG, Pair, Pool, Worker
 from services.gateway.prefix_memory import PrefixMemory
 from services.gateway.routes import Choice as Choice  # placement takes all three from here
 from services.gateway.routes import Job as Job
@@ -154,13 +154,20 @@ class Router:
         if worker is not None:
             worker.ours += requests
             worker.tokens += tokens
+            if requests < 0:
+                worker.too_long = NOTHING_IS_TOO_LONG
             self._update(worker)
 
-    def refused(self, ref: WorkerRef) -> None:
+    def refused(self, ref: WorkerRef, *, num_tokens: int = 0) -> None:
+        """See `Worker.refuse`."""
         worker = self._workers.get(ref)
         if worker is not None:
-            worker.refuse()
+            worker.refuse(num_tokens)
             self._update(worker)
+
+    def is_too_long(self, job: Job) -> bool:
+        """Whether a worker has room, but not for so long a sequence."""
+        return any(worker.spare > 0 and not worker.takes(job.num_tokens) for worker in self._workers.values())
 
     def remember(self, keys: Sequence[int], ref: WorkerRef) -> None:
         worker = self._workers.get(ref)
@@ -209,7 +216,7 @@ class Router:
 
     def choose_to_read(self, job: Job) -> ReadChoice | None:
         """A worker for a prompt that is read; what is cached of it is mostly computed again. None: all are full."""
-        candidates = self._candidates(self._readers, {}, job.avoid)
+        candidates = self._candidates(self._readers, {}, job)
         if not candidates:
             return None
         costs = [(self._prompt_s(worker, job, {}), worker) for worker in candidates]
@@ -249,7 +256,7 @@ class Router:
         if worker is None or worker.pair not in self._pairs:
             return None
         tried = frozenset(tried)
-        candidates = [w for w in self._candidates(self._pairs[worker.pair][1], {}, frozenset()) if w.ref.id not in tried]
+        candidates = [w for w in self._candidates(self._pairs[worker.pair][1], {}, job) if w.ref.id not in tried]
         return min(candidates, key=lambda w: self._decode_cost(w, job, {})).ref if candidates else None
 
     def may_redirect(self, prefill: WorkerRef, *, tried: Iterable[str]) -> bool:
@@ -281,7 +288,7 @@ class Router:
     ) -> tuple[float, Choice] | None:
         """`idle`: only among workers that compute no prompt of ours. `soonest`: the one whose first token comes first, in place
         of the one that costs least."""
-        candidates = self._candidates(self.decode, cached, job.avoid, only=job.only)
+        candidates = self._candidates(self.decode, cached, job, only=job.only)
         costs = [(self._direct_cost(worker, job, cached), worker) for worker in candidates if not (idle and worker.tokens)]
         if not costs:
             return None
@@ -297,11 +304,13 @@ class Router:
     def _split(self, job: Job, cached: Mapping[int, int]) -> tuple[float, Choice] | None:
         best, compared = None, []
         for prefills, decodes in self._open_pairs():
-            candidates = self._candidates(prefills, cached, job.avoid, only=job.only)
+            candidates = self._candidates(prefills, cached, job, only=job.only)
             if not candidates:
                 continue
             prefill_costs = [(self._prompt_s(w, job, cached), w) for w in candidates]
-            decode_costs = [(self._decode_cost(w, job, cached), w) for w in self._candidates(decodes, cached, job.avoid)]
+            decode_costs = [(self._decode_cost(w, job, cached), w) for w in self._candidates(decodes, cached, job)]
+            if not decode_costs:
+                continue
             ttft_s = {worker: cost + HANDOFF_S for cost, worker in prefill_costs}
             compared += [*costed("prefill", prefill_costs, cached, ttft_s), *costed("decode", decode_costs, cached)]
             (prefill_cost, prefill), (decode_cost, decode) = min(prefill_costs, key=_cost), min(decode_costs, key=_cost)
@@ -324,19 +333,17 @@ class Router:
                     break
         return found
 
-    def _candidates(
-        self, pool: Pool, cached: Mapping[int, int], avoid: frozenset[str], *, only: WorkerRef | None = None
-    ) -> list[Worker]:
+    def _candidates(self, pool: Pool, cached: Mapping[int, int], job: Job, *, only: WorkerRef | None = None) -> list[Worker]:
         """Workers with room to compare; one to avoid only when there is no other."""
         if only is not None:
             worker = self._workers.get(only)
-            return [worker] if worker is not None and worker.spare > 0 and worker.ref.id in pool.members else []
-        found = list(pool.sample(COMPARED))
+            return [worker] if worker is not None and worker.takes(job.num_tokens) and worker.ref.id in pool.members else []
+        found = [worker for worker in pool.sample(COMPARED) if worker.takes(job.num_tokens)]
         if cached and len(pool) > COMPARED:
             known = {worker.serial for worker in found}
-            found += [w for w in self._remembering(pool, cached) if w.serial not in known and w.spare > 0]
-        if avoid:
-            found = [worker for worker in found if worker.ref.id not in avoid] or found
+            found += [w for w in self._remembering(pool, cached) if w.serial not in known and w.takes(job.num_tokens)]
+        if job.avoid:
+            found = [worker for worker in found if worker.ref.id not in job.avoid] or found
         return found
 
     def _remembering(self, pool: Pool, cached: Mapping[int, int]) -> list[Worker]:

@@ -3,7 +3,9 @@ the streams beside them going; the text is that of transformers all the same."""
 
 from __future__ import annotations
 
+import logging
 import random
+import time
 from collections.abc import AsyncIterator, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -90,3 +92,56 @@ async def test_streams_beside_a_long_prompt_keep_their_pace(
             stack.kill(f"decode-{name}")
             await anyio.sleep(0.1)
     assert gaps["kept"] < 0.6 * gaps["free"], gaps
+
+
+@pytest.mark.parametrize("roles", [("decode",), ("prefill", "decode")])
+async def test_a_short_prompt_does_not_wait_behind_a_long_one_that_has_no_place(
+    server: LocalNatsServer, tmp_path: Path, roles: tuple[str, ...]
+) -> None:
+    flags = (*SIMULATED_ENGINE, "--num-blocks", "100")
+    async with Stack(server.url, tmp_path, engine_flags=flags) as stack:
+        await stack.start("gateway", "--direct-max-tokens", "8")
+        for role in roles:
+            await stack.start(role)
+        await stack.ready()
+        took: dict[str, float] = {}
+
+        async def ask(name: str, prompt: list[int], max_tokens: int) -> None:
+            began = time.monotonic()
+            reply = await stack.complete(prompt, max_tokens=max_tokens, ignore_eos=True)
+            assert reply.error is None and reply.finish == "length", reply
+            took[name] = time.monotonic() - began
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(ask, "first", list(range(10, 1010)), 200)
+            await anyio.sleep(1.0)
+            group.start_soon(ask, "long", list(range(20, 1120)), 8)
+            await anyio.sleep(0.5)
+            for number in range(3):
+                await ask(f"short {number}", list(range(30 + number, 90 + number)), 4)
+        assert max(seconds for name, seconds in took.items() if name.startswith("short")) < 1.0, took
+        logging.getLogger("e2e").info("%s", took)
+        assert took["long"] > took["short 0"]
+        await stack.clean()
+
+
+async def test_a_long_prompt_gets_its_place_although_short_ones_keep_coming(server: LocalNatsServer, tmp_path: Path) -> None:
+    flags = (*SIMULATED_ENGINE, "--num-blocks", "100")
+    async with Stack(server.url, tmp_path, engine_flags=flags) as stack:
+        await stack.start("gateway")
+        await stack.start("decode")
+        await stack.ready()
+        ended = anyio.Event()
+
+        async def short(number: int) -> None:
+            while not ended.is_set():
+                await stack.complete(list(range(number, number + 100)), max_tokens=30, ignore_eos=True)
+
+        async with anyio.create_task_group() as group:
+            for number in range(12):
+                group.start_soon(short, 30 + 200 * number)
+            await anyio.sleep(1.0)
+            with anyio.fail_after(30):
+                reply = await stack.complete(list(range(20, 1420)), max_tokens=4, ignore_eos=True)
+            ended.set()
+        assert reply.error is None

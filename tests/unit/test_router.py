@@ -165,6 +165,25 @@ def test_while_prefill_has_no_room_a_decode_worker_keeps_the_objective() -> None
     assert made.choose(LONG) is None, "it waits for prefill, and for five seconds at most"
 
 
+def test_a_worker_without_blocks_for_a_long_sequence_takes_shorter_ones() -> None:
+    made = router(worker("decode", 1), worker("prefill", 1))
+    ref = WorkerRef("prefill", "prefill-1", 1)
+    made.refused(ref, num_tokens=2000)
+    assert made.choose(LONG) is None and made.is_too_long(LONG)
+    assert place(made, job(prompt(1900))).prefill == ref
+    assert not made.is_too_long(job(prompt(1900)))
+    made.refused(ref, num_tokens=1900)
+    assert made.choose(job(prompt(1900))) is None
+    made.count(ref, -1)  # something of ours has ended there
+    assert place(made, LONG).prefill == ref
+    made.refused(ref, num_tokens=2000)
+    made.refresh([worker("decode", 1), worker("prefill", 1)])  # it says how it is
+    assert place(made, LONG).prefill == ref
+    impatient = job(prompt(2000), patient=False)
+    made.refused(ref, num_tokens=2000)
+    assert place(made, impatient).reason == "no_room_at_prefill_for_long"
+
+
 def test_what_a_worker_has_to_compute_is_what_it_said_and_what_came_since() -> None:
     made = pools_with(prefill_backlog=1000)
     ref = WorkerRef("prefill", "prefill-1", 1)
