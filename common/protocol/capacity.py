@@ -12,12 +12,13 @@ class Capacity(msgspec.Struct, frozen=True, array_like=True):
 
     prompt_tokens: of prompts that it could compute, beside its decoding rows and within its objective for their ITL.
     backlog_tokens: of prompts that it holds and has not computed. itl_ms: the time between tokens of its rows as they are now,
-    without prompts.
+    without prompts. rows: how many more sequences it would decode, none where its rows take longer than its objective.
     """
 
     prompt_tokens: int = 0
     backlog_tokens: int = 0
     itl_ms: float = 0.0
+    rows: int = 0
 
     @property
     def prompt_tokens_per_s(self) -> float:

@@ -290,7 +290,8 @@ class DecodeActor(EngineWorker):
         left = [sequence.length - sequence.num_computed for sequence in self.held.values()]
         prompts = [tokens for tokens in left if tokens > 1]
         rows = self.scheduler.num_running - len(prompts)
-        return self.prompts.capacity(rows, budget=self.scheduler.token_budget, backlog_tokens=sum(prompts))
+        places, budget = self.scheduler.credits, self.scheduler.token_budget
+        return self.prompts.capacity(rows, budget=budget, backlog_tokens=sum(prompts), places=places)
 
     def presence(self, state: WorkerState) -> Presence:
         said = super().presence(state)

@@ -60,12 +60,13 @@ class PromptBudget:
             tokens -= tokens % GRAIN_TOKENS
         return min(budget, max(LEAST_TOKENS, tokens))
 
-    def capacity(self, rows: int, *, budget: int, backlog_tokens: int) -> Capacity:
-        """Return what the engine says of itself, with so many decoding rows and tokens of prompts that wait."""
+    def capacity(self, rows: int, *, budget: int, backlog_tokens: int, places: int) -> Capacity:
+        """Return what the engine says of itself, with so many decoding rows, tokens of prompts that wait, and free places."""
         tokens = 0
         if self.token_s:
             part = self.limit(rows, budget)
             step_s = part * self.token_s + (self.step_s if rows else 0.0)
             tokens = int(part / step_s * WINDOW_MS / 1000)
         itl_ms = round(self.step_s * 1000, 3) if rows else 0.0
-        return Capacity(prompt_tokens=tokens, backlog_tokens=backlog_tokens, itl_ms=itl_ms)
+        is_slow = rows > 0 and self.step_s > self.objective_s > 0
+        return Capacity(tokens, backlog_tokens, itl_ms, 0 if is_slow else places)

@@ -26,6 +26,12 @@ def usual_tokens_per_s(workers: Iterable[Worker]) -> float:
     return sum(known) / len(known) if known else DEFAULT_TOKENS_PER_S
 
 
+def all_are_slow(workers: Iterable[Worker]) -> bool:
+    """Whether each of the workers that are ready says that its rows take longer than its objective; not if there is none."""
+    ready = [worker.presence.capacity for worker in workers if worker.usable]
+    return bool(ready) and all(capacity.itl_ms > 0 and not capacity.rows for capacity in ready)
+
+
 def _speed(worker: Worker) -> float:
     """Tokens of prompts a second; 0: unknown. A worker of an older version says no more than its speed without rows."""
     return worker.presence.capacity.prompt_tokens_per_s or worker.presence.prefill_tokens_per_s

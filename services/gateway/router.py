@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
 from services.gateway.actions import Path
-from services.gateway.expected import DEFAULT_TOKENS_PER_S, prompt_s, usual_tokens_per_s, why_direct
+from services.gateway.expected import DEFAULT_TOKENS_PER_S, all_are_slow, prompt_s, usual_tokens_per_s, why_direct
 from services.gateway.pools import NOTHING_IS_TOO_LONG, Pair, Pool, Worker
 from services.gateway.prefix_memory import PrefixMemory
 from services.gateway.routes import Choice as Choice  # placement takes all three from here
@@ -62,6 +62,7 @@ class Router:
         self._turn = 0
         self._step_s = DEFAULT_STEP_S
         self._tokens_per_s = DEFAULT_TOKENS_PER_S
+        self._decode_is_slow = False
 
     # -- who is there
 
@@ -92,6 +93,7 @@ class Router:
         steps = [w.presence.step_ms for w in self.decode.members.values() if w.presence.step_ms > 0]
         self._step_s = sum(steps) / len(steps) / 1000 if steps else DEFAULT_STEP_S
         self._tokens_per_s = usual_tokens_per_s(self._workers.values())
+        self._decode_is_slow = all_are_slow(self.decode.members.values())
 
     def remove(self, ref: WorkerRef) -> None:
         """Harmless for one that is not there."""
@@ -131,7 +133,7 @@ class Router:
 
     @property
     def has_room(self) -> bool:
-        return self.decode.has_room
+        return self.decode.has_room or self._decode_is_full
 
     @property
     def has_room_to_read(self) -> bool:
@@ -224,9 +226,11 @@ class Router:
 
     def choose(self, job: Job) -> Choice | None:
         """None: nobody who could take the request has room now."""
+        if self._decode_is_full and job.path == "auto" and job.only is None and (spilled := self._spill(job)):
+            return spilled
         if not self.decode.has_room:
             return None
-        cached = {worker: min(tokens, job.num_tokens - 1) for worker, tokens in self.memory.match(job.keys).items()}
+        cached = self._cached(job)
         direct = self._direct(job, cached)
         if job.path == "direct" or (job.path == "auto" and not self.can_prefill):
             reason = "path_given" if job.path == "direct" else "no_prefill_worker"
@@ -268,6 +272,25 @@ class Router:
         return any(w.usable and w.ref.id not in tried for w in self._pairs[worker.pair][1].members.values())
 
     # -- inside
+
+    def _spill(self, job: Job) -> Choice | None:
+        """A prefill worker that has no prompts, for a request that it answers itself."""
+        cached = self._cached(job)
+        idle = [w for w in self._candidates(self.prefill, cached, job) if w.presence.capacity.rows and not w.backlog]
+        if not idle:
+            return None
+        costs = [(self._direct_cost(worker, job, cached), worker) for worker in idle]
+        uncached = job.num_tokens - cached.get((worker := min(costs, key=_cost)[1]).serial, 0)
+        return Choice(None, worker.ref, uncached, costed("direct", costs, cached), "decode_pool_is_full")
+
+    @property
+    def _decode_is_full(self) -> bool:
+        """Whether prefill workers may have to decode: with an objective, while no decode worker takes rows within its own."""
+        return self.ttft_s > 0 and self.prefill.has_room and (self._decode_is_slow or not self.decode.has_room)
+
+    def _cached(self, job: Job) -> dict[int, int]:
+        """Tokens of the prompt that each worker is believed to hold, by its serial."""
+        return {worker: min(tokens, job.num_tokens - 1) for worker, tokens in self.memory.match(job.keys).items()}
 
     def _is_busy(self, choice: Choice) -> bool:
         """Whether the prefill worker has prompts to compute. One that has none gets the prompt however slow it seems: it may

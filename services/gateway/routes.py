@@ -27,6 +27,7 @@ Reason = Literal[
     "prefill_is_cheaper",
     "prefill_would_be_late",
     "sooner_at_decode",
+    "decode_pool_is_full",
 ]
 """Why a request took its path: see `WORDS`."""
 
@@ -43,6 +44,7 @@ WORDS: Mapping[Reason, str] = {
     "direct_is_cheaper": "a decode worker alone costs less than prefill and a hand-off",
     "prefill_is_cheaper": "prefill and a hand-off cost less than a decode worker alone",
     "prefill_would_be_late": "prefill would miss the objective for first tokens, a decode worker keeps it",
+    "decode_pool_is_full": "no decode worker has room within its objective, and a prefill worker has no prompts",
     "sooner_at_decode": "the objective for first tokens is missed anyhow, and a decode worker is sooner",
 }
 

@@ -6,6 +6,8 @@ The life of a request here:
         ─► KvReady to decode ─ Accepted ─► HandedOff; blocks leased until decode releases them or stops renewing
                              └ refused ──► HandoffFailed; parked with its blocks until Redirect, Cancel or lease end
 
+    DecodeTask ─► admitted ─► chunks ─► a token a step: while no decode worker has room, and no prompt waits here
+
     ReadTask ─► admitted ─► chunks, each with frames of what was scored ─► the last frame; blocks freed
 """
 
@@ -26,6 +28,7 @@ from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef, new_lease
 from common.protocol.messages import (
     Accepted,
     Cancel,
+    DecodeTask,
     HandedOff,
     HandoffFailed,
     KvReady,
@@ -70,6 +73,8 @@ class PrefillActor(EngineWorker):
         super().__init__(bus=bus, config=config, open_engine=open_engine, clock=clock)
         self.leases: LeaseTable[Leased] = LeaseTable(config.lease_s)
         self.decode_for: dict[str, WorkerRef] = {}
+        self.answering = set[str]()
+        """Requests that decode here."""
         self.parked: dict[str, Sequence] = {}
         self.lease_of: dict[str, tuple[int, str]] = {}
 
@@ -92,6 +97,8 @@ class PrefillActor(EngineWorker):
         match message:
             case PrefillTask():
                 self.on_task(message, reply)
+            case DecodeTask():
+                self.on_decode(message, reply)
             case ReadTask():
                 self.on_read(message, reply)
             case ReleaseLease():
@@ -108,6 +115,12 @@ class PrefillActor(EngineWorker):
         sequence = self.admit(task.generation, reply, lambda s: self.scheduler.admit(s, self.clock()))
         if sequence is not None:
             self.decode_for[sequence.request] = task.decode
+            self.prefixes.fetch(sequence)
+
+    def on_decode(self, task: DecodeTask, reply: str) -> None:
+        sequence = self.admit(task.generation, reply, lambda s: self.scheduler.admit(s, self.clock(), keeps=True))
+        if sequence is not None:
+            self.answering.add(sequence.request)
             self.prefixes.fetch(sequence)
 
     def on_read(self, task: ReadTask, reply: str) -> None:
@@ -127,18 +140,31 @@ class PrefillActor(EngineWorker):
             if sequence.is_read:
                 self.report_reading(sequence)
         done = [sequence for sequence in news if not (sequence.is_read or sequence.is_broken)]
-        first = [(sequence, sequence.num_outputs - 1) for sequence in done]
-        self.constraints.check(first)
-        first = [(sequence, start) for sequence, start in first if self.is_held(sequence)]
-        self.outflow.put(first, urgent=True)
+        newest = [(sequence, sequence.num_outputs - 1) for sequence in done]
+        self.constraints.check(newest)
+        newest = [(sequence, start) for sequence, start in newest if self.is_held(sequence)]
+        later = [(sequence, start) for sequence, start in newest if start > 0 and sequence.request in self.answering]
+        self.outflow.put([one for one in newest if one not in later], urgent=True)
+        self.outflow.put(later)
         self.counters.generation_tokens.inc(len(done))
         for sequence in done:
+            if sequence.request in self.answering:
+                self.report_answer(sequence)
+                continue
             self.prefixes.offer_soon(sequence)
             if sequence.finish is not None or not self.is_held(sequence):
                 self.cache.close(sequence)
             else:
                 self.parked[sequence.request] = sequence
                 self.task_group.start_soon(self.hand_off, sequence)
+
+    def report_answer(self, sequence: Sequence) -> None:
+        """Of one that decodes here: its scheduler frees the blocks."""
+        if sequence.num_outputs == 1:
+            self.prefixes.offer_soon(sequence)
+        if sequence.finish is not None:
+            self.traces.finished(sequence)
+            self.answering.discard(sequence.request)
 
     def report_reading(self, sequence: Sequence) -> None:
         if sequence.finish is not None:
@@ -219,6 +245,7 @@ class PrefillActor(EngineWorker):
 
     def dropped(self, sequence: Sequence) -> None:
         self.decode_for.pop(sequence.request, None)
+        self.answering.discard(sequence.request)
         if self.parked.get(sequence.request) is sequence:
             del self.parked[sequence.request]
             self.cache.close(sequence)
@@ -239,7 +266,8 @@ class PrefillActor(EngineWorker):
         if not self.loaded:
             return said
         tokens = int(self.speeds.prefill_tokens_per_s * WINDOW_MS / 1000)
-        capacity = Capacity(prompt_tokens=tokens, backlog_tokens=self.scheduler.uncomputed_tokens)
+        scheduler = self.scheduler
+        capacity = Capacity(tokens, scheduler.uncomputed_tokens, 0.0, scheduler.credits)
         return msgspec.structs.replace(said, capacity=capacity)
 
     def tick(self, now: float) -> None:

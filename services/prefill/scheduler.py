@@ -1,6 +1,7 @@
 """Which prompt tokens the next step computes. Pure: no clock, no bus, no tensors.
 
     admit ─► (copying: a prefix arrives from elsewhere) ─► queued ─► planned in chunks ─► committed: first token ─► done
+                                            one that is kept decodes here, a row of each step, to its end ◄────┘
     cancel frees at once, or, while a step or a copy touches the blocks, as soon as that has ended.
 
 Order: tenants by turns; of one tenant, least remaining work first, aged, so that a short prompt does not wait behind a long
@@ -16,7 +17,7 @@ from common.engine.plan import PACKED_TOKENS, StepPlan, StepResult, part_of
 from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
 from common.engine.shares import PRIORITY_STEP_S, TurnTaking
-from common.protocol.errors import ContextLengthExceeded, OutOfCredits
+from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
 
 
 class PrefillScheduler:
@@ -36,6 +37,7 @@ class PrefillScheduler:
         self.aging_tokens_per_s = aging_tokens_per_s
         self._queued: dict[Sequence, float] = {}
         self._copying: dict[Sequence, float] = {}
+        self._kept = set[Sequence]()
         self._flights: deque[list[Sequence]] = deque()
         self._computing = set[bytes]()
         self._turns = TurnTaking()
@@ -59,13 +61,16 @@ class PrefillScheduler:
 
     @property
     def uncomputed_tokens(self) -> int:
-        return sum(sequence.length - sequence.num_computed for sequence in (*self._queued, *self._copying))
+        left = (sequence.length - sequence.num_computed for sequence in (*self._queued, *self._copying))
+        return sum(tokens for tokens in left if tokens > 1)  # the row of one that decodes is no prompt
 
-    def admit(self, sequence: Sequence, now: float) -> None:
-        """Take a prompt and the blocks it needs.
+    def admit(self, sequence: Sequence, now: float, *, keeps: bool = False) -> None:
+        """Take a prompt and the blocks it needs. `keeps`: it decodes here, and has the blocks of its longest answer at once, so
+        that it never has to make room for another.
 
         :raises OutOfCredits, OutOfBlocks: nothing has been taken; another worker may. :raises ContextLengthExceeded: none can.
         """
+        whole = min(sequence.length + sequence.sampling.max_tokens - sequence.num_outputs, self.max_context) if keeps else 0
         longest = self.cache.longest(spare=0)
         if sequence.length > longest:
             needed, there = self.cache.blocks_for(sequence.length), self.cache.blocks_for(longest)
@@ -74,8 +79,12 @@ class PrefillScheduler:
             )
         if self.credits == 0:
             raise OutOfCredits(f"{self.num_held} prompts are in work already")
-        self.cache.open(sequence, sequence.length)
+        if whole > longest:
+            raise OutOfBlocks(needed=self.cache.blocks_for(whole), free=self.cache.blocks_for(longest))
+        self.cache.open(sequence, max(whole, sequence.length))
         self._queued[sequence] = now
+        if keeps:
+            self._kept.add(sequence)
 
     def begin_copy(self, sequence: Sequence) -> None:
         """A copy into the sequence's blocks begins: not planned and not freed until `end_copy`."""
@@ -102,12 +111,19 @@ class PrefillScheduler:
         computing = self._computing if self._flights else set[bytes]()
         before = frozenset(computing)
         budget, rows, planned = self.token_budget, [], []
-        num_samples = 0
         candidates = self._queued if only is None else [sequence for sequence in self._queued if sequence in only]
+        for sequence in [sequence for sequence in candidates if self._may_decode(sequence)]:
+            if self.cache.cover(sequence, 1):
+                rows.append(sequence.plan(1, [], len(rows)))
+                planned.append(sequence)
+        num_samples = len(rows)
         queued = [
             sequence
             for sequence in candidates
-            if sequence.is_ready and not sequence.num_awaited and not sequence.cancelled and sequence.num_unplanned
+            if sequence.is_ready
+            and not sequence.num_awaited
+            and not sequence.cancelled
+            and sequence.num_unplanned > (sequence in self._kept)
         ]
         for sequence in queued:
             self.cache.catch_up(sequence)
@@ -128,7 +144,18 @@ class PrefillScheduler:
         self._computing = computing - before
         self._flights.append(planned)
         self._step += 1
+        for sequence in planned:
+            sequence.planned_step = self._step
         return StepPlan(step=self._step, rows=rows)
+
+    def _may_decode(self, sequence: Sequence) -> bool:
+        """Whether a kept sequence has a token to go on from: the last one, or what the step just before samples."""
+        if sequence not in self._kept or sequence.num_unplanned != 1 or not sequence.is_ready or sequence.cancelled:
+            return False
+        if not sequence.num_awaited:
+            return True
+        is_next = bool(self._flights) and sequence.planned_step == self._step and sequence.matcher is None
+        return is_next and sequence.may_go_on(self.max_context)
 
     def _remaining(self, sequence: Sequence, now: float) -> float:
         """Tokens to compute, less what its age makes up for."""
@@ -140,8 +167,9 @@ class PrefillScheduler:
         blocks of those that have ended are still owned, but for broken ones'."""
         done = []
         for sequence, row, samples in zip(self._flights.popleft(), plan.rows, result.rows, strict=True):
+            ended = sequence.cancelled or sequence.finish is not None
             sequence.ran(row)
-            if sequence.cancelled:
+            if ended:
                 self._leave(sequence)
                 continue
             if sequence.is_read:
@@ -150,14 +178,19 @@ class PrefillScheduler:
                 if sequence.finish is not None:
                     self._queued.pop(sequence)
             elif row.num_samples:
-                sequence.append(samples, 1, max_context=self.max_context)
-                self._queued.pop(sequence)
+                taken = sequence.append(samples, 1, max_context=self.max_context)
                 done.append(sequence)
+                if sequence not in self._kept:
+                    self._queued.pop(sequence)
+                else:
+                    sequence.went_on(taken)
             if sequence.is_broken:  # its blocks are offered to nobody
                 sequence.cancelled = True
                 self._leave(sequence)
                 continue
             self.cache.publish(sequence)
+            if sequence in self._kept and sequence.finish is not None:
+                self._leave(sequence)
         return done
 
     def rewind(self) -> list[Sequence]:
@@ -170,7 +203,7 @@ class PrefillScheduler:
         self._computing.clear()
         for sequence in planned:
             sequence.rewind()
-            if sequence.cancelled:
+            if sequence.cancelled or (sequence in self._kept and sequence.finish is not None):
                 self._leave(sequence)
         return [sequence for sequence in planned if sequence in self._queued]
 
@@ -186,4 +219,5 @@ class PrefillScheduler:
         """Plan it no more; free its blocks once no step touches them."""
         self._queued.pop(sequence, None)
         if not sequence.num_steps:
+            self._kept.discard(sequence)
             self.cache.close(sequence)

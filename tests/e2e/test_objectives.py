@@ -18,7 +18,7 @@ from common.models.source import ModelFiles, resolve
 from common.text.tokenizer import load_tokenizer
 from tests.chaos.site import SIMULATED_ENGINE, Site, simulated_jobs
 from tests.e2e.oracle import Case, Oracle
-from tests.e2e.stack import Stack
+from tests.e2e.stack import Reply, Stack
 from tests.e2e.test_right import check, run
 from tests.e2e.tiny import save_tokenizer
 from tests.fixtures.nats import LocalNatsServer
@@ -67,6 +67,37 @@ async def test_prompts_that_prefill_would_be_late_for_give_the_same_text_from_de
     taken = await routes(stack)
     assert taken.get("long_uncached_prompt", 0) > 0, taken
     assert taken.get("prefill_would_be_late", 0) + taken.get("sooner_at_decode", 0) > 0, taken
+    await stack.clean()
+
+
+async def test_a_prefill_worker_answers_while_no_decode_worker_has_room(stack: Stack, tmp_path: Path) -> None:
+    folder = str(tmp_path / "llama")
+    oracle = Oracle(build("llama"), load_tokenizer(resolve(folder)))
+    await stack.start("gateway", "--model", folder, "--direct-max-tokens", "8", "--slo-ttft-ms", "5000")
+    await stack.start("prefill")
+    await stack.start("prefill")
+    await stack.start("decode", "--max-running", "1")
+    await stack.ready()
+    rng = random.Random(6)
+    sampling = ({}, {"temperature": 0.8, "seed": 3}, {"temperature": 1.0, "frequency_penalty": 0.3, "seed": 4})
+    cases = [
+        Case([rng.randrange(256) for _ in range(3 + 37 * number % 300)], 30 + number, sampling[number % 3])
+        for number in range(16)
+    ]
+    await check(oracle, cases, await run(stack, cases, gateway="gateway-0", spread_s=1.0, model="llama"))
+    taken = await routes(stack)
+    assert taken.get("decode_pool_is_full", 0) > 4, taken
+    await stack.clean()
+
+    replies = [Reply() for _ in cases]  # one dies while it decodes: the streams go on elsewhere, with the same text
+    async with anyio.create_task_group() as group:
+        for case, reply in zip(cases, replies, strict=True):
+            group.start_soon(lambda case=case, reply=reply: stack.complete(reply=reply, model="llama", **case.body))
+        with anyio.fail_after(20):
+            while not any(len(reply.times) > 3 for reply in replies) or stack.presence("prefill-0").running < 2:
+                await anyio.sleep(0.005)
+        stack.kill("prefill-0")
+    await check(oracle, cases, replies)
     await stack.clean()
 
 

@@ -76,12 +76,16 @@ def test_rows_that_come_make_parts_smaller_although_no_step_without_a_prompt_has
 
 def test_what_is_said_of_the_next_100_ms() -> None:
     engine = Engine(0.006, 25e-6)
-    assert engine.budget.capacity(8, budget=2048, backlog_tokens=70) == Capacity(0, 70, 0.0)
+    assert engine.budget.capacity(8, budget=2048, backlog_tokens=70, places=5) == Capacity(0, 70, 0.0, 5)
     engine.settle()
-    beside = engine.budget.capacity(8, budget=2048, backlog_tokens=5000)
+    beside = engine.budget.capacity(8, budget=2048, backlog_tokens=5000, places=5)
     assert beside.prompt_tokens == pytest.approx(384 / (0.006 + 384 * 25e-6) * 0.1, rel=0.01)
     assert (beside.backlog_tokens, beside.itl_ms) == (5000, pytest.approx(6.0, rel=0.01))
-    alone = engine.budget.capacity(0, budget=2048, backlog_tokens=0)
+    alone = engine.budget.capacity(0, budget=2048, backlog_tokens=0, places=5)
+    for rows_ms, rows in ((19, 5), (21, 0)):
+        engine.base_s = rows_ms / 1000
+        engine.settle()
+        assert engine.budget.capacity(8, budget=2048, backlog_tokens=0, places=5).rows == rows
     assert (alone.prompt_tokens, alone.itl_ms) == (pytest.approx(4000, rel=0.01), 0.0)
 
 

@@ -165,6 +165,36 @@ def test_while_prefill_has_no_room_a_decode_worker_keeps_the_objective() -> None
     assert made.choose(LONG) is None, "it waits for prefill, and for five seconds at most"
 
 
+SLOW, BUSY = Capacity(1000, 0, 25.0, 0), Capacity(1000, 500, 0.0, 9)
+
+
+@pytest.mark.parametrize(
+    ("decode", "prefill", "spills"),
+    [
+        ({"credits": 0, "capacity": Capacity(1000, 0, 9.0, 0)}, {"capacity": Capacity(4000, 0, 0.0, 9)}, True),
+        ({"capacity": SLOW}, {"capacity": Capacity(4000, 0, 0.0, 9)}, True),
+        ({"capacity": SLOW}, {"capacity": BUSY}, False),  # it has prompts
+        ({"capacity": SLOW}, {"capacity": Capacity(4000, 0, 0.0, 0)}, False),  # full, or of a version that can't
+        ({"capacity": Capacity(1000, 0, 9.0, 9)}, {"capacity": Capacity(4000, 0, 0.0, 9)}, False),
+        ({}, {"capacity": Capacity(4000, 0, 0.0, 9)}, False),
+    ],
+)
+def test_a_prefill_worker_without_prompts_decodes_while_no_decode_worker_has_room(
+    decode: dict[str, Any], prefill: dict[str, Any], spills: bool
+) -> None:
+    for ttft_s in (0.5, 0.0):
+        made = Router(direct_max_tokens=64, models=["m"], ttft_s=ttft_s)
+        made.refresh([worker("decode", 1, **decode), worker("prefill", 1, **prefill)])
+        for work in (SHORT, LONG):
+            choice = made.choose(work)
+            if spills and ttft_s:
+                assert made.has_room and choice is not None
+                assert (choice.decode.role, choice.prefill, choice.reason) == ("prefill", None, "decode_pool_is_full")
+            else:
+                assert choice is None or choice.decode.role == "decode"
+        assert made.choose(job(prompt(8), path="prefill")) is None or decode.get("credits") != 0
+
+
 def test_a_worker_without_blocks_for_a_long_sequence_takes_shorter_ones() -> None:
     made = router(worker("decode", 1), worker("prefill", 1))
     ref = WorkerRef("prefill", "prefill-1", 1)
