@@ -7,7 +7,7 @@ Who sends what, in the order of one request:
 
     gateway → prefill   PrefillTask, ReadTask answered at once by Accepted or Rejected; ReadTask then by TokenFrames
     prefill → decode    KvReady               answered at once by Accepted or Rejected
-    gateway → decode    DecodeTask            the direct path: no prefill worker
+    gateway → decode    DecodeTask            the direct path: no prefill worker; also to one that is to answer itself
     prefill → gateway   TokenFrames, HandedOff or HandoffFailed
     decode  → gateway   TokenFrames           one message per gateway per step
     gateway → worker    FramesTaken, FetchFrames, Renew, Cancel; Explain, answered by Explained

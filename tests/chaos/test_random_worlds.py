@@ -56,14 +56,13 @@ class RandomWorld(RuleBasedStateMachine):
         run_ahead=st.sampled_from([1, 2]),
         windows=st.sampled_from(WINDOWS),
         keeps=st.sampled_from([KEEP_ALL, KEEP_ALL, Retention(window=11)]),
+        max_running=st.sampled_from([2, 8]),
+        objective_ms=st.sampled_from([0.0, 0.01, 100.0]),
     )
-    def begin(
-        self, num_blocks: int, seed: int, run_ahead: int, windows: tuple[tuple[Retention, int], ...], keeps: Retention
-    ) -> None:
+    def begin(self, **settings: Any) -> None:
         async def act() -> None:
             started: asyncio.Future[World] = asyncio.get_running_loop().create_future()
             self.stop = anyio.Event()
-            settings = {"num_blocks": num_blocks, "seed": seed, "run_ahead": run_ahead, "windows": windows, "keeps": keeps}
             self.main = asyncio.ensure_future(self.live(started, settings))
             self.world = await started
 

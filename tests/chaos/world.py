@@ -91,8 +91,11 @@ class World:
         zero_retention: bool = False,
         windows: tuple[tuple[Retention, int], ...] = (),
         keeps: Retention = KEEP_ALL,
+        objective_ms: float = 0.0,
     ) -> None:
-        """`keeps`: what the first cache group keeps. `windows`: what the others keep, and how many blocks each has."""
+        """`keeps`: what the first cache group keeps. `windows`: what the others keep, and how many blocks each has.
+        `objective_ms`: for first tokens, and for the time between tokens; 0: none."""
+        self.objective_ms = objective_ms
         self.windows = windows
         self.keeps = keeps
         self.rule = TokenRule(VOCAB, repetition=0.5, reads=keeps)
@@ -135,14 +138,18 @@ class World:
         clock = time.monotonic
         match role:
             case "gateway":
-                config = GatewayConfig(**shared, direct_max_tokens=8, canary=False)
+                config = GatewayConfig(**shared, direct_max_tokens=8, canary=False, slo_ttft_ms=self.objective_ms)
                 return GatewayActor(bus=bus, config=config, clock=clock)
             case "prefill":
                 config = PrefillConfig(**shared, token_budget=16, max_running=self.max_running)
                 return PrefillActor(bus=bus, config=config, open_engine=self._open_engine, clock=clock)
             case "decode":
                 config = DecodeConfig(
-                    **shared, token_budget=8 + self.max_running, max_running=self.max_running, verify="always"
+                    **shared,
+                    token_budget=8 + self.max_running,
+                    max_running=self.max_running,
+                    verify="always",
+                    slo_itl_ms=self.objective_ms,
                 )
                 transport = ShmTransport(str(self.shm_dir))
                 return DecodeActor(bus=bus, config=config, open_engine=self._open_engine, transport=transport, clock=clock)
