@@ -14,7 +14,17 @@ from typing import Literal, get_args, get_origin
 
 import msgspec
 
-from common.protocol import cache_messages, draft_messages, errors, explain_messages, handles, headers, messages, subjects
+from common.protocol import (
+    cache_messages,
+    draft_messages,
+    errors,
+    explain_messages,
+    handles,
+    headers,
+    messages,
+    subjects,
+    transfer_messages,
+)
 
 _INTRODUCTION = """\
 # The protocol
@@ -48,6 +58,9 @@ def document() -> str:
         "## Messages of the kvstore\n",
         _docstring(cache_messages) + "\n",
         *map(_struct, _structs(cache_messages)),
+        "## KV between hosts\n",
+        _docstring(transfer_messages) + "\n",
+        *map(_struct, _structs(transfer_messages)),
         "## Messages of the draft pool\n",
         _docstring(draft_messages) + "\n",
         *map(_struct, _structs(draft_messages)),

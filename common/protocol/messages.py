@@ -12,7 +12,7 @@ Who sends what, in the order of one request:
     decode  → gateway   TokenFrames           one message per gateway per step
     gateway → worker    FramesTaken, FetchFrames, Renew, Cancel; Explain, answered by Explained
     worker  → gateway   Unknown               the answer to Renew for requests it does not hold
-    decode  → prefill   ReleaseLease, RenewLeases
+    decode  → prefill   ReleaseLease, RenewLeases; DescribeMemory, answered by MemoryDescribed, between hosts
     worker  ↔ kvstore   BlockLookup/BlockLease, BlockOffer/BlockGrant, BlockCommit, ReleaseLease, RenewLeases
     decode  ↔ draft     DraftUpdate, DraftClose / Proposals, DraftResync
     everyone            Presence, EpochTaken
@@ -25,10 +25,12 @@ from typing import Literal
 import msgspec
 
 from common.protocol.cache_messages import BlockCommit, BlockGrant, BlockLease, BlockLookup, BlockOffer, KvTier
+from common.protocol.cache_messages import KvUsage as KvUsage  # everyone who reads a presence takes it from here
 from common.protocol.draft_messages import DraftClose, Drafting, DraftResync, DraftUpdate, Proposals
 from common.protocol.errors import ProtocolError
 from common.protocol.explain_messages import ExplainMessage
 from common.protocol.handles import KvHandle, WorkerRef
+from common.protocol.transfer_messages import DescribeMemory, KvEndpoint, MemoryDescribed
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Pooling = Literal["", "mean", "last"]
@@ -284,17 +286,6 @@ class ReleaseLease(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     damaged: list[bytes] = []
 
 
-class KvUsage(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks: free + owned + leased + cached == total. `groups`: of each cache group, where there are several."""
-
-    total: int = 0
-    free: int = 0
-    owned: int = 0
-    leased: int = 0
-    cached: int = 0
-    groups: list[KvUsage] = []
-
-
 class ServedModel(msgspec.Struct, frozen=True, array_like=True):
     """A gateway's model: its name, others for clients, whether requests are answered now, how many run and wait here."""
 
@@ -317,6 +308,7 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     since its start; `accepted_tokens`: those of them that held. `http_host`: where `http_port` is, an address or the machine's
     name; empty: unknown. `models`: what a gateway serves, `model` first. `vocabulary`: the digest of a draft model's
     tokenizer, which its target's must equal; empty: there is none. `tiers`: a kvstore's, the fastest first.
+    `endpoints`: how workers of other hosts reach its KV; none: they don't.
     """
 
     worker: WorkerRef
@@ -345,6 +337,7 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     vocabulary: str = ""
     drafting: Drafting = Drafting()
     tiers: list[KvTier] = []
+    endpoints: list[KvEndpoint] = []
 
     @property
     def served(self) -> list[ServedModel]:
@@ -375,6 +368,8 @@ Message = (
     | BlockOffer
     | BlockGrant
     | BlockCommit
+    | DescribeMemory
+    | MemoryDescribed
     | DraftUpdate
     | DraftClose
     | Proposals
