@@ -43,8 +43,8 @@ class NixlAgent:
             self._backend = self._agent.createBackend(_BACKEND, {})
         except Exception as error:  # its exceptions have no common base
             raise ConfigError(
-                f"NIXL can't use UCX with nixl_interface {interface or 'any'} and nixl_transports {transports or 'any'} on this "
-                f"machine: {error}",
+                f"NIXL can't use UCX with nixl_interface {interface or 'any'} and nixl_transports {transports or 'any'} "
+                f"on this machine: {error}",
                 param="kv_transfer",
             ) from error
 
