@@ -6,7 +6,7 @@
 A read that does not end can't be taken back: released or not, its bytes may still arrive. So nothing is read into the pool
 directly, but into a staging buffer, which stays taken until its read has ended, and its peer is left alone meanwhile.
 Generations are read by a second operation, once the first has brought the blocks: what is compared is never older than what
-was copied. They are compared before anything is copied on to the pool.
+was copied. They and the blocks' checksums are compared before anything is copied on to the pool.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -196,6 +197,8 @@ class NixlTransport:
         if region.block_bytes != into.shape[1]:
             raise StaleHandle(f"{source.segment} has blocks of {region.block_bytes} bytes, not {into.shape[1]}")
         check_handle(region.num_blocks, source.blocks, source.generations)
+        if source.checksums and len(source.checksums) != len(source.blocks):
+            raise StaleHandle(f"a handle names {len(source.blocks)} blocks and {len(source.checksums)} checksums")
         if len(into_blocks) != len(source.blocks):
             raise StaleHandle(f"{len(source.blocks)} blocks don't fit into {len(into_blocks)}")
         size = self._buffer_bytes // region.block_bytes
@@ -205,6 +208,9 @@ class NixlTransport:
             with self._buffer(agent) as buffer:
                 self._stage(agent, region, staged, source.generations[chunk], buffer)
                 rows = buffer[: len(staged) * region.block_bytes].reshape(-1, region.block_bytes)
+                for block, row, checksum in zip(staged, rows, source.checksums[chunk], strict=False):
+                    if zlib.crc32(row) != checksum:
+                        raise TransportUnavailable(f"block {block} of {source.segment} was damaged on its way")
                 copy_blocks(rows, range(len(staged)), into, into_blocks[chunk])
         return len(source.blocks) * region.block_bytes
 

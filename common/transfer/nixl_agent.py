@@ -118,7 +118,8 @@ class NixlAgent:
 
 
 def _bindings() -> Any:
-    os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")  # a peer that is gone is logged by us
+    for variable in ("NIXL_LOG_LEVEL", "UCX_LOG_LEVEL"):  # a peer that is gone is logged by us
+        os.environ.setdefault(variable, "FATAL")
     try:
         importlib.import_module("nixl")
         return importlib.import_module("nixl._bindings")

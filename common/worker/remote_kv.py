@@ -10,17 +10,20 @@ meanwhile are computed anew.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import anyio
 import anyio.to_thread
+import msgspec
+import numpy as np
 
 from common.cache.spec import group_name
 from common.engine.engine import Engine
 from common.engine.settings import EngineServiceConfig
 from common.protocol.errors import ConfigError, PenstockError, ProtocolError, TransportUnavailable, from_wire
-from common.protocol.handles import WorkerRef
-from common.protocol.messages import Presence, Rejected
+from common.protocol.handles import GroupBlocks, WorkerRef
+from common.protocol.messages import KvReady, Presence, Rejected
 from common.protocol.transfer_messages import DescribeMemory, KvEndpoint, MemoryDescribed
 from common.runtime import logs
 from common.runtime.actor import Actor
@@ -51,6 +54,7 @@ class RemoteKv:
         self._retry_at: dict[str, float] = {}
         self._trying: dict[str, anyio.Lock] = {}
         self._us_per_token = 0.0
+        self._blocks: list[np.ndarray] = []
         self._fingerprint = ""
 
     async def open(self, engine: Engine) -> None:
@@ -66,6 +70,7 @@ class RemoteKv:
                 param="kv_transfer",
             )
         self._fingerprint = engine.runner.fingerprint
+        self._blocks = [group.segment.blocks for group in engine.groups]
         segments = [(group.segment, group_name(self._fingerprint, index)) for index, group in enumerate(engine.groups)]
         await anyio.to_thread.run_sync(self._open, engine.segment.name, segments)
         metrics = self._actor.metrics
@@ -99,6 +104,13 @@ class RemoteKv:
             self._actor.answer(reply, Rejected(worker=self._actor.ref, code=code, message=message))
         else:
             self._actor.answer(reply, self._shared.describe(self._actor.ref))
+
+    async def with_checksums(self, ready: KvReady) -> KvReady:
+        """Return the hand-off with its blocks' CRC-32s, where other hosts may read them. The blocks must be leased."""
+        if self._shared is None:
+            return ready
+        groups = await anyio.to_thread.run_sync(_with_checksums, self._blocks, ready.handle.groups)
+        return msgspec.structs.replace(ready, handle=msgspec.structs.replace(ready.handle, groups=groups))
 
     def transport_to(self, owner: Presence, local: Transport, host: str) -> Transport:
         """Return what reads `owner`'s blocks: `local` on this host, and where there is no other way."""
@@ -191,6 +203,14 @@ def _added(transport: NixlTransport, described: MemoryDescribed) -> float:
     """In a thread. Return the measured GB/s of a path."""
     transport.add(described)
     return transport.measure(described.agent)
+
+
+def _with_checksums(memories: list[np.ndarray], groups: list[GroupBlocks]) -> list[GroupBlocks]:
+    """In a thread."""
+    return [
+        msgspec.structs.replace(group, checksums=[zlib.crc32(memory[block]) for block in group.blocks])
+        for memory, group in zip(memories, groups, strict=True)
+    ]
 
 
 def _endpoint(owner: Presence) -> KvEndpoint | None:

@@ -203,8 +203,9 @@ class DecodeActor(EngineWorker):
             begin = max(have, first)
             if begin < end:
                 blocks, generations = theirs.blocks[begin - first :], theirs.generations[begin - first :]
+                checksums = theirs.checksums[begin - first :]
                 segment, fingerprint = (group_name(name, theirs.group) for name in (owner.segment, handle.fingerprint))
-                source = RemoteBlocks(owner.host, segment, fingerprint, blocks, generations)
+                source = RemoteBlocks(owner.host, segment, fingerprint, blocks, generations, checksums)
                 copies.append((source, memory.segment.blocks, table[begin:end]))
 
         def copy() -> int:

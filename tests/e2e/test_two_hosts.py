@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import anyio
 import pytest
 import pytest_asyncio
 
-from tests.e2e.stack import Reply, Stack
+from tests.e2e.stack import ROOT, Reply, Stack
 from tests.fixtures.nats import LocalNatsServer
 from tests.fixtures.two_hosts import LINK, TwoHosts
 
@@ -32,11 +33,14 @@ class Site:
         self.expected: dict[str, list[str]] = {}
         self.prefill = self.decode = ""
 
-    async def start(self, role: str, host: int, *flags: str) -> str:
+    async def start(self, role: str, host: int, *flags: str, chaos: str = "") -> str:
         shm_dir = self.stack.directory / f"shm-{host}"
         shm_dir.mkdir(exist_ok=True)
         more = ("--shm-dir", str(shm_dir), "--nats-url", self.hosts.nats_url(host, self.server.port), *NIXL, *flags)
-        return await self.stack.start(role, *more, within=self.hosts.within(host))  # pyright: ignore[reportArgumentType]
+        paths = [str(ROOT / "tests/chaos/inject"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environment = {"CHAOS": chaos, "PYTHONPATH": os.pathsep.join(paths)} if chaos else {}
+        within = self.hosts.within(host)
+        return await self.stack.start(role, *more, within=within, environment=environment)  # pyright: ignore[reportArgumentType]
 
     def counted(self, metric: str) -> float:
         """Sum of a metric's samples, as the decode worker's own endpoint gives them on its host."""
@@ -70,7 +74,7 @@ class Site:
         await self.stack.complete(prompt, reply=reply, max_tokens=ANSWER_TOKENS, ignore_eos=True)
 
 
-BATCHES = {"same": 6, "partition": 8, "healed": 4, "cut off": 8, "back": 4, "restarted": 4, "too slow": 2}
+BATCHES = {"same": 6, "partition": 8, "healed": 4, "cut off": 8, "back": 4, "restarted": 4, "faults": 24, "too slow": 2}
 """Prompts of each test."""
 
 
@@ -155,6 +159,18 @@ class TestTwoHosts:
         await site.stack.ready(site.prefill)
         await site.pulls_again()
         assert await site.ask(prompts("restarted")) == site.expected["restarted"]
+        await site.stack.clean()
+
+    @pytest.mark.slow
+    async def test_operations_that_fail_and_bytes_that_are_wrong_change_no_token_and_lose_no_block(self, site: Site) -> None:
+        site.stack.kill(site.decode)
+        site.decode = await site.start("decode", 1, "--head", "off", chaos="nixl_fail=16 nixl_damage=7")
+        await site.stack.ready()
+        assert await site.ask(prompts("faults"), spread_s=0.4) == site.expected["faults"]
+        log = site.stack.log(site.decode)
+        assert "reason=chaos" in log
+        assert "damaged" in log or "was reused" in log or "damages" in log
+        assert site.remote_bytes() > 0
         await site.stack.clean()
 
     @pytest.mark.slow

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -81,10 +82,9 @@ class Owner:
 
 
 class FaultyAgent(NixlAgent):
-    """Every nth read of its own fails once it is done; `damage`: its bytes are changed instead."""
+    """Every nth read of its own fails once it is done."""
 
     fail_every = 0
-    damage = False
     reads = 0
 
     def begin_read(self, peer: str, local: np.ndarray, remote: np.ndarray) -> int:
@@ -152,6 +152,19 @@ def test_a_block_that_was_reused_is_stale(agent: FaultyAgent, owner: Owner):
     owner.do("segment.generations[2] = 8")
     refused(transport, owner, StaleHandle)
     assert read(transport, owner, [1, 3])[:, 0].tolist() == [2, 4]
+
+
+def test_a_block_that_was_damaged_on_its_way_is_not_taken(agent: FaultyAgent, owner: Owner, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(nixl_transport, "RETRY_FIRST_S", 0.0)
+    transport = reader(agent, owner)
+    right = [zlib.crc32(bytes([block + 1]) * BLOCK_BYTES) for block in (1, 2)]
+    refused(transport, owner, StaleHandle, checksums=right[:1])
+    refused(transport, owner, TransportUnavailable, checksums=[right[0], right[1] ^ 1])
+    transport._peers[owner.described.agent].retry_at = 0
+    into = np.zeros((2, BLOCK_BYTES), np.uint8)
+    segment = owner.described.regions[0].segment
+    transport.read(RemoteBlocks("there", segment, "m", [1, 2], [7, 7], right), into, range(2))
+    assert into[:, 0].tolist() == [2, 3]
 
 
 def test_what_does_not_fit_the_handle_is_refused(agent: FaultyAgent, owner: Owner):
