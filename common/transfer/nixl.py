@@ -70,9 +70,11 @@ class SharedMemory:
         self._pattern = pattern(agent.name)
         agent.register(self._pattern)
         self._regions: list[MemoryRegion] = []
+        self._read: list[np.ndarray] = []  # keeps the mapping while the agent reads there, also behind a closed segment
         for segment, fingerprint in segments:
             agent.register(segment.blocks)
             agent.register(segment.generations)
+            self._read += [segment.blocks, segment.generations]
             addresses = segment.blocks.ctypes.data, segment.generations.ctypes.data
             self._regions.append(MemoryRegion(segment.name, fingerprint, segment.num_blocks, segment.block_bytes, *addresses))
         self._metadata = agent.metadata()
@@ -209,7 +211,7 @@ class NixlTransport:
                 self._stage(agent, region, staged, source.generations[chunk], buffer)
                 rows = buffer[: len(staged) * region.block_bytes].reshape(-1, region.block_bytes)
                 for block, row, checksum in zip(staged, rows, source.checksums[chunk], strict=False):
-                    if zlib.crc32(row) != checksum:
+                    if zlib.crc32(row.data) != checksum:
                         raise TransportUnavailable(f"block {block} of {source.segment} was damaged on its way")
                 copy_blocks(rows, range(len(staged)), into, into_blocks[chunk])
         return len(source.blocks) * region.block_bytes

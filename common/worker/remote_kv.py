@@ -81,11 +81,12 @@ class RemoteKv:
         log.info("kv_endpoint", worker=self._actor.ref.id, path=self.path, agent=engine.segment.name)
 
     def _open(self, name: str, segments: Sequence[tuple[Segment, str]]) -> None:
-        self._agent = NixlAgent(name, interface=self._config.nixl_interface, transports=self._config.nixl_transports)
+        agent = NixlAgent(name, interface=self._config.nixl_interface, transports=self._config.nixl_transports)
         if self._actor.role == "prefill":
-            self._shared = SharedMemory(self._agent, segments)
+            self._shared = SharedMemory(agent, segments)
         else:
-            self._transport = NixlTransport(self._agent, timeout_s=self._config.nixl_timeout_s)
+            self._transport = NixlTransport(agent, timeout_s=self._config.nixl_timeout_s)
+        self._agent = agent  # announced from now on
 
     @property
     def path(self) -> str:

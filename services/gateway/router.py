@@ -135,7 +135,7 @@ class Router:
 
     @property
     def can_prefill(self) -> bool:
-        """Does a usable prefill worker share a host with a usable decode worker?"""
+        """Can a usable decode worker read what a usable prefill worker computes?"""
         return self.prefill.usable > 0 and any(prefill.usable and decode.usable for prefill, decode in self._pairs.values())
 
     # -- what we sent
@@ -277,7 +277,8 @@ class Router:
                 continue
             prefill_costs = [(self._prefill_cost(w, job, cached), w) for w in candidates]
             decode_costs = [(self._decode_cost(w, job, cached), w) for w in self._candidates(decodes, cached, job.avoid)]
-            compared += [*costed("prefill", prefill_costs, cached), *costed("decode", decode_costs, cached)]
+            costs = [*costed("prefill", prefill_costs, cached), *costed("decode", decode_costs, cached)]
+            compared += [one for one in costs if one not in compared]  # a worker may be in two pairs
             (prefill_cost, prefill), (decode_cost, decode) = min(prefill_costs, key=_cost), min(decode_costs, key=_cost)
             cost = prefill_cost + HANDOFF_S + decode_cost + pull_s(pair, decode, job.num_tokens)
             if best is None or cost < best[0]:

@@ -18,7 +18,7 @@ from tests.fixtures.two_hosts import LINK, TwoHosts
 
 pytest.importorskip("nixl", reason="NIXL is not installed: pip install --no-deps nixl nixl-cu13")
 
-pytestmark = [pytest.mark.asyncio(loop_scope="class"), pytest.mark.timeout(170)]
+pytestmark = [pytest.mark.asyncio(loop_scope="class"), pytest.mark.timeout(300), pytest.mark.slow]
 
 NIXL = ("--kv-transfer", "nixl", "--nixl-interface", LINK, "--nixl-transports", "tcp", "--nixl-timeout-s", "0.5")
 METRICS = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1]).read().decode())"
@@ -131,7 +131,6 @@ class TestTwoHosts:
         assert await site.ask(prompts("healed")) == site.expected["healed"]
         await site.stack.clean()
 
-    @pytest.mark.slow
     async def test_a_host_that_is_cut_off_loses_no_request_and_comes_back(self, site: Site) -> None:
         async with anyio.create_task_group() as group:
 
@@ -151,7 +150,6 @@ class TestTwoHosts:
         assert await site.ask(prompts("back")) == site.expected["back"]
         await site.stack.clean(within_s=3)
 
-    @pytest.mark.slow
     async def test_a_prefill_worker_killed_and_started_again_under_its_name_is_read_again(self, site: Site) -> None:
         site.stack.kill(site.prefill)
         again = await site.start("prefill", 0, "--worker-id", site.prefill)
@@ -161,7 +159,6 @@ class TestTwoHosts:
         assert await site.ask(prompts("restarted")) == site.expected["restarted"]
         await site.stack.clean()
 
-    @pytest.mark.slow
     async def test_operations_that_fail_and_bytes_that_are_wrong_change_no_token_and_lose_no_block(self, site: Site) -> None:
         site.stack.kill(site.decode)
         site.decode = await site.start("decode", 1, "--head", "off", chaos="nixl_fail=16 nixl_damage=7")
@@ -173,7 +170,6 @@ class TestTwoHosts:
         assert site.remote_bytes() > 0
         await site.stack.clean()
 
-    @pytest.mark.slow
     async def test_a_path_slower_than_promised_is_an_error_and_not_used(self, site: Site) -> None:
         site.stack.kill(site.decode)
         site.decode = await site.start("decode", 1, "--head", "off", "--nixl-min-gb-per-s", "100")
