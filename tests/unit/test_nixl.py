@@ -103,9 +103,18 @@ def agent() -> FaultyAgent:
     return FaultyAgent(f"reader-{os.getpid()}", transports="tcp")
 
 
+@pytest.fixture(scope="module")
+def owner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Owner]:
+    """Read by all tests that leave it as it was."""
+    made = Owner(tmp_path_factory.mktemp("owner"))
+    yield made
+    made.kill()
+
+
 @pytest.fixture
-def owner(tmp_path: Path) -> Iterator[Owner]:
-    made = Owner(tmp_path, f"owner-{time.monotonic_ns()}")
+def mortal(tmp_path: Path) -> Iterator[Owner]:
+    """An owner of a test's own."""
+    made = Owner(tmp_path, f"mortal-{time.monotonic_ns()}")
     yield made
     if made.process.returncode is None:
         made.go_on()
@@ -113,7 +122,7 @@ def owner(tmp_path: Path) -> Iterator[Owner]:
 
 
 def reader(agent: NixlAgent, owner: Owner | None = None, **settings: float) -> NixlTransport:
-    transport = NixlTransport(agent, timeout_s=settings.pop("timeout_s", 5.0), buffer_bytes=8 << 20, num_buffers=4)
+    transport = NixlTransport(agent, timeout_s=settings.get("timeout_s", 5.0), buffer_bytes=8 << 20, num_buffers=4)
     if owner is not None:
         transport.add(owner.described)
     return transport
@@ -151,6 +160,7 @@ def test_a_block_that_was_reused_is_stale(agent: FaultyAgent, owner: Owner):
     read(transport, owner, [1, 2])
     owner.do("segment.generations[2] = 8")
     refused(transport, owner, StaleHandle)
+    owner.do("segment.generations[2] = 7")
     assert read(transport, owner, [1, 3])[:, 0].tolist() == [2, 4]
 
 
@@ -178,47 +188,47 @@ def test_what_does_not_fit_the_handle_is_refused(agent: FaultyAgent, owner: Owne
         transport.read(RemoteBlocks("there", segment, "m", [1], [7]), np.zeros((1, 999), np.uint8), [0])
 
 
-def test_a_stopped_owner_costs_a_timeout_once_and_writes_nothing_afterwards(agent: FaultyAgent, owner: Owner):
-    transport = reader(agent, owner, timeout_s=0.4)
-    read(transport, owner, [1])
-    owner.stop()
+def test_a_stopped_owner_costs_a_timeout_once_and_writes_nothing_afterwards(agent: FaultyAgent, mortal: Owner):
+    transport = reader(agent, mortal, timeout_s=0.4)
+    read(transport, mortal, [1])
+    mortal.stop()
     into = np.zeros((1, BLOCK_BYTES), np.uint8)
-    source = RemoteBlocks("there", owner.described.regions[0].segment, "m", [1], [7])
+    source = RemoteBlocks("there", mortal.described.regions[0].segment, "m", [1], [7])
     for at_most_s in (2.0, 0.1, 0.1):  # only the first one waits
         began_at = time.monotonic()
         with pytest.raises(TransportUnavailable):
             transport.read(source, into, [0])
         assert time.monotonic() - began_at < at_most_s
     assert transport.num_free_buffers == 3, "the buffer of the read that may still end is not used for another"
-    owner.go_on()
+    mortal.go_on()
     ends_at = time.monotonic() + 10
     while transport.num_free_buffers < 4 and time.monotonic() < ends_at:
         time.sleep(0.02)
     assert transport.num_free_buffers == 4
     assert not into.any(), "a late answer never reaches the reader's blocks"
-    assert read(transport, owner, [1])[0, 0] == 2
+    assert read(transport, mortal, [1])[0, 0] == 2
 
 
-def test_a_dead_owner_is_an_error_and_its_successor_is_read(agent: FaultyAgent, owner: Owner, tmp_path: Path):
-    transport = reader(agent, owner)
-    read(transport, owner, [1])
-    owner.kill()
-    refused(transport, owner, TransportUnavailable)
-    refused(transport, owner, TransportUnavailable)
-    transport.forget(owner.described.agent)
-    refused(transport, owner, TransportUnavailable)
-    again = Owner(tmp_path, owner.described.agent + "-2")
+def test_a_dead_owner_is_an_error_and_its_successor_is_read(agent: FaultyAgent, mortal: Owner, tmp_path: Path):
+    transport = reader(agent, mortal)
+    read(transport, mortal, [1])
+    mortal.kill()
+    refused(transport, mortal, TransportUnavailable)
+    refused(transport, mortal, TransportUnavailable)
+    transport.forget(mortal.described.agent)
+    refused(transport, mortal, TransportUnavailable)
+    again = Owner(tmp_path, mortal.described.agent + "-2")
     transport.add(again.described)
     assert read(transport, again, [3])[0, 0] == 4
     again.kill()
 
 
-def test_an_owner_that_starts_anew_under_the_same_name_is_read(agent: FaultyAgent, owner: Owner, tmp_path: Path):
-    transport = reader(agent, owner)
-    read(transport, owner, [1])
-    owner.kill()
-    again = Owner(tmp_path, owner.described.agent)
-    transport.forget(owner.described.agent)
+def test_an_owner_that_starts_anew_under_the_same_name_is_read(agent: FaultyAgent, mortal: Owner, tmp_path: Path):
+    transport = reader(agent, mortal)
+    read(transport, mortal, [1])
+    mortal.kill()
+    again = Owner(tmp_path, mortal.described.agent)
+    transport.forget(mortal.described.agent)
     transport.add(again.described)
     assert read(transport, again, [3])[0, 0] == 4
     again.kill()
