@@ -7,4 +7,10 @@ import os
 if os.environ.setdefault("TRITON_INTERPRET", "1") == "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # engines would take a GPU that is there, whose memory the interpreter can't read
 
-pytest_plugins = ["tests.fixtures.model", "tests.fixtures.nats", "tests.fixtures.slow", "tests.fixtures.virtual_time"]
+pytest_plugins = [
+    "tests.fixtures.model",
+    "tests.fixtures.nats",
+    "tests.fixtures.slow",
+    "tests.fixtures.two_hosts",
+    "tests.fixtures.virtual_time",
+]

@@ -69,6 +69,26 @@ class EngineServiceConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unkno
         int, Meta(ge=0, description="prompt tokens a step computes at most, beside one of each running sequence; 0: what suits")
     ] = 0
 
+    kv_transfer: Annotated[
+        Literal["local", "nixl"],
+        Meta(
+            description="nixl: KV goes to and from workers of other hosts, too, over NIXL (penstock[nixl]); a trusted network"
+        ),
+    ] = "local"
+    nixl_interface: Annotated[
+        str, Meta(description="network interfaces for KV, such as eth0 or mlx5_0:1; empty: any (UCX_NET_DEVICES)")
+    ] = ""
+    nixl_transports: Annotated[
+        str, Meta(description="what UCX may use for KV, such as tcp or rc; empty: the fastest it finds (UCX_TLS)")
+    ] = ""
+    nixl_min_gb_per_s: Annotated[
+        float,
+        Meta(ge=0, description="a path between hosts that is measured to be slower is an error, and not used; 0: any speed"),
+    ] = 0.0
+    nixl_timeout_s: Annotated[
+        float, Meta(gt=0, le=600, description="time for copying 8 MiB of KV between hosts; afterwards they are computed anew")
+    ] = 2.0
+
     cpu_limits: ClassVar[Limits] = Limits(64, 256)
     gpu_limits: ClassVar[Limits] = Limits(256, 2048)
 

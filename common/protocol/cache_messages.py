@@ -89,3 +89,14 @@ class KvTier(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     queued_blocks: int = 0
     damaged_blocks: int = 0
     problem: str = ""
+
+
+class KvUsage(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks: free + owned + leased + cached == total. `groups`: of each cache group, where there are several."""
+
+    total: int = 0
+    free: int = 0
+    owned: int = 0
+    leased: int = 0
+    cached: int = 0
+    groups: list[KvUsage] = []

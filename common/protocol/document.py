@@ -25,6 +25,7 @@ from common.protocol import (
     messages,
     presence,
     subjects,
+    transfer_messages,
 )
 
 _INTRODUCTION = """\
@@ -63,6 +64,9 @@ def document() -> str:
         "## Messages of the kvstore\n",
         _docstring(cache_messages) + "\n",
         *map(_struct, _structs(cache_messages)),
+        "## KV between hosts\n",
+        _docstring(transfer_messages) + "\n",
+        *map(_struct, _structs(transfer_messages)),
         "## Messages of the draft pool\n",
         _docstring(draft_messages) + "\n",
         *map(_struct, _structs(draft_messages)),

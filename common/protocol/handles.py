@@ -35,7 +35,7 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True):
     """The blocks of one cache group: `blocks[i]` had `generations[i]`, and holds entries of tokens [start, end).
 
     A group whose layers read a window or a chunk leaves out the blocks before what the token at `end` reads: `start` is where
-    its first block begins.
+    its first block begins. `checksums[i]`: the CRC-32 of block i, for readers of other hosts; none: not told.
     """
 
     group: int
@@ -43,6 +43,7 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True):
     generations: list[int]
     start: int
     end: int
+    checksums: list[int] = []
 
 
 class KvHandle(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ Who sends what, in the order of one request:
     decode  → gateway   TokenFrames           one message per gateway per step
     gateway → worker    FramesTaken, FetchFrames, Renew, Cancel; Explain, answered by Explained
     worker  → gateway   Unknown               the answer to Renew for requests it does not hold
-    decode  → prefill   ReleaseLease, RenewLeases
+    decode  → prefill   ReleaseLease, RenewLeases; DescribeMemory, answered by MemoryDescribed, between hosts
     worker  ↔ kvstore   BlockLookup/BlockLease, BlockOffer/BlockGrant, BlockCommit, ReleaseLease, RenewLeases
     decode  ↔ draft     DraftUpdate, DraftClose / Proposals, DraftResync
     everyone            Presence, EpochTaken
@@ -25,13 +25,14 @@ from typing import Literal
 import msgspec
 
 from common.protocol.cache_messages import BlockCommit, BlockGrant, BlockLease, BlockLookup, BlockOffer
+from common.protocol.cache_messages import KvUsage as KvUsage  # everyone who reads a presence takes it from here
 from common.protocol.draft_messages import DraftClose, DraftResync, DraftUpdate, Proposals
 from common.protocol.errors import ProtocolError
 from common.protocol.explain_messages import ExplainMessage
 from common.protocol.handles import KvHandle, WorkerRef
-from common.protocol.presence import KvUsage as KvUsage
 from common.protocol.presence import Presence as Presence
 from common.protocol.presence import ServedModel as ServedModel
+from common.protocol.transfer_messages import DescribeMemory, MemoryDescribed
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Pooling = Literal["", "mean", "last"]
@@ -310,6 +311,8 @@ Message = (
     | BlockOffer
     | BlockGrant
     | BlockCommit
+    | DescribeMemory
+    | MemoryDescribed
     | DraftUpdate
     | DraftClose
     | Proposals

@@ -6,21 +6,11 @@ from typing import Literal
 
 import msgspec
 
-from common.protocol.cache_messages import KvTier
+from common.protocol.cache_messages import KvTier, KvUsage
 from common.protocol.capacity import Capacity
 from common.protocol.draft_messages import Drafting
 from common.protocol.handles import WorkerRef
-
-
-class KvUsage(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks: free + owned + leased + cached == total. `groups`: of each cache group, where there are several."""
-
-    total: int = 0
-    free: int = 0
-    owned: int = 0
-    leased: int = 0
-    cached: int = 0
-    groups: list[KvUsage] = []
+from common.protocol.transfer_messages import KvEndpoint
 
 
 class ServedModel(msgspec.Struct, frozen=True, array_like=True):
@@ -45,7 +35,7 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     since its start; `accepted_tokens`: those of them that held. `http_host`: where `http_port` is, an address or the machine's
     name; empty: unknown. `models`: what a gateway serves, `model` first. `vocabulary`: the digest of a draft model's
     tokenizer, which its target's must equal; empty: there is none. `tiers`: a kvstore's, the fastest first. `capacity`: an
-    engine's, unknown at first.
+    engine's, unknown at first. `endpoints`: how workers of other hosts reach its KV; none: they don't.
     """
 
     worker: WorkerRef
@@ -75,6 +65,7 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     drafting: Drafting = Drafting()
     tiers: list[KvTier] = []
     capacity: Capacity = Capacity()
+    endpoints: list[KvEndpoint] = []
 
     @property
     def served(self) -> list[ServedModel]:

@@ -11,13 +11,15 @@ from common.protocol.errors import StaleHandle
 
 
 class RemoteBlocks(NamedTuple):
-    """`blocks` of the segment that the worker on `host` announced, as they were at `generations`."""
+    """`blocks` of the segment that the worker on `host` announced, as they were at `generations`; `checksums`, if there are
+    any, are their CRC-32s."""
 
     host: str
     segment: str
     fingerprint: str
     blocks: Sequence[int]
     generations: Sequence[int]
+    checksums: Sequence[int] = ()
 
 
 class Transport(Protocol):

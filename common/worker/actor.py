@@ -43,6 +43,7 @@ from common.protocol.messages import (
     TokenFrames,
     Unknown,
 )
+from common.protocol.transfer_messages import DescribeMemory
 from common.runtime import logs
 from common.runtime.actor import Actor, WorkerState
 from common.runtime.bus import Bus
@@ -54,6 +55,7 @@ from common.worker.constraints import Constraints
 from common.worker.metrics import EngineMetrics
 from common.worker.outflow import FRAME_ENTRIES, Outflow
 from common.worker.prefixes import Prefixes
+from common.worker.remote_kv import RemoteKv
 from common.worker.stepping import EngineThreads, StepLoop
 from common.worker.store_client import StoreClient
 from common.worker.traces import WorkerTraces
@@ -96,6 +98,7 @@ class EngineWorker(Actor):
         self._cancelled: dict[str, int] = {}
         self._idle = anyio.Event()
         self._threads = EngineThreads()
+        self.remote = RemoteKv(self, config)
         self.watch = StepWatch(floor_s=config.step_timeout_s, compile_s=config.compile_timeout_s)
 
     # -- life
@@ -127,6 +130,7 @@ class EngineWorker(Actor):
             waiting=lambda: self.scheduler.num_waiting,
         )
         self.loaded = True
+        await self.remote.open(self.engine)
 
     async def _opened(self) -> Engine:
         """In the thread that submits steps: a library's handles are a thread's own, and warm for the first step then."""
@@ -195,6 +199,8 @@ class EngineWorker(Actor):
                 self.on_fetch(message)
             case FramesTaken():
                 self.outflow.taken(message, self.clock())
+            case DescribeMemory():
+                self.remote.describe(reply)
             case Explain():
                 self.answer(reply, self.traces.explain(message.request, self.held.get(message.request)))
             case _:
@@ -373,6 +379,7 @@ class EngineWorker(Actor):
             max_context=min(self.engine.runner.max_context, self.cache.longest_sequence),
             steps=self.watch.num_steps,
             step_age_ms=round(self.watch.age_s(self.clock()) * 1000, 1),
+            endpoints=self.remote.endpoints,
         )
 
 

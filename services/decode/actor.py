@@ -174,6 +174,7 @@ class DecodeActor(EngineWorker):
             num_computed = handle.num_tokens
         except PenstockError as error:
             code = error.code
+            self.remote.failed(error)
             log.warning("pull_failed", request=sequence.request, owner=handle.owner.id, code=error.code, reason=str(error))
         finally:
             self.pulling.pop(handle.lease, None)
@@ -192,6 +193,9 @@ class DecodeActor(EngineWorker):
         owner = self.registry.get(handle.owner.id)
         if owner is None or owner.worker != handle.owner:
             raise StaleHandle(f"{handle.owner.id} is not known in this epoch")
+        transport = self.remote.transport_to(owner, self.transport, self.host)
+        if transport is not self.transport:
+            await self.remote.reach(owner)
         groups = covered_blocks(handle, len(sequence.tokens), self.cache)
         if handle.chain != (self.cache.hash(sequence, handle.num_tokens) or [b""])[-1]:
             raise StaleHandle("the handle is for other tokens")
@@ -203,14 +207,19 @@ class DecodeActor(EngineWorker):
             begin = max(have, first)
             if begin < end:
                 blocks, generations = theirs.blocks[begin - first :], theirs.generations[begin - first :]
+                checksums = theirs.checksums[begin - first :]
                 segment, fingerprint = (group_name(name, theirs.group) for name in (owner.segment, handle.fingerprint))
-                source = RemoteBlocks(owner.host, segment, fingerprint, blocks, generations)
+                source = RemoteBlocks(owner.host, segment, fingerprint, blocks, generations, checksums)
                 copies.append((source, memory.segment.blocks, table[begin:end]))
 
         def copy() -> int:
-            return sum(self.transport.read(source, into, mine) for source, into, mine in copies)
+            return sum(transport.read(source, into, mine) for source, into, mine in copies)
 
-        return await anyio.to_thread.run_sync(copy) if copies else 0
+        began_at = self.clock()
+        num_bytes = await anyio.to_thread.run_sync(copy) if copies else 0
+        if transport is not self.transport:
+            self.remote.pulled(handle.num_tokens - sequence.num_computed, num_bytes, self.clock() - began_at)
+        return num_bytes
 
     # -- steps
 
@@ -311,6 +320,7 @@ class DecodeActor(EngineWorker):
             return
         self.speculation.draft_workers = [draft for draft in self.registry.alive("draft", now) if self.may_draft(draft)]
         self.drafts.set_workers(self.speculation.draft_workers)
+        self.remote.tick(now, self.registry.alive("prefill", now), self.host)
         owners: dict[WorkerRef, list[str]] = {}
         for lease, owner in self.pulling.items():
             owners.setdefault(owner, []).append(lease)

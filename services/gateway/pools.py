@@ -17,8 +17,27 @@ from common.protocol.messages import Presence
 STUCK_MS, STUCK_STEPS = 2000.0, 20.0
 NOTHING_IS_TOO_LONG = 1 << 60
 
+BETWEEN_HOSTS = "between hosts"
+"""In a host's place in a `Pair`."""
+DEFAULT_PULL_US_PER_TOKEN = 50.0
+"""What a token takes from host to host before it was measured."""
+
 Pair = tuple[str, str]
 """(fingerprint, host): KV can be handed over between workers with equal ones."""
+
+
+def pairs_of(presence: Presence) -> tuple[Pair, ...]:
+    """Return where a worker belongs: to its host, and if other hosts can read its KV, or it theirs, to all of them."""
+    here = (presence.fingerprint, presence.host)
+    return (here, (presence.fingerprint, BETWEEN_HOSTS)) if presence.endpoints else (here,)
+
+
+def pull_s(pair: Pair, decode: Worker, num_tokens: int) -> float:
+    """Return the seconds that copying the KV of a prompt takes beyond what it takes within a host."""
+    if pair[1] != BETWEEN_HOSTS:
+        return 0.0
+    measured = max((endpoint.pull_us_per_token for endpoint in decode.presence.endpoints), default=0.0)
+    return num_tokens * (measured or DEFAULT_PULL_US_PER_TOKEN) / 1e6
 
 
 class Worker:
@@ -55,8 +74,9 @@ class Worker:
         return self.spare > 0 and num_tokens < self.too_long
 
     @property
-    def pair(self) -> Pair:
-        return self.presence.fingerprint, self.presence.host
+    def pairs(self) -> tuple[Pair, ...]:
+        """Its own host's first."""
+        return pairs_of(self.presence)
 
     @property
     def usable(self) -> bool:

@@ -1,7 +1,7 @@
 """Which workers a request goes to. Pure, and microseconds a decision whatever the number of workers.
 
     short uncached prompt, or no prefill worker  ─► (None, decode)      the direct path
-    otherwise                                    ─► (prefill, decode)   of one host and fingerprint
+    otherwise                                    ─► (prefill, decode)   of one fingerprint and host; of two that share NIXL
     … but first tokens would miss the objective  ─► (None, decode)      where a decode worker keeps it, or is sooner
     a prompt that is read, not continued         ─► (prefill, None)     decode in prefill's place, if there is no prefill worker
     nobody has room                              ─► None: the request stays in the gateway's queue
@@ -21,7 +21,7 @@ from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
 from services.gateway.actions import Path
 from services.gateway.expected import DEFAULT_TOKENS_PER_S, all_are_slow, prompt_s, usual_tokens_per_s, why_direct
-from services.gateway.pools import NOTHING_IS_TOO_LONG, Pair, Pool, Worker
+from services.gateway.pools import NOTHING_IS_TOO_LONG, Pair, Pool, Worker, pairs_of, pull_s
 from services.gateway.prefix_memory import PrefixMemory
 from services.gateway.routes import Choice as Choice  # placement takes all three from here
 from services.gateway.routes import Job as Job
@@ -81,7 +81,7 @@ class Router:
                 continue
             if worker is None:
                 self._add(Worker(presence, next(self._serials)))
-            elif worker.pair != (presence.fingerprint, presence.host) or worker.presence.state != presence.state:
+            elif worker.pairs != pairs_of(presence) or worker.presence.state != presence.state:
                 self._take_out(worker)
                 worker.observe(presence)
                 self._add(worker)
@@ -145,7 +145,7 @@ class Router:
 
     @property
     def can_prefill(self) -> bool:
-        """Does a usable prefill worker share a host with a usable decode worker?"""
+        """Can a usable decode worker read what a usable prefill worker computes?"""
         return self.prefill.usable > 0 and any(prefill.usable and decode.usable for prefill, decode in self._pairs.values())
 
     # -- what we sent
@@ -256,20 +256,18 @@ class Router:
 
     def choose_decode(self, prefill: WorkerRef, job: Job, *, tried: Iterable[str]) -> WorkerRef | None:
         """Another decode worker for KV that `prefill` holds."""
-        worker = self._workers.get(prefill)
-        if worker is None or worker.pair not in self._pairs:
-            return None
         tried = frozenset(tried)
-        candidates = [w for w in self._candidates(self._pairs[worker.pair][1], {}, job) if w.ref.id not in tried]
-        return min(candidates, key=lambda w: self._decode_cost(w, job, {})).ref if candidates else None
+        for pair in self._pairs_of(prefill):
+            candidates = [w for w in self._candidates(self._pairs[pair][1], {}, job) if w.ref.id not in tried]
+            if candidates:
+                return min(candidates, key=lambda w: self._decode_cost(w, job, {})).ref
+        return None
 
     def may_redirect(self, prefill: WorkerRef, *, tried: Iterable[str]) -> bool:
         """Is there an untried decode worker, with or without room, that could read what `prefill` holds?"""
-        worker = self._workers.get(prefill)
-        if worker is None or worker.pair not in self._pairs:
-            return False
         tried = frozenset(tried)
-        return any(w.usable and w.ref.id not in tried for w in self._pairs[worker.pair][1].members.values())
+        members = itertools.chain.from_iterable(self._pairs[pair][1].members.values() for pair in self._pairs_of(prefill))
+        return any(w.usable and w.ref.id not in tried for w in members)
 
     # -- inside
 
@@ -326,7 +324,7 @@ class Router:
 
     def _split(self, job: Job, cached: Mapping[int, int]) -> tuple[float, Choice] | None:
         best, compared = None, []
-        for prefills, decodes in self._open_pairs():
+        for pair, (prefills, decodes) in self._open_pairs():
             candidates = self._candidates(prefills, cached, job, only=job.only)
             if not candidates:
                 continue
@@ -335,23 +333,24 @@ class Router:
             if not decode_costs:
                 continue
             ttft_s = {worker: cost + HANDOFF_S for cost, worker in prefill_costs}
-            compared += [*costed("prefill", prefill_costs, cached, ttft_s), *costed("decode", decode_costs, cached)]
+            costs = [*costed("prefill", prefill_costs, cached, ttft_s), *costed("decode", decode_costs, cached)]
+            compared += [one for one in costs if one not in compared]  # a worker may be in two pairs
             (prefill_cost, prefill), (decode_cost, decode) = min(prefill_costs, key=_cost), min(decode_costs, key=_cost)
-            cost = prefill_cost + HANDOFF_S + decode_cost
+            cost = prefill_cost + HANDOFF_S + decode_cost + pull_s(pair, decode, job.num_tokens)
             if best is None or cost < best[0]:
                 uncached = job.num_tokens - cached.get(prefill.serial, 0)
                 best = cost, Choice(prefill.ref, decode.ref, uncached, compared, ttft_s=ttft_s[prefill])
         return best
 
-    def _open_pairs(self) -> list[tuple[Pool, Pool]]:
+    def _open_pairs(self) -> list[tuple[Pair, tuple[Pool, Pool]]]:
         if len(self._pairs) <= COMPARED_PAIRS:
-            return [pair for pair in self._pairs.values() if pair[0].has_room and pair[1].has_room]
-        pairs, found = list(self._pairs.values()), []
+            return [(pair, pools) for pair, pools in self._pairs.items() if pools[0].has_room and pools[1].has_room]
+        pairs, found = list(self._pairs.items()), []
         self._turn += 1
         for index in range(len(pairs)):
-            pair = pairs[(self._turn * 7 + index) % len(pairs)]
-            if pair[0].has_room and pair[1].has_room:
-                found.append(pair)
+            pair, pools = pairs[(self._turn * 7 + index) % len(pairs)]
+            if pools[0].has_room and pools[1].has_room:
+                found.append((pair, pools))
                 if len(found) == COMPARED_PAIRS:
                     break
         return found
@@ -387,9 +386,16 @@ class Router:
         slowness = min(max(step_s / self._step_s, 0.5), 2.0)
         return worker.load * slowness * self._step_s * STEP_SHARE * min(job.max_tokens, MAX_EXPECTED_TOKENS)
 
-    def _pools(self, worker: Worker) -> tuple[Pool, Pool]:
-        pair = self._pairs.setdefault(worker.pair, (Pool(), Pool()))
-        return (self.prefill, pair[0]) if worker.ref.role == "prefill" else (self.decode, pair[1])
+    def _pairs_of(self, prefill: WorkerRef) -> list[Pair]:
+        """The pairs that a worker belongs to, its own host's first; none for one that is gone."""
+        worker = self._workers.get(prefill)
+        return [] if worker is None else [pair for pair in worker.pairs if pair in self._pairs]
+
+    def _pools(self, worker: Worker) -> list[Pool]:
+        pairs = [self._pairs.setdefault(pair, (Pool(), Pool())) for pair in worker.pairs]
+        if worker.ref.role == "prefill":
+            return [self.prefill, *(prefills for prefills, _ in pairs)]
+        return [self.decode, *(decodes for _, decodes in pairs)]
 
     def _add(self, worker: Worker) -> None:
         self._workers[worker.ref] = worker
@@ -401,9 +407,10 @@ class Router:
         del self._by_serial[worker.serial]
         for pool in self._pools(worker):
             pool.remove(worker)
-        prefills, decodes = self._pairs[worker.pair]
-        if not prefills and not decodes:
-            del self._pairs[worker.pair]
+        for pair in worker.pairs:
+            prefills, decodes = self._pairs[pair]
+            if not prefills and not decodes:
+                del self._pairs[pair]
 
     def _update(self, worker: Worker) -> None:
         for pool in self._pools(worker):

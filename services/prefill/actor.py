@@ -189,7 +189,8 @@ class PrefillActor(EngineWorker):
         self.lease_of[sequence.request] = (sequence.attempt, lease)
         began_at = self.clock()
         try:
-            answer = await self.ask(decode, self.kv_ready(sequence, lease), self.config.handoff_timeout_s, repeat=True)
+            ready = await self.remote.with_checksums(self.kv_ready(sequence, lease))
+            answer = await self.ask(decode, ready, self.config.handoff_timeout_s, repeat=True)
             if isinstance(answer, Rejected):
                 raise from_wire(answer.code, answer.message)
             if not isinstance(answer, Accepted):

@@ -102,11 +102,21 @@ class Stack:
 
     # -- processes
 
-    async def start(self, role: Role, *flags: str, name: str = "", environment: Mapping[str, str] = NOTHING) -> str:
-        """Start a service as a process of its own and return its worker id; `ready` waits for it."""
+    async def start(
+        self,
+        role: Role,
+        *flags: str,
+        name: str = "",
+        environment: Mapping[str, str] = NOTHING,
+        within: tuple[str, ...] = (),
+    ) -> str:
+        """Start a service as a process of its own and return its worker id; `ready` waits for it.
+
+        within: the command that runs it, for example in another network namespace.
+        """
         name = name or f"{role}-{self._started[role]}"
         self._started[role] += 1
-        command = [sys.executable, "-m", f"services.{role}", "--nats-url", self.nats_url, "--worker-id", name]
+        command = [*within, sys.executable, "-m", f"services.{role}", "--nats-url", self.nats_url, "--worker-id", name]
         command += ["--http-port", "0", "--shm-dir", str(self.shm_dir), *self.flags]
         if role in ("prefill", "decode"):
             command += ["--threads", "1", *self.engine_flags]

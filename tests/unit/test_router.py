@@ -13,6 +13,7 @@ from common.protocol import tokens as token_bytes
 from common.protocol.capacity import Capacity
 from common.protocol.handles import Role, WorkerRef
 from common.protocol.messages import Presence
+from common.protocol.transfer_messages import KvEndpoint
 from services.gateway.actions import Path
 from services.gateway.prefix_memory import BOUNDARIES, PrefixMemory, prefix_keys
 from services.gateway.router import Choice, Job, Router
@@ -444,3 +445,52 @@ def test_a_prompt_that_waited_for_prefill_in_vain_says_so() -> None:
     full = router(worker("prefill", 1, credits=0), worker("decode", 1))
     choice = full.choose(job(prompt(2000), patient=False))
     assert choice is not None and choice.reason == "no_room_at_prefill_for_long"
+
+
+# -- workers of other hosts
+
+REMOTE = {"endpoints": [KvEndpoint("nixl", "a", 100.0)]}
+
+
+def test_workers_of_two_hosts_are_a_pair_when_both_announce_a_way() -> None:
+    split = place(router(worker("prefill", 1, **REMOTE), worker("decode", 1, host="h2", **REMOTE)), LONG)
+    assert split.prefill is not None and split.decode.id == "decode-1"
+    for one, other in ((REMOTE, {}), ({}, REMOTE)):
+        assert place(router(worker("prefill", 1, **one), worker("decode", 1, host="h2", **other)), LONG).prefill is None
+    assert place(router(worker("prefill", 1, **REMOTE), worker("decode", 1, fingerprint="f2", **REMOTE)), LONG).prefill is None
+
+
+def test_a_decode_worker_of_the_same_host_is_taken_while_it_is_not_the_slower_one() -> None:
+    near, far = worker("decode", 1, **REMOTE), worker("decode", 2, host="h2", **REMOTE)
+    pool = router(worker("prefill", 1, **REMOTE), near, far)
+    for _ in range(8):
+        choice = pool.choose(LONG)
+        assert choice is not None and choice.decode.id == "decode-1"
+    busy = worker("decode", 1, running=60, step_ms=20.0, **REMOTE)
+    assert place(router(worker("prefill", 1, **REMOTE), busy, far), LONG).decode.id == "decode-2"
+
+
+def test_a_slow_path_between_hosts_is_dearer() -> None:
+    slow = {"endpoints": [KvEndpoint("nixl", "a", 1e6)]}
+    pool = router(
+        worker("prefill", 1, **REMOTE), worker("decode", 1, running=60, **REMOTE), worker("decode", 2, host="h2", **slow)
+    )
+    assert place(pool, LONG).decode.id == "decode-1"
+
+
+def test_a_redirect_goes_to_the_same_host_first_and_then_to_others() -> None:
+    pool = router(worker("prefill", 1, **REMOTE), worker("decode", 1), worker("decode", 2, host="h2", **REMOTE))
+    prefill = WorkerRef("prefill", "prefill-1", 1)
+    assert pool.choose_decode(prefill, LONG, tried=()) == WorkerRef("decode", "decode-1", 1)
+    assert pool.choose_decode(prefill, LONG, tried={"decode-1"}) == WorkerRef("decode", "decode-2", 1)
+    assert pool.may_redirect(prefill, tried={"decode-1"})
+    assert not pool.may_redirect(prefill, tried={"decode-1", "decode-2"})
+
+
+def test_a_worker_of_two_pairs_leaves_both() -> None:
+    pool = router(worker("prefill", 1, **REMOTE), worker("decode", 1, host="h2", **REMOTE))
+    pool.refresh([worker("prefill", 1), worker("decode", 1, host="h2", **REMOTE)])  # it announces no way any more
+    assert place(pool, LONG).prefill is None
+    pool.refresh([])
+    assert pool.choose(LONG) is None
+    assert not pool._pairs

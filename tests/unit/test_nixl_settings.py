@@ -1,0 +1,55 @@
+"""Settings of KV between hosts: off by default, and nothing of NIXL is loaded then; a mistake is a clear error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from common.engine.engine import Engine
+from common.protocol.errors import ConfigError
+from common.protocol.messages import Presence
+from common.testing.memory_bus import MemoryBroker
+from common.worker.remote_kv import RemoteKv
+from services.decode.config import DecodeConfig
+from services.kvstore.actor import KvstoreActor
+from services.kvstore.config import KvstoreConfig
+
+
+def remote_kv(tmp_path: object, **settings: object) -> RemoteKv:
+    actor = KvstoreActor(bus=MemoryBroker().connect("x"), config=KvstoreConfig(shm_dir=str(tmp_path)))
+    return RemoteKv(actor, msgspec.convert(settings, DecodeConfig))
+
+
+async def test_kv_stays_on_the_host_by_default(tmp_path: object):
+    kv = remote_kv(tmp_path)
+    engine = object.__new__(Engine)
+    await kv.open(engine)
+    assert kv.endpoints == []
+    assert b"kv_path" not in kv._actor.metrics.render()
+
+
+def test_nixl_is_not_imported_by_default():
+    code = (
+        "import sys, services.decode.actor, services.prefill.actor; assert not any(m.startswith('nixl') for m in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_kv_in_the_memory_of_a_gpu_is_refused(tmp_path: object):
+    engine = object.__new__(Engine)
+    engine.on_gpu = True
+    with pytest.raises(ConfigError, match="GPU"):
+        await remote_kv(tmp_path, kv_transfer="nixl").open(engine)
+
+
+def test_an_unknown_transfer_is_refused():
+    with pytest.raises(msgspec.ValidationError, match="kv_transfer"):
+        msgspec.convert({"kv_transfer": "carrier pigeon"}, DecodeConfig)
+
+
+def test_a_heartbeat_of_an_older_version_has_no_endpoints():
+    said = msgspec.msgpack.encode({"type": "Presence", "worker": ["decode", "d", 1], "state": "ready"})
+    assert msgspec.msgpack.decode(said, type=Presence).endpoints == []
