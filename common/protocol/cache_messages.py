@@ -1,4 +1,4 @@
-"""Messages between workers and kvstores: which blocks are there, where to read them, where to write more."""
+"""Messages between workers and kvstores: which blocks are there, where to read them, where to write more. And how blocks are used."""
 
 from __future__ import annotations
 
@@ -73,6 +73,17 @@ class BlockCommit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     lease: str
     checksums: list[int]
+
+
+class KvUsage(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks: free + owned + leased + cached == total. `groups`: of each cache group, where there are several."""
+
+    total: int = 0
+    free: int = 0
+    owned: int = 0
+    leased: int = 0
+    cached: int = 0
+    groups: list[KvUsage] = []
 
 
 class KvTier(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

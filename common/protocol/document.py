@@ -14,7 +14,7 @@ from typing import Literal, get_args, get_origin
 
 import msgspec
 
-from common.protocol import cache_messages, draft_messages, errors, explain_messages, handles, headers, messages, subjects
+from common.protocol import cache_messages, draft_messages, errors, explain_messages, handles, headers, kv_events, messages, subjects
 
 _INTRODUCTION = """\
 # The protocol
@@ -51,6 +51,9 @@ def document() -> str:
         "## Messages of the draft pool\n",
         _docstring(draft_messages) + "\n",
         *map(_struct, _structs(draft_messages)),
+        "## What is told of prefix caches\n",
+        _docstring(kv_events) + "\n",
+        *map(_struct, _structs(kv_events)),
         "## What is told of a request\n",
         _docstring(explain_messages) + "\n",
         *map(_struct, _structs(explain_messages)),

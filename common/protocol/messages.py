@@ -14,6 +14,7 @@ Who sends what, in the order of one request:
     worker  → gateway   Unknown               the answer to Renew for requests it does not hold
     decode  → prefill   ReleaseLease, RenewLeases
     worker  ↔ kvstore   BlockLookup/BlockLease, BlockOffer/BlockGrant, BlockCommit, ReleaseLease, RenewLeases
+    worker  → gateway   KvEvents              to every gateway; KvSnapshotRequest, answered by KvSnapshot
     decode  ↔ draft     DraftUpdate, DraftClose / Proposals, DraftResync
     everyone            Presence, EpochTaken
 """
@@ -24,11 +25,12 @@ from typing import Literal
 
 import msgspec
 
-from common.protocol.cache_messages import BlockCommit, BlockGrant, BlockLease, BlockLookup, BlockOffer, KvTier
+from common.protocol.cache_messages import BlockCommit, BlockGrant, BlockLease, BlockLookup, BlockOffer, KvTier, KvUsage
 from common.protocol.draft_messages import DraftClose, Drafting, DraftResync, DraftUpdate, Proposals
 from common.protocol.errors import ProtocolError
 from common.protocol.explain_messages import ExplainMessage
 from common.protocol.handles import KvHandle, WorkerRef
+from common.protocol.kv_events import KvEventMessage
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Pooling = Literal["", "mean", "last"]
@@ -284,17 +286,6 @@ class ReleaseLease(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     damaged: list[bytes] = []
 
 
-class KvUsage(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks: free + owned + leased + cached == total. `groups`: of each cache group, where there are several."""
-
-    total: int = 0
-    free: int = 0
-    owned: int = 0
-    leased: int = 0
-    cached: int = 0
-    groups: list[KvUsage] = []
-
-
 class ServedModel(msgspec.Struct, frozen=True, array_like=True):
     """A gateway's model: its name, others for clients, whether requests are answered now, how many run and wait here."""
 
@@ -381,6 +372,7 @@ Message = (
     | DraftResync
     | EpochTaken
     | ExplainMessage
+    | KvEventMessage
     | Presence
 )
 
