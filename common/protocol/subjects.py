@@ -307,6 +307,11 @@ def kv_events(role: str, worker: str) -> str:
     return f"{INTERNAL}.kv.{token(role, what='role')}.{token(worker, what='worker id')}"
 
 
+def is_kv_events_of(subject: str, role: str, worker: str) -> bool:
+    """Whether what is told on `subject` may be said by this worker."""
+    return subject == f"{INTERNAL}.kv.{role}.{worker}"
+
+
 def kv_events_of(role: str) -> str:
     return f"{INTERNAL}.kv.{token(role, what='role')}.*"
 

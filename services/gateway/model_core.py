@@ -90,6 +90,7 @@ class ModelCore:
         self.router = Router(
             direct_max_tokens=config.direct_max_tokens,
             affinity_blocks=0 if config.zero_retention else config.affinity_blocks,
+            index_blocks=0 if config.zero_retention else config.kv_index_blocks,
             models=self.membership.names,
         )
         self.health = Health(trusting=not config.canary)

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
 from services.gateway.actions import Path
+from services.gateway.known_prefixes import KnownPrefixes
 from services.gateway.pools import Pair, Pool, Worker
-from services.gateway.prefix_memory import PrefixMemory
 from services.gateway.routes import Choice as Choice  # placement takes all three from here
 from services.gateway.routes import Job as Job
 from services.gateway.routes import ReadChoice as ReadChoice
@@ -41,12 +41,15 @@ MAX_EXPECTED_TOKENS = 256
 
 
 class Router:
-    """`models`: names that workers may announce; others' workers are left alone. Empty: any."""
+    """`models`: names that workers may announce; others' workers are left alone. Empty: any. `affinity_blocks`, `index_blocks`: see
+    `KnownPrefixes`."""
 
-    def __init__(self, *, direct_max_tokens: int, affinity_blocks: int = 65536, models: Iterable[str] = ()) -> None:
+    def __init__(
+        self, *, direct_max_tokens: int, affinity_blocks: int = 65536, index_blocks: int = 0, models: Iterable[str] = ()
+    ) -> None:
         self.direct_max_tokens = direct_max_tokens
         self.models = frozenset(models)
-        self.memory = PrefixMemory(affinity_blocks)
+        self.prefixes = KnownPrefixes(affinity_blocks, index_blocks)
         self.prefill = Pool()
         self.decode = Pool()
         self._pairs: dict[Pair, tuple[Pool, Pool]] = {}
@@ -72,7 +75,9 @@ class Router:
             if worker is not None and worker.presence is presence:
                 continue
             if worker is None:
-                self._add(Worker(presence, next(self._serials)))
+                worker = Worker(presence, next(self._serials))
+                self.prefixes.joined(ref, worker.serial)
+                self._add(worker)
             elif worker.pair != (presence.fingerprint, presence.host) or worker.presence.state != presence.state:
                 self._take_out(worker)
                 worker.observe(presence)
@@ -89,6 +94,7 @@ class Router:
         """Harmless for one that is not there."""
         worker = self._workers.pop(ref, None)
         if worker is not None:
+            self.prefixes.left(ref)
             self._take_out(worker)
 
     def knows(self, ref: WorkerRef) -> bool:
@@ -157,7 +163,7 @@ class Router:
     def remember(self, keys: Sequence[int], ref: WorkerRef) -> None:
         worker = self._workers.get(ref)
         if worker is not None:
-            self.memory.remember(keys, worker.serial)
+            self.prefixes.remember(keys, worker.serial)
 
     # -- choosing
 
@@ -165,7 +171,7 @@ class Router:
         """The way that the request's prompt should take: which workers it waits for when they are full."""
         if job.path != "auto":
             return job.path
-        cached = max(self.memory.match(job.keys).values(), default=0)
+        cached = max(self.prefixes.match(job.keys, job.prompt).values(), default=0)
         uncached = job.num_tokens - min(cached, job.num_tokens - 1)
         return "direct" if uncached <= MAX_DIRECT_FACTOR * self.direct_max_tokens or not self.can_prefill else "prefill"
 
@@ -211,7 +217,8 @@ class Router:
         """None: nobody who could take the request has room now."""
         if not self.decode.has_room:
             return None
-        cached = {worker: min(tokens, job.num_tokens - 1) for worker, tokens in self.memory.match(job.keys).items()}
+        known = self.prefixes.match(job.keys, job.prompt)
+        cached = {worker: min(tokens, job.num_tokens - 1) for worker, tokens in known.items()}
         direct = self._direct(job, cached)
         if job.path == "direct" or (job.path == "auto" and not self.can_prefill):
             reason = "path_given" if job.path == "direct" else "no_prefill_worker"
