@@ -30,6 +30,8 @@ MAX_KEPT_HASHES = 1 << 17
 """Hashes of messages that are kept of one worker while its snapshot is under way."""
 MAX_FOLLOWED = 32
 """Of workers that hold a prompt's first block, so many are looked at further, others each time."""
+MAX_EXACT = 8
+"""So many workers are looked at block by block, at 25 ns a block. Among more the end of what each holds is found by bisection."""
 MAX_WINDOW_BLOCKS = 4096
 """Blocks of a prompt that are hashed where no group keeps a whole sequence: its first blocks say nothing of the last ones then."""
 
@@ -217,8 +219,8 @@ class KvIndex:
     def match(self, prompt: Prompt) -> dict[int, int]:
         """Return by serial how many of the prompt's tokens each covered worker could reuse; those with none are left out.
 
-        Blocks leave a cache from the ends of chains, so what is held of a prompt is a beginning, whose end is found by bisection.
-        Where two sequences computed the same blocks at once that may not be so, and the answer may be too long.
+        Blocks leave a cache from the ends of chains as a rule, so what is held of a prompt is a beginning. Where more than
+        `MAX_EXACT` workers hold its first block that is taken for granted, and the answer may be too long.
         """
         found: dict[int, int] = {}
         for layout, workers in self._covered.items():
@@ -248,19 +250,21 @@ class KvIndex:
             start = self._turn % len(alive)
             alive = (alive[start:] + alive[:start])[:MAX_FOLLOWED]
         ends: dict[int, int] = {}
-        known = 1
+        known, bisects = 1, len(alive) > MAX_EXACT
         while alive:
-            size, last = len(hashes), hashes[-1]
-            going_on = [each for each in alive if last in each[1]]
+            size, part = len(hashes), hashes[-1:] if bisects else hashes[known:]
+            going_on = [each for each in alive if each[1].issuperset(part)]
             if len(going_on) < len(alive):
-                ends.update((serial, _leading(held, hashes, known, size)) for serial, held in alive if last not in held)
+                for serial, held in alive:
+                    if not held.issuperset(part):
+                        ends[serial] = _leading(held, hashes, known, size, bisects=bisects)
             if not going_on or not chain.extend():
                 ends.update((serial, size) for serial, _ in going_on)
                 break
             alive, known = going_on, size
         for index in others:
             for serial, end in ends.items():
-                ends[serial] = _leading(workers[serial].groups[index], hashes, 0, end)
+                ends[serial] = _leading(workers[serial].groups[index], hashes, 0, end, bisects=bisects)
         return ends
 
     # -- inside
@@ -294,6 +298,8 @@ class KvIndex:
         worker.waiting_since, worker.needs, worker.retry_at = now, number, now + TOO_LARGE_RETRY_S
 
 
-def _leading(held: set[int], hashes: Sequence[int], low: int, high: int) -> int:
-    """Return how many of hashes[:high] are held, of which hashes[:low] are."""
-    return bisect_left(range(high), True, lo=low, hi=high, key=lambda index: hashes[index] not in held)
+def _leading(held: set[int], hashes: Sequence[int], low: int, high: int, *, bisects: bool) -> int:
+    """Return how many of hashes[:high] are held one after the other, of which hashes[:low] are."""
+    if bisects:
+        return bisect_left(range(high), True, lo=low, hi=high, key=lambda index: hashes[index] not in held)
+    return next((index for index in range(low, high) if hashes[index] not in held), high)
