@@ -48,7 +48,7 @@ def snapshot(number: int, held: Sequence[int], *, worker: WorkerRef | None = Non
 
 
 def lookup(prompt: list[int], salt: bytes = b"", cache: ChainCache | None = None) -> Prompt:
-    return Prompt(token_bytes.pack(prompt), salt, cache or ChainCache())
+    return Prompt(token_bytes.pack(prompt), salt, ChainCache() if cache is None else cache)
 
 
 def index(*refs: WorkerRef, max_blocks: int = 10_000) -> KvIndex:
