@@ -1,7 +1,7 @@
-"""What a block pool can be asked for by content, for those who keep a copy of that elsewhere: all of it, and what has changed. Pure.
+"""Which blocks of a pool can be found by content, for those who keep a copy of that elsewhere: all of them, and changes. Pure.
 
-Hashes are short (`short_hash`). Changes are coalesced: of a block that was stored and removed since the last `take`, only the end
-counts. Whoever applies them in the order of `take` holds what the pool holds, so a change that repeats what is known is harmless.
+Hashes are short (`short_hash`). Changes are coalesced: of a block that was stored and removed since the last `take`, only the
+end counts. Whoever applies them in the order of `take` holds what the pool holds; a change that is known already is harmless.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HASH_TYPE = "<u8"
 
 
 class PoolContents:
-    """The short hash of each of `num_blocks` blocks, and the changes since they were last taken, of at most `max_pending` hashes.
+    """The short hash of each of `num_blocks` blocks, and the changes since they were last taken: `max_pending` hashes at most.
 
     `on_change()` is called for a change when there was none before. More changes than `max_pending` are forgotten, and
     `has_lost` is true from then on until `take`: whoever keeps a copy needs all of it again.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from typing import Protocol
 
 from common.protocol import tokens as wire_tokens
 
@@ -13,26 +12,20 @@ HASH_BYTES = 16
 TOKEN_BYTES = 4
 
 
-class KeyedHash(Protocol):
-    """A BLAKE2b state that has absorbed its key. It is copied for each block, never updated."""
-
-    def copy(self) -> hashlib._Hash: ...  # pyright: ignore[reportPrivateUsage]
-
-
-def keyed_hash(block_tokens: int, *, fingerprint: str, salt: bytes) -> KeyedHash:
-    """Return what the hashes of a model's and a tenant's blocks begin with. `salt` keeps tenants from probing each other's
-    caches."""
+def keyed_hash(block_tokens: int, *, fingerprint: str, salt: bytes) -> hashlib.blake2b:
+    """Return what the hashes of a model's and a tenant's blocks begin with: copy it for each block. `salt` keeps tenants from
+    probing each other's caches."""
     name = fingerprint.encode()
     lengths = struct.pack("<III", block_tokens, len(name), len(salt))
     key = hashlib.blake2b(lengths + name + salt, digest_size=32).digest()
     return hashlib.blake2b(key=key, digest_size=HASH_BYTES)  # copied per block: the key is absorbed once
 
 
-def hash_packed(keyed: KeyedHash, packed: bytes | memoryview, block_tokens: int, *, parent: bytes = b"") -> list[bytes]:
+def hash_packed(keyed: hashlib.blake2b, packed: bytes | memoryview, block_tokens: int, *, parent: bytes = b"") -> list[bytes]:
     """Return one 16-byte hash per full block of `packed`, tokens as uint32; a partial block at the end has none.
 
-    hash[i] = BLAKE2b(hash[i - 1] + tokens of block i), keyed. To continue a chain, pass its last hash as `parent` and the tokens
-    after it.
+    hash[i] = BLAKE2b(hash[i - 1] + tokens of block i), keyed. To continue a chain, pass its last hash as `parent` and the
+    tokens after it.
     """
     stride = TOKEN_BYTES * block_tokens
     hashes: list[bytes] = []

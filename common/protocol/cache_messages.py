@@ -1,4 +1,4 @@
-"""Messages between workers and kvstores: which blocks are there, where to read them, where to write more. And how blocks are used."""
+"""Messages between workers and kvstores: which blocks are there, where to read them, where to write more; and blocks in use."""
 
 from __future__ import annotations
 

@@ -14,7 +14,17 @@ from typing import Literal, get_args, get_origin
 
 import msgspec
 
-from common.protocol import cache_messages, draft_messages, errors, explain_messages, handles, headers, kv_events, messages, subjects
+from common.protocol import (
+    cache_messages,
+    draft_messages,
+    errors,
+    explain_messages,
+    handles,
+    headers,
+    kv_events,
+    messages,
+    subjects,
+)
 
 _INTRODUCTION = """\
 # The protocol

@@ -3,9 +3,9 @@
     a block is published or evicted ─► noted ─► COALESCE_S later: KvEvents, numbered
     a gateway saw a gap, or is new  ─► KvSnapshotRequest ─► what is noted is told first, then KvSnapshot, a part at a time
 
-Nothing waits for a gateway, and nothing is kept for one, but for the last snapshot: a gateway that misses a message sees a gap in
-the numbers. While the bus is away changes are noted and not sent. Where more have come than may wait, they are forgotten and a
-number is left out.
+Nothing waits for a gateway, and nothing is kept for one, but for the last snapshot: a gateway that misses a message sees a gap
+in the numbers. While the bus is away changes are noted and not sent. Where more have come than may wait, they are forgotten and
+a number is left out.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Snapshot:
 
 
 class KvEventPublisher:
-    """`backlog`: hashes of changes that may wait in each cache group; 0: gateways are told nothing. A worker that caches nothing
-    has nothing to tell either."""
+    """`backlog`: hashes of changes that may wait in each cache group; 0: gateways are told nothing. A worker that caches
+    nothing has nothing to tell either."""
 
     def __init__(self, worker: Worker, pool: GroupedPool, fingerprint: str, *, backlog: int) -> None:
         self.enabled = backlog > 0 and pool.keeps_content
@@ -122,7 +122,8 @@ class KvEventPublisher:
                 left -= sum(map(len, changes[-1])) // 8
             self.number += 1
             stored, removed = [stored for stored, _ in changes], [removed for _, removed in changes]
-            self._send(KvEvents(worker=self._worker.ref, number=self.number, layout=self.layout, stored=stored, removed=removed))
+            ref, layout = self._worker.ref, self.layout
+            self._send(KvEvents(worker=ref, number=self.number, layout=layout, stored=stored, removed=removed))
             self._hashes.inc(self._per_message - left)
             sent += 1
 

@@ -1,8 +1,8 @@
 """How much of a prompt each worker has in its prefix cache: by what workers tell, and otherwise by what was sent to them. Pure.
 
-A worker that tells (`kv_index.py`) holds what it says, and what this gateway has sent there in the last seconds: blocks are told
-of once they are computed, and requests that share a prefix come in bursts. Of another one (an older version, one that is new here,
-one with too many blocks) everything that this gateway remembers counts (`prefix_memory.py`).
+A worker that tells (`kv_index.py`) holds what it says, and what this gateway has sent there in the last seconds: blocks are
+told of once they are computed, and requests that share a prefix come in bursts. Of another one (an older version, one that is
+new here, one with too many blocks) everything that this gateway remembers counts (`prefix_memory.py`).
 """
 
 from __future__ import annotations

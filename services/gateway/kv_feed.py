@@ -1,6 +1,6 @@
-"""Hears what workers tell of their prefix caches, and asks for snapshots where a message is missing. Decides nothing: see `kv_index`.
+"""Hears what workers tell of their prefix caches, and asks for snapshots where a message is missing. `kv_index` decides.
 
-    KvEvents ─► the index of the model that the worker serves ─► a snapshot is wanted ─► KvSnapshotRequest, part by part ─► the index
+KvEvents ─► the index of the model that the worker serves ─► a snapshot is wanted ─► KvSnapshotRequest, part by part
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class KvFeed:
             events = messages.decode(message.data)
         except ProtocolError:
             events = None
-        if not isinstance(events, KvEvents) or not subjects.is_kv_events_of(message.subject, events.worker.role, events.worker.id):
+        if not isinstance(events, KvEvents) or not subjects.is_kv_events_of(
+            message.subject, events.worker.role, events.worker.id
+        ):
             self._undecodable.inc()  # a worker speaks for itself alone
             return
         self._bytes.inc(len(message.data))

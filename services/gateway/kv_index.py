@@ -31,9 +31,9 @@ MAX_KEPT_HASHES = 1 << 17
 MAX_FOLLOWED = 32
 """Of workers that hold a prompt's first block, so many are looked at further, others each time."""
 MAX_EXACT = 8
-"""So many workers are looked at block by block, at 25 ns a block. Among more the end of what each holds is found by bisection."""
+"""So many workers are looked at block by block, at 25 ns a block. Where there are more, ends are found by bisection."""
 MAX_WINDOW_BLOCKS = 4096
-"""Blocks of a prompt that are hashed where no group keeps a whole sequence: its first blocks say nothing of the last ones then."""
+"""Blocks of a prompt that are hashed where no group keeps a whole sequence: its first blocks say nothing of the last then."""
 
 
 class _Worker:

@@ -2,8 +2,8 @@
 
 A block costs 0.6 µs to hash, and a hash needs the one before it. So a prompt that nobody has seen is hashed for one block, any
 other by segments, until no worker has the last block of one. Segments that were hashed lately are found by Python's own keyed
-hash (64 bits, salted per process) of all tokens up to their end, at 1 µs a segment: popular beginnings of prompts are hashed once.
-A collision there costs speed alone.
+hash (64 bits, salted per process) of all tokens up to their end, at 1 µs a segment: popular beginnings are hashed once. A
+collision there costs speed alone.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class ChainCache:
 
 
 class PromptChain:
-    """The chain of one prompt under one layout. `hashes`: the short ones of its first blocks, as many as `extend` has added. The
-    block of the last token is left out where that token completes it: a worker computes the last token in any case."""
+    """The chain of one prompt under one layout. `hashes`: the short ones of its first blocks, as many as `extend` has added.
+    A block that the last token completes is left out: a worker computes the last token in any case."""
 
     def __init__(self, packed: bytes, salt: bytes, cache: ChainCache, *, fingerprint: str, block_tokens: int) -> None:
         self.hashes: list[int] = []

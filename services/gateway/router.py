@@ -41,8 +41,8 @@ MAX_EXPECTED_TOKENS = 256
 
 
 class Router:
-    """`models`: names that workers may announce; others' workers are left alone. Empty: any. `affinity_blocks`, `index_blocks`: see
-    `KnownPrefixes`."""
+    """`models`: names that workers may announce; others' workers are left alone. Empty: any. `affinity_blocks`,
+    `index_blocks`: see `KnownPrefixes`."""
 
     def __init__(
         self, *, direct_max_tokens: int, affinity_blocks: int = 65536, index_blocks: int = 0, models: Iterable[str] = ()

@@ -56,8 +56,9 @@ class Costed(msgspec.Struct, frozen=True, gc=False):
 class Job(msgspec.Struct, frozen=True):
     """What the router needs to know of a request.
 
-    keys: of its prompt, see `prefix_keys`. prompt: what to look up where workers tell what they hold. avoid: ids of workers to take only when there is no other. only: the worker whose
-    path this is, prefill or decode. patient: it waits for a prefill worker rather than have a decode worker compute its prompt.
+    keys: of its prompt, see `prefix_keys`. prompt: what is looked up where workers tell what they hold. avoid: ids of workers
+    to take only when there is no other. only: the worker whose path this is, prefill or decode. patient: it
+    waits for a prefill worker rather than have a decode worker compute its prompt.
     """
 
     keys: Sequence[int]

@@ -1,5 +1,4 @@
-"""What one worker holds in its prefix cache, by its own word: short hashes of blocks, and how long a beginning of a prompt it could
-reuse. Pure."""
+"""What one worker holds in its prefix cache, by its own word, and how long a beginning of a prompt it could reuse. Pure."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ LENGTH = 64
 
 
 def tells(story: Story, tmp_path: Path, **more: Any) -> None:
-    play(tmp_path, story, **({"roles": POOLS} | more))
+    play(tmp_path, story, roles=POOLS, **more)
 
 
 def worker(world: World, name: str) -> EngineWorker:
@@ -289,7 +289,8 @@ def test_nonsense_and_what_is_said_in_anothers_name_are_counted_and_ignored(tmp_
         await agree(world)
         gateway, victim, bus = world.gateway, workers(world)[0], world.broker.connect("liar")
         subject = subjects.kv_events("prefill", victim.ref.id)
-        lie = KvEvents(worker=victim.ref, number=victim.kv_events.number + 1, layout=victim.kv_events.layout, removed=[b"x" * 80])
+        number, layout = victim.kv_events.number + 1, victim.kv_events.layout
+        lie = KvEvents(worker=victim.ref, number=number, layout=layout, removed=[b"x" * 80])
         before = gateway.metrics.messages_undecodable._value.get()
         await bus.publish(subjects.kv_events("prefill", "somebody"), messages.encode(lie))
         await bus.publish(subject, b"nonsense")
@@ -358,7 +359,8 @@ def test_a_worker_that_does_not_answer_is_asked_again_and_meanwhile_nothing_else
         await ask(world, *range(4))
         await agree(world)
         ref = workers(world)[0].ref
-        undo = world.broker.drop(lambda message: message.subject == subjects.inbox(ref.role, ref.id) and b"KvSnap" in message.data)
+        inbox = subjects.inbox(ref.role, ref.id)
+        undo = world.broker.drop(lambda message: message.subject == inbox and b"KvSnap" in message.data)
         await world.kill(world.alive("gateway")[0])
         await world.start("gateway")
         await anyio.sleep(10)

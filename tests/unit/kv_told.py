@@ -38,8 +38,9 @@ def pack(shorts: Iterable[int]) -> bytes:
 def told(
     number: int, stored: Sequence[int] = (), removed: Sequence[int] = (), *, worker: WorkerRef | None = None, **more: Any
 ) -> KvEvents:
-    changes = {"stored": [pack(stored)], "removed": [pack(removed)]} if stored or removed else {}
-    return KvEvents(worker=worker or ref(), number=number, **({"layout": LAYOUT} | changes | more))
+    said: dict[str, Any] = {"stored": [pack(stored)], "removed": [pack(removed)]} if stored or removed else {}
+    said = {"layout": LAYOUT, **said, **more}
+    return KvEvents(worker=worker or ref(), number=number, **said)
 
 
 def snapshot(number: int, held: Sequence[int], *, worker: WorkerRef | None = None, offset: int = 0, **more: Any) -> KvSnapshot:

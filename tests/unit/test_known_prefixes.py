@@ -168,5 +168,3 @@ def test_a_decision_among_a_quarter_of_a_million_blocks_takes_microseconds() -> 
 
 def test_packing_is_that_of_the_wire() -> None:
     assert pack([1, 2]) == b"\1\0\0\0\0\0\0\0\2\0\0\0\0\0\0\0"
-
-
