@@ -32,7 +32,7 @@ COALESCE_S = 0.03
 """Changes of this time are one message."""
 REPEAT_S = 1.0
 """A worker with nothing to tell repeats its last number this often."""
-HASHES_PER_MESSAGE = 32768
+HASHES_PER_MESSAGE = 16384
 OTHER_BYTES = 4096
 """What a message holds beside hashes, at most."""
 MESSAGES_PER_ROUND = 4

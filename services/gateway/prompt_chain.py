@@ -8,13 +8,14 @@ collision there costs speed alone.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 
 from common.cache.prefix import TOKEN_BYTES, hash_packed, keyed_hash, short_hash
 
-SEGMENT_BLOCKS = 32
-MAX_SEGMENTS = 2048
-"""Segments kept of one model's prompts, 1.5 KB each."""
+SEGMENT_BLOCKS = 16
+MAX_SEGMENTS = 4096
+"""Segments kept of one model's prompts, 1 KB each."""
 
 Segment = tuple[bytes, tuple[int, ...]]
 """The last block's hash, and the short hashes of all blocks."""
@@ -53,7 +54,7 @@ class PromptChain:
         self._block_tokens = block_tokens
         self._stride = TOKEN_BYTES * block_tokens
         self._num_blocks = max(0, len(packed) - TOKEN_BYTES) // self._stride
-        self._keyed = keyed_hash(block_tokens, fingerprint=fingerprint, salt=salt)
+        self._keyed = functools.partial(keyed_hash, block_tokens, fingerprint=fingerprint, salt=salt)
         self._key = hash((block_tokens, fingerprint, salt))
         self._last = b""
 
@@ -83,7 +84,7 @@ class PromptChain:
 
     def _hash(self, begin: int, end: int) -> None:
         part = self._packed[begin * self._stride : end * self._stride]
-        hashes = hash_packed(self._keyed, part, self._block_tokens, parent=self._last)
+        hashes = hash_packed(self._keyed(), part, self._block_tokens, parent=self._last)
         self._last = hashes[-1]
         self.hashes += map(short_hash, hashes)
 

@@ -56,7 +56,7 @@ def index(world: World) -> KvIndex:
 def known(gateway: GatewayActor) -> dict[WorkerRef, list[set[int]]]:
     """What a gateway knows of each worker, by cache group."""
     found = gateway.cores[0].router.prefixes.index
-    return {ref: one.blocks.groups for ref, one in found._workers.items() if one.blocks is not None}
+    return {ref: [set(group) for group in one.blocks.groups] for ref, one in found._workers.items() if one.blocks is not None}
 
 
 def held(world: World) -> dict[WorkerRef, list[set[int]]]:
