@@ -14,7 +14,6 @@ import numpy as np
 
 from common.cache.contents import HASH_TYPE
 from common.cache.prefix import hash_chain, short_hash
-from common.protocol import tokens as token_bytes
 from common.protocol.handles import WorkerRef
 from common.protocol.kv_events import KvEvents, KvLayout, KvSnapshot
 from common.protocol.messages import Presence, SamplingParams, decode, encode

@@ -220,8 +220,8 @@ class KvIndex:
         """Return by serial how many of the prompt's tokens each covered worker could reuse; those with none are left out.
 
         Blocks leave a cache from the ends of chains, so what is held of a prompt is a beginning, whose end bisection finds.
-        That is not so where two sequences computed the same blocks at once, and where windows let go of blocks that are computed
-        again: models with windows are looked at block by block. Elsewhere the answer may be too long, which costs speed alone.
+        That is not so where two sequences computed the same blocks at once, and where windows let go of blocks that are
+        computed again: models with windows are looked at block by block. Else the answer may be too long, at the cost of speed.
         """
         found: dict[int, int] = {}
         for layout, workers in self._covered.items():

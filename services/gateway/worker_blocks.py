@@ -13,7 +13,7 @@ from common.protocol.errors import ProtocolError
 from common.protocol.kv_events import KvEvents, KvLayout, KvSnapshot
 
 Held = dict[int, None]
-"""A set of hashes. As a set it would be gone through at each garbage collection, 40 ms for a million; a dict of numbers is not."""
+"""A set of hashes. Garbage collection would go through a `set`, 40 ms for a million; it leaves a dict of numbers alone."""
 MAX_BLOCK_TOKENS = 1 << 16
 MAX_GROUPS = 64
 
