@@ -378,6 +378,7 @@ class EngineWorker(Actor):
             tokens_per_s=round(self.speeds.tokens_per_s, 1),
             http_port=self.http_port,
             identity=self.engine.identity,
+            named=bool(self.config.served_model_name),
             max_context=min(self.engine.runner.max_context, self.cache.longest_sequence),
             steps=self.watch.num_steps,
             step_age_ms=round(self.watch.age_s(self.clock()) * 1000, 1),

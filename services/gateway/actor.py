@@ -336,7 +336,7 @@ class GatewayActor(Actor):
             core = self._core_of_name.get(worker.model)
             (others if core is None else own[core.name]).append(worker)
         for core in self.cores:
-            core.look_around([*own[core.name], *others], now)
+            others = core.look_around(own[core.name], others, now)
 
     def _carry_out_all(self) -> None:
         for core in self.cores:
