@@ -87,6 +87,7 @@ class Scene:
         before = resident_bytes()
         self.event_us = self._fill(everyone, num_blocks, prefixes)
         gc.collect()
+        gc.freeze()  # as services do once they have started
         self.bytes_per_block = (resident_bytes() - before) / self.index.num_blocks
 
     def _fill(self, everyone: Sequence[WorkerRef], num_blocks: int, prefixes: Sequence[list[int]]) -> float:
