@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, MutableSequence, Sequence
 
 import numpy as np
 
+from common.cache.contents import PoolContents
 from common.protocol.errors import OutOfBlocks
 from common.protocol.messages import KvUsage
 
@@ -57,6 +58,8 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._num_owned = 0
         self._num_leased = 0
+        self.contents: PoolContents | None = None
+        """Who is told of blocks that can be found by content, if anybody is."""
 
     @property
     def keeps_content(self) -> bool:
@@ -144,6 +147,8 @@ class BlockPool:
         if block_hash not in self._by_hash:
             self._by_hash[block_hash] = block
             self._hashes[block] = block_hash
+            if self.contents is not None:
+                self.contents.stored(block, block_hash)
 
     def find(self, block_hash: bytes) -> int:
         """Return the block of a hash, or -1. Not retained: do that at once."""
@@ -223,4 +228,6 @@ class BlockPool:
         assert block_hash is not None
         del self._by_hash[block_hash]
         self._hashes[block] = None
+        if self.contents is not None:
+            self.contents.removed(block)
         return block

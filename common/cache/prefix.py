@@ -9,26 +9,43 @@ from collections.abc import Sequence
 from common.protocol import tokens as wire_tokens
 
 HASH_BYTES = 16
+TOKEN_BYTES = 4
 
 
-def hash_chain(tokens: Sequence[int], block_tokens: int, *, fingerprint: str, salt: bytes, parent: bytes = b"") -> list[bytes]:
-    """One 16-byte hash per full block of `tokens`; a partial block at the end has none.
-
-    hash[i] = BLAKE2b(hash[i - 1] + tokens of block i), keyed by `fingerprint`, `salt` and the block size. `salt` keeps
-    tenants from probing each other's caches. To continue a chain, pass its last hash as `parent` and the tokens after it.
-    """
+def keyed_hash(block_tokens: int, *, fingerprint: str, salt: bytes) -> hashlib.blake2b:
+    """Return what the hashes of a model's and a tenant's blocks begin with: copy it for each block. `salt` keeps tenants from
+    probing each other's caches."""
     name = fingerprint.encode()
     lengths = struct.pack("<III", block_tokens, len(name), len(salt))
     key = hashlib.blake2b(lengths + name + salt, digest_size=32).digest()
-    keyed = hashlib.blake2b(key=key, digest_size=HASH_BYTES)  # copied per block: the key is absorbed once
-    num_blocks = len(tokens) // block_tokens
-    packed = memoryview(wire_tokens.pack(tokens[: num_blocks * block_tokens]))
-    stride = 4 * block_tokens
-    hashes = []
-    for start in range(0, num_blocks * stride, stride):
+    return hashlib.blake2b(key=key, digest_size=HASH_BYTES)  # copied per block: the key is absorbed once
+
+
+def hash_packed(keyed: hashlib.blake2b, packed: bytes | memoryview, block_tokens: int, *, parent: bytes = b"") -> list[bytes]:
+    """Return one 16-byte hash per full block of `packed`, tokens as uint32; a partial block at the end has none.
+
+    hash[i] = BLAKE2b(hash[i - 1] + tokens of block i), keyed. To continue a chain, pass its last hash as `parent` and the
+    tokens after it.
+    """
+    stride = TOKEN_BYTES * block_tokens
+    hashes: list[bytes] = []
+    for start in range(0, len(packed) // stride * stride, stride):
         block = keyed.copy()
         block.update(parent)
         block.update(packed[start : start + stride])
         parent = block.digest()
         hashes.append(parent)
     return hashes
+
+
+def hash_chain(tokens: Sequence[int], block_tokens: int, *, fingerprint: str, salt: bytes, parent: bytes = b"") -> list[bytes]:
+    """Return the hashes of the full blocks of `tokens`; see `keyed_hash` and `hash_packed`."""
+    num_blocks = len(tokens) // block_tokens
+    packed = memoryview(wire_tokens.pack(tokens[: num_blocks * block_tokens]))
+    return hash_packed(keyed_hash(block_tokens, fingerprint=fingerprint, salt=salt), packed, block_tokens, parent=parent)
+
+
+def short_hash(block_hash: bytes) -> int:
+    """Return 60 bits of a block's hash, never 0: what gateways are told of it. Two blocks of a million share them once in two
+    million million such sets, which costs speed alone: workers compare whole hashes."""
+    return int.from_bytes(block_hash[:8], "little") >> 4 or 1

@@ -59,6 +59,9 @@ class EngineServiceConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unkno
     ] = 0.9
     num_blocks: Annotated[int, Meta(ge=0, description="KV blocks; 0: what their memory holds")] = 0
     block_tokens: Annotated[int, Meta(ge=1, le=1024, description="tokens a KV block holds")] = 16
+    kv_event_backlog: Annotated[
+        int, Meta(ge=0, description="changes of cached KV blocks that may wait to be told to gateways; 0: they are told none")
+    ] = 65536
     threads: Annotated[int, Meta(ge=0, description="CPU threads of the engine; 0: all cores")] = 0
     step_timeout_s: Annotated[
         float, Meta(gt=0, description="least time before a step counts as hung; it is 20 times the slowest of late, or more")

@@ -1,4 +1,4 @@
-"""Messages between workers and kvstores: which blocks are there, where to read them, where to write more."""
+"""Messages between workers and kvstores: which blocks are there, where to read them, where to write more; and blocks in use."""
 
 from __future__ import annotations
 
@@ -75,6 +75,17 @@ class BlockCommit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     checksums: list[int]
 
 
+class KvUsage(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks: free + owned + leased + cached == total. `groups`: of each cache group, where there are several."""
+
+    total: int = 0
+    free: int = 0
+    owned: int = 0
+    leased: int = 0
+    cached: int = 0
+    groups: list[KvUsage] = []
+
+
 class KvTier(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One of a kvstore's tiers, in a heartbeat: what it holds now, and since its start hits (blocks found there for lookups),
     blocks evicted, and blocks that failed their checksum. `queued_blocks` wait to be written there. `problem`: why it is
@@ -89,14 +100,3 @@ class KvTier(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     queued_blocks: int = 0
     damaged_blocks: int = 0
     problem: str = ""
-
-
-class KvUsage(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks: free + owned + leased + cached == total. `groups`: of each cache group, where there are several."""
-
-    total: int = 0
-    free: int = 0
-    owned: int = 0
-    leased: int = 0
-    cached: int = 0
-    groups: list[KvUsage] = []

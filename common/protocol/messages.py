@@ -14,6 +14,7 @@ Who sends what, in the order of one request:
     worker  → gateway   Unknown               the answer to Renew for requests it does not hold
     decode  → prefill   ReleaseLease, RenewLeases; DescribeMemory, answered by MemoryDescribed, between hosts
     worker  ↔ kvstore   BlockLookup/BlockLease, BlockOffer/BlockGrant, BlockCommit, ReleaseLease, RenewLeases
+    worker  → gateway   KvEvents              to every gateway; KvSnapshotRequest, answered by KvSnapshot
     decode  ↔ draft     DraftUpdate, DraftClose / Proposals, DraftResync
     everyone            Presence, EpochTaken
 """
@@ -30,6 +31,7 @@ from common.protocol.draft_messages import DraftClose, DraftResync, DraftUpdate,
 from common.protocol.errors import ProtocolError
 from common.protocol.explain_messages import ExplainMessage
 from common.protocol.handles import KvHandle, WorkerRef
+from common.protocol.kv_events import KvEventMessage
 from common.protocol.presence import Presence as Presence
 from common.protocol.presence import ServedModel as ServedModel
 from common.protocol.transfer_messages import DescribeMemory, MemoryDescribed
@@ -319,6 +321,7 @@ Message = (
     | DraftResync
     | EpochTaken
     | ExplainMessage
+    | KvEventMessage
     | Presence
 )
 

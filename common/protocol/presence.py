@@ -30,7 +30,8 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     or draining. Speeds are moving averages, 0 when unknown. `loaded`: the share of its weights that a worker has loaded while
     it starts. `steps`: how many its engine has run; `step_age_ms`: age of the step that runs now, 0 for none. `model` is the
     name that clients ask for: a gateway uses the workers that serve its own. `identity` names what a worker's weights are, so
-    that another model under the same name is left alone; empty: unknown. `max_context`: tokens that one sequence may have on
+    that another model under the same name is left alone; empty: unknown. `named`: whether an operator gave it the name; where
+    none did, the name is made of a path, and equal weights count instead. `max_context`: tokens that one sequence may have on
     this worker, which its KV pool may limit; 0: unknown. `draft_tokens`: proposed tokens that a decode worker has verified
     since its start; `accepted_tokens`: those of them that held. `http_host`: where `http_port` is, an address or the machine's
     name; empty: unknown. `models`: what a gateway serves, `model` first. `vocabulary`: the digest of a draft model's
@@ -66,6 +67,7 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     tiers: list[KvTier] = []
     capacity: Capacity = Capacity()
     endpoints: list[KvEndpoint] = []
+    named: bool = True
 
     @property
     def served(self) -> list[ServedModel]:

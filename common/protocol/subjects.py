@@ -21,6 +21,7 @@
     penstock.v1.usage.<tenant>              a gateway → whoever listens: what a request of the tenant's took, as JSON
     penstock.v1.int.inbox.<role>.<worker>   anyone inside → one worker's mailbox
     penstock.v1.int.presence.<role>.<worker>  a worker's heartbeat
+    penstock.v1.int.kv.<role>.<worker>      a prefill or decode worker → every gateway: what its prefix cache holds
     penstock.v1.int.reply.<role>.<connection>.<n>  an answer to one request of one connection
 
 A gateway listens to the subjects of its own models only, one for each name, so gateways of several models share a bus, and
@@ -299,6 +300,24 @@ def is_presence_of(subject: str, role: str, worker: str) -> bool:
 
 def any_presence() -> str:
     return f"{INTERNAL}.presence.>"
+
+
+def kv_events(role: str, worker: str) -> str:
+    """Return where a worker tells what its prefix cache holds."""
+    return f"{INTERNAL}.kv.{token(role, what='role')}.{token(worker, what='worker id')}"
+
+
+def is_kv_events_of(subject: str, role: str, worker: str) -> bool:
+    """Whether what is told on `subject` may be said by this worker."""
+    return subject == f"{INTERNAL}.kv.{role}.{worker}"
+
+
+def kv_events_of(role: str) -> str:
+    return f"{INTERNAL}.kv.{token(role, what='role')}.*"
+
+
+def any_kv_events() -> str:
+    return f"{INTERNAL}.kv.>"
 
 
 def last_token(subject: str) -> str:

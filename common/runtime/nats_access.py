@@ -2,10 +2,11 @@
 
     user      may publish to                                          may subscribe to
     gateway   inboxes of workers, its heartbeat, clients' inboxes,    requests, cancels, questions what became of a request,
-              its streams                                             heartbeats, its inbox, its answers
-    prefill   inboxes of roles it works with, its heartbeat           heartbeats, its inbox, its answers
+              its streams                                             heartbeats, prefix caches, its inbox, its answers
+    prefill   inboxes of roles it works with, its heartbeat,          heartbeats, its inbox, its answers
+              what its prefix cache holds
     decode    the same                                                the same
-    draft     the same                                                the same
+    draft     inboxes of roles it works with, its heartbeat           the same
     kvstore   the same                                                the same
     client    requests, cancels, questions what became of any request its own inboxes, heartbeats
     others    requests, cancels                                       the same
@@ -41,6 +42,9 @@ WRITES_TO: Mapping[str, tuple[Role, ...]] = {
     "kvstore": ("prefill", "decode"),
 }
 """Whose inboxes a role sends messages to, or looks whether they are there."""
+
+TELL_CACHES: tuple[Role, ...] = ("prefill", "decode")
+"""Roles that tell gateways what their prefix caches hold."""
 
 PASSWORD_BYTES = 32
 
@@ -98,9 +102,12 @@ def _of_role(role: str, reply_prefixes: Sequence[str]) -> Permissions:
         f"{inbox_prefix(MONITOR)}.>",
     ]
     subscribe = [subjects.any_inbox_of(role), subjects.any_presence(), f"{inbox_prefix(role)}.>", "$SRV.>"]
+    if role in TELL_CACHES:
+        publish.append(subjects.kv_events_of(role))
     if role == "gateway":
         publish += [*(f"{prefix}>" for prefix in reply_prefixes), subjects.any_usage(), subjects.kept(), *_stream_api()]
         subscribe += [*_public(), subjects.any_cancel(), subjects.explain(), subjects.any_of_tenants()]
+        subscribe.append(subjects.any_kv_events())
     return Permissions(publish, subscribe)
 
 

@@ -29,6 +29,7 @@ from common.engine.speeds import Speeds
 from common.protocol.errors import Cancelled, InvalidLogits, OutOfCredits, PenstockError, ShuttingDown
 from common.protocol.explain_messages import Explain
 from common.protocol.handles import WorkerRef
+from common.protocol.kv_events import KvSnapshotRequest
 from common.protocol.messages import (
     Accepted,
     Cancel,
@@ -52,6 +53,7 @@ from common.transfer.fence import memory_fence
 from common.transfer.shm import host_id
 from common.worker import stepping
 from common.worker.constraints import Constraints
+from common.worker.kv_events import KvEventPublisher
 from common.worker.metrics import EngineMetrics
 from common.worker.outflow import FRAME_ENTRIES, Outflow
 from common.worker.prefixes import Prefixes
@@ -108,6 +110,7 @@ class EngineWorker(Actor):
         runner, keeps = self.engine.runner, not self.config.zero_retention
         self.pool = self.engine.pool(memory_fence(), zero_retention=self.config.zero_retention)
         self.cache = SequenceCache(self.pool, fingerprint=runner.fingerprint)
+        self.kv_events = KvEventPublisher(self, self.pool, runner.fingerprint, backlog=self.config.kv_event_backlog)
         blocks = [group.segment.blocks for group in self.engine.groups]
         self.store = StoreClient(self, blocks, runner.fingerprint, self.config.shm_dir, enabled=keeps)
         self.traces = WorkerTraces(self.tracing, lambda: self.ref, self.clock)
@@ -152,6 +155,7 @@ class EngineWorker(Actor):
         """Commit a step to the scheduler. What is returned tells everyone concerned; it is called once the next step runs."""
 
     async def work(self) -> None:
+        self.task_group.start_soon(self.kv_events.run)
         await self.loop.run()
 
     def step_ended(self, plan: StepPlan, elapsed_s: float) -> None:
@@ -203,6 +207,8 @@ class EngineWorker(Actor):
                 self.remote.describe(reply)
             case Explain():
                 self.answer(reply, self.traces.explain(message.request, self.held.get(message.request)))
+            case KvSnapshotRequest():
+                self.kv_events.on_request(message, reply)
             case _:
                 log.warning("unexpected_message", message=type(message).__name__)
 
@@ -335,6 +341,8 @@ class EngineWorker(Actor):
         for sequence in [s for s in self.held.values() if s.ends_at < now]:
             self.drop(sequence.request)
         self.outflow.tick(now)
+        if self.loaded:
+            self.kv_events.tick(now)
         if self.refusing and not self.num_obligations:
             self._idle.set()
 
@@ -376,6 +384,7 @@ class EngineWorker(Actor):
             tokens_per_s=round(self.speeds.tokens_per_s, 1),
             http_port=self.http_port,
             identity=self.engine.identity,
+            named=bool(self.config.served_model_name),
             max_context=min(self.engine.runner.max_context, self.cache.longest_sequence),
             steps=self.watch.num_steps,
             step_age_ms=round(self.watch.age_s(self.clock()) * 1000, 1),

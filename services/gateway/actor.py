@@ -57,6 +57,7 @@ from services.gateway.explainer import Explainer
 from services.gateway.http import create_app
 from services.gateway.inflow import Inflow
 from services.gateway.intake import Intake
+from services.gateway.kv_feed import KvFeed
 from services.gateway.lag import Lag
 from services.gateway.model_core import ModelCore, Served, catalog_of, names_of_workers, room_behind
 from services.gateway.nats_front import NatsFront
@@ -167,9 +168,8 @@ class GatewayActor(Actor):
     # -- life
 
     async def work(self) -> None:
-        self.task_group.start_soon(self._inflow.run)
-        self.task_group.start_soon(self._free_for_ever)
-        self.task_group.start_soon(self._renew_for_ever)
+        for task in (self._inflow.run, self._free_for_ever, self._renew_for_ever, KvFeed(self).run):
+            self.task_group.start_soon(task)
         for core in self.cores:
             self.task_group.start_soon(core.canary.run)
         if self.catalog is not None:
@@ -336,7 +336,7 @@ class GatewayActor(Actor):
             core = self._core_of_name.get(worker.model)
             (others if core is None else own[core.name]).append(worker)
         for core in self.cores:
-            core.look_around([*own[core.name], *others], now)
+            others = core.look_around(own[core.name], others, now)
 
     def _carry_out_all(self) -> None:
         for core in self.cores:

@@ -98,6 +98,9 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
         ),
     ] = 0.0
     affinity_blocks: Annotated[int, Meta(description="prompt blocks remembered for prefix affinity", ge=0)] = 65536
+    kv_index_blocks: Annotated[
+        int, Meta(description="cached KV blocks of workers that are known, for each model; 0: only what was sent to them", ge=0)
+    ] = 2_000_000
 
     task_timeout_s: Annotated[float, Meta(description="how long a worker may take to accept or reject a task", gt=0)] = 4.0
     stall_s: Annotated[float, Meta(description="silence of a living worker after which frames are fetched again", gt=0)] = 1.0

@@ -1,6 +1,7 @@
 """Which prefill and decode workers this gateway may use: those that serve its model, by name and by weights. Pure.
 
-A worker that was given no name announces its model's own: it joins a gateway that serves this model under an alias, too.
+A worker that was given no name announces one made of what was typed as its model: it joins a gateway that serves these weights,
+whatever the gateway calls them. One that was given a name joins those who serve that name.
 
 Two files may bear the same name, and a request that moved from one to the other would go on as another model. So workers
 must agree on what their weights are (`Presence.identity`) as well: with the files that the gateway has itself, or, where it has
@@ -43,7 +44,7 @@ class Membership:
     def members(self, presences: Iterable[Presence]) -> list[Presence]:
         """Those of `presences` that may be used."""
         presences = list(presences)
-        candidates = [presence for presence in presences if presence.model in self.names and self._suits(presence.identity)]
+        candidates = [presence for presence in presences if self._is_meant(presence) and self._suits(presence.identity)]
         named = {presence.identity: None for presence in candidates if presence.identity}
         if self.adopted not in named:
             ready = (presence.identity for presence in candidates if presence.state == "ready" and presence.identity)
@@ -58,6 +59,13 @@ class Membership:
         strangers, self._strangers = self._strangers, []
         return strangers
 
+    def _is_meant(self, presence: Presence) -> bool:
+        """Whether it announces this model: by name, or by weights where nobody chose its name."""
+        if presence.model in self.names:
+            return True
+        weights = self.identity or self.adopted.removeprefix("dummy/")
+        return not presence.named and presence.identity.removeprefix("dummy/") == weights != ""
+
     def _suits(self, identity: str) -> bool:
         return not self.identity or identity.removeprefix("dummy/") in ("", self.identity)
 
@@ -70,7 +78,7 @@ class Membership:
             if presence.model in self.names and identity != in_use:
                 reason = f"it serves other weights as {self.name}"
                 advice = "give it the same files, or another --served-model-name"
-            elif presence.model not in self.names and identity == in_use:
+            elif presence.model not in self.names and identity == in_use and presence.named:
                 reason = f"it serves these weights as {presence.model}"
                 advice = f"to join here it needs --served-model-name {self.name}"
             else:

@@ -90,7 +90,7 @@ class ModelCore:
         self.router = Router(
             direct_max_tokens=config.direct_max_tokens,
             affinity_blocks=0 if config.zero_retention else config.affinity_blocks,
-            models=self.membership.names,
+            index_blocks=0 if config.zero_retention else config.kv_index_blocks,
             ttft_s=config.slo_ttft_ms / 1000,
         )
         self.health = Health(trusting=not config.canary)
@@ -158,12 +158,16 @@ class ModelCore:
 
     # -- for the actor
 
-    def look_around(self, workers: Iterable[Presence], now: float) -> None:
-        """`workers`: all that are alive, but those that announce another model of this gateway."""
+    def look_around(self, own: Iterable[Presence], others: Sequence[Presence], now: float) -> list[Presence]:
+        """`own`: workers alive that announce this model; `others`: those that announce none of this gateway's. Return the
+        others that this model does not use either: none is used by two."""
         silent = self._host.registry.suspects(now, SUSPECT_AFTER_HEARTBEATS * self.config.heartbeat_s)
-        self.dispatcher.refresh(self.membership.members(workers), now, silent={worker.worker.id for worker in silent})
+        members = self.membership.members([*own, *others])
+        self.dispatcher.refresh(members, now, silent={worker.worker.id for worker in silent})
         for stranger in self.membership.take_strangers():
             log.warning("worker_left_alone", worker=stranger.worker.id, reason=stranger.reason, advice=stranger.advice)
+        used = {member.worker for member in members}
+        return [other for other in others if other.worker not in used]
 
     def _start(self, request: GenerationRequest, path: Path, only: WorkerRef | None) -> Stream:
         return self._host.begin(self, request, path, only)

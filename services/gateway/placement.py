@@ -27,6 +27,7 @@ from services.gateway.handoff import redirect, stranded
 from services.gateway.headroom import Headroom
 from services.gateway.health import Health
 from services.gateway.prefix_memory import FINE_TOKENS, prefix_keys
+from services.gateway.prompt_chain import Prompt
 from services.gateway.requests import Request
 from services.gateway.router import Choice, Job, ReadChoice, Router
 from services.gateway.routes import Reason
@@ -49,10 +50,11 @@ class Seat(msgspec.Struct):
     """`order`: the request's age. `waits_since`: when it began to wait for a worker that takes it, 0 while one has it. Where it
     counts as load; which worker computes its prompt, `uncached_tokens` of it; which one is reserved for it. `charged`: tokens
     that its tenant was charged for it, 0 before it was placed; `charged_prompt` of them are the prompt's, which its next
-    workers, if it loses some, compute at nobody's cost."""
+    workers, if it loses some, compute at nobody's cost. keys, prompt: see `Job`."""
 
     order: int
     keys: list[int]
+    prompt: Prompt | None = None
     waits_since: float = 0.0
     prefill: WorkerRef | None = None
     decode: WorkerRef | None = None
@@ -115,6 +117,7 @@ class Placement:
         They may be dead: they get requests only when no other has room.
         """
         self.router.refresh(presences)
+        self.router.prefixes.tick(now)
         members = [*self.router.decode.members.values(), *self.router.prefill.members.values()]
         self._doubtful = self.health.doubtful([worker.ref for worker in members], now).union(silent)
 
@@ -126,7 +129,9 @@ class Placement:
         if request.only is None and not request.background:
             self._headroom.came(request.tenant, request.weight, now)
         prompt = request.packed_prompt + token_bytes.pack(request.given)
-        self.seats[request.id] = Seat(self._orders, prefix_keys(prompt, request.salt))
+        self.seats[request.id] = Seat(
+            self._orders, prefix_keys(prompt, request.salt), self.router.prefixes.prompt(prompt, request.salt)
+        )
         self.rejoin(request, now, not_before=now)
 
     def rejoin(self, request: Request, now: float, *, not_before: float) -> None:
@@ -226,7 +231,7 @@ class Placement:
             choice = self._choose(line, job)
             if choice is None:
                 unplaced.append(turn)
-                num_long += self.router.is_too_long(job)
+                num_long += self.router.is_too_long(job.num_tokens)
                 if line != "canary" and not 0 < num_long <= OVERTAKEN:  # each of those waits for another worker
                     closed.add(line)
                 continue
@@ -234,6 +239,8 @@ class Placement:
             self.routes[choice.reason] += 1
             seat = self.seats[request.id]
             seat.uncached_tokens = choice.uncached_tokens
+            if seat.prompt is not None:
+                seat.prompt.forget()
             if not seat.charged and request.only is None:
                 answer = self._answers.expected(request.tenant, request.sampling.max_tokens)
                 seat.charged_prompt = choice.uncached_tokens
@@ -297,8 +304,10 @@ class Placement:
         )
 
     def _job(self, request: Request, now: float) -> Job:
+        seat = self.seats[request.id]
         return Job(
-            keys=self.seats[request.id].keys,
+            keys=seat.keys,
+            prompt=seat.prompt,
             num_tokens=request.num_tokens,
             max_tokens=request.sampling.max_tokens - len(request.tokens),
             path=request.path,

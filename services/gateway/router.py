@@ -15,14 +15,13 @@ delays, so that a popular prefix spreads as soon as that is worth it. Of a large
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from common.protocol.handles import WorkerRef
-from common.protocol.messages import Presence
 from services.gateway.actions import Path
-from services.gateway.expected import DEFAULT_TOKENS_PER_S, all_are_slow, prompt_s, usual_tokens_per_s, why_direct
-from services.gateway.pools import NOTHING_IS_TOO_LONG, Pair, Pool, Worker, pairs_of, pull_s
-from services.gateway.prefix_memory import PrefixMemory
+from services.gateway.expected import prompt_s, why_direct
+from services.gateway.pools import Pair, Pool, Worker, pull_s
+from services.gateway.roster import Roster
 from services.gateway.routes import Choice as Choice  # placement takes all three from here
 from services.gateway.routes import Job as Job
 from services.gateway.routes import ReadChoice as ReadChoice
@@ -36,145 +35,31 @@ HANDOFF_S = 0.005
 MAX_DIRECT_FACTOR = 4
 """Up to this many times `direct_max_tokens` the direct path is taken where measured speeds say that it is faster."""
 COPY_TOKENS_PER_S = 200_000.0
-DEFAULT_STEP_S = 0.01
 STEP_SHARE = 0.1
 """By how much of a step one more sequence slows the others down: decoding is bound by memory, not by the batch."""
 MAX_EXPECTED_TOKENS = 256
 
 
-class Router:
-    """`models`: names that workers may announce; others' workers are left alone. Empty: any. `ttft_s`: the objective for first
-    tokens; 0: none."""
+class Router(Roster):
+    """See `Roster` for the other arguments. `ttft_s`: the objective for first tokens; 0: none."""
 
     def __init__(
-        self, *, direct_max_tokens: int, affinity_blocks: int = 65536, models: Iterable[str] = (), ttft_s: float = 0.0
+        self,
+        *,
+        direct_max_tokens: int,
+        affinity_blocks: int = 65536,
+        index_blocks: int = 0,
+        models: Iterable[str] = (),
+        ttft_s: float = 0.0,
     ) -> None:
+        super().__init__(affinity_blocks=affinity_blocks, index_blocks=index_blocks, models=models)
         self.direct_max_tokens = direct_max_tokens
         self.ttft_s = ttft_s
-        self.models = frozenset(models)
-        self.memory = PrefixMemory(affinity_blocks)
-        self.prefill = Pool()
-        self.decode = Pool()
-        self._pairs: dict[Pair, tuple[Pool, Pool]] = {}
-        self._workers: dict[WorkerRef, Worker] = {}
-        self._by_serial: dict[int, Worker] = {}
-        self._serials = itertools.count()
         self._turn = 0
-        self._step_s = DEFAULT_STEP_S
-        self._tokens_per_s = DEFAULT_TOKENS_PER_S
-        self._decode_is_slow = False
-
-    # -- who is there
-
-    def refresh(self, presences: Iterable[Presence]) -> None:
-        """What everyone alive says now; who is not among them is gone."""
-        alive = {
-            presence.worker: presence
-            for presence in presences
-            if presence.worker.role in ("prefill", "decode") and (not self.models or presence.model in self.models)
-        }
-        for ref in self._workers.keys() - alive.keys():
-            self.remove(ref)
-        for ref, presence in alive.items():
-            worker = self._workers.get(ref)
-            if worker is not None and worker.presence is presence:
-                continue
-            if worker is None:
-                self._add(Worker(presence, next(self._serials)))
-            elif worker.pairs != pairs_of(presence) or worker.presence.state != presence.state:
-                self._take_out(worker)
-                worker.observe(presence)
-                self._add(worker)
-            else:
-                worker.observe(presence)
-                self._update(worker)
-        for pool in (self.prefill, self.decode):
-            pool.count_places()
-        steps = [w.presence.step_ms for w in self.decode.members.values() if w.presence.step_ms > 0]
-        self._step_s = sum(steps) / len(steps) / 1000 if steps else DEFAULT_STEP_S
-        self._tokens_per_s = usual_tokens_per_s(self._workers.values())
-        self._decode_is_slow = all_are_slow(self.decode.members.values())
-
-    def remove(self, ref: WorkerRef) -> None:
-        """Harmless for one that is not there."""
-        worker = self._workers.pop(ref, None)
-        if worker is not None:
-            self._take_out(worker)
-
-    def knows(self, ref: WorkerRef) -> bool:
-        return ref in self._workers
-
-    def is_stuck(self, ref: WorkerRef) -> bool:
-        """Whether its engine makes no progress, by its own word."""
-        worker = self._workers.get(ref)
-        return worker is not None and worker.is_stuck
-
-    def reserve(self, ref: WorkerRef, *, reserved: bool = True) -> None:
-        """Send nothing more there until it is reserved no longer."""
-        worker = self._workers.get(ref)
-        if worker is not None and worker.reserved != reserved:
-            worker.reserved = reserved
-            self._update(worker)
-
-    def step_s(self, ref: WorkerRef) -> float:
-        """How long a step of this worker takes; 0 when unknown."""
-        worker = self._workers.get(ref)
-        return worker.presence.step_ms / 1000 if worker is not None else 0.0
-
-    @property
-    def hopeful(self) -> bool:
-        """Is there a decode worker, or one about to be?"""
-        return any(worker.presence.state != "draining" for worker in self.decode.members.values())
-
-    @property
-    def hopeful_to_read(self) -> bool:
-        """Is there a worker that could read, or one about to be?"""
-        return self.hopeful or any(worker.presence.state != "draining" for worker in self.prefill.members.values())
 
     @property
     def has_room(self) -> bool:
         return self.decode.has_room or self._decode_is_full
-
-    @property
-    def has_room_to_read(self) -> bool:
-        return self._readers.has_room
-
-    @property
-    def _readers(self) -> Pool:
-        return self.prefill if self.prefill.usable else self.decode
-
-    @property
-    def can_prefill(self) -> bool:
-        """Can a usable decode worker read what a usable prefill worker computes?"""
-        return self.prefill.usable > 0 and any(prefill.usable and decode.usable for prefill, decode in self._pairs.values())
-
-    # -- what we sent
-
-    def count(self, ref: WorkerRef, requests: int, tokens: int = 0) -> None:
-        """So many requests of ours are there, and so many tokens of prompts to compute, more than before, or fewer."""
-        worker = self._workers.get(ref)
-        if worker is not None:
-            worker.ours += requests
-            worker.tokens += tokens
-            if requests < 0:
-                worker.too_long = NOTHING_IS_TOO_LONG
-            self._update(worker)
-
-    def refused(self, ref: WorkerRef, *, num_tokens: int = 0) -> None:
-        """See `Worker.refuse`."""
-        worker = self._workers.get(ref)
-        if worker is not None:
-            worker.refuse(num_tokens)
-            self._update(worker)
-
-    def is_too_long(self, job: Job) -> bool:
-        """Whether a worker has room, but not for so long a sequence."""
-        return any(worker.spare > 0 and not worker.takes(job.num_tokens) for worker in self._workers.values())
-
-    def remember(self, keys: Sequence[int], ref: WorkerRef) -> None:
-        worker = self._workers.get(ref)
-        if worker is not None:
-            self.memory.remember(keys, worker.serial)
 
     # -- choosing
 
@@ -182,7 +67,7 @@ class Router:
         """The way that the request's prompt should take: which workers it waits for when they are full."""
         if job.path != "auto":
             return job.path
-        cached = max(self.memory.match(job.keys).values(), default=0)
+        cached = max(self.prefixes.match(job.keys, job.prompt).values(), default=0)
         uncached = job.num_tokens - min(cached, job.num_tokens - 1)
         return "direct" if uncached <= MAX_DIRECT_FACTOR * self.direct_max_tokens or not self.can_prefill else "prefill"
 
@@ -288,7 +173,7 @@ class Router:
 
     def _cached(self, job: Job) -> dict[int, int]:
         """Tokens of the prompt that each worker is believed to hold, by its serial."""
-        return {worker: min(tokens, job.num_tokens - 1) for worker, tokens in self.memory.match(job.keys).items()}
+        return {worker: min(tokens, job.num_tokens - 1) for worker, tokens in self.prefixes.match(job.keys, job.prompt).items()}
 
     def _is_busy(self, choice: Choice) -> bool:
         """Whether the prefill worker has prompts to compute. One that has none gets the prompt however slow it seems: it may
@@ -385,36 +270,6 @@ class Router:
         step_s = worker.presence.step_ms / 1000 or self._step_s
         slowness = min(max(step_s / self._step_s, 0.5), 2.0)
         return worker.load * slowness * self._step_s * STEP_SHARE * min(job.max_tokens, MAX_EXPECTED_TOKENS)
-
-    def _pairs_of(self, prefill: WorkerRef) -> list[Pair]:
-        """The pairs that a worker belongs to, its own host's first; none for one that is gone."""
-        worker = self._workers.get(prefill)
-        return [] if worker is None else [pair for pair in worker.pairs if pair in self._pairs]
-
-    def _pools(self, worker: Worker) -> list[Pool]:
-        pairs = [self._pairs.setdefault(pair, (Pool(), Pool())) for pair in worker.pairs]
-        if worker.ref.role == "prefill":
-            return [self.prefill, *(prefills for prefills, _ in pairs)]
-        return [self.decode, *(decodes for _, decodes in pairs)]
-
-    def _add(self, worker: Worker) -> None:
-        self._workers[worker.ref] = worker
-        self._by_serial[worker.serial] = worker
-        for pool in self._pools(worker):
-            pool.add(worker)
-
-    def _take_out(self, worker: Worker) -> None:
-        del self._by_serial[worker.serial]
-        for pool in self._pools(worker):
-            pool.remove(worker)
-        for pair in worker.pairs:
-            prefills, decodes = self._pairs[pair]
-            if not prefills and not decodes:
-                del self._pairs[pair]
-
-    def _update(self, worker: Worker) -> None:
-        for pool in self._pools(worker):
-            pool.update(worker)
 
 
 def _cost(found: tuple[float, Worker]) -> float:

@@ -10,6 +10,7 @@ import msgspec
 from common.protocol.handles import WorkerRef
 from services.gateway.actions import Path
 from services.gateway.pools import Worker
+from services.gateway.prompt_chain import Prompt
 
 Part = Literal["prefill", "decode", "direct"]
 """What a worker was compared for: the prompt, the answer, or both."""
@@ -63,8 +64,9 @@ class Costed(msgspec.Struct, frozen=True, gc=False):
 class Job(msgspec.Struct, frozen=True):
     """What the router needs to know of a request.
 
-    keys: of its prompt, see `prefix_keys`. avoid: ids of workers to take only when there is no other. only: the worker whose
-    path this is, prefill or decode. patient: it waits for a prefill worker rather than have a decode worker compute its prompt.
+    keys: of its prompt, see `prefix_keys`. prompt: what is looked up where workers tell what they hold. avoid: ids of workers
+    to take only when there is no other. only: the worker whose path this is, prefill or decode. patient: it
+    waits for a prefill worker rather than have a decode worker compute its prompt.
     """
 
     keys: Sequence[int]
@@ -74,6 +76,7 @@ class Job(msgspec.Struct, frozen=True):
     avoid: frozenset[str] = frozenset()
     patient: bool = True
     only: WorkerRef | None = None
+    prompt: Prompt | None = None
 
 
 class Choice(msgspec.Struct, frozen=True):

@@ -73,11 +73,14 @@ def test_the_kvstore_finds_nothing_across_salts(tmp_path: Path) -> None:
 def test_the_gateways_memory_finds_nothing_across_salts(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         await ask(world, ACME)
-        memory = world.gateway.cores[0].router.memory
+        await anyio.sleep(2)  # until the worker has told what it holds
+        prefixes = world.gateway.cores[0].router.prefixes
+        assert prefixes.index.num_blocks
         packed = b"".join(token.to_bytes(4, "little") for token in prompt(LENGTH))
-        assert memory.match(prefix_keys(packed, ACME))
+        assert prefixes.match(prefix_keys(packed, ACME), prefixes.prompt(packed, ACME))
+        assert prefixes.match([], prefixes.prompt(packed, ACME))
         for salt in OTHERS:
-            assert not memory.match(prefix_keys(packed, salt))
+            assert not prefixes.match(prefix_keys(packed, salt), prefixes.prompt(packed, salt))
 
     play(tmp_path, story, roles=("decode", "gateway"))
 

@@ -144,6 +144,7 @@ INTERNAL = [
     *(subjects.inbox(role, "w-1") for role in ROLES),
     *(subjects.presence(role, "w-1") for role in ROLES),
     *(f"{subjects.replies_of(role)}.connection.7" for role in ROLES),
+    *(subjects.kv_events(role, "w-1") for role in ROLES),
 ]
 INBOXES = [f"_INBOX.{user}.abc" for user in CLIENTS] + ["_INBOX.abc"]
 OTHERS = [
@@ -182,6 +183,8 @@ async def test_clients_hear_heartbeats_and_their_own_inboxes_alone(site: Site, u
 async def test_a_worker_is_no_gateway_and_no_other_worker(site: Site, role: str) -> None:
     said = await site.publishable(role, EVERY_SUBJECT)
     assert {subject for subject in said if ".presence." in subject} == {subjects.presence(role, "w-1")}
+    caches = {subjects.kv_events(role, "w-1")} if role in ("prefill", "decode") else set()
+    assert {subject for subject in said if ".kv." in subject} == caches
     assert not said & {
         *REQUESTS,
         *ASKS,
@@ -194,7 +197,7 @@ async def test_a_worker_is_no_gateway_and_no_other_worker(site: Site, role: str)
         "_INBOX.abc",
     }
     heard = await site.audible(role, [">", *EVERY_SUBJECT], EVERY_SUBJECT)
-    assert not heard & {*REQUESTS, *ASKS, *INBOXES, *OTHERS}
+    assert not heard & {*REQUESTS, *ASKS, *INBOXES, *OTHERS, *(subjects.kv_events(other, "w-1") for other in ROLES)}
     assert {subject for subject in heard if ".inbox." in subject} == {subjects.inbox(role, "w-1")}
     assert {subject for subject in heard if ".reply." in subject} == {f"{subjects.replies_of(role)}.connection.7"}
 
@@ -203,7 +206,10 @@ async def test_a_gateway_answers_clients_and_asks_workers_and_touches_nothing_el
     said = await site.publishable("gateway", EVERY_SUBJECT)
     assert said >= {*INBOXES, *KEPT, *STREAM_API, *(subjects.inbox(role, "w-1") for role in WORKERS)}
     assert not said & {*REQUESTS, *ASKS, *SRV, *OTHERS, *(subjects.presence(role, "w-1") for role in WORKERS)}
-    assert not await site.audible("gateway", [">", *EVERY_SUBJECT], EVERY_SUBJECT) & {*INBOXES, *OTHERS}
+    caches = {subjects.kv_events(role, "w-1") for role in ROLES}
+    assert not said & caches
+    heard = await site.audible("gateway", [">", *EVERY_SUBJECT], EVERY_SUBJECT)
+    assert not heard & {*INBOXES, *OTHERS} and heard >= caches
 
 
 @pytest.mark.parametrize("user", CLIENTS)

@@ -61,3 +61,25 @@ def test_an_operator_is_told_once_whom_a_gateway_leaves_alone_and_why() -> None:
     assert "--served-model-name m" in told["decode-3"]
     gateway.members(workers)
     assert gateway.take_strangers() == []
+
+
+def test_a_worker_to_which_nobody_gave_a_name_is_known_by_its_weights() -> None:
+    gateway = Membership(["alias", "m"], "a")
+    workers = [worker(1, "copy-of-m", "a", named=False), worker(2, "other", "b", named=False), worker(3, "x", named=False)]
+    assert ids(gateway.members(workers)) == ["decode-1"]
+    assert gateway.take_strangers() == []
+
+
+def test_without_files_weights_that_are_in_use_are_known_under_any_name_that_was_made_of_a_path() -> None:
+    gateway, workers = Membership(["m"]), [worker(1, "copy", "a", named=False), worker(2, "m", "a")]
+    assert ids(gateway.members(workers[:1])) == []
+    assert ids(gateway.members(workers)) == ["decode-2"]
+    assert ids(gateway.members(workers)) == ["decode-1", "decode-2"]
+    assert ids(gateway.members([*workers, worker(3, "copy", "a")])) == ["decode-1", "decode-2"], "it was given that name"
+
+
+def test_random_weights_join_under_any_name_but_never_beside_the_real_ones() -> None:
+    gateway = Membership(["m"], "a")
+    assert ids(gateway.members([worker(1, "copy", "dummy/a", named=False)])) == ["decode-1"]
+    both = [worker(1, "copy", "dummy/a", named=False), worker(2, "copy", "a", named=False)]
+    assert ids(gateway.members(both)) == ["decode-1"]

@@ -200,9 +200,9 @@ def test_a_worker_without_blocks_for_a_long_sequence_takes_shorter_ones() -> Non
     made = router(worker("decode", 1), worker("prefill", 1))
     ref = WorkerRef("prefill", "prefill-1", 1)
     made.refused(ref, num_tokens=2000)
-    assert made.choose(LONG) is None and made.is_too_long(LONG)
+    assert made.choose(LONG) is None and made.is_too_long(2000)
     assert place(made, job(prompt(1900))).prefill == ref
-    assert not made.is_too_long(job(prompt(1900)))
+    assert not made.is_too_long(1900)
     made.refused(ref, num_tokens=1900)
     assert made.choose(job(prompt(1900))) is None
     made.count(ref, -1)  # something of ours has ended there

@@ -1,0 +1,181 @@
+"""The workers that a router chooses from, in pools: who is there, what each said, and what was sent to each. Pure.
+
+A prefill and a decode worker are a pair if one can read the other's KV: on one host, or between hosts that share a way.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+from common.protocol.handles import WorkerRef
+from common.protocol.messages import Presence
+from services.gateway.expected import DEFAULT_TOKENS_PER_S, all_are_slow, usual_tokens_per_s
+from services.gateway.known_prefixes import KnownPrefixes
+from services.gateway.pools import NOTHING_IS_TOO_LONG, Pair, Pool, Worker, pairs_of
+
+DEFAULT_STEP_S = 0.01
+
+
+class Roster:
+    """`models`: names that workers may announce; others' workers are left alone. Empty: any. `affinity_blocks`,
+    `index_blocks`: see `KnownPrefixes`."""
+
+    def __init__(self, *, affinity_blocks: int, index_blocks: int, models: Iterable[str]) -> None:
+        self.models = frozenset(models)
+        self.prefixes = KnownPrefixes(affinity_blocks, index_blocks)
+        self.prefill = Pool()
+        self.decode = Pool()
+        self._pairs: dict[Pair, tuple[Pool, Pool]] = {}
+        self._workers: dict[WorkerRef, Worker] = {}
+        self._by_serial: dict[int, Worker] = {}
+        self._serials = itertools.count()
+        self._step_s = DEFAULT_STEP_S
+        """Of decode workers, on average."""
+        self._tokens_per_s = DEFAULT_TOKENS_PER_S
+        """Of prompts, on average."""
+        self._decode_is_slow = False
+        """Whether every decode worker says that its rows miss its objective."""
+
+    # -- who is there
+
+    def refresh(self, presences: Iterable[Presence]) -> None:
+        """What everyone alive says now; who is not among them is gone."""
+        alive = {
+            presence.worker: presence
+            for presence in presences
+            if presence.worker.role in ("prefill", "decode") and (not self.models or presence.model in self.models)
+        }
+        for ref in self._workers.keys() - alive.keys():
+            self.remove(ref)
+        for ref, presence in alive.items():
+            worker = self._workers.get(ref)
+            if worker is not None and worker.presence is presence:
+                continue
+            if worker is None:
+                worker = Worker(presence, next(self._serials))
+                self.prefixes.joined(ref, worker.serial)
+                self._add(worker)
+            elif worker.pairs != pairs_of(presence) or worker.presence.state != presence.state:
+                self._take_out(worker)
+                worker.observe(presence)
+                self._add(worker)
+            else:
+                worker.observe(presence)
+                self._update(worker)
+        for pool in (self.prefill, self.decode):
+            pool.count_places()
+        steps = [w.presence.step_ms for w in self.decode.members.values() if w.presence.step_ms > 0]
+        self._step_s = sum(steps) / len(steps) / 1000 if steps else DEFAULT_STEP_S
+        self._tokens_per_s = usual_tokens_per_s(self._workers.values())
+        self._decode_is_slow = all_are_slow(self.decode.members.values())
+
+    def remove(self, ref: WorkerRef) -> None:
+        """Harmless for one that is not there."""
+        worker = self._workers.pop(ref, None)
+        if worker is not None:
+            self.prefixes.left(ref)
+            self._take_out(worker)
+
+    def knows(self, ref: WorkerRef) -> bool:
+        return ref in self._workers
+
+    def is_stuck(self, ref: WorkerRef) -> bool:
+        """Whether its engine makes no progress, by its own word."""
+        worker = self._workers.get(ref)
+        return worker is not None and worker.is_stuck
+
+    def reserve(self, ref: WorkerRef, *, reserved: bool = True) -> None:
+        """Send nothing more there until it is reserved no longer."""
+        worker = self._workers.get(ref)
+        if worker is not None and worker.reserved != reserved:
+            worker.reserved = reserved
+            self._update(worker)
+
+    def step_s(self, ref: WorkerRef) -> float:
+        """How long a step of this worker takes; 0 when unknown."""
+        worker = self._workers.get(ref)
+        return worker.presence.step_ms / 1000 if worker is not None else 0.0
+
+    @property
+    def hopeful(self) -> bool:
+        """Is there a decode worker, or one about to be?"""
+        return any(worker.presence.state != "draining" for worker in self.decode.members.values())
+
+    @property
+    def hopeful_to_read(self) -> bool:
+        """Is there a worker that could read, or one about to be?"""
+        return self.hopeful or any(worker.presence.state != "draining" for worker in self.prefill.members.values())
+
+    @property
+    def has_room_to_read(self) -> bool:
+        return self._readers.has_room
+
+    @property
+    def _readers(self) -> Pool:
+        return self.prefill if self.prefill.usable else self.decode
+
+    @property
+    def can_prefill(self) -> bool:
+        """Can a usable decode worker read what a usable prefill worker computes?"""
+        return self.prefill.usable > 0 and any(prefill.usable and decode.usable for prefill, decode in self._pairs.values())
+
+    # -- what we sent
+
+    def count(self, ref: WorkerRef, requests: int, tokens: int = 0) -> None:
+        """So many requests of ours are there, and so many tokens of prompts to compute, more than before, or fewer."""
+        worker = self._workers.get(ref)
+        if worker is not None:
+            worker.ours += requests
+            worker.tokens += tokens
+            if requests < 0:
+                worker.too_long = NOTHING_IS_TOO_LONG
+            self._update(worker)
+
+    def refused(self, ref: WorkerRef, *, num_tokens: int = 0) -> None:
+        """See `Worker.refuse`."""
+        worker = self._workers.get(ref)
+        if worker is not None:
+            worker.refuse(num_tokens)
+            self._update(worker)
+
+    def is_too_long(self, num_tokens: int) -> bool:
+        """Whether a worker has room, but not for so long a sequence."""
+        return any(worker.spare > 0 and not worker.takes(num_tokens) for worker in self._workers.values())
+
+    def remember(self, keys: Sequence[int], ref: WorkerRef) -> None:
+        worker = self._workers.get(ref)
+        if worker is not None:
+            self.prefixes.remember(keys, worker.serial)
+
+    # -- inside
+
+    def _pairs_of(self, prefill: WorkerRef) -> list[Pair]:
+        """The pairs that a worker belongs to, its own host's first; none for one that is gone."""
+        worker = self._workers.get(prefill)
+        return [] if worker is None else [pair for pair in worker.pairs if pair in self._pairs]
+
+    def _pools(self, worker: Worker) -> list[Pool]:
+        pairs = [self._pairs.setdefault(pair, (Pool(), Pool())) for pair in worker.pairs]
+        if worker.ref.role == "prefill":
+            return [self.prefill, *(prefills for prefills, _ in pairs)]
+        return [self.decode, *(decodes for _, decodes in pairs)]
+
+    def _add(self, worker: Worker) -> None:
+        self._workers[worker.ref] = worker
+        self._by_serial[worker.serial] = worker
+        for pool in self._pools(worker):
+            pool.add(worker)
+
+    def _take_out(self, worker: Worker) -> None:
+        del self._by_serial[worker.serial]
+        for pool in self._pools(worker):
+            pool.remove(worker)
+        for pair in worker.pairs:
+            prefills, decodes = self._pairs[pair]
+            if not prefills and not decodes:
+                del self._pairs[pair]
+
+    def _update(self, worker: Worker) -> None:
+        for pool in self._pools(worker):
+            pool.update(worker)

@@ -1,0 +1,425 @@
+"""Gateways know what workers' prefix caches hold, whatever becomes of messages, workers, gateways and the bus. Real actors and
+simulated engines on the in-memory bus, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import numpy as np
+import pytest
+
+from common.cache.contents import HASH_TYPE
+from common.protocol import messages, subjects
+from common.protocol.handles import WorkerRef
+from common.protocol.kv_events import KvEvents, KvLayout, KvSnapshot, KvSnapshotRequest
+from common.protocol.messages import Rejected
+from common.runtime.bus import BusMessage
+from common.worker import kv_events as publisher
+from common.worker.actor import EngineWorker
+from services.gateway.actor import GatewayActor
+from services.gateway.kv_index import KvIndex
+from tests.chaos.test_one_world import Story, play, prompt
+from tests.chaos.world import World
+
+POOLS = ("prefill", "prefill", "decode", "gateway")
+SOON_S = 3.0
+LENGTH = 64
+
+
+def tells(story: Story, tmp_path: Path, **more: Any) -> None:
+    play(tmp_path, story, roles=POOLS, **more)
+
+
+def worker(world: World, name: str) -> EngineWorker:
+    actor = world.processes[name].actor
+    assert isinstance(actor, EngineWorker)
+    return actor
+
+
+def workers(world: World) -> list[EngineWorker]:
+    return [worker(world, name) for role in ("prefill", "decode") for name in world.alive(role)]
+
+
+def gateways(world: World) -> list[GatewayActor]:
+    actors = [world.processes[name].actor for name in world.alive("gateway")]
+    return [actor for actor in actors if isinstance(actor, GatewayActor)]
+
+
+def index(world: World) -> KvIndex:
+    return gateways(world)[0].cores[0].router.prefixes.index
+
+
+def known(gateway: GatewayActor) -> dict[WorkerRef, list[set[int]]]:
+    """What a gateway knows of each worker, by cache group."""
+    found = gateway.cores[0].router.prefixes.index
+    return {ref: [set(group) for group in one.blocks.groups] for ref, one in found._workers.items() if one.blocks is not None}
+
+
+def held(world: World) -> dict[WorkerRef, list[set[int]]]:
+    """What workers hold."""
+    return {
+        actor.ref: [
+            set(np.frombuffer(group.pool.contents.all(), HASH_TYPE).tolist())
+            for group in actor.pool.groups
+            if group.pool.contents is not None
+        ]
+        for actor in workers(world)
+    }
+
+
+async def ask(world: World, *starts: int, length: int = LENGTH) -> list[int]:
+    """Ask for some prompts, one after the other; return how many tokens of each were cached."""
+    cached: list[int] = []
+    for start in starts:
+        outcome = world.submit(prompt(length, start), max_tokens=4)
+        await world.all_ended()
+        assert outcome.error is None
+        cached.append(outcome.cached_tokens)
+    return cached
+
+
+async def agree(world: World, within_s: float = SOON_S) -> None:
+    """Every gateway comes to know exactly what workers hold."""
+    with anyio.fail_after(within_s):
+        while any(known(gateway) != held(world) for gateway in gateways(world)):
+            await anyio.sleep(0.05)
+
+
+def is_told(message: BusMessage) -> bool:
+    return ".int.kv." in message.subject
+
+
+def test_a_gateway_knows_what_its_workers_hold_also_when_they_evict(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        for round_of_prompts in range(4):
+            await ask(world, *range(round_of_prompts * 5, round_of_prompts * 5 + 5))
+            await agree(world)
+        assert index(world).num_gaps == 0 and index(world).num_snapshots == 0
+        evicted = sum(actor.kv_events._hashes._value.get() for actor in workers(world)) - index(world).num_blocks
+        assert evicted > 100, "nothing was evicted"
+
+    tells(story, tmp_path, num_blocks=64)
+
+
+def test_messages_are_coalesced(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        heard: list[BusMessage] = []
+        bus = world.broker.connect("listener")
+        await bus.subscribe(subjects.any_kv_events(), heard.append)
+        for start in range(8):
+            world.submit(prompt(LENGTH, start), max_tokens=4)
+        await world.all_ended()
+        await agree(world)
+        told = [messages.decode(message.data) for message in heard]
+        with_changes = [one for one in told if isinstance(one, KvEvents) and one.stored]
+        assert sum(len(part) // 8 for one in with_changes for part in one.stored) >= 8 * LENGTH // 4
+        assert len(with_changes) <= 24
+        await bus.close()
+
+    tells(story, tmp_path)
+
+
+@pytest.mark.parametrize("lose_every", [1, 2, 3])
+def test_lost_messages_are_made_up_for(tmp_path: Path, lose_every: int) -> None:
+    async def story(world: World) -> None:
+        await ask(world, 1)
+        await agree(world)
+        count = iter(range(10**6))
+        undo = world.broker.drop(lambda message: is_told(message) and next(count) % lose_every == 0)
+        await ask(world, 2, 3, 4, 5)
+        undo()
+        await agree(world)
+        assert index(world).num_gaps > 0 and index(world).num_snapshots > 0
+        assert index(world).num_covered == 3
+
+    tells(story, tmp_path)
+
+
+def test_repeated_messages_change_nothing(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        bus = world.broker.connect("echo")
+        seen: set[bytes] = set()
+
+        def echo(message: BusMessage) -> None:
+            if message.data not in seen:
+                seen.add(message.data)
+                world.task_group.start_soon(bus.publish, message.subject, message.data)
+
+        await bus.subscribe(subjects.any_kv_events(), echo)
+        await ask(world, *range(6))
+        await agree(world)
+        assert index(world).num_gaps == 0
+        await bus.close()
+
+    tells(story, tmp_path)
+
+
+def test_requests_go_where_a_prefix_is_also_by_a_gateway_that_was_started_later(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        for _ in range(2):
+            await world.start("prefill")
+        await anyio.sleep(2)
+        await ask(world, *range(12))
+        await agree(world)
+        await world.kill(world.alive("gateway")[0])
+        await world.start("gateway")
+        await anyio.sleep(2)
+        await agree(world)
+        assert index(world).num_covered == 5 and index(world).num_snapshots == 5
+        for decode in world.alive("decode"):  # so that prefill's caches alone count
+            await world.kill(decode)
+            await world.start("decode")
+        await anyio.sleep(2)
+        assert min(await ask(world, *range(12))) >= LENGTH - 4
+
+    tells(story, tmp_path, num_blocks=512)
+
+
+def test_gateways_agree_without_talking(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await ask(world, *range(4))
+        for _ in range(2):
+            await world.start("gateway")
+        await anyio.sleep(2)
+        await ask(world, *range(2, 8))
+        await agree(world)
+        assert len(gateways(world)) == 3
+
+    tells(story, tmp_path)
+
+
+def test_a_worker_that_dies_takes_its_blocks_along_and_one_that_begins_anew_tells_all(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await ask(world, *range(4))
+        await agree(world)
+        victim = world.alive("prefill")[0]
+        await world.kill(victim)
+        await anyio.sleep(SOON_S)
+        await agree(world)
+        assert index(world).num_covered == 2
+        await world.start("prefill", name=victim)
+        await anyio.sleep(SOON_S)
+        await ask(world, 1, 2)
+        await agree(world)
+        assert index(world).num_covered == 3
+
+    tells(story, tmp_path)
+
+
+def test_a_fenced_worker_is_heard_under_its_new_epoch_alone(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await ask(world, *range(4))
+        await agree(world)
+        fenced = workers(world)[0]
+        before = fenced.ref
+        fenced._begin_anew(before.epoch)
+        world.gateway.send(
+            subjects.kv_events(before.role, before.id), KvEvents(worker=before, number=99, layout=fenced.kv_events.layout)
+        )
+        await anyio.sleep(SOON_S)
+        await agree(world)
+        assert fenced.ref in known(world.gateway) and before not in known(world.gateway)
+        await ask(world, 1, 9)
+        await agree(world)
+
+    tells(story, tmp_path)
+
+
+def test_the_bus_may_go_away_and_return(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await ask(world, *range(3))
+        await agree(world)
+        for start in (20, 30):
+            world.submit(prompt(LENGTH, start), max_tokens=4)
+        await anyio.sleep(0.02)
+        world.broker.stop()
+        await anyio.sleep(4)
+        world.broker.start()
+        await world.all_ended()
+        await anyio.sleep(2)
+        await agree(world)
+        await ask(world, 40, 50)
+        await agree(world)
+
+    tells(story, tmp_path)
+
+
+def test_a_worker_of_a_version_that_tells_nothing_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(self: publisher.KvEventPublisher, *args: Any, **settings: Any) -> None:
+        made(self, *args, **(settings | {"backlog": 0}))
+
+    made = publisher.KvEventPublisher.__init__
+    monkeypatch.setattr(publisher.KvEventPublisher, "__init__", silent)
+
+    async def story(world: World) -> None:
+        await ask(world, *range(6))
+        await anyio.sleep(30)
+        assert index(world).num_covered == 0 and index(world).num_events == 0
+        assert min(await ask(world, *range(6))) >= LENGTH - 4
+        answer = await world.gateway.ask(workers(world)[0].ref, KvSnapshotRequest(), 1.0)
+        assert isinstance(answer, Rejected) and answer.code == "not_found"
+
+    tells(story, tmp_path)
+
+
+def test_more_changes_than_may_wait_cost_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = publisher.KvEventPublisher.__init__
+    monkeypatch.setattr(
+        publisher.KvEventPublisher,
+        "__init__",
+        lambda self, *args, **settings: made(self, *args, **(settings | {"backlog": 5})),
+    )
+
+    async def story(world: World) -> None:
+        await ask(world, *range(4))
+        await agree(world)
+        assert index(world).num_snapshots > 0
+        assert sum(actor.kv_events._overflows._value.get() for actor in workers(world)) > 0
+
+    tells(story, tmp_path)
+
+
+def test_nonsense_and_what_is_said_in_anothers_name_are_counted_and_ignored(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await ask(world, *range(3))
+        await agree(world)
+        gateway, victim, bus = world.gateway, workers(world)[0], world.broker.connect("liar")
+        subject = subjects.kv_events("prefill", victim.ref.id)
+        number, layout = victim.kv_events.number + 1, victim.kv_events.layout
+        lie = KvEvents(worker=victim.ref, number=number, layout=layout, removed=[b"x" * 80])
+        before = gateway.metrics.messages_undecodable._value.get()
+        await bus.publish(subjects.kv_events("prefill", "somebody"), messages.encode(lie))
+        await bus.publish(subject, b"nonsense")
+        await bus.publish(subject, messages.encode(Rejected(worker=victim.ref, code="x", message="")))
+        await anyio.sleep(0.2)
+        assert gateway.metrics.messages_undecodable._value.get() - before == 3
+        await agree(world, 0.1)
+        layout = KvLayout("simulated", 0, [])
+        await bus.publish(subject, messages.encode(msgspec.structs.replace(lie, layout=layout)))
+        await anyio.sleep(0.2)
+        assert index(world).num_malformed == 1
+        await ask(world, 7, 8)
+        await agree(world)
+        await bus.close()
+
+    tells(story, tmp_path)
+
+
+def test_a_snapshot_comes_in_parts_below_the_buss_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "HASHES_PER_MESSAGE", 7)
+    sizes: list[int] = []
+
+    async def story(world: World) -> None:
+        await ask(world, *range(6))
+        await agree(world)
+        world.broker.drop(lambda message: sizes.append(len(message.data)) or False)
+        await world.start("gateway")
+        await anyio.sleep(SOON_S)
+        await agree(world)
+        old, new = gateways(world)
+        assert new.cores[0].router.prefixes.index.num_snapshots == 3 and known(old) == known(new)
+
+    tells(story, tmp_path)
+    assert max(sizes) < 1000
+
+
+def test_the_answers_to_requests_for_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "HASHES_PER_MESSAGE", 10)
+
+    async def story(world: World) -> None:
+        await ask(world, *range(6))
+        [decode] = [actor for actor in workers(world) if actor.role == "decode"]
+
+        async def get(**request: int) -> KvSnapshot | Rejected:
+            answer = await world.gateway.ask(decode.ref, KvSnapshotRequest(**request), 1.0)
+            assert isinstance(answer, KvSnapshot | Rejected)
+            return answer
+
+        first = await get()
+        assert isinstance(first, KvSnapshot) and len(first.hashes) == 80 and sum(first.counts) > 20
+        rest = await get(number=first.number, offset=10)
+        assert isinstance(rest, KvSnapshot) and rest.offset == 10 and rest.hashes != first.hashes
+        assert isinstance(await get(number=first.number + 1, offset=10), Rejected)
+        assert isinstance(await get(number=first.number, offset=10**9), KvSnapshot)
+        again = await get()
+        assert isinstance(again, KvSnapshot) and decode.kv_events._snapshots._value.get() == 1, "gateways share a snapshot"
+        await anyio.sleep(publisher.SNAPSHOT_KEPT_S + 1)
+        assert decode.kv_events._snapshot is None
+        assert isinstance(await get(number=first.number, offset=10), Rejected)
+
+    tells(story, tmp_path)
+
+
+def test_a_worker_that_does_not_answer_is_asked_again_and_meanwhile_nothing_else_waits(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await ask(world, *range(4))
+        await agree(world)
+        ref = workers(world)[0].ref
+        inbox = subjects.inbox(ref.role, ref.id)
+        undo = world.broker.drop(lambda message: message.subject == inbox and b"KvSnap" in message.data)
+        await world.kill(world.alive("gateway")[0])
+        await world.start("gateway")
+        await anyio.sleep(10)
+        assert index(world).num_covered == 2
+        await ask(world, 1)
+        undo()
+        await anyio.sleep(20)
+        await agree(world)
+
+    tells(story, tmp_path)
+
+
+def test_an_index_that_is_full_leaves_a_worker_to_memory(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        index(world).max_blocks = 20
+        await ask(world, *range(6))
+        await anyio.sleep(SOON_S)
+        assert index(world).num_blocks <= 20 and index(world).num_too_large >= 1
+        index(world).max_blocks = 10_000
+        await anyio.sleep(40)
+        await agree(world)
+        assert min(await ask(world, *range(6))) >= LENGTH - 4
+
+    tells(story, tmp_path)
+
+
+def test_metrics_tell_of_all_this(tmp_path: Path) -> None:
+    async def story(world: World) -> None:
+        await ask(world, *range(3))
+        await agree(world)
+        page, told = world.gateway.metrics.render().decode(), workers(world)[0].metrics.render().decode()
+        blocks = index(world).num_blocks
+        assert f'penstock_kv_index_blocks{{model_name="simulated"}} {float(blocks)}' in page
+        assert 'penstock_kv_index_workers{model_name="simulated"} 3.0' in page
+        for name in ("kv_events_received", "kv_event_gaps", "kv_events_malformed", "kv_snapshots_received", "kv_event_bytes"):
+            assert f"penstock_{name}_total" in page
+        for name in ("kv_events_sent", "kv_event_blocks", "kv_event_overflows", "kv_snapshots_sent"):
+            assert f"penstock_{name}_total" in told
+
+    tells(story, tmp_path)
+
+
+def test_with_zero_retention_there_is_nothing_to_tell(tmp_path: Path) -> None:
+    heard: list[BusMessage] = []
+
+    def hears(world: World) -> Callable[[BusMessage], bool]:
+        return lambda message: bool(is_told(message) and heard.append(message))
+
+    async def story(world: World) -> None:
+        world.broker.drop(hears(world))
+        for name in (*world.alive("prefill"), *world.alive("decode"), *world.alive("gateway")):
+            await world.kill(name)
+        world.zero_retention = True
+        for role in POOLS:
+            await world.start(role)  # pyright: ignore[reportArgumentType]
+        await anyio.sleep(3)
+        heard.clear()
+        await ask(world, 1, 2)
+        await anyio.sleep(SOON_S)
+        assert not heard and not index(world).max_blocks
+
+    tells(story, tmp_path)
