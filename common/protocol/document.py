@@ -14,7 +14,17 @@ from typing import Literal, get_args, get_origin
 
 import msgspec
 
-from common.protocol import cache_messages, draft_messages, errors, explain_messages, handles, headers, messages, subjects
+from common.protocol import (
+    cache_messages,
+    draft_messages,
+    errors,
+    explain_messages,
+    handles,
+    headers,
+    kv_messages,
+    messages,
+    subjects,
+)
 
 _INTRODUCTION = """\
 # The protocol
@@ -51,6 +61,9 @@ def document() -> str:
         "## Messages of the draft pool\n",
         _docstring(draft_messages) + "\n",
         *map(_struct, _structs(draft_messages)),
+        "## What heartbeats say of KV\n",
+        _docstring(kv_messages) + "\n",
+        *map(_struct, _structs(kv_messages)),
         "## What is told of a request\n",
         _docstring(explain_messages) + "\n",
         *map(_struct, _structs(explain_messages)),

@@ -10,8 +10,7 @@ Who sends what, in the order of one request:
     gateway → decode    DecodeTask            the direct path: no prefill worker
     prefill → gateway   TokenFrames, HandedOff or HandoffFailed
     decode  → gateway   TokenFrames           one message per gateway per step
-    gateway → worker    FramesTaken, FetchFrames, Renew, Cancel; Explain, answered by Explained
-    worker  → gateway   Unknown               the answer to Renew for requests it does not hold
+    gateway → worker    FramesTaken, FetchFrames, Cancel; Renew, answered by Unknown; Explain, answered by Explained
     decode  → prefill   ReleaseLease, RenewLeases
     worker  ↔ kvstore   BlockLookup/BlockLease, BlockOffer/BlockGrant, BlockCommit, ReleaseLease, RenewLeases
     decode  ↔ draft     DraftUpdate, DraftClose / Proposals, DraftResync
@@ -29,6 +28,7 @@ from common.protocol.draft_messages import DraftClose, Drafting, DraftResync, Dr
 from common.protocol.errors import ProtocolError
 from common.protocol.explain_messages import ExplainMessage
 from common.protocol.handles import KvHandle, WorkerRef
+from common.protocol.kv_messages import KvTraffic
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Pooling = Literal["", "mean", "last"]
@@ -237,7 +237,6 @@ class FetchFrames(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 class Cancel(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """gateway → any holder: free these requests now, attempts up to and including `attempt`. Harmless twice.
-
     Also how a gateway lets go of a finished request, whose tokens the worker keeps until then for `FetchFrames`.
     """
 
@@ -316,7 +315,7 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     this worker, which its KV pool may limit; 0: unknown. `draft_tokens`: proposed tokens that a decode worker has verified
     since its start; `accepted_tokens`: those of them that held. `http_host`: where `http_port` is, an address or the machine's
     name; empty: unknown. `models`: what a gateway serves, `model` first. `vocabulary`: the digest of a draft model's
-    tokenizer, which its target's must equal; empty: there is none. `tiers`: a kvstore's, the fastest first.
+    tokenizer, which its target's must equal; empty: there is none. `tiers`: a kvstore's, the fastest first. `traffic`: KV.
     """
 
     worker: WorkerRef
@@ -345,6 +344,7 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     vocabulary: str = ""
     drafting: Drafting = Drafting()
     tiers: list[KvTier] = []
+    traffic: KvTraffic = KvTraffic()
 
     @property
     def served(self) -> list[ServedModel]:

@@ -51,6 +51,7 @@ from common.transfer.fence import memory_fence
 from common.transfer.shm import host_id
 from common.worker import stepping
 from common.worker.constraints import Constraints
+from common.worker.kv_counts import KvCounts
 from common.worker.metrics import EngineMetrics
 from common.worker.outflow import FRAME_ENTRIES, Outflow
 from common.worker.prefixes import Prefixes
@@ -90,6 +91,7 @@ class EngineWorker(Actor):
         self.host = host_id(config.shm_dir)
         self.held: LeaseTable[Sequence] = LeaseTable(config.lease_s)
         self.outflow, self.speeds = Outflow(self._send_frames), Speeds()
+        self.kv = KvCounts(self.metrics, self.lease_ages)
         self.refusing = self.loaded = False
         self._alone: Sequence | None = None
         self.loaded_share = 0.0
@@ -106,8 +108,9 @@ class EngineWorker(Actor):
         self.pool = self.engine.pool(memory_fence(), zero_retention=self.config.zero_retention)
         self.cache = SequenceCache(self.pool, fingerprint=runner.fingerprint)
         blocks = [group.segment.blocks for group in self.engine.groups]
-        self.store = StoreClient(self, blocks, runner.fingerprint, self.config.shm_dir, enabled=keeps)
-        self.traces = WorkerTraces(self.tracing, lambda: self.ref, self.clock)
+        shm_dir, transfers = self.config.shm_dir, self.kv.transfers
+        self.store = StoreClient(self, blocks, runner.fingerprint, shm_dir, enabled=keeps, transfers=transfers)
+        self.traces = WorkerTraces(self.tracing, lambda: self.ref, self.clock, self.kv)
         self.scheduler = self.make_scheduler()
         self.prefixes = Prefixes(self)
         self.constraints = Constraints(self, self.engine.files, vocab_size=runner.vocab_size)
@@ -196,7 +199,9 @@ class EngineWorker(Actor):
             case FramesTaken():
                 self.outflow.taken(message, self.clock())
             case Explain():
-                self.answer(reply, self.traces.explain(message.request, self.held.get(message.request)))
+                if (held := self.held.get(message.request)) is not None:
+                    self.note_so_far(held)
+                self.answer(reply, self.traces.explain(message.request, held))
             case _:
                 log.warning("unexpected_message", message=type(message).__name__)
 
@@ -257,6 +262,13 @@ class EngineWorker(Actor):
         sequence = self.held.release(request)
         if sequence is not None:
             self._let_go(sequence)
+
+    def note_so_far(self, sequence: Sequence) -> None:
+        """Somebody asks what happened to a held request: bring its timeline up to date, if the subclass counts elsewhere."""
+
+    def lease_ages(self) -> list[float]:
+        """Return the age in seconds of each lease that others hold on this worker's blocks."""
+        return []
 
     def _let_go(self, sequence: Sequence) -> None:
         self.outflow.drop(sequence)
@@ -373,6 +385,7 @@ class EngineWorker(Actor):
             max_context=min(self.engine.runner.max_context, self.cache.longest_sequence),
             steps=self.watch.num_steps,
             step_age_ms=round(self.watch.age_s(self.clock()) * 1000, 1),
+            traffic=self.kv.traffic(),
         )
 
 

@@ -83,6 +83,7 @@ class DecodeScheduler:
         begin_step: Callable[[list[Sequence]], None] = lambda decoding: None,
         wanted: Wanted = lambda sequence: (-1, 0.0),
         finishing: Callable[[Sequence], None] = lambda sequence: None,
+        resumed: Callable[[Sequence], None] = lambda sequence: None,
         watermark: int = 1,
     ) -> None:
         self.cache = cache
@@ -95,6 +96,7 @@ class DecodeScheduler:
         self.begin_step = begin_step
         self.wanted = wanted
         self.finishing = finishing
+        self.resumed = resumed
         self.watermark = watermark
         self.num_preemptions = 0
         self._running: dict[Sequence, None] = {}
@@ -394,3 +396,4 @@ class DecodeScheduler:
                 return
             del self._preempted[0]
             self._running[sequence] = None
+            self.resumed(sequence)
