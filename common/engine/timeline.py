@@ -26,8 +26,8 @@ class Timeline:
     """A request's on one worker. Outputs that it came with are not this worker's. `local_tokens`: what its prefix cache had.
 
     `known_tokens`: KV of the first so many tokens had been computed when the request came, here or elsewhere; those of them
-    that are computed here are `num_recomputed`, and `reason` says why. `num_caught_up`: tokens that other requests here computed
-    for it. `peers`: kvstores and draft workers that were asked.
+    that are computed here are `num_recomputed`, and `reason` says why. `num_caught_up`: tokens that others computed for it
+    meanwhile, here. `peers`: kvstores and draft workers that were asked.
     """
 
     __slots__ = (

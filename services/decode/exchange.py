@@ -10,8 +10,8 @@ from common.protocol.handles import WorkerRef
 
 @dataclass(slots=True)
 class Exchange:
-    """`context`: what draft workers are told of the request. `workers`: those that mirrored the sequence. `num_updates`: sent to
-    them; `num_received`: proposals that came; `num_late`: those of them of which every token was already decided."""
+    """`context`: what draft workers are told of the request. `workers`: those that mirrored the sequence. `num_updates`: sent
+    to them; `num_received`: proposals that came; `num_late`: those of them of which every token was already decided."""
 
     context: RequestContext = field(default_factory=RequestContext)
     workers: list[WorkerRef] = field(default_factory=list)
