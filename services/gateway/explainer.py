@@ -1,7 +1,7 @@
 """Answers `penstock explain`, over HTTP (`GET /v1/explain/{id}`) and over NATS (`penstock.v1.explain`, also a tenant's own).
 
-    question ─► whose? ─► the ring, or what runs ─► Explain to each worker that took part ─► Explain to each kvstore and draft worker
-             that those had asked ─► one timeline, as JSON
+    question ─► whose? ─► the ring, or what runs ─► Explain to each worker that took part
+        ─► Explain to each kvstore and draft worker that those had asked ─► one timeline, as JSON
 
 Over NATS every gateway hears the question. Whichever holds the request answers; the others say `not_found`. A tenant is told of
 its own requests; anybody else's do not exist for it.

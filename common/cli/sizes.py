@@ -1,0 +1,22 @@
+"""Counts and sizes as people read them."""
+
+from __future__ import annotations
+
+
+def size_text(size_bytes: int) -> str:
+    """
+    >>> size_text(368_640), size_text(5 << 30)
+    ('0.4 MiB', '5.0 GiB')
+    """
+    return f"{size_bytes / (1 << 30):.1f} GiB" if size_bytes >= 1 << 30 else f"{size_bytes / (1 << 20):.1f} MiB"
+
+
+def short(count: int) -> str:
+    """A count in at most four characters.
+
+    >>> short(9999), short(12_345), short(7_654_321)
+    ('9999', '12k', '8M')
+    """
+    if count < 10_000:
+        return str(count)
+    return f"{count / 1000:.0f}k" if count < 999_500 else f"{count / 1e6:.0f}M"
