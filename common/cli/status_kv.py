@@ -50,17 +50,16 @@ def _prefixes(workers: Sequence[Presence]) -> str:
 
 def _hand_offs(workers: Sequence[Presence]) -> str:
     """What came over hand-offs, and what was computed again instead."""
-    received, again = _total(workers, "received_tokens"), _total(workers, "recomputed_tokens")
-    if not received and not again:
+    received, cached, again = (_total(workers, name) for name in ("received_tokens", "cached_tokens", "recomputed_tokens"))
+    total = received + cached + again
+    if not total:
         return ""
-    size = size_text(_total(workers, "received_bytes"))
-    return (
-        f"hand-offs: {short(received)} tokens ({size}) received, {short(again)} recomputed ({again / (received + again):.1%})"
-    )
+    size, kept = size_text(_total(workers, "received_bytes")), f", {short(cached)} cached" if cached else ""
+    return f"hand-offs: {short(received)} tokens received ({size}){kept}, {short(again)} recomputed ({again / total:.1%})"
 
 
 def _path(path: PathTraffic) -> str:
-    speed = f" at {path.bytes / path.seconds / 1e9:.2f} GB/s" if path.seconds else ""
+    speed = f" at {path.bytes / path.seconds / 1e9:.3g} GB/s" if path.seconds else ""
     failed = f", {path.failures:,} failed" if path.failures else ""
     return f"{path.path} {_DONE.get(path.operation, path.operation)} {size_text(path.bytes)}{speed}{failed}"
 

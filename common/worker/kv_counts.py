@@ -33,6 +33,9 @@ class KvCounts:
         )
         self._hits = metrics.counter("prefix_hit_tokens_total", "Those of them that were found, by tier", ["tier"])
         self._received_tokens = metrics.counter("kv_received_tokens_total", "Tokens whose KV was received at hand-offs")
+        self._present_tokens = metrics.counter(
+            "kv_handoff_cached_tokens_total", "Tokens of hand-offs whose KV was in this worker's own cache already"
+        )
         self._received_bytes = metrics.counter("kv_received_bytes_total", "KV bytes received at hand-offs")
         self._handoffs = metrics.counter(
             "kv_handoffs_total", "Hand-offs whose KV was fetched, by outcome: ok, or the code of what failed", ["outcome"]
@@ -43,7 +46,7 @@ class KvCounts:
         self._by_tier: dict[Tier, int] = {"own": 0, "kvstore_memory": 0, "kvstore_disk": 0}
         for tier in self._by_tier:
             self._hits.labels(tier)
-        self._num_looked_up = self._num_received = self._num_bytes = self._num_recomputed = 0
+        self._num_looked_up = self._num_received = self._num_bytes = self._num_recomputed = self._num_cached = 0
 
     def looked_up(self, num_tokens: int) -> None:
         """A prompt of so many tokens is to be computed here."""
@@ -55,11 +58,13 @@ class KvCounts:
         self._hits.labels(tier).inc(num_tokens)
         self._by_tier[tier] += num_tokens
 
-    def received(self, num_tokens: int, num_bytes: int) -> None:
-        """A hand-off has brought KV: bytes of the tokens that were not here already."""
+    def received(self, num_tokens: int, num_bytes: int, num_cached: int) -> None:
+        """A hand-off has brought KV of `num_tokens` tokens; that of `num_cached` tokens was here already."""
         self._handoffs.labels("ok").inc()
         self._received_tokens.inc(num_tokens)
         self._received_bytes.inc(num_bytes)
+        self._present_tokens.inc(num_cached)
+        self._num_cached += num_cached
         self._num_received += num_tokens
         self._num_bytes += num_bytes
 
@@ -84,6 +89,7 @@ class KvCounts:
             disk_tokens=self._by_tier["kvstore_disk"],
             received_tokens=self._num_received,
             received_bytes=self._num_bytes,
+            cached_tokens=self._num_cached,
             recomputed_tokens=self._num_recomputed,
             leases=len(ages),
             oldest_lease_s=round(max(ages, default=0.0), 1),

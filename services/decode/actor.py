@@ -172,7 +172,7 @@ class DecodeActor(EngineWorker):
         try:
             num_bytes = await self.copy_blocks(sequence, handle)
             num_computed = handle.num_tokens
-            self.kv.received(max(num_computed - here, 0), num_bytes)
+            self.kv.received(max(num_computed - here, 0), num_bytes, min(here, num_computed))
         except PenstockError as error:
             code = error.code
             self.kv.not_received(code)

@@ -116,7 +116,7 @@ class Explainer:
         told: list[Told] = []
         silent: dict[str, str] = {}
 
-        async def ask(worker: WorkerRef) -> None:
+        async def ask(worker: WorkerRef, *, is_peer: bool) -> None:
             asked_at = self._host.clock()
             try:
                 answer = await self._host.ask(worker, Explain(request=record.id), ASK_TIMEOUT_S)
@@ -127,21 +127,21 @@ class Explainer:
             else:
                 if isinstance(answer, Explained) and answer.records:
                     told.append(Told(answer, _offset_s(answer.now, asked_at, self._host.clock())))
-                else:
+                elif not is_peer:  # of a kvstore or a draft worker: there was nothing to do for it
                     silent[worker.id] = (
                         "it knows nothing of the request: it never took it, has started anew, or has forgotten it"
                     )
 
-        async def ask_all(some: list[WorkerRef]) -> None:
+        async def ask_all(some: list[WorkerRef], *, is_peer: bool) -> None:
             async with anyio.create_task_group() as group:
                 for worker in some:
                     if worker not in gone:
-                        group.start_soon(ask, worker)
+                        group.start_soon(functools.partial(ask, worker, is_peer=is_peer))
 
         workers = _latest_lives(workers_of(record))
-        await ask_all(workers)
+        await ask_all(workers, is_peer=False)
         peers = _latest_lives([peer for answer, _ in told for one in answer.records for peer in one.peers])[:MAX_PEERS]
-        await ask_all(peers)
+        await ask_all(peers, is_peer=True)
         workers += peers
         silent |= {worker.id: gone[worker] for worker in workers if worker in gone}
         now, wall_s = self._host.clock(), time.time()
