@@ -10,15 +10,19 @@ def size_text(size_bytes: int) -> str:
     """
     if 0 < size_bytes < 1 << 16:
         return f"{size_bytes / (1 << 10):.1f} KiB"
+    if size_bytes >= 1 << 40:
+        return f"{size_bytes / (1 << 40):.1f} TiB"
     return f"{size_bytes / (1 << 30):.1f} GiB" if size_bytes >= 1 << 30 else f"{size_bytes / (1 << 20):.1f} MiB"
 
 
 def short(count: int) -> str:
     """A count in at most four characters.
 
-    >>> short(9999), short(12_345), short(7_654_321)
-    ('9999', '12k', '8M')
+    >>> short(9999), short(12_345), short(7_654_321), short(2_000_000_000)
+    ('9999', '12k', '8M', '2G')
     """
     if count < 10_000:
         return str(count)
-    return f"{count / 1000:.0f}k" if count < 999_500 else f"{count / 1e6:.0f}M"
+    if count < 999_500:
+        return f"{count / 1000:.0f}k"
+    return f"{count / 1e6:.0f}M" if count < 999_500_000 else f"{count / 1e9:.0f}G"

@@ -9,6 +9,7 @@ from common.protocol.kv_messages import KvTraffic, PathTraffic
 from common.protocol.messages import Presence
 
 MAX_COLUMNS = 80
+_STATES = ("owned", "leased", "cached")
 _DONE = {"read": "read", "write": "written"}
 
 
@@ -55,7 +56,7 @@ def _hand_offs(workers: Sequence[Presence]) -> str:
     if not total:
         return ""
     size, kept = size_text(_total(workers, "received_bytes")), f", {short(cached)} cached" if cached else ""
-    return f"hand-offs: {short(received)} tokens received ({size}){kept}, {short(again)} recomputed ({again / total:.1%})"
+    return f"hand-off: {short(received)} tokens received ({size}){kept}, {short(again)} recomputed ({again / total:.1%})"
 
 
 def _path(path: PathTraffic) -> str:
@@ -73,7 +74,8 @@ def _leases(traffic: KvTraffic) -> list[str]:
 
 def _groups(worker: Presence) -> list[str]:
     """The blocks of each cache group; of one group the table says the same."""
-    return [
-        f"cache group {number}: {group.owned:,} owned, {group.leased:,} leased, {group.cached:,} cached of {group.total:,}"
-        for number, group in enumerate(worker.kv.groups)
-    ]
+    lines: list[str] = []
+    for number, group in enumerate(worker.kv.groups):
+        states = ", ".join(f"{short(getattr(group, state))} {state}" for state in _STATES)
+        lines.append(f"cache group {number}: {states} of {short(group.total)} blocks")
+    return lines

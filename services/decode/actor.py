@@ -180,8 +180,15 @@ class DecodeActor(EngineWorker):
         finally:
             self.pulling.pop(handle.lease, None)
             self.scheduler.end_copy(sequence, num_computed)
-            copied = {"num_tokens": max(num_computed - here, 0), "num_bytes": num_bytes}
-            self.traces.copied(sequence, "pull", began_at, **copied, peer=handle.owner.id, error=code)
+            self.traces.copied(
+                sequence,
+                "pull",
+                began_at,
+                num_tokens=max(num_computed - here, 0),
+                num_bytes=num_bytes,
+                peer=handle.owner.id,
+                error=code,
+            )
             self.send(handle.owner, ReleaseLease(leases=[handle.lease]))
             self.wake()
 
