@@ -32,6 +32,7 @@ class Timeline:
 
     __slots__ = (
         "_num_cached",
+        "_num_counted",
         "_num_outputs",
         "admitted_at",
         "error",
@@ -59,7 +60,7 @@ class Timeline:
         self._num_outputs = num_outputs
         self._num_cached = num_cached
         self.known_tokens = known_tokens
-        self.num_recomputed = self.num_caught_up = 0
+        self.num_recomputed = self.num_caught_up = self._num_counted = 0
         self.reason = MOVED
         self.peers: list[WorkerRef] = []
 
@@ -79,9 +80,11 @@ class Timeline:
         if event.error and event.name == "pull":
             self.reason = event.error
 
-    def preempted(self, now: float, num_lost: int) -> None:
-        """Its blocks had been given to others; it goes on now, and `num_lost` tokens are computed once more."""
+    def preempted(self, now: float, num_computed: int, num_lost: int) -> None:
+        """Its blocks had been given to others; it goes on with KV of `num_computed` tokens, and `num_lost` behind them are computed
+        once more."""
         self.num_recomputed += num_lost
+        self._num_counted, self.num_computed = num_computed + num_lost, num_computed
         self.note(Event("preempted", now, now, facts=(("recomputed_tokens", num_lost),)))
 
     def speculated(self, now: float, facts: tuple[tuple[str, int], ...]) -> None:
@@ -95,7 +98,7 @@ class Timeline:
         caught_up, self._num_cached = max(0, num_cached - self._num_cached), max(num_cached, self._num_cached)
         self.num_caught_up += caught_up
         start = self.num_computed + caught_up
-        self.num_recomputed += max(0, min(num_computed, self.known_tokens) - start)
+        self.num_recomputed += max(0, min(num_computed, self.known_tokens) - max(start, self._num_counted))
         computed, self.num_computed = num_computed - start, num_computed
         generated, self._num_outputs = num_outputs - self._num_outputs, num_outputs
         if computed <= 0 and generated <= 0:

@@ -105,7 +105,7 @@ class WorkerTraces:
             return
         computed = len(sequence.tokens) - 1 if line.first_token_at else line.num_computed
         num_lost = max(0, computed - sequence.num_computed)
-        line.preempted(self._clock(), num_lost)
+        line.preempted(self._clock(), sequence.num_computed, num_lost)
         if self._kv is not None and num_lost:
             self._kv.recomputed(num_lost, PREEMPTED)
 

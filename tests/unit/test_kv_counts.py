@@ -134,6 +134,16 @@ def test_only_what_was_computed_before_counts_as_computed_again() -> None:
     assert new.num_recomputed == 0
 
 
+def test_what_was_lost_is_counted_once() -> None:
+    line = Timeline(1.0, num_computed=0, num_outputs=3, known_tokens=64)
+    line.stepped(1.0, 2.0, 32, 3)
+    line.preempted(3.0, 16, 16)
+    assert line.num_recomputed == 48
+    line.stepped(3.0, 4.0, 48, 3)
+    assert line.num_recomputed == 64, "16 lost ones again, which were counted, and 16 that are known"
+    assert [event.num_tokens for event in line.events] == [32, 0, 32]
+
+
 def test_what_other_requests_computed_meanwhile_is_nobodys_recomputation() -> None:
     line = Timeline(1.0, num_computed=0, num_outputs=1, num_cached=0, known_tokens=64)
     line.stepped(1.0, 2.0, 48, 1, 32)
