@@ -64,6 +64,11 @@ class Timeline:
         self.reason = MOVED
         self.peers: list[WorkerRef] = []
 
+    @property
+    def was_handed_off(self) -> bool:
+        """Whether its KV was to come from a prefill worker: its prefix is not looked up here."""
+        return any(event.name == "pull" for event in self.events)
+
     def note(self, event: Event) -> None:
         if len(self.events) >= MAX_EVENTS:
             del self.events[1]
@@ -81,8 +86,7 @@ class Timeline:
             self.reason = event.error
 
     def preempted(self, now: float, num_computed: int, num_lost: int) -> None:
-        """Its blocks had been given to others; it goes on with KV of `num_computed` tokens, and `num_lost` behind them are computed
-        once more."""
+        """Its blocks had been given to others; it goes on with KV of `num_computed` tokens and computes `num_lost` again."""
         self.num_recomputed += num_lost
         self._num_counted, self.num_computed = num_computed + num_lost, num_computed
         self.note(Event("preempted", now, now, facts=(("recomputed_tokens", num_lost),)))

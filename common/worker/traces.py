@@ -66,7 +66,7 @@ class WorkerTraces:
             line.stepped(self._step_began_at, now, sequence.num_computed, sequence.num_outputs, sequence.num_cached)
             if self._kv is not None and line.num_recomputed > recomputed:
                 self._kv.recomputed(line.num_recomputed - recomputed, line.reason)
-            if self._kv is not None and line.num_caught_up > caught_up:
+            if self._kv is not None and line.num_caught_up > caught_up and not line.was_handed_off:
                 self._kv.found("own", line.num_caught_up - caught_up)
             if sequence.finish is not None:
                 line.finished_at = now
