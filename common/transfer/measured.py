@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+from prometheus_client import Counter, Histogram
 
 from common.protocol.errors import PenstockError
 from common.protocol.kv_messages import PathTraffic
@@ -46,6 +47,7 @@ class TransferCounts:
         self._failures = metrics.counter(
             "kv_transfer_failures_total", "Copies of KV that failed, by path and reason", [*labels, "reason"]
         )
+        self._children: dict[tuple[KvPath, Operation], tuple[Counter, Histogram]] = {}
         self._totals: dict[tuple[KvPath, Operation], PathTraffic] = {}
         self._lock = threading.Lock()
 
@@ -65,8 +67,12 @@ class TransferCounts:
 
     def copied(self, path: KvPath, operation: Operation, num_bytes: int, seconds: float) -> None:
         """A copy has ended well."""
-        self._bytes.labels(path, operation).inc(num_bytes)
-        self._seconds.labels(path, operation).observe(seconds)
+        children = self._children.get((path, operation))
+        if children is None:
+            children = self._bytes.labels(path, operation), self._seconds.labels(path, operation)
+            self._children[path, operation] = children
+        children[0].inc(num_bytes)
+        children[1].observe(seconds)
         self._add(path, operation, num_bytes, seconds, 1, 0)
 
     def failed(self, path: KvPath, operation: Operation, reason: str) -> None:
