@@ -17,6 +17,8 @@ from rich.text import Text
 from common.cache.usage import fullest, used_share
 from common.cli.client import connected, decode_presence, watch_presence
 from common.cli.console import DEFAULT_NATS_URL, NatsUrl, err, out, run
+from common.cli.sizes import short, size_text
+from common.cli.status_kv import kv_lines, traffic_fields
 from common.protocol import subjects
 from common.protocol.errors import NoWorkers
 from common.protocol.handles import Role
@@ -110,7 +112,7 @@ def _by_model(worker: Presence) -> list[Presence]:
 
 
 def _of_one_model(workers: list[Presence], columns: int) -> RenderableType:
-    said = [line for line in (_speculation(workers), *map(_drafts, workers), *_tiers(workers)) if line]
+    said = [line for line in (_speculation(workers), *map(_drafts, workers), *_tiers(workers), *kv_lines(workers)) if line]
     shown = _rows(workers, columns)
     return Group(shown, *(Text(line, style="dim") for line in said)) if said else shown
 
@@ -147,14 +149,6 @@ def _tiers(workers: list[Presence]) -> list[str]:
     return lines
 
 
-def size_text(size_bytes: int) -> str:
-    """
-    >>> size_text(368_640), size_text(5 << 30)
-    ('0.4 MiB', '5.0 GiB')
-    """
-    return f"{size_bytes / (1 << 30):.1f} GiB" if size_bytes >= 1 << 30 else f"{size_bytes / (1 << 20):.1f} MiB"
-
-
 def _rows(workers: list[Presence], columns: int) -> Table:
     """`room`: how many more requests a worker would take. `used`, `cached`: shares of its KV blocks; where these are of several
     cache groups, of the fullest."""
@@ -182,17 +176,6 @@ def _rows(workers: list[Presence], columns: int) -> Table:
     return shown
 
 
-def short(count: int) -> str:
-    """A count in at most four characters.
-
-    >>> short(9999), short(12_345), short(7_654_321)
-    ('9999', '12k', '8M')
-    """
-    if count < 10_000:
-        return str(count)
-    return f"{count / 1000:.0f}k" if count < 999_500 else f"{count / 1e6:.0f}M"
-
-
 def as_fields(presence: Presence) -> dict[str, object]:
     """A heartbeat with named fields, for --json (on the wire some of it is positional)."""
     fields = {name: getattr(presence, name) for name in presence.__struct_fields__}
@@ -201,6 +184,7 @@ def as_fields(presence: Presence) -> dict[str, object]:
     fields["worker"] = {"role": worker.role, "id": worker.id, "epoch": worker.epoch}
     fields["drafting"] = {"model": presence.drafting.model, "busy_share": presence.drafting.busy_share}
     fields["tiers"] = [{name: getattr(tier, name) for name in tier.__struct_fields__} for tier in presence.tiers]
+    fields["traffic"] = traffic_fields(presence.traffic)
     fields["models"] = [{name: getattr(model, name) for name in model.__struct_fields__} for model in presence.models]
     return fields
 

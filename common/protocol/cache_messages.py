@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from common.protocol.explain_messages import RequestContext
 from common.protocol.handles import WorkerRef
 
 
@@ -14,7 +15,7 @@ class BlockLookup(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     behind block i. With `firsts` the longest part is asked for of which those are there.
 
     The holder names the lease, so that it can release one whose answer it never got. Empty: the store names it. `fingerprint`
-    names the blocks of one cache group: that of group i > 0 ends with `-i`.
+    names the blocks of one cache group: that of group i > 0 ends with `-i`. `context`: the request that is to be computed.
     """
 
     holder: WorkerRef
@@ -22,6 +23,7 @@ class BlockLookup(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     hashes: list[bytes]
     lease: str = ""
     firsts: list[int] = []
+    context: RequestContext = RequestContext()
 
 
 class BlockLease(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -29,7 +31,8 @@ class BlockLease(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     miss, or with `first` a part of so many blocks behind which nothing of it is read.
 
     `checksums[i]` is the CRC-32 that the i-th block must have once copied. `coming`: so many hashes behind them are being read
-    from a disk; a lookup that begins there finds them soon.
+    from a disk; a lookup that begins there finds them soon. `num_from_disk`: so many of `blocks` were on a disk alone when they
+    were asked for.
     """
 
     store: WorkerRef
@@ -40,16 +43,18 @@ class BlockLease(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     checksums: list[int] = []
     first: int = 0
     coming: int = 0
+    num_from_disk: int = 0
 
 
 class BlockOffer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """worker → kvstore: I can give you these blocks. Answered by BlockGrant. `lease` as in BlockLookup."""
+    """worker → kvstore: I can give you these blocks. Answered by BlockGrant. `lease` and `context` as in BlockLookup."""
 
     holder: WorkerRef
     fingerprint: str
     block_bytes: int
     hashes: list[bytes]
     lease: str = ""
+    context: RequestContext = RequestContext()
 
 
 class BlockGrant(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from common.protocol.explain_messages import RequestContext
 from common.protocol.handles import WorkerRef
 
 
@@ -33,12 +34,13 @@ class DraftSampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 class DraftUpdate(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """decode → draft, once a step: the tokens that this step fixed. Propose what may come next.
 
-    `sampling`: by sequence, for each row with base 0. A sequence that is missing there is drawn greedily.
+    `sampling`, `contexts`: by sequence, for each row with base 0. A sequence that is missing in `sampling` is drawn greedily.
     """
 
     decode: WorkerRef
     rows: list[DraftRow]
     sampling: dict[str, DraftSampling] = {}
+    contexts: dict[str, RequestContext] = {}
 
 
 class DraftClose(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -13,11 +13,22 @@ import msgspec
 from common.protocol.handles import WorkerRef
 
 
+class RequestContext(msgspec.Struct, frozen=True, array_like=True):
+    """The request that a message between workers is about, for what its receiver remembers of it. `request`: its name in logs;
+    empty: there is none, or it is not told. `trace`: the traceparent of the sender's span; empty: it is not traced."""
+
+    request: str = ""
+    attempt: int = 0
+    trace: str = ""
+
+
 class WorkerEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Something that took from `began_at` to `ended_at`, in seconds of the worker's clock.
 
-    `name` is `pull` (KV from a prefill worker), `prefix` (KV from a kvstore), `chunk`, `first step` or `hand-off`.
-    `num_tokens`: computed by a step, or copied. `peer`: the worker at the other side. `error`: a code. `num_bytes`: copied.
+    `name` is `pull` (KV from a prefill worker), `prefix` (KV from a kvstore), `chunk`, `first step`, `hand-off`, `preempted` or
+    `speculation`; of a kvstore `lookup`, `disk read`, `store` or `write-back`; of a draft worker `drafting`. `num_tokens`:
+    computed by a step, or copied. `peer`: the worker at the other side. `error`: a code. `num_bytes`: copied. `facts`: further
+    numbers by name.
     """
 
     name: str
@@ -27,6 +38,7 @@ class WorkerEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     peer: str = ""
     error: str = ""
     num_bytes: int = 0
+    facts: tuple[tuple[str, int], ...] = ()
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -34,6 +46,9 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     `local_tokens`: of its prompt, found in this worker's own prefix cache. `cached_tokens`: found there or in a kvstore.
     `output_tokens`: generated so far, by earlier attempts too. `error`: the code with which the worker gave the attempt up.
+    `recomputed_tokens`: computed here although their KV had been computed before, here or elsewhere. `peers`: kvstores and
+    draft workers that it asked, which may remember more. A kvstore or a draft worker tells `attempt`, `admitted_at` and
+    `events` alone.
     """
 
     attempt: int
@@ -48,16 +63,18 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     output_tokens: int = 0
     error: str = ""
     events: list[WorkerEvent] = []
+    recomputed_tokens: int = 0
+    peers: list[WorkerRef] = []
 
 
 class Explain(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """gateway → prefill or decode: what do you remember of this request?"""
+    """gateway → worker: what do you remember of this request?"""
 
     request: str
 
 
 class Explained(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """prefill or decode → gateway: the answer to Explain; no records for a request that is unknown or was forgotten.
+    """worker → gateway: the answer to Explain; no records for a request that is unknown or was forgotten.
 
     `now`: the time on the clock of the records, for gateways on another machine.
     """
@@ -86,7 +103,7 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExplainedEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of a timeline. `at_ms`: since the request's arrival. `service`: `gateway`, `prefill` or `decode`.
+    """One line of a timeline. `at_ms`: since the request's arrival. `service`: the role of the process.
 
     `worker`: the id of the process. `facts`: numbers and names that belong to the event. `candidates`: of `routed`, the workers
     that were compared.

@@ -10,8 +10,7 @@ Who sends what, in the order of one request:
     gateway → decode    DecodeTask            the direct path: no prefill worker; also to one that is to answer itself
     prefill → gateway   TokenFrames, HandedOff or HandoffFailed
     decode  → gateway   TokenFrames           one message per gateway per step
-    gateway → worker    FramesTaken, FetchFrames, Renew, Cancel; Explain, answered by Explained
-    worker  → gateway   Unknown               the answer to Renew for requests it does not hold
+    gateway → worker    FramesTaken, FetchFrames, Cancel; Renew, answered by Unknown; Explain, answered by Explained
     decode  → prefill   ReleaseLease, RenewLeases; DescribeMemory, answered by MemoryDescribed, between hosts
     worker  ↔ kvstore   BlockLookup/BlockLease, BlockOffer/BlockGrant, BlockCommit, ReleaseLease, RenewLeases
     worker  → gateway   KvEvents              to every gateway; KvSnapshotRequest, answered by KvSnapshot
@@ -243,7 +242,6 @@ class FetchFrames(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 class Cancel(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """gateway → any holder: free these requests now, attempts up to and including `attempt`. Harmless twice.
-
     Also how a gateway lets go of a finished request, whose tokens the worker keeps until then for `FetchFrames`.
     """
 

@@ -10,6 +10,7 @@ from common.protocol.cache_messages import KvTier, KvUsage
 from common.protocol.capacity import Capacity
 from common.protocol.draft_messages import Drafting
 from common.protocol.handles import WorkerRef
+from common.protocol.kv_messages import KvTraffic
 from common.protocol.transfer_messages import KvEndpoint
 
 
@@ -37,6 +38,7 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     name; empty: unknown. `models`: what a gateway serves, `model` first. `vocabulary`: the digest of a draft model's
     tokenizer, which its target's must equal; empty: there is none. `tiers`: a kvstore's, the fastest first. `capacity`: an
     engine's, unknown at first. `endpoints`: how workers of other hosts reach its KV; none: they don't.
+    `traffic`: where its KV came from, since its start.
     """
 
     worker: WorkerRef
@@ -68,6 +70,7 @@ class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     capacity: Capacity = Capacity()
     endpoints: list[KvEndpoint] = []
     named: bool = True
+    traffic: KvTraffic = KvTraffic()
 
     @property
     def served(self) -> list[ServedModel]:

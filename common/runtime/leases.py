@@ -20,6 +20,7 @@ T = TypeVar("T")
 class _Lease(msgspec.Struct, Generic[T]):
     holder: WorkerRef
     value: T
+    granted_at: float
     ends_at: float
 
 
@@ -45,6 +46,10 @@ class LeaseTable(Generic[T]):
         """A copy: the table may change while it is walked."""
         return [lease.value for lease in self._leases.values()]
 
+    def ages(self, now: float) -> list[tuple[T, float]]:
+        """Each value with the seconds since it was granted, however often its lease was renewed."""
+        return [(lease.value, max(0.0, now - lease.granted_at)) for lease in self._leases.values()]
+
     def get(self, key: str) -> T | None:
         lease = self._leases.get(key)
         return None if lease is None else lease.value
@@ -57,7 +62,7 @@ class LeaseTable(Generic[T]):
         """:raises KeyError: if `key` is held already: the value it has would never be freed."""
         if key in self._leases:
             raise KeyError(f"lease {key} is held already")
-        self._leases[key] = _Lease(holder, value, now + self.lease_s)
+        self._leases[key] = _Lease(holder, value, now, now + self.lease_s)
 
     def move(self, key: str, holder: WorkerRef, now: float) -> bool:
         """Give the lease to another holder, with a whole new term. False if it has ended."""

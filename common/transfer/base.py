@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from common.protocol.errors import StaleHandle
+from common.transfer.paths import KvPath
 
 
 class RemoteBlocks(NamedTuple):
@@ -24,6 +25,10 @@ class RemoteBlocks(NamedTuple):
 
 class Transport(Protocol):
     """Reads other workers' blocks. Safe to call from several threads."""
+
+    def path_of(self, source: RemoteBlocks) -> KvPath:
+        """Return which way `read` would take to `source`: what is measured is told apart by it. Does not block or fail."""
+        ...
 
     def read(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> int:
         """Copy `source` to `into[into_blocks]`; returns bytes. Blocks: call it in a thread.

@@ -27,6 +27,7 @@ from common.protocol.errors import StaleHandle, TransportUnavailable
 from common.runtime import logs
 from common.transfer.base import RemoteBlocks, check_generations
 from common.transfer.fence import memory_fence
+from common.transfer.paths import KvPath
 from common.transfer.segment import Segment
 from common.transfer.segment_cache import SegmentCache
 from common.transfer.shm import ShmTransport, mapped_segments
@@ -89,6 +90,10 @@ class LocalTransport:
         `read` is not used. pools: of each cache group, on one GPU."""
         index = next(iter(pools.values())).device.index
         self._device = _DeviceReader(pools, self._segments, driver or CudaDriver(index))
+
+    def path_of(self, source: RemoteBlocks) -> KvPath:
+        """See `Transport.path_of`."""
+        return "shm" if self._device is None else "cuda_ipc"
 
     def read(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> int:
         """See `Transport.read`."""

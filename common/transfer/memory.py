@@ -11,6 +11,7 @@ import numpy as np
 
 from common.protocol.errors import StaleHandle, TransportUnavailable
 from common.transfer.base import RemoteBlocks, check_generations, copy_blocks
+from common.transfer.paths import KvPath
 
 
 class Faults(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +62,10 @@ class MemoryTransport:
         self.reads = 0
         self._sleep = sleep
         self._lock = threading.Lock()
+
+    def path_of(self, source: RemoteBlocks) -> KvPath:
+        """See `Transport.path_of`."""
+        return "memory"
 
     def read(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> int:
         """See `Transport.read`."""

@@ -21,6 +21,7 @@ import numpy as np
 from common.protocol.errors import ConfigError, StaleHandle, TransportUnavailable
 from common.transfer.base import RemoteBlocks, check_generations, copy_blocks
 from common.transfer.fence import memory_fence
+from common.transfer.paths import KvPath
 from common.transfer.segment import Segment
 from common.transfer.segment_cache import SegmentCache
 from common.transfer.store_segment import StoreSegment
@@ -39,6 +40,10 @@ class ShmTransport:
         self.host = host_id(directory)
         self._segments = mapped_segments(directory)
         self._fence = memory_fence()
+
+    def path_of(self, source: RemoteBlocks) -> KvPath:
+        """See `Transport.path_of`."""
+        return "shm"
 
     def read(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> int:
         """See `Transport.read`."""
@@ -70,6 +75,10 @@ class StoreTransport:
         self._segments: SegmentCache[StoreSegment] = SegmentCache(
             lambda name, fingerprint: StoreSegment(directory, name, fingerprint=fingerprint, fence=fence)
         )
+
+    def path_of(self, source: RemoteBlocks) -> KvPath:
+        """See `Transport.path_of`."""
+        return "kvstore"
 
     def read(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> int:
         """See `Transport.read`."""

@@ -15,7 +15,6 @@ import contextvars
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import anyio
 import msgspec
@@ -51,13 +50,14 @@ from common.runtime.bus import Bus
 from common.runtime.leases import LeaseTable
 from common.transfer.fence import memory_fence
 from common.transfer.shm import host_id
-from common.worker import stepping
 from common.worker.constraints import Constraints
+from common.worker.kv_counts import KvCounts
 from common.worker.kv_events import KvEventPublisher
 from common.worker.metrics import EngineMetrics
 from common.worker.outflow import FRAME_ENTRIES, Outflow
 from common.worker.prefixes import Prefixes
 from common.worker.remote_kv import RemoteKv
+from common.worker.scheduler import Scheduler
 from common.worker.stepping import EngineThreads, StepLoop
 from common.worker.store_client import StoreClient
 from common.worker.traces import WorkerTraces
@@ -66,18 +66,6 @@ from common.worker.watchdog import StepWatch
 log = logs.get("engine")
 
 TOMBSTONES = 4096
-
-
-class Scheduler(stepping.Scheduler, Protocol):
-    @property
-    def num_running(self) -> int: ...
-    @property
-    def num_waiting(self) -> int: ...
-    @property
-    def credits(self) -> int: ...
-    def cancel(self, sequence: Sequence) -> None: ...
-    def begin_copy(self, sequence: Sequence) -> None: ...
-    def end_copy(self, sequence: Sequence, num_computed: int) -> None: ...
 
 
 class EngineWorker(Actor):
@@ -94,6 +82,7 @@ class EngineWorker(Actor):
         self.host = host_id(config.shm_dir)
         self.held: LeaseTable[Sequence] = LeaseTable(config.lease_s)
         self.outflow, self.speeds = Outflow(self._send_frames), Speeds()
+        self.kv = KvCounts(self.metrics, self.lease_ages)
         self.refusing = self.loaded = False
         self._alone: Sequence | None = None
         self.loaded_share = 0.0
@@ -112,8 +101,9 @@ class EngineWorker(Actor):
         self.cache = SequenceCache(self.pool, fingerprint=runner.fingerprint)
         self.kv_events = KvEventPublisher(self, self.pool, runner.fingerprint, backlog=self.config.kv_event_backlog)
         blocks = [group.segment.blocks for group in self.engine.groups]
-        self.store = StoreClient(self, blocks, runner.fingerprint, self.config.shm_dir, enabled=keeps)
-        self.traces = WorkerTraces(self.tracing, lambda: self.ref, self.clock)
+        shm_dir, transfers = self.config.shm_dir, self.kv.transfers
+        self.store = StoreClient(self, blocks, runner.fingerprint, shm_dir, enabled=keeps, transfers=transfers)
+        self.traces = WorkerTraces(self.tracing, lambda: self.ref, self.clock, self.kv)
         self.scheduler = self.make_scheduler()
         self.prefixes = Prefixes(self)
         self.constraints = Constraints(self, self.engine.files, vocab_size=runner.vocab_size)
@@ -206,7 +196,9 @@ class EngineWorker(Actor):
             case DescribeMemory():
                 self.remote.describe(reply)
             case Explain():
-                self.answer(reply, self.traces.explain(message.request, self.held.get(message.request)))
+                if (held := self.held.get(message.request)) is not None:
+                    self.note_so_far(held)
+                self.answer(reply, self.traces.explain(message.request, held))
             case KvSnapshotRequest():
                 self.kv_events.on_request(message, reply)
             case _:
@@ -269,6 +261,13 @@ class EngineWorker(Actor):
         sequence = self.held.release(request)
         if sequence is not None:
             self._let_go(sequence)
+
+    def note_so_far(self, sequence: Sequence) -> None:
+        """Somebody asks what happened to a held request: bring its timeline up to date, if the subclass counts elsewhere."""
+
+    def lease_ages(self) -> list[float]:
+        """Return the age in seconds of each lease that others hold on this worker's blocks."""
+        return []
 
     def _let_go(self, sequence: Sequence) -> None:
         self.outflow.drop(sequence)
@@ -389,6 +388,7 @@ class EngineWorker(Actor):
             steps=self.watch.num_steps,
             step_age_ms=round(self.watch.age_s(self.clock()) * 1000, 1),
             endpoints=self.remote.endpoints,
+            traffic=self.kv.traffic(),
         )
 
 

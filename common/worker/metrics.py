@@ -15,6 +15,7 @@ from common.cache.usage import fullest, used_share
 from common.engine.plan import StepPlan
 from common.protocol.messages import KvUsage
 from common.runtime.metrics import MODEL_LABEL, Metrics
+from common.worker.kv_blocks import KvBlocks
 
 STEP_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
@@ -54,9 +55,7 @@ class EngineMetrics:
         read("engine_sequences_running", "Sequences in the running batch", lambda: float(running()))
         read("engine_sequences_waiting", "Sequences taken but not running", lambda: float(waiting()))
         read("vllm:kv_cache_usage_perc", "Share of KV blocks owned or leased, 0 to 1", lambda: used_share(fullest(usage())))
-        blocks = metrics.gauge("kv_blocks", "KV blocks by state; they add up to the pool", [MODEL_LABEL, "state"])
-        for state in ("free", "owned", "leased", "cached"):
-            blocks.labels(model, state).set_function(lambda state=state: float(getattr(usage(), state)))
+        metrics.registry.register(KvBlocks(model, usage))
 
     def step(self, plan: StepPlan, elapsed_s: float) -> None:
         self.step_seconds.observe(elapsed_s)

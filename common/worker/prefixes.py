@@ -11,8 +11,12 @@ from common.cache.grouped_pool import HOLE, GroupedPool
 from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
 from common.protocol.errors import OutOfBlocks
+from common.protocol.explain_messages import RequestContext
+from common.protocol.handles import WorkerRef
+from common.protocol.trace_context import child_of
+from common.worker.kv_counts import KvCounts
 from common.worker.metrics import EngineMetrics
-from common.worker.store_client import StoreClient
+from common.worker.store_client import Search, StoreClient
 from common.worker.traces import WorkerTraces
 
 
@@ -29,6 +33,8 @@ class Worker(Protocol):
     cache: SequenceCache
     store: StoreClient
     counters: EngineMetrics
+    kv: KvCounts
+    ref: WorkerRef
     traces: WorkerTraces
     clock: Callable[[], float]
 
@@ -50,6 +56,8 @@ class Prefixes:
         worker = self._worker
         if sequence.needs_every_state:
             return
+        worker.kv.looked_up(len(sequence.tokens))
+        worker.kv.found("own", sequence.num_computed)
         if worker.store.available and len(sequence.tokens) - sequence.num_computed > worker.cache.block_tokens:
             worker.scheduler.begin_copy(sequence)
             worker.task_group.start_soon(self._fetch, sequence)
@@ -58,19 +66,36 @@ class Prefixes:
         worker = self._worker
         block_tokens = worker.cache.block_tokens
         have = sequence.num_computed // block_tokens
-        copied, began_at = 0, worker.clock()
+        copied, began_at, search = 0, worker.clock(), Search(self._context(sequence))
         try:
             hashes = worker.cache.hash(sequence, len(sequence.tokens) - 1)
-            copied = await self._copy_in(sequence, hashes, have)
+            copied = await self._copy_in(sequence, hashes, have, search)
         finally:
             num_computed = (have + copied) * block_tokens
             sequence.num_cached = min(num_computed, sequence.generation.prompt_tokens)
             worker.counters.prefix_hits.inc(copied * block_tokens)
+            from_disk = min(copied, search.num_from_disk) * block_tokens
+            worker.kv.found("kvstore_memory", copied * block_tokens - from_disk)
+            worker.kv.found("kvstore_disk", from_disk)
             worker.scheduler.end_copy(sequence, num_computed)
-            worker.traces.copied(sequence, "prefix", began_at, num_tokens=copied * block_tokens)
+            worker.traces.copied(
+                sequence,
+                "prefix",
+                began_at,
+                num_tokens=copied * block_tokens,
+                num_bytes=search.num_bytes,
+                error=search.error,
+                facts=(("disk_hit_tokens", from_disk),) if from_disk else (),
+                asked=search.stores,
+            )
             worker.wake()
 
-    async def _copy_in(self, sequence: Sequence, hashes: list[bytes], have: int) -> int:
+    def _context(self, sequence: Sequence) -> RequestContext:
+        """Return what a kvstore is told of the request: its spans are children of this worker's."""
+        generation = sequence.generation
+        return RequestContext(generation.request, generation.attempt, child_of(generation.trace, self._worker.ref.id))
+
+    async def _copy_in(self, sequence: Sequence, hashes: list[bytes], have: int, search: Search) -> int:
         """Fetch blocks of every group for the same prefix; return how many blocks it is longer than `have`.
 
         Groups that keep all of a sequence say how long it can be at most, then those that keep a part, until all agree. Of
@@ -80,9 +105,9 @@ class Prefixes:
         groups = list(enumerate(zip(worker.pool.groups, sequence.tables, strict=True)))
         for index, (group, table) in groups:
             if group.retention.keeps_all:
-                end = have + await worker.store.fetch(hashes[have:end], table[have:end], index)
+                end = have + await worker.store.fetch(hashes[have:end], table[have:end], index, search)
         parts = [(index, table) for index, (group, table) in groups if not group.retention.keeps_all]
-        end = await self._agreed_end(hashes, have, end, [index for index, _ in parts])
+        end = await self._agreed_end(hashes, have, end, [index for index, _ in parts], search)
         if end == have:
             return 0
         try:
@@ -91,11 +116,11 @@ class Prefixes:
             return 0
         for index, table in parts:
             begin = max(have, worker.cache.first_block(index, end * worker.cache.block_tokens))
-            if await worker.store.fetch(hashes[begin:end], table[begin:end], index) < end - begin:
+            if await worker.store.fetch(hashes[begin:end], table[begin:end], index, search) < end - begin:
                 return 0
         return end - have
 
-    async def _agreed_end(self, hashes: list[bytes], have: int, end: int, groups: list[int]) -> int:
+    async def _agreed_end(self, hashes: list[bytes], have: int, end: int, groups: list[int], search: Search) -> int:
         """Return the largest number of blocks, at most `end`, behind which each of `groups` has what it reads."""
         agreed = asked = 0
         size = self._worker.cache.block_tokens
@@ -103,7 +128,7 @@ class Prefixes:
             index = groups[asked % len(groups)]
             first_token = self._worker.pool.groups[index].retention.first_token
             firsts = [max(first_token(length * size) // size, have) - have for length in range(have + 1, end + 1)]
-            found = have + await self._worker.store.find(hashes[have:end], firsts, index)
+            found = have + await self._worker.store.find(hashes[have:end], firsts, index, search)
             agreed = agreed + 1 if found == end else 1
             end, asked = found, asked + 1
         return end
@@ -121,15 +146,19 @@ class Prefixes:
             # who has the same tokens again computes the last one anew, and that one may read a block that was let go just now
             for i in range(worker.cache.first_block(index, max(sequence.num_computed - 1, 0)), len(table)):
                 table[i] = pool.find(hashes[i]) if table[i] == HOLE else table[i]
+        if sequence.timeline is not None:
+            sequence.timeline.asked(worker.store.keepers(hashes))
         worker.pool.retain(tables)
-        worker.task_group.start_soon(self._offer, tables, hashes)
+        worker.task_group.start_soon(self._offer, tables, hashes, self._context(sequence))
 
-    async def _offer(self, tables: list[list[int]], hashes: list[bytes]) -> None:
+    async def _offer(self, tables: list[list[int]], hashes: list[bytes], context: RequestContext) -> None:
         """Give full blocks to the kvstore. They were retained, and are released here, whatever happens."""
         try:
             for index, table in enumerate(tables):
                 held = [(block_hash, block) for block_hash, block in zip(hashes, table, strict=True) if block != HOLE]
-                await self._worker.store.offer([block_hash for block_hash, _ in held], [block for _, block in held], index)
+                await self._worker.store.offer(
+                    [block_hash for block_hash, _ in held], [block for _, block in held], index, context
+                )
         finally:
             self._worker.pool.release(tables)
             self._worker.wake()

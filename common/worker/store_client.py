@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import anyio
@@ -22,11 +23,13 @@ import numpy as np
 from common.cache.spec import group_name
 from common.protocol.cache_messages import BlockCommit, BlockGrant, BlockLease, BlockLookup, BlockOffer
 from common.protocol.errors import PenstockError, ProtocolError, StaleHandle, from_wire
+from common.protocol.explain_messages import RequestContext
 from common.protocol.handles import WorkerRef, new_lease
 from common.protocol.messages import Message, Rejected, ReleaseLease, RenewLeases
 from common.runtime import logs
 from common.runtime.actor import Actor
 from common.transfer.base import RemoteBlocks, Transport
+from common.transfer.measured import MeasuredTransport, TransferCounts
 from common.transfer.shm import StoreTransport, host_id
 
 log = logs.get("store_client")
@@ -55,6 +58,18 @@ class _GroupBlocks(NamedTuple):
         return ((start, min(start + size, num_blocks)) for start in range(0, num_blocks, size))
 
 
+@dataclass(slots=True)
+class Search:
+    """What looking for one request's prefix came to, of all its lookups and copies: which stores were asked, the bytes that
+    were copied, the most blocks of a cache group that came from a disk, and the code of the last failure."""
+
+    context: RequestContext = field(default_factory=RequestContext)
+    stores: dict[WorkerRef, None] = field(default_factory=dict)
+    num_bytes: int = 0
+    num_from_disk: int = 0
+    error: str = ""
+
+
 class StoreClient:
     """Talks to the kvstores of this host on behalf of `actor`.
 
@@ -73,13 +88,15 @@ class StoreClient:
         *,
         transport: Transport | None = None,
         enabled: bool = True,
+        transfers: TransferCounts | None = None,
     ) -> None:
         self.actor = actor
         self._enabled = enabled
         self._pools = [_GroupBlocks(blocks, group_name(fingerprint, group)) for group, blocks in enumerate(pools)]
         self.host = host_id(shm_dir)
         self._stored = StoreTransport(shm_dir)
-        self._transport = transport or self._stored
+        self._transfers = transfers or TransferCounts(actor.metrics)
+        self._transport = MeasuredTransport(transport or self._stored, self._transfers)
         self._skip_until: dict[WorkerRef, float] = {}
         self._offers = 0
         self._fetched = actor.metrics.counter("store_fetched_blocks_total", "KV blocks copied from a kvstore")
@@ -91,63 +108,81 @@ class StoreClient:
         """Is there a kvstore on this host worth asking?"""
         return bool(self._stores())
 
-    async def find(self, hashes: Sequence[bytes], firsts: Sequence[int], group: int) -> int:
+    async def find(self, hashes: Sequence[bytes], firsts: Sequence[int], group: int, search: Search | None = None) -> int:
         """Return the length, in blocks, of the longest leading part of a hash chain of which a kvstore has all that the group
         reads: `hashes[firsts[i] : i + 1]` of the part that ends behind block i. 0 on any failure.
 
         Nothing is held: by the time of the `fetch` it may be gone.
         """
-        stores, found = self._stores()[:MAX_STORES] if hashes else [], list[BlockLease]()
+        stores, found, search = self._stores()[:MAX_STORES] if hashes else [], list[BlockLease](), search or Search()
         try:
             async with anyio.create_task_group() as tasks:
                 for store in stores:
-                    tasks.start_soon(self._look_up, self._pools[group], store, list(hashes), found, list(firsts))
+                    tasks.start_soon(self._look_up, self._pools[group], store, list(hashes), found, list(firsts), search)
+            search.num_from_disk = max([search.num_from_disk, *(lease.num_from_disk for lease in found)])
             return max((lease.first + len(lease.blocks) for lease in found), default=0)
         finally:
             self._release(found)
 
-    async def fetch(self, hashes: Sequence[bytes], into_blocks: Sequence[int], group: int = 0) -> int:
+    async def fetch(
+        self, hashes: Sequence[bytes], into_blocks: Sequence[int], group: int = 0, search: Search | None = None
+    ) -> int:
         """Copy the longest stored leading part of a hash chain to `into_blocks` of a group; returns its length in blocks.
 
         The content of the blocks beyond that length is undefined. 0 on any failure. A store that does not answer costs 0.2 s,
         once; copying goes on as long as it makes progress. What a store reads from its disk is waited for while each answer
-        brings more of it, and for `DISK_WAIT_S` in all.
+        brings more of it, and for `DISK_WAIT_S` in all. `search`: what is noted of it.
         """
         wanted = list(hashes[: len(into_blocks)])
-        stores = self._stores()[:MAX_STORES]
-        copied, waited_s = 0, 0.0
+        stores, search = self._stores()[:MAX_STORES], search or Search()
+        copied, waited_s, coming, from_disk = 0, 0.0, 0, 0
         while stores and wanted[copied:] and waited_s < DISK_WAIT_S:
             asked_at = self.actor.clock()
-            found = await self._leases(self._pools[group], stores, wanted[copied:])
+            found = await self._leases(self._pools[group], stores, wanted[copied:], search)
             waited_s += self.actor.clock() - asked_at
             try:
                 best = max(found, key=lambda lease: len(lease.blocks) + lease.coming, default=None)
                 if best is None:
                     break
                 self._release(found, keep=best)
-                more = await self._copy_in(self._pools[group], best, wanted[copied:], into_blocks[copied:])
+                more = await self._copy_in(self._pools[group], best, wanted[copied:], into_blocks[copied:], search)
                 copied += more
+                from_disk += min(more, max(best.num_from_disk, coming))
+                coming = best.coming
                 if not more or more < len(best.blocks) or not best.coming:
                     break
                 stores = [best.store]
             finally:
                 self._release(found)
+        search.num_from_disk = max(search.num_from_disk, from_disk)
+        search.num_bytes += copied * self._pools[group].blocks.shape[1]
         self._fetched.inc(copied)
         return copied
 
-    async def offer(self, hashes: Sequence[bytes], blocks: Sequence[int], group: int = 0) -> None:
+    async def offer(
+        self,
+        hashes: Sequence[bytes],
+        blocks: Sequence[int],
+        group: int = 0,
+        context: RequestContext = RequestContext(),  # noqa: B008 (it is frozen)
+    ) -> None:
         """Give the store what it lacks of a hash chain whose KV is in `blocks` of a group. Best effort."""
-        stores = self._stores()
-        if not hashes or len(hashes) != len(blocks) or not stores or self._offers >= MAX_OFFERS:
+        keepers = self.keepers(hashes)
+        if len(hashes) != len(blocks) or not keepers or self._offers >= MAX_OFFERS:
             return
-        store = max(stores, key=lambda known: _affinity(known, hashes[0]))
+        store = keepers[0]
         self._offers += 1
         try:
-            await self._offer_to(self._pools[group], store, list(hashes), blocks)
+            await self._offer_to(self._pools[group], store, list(hashes), blocks, context)
         except PenstockError as error:
             self._failed(store, error)
         finally:
             self._offers -= 1
+
+    def keepers(self, hashes: Sequence[bytes]) -> list[WorkerRef]:
+        """Return the store that a hash chain would be offered to now, if there is one."""
+        stores = self._stores() if hashes else []
+        return [max(stores, key=lambda known: _affinity(known, hashes[0]))] if stores else []
 
     def close(self) -> None:
         """Let go of the stores' segments."""
@@ -185,24 +220,38 @@ class StoreClient:
 
     # -- fetch
 
-    async def _leases(self, pool: _GroupBlocks, stores: list[WorkerRef], hashes: list[bytes]) -> list[BlockLease]:
+    async def _leases(
+        self, pool: _GroupBlocks, stores: list[WorkerRef], hashes: list[bytes], search: Search
+    ) -> list[BlockLease]:
         """Return what each of the stores has of a chain; the caller releases it."""
         found: list[BlockLease] = []
         try:
             async with anyio.create_task_group() as tasks:
                 for store in stores:
-                    tasks.start_soon(self._look_up, pool, store, hashes, found, [])
+                    tasks.start_soon(self._look_up, pool, store, hashes, found, [], search)
         except BaseException:
             self._release(found)
             raise
         return found
 
     async def _look_up(
-        self, pool: _GroupBlocks, store: WorkerRef, hashes: list[bytes], found: list[BlockLease], firsts: list[int]
+        self,
+        pool: _GroupBlocks,
+        store: WorkerRef,
+        hashes: list[bytes],
+        found: list[BlockLease],
+        firsts: list[int],
+        search: Search,
     ) -> None:
+        search.stores[store] = None
         try:
             lookup = BlockLookup(
-                holder=self.actor.ref, fingerprint=pool.fingerprint, hashes=hashes, lease=new_lease(), firsts=firsts
+                holder=self.actor.ref,
+                fingerprint=pool.fingerprint,
+                hashes=hashes,
+                lease=new_lease(),
+                firsts=firsts,
+                context=search.context,
             )
             answer = await self._ask(store, lookup)
             if not isinstance(answer, BlockLease):
@@ -220,9 +269,12 @@ class StoreClient:
                 raise ProtocolError("a lease that does not fit its lookup")
             found.append(answer)
         except PenstockError as error:
+            search.error = error.code
             self._failed(store, error)
 
-    async def _copy_in(self, pool: _GroupBlocks, lease: BlockLease, hashes: list[bytes], into_blocks: Sequence[int]) -> int:
+    async def _copy_in(
+        self, pool: _GroupBlocks, lease: BlockLease, hashes: list[bytes], into_blocks: Sequence[int], search: Search
+    ) -> int:
         copied = 0
         renewed_at = self.actor.clock()
         try:
@@ -234,9 +286,12 @@ class StoreClient:
                     damaged = hashes[start + good]
                     self.actor.send(lease.store, ReleaseLease(leases=[lease.lease], damaged=[damaged]))
                     self._failures.labels("checksum").inc()
+                    self._transfers.failed("kvstore", "read", "checksum")
+                    search.error = "checksum"
                     log.warning("kvstore_block_damaged", store=lease.store.id, hash=damaged.hex())
                     break
         except PenstockError as error:
+            search.error = error.code
             self._failed(lease.store, error)
         return copied
 
@@ -257,13 +312,21 @@ class StoreClient:
 
     # -- offer
 
-    async def _offer_to(self, pool: _GroupBlocks, store: WorkerRef, hashes: list[bytes], blocks: Sequence[int]) -> None:
+    async def _offer_to(
+        self,
+        pool: _GroupBlocks,
+        store: WorkerRef,
+        hashes: list[bytes],
+        blocks: Sequence[int],
+        context: RequestContext,
+    ) -> None:
         offer = BlockOffer(
             holder=self.actor.ref,
             fingerprint=pool.fingerprint,
             block_bytes=pool.blocks.shape[1],
             hashes=hashes,
             lease=new_lease(),
+            context=context,
         )
         grant = await self._ask(store, offer)
         if not isinstance(grant, BlockGrant):
@@ -300,7 +363,9 @@ class StoreClient:
     def _write_chunk(self, pool: _GroupBlocks, segment: str, source_blocks: list[int], target_blocks: list[int]) -> list[int]:
         """In a thread."""
         checksums = [zlib.crc32(pool.blocks[block]) for block in source_blocks]
-        self._stored.write(segment, pool.fingerprint, target_blocks, pool.blocks, source_blocks)
+        with self._transfers.measure("kvstore", "write") as copy:
+            self._stored.write(segment, pool.fingerprint, target_blocks, pool.blocks, source_blocks)
+            copy.num_bytes = len(target_blocks) * pool.blocks.shape[1]
         return checksums
 
     # -- both

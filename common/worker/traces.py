@@ -11,7 +11,7 @@ first token: later steps cost nothing. The ring holds the last MAX_RECORDS attem
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from common.engine.sequence import Sequence
 from common.engine.timeline import Event, Timeline, spans_of
@@ -19,16 +19,20 @@ from common.protocol.explain_messages import Explained, WorkerRecord
 from common.protocol.handles import WorkerRef
 from common.runtime.spans import Fact
 from common.runtime.tracing import Tracing
+from common.worker.kv_counts import PREEMPTED, KvCounts
 
 MAX_RECORDS = 2048
 """Attempts that are remembered after they have left this worker."""
 
 
 class WorkerTraces:
-    """`me` is asked for each span: a worker takes a new epoch when it is fenced."""
+    """`me` is asked for each span: a worker takes a new epoch when it is fenced. `kv`: told what steps computed again."""
 
-    def __init__(self, tracing: Tracing, me: Callable[[], WorkerRef], clock: Callable[[], float]) -> None:
+    def __init__(
+        self, tracing: Tracing, me: Callable[[], WorkerRef], clock: Callable[[], float], kv: KvCounts | None = None
+    ) -> None:
         self._tracing = tracing
+        self._kv = kv
         self._me = me
         self._clock = clock
         self._running: dict[Sequence, Timeline] = {}
@@ -37,7 +41,13 @@ class WorkerTraces:
 
     def admitted(self, sequence: Sequence) -> None:
         """A task has been accepted."""
-        line = Timeline(self._clock(), sequence.num_computed, sequence.num_outputs)
+        line = Timeline(
+            self._clock(),
+            sequence.num_computed,
+            sequence.num_outputs,
+            num_cached=sequence.num_cached,
+            known_tokens=len(sequence.tokens) - 1 if sequence.num_outputs else 0,  # who generated them had the KV before them
+        )
         self._running[sequence] = sequence.timeline = line
 
     def step_ended(self, elapsed_s: float) -> None:
@@ -52,7 +62,12 @@ class WorkerTraces:
         for sequence, line in list(self._running.items()):
             if sequence.num_computed == line.num_computed and sequence.finish is None:
                 continue  # it was not in the step
-            line.stepped(self._step_began_at, now, sequence.num_computed, sequence.num_outputs)
+            recomputed, caught_up = line.num_recomputed, line.num_caught_up
+            line.stepped(self._step_began_at, now, sequence.num_computed, sequence.num_outputs, sequence.num_cached)
+            if self._kv is not None and line.num_recomputed > recomputed:
+                self._kv.recomputed(line.num_recomputed - recomputed, line.reason)
+            if self._kv is not None and line.num_caught_up > caught_up and not line.was_handed_off:
+                self._kv.found("own", line.num_caught_up - caught_up)
             if sequence.finish is not None:
                 line.finished_at = now
                 del self._running[sequence]
@@ -74,11 +89,25 @@ class WorkerTraces:
         num_bytes: int = 0,
         peer: str = "",
         error: str = "",
+        facts: tuple[tuple[str, int], ...] = (),
+        asked: Iterable[WorkerRef] = (),
     ) -> None:
-        """A copy of KV for it has ended: `pull` from a prefill worker, or a `prefix` from a store."""
+        """A copy of KV for it has ended: `pull` from a prefill worker, or a `prefix` from a store. `asked`: which stores."""
         if sequence.timeline is not None:
-            event = Event(name, began_at, self._clock(), num_tokens=num_tokens, peer=peer, error=error, num_bytes=num_bytes)
-            sequence.timeline.copied(event, sequence.num_computed)
+            event = Event(name, began_at, self._clock(), num_tokens, peer, error, num_bytes, facts)
+            sequence.timeline.copied(event, sequence.num_computed, sequence.num_cached)
+            sequence.timeline.asked(asked)
+
+    def resumed(self, sequence: Sequence) -> None:
+        """It was preempted and goes on now: what its cache did not find is computed again."""
+        line = sequence.timeline
+        if line is None:
+            return
+        computed = len(sequence.tokens) - 1 if line.first_token_at else line.num_computed
+        num_lost = max(0, computed - sequence.num_computed)
+        line.preempted(self._clock(), sequence.num_computed, num_lost)
+        if self._kv is not None and num_lost:
+            self._kv.recomputed(num_lost, PREEMPTED)
 
     def handed_off(self, sequence: Sequence, began_at: float, peer: str, error: str = "") -> None:
         """A decode worker has taken it, or has not: then there is an error."""
@@ -132,4 +161,6 @@ def _record(sequence: Sequence, line: Timeline, left_at: float) -> WorkerRecord:
         output_tokens=sequence.num_outputs,
         error=line.error,
         events=line.events,
+        recomputed_tokens=line.num_recomputed,
+        peers=line.peers,
     )

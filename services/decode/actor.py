@@ -25,13 +25,16 @@ from common.engine.sequence_cache import SequenceCache
 from common.protocol.capacity import Capacity
 from common.protocol.draft_messages import Drafting, DraftResync, DraftUpdate, Proposals
 from common.protocol.errors import PenstockError, ProtocolError, StaleHandle, TransportUnavailable
+from common.protocol.explain_messages import RequestContext
 from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef
 from common.protocol.messages import DecodeTask, KvReady, Message, Presence, ReadTask, ReleaseLease, RenewLeases
+from common.protocol.trace_context import child_of
 from common.runtime import logs
 from common.runtime.actor import WorkerState
 from common.runtime.bus import Bus
 from common.text.vocabulary import vocabulary_digest
 from common.transfer.base import RemoteBlocks, Transport
+from common.transfer.measured import MeasuredTransport
 from common.worker.actor import EngineWorker, OpenEngine
 from services.decode.config import DecodeConfig
 from services.decode.device_lookup import DeviceLookup
@@ -69,7 +72,7 @@ class DecodeActor(EngineWorker):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(bus=bus, config=config, open_engine=open_engine, clock=clock)
-        self.transport = transport
+        self.transport = MeasuredTransport(transport, self.kv.transfers)
         self.pulling: dict[str, WorkerRef] = {}
         self.vocabulary = ""
 
@@ -103,6 +106,7 @@ class DecodeActor(EngineWorker):
             begin_step=self.proposers.begin_step,
             wanted=self.proposers.wanted,
             finishing=lambda sequence: self.prefixes.offer_soon(sequence),
+            resumed=self.traces.resumed,
             foresee=self.proposers.foresee,
             look_up=self.proposers.look_up,
         )
@@ -172,15 +176,24 @@ class DecodeActor(EngineWorker):
         try:
             num_bytes = await self.copy_blocks(sequence, handle)
             num_computed = handle.num_tokens
+            self.kv.received(max(num_computed - here, 0), num_bytes, min(here, num_computed))
         except PenstockError as error:
             code = error.code
             self.remote.failed(error)
+            self.kv.not_received(code)
             log.warning("pull_failed", request=sequence.request, owner=handle.owner.id, code=error.code, reason=str(error))
         finally:
             self.pulling.pop(handle.lease, None)
             self.scheduler.end_copy(sequence, num_computed)
-            copied = {"num_tokens": max(num_computed - here, 0), "num_bytes": num_bytes}
-            self.traces.copied(sequence, "pull", began_at, **copied, peer=handle.owner.id, error=code)
+            self.traces.copied(
+                sequence,
+                "pull",
+                began_at,
+                num_tokens=max(num_computed - here, 0),
+                num_bytes=num_bytes,
+                peer=handle.owner.id,
+                error=code,
+            )
             self.send(handle.owner, ReleaseLease(leases=[handle.lease]))
             self.wake()
 
@@ -286,9 +299,18 @@ class DecodeActor(EngineWorker):
 
     def speculate(self, sequence: Sequence) -> None:
         if self.config.speculation_tokens:
-            self.proposers.open(sequence)
+            generation = sequence.generation
+            trace = child_of(generation.trace, self.ref.id)
+            self.proposers.open(sequence, RequestContext(generation.request, generation.attempt, trace))
+
+    def note_so_far(self, sequence: Sequence) -> None:
+        facts, draft_workers = self.proposers.facts_of(sequence.request)
+        if sequence.timeline is not None and (facts or draft_workers):
+            sequence.timeline.speculated(self.clock(), facts)
+            sequence.timeline.asked(draft_workers)
 
     def dropped(self, sequence: Sequence) -> None:
+        self.note_so_far(sequence)
         self.proposers.close(sequence)
         self.speculation.forget(sequence.request)
 

@@ -14,6 +14,8 @@ from common.engine.outcomes import Outcome
 from common.engine.plan import UNKNOWN
 from common.engine.sequence import Sequence
 from common.protocol.draft_messages import DraftSampling
+from common.protocol.explain_messages import RequestContext
+from common.protocol.handles import WorkerRef
 from services.decode.device_lookup import DeviceLookup
 from services.decode.drafter import Drafter, Foreseen, Guess
 from services.decode.head_drafts import HeadDrafts
@@ -28,13 +30,14 @@ class _Row:
     """verifying: who proposed what the step in flight verifies. foreseen: by outcome, what the step behind it may.
 
     offer: the best of a drafter here, for the step that is being planned, and `drafter`, its name; a list is the chances of
-    what the engine's step would look up.
+    what the engine's step would look up. verified: tokens verified, and accepted, by drafter.
     """
 
     verifying: str = ""
     foreseen: list[tuple[str, Outcome]] = field(default_factory=list)
     drafter: str = ""
     offer: Guess | Foreseen | list[float] | None = None
+    verified: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class Proposers:
@@ -75,10 +78,19 @@ class Proposers:
         """Sequences that are speculated for."""
         return max(len(self._rows), 0 if self.head is None else self.head.num_sequences)
 
-    def open(self, sequence: Sequence) -> None:
-        """Begin to speculate for a sequence."""
+    def facts_of(self, request: str) -> tuple[tuple[tuple[str, int], ...], Sized[WorkerRef]]:
+        """Return what speculation came to for a sequence so far, as numbers by name, and the draft workers that were asked."""
+        row, exchange = self._rows.get(request), self.drafts.exchange_of(request)
+        facts = exchange.facts() if exchange is not None else []
+        for drafter, (proposed, accepted) in row.verified.items() if row is not None else ():
+            name = drafter.replace(" ", "_")
+            facts += [(f"{name}_verified_tokens", proposed), (f"{name}_accepted_tokens", accepted)]
+        return tuple(facts), exchange.workers if exchange is not None else ()
+
+    def open(self, sequence: Sequence, context: RequestContext | None = None) -> None:
+        """Begin to speculate for a sequence. context: see `DraftBook.open`."""
         self._rows[sequence.request] = _Row()
-        self.drafts.open(sequence.request, sequence.tokens, draft_sampling(sequence))
+        self.drafts.open(sequence.request, sequence.tokens, draft_sampling(sequence), context)
         for drafter in self.drafters:
             drafter.open(sequence)
         if self.on_device is not None:
@@ -195,6 +207,10 @@ class Proposers:
             self.on_device.record(done.sequence, done.start, done.looked_up)
         if done.forced:
             return
+        if done.proposed and row is not None:
+            drafter = source or DRAFT_WORKER
+            proposed, accepted = row.verified.get(drafter, (0, 0))
+            row.verified[drafter] = (proposed + done.proposed, accepted + done.accepted)
         if source in ("", DRAFT_WORKER):
             self.drafts.record(request, done.proposed, done.accepted)
         else:

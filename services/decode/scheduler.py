@@ -25,21 +25,7 @@ from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
 from common.engine.shares import TurnTaking
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
-
-Propose = Callable[[Sequence, int], list[int]]
-"""`propose(sequence, limit)`: at most `limit` token ids that may follow; [] for none. `begin_step(decoding)` comes before."""
-Foresee = Callable[[Sequence, int], list[Outcome]]
-"""`foresee(sequence, limit)`: at most `limit` token ids that may follow each likely outcome of the step in flight that verifies
-`sequence.verifying`; [] for none."""
-LookUp = Callable[[Sequence, int], int]
-"""`look_up(sequence, limit)`: how many tokens, at most `limit`, the device may look up and verify in the sequence's row; 0: it
-only searches its text, -1: it does not."""
-Wanted = Callable[[Sequence], tuple[int, float]]
-"""`wanted(sequence)`: how many tokens the engine's head drafts behind the sequence's row of this step, and the chance below
-which it stops (`StepRow.least_chance`); -1 tokens where it need not even note hidden states."""
-
-PromptLimit = Callable[[int, int], int]
-"""`prompt_limit(rows, budget)`: how many tokens of prompts a step computes beside so many decoding rows, `budget` at most."""
+from services.decode.hooks import Foresee, LookUp, PromptLimit, Propose, Wanted
 
 
 @dataclass(slots=True)
@@ -87,6 +73,7 @@ class DecodeScheduler:
         wanted: Wanted = lambda sequence: (-1, 0.0),
         finishing: Callable[[Sequence], None] = lambda sequence: None,
         prompt_limit: PromptLimit = lambda rows, budget: budget,
+        resumed: Callable[[Sequence], None] = lambda sequence: None,
         watermark: int = 1,
     ) -> None:
         self.cache = cache
@@ -98,7 +85,7 @@ class DecodeScheduler:
         self.look_up = look_up
         self.begin_step = begin_step
         self.wanted = wanted
-        self.finishing, self.prompt_limit = finishing, prompt_limit
+        self.finishing, self.resumed, self.prompt_limit = finishing, resumed, prompt_limit
         self.watermark = watermark
         self.num_preemptions = 0
         self._running: dict[Sequence, None] = {}
@@ -398,3 +385,4 @@ class DecodeScheduler:
                 return
             del self._preempted[0]
             self._running[sequence] = None
+            self.resumed(sequence)

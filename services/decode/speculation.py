@@ -16,9 +16,11 @@ from types import MappingProxyType
 
 from common.engine.outcomes import Outcome, accept, width_of
 from common.protocol.draft_messages import DraftBranch, DraftClose, DraftResync, DraftRow, DraftSampling, DraftUpdate, Proposals
+from common.protocol.explain_messages import RequestContext
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
 from services.decode.draft_trial import DraftTrial
+from services.decode.exchange import Exchange
 from services.decode.speculation_policy import Pace, SpeculationPolicy
 
 MAX_PROPOSAL = 64
@@ -99,6 +101,7 @@ class _Mirror:
     whole_at: int = 0
     resync_tokens: int = RESYNC_TOKENS
     known: int = 0
+    exchange: Exchange = field(default_factory=Exchange)
 
 
 class DraftBook:
@@ -139,15 +142,27 @@ class DraftBook:
         mirror = self._mirrors.get(sequence)
         return mirror.worker if mirror else None
 
+    def exchange_of(self, sequence: str) -> Exchange | None:
+        """Return what passed between the sequence and draft workers so far; None: there is no speculation for it."""
+        mirror = self._mirrors.get(sequence)
+        return None if mirror is None else mirror.exchange
+
     def pace_of(self, sequence: str) -> Pace:
         """:raises KeyError: if there is no speculation for it."""
         return self._mirrors[sequence].pace
 
-    def open(self, sequence: str, tokens: Sequence[int], sampling: DraftSampling | None = None) -> None:
+    def open(
+        self,
+        sequence: str,
+        tokens: Sequence[int],
+        sampling: DraftSampling | None = None,
+        context: RequestContext | None = None,
+    ) -> None:
         """Begin to speculate for `sequence`; `tokens` is kept and read, and grows outside. sampling: how its tokens are drawn;
-        None: greedily."""
+        None: greedily. context: what draft workers are told of its request."""
         self.close(sequence)
         mirror = _Mirror(tokens=tokens, pace=self.policy.pace(), sampling=sampling or DraftSampling(), known=len(tokens))
+        mirror.exchange.context = context or RequestContext()
         self._mirrors[sequence] = mirror
         self._assign(mirror)
 
@@ -267,8 +282,11 @@ class DraftBook:
             if mirror is None or mirror.worker != message.draft or not mirror.base <= row.base <= mirror.sent:
                 continue
             proposal = self._known(row.tokens)
+            is_late = bool(proposal) and len(mirror.tokens) - row.base >= len(proposal)
             self.counters.num_received += bool(proposal)
-            self.counters.num_late += bool(proposal) and len(mirror.tokens) - row.base >= len(proposal)
+            self.counters.num_late += is_late
+            mirror.exchange.num_received += bool(proposal)
+            mirror.exchange.num_late += is_late
             held = mirror.base, mirror.proposal
             mirror.base, mirror.proposal = row.base, proposal
             if row.sequence in message.tables:
@@ -325,6 +343,7 @@ class DraftBook:
         self._closing = {}
         rows: dict[WorkerRef, list[DraftRow]] = {}
         sampling: dict[WorkerRef, dict[str, DraftSampling]] = {}
+        contexts: dict[WorkerRef, dict[str, RequestContext]] = {}
         room: dict[WorkerRef, int] = {}
         for sequence, mirror in self._mirrors.items() if self.trial.asking else ():
             worker, sent = mirror.worker, mirror.sent
@@ -337,11 +356,19 @@ class DraftBook:
             if not sent:
                 mirror.whole_at = len(mirror.tokens)
                 sampling.setdefault(worker, {})[sequence] = mirror.sampling
+                contexts.setdefault(worker, {})[sequence] = mirror.exchange.context
+                mirror.exchange.opened(worker)
+            mirror.exchange.num_updates += 1
             mirror.sent = sent + len(fresh)
             room[worker] = left - len(fresh)
             rows.setdefault(worker, []).append(DraftRow(sequence=sequence, base=sent, tokens=fresh))
         result += [
-            (worker, DraftUpdate(decode=decode, rows=fresh_rows, sampling=sampling.get(worker, {})))
+            (
+                worker,
+                DraftUpdate(
+                    decode=decode, rows=fresh_rows, sampling=sampling.get(worker, {}), contexts=contexts.get(worker, {})
+                ),
+            )
             for worker, fresh_rows in rows.items()
         ]
         return result

@@ -24,12 +24,15 @@ import anyio.lowlevel
 
 from common.protocol.draft_messages import DraftClose, Drafting, DraftResync, DraftRow, DraftSampling, DraftUpdate, Proposals
 from common.protocol.errors import ProtocolError
+from common.protocol.explain_messages import Explain
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Message, Presence
 from common.runtime import logs
 from common.runtime.actor import Actor, WorkerState
 from common.runtime.bus import Bus
+from common.runtime.request_records import RequestRecords
 from services.draft.config import DraftConfig
+from services.draft.drafting_notes import DraftingNotes
 from services.draft.ngram import NgramProposer
 from services.draft.proposer import MirrorKey, Proposer
 
@@ -86,6 +89,7 @@ class DraftActor(Actor):
         self._wake = anyio.Event()
         self._heard_at: dict[WorkerRef, float] = {}
         self._updated_at: dict[MirrorKey, float] = {}  # least recently updated first
+        self.notes = DraftingNotes(RequestRecords(lambda: self.tracing, lambda: self.ref, clock))
         self._num_proposals = self.metrics.counter("draft_proposals_total", "Sequences a guess was sent for")
         self._num_tokens = self.metrics.counter("draft_proposed_tokens_total", "Tokens of these guesses")
         self._num_resyncs = self.metrics.counter("draft_resyncs_total", "Mirrors that had a gap and were asked for again")
@@ -103,6 +107,8 @@ class DraftActor(Actor):
                     self._num_dropped.inc()
                 self._queue.append(message)
                 self._wake.set()
+            case Explain():
+                self.answer(reply, self.notes.explain(message.request, self.clock()))
             case _:
                 log.warning("unexpected_message", message=type(message).__name__)
 
@@ -138,6 +144,7 @@ class DraftActor(Actor):
                     fresh.get(message.decode, {}).pop(sequence, None)
                 continue
             for row in message.rows:
+                self.notes.updated((message.decode, row.sequence), message.contexts.get(row.sequence), self.clock())
                 joined = self._update(message.decode, row, message.sampling.get(row.sequence))
                 (fresh if joined else gaps).setdefault(message.decode, {})[row.sequence] = None
                 (gaps if joined else fresh).get(message.decode, {}).pop(row.sequence, None)
@@ -146,6 +153,8 @@ class DraftActor(Actor):
         for decode, sequences in gaps.items():
             if sequences:
                 self._num_resyncs.inc(len(sequences))
+                for sequence in sequences:
+                    self.notes.resynced((decode, sequence))
                 self.send(decode, DraftResync(draft=self.ref, sequences=list(sequences)))
 
     def _update(self, decode: WorkerRef, row: DraftRow, sampling: DraftSampling | None) -> bool:
@@ -169,6 +178,8 @@ class DraftActor(Actor):
         if rows:
             self._num_proposals.inc(len(rows))
             self._num_tokens.inc(sum(len(row.tokens) for row in rows))
+            for row in rows:
+                self.notes.proposed((decode, row.sequence), len(row.tokens))
             self.send(decode, Proposals(draft=self.ref, rows=rows, tables=tables))
 
     def presence(self, state: WorkerState) -> Presence:
@@ -211,10 +222,12 @@ class DraftActor(Actor):
         self._queue.clear()
         self._heard_at.clear()
         self._updated_at.clear()
+        self.notes.all_closed(self.clock())
         self.proposer.clear()
 
     def _close(self, key: MirrorKey) -> None:
         self._updated_at.pop(key, None)
+        self.notes.closed(key, self.clock())
         self.proposer.close(key)
 
     def _forget(self, decode: WorkerRef) -> None:

@@ -26,6 +26,7 @@ from common.runtime import logs
 from common.runtime.actor import WorkerState
 from common.runtime.bus import Bus
 from common.transfer.fence import memory_fence
+from common.worker.kv_blocks import KvBlocks
 from common.worker.stepping import EngineThreads
 from common.worker.watchdog import StepWatch
 from services.draft.actor import DraftActor
@@ -78,6 +79,7 @@ class ModelDraftActor(DraftActor):
             log.error("draft_model_unusable", model=self.config.draft_model, reason=reason, consequence="nothing is drafted")
             self._give_back()
             return
+        self.metrics.registry.register(KvBlocks(self.config.served_name, pool.usage))
         limits = self.config.limits(on_gpu=engine.on_gpu)
         self.proposer = self.drafter = Drafter(
             pool,

@@ -1,6 +1,7 @@
 """Answers `penstock explain`, over HTTP (`GET /v1/explain/{id}`) and over NATS (`penstock.v1.explain`, also a tenant's own).
 
-    question ─► whose? ─► the ring, or what runs ─► Explain to each worker that took part ─► one timeline, as JSON
+    question ─► whose? ─► the ring, or what runs ─► Explain to each worker that took part
+        ─► Explain to each kvstore and draft worker that those had asked ─► one timeline, as JSON
 
 Over NATS every gateway hears the question. Whichever holds the request answers; the others say `not_found`. A tenant is told of
 its own requests; anybody else's do not exist for it.
@@ -47,6 +48,8 @@ PACE_S = 0.05
 """Each waits so long, so that a flood of them takes little of the event loop: looking for a request among ten thousand takes a
 millisecond."""
 MAX_NAME = 256
+MAX_PEERS = 16
+"""Kvstores and draft workers that are asked about a request."""
 
 
 class Host(Protocol):
@@ -113,7 +116,7 @@ class Explainer:
         told: list[Told] = []
         silent: dict[str, str] = {}
 
-        async def ask(worker: WorkerRef) -> None:
+        async def ask(worker: WorkerRef, *, is_peer: bool) -> None:
             asked_at = self._host.clock()
             try:
                 answer = await self._host.ask(worker, Explain(request=record.id), ASK_TIMEOUT_S)
@@ -124,16 +127,22 @@ class Explainer:
             else:
                 if isinstance(answer, Explained) and answer.records:
                     told.append(Told(answer, _offset_s(answer.now, asked_at, self._host.clock())))
-                else:
+                elif not is_peer:  # of a kvstore or a draft worker: there was nothing to do for it
                     silent[worker.id] = (
                         "it knows nothing of the request: it never took it, has started anew, or has forgotten it"
                     )
 
+        async def ask_all(some: list[WorkerRef], *, is_peer: bool) -> None:
+            async with anyio.create_task_group() as group:
+                for worker in some:
+                    if worker not in gone:
+                        group.start_soon(functools.partial(ask, worker, is_peer=is_peer))
+
         workers = _latest_lives(workers_of(record))
-        async with anyio.create_task_group() as group:
-            for worker in workers:
-                if worker not in gone:
-                    group.start_soon(ask, worker)
+        await ask_all(workers, is_peer=False)
+        peers = _latest_lives([peer for answer, _ in told for one in answer.records for peer in one.peers])[:MAX_PEERS]
+        await ask_all(peers, is_peer=True)
+        workers += peers
         silent |= {worker.id: gone[worker] for worker in workers if worker in gone}
         now, wall_s = self._host.clock(), time.time()
         return explanation(record, told, gateway=self._host.ref.id, silent=silent, now=now, wall_s=wall_s)

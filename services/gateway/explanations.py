@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from common.protocol.explain_messages import Candidate, Explained, ExplainedEvent, Explanation, WorkerRecord
+from common.protocol.explain_messages import Candidate, Explained, ExplainedEvent, Explanation, WorkerEvent, WorkerRecord
 from common.protocol.handles import WorkerRef
 from services.gateway.actions import State
 from services.gateway.history import STALL_NOTED_S, History, Route, Step
@@ -277,19 +277,31 @@ def _worker_events(record: WorkerRecord, worker: WorkerRef, began: float) -> Ite
             facts=facts,
         )
 
-    yield event(record.admitted_at, "admitted", local_hit_tokens=record.local_tokens)
-    recomputed = sum(each.num_tokens for each in record.events if each.name == "chunk")
+    if worker.role in ("kvstore", "draft"):
+        for each in record.events:
+            yield event(each.began_at, each.name, each.ended_at, **_peer_facts(each))
+        return
+    was_pulled = any(each.name == "pull" for each in record.events)
+    again = {"recomputed_tokens": record.recomputed_tokens} if record.recomputed_tokens and not was_pulled else {}
+    yield event(record.admitted_at, "admitted", local_hit_tokens=record.local_tokens, **again)
     for each in record.events:
         facts: dict[str, str | int | float] = {}
         if each.error:
             facts["error"] = each.error
         if each.name == "pull":
             facts |= {"from": each.peer, "received_tokens": each.num_tokens, "received_bytes": each.num_bytes}
-            yield event(each.began_at, "KV received", each.ended_at, **facts, recomputed_tokens=recomputed)
+            yield event(each.began_at, "KV received", each.ended_at, **facts, recomputed_tokens=record.recomputed_tokens)
         elif each.name == "prefix":
-            yield event(each.began_at, "kvstore", each.ended_at, **facts, kvstore_hit_tokens=each.num_tokens)
+            facts |= {"kvstore_hit_tokens": each.num_tokens, **dict(each.facts)}
+            if each.num_bytes:
+                facts["received_bytes"] = each.num_bytes
+            yield event(each.began_at, "kvstore", each.ended_at, **facts)
         elif each.name == "hand-off":
             yield event(each.began_at, "hand-off", each.ended_at, **facts, to=each.peer)
+        elif each.name == "preempted":
+            yield event(each.began_at, "preempted", **dict(each.facts))
+        elif each.name == "speculation":
+            yield event(each.began_at, "speculation", each.ended_at, **dict(each.facts))
         else:
             yield event(
                 each.began_at, "prefill chunk" if each.name == "chunk" else each.name, each.ended_at, tokens=each.num_tokens
@@ -302,6 +314,15 @@ def _worker_events(record: WorkerRecord, worker: WorkerRef, began: float) -> Ite
         yield event(record.left_at or record.finished_at, "gave up", error=record.error)
     elif record.left_at and not record.finished_at:
         yield event(record.left_at, "let go")
+
+
+def _peer_facts(event: WorkerEvent) -> dict[str, str | int | float]:
+    """What a kvstore or a draft worker tells of something that it did."""
+    facts: dict[str, str | int | float] = {"for": event.peer} if event.peer else {}
+    facts |= dict(event.facts)
+    if event.num_bytes:
+        facts["copied_bytes"] = event.num_bytes
+    return {**facts, "error": event.error} if event.error else facts
 
 
 def _ms(seconds: float) -> float:

@@ -23,28 +23,37 @@ import msgspec
 
 from common.protocol.cache_messages import BlockCommit, BlockGrant, BlockLease, BlockLookup, BlockOffer, KvTier
 from common.protocol.errors import InvalidParameter, PenstockError, ShuttingDown
+from common.protocol.explain_messages import Explain, RequestContext, WorkerEvent
 from common.protocol.handles import new_lease
+from common.protocol.kv_messages import KvTraffic
 from common.protocol.messages import KvUsage, Message, Presence, Rejected, ReleaseLease, RenewLeases
 from common.runtime import logs
 from common.runtime.actor import Actor, WorkerState
 from common.runtime.bus import Bus
+from common.runtime.lease_metrics import LeaseMetrics
 from common.runtime.leases import LeaseTable
+from common.runtime.request_records import RequestRecords
+from common.transfer.measured import TransferCounts
 from common.transfer.segment_file import check_room, sweep
 from common.transfer.shm import host_id
 from services.kvstore.arena import Arena
 from services.kvstore.arenas import Arenas
 from services.kvstore.config import KvstoreConfig
+from services.kvstore.disk_counts import DiskCounts
 from services.kvstore.disk_tier import DiskTier
+from services.kvstore.write_back import NOBODY
 
 log = logs.get("kvstore")
 
 
 class Hold(msgspec.Struct):
-    """What one lease covers: slots somebody reads, or (`writing`) was granted and has not committed."""
+    """What one lease covers: slots somebody reads, or (`writing`) was granted and has not committed, for which request."""
 
     arena: Arena
     slots: list[int]
     writing: bool
+    context: RequestContext = NOBODY
+    granted_at: float = 0.0
 
 
 class KvstoreActor(Actor):
@@ -73,13 +82,21 @@ class KvstoreActor(Actor):
             clock=clock,
             on_evicted=self._count_evicted,
         )
-        self.disk = DiskTier(config, self.arenas, self.metrics, clock)
+        self.transfers = TransferCounts(self.metrics)
+        self.records = RequestRecords(lambda: self.tracing, lambda: self.ref, clock)
+        self.disk = DiskTier(config, self.arenas, self.metrics, DiskCounts(self.metrics, self.transfers, self.records), clock)
         self._memory_hits = self._memory_evicted = self._memory_damaged = 0
         self.metrics.gauge("kvstore_blocks", "Readable blocks", read=lambda: float(self.arenas.num_readable))
         self.metrics.gauge("kvstore_bytes", "Bytes of readable blocks", read=lambda: float(self.stored_bytes))
         self.metrics.gauge("kvstore_memory_bytes", "Bytes of shared memory taken", read=lambda: float(self.arenas.memory_bytes))
         self.metrics.gauge("kvstore_arenas", "Models and layouts that have blocks here", read=lambda: float(len(self.arenas)))
         self.metrics.gauge("kvstore_leases", "Leases held by readers and writers", read=lambda: float(len(self.leases)))
+        states = self.metrics.gauge("kvstore_state_blocks", "Blocks of memory by state; they add up to its capacity", ["state"])
+        for state in ("free", "owned", "leased", "cached"):
+            states.labels(state).set_function(lambda state=state: float(getattr(self.usage(), state)))
+        self.metrics.registry.register(
+            LeaseMetrics({"read": lambda: self.lease_ages(writing=False), "write": lambda: self.lease_ages(writing=True)})
+        )
 
     # -- life
 
@@ -116,6 +133,7 @@ class KvstoreActor(Actor):
             kv=usage,
             http_port=self.http_port,
             tiers=self.tiers(),
+            traffic=self.traffic(),
         )
 
     def tick(self, now: float) -> None:
@@ -144,6 +162,15 @@ class KvstoreActor(Actor):
     def usage(self) -> KvUsage:
         return self.arenas.usage()
 
+    def lease_ages(self, *, writing: bool) -> list[float]:
+        """Return the age in seconds of each lease of readers, or of writers."""
+        return [age_s for hold, age_s in self.leases.ages(self.clock()) if hold.writing == writing]
+
+    def traffic(self) -> KvTraffic:
+        """Return what a heartbeat says of the disk's traffic, and of leases."""
+        oldest_s = max((age_s for _, age_s in self.leases.ages(self.clock())), default=0.0)
+        return KvTraffic(paths=self.transfers.totals(), leases=len(self.leases), oldest_lease_s=round(oldest_s, 1))
+
     def tiers(self) -> list[KvTier]:
         """Memory, and the disk where there is to be one."""
         memory = KvTier(
@@ -169,6 +196,8 @@ class KvstoreActor(Actor):
                 self._commit(message)
             case ReleaseLease():
                 self._release(message)
+            case Explain():
+                self.answer(reply, self.records.explain(message.request))
             case RenewLeases():
                 self.leases.renew(message.holder, message.leases, self.clock())
             case _:
@@ -194,13 +223,14 @@ class KvstoreActor(Actor):
         _check(lookup)
         self._num_lookups.inc()
         self._num_looked_up.inc(len(lookup.hashes))
+        now = self.clock()
         missing = self.disk.missing(lookup, self.arenas.get(lookup.fingerprint))
         if missing:
-            self.task_group.start_soon(self._look_up_on_disk, lookup, missing, reply)
+            self.task_group.start_soon(self._look_up_on_disk, lookup, missing, reply, now)
         else:
-            self.answer(reply, self._leased(lookup, num_from_disk=0))
+            self.answer(reply, self._leased(lookup, num_from_disk=0, began_at=now))
 
-    async def _look_up_on_disk(self, lookup: BlockLookup, missing: range, reply: str) -> None:
+    async def _look_up_on_disk(self, lookup: BlockLookup, missing: range, reply: str, began_at: float) -> None:
         arena = self.arenas.get(lookup.fingerprint)
         absent = [
             block for block in lookup.hashes[missing.start : missing.stop] if arena is None or arena.index.find(block) is None
@@ -208,12 +238,23 @@ class KvstoreActor(Actor):
         await self.disk.bring(lookup, missing)
         arena = self.arenas.get(lookup.fingerprint)
         num_from_disk = sum(arena is not None and arena.index.find(block) is not None for block in absent)
-        self._try(reply, lambda: self.answer(reply, self._leased(lookup, num_from_disk)))
+        self._try(reply, lambda: self.answer(reply, self._leased(lookup, num_from_disk, began_at)))
 
-    def _leased(self, lookup: BlockLookup, num_from_disk: int) -> BlockLease:
-        """Return what is in memory, leased. `num_from_disk`: blocks of it that were not before they were asked for.
+    def _leased(self, lookup: BlockLookup, num_from_disk: int, began_at: float) -> BlockLease:
+        """Return what is in memory, leased. `num_from_disk`: blocks of it that were not before they were asked for. `began_at`:
+        when the question came.
 
         :raises InvalidParameter: the lease's name is taken."""
+        lease = self._lease(lookup, num_from_disk)
+        found = ("memory_hit_blocks", len(lease.blocks) - lease.num_from_disk), ("disk_hit_blocks", lease.num_from_disk)
+        coming = [("coming_blocks", lease.coming)] if lease.coming else []
+        facts = (("asked_blocks", len(lookup.hashes)), *found, *coming)
+        event = WorkerEvent("lookup", began_at, self.clock(), peer=lookup.holder.id, facts=facts)
+        self.records.note(lookup.context, event)
+        return lease
+
+    def _lease(self, lookup: BlockLookup, num_from_disk: int) -> BlockLease:
+        """:raises InvalidParameter: the lease's name is taken."""
         arena = self.arenas.used(lookup.fingerprint)
         first, slots = _found(arena, lookup) if arena is not None else (0, [])
         coming = 0 if lookup.firsts else self.disk.coming(lookup, len(slots))
@@ -224,7 +265,7 @@ class KvstoreActor(Actor):
         self.disk.used(lookup.fingerprint, lookup.hashes[first : first + len(slots)])
         lease = self._name(lookup)
         arena.index.lease(slots)
-        self.leases.grant(lease, lookup.holder, Hold(arena, slots, writing=False), self.clock())
+        self.leases.grant(lease, lookup.holder, Hold(arena, slots, writing=False, context=lookup.context), self.clock())
         return BlockLease(
             store=self.ref,
             lease=lease,
@@ -234,6 +275,7 @@ class KvstoreActor(Actor):
             checksums=arena.index.checksums_of(slots),
             first=first,
             coming=coming,
+            num_from_disk=min(num_from_disk, len(slots)),
         )
 
     def _grant(self, offer: BlockOffer) -> BlockGrant:
@@ -244,7 +286,8 @@ class KvstoreActor(Actor):
         if not granted:
             return BlockGrant(store=self.ref, lease="", indices=[], blocks=[])
         slots = [slot for _, slot in granted]
-        self.leases.grant(lease, offer.holder, Hold(arena, slots, writing=True), self.clock())
+        now = self.clock()
+        self.leases.grant(lease, offer.holder, Hold(arena, slots, writing=True, context=offer.context, granted_at=now), now)
         return BlockGrant(
             store=self.ref, lease=lease, indices=[index for index, _ in granted], blocks=slots, segment=arena.segment.name
         )
@@ -260,8 +303,12 @@ class KvstoreActor(Actor):
             self._give_back(hold)
             return
         hold.arena.index.commit(hold.slots, commit.checksums)
-        self._num_stored.inc(len(hold.slots))
-        self.disk.committed(hold.arena, hold.arena.index.hashes_of(hold.slots))
+        num_stored = len(hold.slots)
+        self._num_stored.inc(num_stored)
+        num_bytes, facts = num_stored * hold.arena.block_bytes, (("stored_blocks", num_stored),)
+        event = WorkerEvent("store", hold.granted_at, self.clock(), num_bytes=num_bytes, facts=facts)
+        self.records.note(hold.context, event)
+        self.disk.committed(hold.arena, hold.arena.index.hashes_of(hold.slots), hold.context)
         self._wake_drain()
 
     def _release(self, release: ReleaseLease) -> None:

@@ -1,14 +1,20 @@
-"""What the disk tier counts: for `/metrics` and for heartbeats."""
+"""What the disk tier counts: for `/metrics`, for heartbeats, and of single requests."""
 
 from __future__ import annotations
 
+from common.protocol.explain_messages import RequestContext, WorkerEvent
 from common.runtime.metrics import Metrics
+from common.runtime.request_records import RequestRecords
+from common.transfer.measured import TransferCounts
+from common.transfer.paths import Operation
 
 
 class DiskCounts:
-    """Blocks since the start of the process."""
+    """Blocks since the start of the process. `records`: what is remembered of requests."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, transfers: TransferCounts, records: RequestRecords) -> None:
+        self._transfers = transfers
+        self._records = records
         self.hits = self.damaged = self.evicted = 0
         self._hits = metrics.counter("kvstore_disk_hit_blocks_total", "Blocks read from disk for a lookup")
         self._written = metrics.counter("kvstore_disk_written_blocks_total", "Blocks written to disk")
@@ -36,8 +42,19 @@ class DiskCounts:
 
     def damage(self) -> None:
         self.damaged += 1
+        self._transfers.failed("disk", "read", "checksum")
         self._damaged.inc()
 
-    def failed(self, operation: str) -> None:
-        """`operation`: read or write."""
+    def copied(self, operation: Operation, num_bytes: int, seconds: float) -> None:
+        """So many bytes of blocks were read from disk together, or written there."""
+        if num_bytes:
+            self._transfers.copied("disk", operation, num_bytes, seconds)
+
+    def remember(self, context: RequestContext, event: WorkerEvent) -> None:
+        """Something was done for a request."""
+        self._records.note(context, event)
+
+    def failed(self, operation: Operation) -> None:
+        """The disk refused."""
+        self._transfers.failed("disk", operation, "os_error")
         self._errors.labels(operation).inc()

@@ -19,6 +19,7 @@ import anyio
 import anyio.to_thread
 
 from common.protocol.cache_messages import BlockLookup, KvTier
+from common.protocol.explain_messages import RequestContext
 from common.runtime import logs
 from common.runtime.metrics import Metrics
 from services.kvstore.arena import Arena
@@ -27,7 +28,7 @@ from services.kvstore.config import KvstoreConfig
 from services.kvstore.disk_counts import DiskCounts
 from services.kvstore.disk_folder import DiskFolder, DiskUnavailable
 from services.kvstore.promotion import Promotion
-from services.kvstore.write_back import WriteBack
+from services.kvstore.write_back import NOBODY, WriteBack
 
 log = logs.get("kvstore")
 
@@ -37,13 +38,18 @@ class DiskTier:
     runs in the event loop, and copies in threads."""
 
     def __init__(
-        self, config: KvstoreConfig, arenas: Arenas, metrics: Metrics, clock: Callable[[], float] = time.monotonic
+        self,
+        config: KvstoreConfig,
+        arenas: Arenas,
+        metrics: Metrics,
+        counts: DiskCounts,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder: DiskFolder | None = None
         self._config = config
         self._arenas = arenas
         self._clock = clock
-        self._counts = DiskCounts(metrics)
+        self._counts = counts
         self._write_back: WriteBack | None = None
         self._promotion: Promotion | None = None
         self._problem = ""
@@ -128,10 +134,10 @@ class DiskTier:
 
     # -- what the store tells and asks
 
-    def committed(self, arena: Arena, hashes: Sequence[bytes]) -> None:
-        """These blocks are readable in memory from now on."""
+    def committed(self, arena: Arena, hashes: Sequence[bytes], context: RequestContext = NOBODY) -> None:
+        """These blocks are readable in memory from now on. `context`: the request that they were computed for."""
         if self._write_back is not None:
-            self._write_back.add(arena, hashes)
+            self._write_back.add(arena, hashes, context)
 
     def used(self, fingerprint: str, hashes: Sequence[bytes]) -> None:
         """A lookup found these blocks in memory: they are worth keeping on disk, too."""

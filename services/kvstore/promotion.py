@@ -17,6 +17,7 @@ from anyio.abc import TaskGroup
 
 from common.protocol.cache_messages import BlockLookup
 from common.protocol.errors import PenstockError
+from common.protocol.explain_messages import RequestContext, WorkerEvent
 from common.runtime import logs
 from services.kvstore.arena import Arena
 from services.kvstore.arenas import Arenas
@@ -121,7 +122,7 @@ class Promotion:
                 done = {(lookup.fingerprint, hashes[i]) for i in part} & mine
                 # the block before it is its predecessor in the eviction order; what is read of a window has none
                 first = start if lookup.firsts else max(start - 1, 0)
-                if done and not await self._read_some(file, hashes[first : part.stop]):
+                if done and not await self._read_some(file, hashes[first : part.stop], lookup.context):
                     return
                 self._reading -= done
                 self._signal()
@@ -132,7 +133,7 @@ class Promotion:
             self._reading -= mine
             self._signal()
 
-    async def _read_some(self, file: DiskFile, hashes: list[bytes]) -> bool:
+    async def _read_some(self, file: DiskFile, hashes: list[bytes], context: RequestContext) -> bool:
         """Read those of a part of a chain that are not in memory. False: not all of them are there now.
 
         :raises PenstockError: there is no memory for this fingerprint.
@@ -146,7 +147,7 @@ class Promotion:
                 break
             copies.append(Copy(file, hashes[i], block, arena.segment, slot))
             file.lru.hold(hashes[i])
-        done = 0
+        done, began_at = 0, self._clock()
         try:
             if copies:
                 outcome = await self._copy(copies)
@@ -160,7 +161,12 @@ class Promotion:
             for copy in copies:
                 if file.find(copy.block_hash) is copy.block:
                     file.lru.let_go(copy.block_hash)
+        now, num_bytes = self._clock(), done * file.block_bytes
         self._counts.hit(done)
+        self._counts.copied("read", num_bytes, now - began_at)
+        if done:
+            event = WorkerEvent("disk read", began_at, now, num_bytes=num_bytes, facts=(("read_blocks", done),))
+            self._counts.remember(context, event)
         return done == len(granted) and all(block_hash in arena.index for block_hash in hashes)
 
     async def _copy(self, copies: list[Copy]) -> Outcome:

@@ -12,10 +12,12 @@ from __future__ import annotations
 import errno
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
 
 import anyio
 import anyio.to_thread
 
+from common.protocol.explain_messages import RequestContext, WorkerEvent
 from common.runtime import logs
 from services.kvstore.arena import Arena
 from services.kvstore.arenas import Arenas
@@ -35,6 +37,14 @@ RETRY_S = 30.0
 """Seconds after a full or failing disk in which nothing grows there, or is written."""
 HEADROOM_BYTES = 128 << 10
 """Given back where the disk is full, so that the index can still be written."""
+NOBODY = RequestContext()
+
+
+class Queued(NamedTuple):
+    """Since when a block waits, and the request that it was computed for."""
+
+    at: float
+    context: RequestContext
 
 
 class WriteBack:
@@ -53,7 +63,7 @@ class WriteBack:
         self._counts = counts
         self._clock = clock
         self._yield_to_reads = yield_to_reads
-        self._queue: OrderedDict[tuple[str, bytes], None] = OrderedDict()
+        self._queue: OrderedDict[tuple[str, bytes], Queued] = OrderedDict()
         self._num_writing = 0
         self._unsaved = False
         self._no_write_before = self._limited_until = 0.0
@@ -69,11 +79,13 @@ class WriteBack:
         """Blocks that are not on disk yet."""
         return len(self._queue) + self._num_writing
 
-    def add(self, arena: Arena, hashes: Sequence[bytes]) -> None:
-        """These blocks are readable in memory from now on: write them when there is time."""
+    def add(self, arena: Arena, hashes: Sequence[bytes], context: RequestContext = NOBODY) -> None:
+        """These blocks are readable in memory from now on: write them when there is time. `context`: the request that they were
+        computed for."""
+        queued = Queued(self._clock(), context)
         for block_hash in hashes:
             if 0 < len(block_hash) <= MAX_HASH_BYTES:
-                self._queue[arena.fingerprint, block_hash] = None
+                self._queue[arena.fingerprint, block_hash] = queued
         while len(self._queue) > MAX_QUEUED:
             self._queue.popitem(last=False)
             self._counts.missed()
@@ -109,13 +121,13 @@ class WriteBack:
             self._signal()
             return
         self._num_writing = len(batch)
-        outcome, saved = Outcome(), False
+        outcome, saved, began_at = Outcome(), False, self._clock()
         try:
-            copies = [copy for _, copy in batch]
+            copies = [copy for _, copy, _ in batch]
             outcome, saved = await anyio.to_thread.run_sync(folder.write, copies, clear, empty, changes)
         finally:
             self._num_writing, self._unsaved = 0, outcome.done > 0
-            for number, (arena, copy) in enumerate(batch):
+            for number, (arena, copy, _) in enumerate(batch):
                 arena.index.end_lease([copy.segment_slot])
                 (index.commit if number < outcome.done else index.abandon)(copy.file, copy.block_hash)
             for file, slots in clear:
@@ -123,24 +135,39 @@ class WriteBack:
             if not saved:
                 index.put_back({key: record for key, record in changes.items() if key[0] in index.files})
             self._counts.wrote(outcome.done)
+            self._written(batch[: outcome.done], began_at)
             self._counts.evicted_so_far(index.evicted)
-        left = [(copy.file.fingerprint, copy.block_hash) for _, copy in batch[outcome.done :]]
+        left = [((copy.file.fingerprint, copy.block_hash), queued) for _, copy, queued in batch[outcome.done :]]
         if outcome.damaged:  # in memory; whoever reads it there will say so
             self._counts.missed()
             left = left[1:]
-        for key in reversed(left):
-            self._queue[key] = None
+        for key, queued in reversed(left):
+            self._queue[key] = queued
             self._queue.move_to_end(key, last=False)
         if outcome.error is not None:
             self._failed(outcome.error, outcome.done)
         self._signal()
 
-    def _next_batch(self) -> list[tuple[Arena, Copy]]:
+    def _written(self, written: Sequence[tuple[Arena, Copy, Queued]], began_at: float) -> None:
+        """Count what a batch has written, and remember it with the requests that it was computed for."""
+        now, num_bytes = self._clock(), 0
+        by_request: dict[Queued, list[int]] = {}
+        for arena, _, queued in written:
+            num_bytes += arena.block_bytes
+            if queued.context.request:
+                by_request.setdefault(queued, []).append(arena.block_bytes)
+        self._counts.copied("write", num_bytes, now - began_at)
+        for queued, sizes in by_request.items():
+            facts = (("written_blocks", len(sizes)),)
+            event = WorkerEvent("write-back", queued.at, now, num_bytes=sum(sizes), facts=facts)
+            self._counts.remember(queued.context, event)
+
+    def _next_batch(self) -> list[tuple[Arena, Copy, Queued]]:
         """Take blocks out of the queue, each leased in memory and with a place on disk."""
         folder, size = self._folder, 0
-        batch: list[tuple[Arena, Copy]] = []
+        batch: list[tuple[Arena, Copy, Queued]] = []
         while self._queue and size < WRITE_BYTES:
-            (fingerprint, block_hash), _ = self._queue.popitem(last=False)
+            (fingerprint, block_hash), queued = self._queue.popitem(last=False)
             arena = self._arenas.get(fingerprint)
             slot = None if arena is None else arena.index.find(block_hash)
             file = None if arena is None else folder.file(fingerprint, arena.block_bytes)
@@ -155,7 +182,7 @@ class WriteBack:
                 self._counts.missed()
                 continue
             arena.index.lease([slot])
-            batch.append((arena, Copy(file, block_hash, block, arena.segment, slot)))
+            batch.append((arena, Copy(file, block_hash, block, arena.segment, slot), queued))
             size += file.slot_bytes
         return batch
 

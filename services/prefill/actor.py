@@ -44,6 +44,7 @@ from common.protocol.messages import (
 from common.runtime import logs
 from common.runtime.actor import WorkerState
 from common.runtime.bus import Bus
+from common.runtime.lease_metrics import LeaseMetrics
 from common.runtime.leases import LeaseTable
 from common.worker.actor import EngineWorker, OpenEngine
 from services.prefill.config import PrefillConfig
@@ -72,6 +73,7 @@ class PrefillActor(EngineWorker):
     ) -> None:
         super().__init__(bus=bus, config=config, open_engine=open_engine, clock=clock)
         self.leases: LeaseTable[Leased] = LeaseTable(config.lease_s)
+        self.metrics.registry.register(LeaseMetrics({"hand-off": self.lease_ages}))
         self.decode_for: dict[str, WorkerRef] = {}
         self.answering = set[str]()
         """Requests that decode here."""
@@ -90,6 +92,9 @@ class PrefillActor(EngineWorker):
     @property
     def num_obligations(self) -> int:
         return len(self.held) + len(self.leases)
+
+    def lease_ages(self) -> list[float]:
+        return [age_s for _, age_s in self.leases.ages(self.clock())]
 
     def handle(self, message: Message, reply: str) -> None:
         if not self.loaded:

@@ -21,6 +21,7 @@ from common.runtime.actor import Actor
 from common.runtime.settings import ServiceConfig
 from common.testing.memory_bus import MemoryBroker
 from common.transfer.base import RemoteBlocks
+from common.transfer.paths import KvPath
 from common.transfer.shm import StoreTransport
 from common.worker.store_client import StoreClient
 from services.kvstore.actor import KvstoreActor
@@ -63,6 +64,9 @@ class HookedTransport:
     def __init__(self, shm_dir: Path) -> None:
         self.shm = StoreTransport(shm_dir)
         self.before: Callable[[], None] = lambda: None
+
+    def path_of(self, source: RemoteBlocks) -> KvPath:
+        return self.shm.path_of(source)
 
     def read(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> int:
         self.before()

@@ -34,7 +34,8 @@ from common.ops.linear.candidates import Candidate
 from common.protocol import tokens as token_bytes
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Generation, SamplingParams
-from services.decode.scheduler import DecodeScheduler, LookUp, Progress
+from services.decode.hooks import LookUp
+from services.decode.scheduler import DecodeScheduler, Progress
 from tests.models.oracles import build, save
 from tests.models.test_device_runner import device_runner
 from tests.ops.interpreter import act_as_a_gpu

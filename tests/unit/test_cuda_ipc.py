@@ -20,6 +20,7 @@ from common.engine.layer_group import LayerGroup
 from common.engine.load import open as opening
 from common.engine.settings import EngineServiceConfig
 from common.protocol.errors import StaleHandle, TransportUnavailable
+from common.runtime.metrics import Metrics
 from common.transfer import cuda_ipc
 from common.transfer.base import RemoteBlocks
 from common.transfer.cuda_ipc import CudaDriver, LocalTransport, export_pool
@@ -271,7 +272,7 @@ def test_no_kvstore_is_asked_for_a_pool_that_it_cannot_reach(tmp_path: Path) -> 
     actor: Any = SimpleNamespace(
         bus=SimpleNamespace(connected=True),
         clock=time.monotonic,
-        metrics=SimpleNamespace(counter=lambda *_: None),
+        metrics=Metrics(role="decode"),
         registry=SimpleNamespace(alive=alive),
     )
     assert not StoreClient(actor, [NOTHING], "m", str(tmp_path)).available

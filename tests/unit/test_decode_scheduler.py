@@ -13,7 +13,8 @@ from common.engine.outcomes import Outcome
 from common.engine.plan import NO_TOKEN, PART_TOKENS, part_of
 from common.engine.sequence import Sequence
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
-from services.decode.scheduler import DecodeScheduler, Progress, Propose
+from services.decode.hooks import Propose
+from services.decode.scheduler import DecodeScheduler, Progress
 from tests.unit.scheduling import MAX_CONTEXT, VOCAB, Bench, Pipeline, sequence
 
 

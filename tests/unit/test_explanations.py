@@ -207,7 +207,12 @@ def test_workers_tell_their_part_on_their_own_clocks() -> None:
     )
     pull = WorkerEvent("pull", 2.25, 2.5, 0, peer="prefill-1", error="stale_handle")
     decode = WorkerRecord(
-        attempt=1, admitted_at=2.25, events=[pull, WorkerEvent("chunk", 2.5, 2.75, 4)], error="internal_error", left_at=3.0
+        attempt=1,
+        admitted_at=2.25,
+        events=[pull, WorkerEvent("chunk", 2.5, 2.75, 4)],
+        error="internal_error",
+        left_at=3.0,
+        recomputed_tokens=4,
     )
     answers = [
         Told(Explained(worker=P1, now=0.0, records=[prefill]), -100.0),

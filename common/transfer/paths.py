@@ -1,0 +1,11 @@
+"""The names of the ways that KV takes: values of the label `path` in metrics, and names in heartbeats. Pure."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+KvPath = Literal["shm", "cuda_ipc", "nixl", "kvstore", "disk", "memory"]
+"""`shm`: another worker's shared memory. `cuda_ipc`: another worker's GPU memory, on one host. `nixl`: another host's memory.
+`kvstore`: a kvstore's shared memory. `disk`: a kvstore's disk. `memory`: one process's memory, in tests."""
+
+Operation = Literal["read", "write"]

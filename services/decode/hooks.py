@@ -1,0 +1,23 @@
+"""What a decode scheduler is given to call: who proposes tokens, and how much of prompts a step may compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from common.engine.outcomes import Outcome
+from common.engine.sequence import Sequence
+
+Propose = Callable[[Sequence, int], list[int]]
+"""`propose(sequence, limit)`: at most `limit` token ids that may follow; [] for none. `begin_step(decoding)` comes before."""
+Foresee = Callable[[Sequence, int], list[Outcome]]
+"""`foresee(sequence, limit)`: at most `limit` token ids that may follow each likely outcome of the step in flight that verifies
+`sequence.verifying`; [] for none."""
+LookUp = Callable[[Sequence, int], int]
+"""`look_up(sequence, limit)`: how many tokens, at most `limit`, the device may look up and verify in the sequence's row; 0: it
+only searches its text, -1: it does not."""
+Wanted = Callable[[Sequence], tuple[int, float]]
+"""`wanted(sequence)`: how many tokens the engine's head drafts behind the sequence's row of this step, and the chance below
+which it stops (`StepRow.least_chance`); -1 tokens where it need not even note hidden states."""
+
+PromptLimit = Callable[[int, int], int]
+"""`prompt_limit(rows, budget)`: how many tokens of prompts a step computes beside so many decoding rows, `budget` at most."""
