@@ -111,13 +111,13 @@ class LoadGenerator:
         """Loads by turns. A request counts for the one in which it was sent, also where it ends in another."""
         plan, begin, wall = self.plan, time.perf_counter(), time.time()
         outcomes: dict[str, list[Outcome]] = {phase.name: [] for phase in plan.phases}
+
+        async def one(phase: Phase) -> None:
+            tokens = phase.prompt.draw(self._random), phase.output.draw(self._random)
+            outcomes[phase.name].append(await self._request(*tokens))
+
+        due = end = begin
         async with anyio.create_task_group() as group:
-
-            async def one(phase: Phase) -> None:
-                tokens = phase.prompt.draw(self._random), phase.output.draw(self._random)
-                outcomes[phase.name].append(await self._request(*tokens))
-
-            due = begin
             while (passed := due - begin) < plan.seconds:
                 phase = plan.phases[int(passed / plan.phase_s) % len(plan.phases)]
                 await anyio.sleep(max(0.0, due - time.perf_counter()))

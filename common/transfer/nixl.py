@@ -26,6 +26,7 @@ from common.protocol.errors import StaleHandle, TransportUnavailable
 from common.protocol.handles import WorkerRef
 from common.protocol.transfer_messages import MemoryDescribed, MemoryRegion
 from common.transfer.base import RemoteBlocks, check_handle, compare_generations, copy_blocks, runs
+from common.transfer.paths import KvPath
 from common.transfer.segment import Segment
 
 PATTERN_BYTES = 4 << 20
@@ -139,6 +140,10 @@ class NixlTransport:
 
     def knows(self, agent: str) -> bool:
         return agent in self._peers
+
+    def path_of(self, source: RemoteBlocks) -> KvPath:
+        """See `Transport.path_of`."""
+        return "nixl"
 
     def add(self, described: MemoryDescribed) -> None:
         """Make a peer's segments readable.

@@ -89,7 +89,7 @@ class EngineWorker(Actor):
         self._cancelled: dict[str, int] = {}
         self._idle = anyio.Event()
         self._threads = EngineThreads()
-        self.remote = RemoteKv(self, config)
+        self.remote = RemoteKv(self, config, self.kv.transfers)
         self.watch = StepWatch(floor_s=config.step_timeout_s, compile_s=config.compile_timeout_s)
 
     # -- life

@@ -28,6 +28,7 @@ from common.protocol.transfer_messages import DescribeMemory, KvEndpoint, Memory
 from common.runtime import logs
 from common.runtime.actor import Actor
 from common.transfer.base import Transport
+from common.transfer.measured import MeasuredTransport, TransferCounts
 from common.transfer.nixl import NixlTransport, SharedMemory
 from common.transfer.nixl_agent import NixlAgent
 from common.transfer.segment import Segment
@@ -44,9 +45,11 @@ SMOOTHING = 0.2
 class RemoteKv:
     """`fingerprint`: of the worker's own model and layout, known once `open` was called."""
 
-    def __init__(self, actor: Actor, config: EngineServiceConfig) -> None:
+    def __init__(self, actor: Actor, config: EngineServiceConfig, counts: TransferCounts) -> None:
         self._actor = actor
         self._config = config
+        self._counts = counts
+        self._measured: Transport | None = None
         self._agent: NixlAgent | None = None
         self._shared: SharedMemory | None = None
         self._transport: NixlTransport | None = None
@@ -86,6 +89,7 @@ class RemoteKv:
             self._shared = SharedMemory(agent, segments)
         else:
             self._transport = NixlTransport(agent, timeout_s=self._config.nixl_timeout_s)
+            self._measured = MeasuredTransport(self._transport, self._counts)
         self._agent = agent  # announced from now on
 
     @property
@@ -115,7 +119,7 @@ class RemoteKv:
 
     def transport_to(self, owner: Presence, local: Transport, host: str) -> Transport:
         """Return what reads `owner`'s blocks: `local` on this host, and where there is no other way."""
-        return local if self._transport is None or owner.host == host or not _endpoint(owner) else self._transport
+        return local if self._measured is None or owner.host == host or not _endpoint(owner) else self._measured
 
     async def reach(self, owner: Presence) -> None:
         """Make `owner`'s blocks readable, unless they are already.

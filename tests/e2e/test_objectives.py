@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 
 from common.models.source import ModelFiles, resolve
+from common.protocol.handles import Role
 from common.text.tokenizer import load_tokenizer
 from tests.chaos.site import SIMULATED_ENGINE, Site, simulated_jobs
 from tests.e2e.oracle import Case, Oracle
@@ -127,7 +128,7 @@ async def test_streams_beside_a_long_prompt_keep_their_pace(
 
 @pytest.mark.parametrize("roles", [("decode",), ("prefill", "decode")])
 async def test_a_short_prompt_does_not_wait_behind_a_long_one_that_has_no_place(
-    server: LocalNatsServer, tmp_path: Path, roles: tuple[str, ...]
+    server: LocalNatsServer, tmp_path: Path, roles: tuple[Role, ...]
 ) -> None:
     flags = (*SIMULATED_ENGINE, "--num-blocks", "100")
     async with Stack(server.url, tmp_path, engine_flags=flags) as stack:
@@ -174,5 +175,5 @@ async def test_a_long_prompt_gets_its_place_although_short_ones_keep_coming(serv
             await anyio.sleep(1.0)
             with anyio.fail_after(30):
                 reply = await stack.complete(list(range(20, 1420)), max_tokens=4, ignore_eos=True)
+            assert reply.error is None
             ended.set()
-        assert reply.error is None

@@ -12,6 +12,7 @@ from common.engine.engine import Engine
 from common.protocol.errors import ConfigError
 from common.protocol.messages import Presence
 from common.testing.memory_bus import MemoryBroker
+from common.transfer.measured import TransferCounts
 from common.worker.remote_kv import RemoteKv
 from services.decode.config import DecodeConfig
 from services.kvstore.actor import KvstoreActor
@@ -20,7 +21,7 @@ from services.kvstore.config import KvstoreConfig
 
 def remote_kv(tmp_path: object, **settings: object) -> RemoteKv:
     actor = KvstoreActor(bus=MemoryBroker().connect("x"), config=KvstoreConfig(shm_dir=str(tmp_path)))
-    return RemoteKv(actor, msgspec.convert(settings, DecodeConfig))
+    return RemoteKv(actor, msgspec.convert(settings, DecodeConfig), TransferCounts(actor.metrics))
 
 
 async def test_kv_stays_on_the_host_by_default(tmp_path: object):
