@@ -318,13 +318,14 @@ def test_a_prompt_that_waited_for_prefill_in_vain_says_so() -> None:
 
 # -- workers of other hosts
 
-REMOTE = {"endpoints": [KvEndpoint("nixl", "a", 100.0)]}
+REMOTE: dict[str, Any] = {"endpoints": [KvEndpoint("nixl", "a", 100.0)]}
 
 
 def test_workers_of_two_hosts_are_a_pair_when_both_announce_a_way() -> None:
     split = place(router(worker("prefill", 1, **REMOTE), worker("decode", 1, host="h2", **REMOTE)), LONG)
     assert split.prefill is not None and split.decode.id == "decode-1"
-    for one, other in ((REMOTE, {}), ({}, REMOTE)):
+    nothing: dict[str, Any] = {}
+    for one, other in ((REMOTE, nothing), (nothing, REMOTE)):
         assert place(router(worker("prefill", 1, **one), worker("decode", 1, host="h2", **other)), LONG).prefill is None
     assert place(router(worker("prefill", 1, **REMOTE), worker("decode", 1, fingerprint="f2", **REMOTE)), LONG).prefill is None
 
@@ -340,7 +341,7 @@ def test_a_decode_worker_of_the_same_host_is_taken_while_it_is_not_the_slower_on
 
 
 def test_a_slow_path_between_hosts_is_dearer() -> None:
-    slow = {"endpoints": [KvEndpoint("nixl", "a", 1e6)]}
+    slow: dict[str, Any] = {"endpoints": [KvEndpoint("nixl", "a", 1e6)]}
     pool = router(
         worker("prefill", 1, **REMOTE), worker("decode", 1, running=60, **REMOTE), worker("decode", 2, host="h2", **slow)
     )
