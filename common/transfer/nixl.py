@@ -70,11 +70,9 @@ class SharedMemory:
         self._pattern = pattern(agent.name)
         agent.register(self._pattern)
         self._regions: list[MemoryRegion] = []
-        self._read: list[np.ndarray] = []  # keeps the mapping while the agent reads there, also behind a closed segment
         for segment, fingerprint in segments:
             agent.register(segment.blocks)
             agent.register(segment.generations)
-            self._read += [segment.blocks, segment.generations]
             addresses = segment.blocks.ctypes.data, segment.generations.ctypes.data
             self._regions.append(MemoryRegion(segment.name, fingerprint, segment.num_blocks, segment.block_bytes, *addresses))
         self._metadata = agent.metadata()

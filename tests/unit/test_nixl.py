@@ -319,6 +319,21 @@ def test_pools_and_blocks_of_one_process_can_be_read_too(agent: FaultyAgent, tmp
     transport.forget("mine")
 
 
+def test_a_segment_that_is_closed_can_still_be_read_and_ends_nobody(agent: FaultyAgent, tmp_path: Path):
+    segment = Segment.create(tmp_path, "closing", num_blocks=8, block_bytes=BLOCK_BYTES, fingerprint="m")
+    segment.blocks[:] = 5
+    own = NixlAgent("closing", transports="tcp")
+    described = SharedMemory(own, [(segment, "m")]).describe(WorkerRef("prefill", "p", 1))
+    transport = reader(agent)
+    transport.add(described)
+    segment.close()
+    into = np.zeros((8, BLOCK_BYTES), np.uint8)
+    transport.read(RemoteBlocks("there", "closing", "m", range(8), [0] * 8), into, range(8))
+    assert (into == 5).all()
+    assert transport.measure("closing") > 0
+    transport.forget("closing")
+
+
 def test_an_interface_that_is_not_there_is_a_clear_error():
     with pytest.raises(ConfigError, match="nixl_interface"):
         subprocess_agent("no-such-interface0")
