@@ -21,7 +21,6 @@ from common.protocol.errors import ConfigError, StaleHandle, TransportUnavailabl
 from common.protocol.handles import WorkerRef
 from common.protocol.transfer_messages import MemoryDescribed
 from common.transfer import nixl as nixl_transport
-from common.transfer import nixl_agent
 from common.transfer.base import RemoteBlocks
 from common.transfer.nixl import NixlTransport, SharedMemory
 from common.transfer.nixl_agent import NixlAgent
@@ -345,9 +344,3 @@ def subprocess_agent(interface: str) -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if ended.returncode:
         raise ConfigError(ended.stderr)
-
-
-def test_a_missing_nixl_names_the_extra(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "nixl", None)
-    with pytest.raises(ConfigError, match=r"penstock\[nixl\]"):
-        nixl_agent.NixlAgent("x")
