@@ -208,6 +208,47 @@ def test_a_stopped_owner_costs_a_timeout_once_and_writes_nothing_afterwards(agen
     assert read(transport, mortal, [1])[0, 0] == 2
 
 
+def test_an_owner_that_is_given_up_while_it_is_stopped_writes_nothing_afterwards(agent: FaultyAgent, mortal: Owner):
+    transport = reader(agent, mortal, timeout_s=0.3)
+    read(transport, mortal, [1])
+    mortal.stop()
+    into = np.zeros((1, BLOCK_BYTES), np.uint8)
+    source = RemoteBlocks("there", mortal.described.regions[0].segment, "m", [1], [7])
+    with pytest.raises(TransportUnavailable):
+        transport.read(source, into, [0])
+    transport.forget(mortal.described.agent)
+    free = transport.num_free_buffers
+    for buffer in transport._free:
+        buffer[:] = 0
+    mortal.go_on()
+    time.sleep(0.5)
+    assert not any(buffer.any() for buffer in transport._free[:free]), "a free buffer is written by nobody"
+    mortal.kill()
+    ends_at = time.monotonic() + 20
+    while transport.num_free_buffers < 4 and time.monotonic() < ends_at:
+        time.sleep(0.05)
+    assert transport.num_free_buffers == 4
+    assert not into.any()
+
+
+def test_an_owner_that_was_given_up_while_it_was_stopped_is_read_again(agent: FaultyAgent, mortal: Owner):
+    transport = reader(agent, mortal, timeout_s=0.3)
+    read(transport, mortal, [1])
+    mortal.stop()
+    with pytest.raises(TransportUnavailable):
+        read(transport, mortal, [1])
+    transport.forget(mortal.described.agent)
+    transport.add(mortal.described)  # it is heard again, under a later epoch
+    with pytest.raises(TransportUnavailable):
+        read(transport, mortal, [1])
+    mortal.go_on()
+    ends_at = time.monotonic() + 10
+    while transport.num_free_buffers < 4 and time.monotonic() < ends_at:
+        time.sleep(0.02)
+    assert read(transport, mortal, [2])[0, 0] == 3
+    assert transport.num_free_buffers == 4
+
+
 def test_a_dead_owner_is_an_error_and_its_successor_is_read(agent: FaultyAgent, mortal: Owner, tmp_path: Path):
     transport = reader(agent, mortal)
     read(transport, mortal, [1])
@@ -283,6 +324,11 @@ def test_a_description_that_can_not_be_true_is_refused(agent: FaultyAgent, owner
     ):
         with pytest.raises(TransportUnavailable):
             transport.add(wrong)
+    transport.add(msgspec.structs.replace(said, regions=[]))
+    other = msgspec.structs.replace(said, agent="another", regions=[region])
+    transport.add(said)
+    with pytest.raises(TransportUnavailable, match="another worker's"):
+        transport.add(other)
     moved = msgspec.structs.replace(region, blocks=region.blocks + (1 << 40))
     transport.add(msgspec.structs.replace(said, regions=[moved]))
     refused(transport, owner, TransportUnavailable)  # memory that was never registered can't be read
