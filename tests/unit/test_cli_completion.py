@@ -25,7 +25,7 @@ def test_every_setting_of_up_is_completed() -> None:
     flags = words("")
     assert set(flags) == {field.flag for field in offered().values()} | {"--config", "--help"}
     assert all(candidate.help for candidate in complete((), "", offered().values())), "each says what it is"
-    assert words("--kv-") == ["--kv-cache-dtype", "--kv-cache-mb", "--kv-disk", "--kv-disk-gb"]
+    assert words("--kv-") == ["--kv-cache-dtype", "--kv-cache-mb", "--kv-transfer", "--kv-disk", "--kv-disk-gb"]
     assert words("--dtype", "float32", "--kv-cache-m") == ["--kv-cache-mb"]
     assert {"--no-strict", "--no-canary"} <= set(words("--no-")) and "--no-dtype" not in words("--no-")
 
