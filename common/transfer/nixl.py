@@ -71,11 +71,9 @@ class SharedMemory:
         self._pattern = pattern(agent.name)
         agent.register(self._pattern)
         self._regions: list[MemoryRegion] = []
-        self._read: list[np.ndarray] = []  # keeps the mapping while the agent reads there, also behind a closed segment
         for segment, fingerprint in segments:
             agent.register(segment.blocks)
             agent.register(segment.generations)
-            self._read += [segment.blocks, segment.generations]
             addresses = segment.blocks.ctypes.data, segment.generations.ctypes.data
             self._regions.append(MemoryRegion(segment.name, fingerprint, segment.num_blocks, segment.block_bytes, *addresses))
         self._metadata = agent.metadata()
@@ -128,7 +126,7 @@ class NixlTransport:
         agent.register(self._staging)
         self._free = list(self._staging)
         self._peers: dict[str, _Peer] = {}
-        self._lost: list[_Peer] = []  # forgotten, but not all their reads have ended
+        self._lost: dict[str, _Peer] = {}  # forgotten, but not all their reads have ended
         self._regions: dict[str, tuple[str, MemoryRegion]] = {}
         self._changed = threading.Condition()
 
@@ -156,23 +154,31 @@ class NixlTransport:
             or any(not 0 < 8 * region.num_blocks <= GENERATION_BYTES for region in described.regions)
         ):
             raise TransportUnavailable(f"{described.agent} has blocks that are too large for this reader, or too many")
-        name = self._agent.connect(described.metadata)
-        if name != described.agent:
-            self._agent.disconnect(name)
-            raise TransportUnavailable(f"{described.agent} sent another agent's metadata, of {name}")
+        if any(self._regions.get(region.segment, (described.agent,))[0] != described.agent for region in described.regions):
+            raise TransportUnavailable(f"{described.agent} names another worker's segment as its own")
+        agent = described.agent
+        self.forget(agent)
         with self._changed:
-            self._peers[name] = _Peer(described)
-            self._regions |= {region.segment: (name, region) for region in described.regions}
+            peer = self._lost.pop(agent, None)
+            if peer is None:
+                self._connect(described)
+                peer = _Peer(described)
+            else:  # reads of its former life have not ended: it is connected anew once they have
+                peer.described, peer.is_broken = described, True
+            self._peers[agent] = peer
+            self._regions |= {region.segment: (agent, region) for region in described.regions}
 
     def forget(self, agent: str) -> None:
-        """The peer is gone. Harmless for one that is not known. Buffers of reads that have not ended stay taken until then."""
+        """The peer is gone. Harmless for one that is not known. Buffers of reads that have not ended stay taken until then.
+
+        So does the connection: without it NIXL calls such reads failed, and their bytes may arrive all the same.
+        """
         with self._changed:
             peer = self._peers.pop(agent, None)
-            if peer is None:
-                return
-            self._lost.append(peer)
-            self._regions = {segment: known for segment, known in self._regions.items() if known[0] != agent}
-        self._agent.disconnect(agent)
+            if peer is not None:
+                self._lost[agent] = peer
+                self._regions = {segment: known for segment, known in self._regions.items() if known[0] != agent}
+                self._sweep()
 
     def measure(self, agent: str) -> float:
         """Return GB/s, from the second copy of the peer's test pattern on. Blocks: call it in a thread.
@@ -279,7 +285,7 @@ class NixlTransport:
                 if self._free and peer.num_reads < (1 if peer.is_broken else MAX_READS_PER_PEER):
                     if peer.is_broken:
                         self._agent.disconnect(agent)
-                        self._agent.connect(peer.described.metadata)
+                        self._connect(peer.described)
                     peer.num_reads += 1
                     return peer, self._free.pop()
                 if not self._changed.wait(max(0.0, ends_at - self._clock())):
@@ -303,7 +309,7 @@ class NixlTransport:
 
     def _sweep(self) -> None:
         """Take buffers back whose reads have ended meanwhile. Call it with the lock."""
-        for peer in (*self._peers.values(), *self._lost):
+        for peer in (*self._peers.values(), *self._lost.values()):
             for stuck in list(peer.stuck):
                 operation, buffer = stuck
                 try:
@@ -315,7 +321,18 @@ class NixlTransport:
                 self._agent.release(operation)
                 peer.stuck = [other for other in peer.stuck if other is not stuck]
                 self._free.append(buffer)
-        self._lost = [peer for peer in self._lost if peer.stuck or peer.num_reads]
+        for agent, peer in list(self._lost.items()):
+            if not peer.stuck and not peer.num_reads:
+                self._agent.disconnect(agent)
+                del self._lost[agent]
+
+    def _connect(self, described: MemoryDescribed) -> None:
+        """:raises TransportUnavailable: its metadata is of no use here, or another agent's."""
+        name = self._agent.connect(described.metadata)
+        if name != described.agent:
+            if name not in self._peers and name not in self._lost:
+                self._agent.disconnect(name)
+            raise TransportUnavailable(f"{described.agent} sent another agent's metadata, of {name}")
 
     def _peer(self, agent: str) -> _Peer:
         peer = self._peers.get(agent)

@@ -33,6 +33,7 @@ class NixlAgent:
         for variable, value in (("UCX_NET_DEVICES", interface), ("UCX_TLS", transports)):
             if value:
                 os.environ[variable] = value
+        self._registered: list[np.ndarray] = []
         config = self._bindings.nixlAgentConfig()
         config.useProgThread = True
         config.useListenThread = False
@@ -49,10 +50,12 @@ class NixlAgent:
             ) from error
 
     def register(self, memory: np.ndarray) -> None:
-        """Let other agents read `memory`, or this one read into it; it must live as long as the agent.
+        """Let other agents read `memory`, or this one read into it. It is kept as long as the agent: who reads may come at any
+        time, and a mapping that is gone would end this process.
 
         :raises ConfigError: the system does not let this memory be registered.
         """
+        self._registered.append(memory)
         region = [(memory.ctypes.data, memory.nbytes, 0, "")]
         try:
             self._agent.registerMem(self._bindings.nixlRegDList(self._bindings.DRAM_SEG, region), [self._backend])

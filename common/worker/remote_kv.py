@@ -170,11 +170,12 @@ class RemoteKv:
         if self._transport is not None:
             self._failures.labels(error.code).inc()
 
-    def tick(self, now: float, owners: Sequence[Presence], host: str) -> None:
-        """After each heartbeat. `owners`: living prefill workers. Let go of those that are gone, try the paths to new ones."""
+    def tick(self, now: float, host: str) -> None:
+        """After each heartbeat: let go of prefill workers of other hosts that are gone, and try the paths to new ones."""
         transport = self._transport
         if transport is None:
             return
+        owners = self._actor.registry.alive("prefill", now)
         remote = {endpoint.agent: owner for owner in owners if owner.host != host and (endpoint := _endpoint(owner))}
         for agent in self._trying.keys() - remote.keys():
             self._forget(agent, transport)

@@ -342,7 +342,7 @@ class DecodeActor(EngineWorker):
             return
         self.speculation.draft_workers = [draft for draft in self.registry.alive("draft", now) if self.may_draft(draft)]
         self.drafts.set_workers(self.speculation.draft_workers)
-        self.remote.tick(now, self.registry.alive("prefill", now), self.host)
+        self.remote.tick(now, self.host)
         owners: dict[WorkerRef, list[str]] = {}
         for lease, owner in self.pulling.items():
             owners.setdefault(owner, []).append(lease)

@@ -21,7 +21,6 @@ from common.protocol.errors import ConfigError, StaleHandle, TransportUnavailabl
 from common.protocol.handles import WorkerRef
 from common.protocol.transfer_messages import MemoryDescribed
 from common.transfer import nixl as nixl_transport
-from common.transfer import nixl_agent
 from common.transfer.base import RemoteBlocks
 from common.transfer.nixl import NixlTransport, SharedMemory
 from common.transfer.nixl_agent import NixlAgent
@@ -209,6 +208,47 @@ def test_a_stopped_owner_costs_a_timeout_once_and_writes_nothing_afterwards(agen
     assert read(transport, mortal, [1])[0, 0] == 2
 
 
+def test_an_owner_that_is_given_up_while_it_is_stopped_writes_nothing_afterwards(agent: FaultyAgent, mortal: Owner):
+    transport = reader(agent, mortal, timeout_s=0.3)
+    read(transport, mortal, [1])
+    mortal.stop()
+    into = np.zeros((1, BLOCK_BYTES), np.uint8)
+    source = RemoteBlocks("there", mortal.described.regions[0].segment, "m", [1], [7])
+    with pytest.raises(TransportUnavailable):
+        transport.read(source, into, [0])
+    transport.forget(mortal.described.agent)
+    free = transport.num_free_buffers
+    for buffer in transport._free:
+        buffer[:] = 0
+    mortal.go_on()
+    time.sleep(0.5)
+    assert not any(buffer.any() for buffer in transport._free[:free]), "a free buffer is written by nobody"
+    mortal.kill()
+    ends_at = time.monotonic() + 20
+    while transport.num_free_buffers < 4 and time.monotonic() < ends_at:
+        time.sleep(0.05)
+    assert transport.num_free_buffers == 4
+    assert not into.any()
+
+
+def test_an_owner_that_was_given_up_while_it_was_stopped_is_read_again(agent: FaultyAgent, mortal: Owner):
+    transport = reader(agent, mortal, timeout_s=0.3)
+    read(transport, mortal, [1])
+    mortal.stop()
+    with pytest.raises(TransportUnavailable):
+        read(transport, mortal, [1])
+    transport.forget(mortal.described.agent)
+    transport.add(mortal.described)  # it is heard again, under a later epoch
+    with pytest.raises(TransportUnavailable):
+        read(transport, mortal, [1])
+    mortal.go_on()
+    ends_at = time.monotonic() + 10
+    while transport.num_free_buffers < 4 and time.monotonic() < ends_at:
+        time.sleep(0.02)
+    assert read(transport, mortal, [2])[0, 0] == 3
+    assert transport.num_free_buffers == 4
+
+
 def test_a_dead_owner_is_an_error_and_its_successor_is_read(agent: FaultyAgent, mortal: Owner, tmp_path: Path):
     transport = reader(agent, mortal)
     read(transport, mortal, [1])
@@ -284,6 +324,11 @@ def test_a_description_that_can_not_be_true_is_refused(agent: FaultyAgent, owner
     ):
         with pytest.raises(TransportUnavailable):
             transport.add(wrong)
+    transport.add(msgspec.structs.replace(said, regions=[]))
+    other = msgspec.structs.replace(said, agent="another", regions=[region])
+    transport.add(said)
+    with pytest.raises(TransportUnavailable, match="another worker's"):
+        transport.add(other)
     moved = msgspec.structs.replace(region, blocks=region.blocks + (1 << 40))
     transport.add(msgspec.structs.replace(said, regions=[moved]))
     refused(transport, owner, TransportUnavailable)  # memory that was never registered can't be read
@@ -319,6 +364,21 @@ def test_pools_and_blocks_of_one_process_can_be_read_too(agent: FaultyAgent, tmp
     transport.forget("mine")
 
 
+def test_a_segment_that_is_closed_can_still_be_read_and_ends_nobody(agent: FaultyAgent, tmp_path: Path):
+    segment = Segment.create(tmp_path, "closing", num_blocks=8, block_bytes=BLOCK_BYTES, fingerprint="m")
+    segment.blocks[:] = 5
+    own = NixlAgent("closing", transports="tcp")
+    described = SharedMemory(own, [(segment, "m")]).describe(WorkerRef("prefill", "p", 1))
+    transport = reader(agent)
+    transport.add(described)
+    segment.close()
+    into = np.zeros((8, BLOCK_BYTES), np.uint8)
+    transport.read(RemoteBlocks("there", "closing", "m", range(8), [0] * 8), into, range(8))
+    assert (into == 5).all()
+    assert transport.measure("closing") > 0
+    transport.forget("closing")
+
+
 def test_an_interface_that_is_not_there_is_a_clear_error():
     with pytest.raises(ConfigError, match="nixl_interface"):
         subprocess_agent("no-such-interface0")
@@ -330,9 +390,3 @@ def subprocess_agent(interface: str) -> None:
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if ended.returncode:
         raise ConfigError(ended.stderr)
-
-
-def test_a_missing_nixl_names_the_extra(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "nixl", None)
-    with pytest.raises(ConfigError, match=r"penstock\[nixl\]"):
-        nixl_agent.NixlAgent("x")

@@ -13,6 +13,7 @@ from common.protocol.errors import ConfigError
 from common.protocol.messages import Presence
 from common.testing.memory_bus import MemoryBroker
 from common.transfer.measured import TransferCounts
+from common.transfer.nixl_agent import NixlAgent
 from common.worker.remote_kv import RemoteKv
 from services.decode.config import DecodeConfig
 from services.kvstore.actor import KvstoreActor
@@ -54,3 +55,9 @@ def test_an_unknown_transfer_is_refused():
 def test_a_heartbeat_of_an_older_version_has_no_endpoints():
     said = msgspec.msgpack.encode({"type": "Presence", "worker": ["decode", "d", 1], "state": "ready"})
     assert msgspec.msgpack.decode(said, type=Presence).endpoints == []
+
+
+def test_a_missing_nixl_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    with pytest.raises(ConfigError, match=r"penstock\[nixl\]"):
+        NixlAgent("x")
