@@ -283,6 +283,36 @@ def test_more_changes_than_may_wait_cost_a_snapshot(tmp_path: Path, monkeypatch:
     tells(story, tmp_path)
 
 
+def test_more_changes_than_may_wait_while_the_bus_is_away_cost_a_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = publisher.KvEventPublisher.__init__
+    monkeypatch.setattr(
+        publisher.KvEventPublisher,
+        "__init__",
+        lambda self, *args, **settings: made(self, *args, **(settings | {"backlog": 5})),
+    )
+
+    async def story(world: World) -> None:
+        await ask(world, 1)
+        await agree(world)
+        world.broker.stop()
+        for actor in workers(world):
+            contents = actor.pool.groups[0].pool.contents
+            assert contents is not None
+            blocks = actor.pool.groups[0].pool.allocate(6)  # the last of them is one too many: nothing is left to tell then
+            for number, block in enumerate(blocks):
+                actor.pool.groups[0].pool.publish(block, bytes([number + 1]) * 16)
+            actor.pool.groups[0].pool.release(blocks)
+            assert contents.has_lost and not contents.num_pending
+        await anyio.sleep(1)
+        world.broker.start()
+        await anyio.sleep(SOON_S)
+        await agree(world)
+
+    tells(story, tmp_path)
+
+
 def test_nonsense_and_what_is_said_in_anothers_name_are_counted_and_ignored(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         await ask(world, *range(3))
