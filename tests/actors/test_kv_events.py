@@ -11,12 +11,17 @@ import anyio
 import msgspec
 import pytest
 
+from common.cache.prefix import hash_chain
+from common.cache.retention import Retention
 from common.protocol import messages, subjects
+from common.protocol import tokens as token_bytes
 from common.protocol.kv_events import KvEvents, KvLayout, KvSnapshotRequest
 from common.protocol.messages import Rejected
 from common.runtime.bus import BusMessage
 from common.worker import kv_events as publisher
+from services.gateway.prompt_chain import ChainCache, Prompt
 from tests.actors.kv_events_site import LENGTH, POOLS, SOON_S, agree, ask, gateways, index, is_told, known, tells, workers
+from tests.chaos import test_cache_groups
 from tests.chaos.test_one_world import prompt
 from tests.chaos.world import World
 
@@ -235,3 +240,23 @@ def test_with_zero_retention_there_is_nothing_to_tell(tmp_path: Path) -> None:
         assert not heard and not index(world).max_blocks
 
     tells(story, tmp_path)
+
+
+@pytest.mark.parametrize("windows", test_cache_groups.WINDOWS)
+def test_of_a_model_with_windows_what_a_worker_could_reuse_is_what_counts(
+    tmp_path: Path, windows: tuple[tuple[Retention, int], ...]
+) -> None:
+    async def story(world: World) -> None:
+        await ask(world, *range(10))
+        await agree(world)
+        router = world.gateway.cores[0].router
+        for start in range(10):
+            packed = token_bytes.pack(prompt(LENGTH, start))
+            found = router.prefixes.index.match(Prompt(packed, b"", ChainCache()))
+            hashes = hash_chain(prompt(LENGTH - 1, start), 4, fingerprint="simulated", salt=b"")
+            for actor in workers(world):
+                expected = 4 * len(actor.pool.match(hashes)[0])
+                assert found.get(router._workers[actor.ref].serial, 0) == expected
+        assert sum(len(groups[1]) for groups in known(world.gateway).values()) > 0
+
+    test_cache_groups.play(tmp_path, story, windows)
