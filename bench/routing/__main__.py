@@ -88,7 +88,7 @@ async def with_nothing(given: argparse.Namespace, folder: Path) -> None:
     rates: dict[Routing, list[float]] = {"events": [], "round-robin": []}
     for turn in range(given.turns):
         for routing, seen in rates.items():
-            plan = Plan(routing=routing, num_prefill=given.prefill, num_blocks=given.worker_blocks, time_scale=2.0)
+            plan = Plan(routing=routing, num_prefill=given.prefill, num_blocks=given.worker_blocks, time_scale=4.0)
             async with running(plan, folder) as site:
                 size = given.prefix_tokens + given.tail_tokens
                 seen.append(
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--per-s", type=float, default=30.0, help="requests that come a second")
     parser.add_argument("--worker-blocks", type=int, default=2000, help="of each prefill worker's cache, of 16 tokens")
     parser.add_argument("--clients", type=int, default=32, help="where nothing is shared")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of one turn there")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of one turn there")
     parser.add_argument("--turns", type=int, default=5, help="for each way of routing there")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args(argv)

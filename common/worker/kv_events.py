@@ -105,13 +105,13 @@ class KvEventPublisher:
             self._changed = anyio.Event()
             if self._worker.bus.connected:
                 self.tell(MESSAGES_PER_ROUND)
-            if any(contents.num_pending for contents in self._contents):
+            if self._has_news:
                 self._wake()
 
     def tell(self, max_messages: float = math.inf) -> None:
         """Send what is noted, in at most so many messages."""
         sent = 0
-        while sent < max_messages and any(contents.num_pending or contents.has_lost for contents in self._contents):
+        while sent < max_messages and self._has_news:
             if any(contents.has_lost for contents in self._contents):
                 self.number += 1
                 self._overflows.inc()
@@ -148,6 +148,10 @@ class KvEventPublisher:
     def tick(self, now: float) -> None:
         if self._snapshot is not None and now - self._snapshot.asked_at > SNAPSHOT_KEPT_S:
             self._snapshot = None
+
+    @property
+    def _has_news(self) -> bool:
+        return any(contents.num_pending or contents.has_lost for contents in self._contents)
 
     @property
     def _per_message(self) -> int:

@@ -159,8 +159,8 @@ class ModelCore:
     # -- for the actor
 
     def look_around(self, own: Iterable[Presence], others: Sequence[Presence], now: float) -> list[Presence]:
-        """`own`: workers alive that announce this model; `others`: those that announce none of this gateway's. Return the
-        others that this model does not use either: none is used by two."""
+        """Take note of workers that announce this model, and of `others`, which announce none of this gateway's. Return those
+        of the others that this model does not use either: no worker is used by two."""
         silent = self._host.registry.suspects(now, SUSPECT_AFTER_HEARTBEATS * self.config.heartbeat_s)
         members = self.membership.members([*own, *others])
         self.dispatcher.refresh(members, now, silent={worker.worker.id for worker in silent})

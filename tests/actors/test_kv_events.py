@@ -9,88 +9,21 @@ from typing import Any
 
 import anyio
 import msgspec
-import numpy as np
 import pytest
 
-from common.cache.contents import HASH_TYPE
+from common.cache.prefix import hash_chain
+from common.cache.retention import Retention
 from common.protocol import messages, subjects
-from common.protocol.handles import WorkerRef
-from common.protocol.kv_events import KvEvents, KvLayout, KvSnapshot, KvSnapshotRequest
+from common.protocol import tokens as token_bytes
+from common.protocol.kv_events import KvEvents, KvLayout, KvSnapshotRequest
 from common.protocol.messages import Rejected
 from common.runtime.bus import BusMessage
 from common.worker import kv_events as publisher
-from common.worker.actor import EngineWorker
-from services.gateway.actor import GatewayActor
-from services.gateway.kv_index import KvIndex
-from tests.chaos.test_one_world import Story, play, prompt
+from services.gateway.prompt_chain import ChainCache, Prompt
+from tests.actors.kv_events_site import LENGTH, POOLS, SOON_S, agree, ask, gateways, index, is_told, known, tells, workers
+from tests.chaos import test_cache_groups
+from tests.chaos.test_one_world import prompt
 from tests.chaos.world import World
-
-POOLS = ("prefill", "prefill", "decode", "gateway")
-SOON_S = 3.0
-LENGTH = 64
-
-
-def tells(story: Story, tmp_path: Path, **more: Any) -> None:
-    play(tmp_path, story, roles=POOLS, **more)
-
-
-def worker(world: World, name: str) -> EngineWorker:
-    actor = world.processes[name].actor
-    assert isinstance(actor, EngineWorker)
-    return actor
-
-
-def workers(world: World) -> list[EngineWorker]:
-    return [worker(world, name) for role in ("prefill", "decode") for name in world.alive(role)]
-
-
-def gateways(world: World) -> list[GatewayActor]:
-    actors = [world.processes[name].actor for name in world.alive("gateway")]
-    return [actor for actor in actors if isinstance(actor, GatewayActor)]
-
-
-def index(world: World) -> KvIndex:
-    return gateways(world)[0].cores[0].router.prefixes.index
-
-
-def known(gateway: GatewayActor) -> dict[WorkerRef, list[set[int]]]:
-    """What a gateway knows of each worker, by cache group."""
-    found = gateway.cores[0].router.prefixes.index
-    return {ref: [set(group) for group in one.blocks.groups] for ref, one in found._workers.items() if one.blocks is not None}
-
-
-def held(world: World) -> dict[WorkerRef, list[set[int]]]:
-    """What workers hold."""
-    return {
-        actor.ref: [
-            set(np.frombuffer(group.pool.contents.all(), HASH_TYPE).tolist())
-            for group in actor.pool.groups
-            if group.pool.contents is not None
-        ]
-        for actor in workers(world)
-    }
-
-
-async def ask(world: World, *starts: int, length: int = LENGTH) -> list[int]:
-    """Ask for some prompts, one after the other; return how many tokens of each were cached."""
-    cached: list[int] = []
-    for start in starts:
-        outcome = world.submit(prompt(length, start), max_tokens=4)
-        await world.all_ended()
-        assert outcome.error is None
-        cached.append(outcome.cached_tokens)
-    return cached
-
-
-async def agree(world: World, within_s: float = SOON_S) -> None:
-    """Every gateway comes to know exactly what workers hold."""
-    with anyio.fail_after(within_s):
-        while any(known(gateway) != held(world) for gateway in gateways(world)):
-            await anyio.sleep(0.05)
-
-
-def is_told(message: BusMessage) -> bool:
-    return ".int.kv." in message.subject
 
 
 def test_a_gateway_knows_what_its_workers_hold_also_when_they_evict(tmp_path: Path) -> None:
@@ -156,27 +89,6 @@ def test_repeated_messages_change_nothing(tmp_path: Path) -> None:
         await bus.close()
 
     tells(story, tmp_path)
-
-
-def test_requests_go_where_a_prefix_is_also_by_a_gateway_that_was_started_later(tmp_path: Path) -> None:
-    async def story(world: World) -> None:
-        for _ in range(2):
-            await world.start("prefill")
-        await anyio.sleep(2)
-        await ask(world, *range(12))
-        await agree(world)
-        await world.kill(world.alive("gateway")[0])
-        await world.start("gateway")
-        await anyio.sleep(2)
-        await agree(world)
-        assert index(world).num_covered == 5 and index(world).num_snapshots == 5
-        for decode in world.alive("decode"):  # so that prefill's caches alone count
-            await world.kill(decode)
-            await world.start("decode")
-        await anyio.sleep(2)
-        assert min(await ask(world, *range(12))) >= LENGTH - 4
-
-    tells(story, tmp_path, num_blocks=512)
 
 
 def test_gateways_agree_without_talking(tmp_path: Path) -> None:
@@ -266,23 +178,6 @@ def test_a_worker_of_a_version_that_tells_nothing_is_remembered(tmp_path: Path, 
     tells(story, tmp_path)
 
 
-def test_more_changes_than_may_wait_cost_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = publisher.KvEventPublisher.__init__
-    monkeypatch.setattr(
-        publisher.KvEventPublisher,
-        "__init__",
-        lambda self, *args, **settings: made(self, *args, **(settings | {"backlog": 5})),
-    )
-
-    async def story(world: World) -> None:
-        await ask(world, *range(4))
-        await agree(world)
-        assert index(world).num_snapshots > 0
-        assert sum(actor.kv_events._overflows._value.get() for actor in workers(world)) > 0
-
-    tells(story, tmp_path)
-
-
 def test_nonsense_and_what_is_said_in_anothers_name_are_counted_and_ignored(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         await ask(world, *range(3))
@@ -305,84 +200,6 @@ def test_nonsense_and_what_is_said_in_anothers_name_are_counted_and_ignored(tmp_
         await ask(world, 7, 8)
         await agree(world)
         await bus.close()
-
-    tells(story, tmp_path)
-
-
-def test_a_snapshot_comes_in_parts_below_the_buss_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher, "HASHES_PER_MESSAGE", 7)
-    sizes: list[int] = []
-
-    async def story(world: World) -> None:
-        await ask(world, *range(6))
-        await agree(world)
-        world.broker.drop(lambda message: sizes.append(len(message.data)) or False)
-        await world.start("gateway")
-        await anyio.sleep(SOON_S)
-        await agree(world)
-        old, new = gateways(world)
-        assert new.cores[0].router.prefixes.index.num_snapshots == 3 and known(old) == known(new)
-
-    tells(story, tmp_path)
-    assert max(sizes) < 1000
-
-
-def test_the_answers_to_requests_for_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher, "HASHES_PER_MESSAGE", 10)
-
-    async def story(world: World) -> None:
-        await ask(world, *range(6))
-        [decode] = [actor for actor in workers(world) if actor.role == "decode"]
-
-        async def get(**request: int) -> KvSnapshot | Rejected:
-            answer = await world.gateway.ask(decode.ref, KvSnapshotRequest(**request), 1.0)
-            assert isinstance(answer, KvSnapshot | Rejected)
-            return answer
-
-        first = await get()
-        assert isinstance(first, KvSnapshot) and len(first.hashes) == 80 and sum(first.counts) > 20
-        rest = await get(number=first.number, offset=10)
-        assert isinstance(rest, KvSnapshot) and rest.offset == 10 and rest.hashes != first.hashes
-        assert isinstance(await get(number=first.number + 1, offset=10), Rejected)
-        assert isinstance(await get(number=first.number, offset=10**9), KvSnapshot)
-        again = await get()
-        assert isinstance(again, KvSnapshot) and decode.kv_events._snapshots._value.get() == 1, "gateways share a snapshot"
-        await anyio.sleep(publisher.SNAPSHOT_KEPT_S + 1)
-        assert decode.kv_events._snapshot is None
-        assert isinstance(await get(number=first.number, offset=10), Rejected)
-
-    tells(story, tmp_path)
-
-
-def test_a_worker_that_does_not_answer_is_asked_again_and_meanwhile_nothing_else_waits(tmp_path: Path) -> None:
-    async def story(world: World) -> None:
-        await ask(world, *range(4))
-        await agree(world)
-        ref = workers(world)[0].ref
-        inbox = subjects.inbox(ref.role, ref.id)
-        undo = world.broker.drop(lambda message: message.subject == inbox and b"KvSnap" in message.data)
-        await world.kill(world.alive("gateway")[0])
-        await world.start("gateway")
-        await anyio.sleep(10)
-        assert index(world).num_covered == 2
-        await ask(world, 1)
-        undo()
-        await anyio.sleep(20)
-        await agree(world)
-
-    tells(story, tmp_path)
-
-
-def test_an_index_that_is_full_leaves_a_worker_to_memory(tmp_path: Path) -> None:
-    async def story(world: World) -> None:
-        index(world).max_blocks = 20
-        await ask(world, *range(6))
-        await anyio.sleep(SOON_S)
-        assert index(world).num_blocks <= 20 and index(world).num_too_large >= 1
-        index(world).max_blocks = 10_000
-        await anyio.sleep(40)
-        await agree(world)
-        assert min(await ask(world, *range(6))) >= LENGTH - 4
 
     tells(story, tmp_path)
 
@@ -423,3 +240,23 @@ def test_with_zero_retention_there_is_nothing_to_tell(tmp_path: Path) -> None:
         assert not heard and not index(world).max_blocks
 
     tells(story, tmp_path)
+
+
+@pytest.mark.parametrize("windows", test_cache_groups.WINDOWS)
+def test_of_a_model_with_windows_what_a_worker_could_reuse_is_what_counts(
+    tmp_path: Path, windows: tuple[tuple[Retention, int], ...]
+) -> None:
+    async def story(world: World) -> None:
+        await ask(world, *range(10))
+        await agree(world)
+        router = world.gateway.cores[0].router
+        for start in range(10):
+            packed = token_bytes.pack(prompt(LENGTH, start))
+            found = router.prefixes.index.match(Prompt(packed, b"", ChainCache()))
+            hashes = hash_chain(prompt(LENGTH - 1, start), 4, fingerprint="simulated", salt=b"")
+            for actor in workers(world):
+                expected = 4 * len(actor.pool.match(hashes)[0])
+                assert found.get(router._workers[actor.ref].serial, 0) == expected
+        assert sum(len(groups[1]) for groups in known(world.gateway).values()) > 0
+
+    test_cache_groups.play(tmp_path, story, windows)

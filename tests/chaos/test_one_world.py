@@ -97,7 +97,8 @@ def test_a_worker_whose_device_is_lost_ends_and_its_streams_go_on(tmp_path: Path
         actor.engine.runner.execute = fail
         await world.all_ended(within_s=20)
         assert all(outcome.finish == "length" for outcome in world.outcomes)
-        world.submit(prompt(30), max_tokens=5)
+        for index in range(4):  # new prompts, which every worker of the role gets some of
+            world.submit(prompt(30, 100 + index), max_tokens=5)
         await world.all_ended(within_s=20)
         assert lost not in world.alive(role)
 

@@ -67,3 +67,8 @@ def answer(to: KvIndex, held: Sequence[int], number: int, now: float, worker: Wo
     arriving.add(snapshot(number, held, worker=worker))
     assert arriving.is_complete
     to.finish(worker or ref(), arriving, now)
+
+
+def held(at: KvIndex, prompt: list[int] | None = None, salt: bytes = b"") -> dict[int, int]:
+    """How many tokens of a prompt each worker holds."""
+    return at.match(lookup(tokens(16 * 8 + 1) if prompt is None else prompt, salt))
