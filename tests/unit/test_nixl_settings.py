@@ -11,6 +11,7 @@ import pytest
 from common.engine.engine import Engine
 from common.protocol.errors import ConfigError
 from common.protocol.messages import Presence
+from common.runtime.metrics import Metrics
 from common.testing.memory_bus import MemoryBroker
 from common.transfer.measured import TransferCounts
 from common.transfer.nixl_agent import NixlAgent
@@ -22,7 +23,7 @@ from services.kvstore.config import KvstoreConfig
 
 def remote_kv(tmp_path: object, **settings: object) -> RemoteKv:
     actor = KvstoreActor(bus=MemoryBroker().connect("x"), config=KvstoreConfig(shm_dir=str(tmp_path)))
-    return RemoteKv(actor, msgspec.convert(settings, DecodeConfig), TransferCounts(actor.metrics))
+    return RemoteKv(actor, msgspec.convert(settings, DecodeConfig), TransferCounts(Metrics()))
 
 
 async def test_kv_stays_on_the_host_by_default(tmp_path: object):
