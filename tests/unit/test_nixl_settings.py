@@ -23,7 +23,7 @@ from services.kvstore.config import KvstoreConfig
 
 def remote_kv(tmp_path: object, **settings: object) -> RemoteKv:
     actor = KvstoreActor(bus=MemoryBroker().connect("x"), config=KvstoreConfig(shm_dir=str(tmp_path)))
-    return RemoteKv(actor, msgspec.convert(settings, DecodeConfig), TransferCounts(Metrics()))
+    return RemoteKv(actor, msgspec.convert(settings, DecodeConfig), TransferCounts(Metrics(role="decode")))
 
 
 async def test_kv_stays_on_the_host_by_default(tmp_path: object):
