@@ -25,8 +25,6 @@ from services.gateway.patience import tick
 from services.gateway.placement import Placement
 from services.gateway.requests import Request
 
-OVERTAKEN_S = 5.0
-"""A sequence too long for the blocks that are free is overtaken by shorter ones for so long."""
 PATIENCE_STEPS = 4
 """Silence of so many steps of a worker is no stall."""
 REFETCH_AFTER_S = (0.3, 1.0)
@@ -180,7 +178,7 @@ class Dispatcher:
         if isinstance(error, errors.NoResponders):
             self.router.remove(worker)
         else:  # after our own request has left it, or that would look like room
-            self._full(worker, request, error, now)
+            self.placement.full(worker, request, error, now)
         self._place_waiting(now)
 
     def handed_off(self, message: messages.HandedOff, now: float) -> None:
@@ -202,16 +200,8 @@ class Dispatcher:
         refused = request.decode if message.attempt == request.attempt else None
         self._apply(request, handoff_failed(request, message.worker, message.attempt, message.code, now), now)
         if refused is not None:  # after our own request has left it, or that would look like room
-            self._full(refused, request, errors.from_wire(message.code, ""), now)
+            self.placement.full(refused, request, errors.from_wire(message.code, ""), now)
         self._place_waiting(now)
-
-    def _full(self, worker: WorkerRef, request: Request | None, error: PenstockError, now: float) -> None:
-        """A worker had no room for a request: others wait, too, unless blocks alone were lacking, and they need fewer. One that
-        has waited for long is overtaken no more: the worker becomes empty enough for it."""
-        if request is None or not isinstance(error, errors.OutOfBlocks) or self.placement.waited_s(request, now) > OVERTAKEN_S:
-            self.router.refused(worker)
-        else:
-            self.router.refused(worker, num_tokens=request.num_tokens)
 
     def unknown(self, message: messages.Unknown, now: float) -> None:
         for request_id, attempt in message.requests:

@@ -36,6 +36,8 @@ from services.gateway.windows import Windows
 
 PREFILL_PATIENCE_S = 5.0
 """A long prompt waits so long for room at prefill, then decode may compute it."""
+OVERTAKEN_S = 5.0
+"""A sequence too long for the blocks that are free is overtaken by shorter ones for so long."""
 OVERTAKEN = 16
 """Requests too long for the blocks that are free which shorter ones may pass by at once."""
 NEED_DECODE: frozenset[Line] = frozenset({"canary", "direct", "prefill"})
@@ -50,12 +52,14 @@ class Seat(msgspec.Struct):
     """`order`: the request's age. `waits_since`: when it began to wait for a worker that takes it, 0 while one has it. Where it
     counts as load; which worker computes its prompt, `uncached_tokens` of it; which one is reserved for it. `charged`: tokens
     that its tenant was charged for it, 0 before it was placed; `charged_prompt` of them are the prompt's, which its next
-    workers, if it loses some, compute at nobody's cost. keys, prompt: see `Job`."""
+    workers, if it loses some, compute at nobody's cost. keys, prompt: see `Job`.
+    kept: the worker that gets nothing else until it has this request."""
 
     order: int
     keys: list[int]
     prompt: Prompt | None = None
     waits_since: float = 0.0
+    kept: WorkerRef | None = None
     prefill: WorkerRef | None = None
     decode: WorkerRef | None = None
     computing: WorkerRef | None = None
@@ -105,6 +109,23 @@ class Placement:
         seat = self.seats.get(request.id)
         return now - seat.waits_since if seat is not None and seat.waits_since else 0.0
 
+    def full(self, worker: WorkerRef, request: Request | None, error: errors.PenstockError, now: float) -> None:
+        """A worker had no room for a request: others wait, too, unless blocks alone were lacking, and they need fewer. One that
+        has waited for long is overtaken no more: a worker gets nothing else until it is empty enough."""
+        seat = self.seats.get(request.id) if request is not None else None
+        if request is None or seat is None or not isinstance(error, errors.OutOfBlocks):
+            self.router.refused(worker)
+            return
+        self.router.refused(worker, num_tokens=request.num_tokens)
+        if self.waited_s(request, now) > OVERTAKEN_S and (seat.kept is None or not self.router.knows(seat.kept)):
+            seat.kept = worker
+            self.router.keep(worker, request.id)
+
+    def _let_others_in(self, seat: Seat) -> None:
+        if seat.kept is not None:
+            self.router.keep(seat.kept, "")
+            seat.kept = None
+
     def is_refused(self, request: Request, max_queue: int) -> bool:
         """Whether it is one too many: the queue is full, and its tenant has its share of it."""
         if self.seats[request.id].order not in self._waiting or self.num_waiting <= max_queue:
@@ -153,6 +174,7 @@ class Placement:
         seat = self.seats.get(request.id)
         if seat is not None:
             seat.waits_since = 0.0
+            self._let_others_in(seat)
             for holder in (seat.prefill, seat.decode):
                 if holder is not None:
                     self.router.remember(seat.keys, holder)
@@ -208,6 +230,7 @@ class Placement:
 
     def forget(self, request: Request) -> None:
         seat = self.seats.pop(request.id)
+        self._let_others_in(seat)
         self._waiting.leave(seat.order)
         self._homeless.pop(request.id, None)
 
@@ -314,6 +337,7 @@ class Placement:
             avoid=self._doubtful | request.avoid,
             patient=self.waited_s(request, now) < PREFILL_PATIENCE_S,
             only=request.only,
+            request=request.id,
         )
 
     def _rehome(self, request: Request, now: float) -> Iterator[tuple[Request, Actions]]:

@@ -43,7 +43,19 @@ def pull_s(pair: Pair, decode: Worker, num_tokens: int) -> float:
 class Worker:
     """One life of one worker. `serial` is its name in the prefix memory."""
 
-    __slots__ = ("base", "base_tokens", "credits", "ours", "presence", "ref", "reserved", "serial", "tokens", "too_long")
+    __slots__ = (
+        "base",
+        "base_tokens",
+        "credits",
+        "kept_for",
+        "ours",
+        "presence",
+        "ref",
+        "reserved",
+        "serial",
+        "tokens",
+        "too_long",
+    )
 
     def __init__(self, presence: Presence, serial: int) -> None:
         self.ref: WorkerRef = presence.worker
@@ -51,6 +63,8 @@ class Worker:
         self.ours = 0
         self.tokens = 0
         self.reserved = False
+        self.kept_for = ""
+        """The only request that it gets, one that has waited for its blocks for long; empty: all."""
         self.observe(presence)
 
     def observe(self, presence: Presence) -> None:
@@ -69,9 +83,9 @@ class Worker:
         self.credits = 0
         self.base = self.ours
 
-    def takes(self, num_tokens: int) -> bool:
-        """Whether it may have room for a sequence of so many tokens."""
-        return self.spare > 0 and num_tokens < self.too_long
+    def takes(self, num_tokens: int, request: str = "") -> bool:
+        """Whether it may have room for a request of so many tokens."""
+        return self.spare > 0 and num_tokens < self.too_long and self.kept_for in ("", request)
 
     @property
     def pairs(self) -> tuple[Pair, ...]:

@@ -139,6 +139,12 @@ class Roster:
             worker.refuse(num_tokens)
             self._update(worker)
 
+    def keep(self, ref: WorkerRef, request: str) -> None:
+        """Send it nothing but this request, or, if that is empty, anything again."""
+        worker = self._workers.get(ref)
+        if worker is not None:
+            worker.kept_for = request
+
     def is_too_long(self, num_tokens: int) -> bool:
         """Whether a worker has room, but not for so long a sequence."""
         return any(worker.spare > 0 and not worker.takes(num_tokens) for worker in self._workers.values())

@@ -244,11 +244,13 @@ class Router(Roster):
         """Workers with room to compare; one to avoid only when there is no other."""
         if only is not None:
             worker = self._workers.get(only)
-            return [worker] if worker is not None and worker.takes(job.num_tokens) and worker.ref.id in pool.members else []
-        found = [worker for worker in pool.sample(COMPARED) if worker.takes(job.num_tokens)]
+            found = [worker] if worker is not None and worker.ref.id in pool.members else []
+            return [worker for worker in found if worker.takes(job.num_tokens, job.request)]
+        found = list(pool.sample(COMPARED))
         if cached and len(pool) > COMPARED:
             known = {worker.serial for worker in found}
-            found += [w for w in self._remembering(pool, cached) if w.serial not in known and w.takes(job.num_tokens)]
+            found += [worker for worker in self._remembering(pool, cached) if worker.serial not in known]
+        found = [worker for worker in found if worker.takes(job.num_tokens, job.request)]
         if job.avoid:
             found = [worker for worker in found if worker.ref.id not in job.avoid] or found
         return found

@@ -65,7 +65,7 @@ class Job(msgspec.Struct, frozen=True):
     """What the router needs to know of a request.
 
     keys: of its prompt, see `prefix_keys`. prompt: what is looked up where workers tell what they hold. avoid: ids of workers
-    to take only when there is no other. only: the worker whose path this is, prefill or decode. patient: it
+    to take only when there is no other. only: the worker whose path this is, prefill or decode. request: its id. patient: it
     waits for a prefill worker rather than have a decode worker compute its prompt.
     """
 
@@ -76,6 +76,7 @@ class Job(msgspec.Struct, frozen=True):
     avoid: frozenset[str] = frozenset()
     patient: bool = True
     only: WorkerRef | None = None
+    request: str = ""
     prompt: Prompt | None = None
 
 

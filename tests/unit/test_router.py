@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+import msgspec
 import pytest
 
 from common.protocol import tokens as token_bytes
@@ -213,6 +214,18 @@ def test_a_worker_without_blocks_for_a_long_sequence_takes_shorter_ones() -> Non
     impatient = job(prompt(2000), patient=False)
     made.refused(ref, num_tokens=2000)
     assert place(made, impatient).reason == "no_room_at_prefill_for_long"
+
+
+def test_a_worker_that_is_kept_for_a_request_gets_nothing_else() -> None:
+    made = router(worker("decode", 1), worker("decode", 2))
+    ref = WorkerRef("decode", "decode-1", 1)
+    made.keep(ref, "long")
+    assert {place(made, SHORT).decode.id for _ in range(6)} == {"decode-2"}
+    made.refused(WorkerRef("decode", "decode-2", 1))
+    assert made.choose(SHORT) is None
+    assert place(made, msgspec.structs.replace(SHORT, request="long")).decode == ref
+    made.keep(ref, "")
+    assert place(made, SHORT).decode == ref
 
 
 def test_what_a_worker_has_to_compute_is_what_it_said_and_what_came_since() -> None:
