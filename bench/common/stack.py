@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from types import ModuleType
 import anyio
 
 from bench.common.stats import Usage, slope_per_min
+from common.cli.net import free_ports as free_ports  # benchmarks take it from here
 from common.protocol.errors import ConfigError
 from common.runtime import parent_death
 
@@ -166,17 +166,6 @@ async def running(folder: Path) -> AsyncIterator[Stack]:
     finally:
         with anyio.CancelScope(shield=True):
             await stack.stop()
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 def _get(port: int, path: str) -> tuple[int, bytes]:

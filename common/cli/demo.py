@@ -26,7 +26,7 @@ from common.cli.client import connected, served_model
 from common.cli.console import err, out, run
 from common.cli.generate import chat_body, conversation, stream_answer
 from common.cli.model_names import local_models
-from common.cli.net import free_port, http_status, is_free
+from common.cli.net import free_ports, http_status, is_free
 from common.cli.pull import Spec, ensure
 from common.cli.supervisor import python_module
 from common.models.source import DEFAULT_MODEL
@@ -87,7 +87,8 @@ def _site() -> Iterator[Site]:
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     shm_dir = Path(tempfile.mkdtemp(prefix="demo-penstock-", dir=base))
     try:
-        yield Site(free_port(), free_port(), shm_dir, f"{os.getpid()}-{time.time_ns()}")
+        http_port, nats_port = free_ports(2)
+        yield Site(http_port, nats_port, shm_dir, f"{os.getpid()}-{time.time_ns()}")
     finally:
         shutil.rmtree(shm_dir, ignore_errors=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 
@@ -22,6 +23,15 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
 def free_port(host: str = "127.0.0.1") -> int:
     """A port that nobody listens on. Another process may take it first; then the server that wanted it says so."""
     return _listen(0, host)
+
+
+def free_ports(count: int) -> list[int]:
+    """So many of them, no two alike: one that was free and is not held yet may be given again."""
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def claim_port(port: int, flag: str, *, host: str = "127.0.0.1", hint: str = "") -> int:

@@ -66,6 +66,8 @@ def command(ctx: typer.Context) -> None:
         if starts_bus:
             hint = "; if a nats-server is there, join it with --nats-url"
             port = claim_port(config.nats_port, "--nats-port", hint=hint)
+            while port == http and not config.nats_port:  # both were to be any free one
+                port = claim_port(0, "--nats-port")
             config = msgspec.structs.replace(config, nats_url=f"nats://127.0.0.1:{port}")
             prefixes = getattr(asked.services["gateway"], "reply_prefixes", ())
             tenants = own_bus.tenants_of(getattr(asked.services["gateway"], "api_keys", ""))

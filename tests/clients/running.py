@@ -48,8 +48,8 @@ class Penstock:
 def penstock_up(*flags: str, environment: Mapping[str, str] | None = None) -> Iterator[Penstock]:
     """`penstock up` with an API key, ready; ended with the block."""
     folder = Path(tempfile.mkdtemp(prefix="penstock-clients-"))
-    port = free_port()
-    command = [PYTHON, "-m", "common.cli", "up", "--http-port", str(port), "--nats-port", str(free_port())]
+    port, nats_port = free_ports(2)
+    command = [PYTHON, "-m", "common.cli", "up", "--http-port", str(port), "--nats-port", str(nats_port)]
     command += ["--served-model-name", MODEL, "--kv-cache-mb", "256", "--log-dir", str(folder / "logs")]
     command += ["--data-dir", str(folder / "data"), *flags]
     shm_dir = folder / "shm"
@@ -87,10 +87,12 @@ def script(name: str, *arguments: str) -> str:
     return ended.stdout
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        probes = [held.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
 
 
 def _wait_ready(site: Penstock, up: subprocess.Popen[bytes], log: Path) -> None:

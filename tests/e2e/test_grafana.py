@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from common.cli.demo import free_port
+from common.cli.net import free_port
 from tests.e2e.test_operations import DASHBOARD, METRIC, OF_PROMETHEUS, RULES
 from tests.e2e.test_up import ROOT, penstock_up
 

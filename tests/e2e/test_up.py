@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from common.cli.demo import MARK, Site, leftovers, marked_processes
-from common.cli.net import free_port
+from common.cli.net import free_ports
 from common.models.source import ModelFiles
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +35,8 @@ def penstock_up(
     `environment` say which one it joins."""
     shm_dir = folder / "shm"
     shm_dir.mkdir(exist_ok=True)
-    site = Site(free_port(), free_port(), shm_dir, f"test-{os.getpid()}-{time.time_ns()}")
+    http_port, nats_port = free_ports(2)
+    site = Site(http_port, nats_port, shm_dir, f"test-{os.getpid()}-{time.time_ns()}")
     command = [sys.executable, "-m", "common.cli", "up", "--http-port", str(site.http_port)]
     command += ["--nats-port", str(site.nats_port), "--data-dir", str(folder / "data")] if own_bus else []
     command += ["--shm-dir", str(shm_dir), "--log-dir", str(folder / "logs"), "--kv-cache-mb", "256", *flags]

@@ -15,7 +15,7 @@ from common.cli import bench, doctor, status
 from common.cli.bench_report import percentile
 from common.cli.fleet import Passed, UpConfig, processes, settled, threads_per_worker
 from common.cli.gpus import visible_gpus
-from common.cli.net import claim_port, free_port, http_status
+from common.cli.net import claim_port, free_port, free_ports, http_status
 from common.models.source import DEFAULT_MODEL, ModelFiles
 from common.protocol.cache_messages import KvTier
 from common.protocol.draft_messages import Drafting
@@ -269,3 +269,7 @@ def test_every_command_can_be_asked_for_help(command: str) -> None:
     ended = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True)
     assert "Usage: " in ended.stdout
     assert "[/dev/shm]" in ended.stdout or command != "up", "defaults are not taken for markup"
+
+
+def test_free_ports_are_no_two_alike() -> None:
+    assert len(set(free_ports(200))) == 200
