@@ -8,9 +8,11 @@ from services.gateway.pools import Worker
 from services.gateway.routes import Reason
 
 DEFAULT_TOKENS_PER_S = 2000.0
+SAFE = 0.6
+"""Prefill is expected to keep the objective if its time is below this share of it: what comes meanwhile makes it later."""
 SOONER = 0.8
-"""Where the objective can't be kept, a decode worker takes a long prompt if it needs less than this share of prefill's time:
-expectations are no better than that, and its rows are slowed down."""
+"""A decode worker takes a long prompt if it needs less than this share of prefill's time: expectations are no better than that,
+and its rows are slowed down."""
 
 
 def prompt_s(worker: Worker, uncached_tokens: int, *, tokens_per_s: float) -> float:
@@ -26,6 +28,14 @@ def usual_tokens_per_s(workers: Iterable[Worker]) -> float:
     return sum(known) / len(known) if known else DEFAULT_TOKENS_PER_S
 
 
+def why_direct(direct_s: float, split_s: float, objective_s: float) -> Reason:
+    """Return why a decode worker is to compute a long prompt, whose first token it would give after `direct_s`, and prefill
+    after `split_s`; empty: it is not to. objective_s: for first tokens, 0 for none."""
+    if not objective_s or split_s <= SAFE * objective_s or direct_s >= SOONER * split_s:
+        return ""
+    return "prefill_would_be_late" if direct_s <= objective_s else "sooner_at_decode"
+
+
 def all_are_slow(workers: Iterable[Worker]) -> bool:
     """Whether each of the workers that are ready says that its rows take longer than its objective; not if there is none."""
     ready = [worker.presence.capacity for worker in workers if worker.usable]
@@ -35,13 +45,3 @@ def all_are_slow(workers: Iterable[Worker]) -> bool:
 def _speed(worker: Worker) -> float:
     """Tokens of prompts a second; 0: unknown. A worker of an older version says no more than its speed without rows."""
     return worker.presence.capacity.prompt_tokens_per_s or worker.presence.prefill_tokens_per_s
-
-
-def why_direct(direct_s: float, split_s: float, objective_s: float) -> Reason:
-    """Return why a decode worker is to compute a long prompt, whose first token it would give after `direct_s`, and prefill
-    after `split_s`; empty: it is not to. objective_s: for first tokens, 0 for none."""
-    if not objective_s or split_s <= objective_s:
-        return ""
-    if direct_s <= objective_s:
-        return "prefill_would_be_late"
-    return "sooner_at_decode" if direct_s < SOONER * split_s else ""

@@ -128,7 +128,7 @@ class Router(Roster):
             return direct[1].because("no_room_at_prefill")
         if split is None:
             return self._overflow(job, cached) if job.path == "auto" else None
-        if job.path == "auto" and not short and split[1].ttft_s > self.ttft_s > 0 and self._is_busy(split[1]):
+        if job.path == "auto" and not short and self.ttft_s > 0 and self._is_busy(split[1]):
             soonest = self._direct(job, cached, soonest=True)
             if soonest and (reason := why_direct(soonest[1].ttft_s, split[1].ttft_s, self.ttft_s)):
                 return soonest[1].because(reason, split[1])

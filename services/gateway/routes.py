@@ -44,7 +44,7 @@ WORDS: Mapping[Reason, str] = {
     "no_room_at_prefill_for_long": "no prefill worker has had room for some seconds",
     "direct_is_cheaper": "a decode worker alone costs less than prefill and a hand-off",
     "prefill_is_cheaper": "prefill and a hand-off cost less than a decode worker alone",
-    "prefill_would_be_late": "prefill would miss the objective for first tokens, a decode worker keeps it",
+    "prefill_would_be_late": "prefill may miss the objective for first tokens, a decode worker keeps it",
     "decode_pool_is_full": "no decode worker has room within its objective, and a prefill worker has no prompts",
     "sooner_at_decode": "the objective for first tokens is missed anyhow, and a decode worker is sooner",
 }

@@ -120,9 +120,10 @@ def pools_with(
 @pytest.mark.parametrize(
     ("expected", "said"),
     [
-        ("long_uncached_prompt", {"prefill_backlog": 2900}),  # 0.49 s: in time
+        ("long_uncached_prompt", {"prefill_backlog": 900}),  # 0.3 s: safely in time
         ("prefill_would_be_late", {"prefill_backlog": 3100}),
-        ("prefill_would_be_late", {"prefill_backlog": 3100, "decode_backlog": 2900}),
+        ("prefill_would_be_late", {"prefill_backlog": 3100, "decode_backlog": 1900}),
+        ("long_uncached_prompt", {"prefill_backlog": 3100, "decode_backlog": 2900}),  # in time, and hardly sooner
         ("long_uncached_prompt", {"prefill_backlog": 3100, "decode_backlog": 3100}),  # both late, no sooner
         ("sooner_at_decode", {"prefill_backlog": 6000, "decode_backlog": 3100}),
         ("long_uncached_prompt", {"prefill_backlog": 0, "prefill_tokens": 100}),  # it may have been slow once
