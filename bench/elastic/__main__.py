@@ -2,7 +2,7 @@
 
     python -m bench.elastic                                       the simulated engine, times of an 8B model on two H200s
     python -m bench.elastic --prompt 2048 --output 256 --rate 14,18,22
-    python -m bench.elastic --device cuda --arrangements elastic,fixed
+    python -m bench.elastic --device cuda --arrangements elastic,fixed      real engines; both workers on one card
 
 Each arrangement is a stack of real processes of its own (`bench.serve`), with the same arrivals: Poisson, at each rate, then
 prompt-heavy and answer-heavy loads by turns. A request is good if its first token comes within --slo-ttft-ms and its others
@@ -51,7 +51,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--slo-ttft-ms", type=float, default=500.0)
     parser.add_argument("--slo-itl-ms", type=float, default=20.0)
     parser.add_argument("--arrangements", default=",".join(ARRANGEMENTS), help=f"of {'; '.join(ARRANGEMENTS)}")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    options.names = [name.strip() for name in options.arrangements.split(",")]
+    if unknown := [name for name in options.names if name not in ARRANGEMENTS]:
+        parser.error(f"no arrangement {unknown[0]!r}: use some of {'; '.join(ARRANGEMENTS)}")
+    return options
 
 
 def flags(options: argparse.Namespace, arrangement: Sequence[str], load: Sequence[str]) -> list[str]:
@@ -94,7 +98,6 @@ def render(points: dict[str, list[Point]]) -> str:
 
 
 async def main(options: argparse.Namespace) -> None:
-    names = [name.strip() for name in options.arrangements.split(",") if name.strip() in ARRANGEMENTS]
     print(f"{describe()}\n\n    python -m bench.elastic {' '.join(sys.argv[1:])}\n")
     loads: list[list[str]] = []
     if options.rate:
@@ -106,7 +109,7 @@ async def main(options: argparse.Namespace) -> None:
         loads.append([*phases, f"--phase-seconds={options.phase_seconds}", f"--seconds={seconds}"])
     points: dict[str, list[Point]] = {}
     for load in loads:
-        for name in names:
+        for name in options.names:
             points.setdefault(name, []).extend(await measure(flags(options, ARRANGEMENTS[name], load)))
     print(render(points))
 

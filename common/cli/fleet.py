@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from common.cli.supervisor import stage_reserve_s
-from common.engine.settings import OBJECTIVE_AND_INVARIANCE, EngineServiceConfig
+from common.engine.settings import EngineServiceConfig
 from common.protocol import subjects
 from common.protocol.errors import ConfigError
 from common.protocol.handles import Role
@@ -239,13 +239,6 @@ def check_disk(config: UpConfig, services: Services) -> None:
             f"--kv-disk {folder} is for one KV store, and {config.kvstore or 'none'} would be started: say --kvstore 1",
             param="kv_disk",
         )
-
-
-def check_objectives(services: Services) -> None:
-    """:raises ConfigError: decode workers are to part prompts by what runs beside them, and always alike."""
-    decode = services.get("decode")
-    if getattr(decode, "slo_itl_ms", 0) and getattr(decode, "batch_invariant", False):
-        raise ConfigError(OBJECTIVE_AND_INVARIANCE, param="slo_itl_ms")
 
 
 def _counts(config: UpConfig) -> dict[Role, int]:

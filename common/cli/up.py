@@ -23,13 +23,14 @@ from rich.table import Table
 from common.cli import own_bus, up_settings
 from common.cli.client import connected
 from common.cli.console import err, out, run, usable_cores
-from common.cli.fleet import ModelFleet, ProcessSpec, UpConfig, check_disk, check_objectives, processes, settled
+from common.cli.fleet import ModelFleet, ProcessSpec, UpConfig, check_disk, processes, settled
 from common.cli.gpus import visible_gpus
 from common.cli.net import claim_port, reachable
 from common.cli.pull import ensure
 from common.cli.starting import Starting, wait_ready
 from common.cli.supervisor import Command, Supervisor, python_module
 from common.cli.up_settings import UpSettings
+from common.engine.settings import check_objectives
 from common.protocol.errors import ConfigError
 from common.protocol.handles import Role
 from common.protocol.messages import ServedModel
@@ -57,7 +58,7 @@ def command(ctx: typer.Context) -> None:
     own_bus.check_login(asked.config)
     check_disk(asked.config, asked.services)
     for fleet in asked.fleets:
-        check_objectives(fleet.services)
+        check_objectives(fleet.services.get("decode"))
     asked, warnings = _checked(asked)
     config = asked.config
     http = claim_port(config.http_port, "--http-port", host=config.http_host)

@@ -7,11 +7,8 @@ from typing import Annotated, ClassVar, Literal, NamedTuple
 from msgspec import Meta
 
 from common.engine.load.precision import DtypeSetting, KvSetting, QuantizationSetting
+from common.protocol.errors import ConfigError
 from common.runtime.settings import ServiceConfig
-
-OBJECTIVE_AND_INVARIANCE = (
-    "--slo-itl-ms parts prompts by what runs beside them, and --batch-invariant forbids that: leave one out"
-)
 
 
 class Limits(NamedTuple):
@@ -98,3 +95,15 @@ class EngineServiceConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unkno
     def limits(self, *, on_gpu: bool) -> Limits:
         suits = self.gpu_limits if on_gpu else self.cpu_limits
         return Limits(self.max_running or suits.max_running, self.token_budget or suits.token_budget)
+
+
+def check_objectives(decode: ServiceConfig | None) -> None:
+    """`decode`: the settings of decode workers, if there are any.
+
+    :raises ConfigError: they are to part prompts by what runs beside them, and always alike.
+    """
+    if getattr(decode, "slo_itl_ms", 0) and getattr(decode, "batch_invariant", False):
+        raise ConfigError(
+            "--slo-itl-ms parts prompts by what runs beside them, and --batch-invariant forbids that: leave one out",
+            param="slo_itl_ms",
+        )

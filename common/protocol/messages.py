@@ -7,7 +7,8 @@ Who sends what, in the order of one request:
 
     gateway → prefill   PrefillTask, ReadTask answered at once by Accepted or Rejected; ReadTask then by TokenFrames
     prefill → decode    KvReady               answered at once by Accepted or Rejected
-    gateway → decode    DecodeTask            the direct path: no prefill worker; also to one that is to answer itself
+    gateway → decode    DecodeTask            the direct path: prompt and answer on one worker
+    gateway → prefill   DecodeTask            the same, while decode workers have no room
     prefill → gateway   TokenFrames, HandedOff or HandoffFailed
     decode  → gateway   TokenFrames           one message per gateway per step
     gateway → worker    FramesTaken, FetchFrames, Cancel; Renew, answered by Unknown; Explain, answered by Explained
@@ -173,7 +174,7 @@ class ReadTask(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class DecodeTask(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """gateway → decode: compute the (short) prompt yourself, then generate."""
+    """gateway → decode, or prefill: compute the prompt yourself, then generate."""
 
     generation: Generation
 

@@ -6,8 +6,7 @@ from common.engine.engine import Engine
 from common.engine.load.head import attach_head
 from common.engine.load.lookup import attach_lookup
 from common.engine.load.open import Progress, open_engine
-from common.engine.settings import OBJECTIVE_AND_INVARIANCE
-from common.protocol.errors import ConfigError
+from common.engine.settings import check_objectives
 from common.runtime.bus import Bus
 from common.runtime.service import main
 from common.transfer.cuda_ipc import LocalTransport
@@ -17,8 +16,7 @@ from services.decode.config import DecodeConfig
 
 def make_decode(bus: Bus, config: DecodeConfig) -> DecodeActor:
     """:raises ConfigError: two settings that can't both hold."""
-    if config.slo_itl_ms and config.batch_invariant:
-        raise ConfigError(OBJECTIVE_AND_INVARIANCE, param="slo_itl_ms")
+    check_objectives(config)
     transport = LocalTransport(config.shm_dir)
 
     def opened(name: str, on_progress: Progress) -> Engine:

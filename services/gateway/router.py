@@ -111,11 +111,13 @@ class Router(Roster):
 
     def choose(self, job: Job) -> Choice | None:
         """None: nobody who could take the request has room now."""
-        if self._decode_is_full and job.path == "auto" and job.only is None and (spilled := self._spill(job)):
+        if not self.has_room:
+            return None
+        cached = self._cached(job)
+        if self._decode_is_full and job.path == "auto" and job.only is None and (spilled := self._spill(job, cached)):
             return spilled
         if not self.decode.has_room:
             return None
-        cached = self._cached(job)
         direct = self._direct(job, cached)
         if job.path == "direct" or (job.path == "auto" and not self.can_prefill):
             reason = "path_given" if job.path == "direct" else "no_prefill_worker"
@@ -156,14 +158,14 @@ class Router(Roster):
 
     # -- inside
 
-    def _spill(self, job: Job) -> Choice | None:
+    def _spill(self, job: Job, cached: Mapping[int, int]) -> Choice | None:
         """A prefill worker that has no prompts, for a request that it answers itself."""
-        cached = self._cached(job)
         idle = [w for w in self._candidates(self.prefill, cached, job) if w.presence.capacity.rows and not w.backlog]
         if not idle:
             return None
         costs = [(self._direct_cost(worker, job, cached), worker) for worker in idle]
-        uncached = job.num_tokens - cached.get((worker := min(costs, key=_cost)[1]).serial, 0)
+        worker = min(costs, key=_cost)[1]
+        uncached = job.num_tokens - cached.get(worker.serial, 0)
         return Choice(None, worker.ref, uncached, costed("direct", costs, cached), "decode_pool_is_full")
 
     @property

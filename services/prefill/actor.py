@@ -148,8 +148,11 @@ class PrefillActor(EngineWorker):
         newest = [(sequence, sequence.num_outputs - 1) for sequence in done]
         self.constraints.check(newest)
         newest = [(sequence, start) for sequence, start in newest if self.is_held(sequence)]
-        later = [(sequence, start) for sequence, start in newest if start > 0 and sequence.request in self.answering]
-        self.outflow.put([one for one in newest if one not in later], urgent=True)
+        first: list[tuple[Sequence, int]] = []
+        later: list[tuple[Sequence, int]] = []
+        for sequence, start in newest:
+            (later if start > 0 and sequence.request in self.answering else first).append((sequence, start))
+        self.outflow.put(first, urgent=True)
         self.outflow.put(later)
         self.counters.generation_tokens.inc(len(done))
         for sequence in done:

@@ -11,8 +11,9 @@ import msgspec
 import pytest
 
 from common.cli import up_settings
-from common.cli.fleet import ProcessSpec, check_disk, check_objectives, processes, settled
+from common.cli.fleet import ProcessSpec, check_disk, processes, settled
 from common.cli.up_settings import UpSettings
+from common.engine.settings import check_objectives
 from common.protocol.errors import ConfigError
 from common.runtime import config as configuration
 from common.runtime.sections import ROLES, config_type, service_fields, up_fields
@@ -133,9 +134,9 @@ def test_a_folder_for_kv_needs_one_store_that_may_keep_it(flags: tuple[str, ...]
 
 
 def test_prompts_are_not_parted_by_load_where_they_are_to_be_parted_alike() -> None:
-    check_objectives(asked("--slo-itl-ms=20", "--slo-ttft-ms=500").services)
+    check_objectives(asked("--slo-itl-ms=20", "--slo-ttft-ms=500").services["decode"])
     with pytest.raises(ConfigError, match="leave one out"):
-        check_objectives(asked("--slo-itl-ms=20", "--batch-invariant").services)
+        check_objectives(asked("--slo-itl-ms=20", "--batch-invariant").services["decode"])
 
 
 def test_flags_that_the_readme_names() -> None:
