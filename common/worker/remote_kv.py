@@ -79,7 +79,6 @@ class RemoteKv:
         metrics = self._actor.metrics
         labels = ["peer", "path"]
         self._speed = metrics.gauge("kv_path_gb_per_s", "Measured speed of the path to a worker of another host", labels)
-        self._pulled = metrics.counter("kv_remote_bytes_total", "Bytes of KV copied from workers of other hosts")
         self._failures = metrics.counter("kv_remote_failures_total", "Paths and copies between hosts that failed", ["code"])
         log.info("kv_endpoint", worker=self._actor.ref.id, path=self.path, agent=engine.segment.name)
 
@@ -158,9 +157,8 @@ class RemoteKv:
         self._speed.labels(owner.id, self.path).set(round(speed, 4))
         log.info("kv_path", peer=owner.id, path=self.path, gb_per_s=round(speed, 3))
 
-    def pulled(self, num_tokens: int, num_bytes: int, elapsed_s: float) -> None:
-        """Count what was copied from another host."""
-        self._pulled.inc(num_bytes)
+    def pulled(self, num_tokens: int, elapsed_s: float) -> None:
+        """Note how long it took to copy the KV of so many tokens from another host."""
         if num_tokens > 0:
             us_per_token = 1e6 * elapsed_s / num_tokens
             self._us_per_token += (us_per_token - self._us_per_token) * (SMOOTHING if self._us_per_token else 1.0)

@@ -231,7 +231,7 @@ class DecodeActor(EngineWorker):
         began_at = self.clock()
         num_bytes = await anyio.to_thread.run_sync(copy) if copies else 0
         if transport is not self.transport:
-            self.remote.pulled(handle.num_tokens - sequence.num_computed, num_bytes, self.clock() - began_at)
+            self.remote.pulled(handle.num_tokens - sequence.num_computed, self.clock() - began_at)
         return num_bytes
 
     # -- steps

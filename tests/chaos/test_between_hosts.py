@@ -32,6 +32,7 @@ from tests.chaos.world import World
 
 pytest.importorskip("nixl", reason="NIXL is not installed: pip install --no-deps nixl nixl-cu13")
 
+NIXL_BYTES = 'kv_transfer_bytes_total{operation="read",path="nixl"}'
 WINDOWED = ((Retention(window=8), 256),)
 
 
@@ -136,7 +137,7 @@ async def world(shm_dir: Path, *, windows: tuple[tuple[Retention, int], ...] = (
 async def test_prompts_computed_on_one_host_go_on_on_the_other(tmp_path: Path, windows: tuple[tuple[Retention, int], ...]):
     async with world(tmp_path, windows=windows) as hosts:
         await hosts.crowd(20)
-        assert hosts.total("kv_remote_bytes_total") > 0
+        assert hosts.total(NIXL_BYTES) > 0
         assert hosts.total("kv_remote_failures_total") == 0
 
 
@@ -144,7 +145,7 @@ async def test_every_sixteenth_operation_fails_and_nothing_is_lost(tmp_path: Pat
     async with world(tmp_path) as hosts:
         faults.fail_every = 16
         await hosts.crowd(60, cancel=True)
-        assert hosts.total("kv_remote_bytes_total") > 0
+        assert hosts.total(NIXL_BYTES) > 0
         assert hosts.total("kv_remote_failures_total") > 0
 
 
@@ -152,7 +153,7 @@ async def test_bytes_that_are_wrong_are_computed_anew(tmp_path: Path, faults: ty
     async with world(tmp_path) as hosts:
         faults.damage_every = 5
         await hosts.crowd(60)
-        assert hosts.total("kv_remote_bytes_total") > 0
+        assert hosts.total(NIXL_BYTES) > 0
         assert hosts.total("kv_remote_failures_total") > 3
 
 
@@ -162,9 +163,9 @@ async def test_owners_that_die_and_return_under_their_name_lose_nothing(tmp_path
             hosts.submit([hosts.dice.randrange(997) for _ in range(100)], max_tokens=8)
             await hosts.kill("prefill-1")
             await hosts.start("prefill", name="prefill-1")
-            before = hosts.total("kv_remote_bytes_total")
+            before = hosts.total(NIXL_BYTES)
             with anyio.fail_after(30):
-                while hosts.total("kv_remote_bytes_total") == before:
+                while hosts.total(NIXL_BYTES) == before:
                     await hosts.crowd(4)
 
 

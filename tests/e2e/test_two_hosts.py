@@ -50,7 +50,7 @@ class Site:
         return sum(float(line.rsplit(" ", 1)[1]) for line in page.splitlines() if line.startswith(f"penstock_{metric}"))
 
     def remote_bytes(self) -> float:
-        return self.counted("kv_remote_bytes_total")
+        return self.counted('kv_transfer_bytes_total{operation="read",path="nixl"}')
 
     async def pulls_again(self, within_s: float = 60) -> None:
         """Ask until KV comes from the other host: a path that failed is tried again after some seconds."""
