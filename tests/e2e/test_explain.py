@@ -47,7 +47,22 @@ async def stack(nats_server: str, smollm2: ModelFiles, tmp_path_factory: pytest.
             await stack.start(role)
         stack.client.headers["authorization"] = f"Bearer {OPERATOR}"
         await stack.ready()
+        await both_gateways_know_both_decode_workers(stack)
         yield stack
+
+
+async def both_gateways_know_both_decode_workers(stack: Stack) -> None:
+    """A gateway is ready with one decode worker; it hears of the other within a heartbeat. Asks nothing that tests ask: that
+    would be cached."""
+    body = {"model": MODEL, "prompt": [9, 8, 7], "max_tokens": 1}
+    for gateway in ("gateway-0", "gateway-1"):
+        known = set[str]()
+        with anyio.fail_after(30):
+            while known != {"decode-0", "decode-1"}:
+                answer = await stack.client.post(f"{stack.url(gateway)}/v1/completions", json=body)
+                (one,) = (await ask(stack.bus, answer.json()["id"])).requests
+                routed = next(event for event in one.events if event.event == "routed")
+                known = {each.worker for each in routed.candidates if each.part == "decode"}
 
 
 async def penstock(stack: Stack, *words: str) -> subprocess.CompletedProcess[str]:
