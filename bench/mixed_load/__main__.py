@@ -1,8 +1,10 @@
 """Two models and two tenants under mixed load with kills, in real time: `python -m bench.mixed_load`.
 
     python -m bench.mixed_load --minutes 30              everything at once, every answer checked
+    python -m bench.mixed_load --disk --hosts 2          the same, with the kvstore's disk and KV over NIXL
     python -m bench.mixed_load --greedy --turns 3        what a greedy tenant does to the other's first tokens
 
+With `CHAOS=nixl_fail=16 PYTHONPATH=tests/chaos/inject` in the environment every 16th operation of NIXL fails.
 Real processes of `penstock up --config` with two gateways, on a real nats-server with JetStream and a login for each tenant.
 The models are made here, with random weights; nothing is downloaded.
 """
@@ -28,6 +30,9 @@ from common.runtime import logs
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = request.parser("bench.mixed_load", __doc__)
     parser.add_argument("--minutes", type=float, default=30.0, help="of the mixed load")
+    parser.add_argument("--requests", type=int, default=0, help="the mixed load ends with so many answers; 0: by time alone")
+    parser.add_argument("--disk", action="store_true", help="the kvstore keeps KV blocks on a disk too")
+    parser.add_argument("--hosts", type=int, choices=(1, 2), default=1, help="2: KV goes from prefill to decode over NIXL")
     parser.add_argument("--clients", type=int, default=8, help="clients, one request at a time each")
     parser.add_argument("--think-s", type=float, default=0.5, help="mean pause of a client between requests")
     parser.add_argument("--kill-every-s", type=float, default=12.0, help="mean time between kills and pauses")

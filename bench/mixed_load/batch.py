@@ -15,7 +15,7 @@ import httpx
 from bench.mixed_load import answers
 from bench.mixed_load.answers import PATHS, View, differences
 from bench.mixed_load.asks import batch_line
-from bench.mixed_load.tally import Tally
+from bench.mixed_load.tally import End, Tally
 from bench.mixed_load.traffic import Known
 
 POLL_S = 2.0
@@ -36,12 +36,12 @@ class Batches:
         self._num_lines = num_lines
         self._rng = random.Random(f"batches {seed}")
 
-    async def run(self, until: float) -> None:
-        """Submit the next one when one is complete, up to a time (monotonic), and see the last one through."""
+    async def run(self, end: End) -> None:
+        """Submit the next one when one is complete, and see the last one through."""
         number = 0
         async with self._http:
-            while time.monotonic() < until:
-                await self._batch(VIEWS[number % len(VIEWS)], until + LAST_S)
+            while not end.is_over:
+                await self._batch(VIEWS[number % len(VIEWS)], end.until + LAST_S)
                 number += 1
 
     async def _batch(self, view: View, deadline: float) -> None:

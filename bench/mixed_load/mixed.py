@@ -16,7 +16,7 @@ from bench.mixed_load.clients import HttpClient, NatsClient
 from bench.mixed_load.outages import Outages
 from bench.mixed_load.salts import SaltCheck
 from bench.mixed_load.site import SEEDS, TENANTS, Site, Sizes, running
-from bench.mixed_load.tally import Tally
+from bench.mixed_load.tally import End, Tally
 from bench.mixed_load.traffic import Tenant, Traffic, learn
 from bench.mixed_load.watch import MIN_LIFE_S, Grown, Memory, still_held
 from common.runtime.nats_bus import connect
@@ -29,9 +29,13 @@ QUIET_S = 15.0
 
 
 class MixedOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`think_s`: mean pause of each client between two requests. `kill_every_s`: mean time between two of the `blows`."""
+    """`think_s`: mean pause of each client between two requests. `kill_every_s`: mean time between two of the `blows`.
+    `requests`: the load ends with so many answers, or after its minutes. `disk`, `hosts`: see `Sizes`."""
 
     minutes: float
+    requests: int
+    disk: bool
+    hosts: int
     clients: int
     think_s: float
     kill_every_s: float
@@ -84,7 +88,7 @@ async def tenants_of(site: Site) -> AsyncIterator[list[Tenant]]:
 
 async def run(options: MixedOptions, folder: Path) -> MixedReport:
     """:raises ConfigError: the system does not start, or what it answers can't be checked."""
-    with running(folder, Sizes()) as site:
+    with running(folder, Sizes(disk=options.disk, hosts=options.hosts)) as site:
         async with tenants_of(site) as tenants:
             return await _under_load(options, site, tenants)
 
@@ -99,16 +103,16 @@ async def _under_load(options: MixedOptions, site: Site, tenants: list[Tenant]) 
     salts = SaltCheck(tenants, list(SEEDS), outages, tally, options.seed)
     batches = Batches(site.url, site.keys[""], known, tally, num_lines=options.batch_lines, seed=options.seed)
     began = time.monotonic()
-    until = began + 60 * options.minutes
+    end = End(tally, began + 60 * options.minutes, options.requests)
     async with anyio.create_task_group() as watchers:
         watchers.start_soon(memory.run)
         watchers.start_soon(_progress, tally, outages)
+        watchers.start_soon(_strike, outages, end.until - QUIET_S)
         async with anyio.create_task_group() as load:
-            load.start_soon(_strike, outages, until - QUIET_S)
             for _ in range(options.clients):
-                load.start_soon(traffic.client, options.think_s, until)
-            load.start_soon(salts.run, options.salt_every_s, until)
-            load.start_soon(batches.run, until)
+                load.start_soon(traffic.client, options.think_s, end)
+            load.start_soon(salts.run, options.salt_every_s, end)
+            load.start_soon(batches.run, end)
         watchers.cancel_scope.cancel()
     return MixedReport(
         seconds=time.monotonic() - began,

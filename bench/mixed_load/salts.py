@@ -16,7 +16,7 @@ import anyio
 
 from bench.mixed_load.asks import Ask, words
 from bench.mixed_load.outages import Outages, verdict
-from bench.mixed_load.tally import Tally
+from bench.mixed_load.tally import End, Tally
 from bench.mixed_load.traffic import Tenant
 
 PROMPT_TOKENS = (200, 1200)
@@ -35,8 +35,8 @@ class SaltCheck:
         self._tally = tally
         self._rng = random.Random(f"salts {seed}")
 
-    async def run(self, every_s: float, until: float) -> None:
-        while time.monotonic() < until:
+    async def run(self, every_s: float, end: End) -> None:
+        while not end.is_over:
             await anyio.sleep(every_s)
             await self._story()
 

@@ -41,6 +41,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     """Processes of each model, by role, and of the gateway; settings that every engine gets as lines of TOML.
 
     `shape`: of models whose weights the engine draws, in place of those made here. `device`: as `penstock up` takes it.
+    `disk`: whether the kvstore has a folder on a disk. `hosts`: 2: prefill workers have a shared memory of their own, as on
+    another host, and KV goes over NIXL.
     """
 
     gateways: int = 2
@@ -57,6 +59,8 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     limits: Sequence[str] = ()
     shape: str = ""
     device: str = "cpu"
+    disk: bool = False
+    hosts: int = 1
 
 
 @dataclass
@@ -100,6 +104,7 @@ def config_text(folder: Path, sizes: Sizes) -> str:
     """The file of `--config`."""
     lines = [
         "[common]",
+        f'shm_dir = "{folder / "shm"}"',
         *sizes.common,
         "[up]",
         f'device = "{sizes.device}"',
@@ -111,10 +116,15 @@ def config_text(folder: Path, sizes: Sizes) -> str:
         "[kvstore]",
         "capacity_mb = 64",
     ]
+    if sizes.disk:
+        lines += [f'kv_disk = "{folder / "kv"}"', "kv_disk_gb = 1"]
+    if sizes.hosts > 1:
+        lines += ["[prefill]", f'shm_dir = "{folder / "shm-prefill"}"']
     for name, workers in sizes.workers.items():
         model = f"dummy:{sizes.shape}" if sizes.shape else str(folder / "models" / name)
         lines += ["[[models]]", f'model = "{model}"', f'served_model_name = ["{name}", "{name}-too"]']
         lines += [*(f"{role} = {count}" for role, count in workers.items()), *sizes.engine]
+        lines += ['kv_transfer = "nixl"', 'nixl_interface = "lo"', 'nixl_transports = "tcp"'] if sizes.hosts > 1 else []
     return "\n".join([*lines, ""])
 
 
@@ -140,9 +150,10 @@ def running(folder: Path, sizes: Sizes) -> Iterator[Site]:
     """
     http_port, nats_port = free_ports(2)
     site = Site(folder, http_port, nats_port, f"mixed-{os.getpid()}-{time.time_ns()}", _prepare(folder, sizes))
-    (folder / "shm").mkdir()
+    for name in ("shm", "shm-prefill"):
+        (folder / name).mkdir()
     flags = ["--config", folder / "models.toml", "--http-port", http_port, "--nats-port", nats_port]
-    flags += ["--data-dir", folder / "data", "--shm-dir", folder / "shm", "--log-dir", folder / "logs"]
+    flags += ["--data-dir", folder / "data", "--log-dir", folder / "logs"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
     environment |= {MARK: site.mark, "PENSTOCK_HOME": str(folder / "home"), "PENSTOCK_API_KEY": site.keys[""]}
     with (folder / "up.log").open("wb") as log:

@@ -32,3 +32,16 @@ class Tally:
     @property
     def num_answered(self) -> int:
         return self.answered.total()
+
+
+@dataclass(frozen=True)
+class End:
+    """When the load is over: at `until` (monotonic seconds), or once `requests` were answered; 0: then by time alone."""
+
+    tally: Tally
+    until: float
+    requests: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self.until or 0 < self.requests <= self.tally.num_answered

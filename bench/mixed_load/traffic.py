@@ -14,7 +14,7 @@ from bench.mixed_load.answers import Answer, differences
 from bench.mixed_load.asks import Ask, keeps_form, with_stop
 from bench.mixed_load.clients import Edge, HttpClient, NatsClient, Result
 from bench.mixed_load.outages import Outages, verdict
-from bench.mixed_load.tally import Tally
+from bench.mixed_load.tally import End, Tally
 from common.protocol.errors import ConfigError
 
 LEAVING = 0.06
@@ -85,10 +85,10 @@ class Traffic:
         self._tally = tally
         self._rng = random.Random(seed)
 
-    async def client(self, think_s: float, until: float) -> None:
-        """Send one request after the other, with pauses of `think_s` in the mean, up to a time (monotonic)."""
+    async def client(self, think_s: float, end: End) -> None:
+        """Send one request after the other, with pauses of `think_s` in the mean."""
         rng = random.Random(self._rng.random())
-        while time.monotonic() < until:
+        while not end.is_over:
             await anyio.sleep(rng.expovariate(1 / think_s))
             if not await self._one(rng):
                 await anyio.sleep(BACK_OFF_S)

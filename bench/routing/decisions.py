@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from common.cache.contents import HASH_TYPE
-from common.cache.prefix import hash_chain, short_hash
+from common.cache.prefix import hash_chain, short_hashes
 from common.protocol.handles import WorkerRef
 from common.protocol.kv_events import KvEvents, KvLayout, KvSnapshot
 from common.protocol.messages import Presence, SamplingParams, decode, encode
@@ -108,7 +108,7 @@ class Scene:
             return time.perf_counter() - began
 
         for number, prefix in enumerate(prefixes):
-            chain = [short_hash(one) for one in hash_chain(prefix, BLOCK_TOKENS, fingerprint="bench", salt=b"")]
+            chain = short_hashes(hash_chain(prefix, BLOCK_TOKENS, fingerprint="bench", salt=b""))
             for home in {number % len(self.prefill), (number * 3 + 1) % len(self.prefill)}:
                 tell(self.prefill[home], chain)
         told = 0

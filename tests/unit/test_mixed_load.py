@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from bench.mixed_load.clients import Result, failed
 from bench.mixed_load.greedy import median_ratio, percentile
 from bench.mixed_load.outages import Outage, verdict
 from bench.mixed_load.site import WORKER_ID, Sizes, config_text
+from bench.mixed_load.tally import End, Tally
 from bench.mixed_load.watch import growth, held_by
 from common.models.source import resolve
 from common.protocol.handles import WorkerRef
@@ -181,6 +183,21 @@ def test_the_settings_name_each_model_and_its_workers(tmp_path: Any) -> None:
     assert 'device = "cpu"' in text, "models of a megabyte stay off a GPU"
     found = WORKER_ID.search("python -m services.decode --worker-id decode-alpha-0-12ab9f --threads 1")
     assert found is not None and found[1] == "decode-alpha-0"
+
+
+def test_prefill_workers_of_another_host_have_other_shared_memory_and_nixl(tmp_path: Any) -> None:
+    text = config_text(tmp_path, Sizes(hosts=2, disk=True))
+    assert f'[prefill]\nshm_dir = "{tmp_path / "shm-prefill"}"' in text and f'kv_disk = "{tmp_path / "kv"}"' in text
+    assert text.count('kv_transfer = "nixl"') == 2
+    assert "nixl" not in config_text(tmp_path, Sizes()) and "kv_disk" not in config_text(tmp_path, Sizes())
+
+
+def test_the_load_ends_by_time_or_once_enough_was_answered() -> None:
+    tally = Tally()
+    now = time.monotonic()
+    assert End(tally, now - 1).is_over and not End(tally, now + 60).is_over
+    tally.answered["chat"] = 5
+    assert End(tally, now + 60, 5).is_over and not End(tally, now + 60, 6).is_over
 
 
 def test_memory_that_grows_after_it_has_settled_is_told_from_one_that_does_not() -> None:

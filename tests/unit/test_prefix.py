@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.cache.prefix import HASH_BYTES, hash_chain
+from common.cache.prefix import HASH_BYTES, hash_chain, short_hash, short_hashes
 from common.cache.spec import CacheLayout, Component, GroupSpec, Member, gqa_layout
 
 TOKENS = list(range(100, 150))
@@ -52,6 +52,12 @@ def test_a_chain_can_be_continued(tokens: list[int], cut: int, block_tokens: int
     head = whole[:cut]
     parent = head[-1] if head else b""
     assert whole == head + chain(tokens[len(head) * block_tokens :], block_tokens, parent=parent)
+
+
+def test_short_hashes_of_many_are_those_of_each():
+    hashes = hash_chain(list(range(64)), 4, fingerprint="m", salt=b"t")
+    nothing = bytes(HASH_BYTES)
+    assert short_hashes([*hashes, nothing]) == [*map(short_hash, hashes), 1] and short_hashes([]) == []
 
 
 def test_a_gqa_block_holds_k_and_v_of_all_layers():
