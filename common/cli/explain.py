@@ -12,6 +12,7 @@ import typer
 
 from common.cli.client import connected
 from common.cli.console import DEFAULT_NATS_URL, NatsUrl, out, run
+from common.cli.sizes import size_text
 from common.protocol import headers, subjects
 from common.protocol.errors import Forbidden, NotFound, NoWorkers, PenstockError, ProtocolError, RequestTimeout, from_wire
 from common.protocol.explain_messages import Candidate, ExplainedEvent, Explanation, Explanations
@@ -142,16 +143,8 @@ def _told(event: ExplainedEvent) -> str:
 def _fact(name: str, value: Fact) -> str:
     """Return a fact in words: `received_bytes` 2097152 → `received 2.0 MiB`."""
     if name.endswith("_bytes") and not isinstance(value, str):
-        return f"{name.removesuffix('_bytes').replace('_', ' ')} {_size(value)}"
+        return f"{name.removesuffix('_bytes').replace('_', ' ')} {size_text(int(value))}"
     return f"{name.replace('_', ' ')} {value}"
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} GiB"
 
 
 def _compared(candidates: list[Candidate]) -> Iterator[str]:

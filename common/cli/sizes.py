@@ -5,10 +5,12 @@ from __future__ import annotations
 
 def size_text(size_bytes: int) -> str:
     """
-    >>> size_text(2304), size_text(368_640), size_text(5 << 30)
-    ('2.2 KiB', '0.4 MiB', '5.0 GiB')
+    >>> size_text(0), size_text(2304), size_text(368_640), size_text(5 << 30)
+    ('0 B', '2.2 KiB', '0.4 MiB', '5.0 GiB')
     """
-    if 0 < size_bytes < 1 << 16:
+    if size_bytes < 1 << 10:
+        return f"{size_bytes} B"
+    if size_bytes < 1 << 16:
         return f"{size_bytes / (1 << 10):.1f} KiB"
     if size_bytes >= 1 << 40:
         return f"{size_bytes / (1 << 40):.1f} TiB"
