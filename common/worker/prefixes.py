@@ -16,7 +16,8 @@ from common.protocol.handles import WorkerRef
 from common.protocol.trace_context import child_of
 from common.worker.kv_counts import KvCounts
 from common.worker.metrics import EngineMetrics
-from common.worker.store_client import Search, StoreClient
+from common.worker.store_client import StoreClient
+from common.worker.store_lookups import Search
 from common.worker.traces import WorkerTraces
 
 

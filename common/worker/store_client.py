@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import anyio
@@ -21,21 +20,20 @@ import anyio.to_thread
 import numpy as np
 
 from common.cache.spec import group_name
-from common.protocol.cache_messages import BlockCommit, BlockGrant, BlockLease, BlockLookup, BlockOffer
-from common.protocol.errors import PenstockError, ProtocolError, StaleHandle, from_wire
+from common.protocol.cache_messages import BlockCommit, BlockGrant, BlockLease, BlockOffer
+from common.protocol.errors import PenstockError, ProtocolError, StaleHandle
 from common.protocol.explain_messages import RequestContext
 from common.protocol.handles import WorkerRef, new_lease
-from common.protocol.messages import Message, Rejected, ReleaseLease, RenewLeases
+from common.protocol.messages import ReleaseLease, RenewLeases
 from common.runtime import logs
 from common.runtime.actor import Actor
 from common.transfer.base import RemoteBlocks, Transport
 from common.transfer.measured import MeasuredTransport, TransferCounts
 from common.transfer.shm import StoreTransport, host_id
+from common.worker.store_lookups import MAX_STORES, Search, StoreLookups
 
 log = logs.get("store_client")
 
-ASK_TIMEOUT_S = 0.2
-SKIP_FAILED_S = 3.0
 CHUNK_BYTES = 16 << 20
 """Copied between two looks at the clock and at cancellation."""
 RENEW_EVERY_S = 1.0
@@ -43,8 +41,6 @@ MAX_OFFERS = 4
 """Offers under way; more are not made, since the blocks of a waiting offer are kept from everyone else."""
 DISK_WAIT_S = 1.0
 """A fetch waits so long in all for answers of stores that read from a disk."""
-MAX_STORES = 4
-"""Stores asked per lookup."""
 
 
 class _GroupBlocks(NamedTuple):
@@ -56,18 +52,6 @@ class _GroupBlocks(NamedTuple):
     def chunks(self, num_blocks: int) -> Iterator[tuple[int, int]]:
         size = max(1, CHUNK_BYTES // self.blocks.shape[1])
         return ((start, min(start + size, num_blocks)) for start in range(0, num_blocks, size))
-
-
-@dataclass(slots=True)
-class Search:
-    """What looking for one request's prefix came to, of all its lookups and copies: which stores were asked, the bytes that
-    were copied, the most blocks of a cache group that came from a disk, and the code of the last failure."""
-
-    context: RequestContext = field(default_factory=RequestContext)
-    stores: dict[WorkerRef, None] = field(default_factory=dict)
-    num_bytes: int = 0
-    num_from_disk: int = 0
-    error: str = ""
 
 
 class StoreClient:
@@ -91,22 +75,20 @@ class StoreClient:
         transfers: TransferCounts | None = None,
     ) -> None:
         self.actor = actor
-        self._enabled = enabled
         self._pools = [_GroupBlocks(blocks, group_name(fingerprint, group)) for group, blocks in enumerate(pools)]
         self.host = host_id(shm_dir)
+        self.lookups = StoreLookups(actor, self.host, enabled=enabled and bool(self._pools[0].blocks.shape[1]))
         self._stored = StoreTransport(shm_dir)
         self._transfers = transfers or TransferCounts(actor.metrics)
         self._transport = MeasuredTransport(transport or self._stored, self._transfers)
-        self._skip_until: dict[WorkerRef, float] = {}
         self._offers = 0
         self._fetched = actor.metrics.counter("store_fetched_blocks_total", "KV blocks copied from a kvstore")
         self._offered = actor.metrics.counter("store_offered_blocks_total", "KV blocks copied to a kvstore")
-        self._failures = actor.metrics.counter("store_failures_total", "Fetches and offers that a kvstore failed", ["code"])
 
     @property
     def available(self) -> bool:
         """Is there a kvstore on this host worth asking?"""
-        return bool(self._stores())
+        return bool(self.lookups.stores())
 
     async def find(self, hashes: Sequence[bytes], firsts: Sequence[int], group: int, search: Search | None = None) -> int:
         """Return the length, in blocks, of the longest leading part of a hash chain of which a kvstore has all that the group
@@ -114,15 +96,14 @@ class StoreClient:
 
         Nothing is held: by the time of the `fetch` it may be gone.
         """
-        stores, found, search = self._stores()[:MAX_STORES] if hashes else [], list[BlockLease](), search or Search()
+        search = search or Search()
+        stores = self.lookups.stores()[:MAX_STORES] if hashes else []
+        found = await self.lookups.leases(self._pools[group].fingerprint, stores, hashes, search, firsts)
         try:
-            async with anyio.create_task_group() as tasks:
-                for store in stores:
-                    tasks.start_soon(self._look_up, self._pools[group], store, list(hashes), found, list(firsts), search)
             search.num_from_disk = max([search.num_from_disk, *(lease.num_from_disk for lease in found)])
             return max((lease.first + len(lease.blocks) for lease in found), default=0)
         finally:
-            self._release(found)
+            self.lookups.release(found)
 
     async def fetch(
         self, hashes: Sequence[bytes], into_blocks: Sequence[int], group: int = 0, search: Search | None = None
@@ -134,17 +115,17 @@ class StoreClient:
         brings more of it, and for `DISK_WAIT_S` in all. `search`: what is noted of it.
         """
         wanted = list(hashes[: len(into_blocks)])
-        stores, search = self._stores()[:MAX_STORES], search or Search()
+        stores, search = self.lookups.stores()[:MAX_STORES], search or Search()
         copied, waited_s, coming, from_disk = 0, 0.0, 0, 0
         while stores and wanted[copied:] and waited_s < DISK_WAIT_S:
             asked_at = self.actor.clock()
-            found = await self._leases(self._pools[group], stores, wanted[copied:], search)
+            found = await self.lookups.leases(self._pools[group].fingerprint, stores, wanted[copied:], search)
             waited_s += self.actor.clock() - asked_at
             try:
                 best = max(found, key=lambda lease: len(lease.blocks) + lease.coming, default=None)
                 if best is None:
                     break
-                self._release(found, keep=best)
+                self.lookups.release(found, keep=best)
                 more = await self._copy_in(self._pools[group], best, wanted[copied:], into_blocks[copied:], search)
                 copied += more
                 from_disk += min(more, max(best.num_from_disk, coming))
@@ -153,7 +134,7 @@ class StoreClient:
                     break
                 stores = [best.store]
             finally:
-                self._release(found)
+                self.lookups.release(found)
         search.num_from_disk = max(search.num_from_disk, from_disk)
         search.num_bytes += copied * self._pools[group].blocks.shape[1]
         self._fetched.inc(copied)
@@ -175,102 +156,20 @@ class StoreClient:
         try:
             await self._offer_to(self._pools[group], store, list(hashes), blocks, context)
         except PenstockError as error:
-            self._failed(store, error)
+            self.lookups.failed(store, error)
         finally:
             self._offers -= 1
 
     def keepers(self, hashes: Sequence[bytes]) -> list[WorkerRef]:
         """Return the store that a hash chain would be offered to now, if there is one."""
-        stores = self._stores() if hashes else []
+        stores = self.lookups.stores() if hashes else []
         return [max(stores, key=lambda known: _affinity(known, hashes[0]))] if stores else []
 
     def close(self) -> None:
         """Let go of the stores' segments."""
         self._stored.close()
 
-    # -- stores
-
-    def _stores(self) -> list[WorkerRef]:
-        if not self._enabled or not self.actor.bus.connected or not self._pools[0].blocks.shape[1]:
-            return []
-        now = self.actor.clock()
-        if self._skip_until:
-            self._skip_until = {store: until for store, until in self._skip_until.items() if until > now}
-        return [
-            presence.worker
-            for presence in self.actor.registry.alive("kvstore", now)
-            if presence.state == "ready" and presence.host == self.host and presence.worker not in self._skip_until
-        ]
-
-    def _failed(self, store: WorkerRef, error: PenstockError) -> None:
-        log.info("kvstore_failed", store=store.id, code=error.code, reason=str(error))
-        self._failures.labels(error.code).inc()
-        self._skip_until[store] = self.actor.clock() + SKIP_FAILED_S
-
-    async def _ask(self, store: WorkerRef, question: BlockLookup | BlockOffer) -> Message:
-        """:raises PenstockError: no answer, or a refusal."""
-        try:
-            answer = await self.actor.ask(store, question, ASK_TIMEOUT_S)
-        except BaseException:  # too late, or not waited for: the store may have granted it all the same
-            self.actor.send(store, ReleaseLease(leases=[question.lease]))
-            raise
-        if isinstance(answer, Rejected):
-            raise from_wire(answer.code, answer.message)
-        return answer
-
     # -- fetch
-
-    async def _leases(
-        self, pool: _GroupBlocks, stores: list[WorkerRef], hashes: list[bytes], search: Search
-    ) -> list[BlockLease]:
-        """Return what each of the stores has of a chain; the caller releases it."""
-        found: list[BlockLease] = []
-        try:
-            async with anyio.create_task_group() as tasks:
-                for store in stores:
-                    tasks.start_soon(self._look_up, pool, store, hashes, found, [], search)
-        except BaseException:
-            self._release(found)
-            raise
-        return found
-
-    async def _look_up(
-        self,
-        pool: _GroupBlocks,
-        store: WorkerRef,
-        hashes: list[bytes],
-        found: list[BlockLease],
-        firsts: list[int],
-        search: Search,
-    ) -> None:
-        search.stores[store] = None
-        try:
-            lookup = BlockLookup(
-                holder=self.actor.ref,
-                fingerprint=pool.fingerprint,
-                hashes=hashes,
-                lease=new_lease(),
-                firsts=firsts,
-                context=search.context,
-            )
-            answer = await self._ask(store, lookup)
-            if not isinstance(answer, BlockLease):
-                raise ProtocolError(f"{type(answer).__name__} in answer to a lookup")
-            end = answer.first + len(answer.blocks)
-            if not end and not answer.coming:
-                return
-            if (
-                not len(answer.blocks) == len(answer.generations) == len(answer.checksums) <= end <= len(hashes)
-                or not 0 <= answer.first <= (firsts[end - 1] if firsts and end else 0)
-                or not 0 <= answer.coming <= len(hashes) - end
-                or (answer.blocks and not answer.lease)
-            ):
-                self._release([answer])
-                raise ProtocolError("a lease that does not fit its lookup")
-            found.append(answer)
-        except PenstockError as error:
-            search.error = error.code
-            self._failed(store, error)
 
     async def _copy_in(
         self, pool: _GroupBlocks, lease: BlockLease, hashes: list[bytes], into_blocks: Sequence[int], search: Search
@@ -285,14 +184,14 @@ class StoreClient:
                 if good < end - start:
                     damaged = hashes[start + good]
                     self.actor.send(lease.store, ReleaseLease(leases=[lease.lease], damaged=[damaged]))
-                    self._failures.labels("checksum").inc()
+                    self.lookups.failures.labels("checksum").inc()
                     self._transfers.failed("kvstore", "read", "checksum")
                     search.error = "checksum"
                     log.warning("kvstore_block_damaged", store=lease.store.id, hash=damaged.hex())
                     break
         except PenstockError as error:
             search.error = error.code
-            self._failed(lease.store, error)
+            self.lookups.failed(lease.store, error)
         return copied
 
     def _read_chunk(self, pool: _GroupBlocks, lease: BlockLease, start: int, end: int, into_blocks: list[int]) -> int:
@@ -303,12 +202,6 @@ class StoreClient:
             if zlib.crc32(pool.blocks[block]) != lease.checksums[start + i]:
                 return i
         return end - start
-
-    def _release(self, found: list[BlockLease], keep: BlockLease | None = None) -> None:
-        for lease in [lease for lease in found if lease is not keep]:
-            if lease.lease:
-                self.actor.send(lease.store, ReleaseLease(leases=[lease.lease]))
-            found.remove(lease)
 
     # -- offer
 
@@ -328,7 +221,7 @@ class StoreClient:
             lease=new_lease(),
             context=context,
         )
-        grant = await self._ask(store, offer)
+        grant = await self.lookups.ask(store, offer)
         if not isinstance(grant, BlockGrant):
             raise ProtocolError(f"{type(grant).__name__} in answer to an offer")
         if not grant.lease:

@@ -29,7 +29,7 @@ from services.kvstore.index import longest_tail
 log = logs.get("kvstore")
 
 ANSWER_S = 0.1
-"""A lookup waits for the disk at most so long; less than workers wait for an answer (`store_client.ASK_TIMEOUT_S`)."""
+"""A lookup waits for the disk at most so long; less than workers wait for an answer (`store_lookups.ASK_TIMEOUT_S`)."""
 READ_BYTES = 4 << 20
 """Read between two looks at who waits, by `NUM_THREADS` threads."""
 NUM_THREADS = 2

@@ -11,7 +11,7 @@ from common.protocol.draft_messages import DraftClose, DraftRow, DraftUpdate
 from common.protocol.explain_messages import Explain, Explained, RequestContext, WorkerEvent
 from common.runtime.actor import Actor
 from common.testing.memory_bus import MemoryBroker
-from common.worker.store_client import Search
+from common.worker.store_lookups import Search
 from tests.actors.kvstore_site import BLOCK_BYTES, CHAIN, grant_of, lease_of, running, spoil, temporary_site, until
 from tests.actors.test_draft import Decoder, make_draft
 from tests.actors.test_draft import running as drafting

@@ -19,7 +19,7 @@ from common.protocol.messages import KvUsage, Presence, Rejected, ReleaseLease
 from common.runtime.actor import WorkerState
 from common.runtime.bus import BusMessage
 from common.transfer.shm import host_id
-from common.worker import store_client
+from common.worker import store_lookups
 from services.kvstore.actor import KvstoreActor
 from tests.actors.kvstore_site import BLOCK_BYTES, CHAIN, Site, lease_of, running, settled, temporary_site, until
 
@@ -43,7 +43,7 @@ async def test_a_killed_store_costs_one_question(site: Site):
 
 
 async def test_a_store_that_does_not_answer_is_left_alone_for_a_while(site: Site, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(store_client, "SKIP_FAILED_S", 0.3)
+    monkeypatch.setattr(store_lookups, "SKIP_FAILED_S", 0.3)
     store, worker = site.make_store(), site.make_worker(fill=1)
     asked: list[BusMessage] = []
 
@@ -68,7 +68,7 @@ async def test_a_store_that_does_not_answer_is_left_alone_for_a_while(site: Site
 
 
 async def test_a_store_that_answers_too_late_gets_back_what_it_granted(site: Site, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(store_client, "SKIP_FAILED_S", 0.05)
+    monkeypatch.setattr(store_lookups, "SKIP_FAILED_S", 0.05)
     store, worker = site.make_store(lease_s=60.0), site.make_worker(fill=1)
     async with running(store, worker):
         await worker.store.offer(CHAIN[:4], range(4))
@@ -115,7 +115,7 @@ async def test_a_restarted_store_is_used_at_once(site: Site):
         again = site.make_store(worker_id="kv")
         async with anyio.create_task_group() as group:
             await group.start(again.run)
-            await until(lambda: worker.store._stores() == [again.ref])
+            await until(lambda: worker.store.lookups.stores() == [again.ref])
             assert await worker.store.fetch(CHAIN, range(10)) == 0
             await worker.store.offer(CHAIN, range(10))
             await until(lambda: again.usage().cached == 10)
@@ -127,7 +127,7 @@ async def test_two_stores_serve_one_host(site: Site):
     store, other, worker = site.make_store(), site.make_store(), site.make_worker(fill=1)
     async with running(store, worker), anyio.create_task_group() as group:
         await group.start(other.run)
-        await until(lambda: len(worker.store._stores()) == 2)
+        await until(lambda: len(worker.store.lookups.stores()) == 2)
         for name in range(8):
             await worker.store.offer([b"%d" % name], [name])
         await until(lambda: store.usage().cached + other.usage().cached == 8)
@@ -178,7 +178,7 @@ async def test_an_idle_arena_makes_room_for_one_too_many_and_a_busy_one_does_not
         assert list(store.arenas) == ["m"]
         worker.send(store.ref, ReleaseLease(leases=[lease.lease]))
         await until(lambda: not len(store.leases))
-        other.store._skip_until.clear()
+        other.store.lookups.forgive()
         await other.store.offer(CHAIN[:2], range(2))
         await settled(store, KvUsage(total=16, free=14, cached=2))
         assert list(store.arenas) == ["n"]
