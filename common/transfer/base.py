@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from common.protocol.errors import StaleHandle
+from common.transfer.blocks import LocalBlocks as LocalBlocks
+from common.transfer.blocks import RemoteBlocks as RemoteBlocks  # who knows transports takes both from here
 from common.transfer.paths import KvPath
-
-
-class RemoteBlocks(NamedTuple):
-    """`blocks` of the segment that the worker on `host` announced, as they were at `generations`; `checksums`, if there are
-    any, are their CRC-32s."""
-
-    host: str
-    segment: str
-    fingerprint: str
-    blocks: Sequence[int]
-    generations: Sequence[int]
-    checksums: Sequence[int] = ()
+from common.transfer.transfer import Transfer
 
 
 class Transport(Protocol):
     """Reads other workers' blocks. Safe to call from several threads."""
+
+    @property
+    def slice_bytes(self) -> int:
+        """Bytes that a pull copies between two looks at whether it was cancelled."""
+        ...
 
     def path_of(self, source: RemoteBlocks) -> KvPath:
         """Return which way `read` would take to `source`: what is measured is told apart by it. Does not block or fail."""
@@ -39,6 +35,10 @@ class Transport(Protocol):
         :raises StaleHandle: a block was reused, or the segment now belongs to another model.
         :raises TransportUnavailable: the segment can't be reached from here.
         """
+        ...
+
+    def pull(self, source: RemoteBlocks, target: LocalBlocks) -> Transfer:
+        """Return the same copy to await: with progress, and an end that can be asked for. It begins when it is awaited."""
         ...
 
 

@@ -31,6 +31,7 @@ from common.transfer.paths import KvPath
 from common.transfer.segment import Segment
 from common.transfer.segment_cache import SegmentCache
 from common.transfer.shm import ShmTransport, mapped_segments
+from common.transfer.transfer import Pulling
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +43,7 @@ _MEMORY = struct.Struct(f"<{_HANDLE_BYTES}sQ")  # handle, offset of the pool in 
 _NO_HANDLE = bytes(_HANDLE_BYTES)
 _LOOK_EVERY_S = 1.0
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_SLICE_BYTES = 512 << 20  # 1.5 ms over NVLink; each slice costs a launch and two looks at the generations
 _PROGRAMS = 64  # enough to keep NVLink full; the other multiprocessors belong to the step that runs meanwhile
 
 
@@ -72,7 +74,7 @@ def export_pool(pool: torch.Tensor, driver: Driver | None = None) -> bytes:
         return _MEMORY.pack(_NO_HANDLE, 0)
 
 
-class LocalTransport:
+class LocalTransport(Pulling):
     """Reads KV of other workers of this host: out of shared memory, or from GPU to GPU once a pool is attached."""
 
     def __init__(self, directory: str) -> None:
@@ -89,6 +91,7 @@ class LocalTransport:
         """From now on blocks are copied into the pool of their fingerprint, [num_blocks, …], contiguous, on a GPU; `into` of
         `read` is not used. pools: of each cache group, on one GPU."""
         index = next(iter(pools.values())).device.index
+        self.slice_bytes = _SLICE_BYTES
         self._device = _DeviceReader(pools, self._segments, driver or CudaDriver(index))
 
     def path_of(self, source: RemoteBlocks) -> KvPath:

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 from prometheus_client import Counter, Histogram
 
-from common.protocol.errors import PenstockError
+from common.protocol.errors import Cancelled, PenstockError
 from common.protocol.kv_messages import PathTraffic
 from common.runtime.metrics import Metrics
-from common.transfer.base import RemoteBlocks, Transport
+from common.transfer.base import LocalBlocks, RemoteBlocks, Transport
 from common.transfer.paths import KvPath, Operation
+from common.transfer.transfer import Transfer
 
 SECONDS_BUCKETS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 """From a block in shared memory to gigabytes from a slow disk."""
@@ -53,10 +54,16 @@ class TransferCounts:
 
     @contextmanager
     def measure(self, path: KvPath, operation: Operation) -> Iterator[Copy]:
-        """Time a copy and count it, with the `num_bytes` that were set meanwhile; count it as failed if an error is raised."""
+        """Time a copy and count it, with the `num_bytes` that were set meanwhile; count it as failed if an error is raised.
+
+        A copy that was given up (`Cancelled`) has not failed: what it has copied counts.
+        """
         copy, began_at = Copy(), self._clock()
         try:
             yield copy
+        except Cancelled:
+            self.copied(path, operation, copy.num_bytes, self._clock() - began_at)
+            raise
         except PenstockError as error:
             self.failed(path, operation, error.code)
             raise
@@ -98,6 +105,22 @@ class TransferCounts:
             )
 
 
+class _MeasuredTransfer(Transfer):
+    """Counts as one copy, however many slices it has."""
+
+    def __init__(self, transport: Transport, source: RemoteBlocks, target: LocalBlocks, counts: TransferCounts) -> None:
+        super().__init__(transport.read, source, target, slice_bytes=transport.slice_bytes)
+        self._path: KvPath = transport.path_of(source)
+        self._counts = counts
+
+    def _copy(self) -> int:
+        with self._counts.measure(self._path, "read") as copy:
+            try:
+                return super()._copy()
+            finally:
+                copy.num_bytes = self.num_bytes
+
+
 class MeasuredTransport:
     """A transport whose reads are counted."""
 
@@ -114,3 +137,12 @@ class MeasuredTransport:
         with self._counts.measure(self.path_of(source), "read") as copy:
             copy.num_bytes = self._transport.read(source, into, into_blocks)
         return copy.num_bytes
+
+    def pull(self, source: RemoteBlocks, target: LocalBlocks) -> Transfer:
+        """See `Transport.pull`."""
+        return _MeasuredTransfer(self._transport, source, target, self._counts)
+
+    @property
+    def slice_bytes(self) -> int:
+        """See `Transport.slice_bytes`."""
+        return self._transport.slice_bytes

@@ -12,6 +12,7 @@ import numpy as np
 from common.protocol.errors import StaleHandle, TransportUnavailable
 from common.transfer.base import RemoteBlocks, check_generations, copy_blocks
 from common.transfer.paths import KvPath
+from common.transfer.transfer import Pulling
 
 
 class Faults(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +52,7 @@ class MemoryFabric:
         return found[1], found[2]
 
 
-class MemoryTransport:
+class MemoryTransport(Pulling):
     """Reads from a `MemoryFabric`, as `ShmTransport` does from shared memory."""
 
     def __init__(

@@ -28,6 +28,7 @@ from common.protocol.transfer_messages import MemoryDescribed, MemoryRegion
 from common.transfer.base import RemoteBlocks, check_handle, compare_generations, copy_blocks, runs
 from common.transfer.paths import KvPath
 from common.transfer.segment import Segment
+from common.transfer.transfer import Pulling
 
 PATTERN_BYTES = 4 << 20
 BUFFER_BYTES = 8 << 20
@@ -102,7 +103,7 @@ class _Peer:
     retry_s: float = RETRY_FIRST_S
 
 
-class NixlTransport:
+class NixlTransport(Pulling):
     """The reader's side. Reads from peers that were added before."""
 
     def __init__(
@@ -121,7 +122,7 @@ class NixlTransport:
         self._agent = agent
         self._timeout_s = timeout_s
         self._clock = clock
-        self._buffer_bytes = buffer_bytes
+        self._buffer_bytes = self.slice_bytes = buffer_bytes
         self._staging = np.empty((num_buffers, buffer_bytes + GENERATION_BYTES), np.uint8)
         agent.register(self._staging)
         self._free = list(self._staging)

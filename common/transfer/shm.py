@@ -25,6 +25,7 @@ from common.transfer.paths import KvPath
 from common.transfer.segment import Segment
 from common.transfer.segment_cache import SegmentCache
 from common.transfer.store_segment import StoreSegment
+from common.transfer.transfer import Pulling
 
 
 def mapped_segments(directory: str | Path) -> SegmentCache[Segment]:
@@ -32,7 +33,7 @@ def mapped_segments(directory: str | Path) -> SegmentCache[Segment]:
     return SegmentCache(lambda name, fingerprint: Segment.open(directory, name, fingerprint=fingerprint))
 
 
-class ShmTransport:
+class ShmTransport(Pulling):
     """Reads from segments of the same host."""
 
     def __init__(self, directory: str | Path) -> None:
@@ -65,7 +66,7 @@ class ShmTransport:
         self._segments.close()
 
 
-class StoreTransport:
+class StoreTransport(Pulling):
     """Reads and writes blocks that kvstores of the same host keep."""
 
     def __init__(self, directory: str | Path) -> None:

@@ -16,30 +16,26 @@ from collections.abc import Callable
 
 import anyio
 import msgspec
-import numpy as np
 
-from common.cache.spec import group_name
 from common.engine.plan import StepPlan, StepResult
 from common.engine.sequence import Sequence
-from common.engine.sequence_cache import SequenceCache
 from common.protocol.capacity import Capacity
 from common.protocol.draft_messages import Drafting, DraftResync, DraftUpdate, Proposals
-from common.protocol.errors import PenstockError, ProtocolError, StaleHandle, TransportUnavailable
 from common.protocol.explain_messages import RequestContext
-from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef
-from common.protocol.messages import DecodeTask, KvReady, Message, Presence, ReadTask, ReleaseLease, RenewLeases
+from common.protocol.messages import DecodeTask, KvReady, Message, Presence, ReadTask
 from common.protocol.trace_context import child_of
 from common.runtime import logs
 from common.runtime.actor import WorkerState
 from common.runtime.bus import Bus
 from common.text.vocabulary import vocabulary_digest
-from common.transfer.base import RemoteBlocks, Transport
+from common.transfer.base import Transport
 from common.transfer.measured import MeasuredTransport
 from common.worker.actor import EngineWorker, OpenEngine
 from services.decode.config import DecodeConfig
 from services.decode.device_lookup import DeviceLookup
 from services.decode.draft_trial import DraftTrial
 from services.decode.head_drafts import HeadDrafts
+from services.decode.kv_reader import KvReader, covered_blocks
 from services.decode.lookup import Lookup
 from services.decode.prompt_budget import PromptBudget
 from services.decode.proposers import Proposers
@@ -73,7 +69,7 @@ class DecodeActor(EngineWorker):
     ) -> None:
         super().__init__(bus=bus, config=config, open_engine=open_engine, clock=clock)
         self.transport = MeasuredTransport(transport, self.kv.transfers)
-        self.pulling: dict[str, WorkerRef] = {}
+        self.kv_reader = KvReader(self)
         self.vocabulary = ""
 
     async def start(self) -> None:
@@ -165,74 +161,7 @@ class DecodeActor(EngineWorker):
         sequence = self.admit(ready.generation, reply, take)
         if sequence is not None:
             self.speculate(sequence)
-            self.scheduler.begin_copy(sequence)
-            self.pulling[ready.handle.lease] = ready.handle.owner
-            self.task_group.start_soon(self.pull, sequence, ready.handle)
-
-    async def pull(self, sequence: Sequence, handle: KvHandle) -> None:
-        """Copy the blocks that are not here yet. Whatever goes wrong, the sequence runs on: what is missing is recomputed."""
-        num_computed, num_bytes, code, began_at = 0, 0, "", self.clock()
-        here = sequence.num_computed
-        try:
-            num_bytes = await self.copy_blocks(sequence, handle)
-            num_computed = handle.num_tokens
-            self.kv.received(max(num_computed - here, 0), num_bytes, min(here, num_computed))
-        except PenstockError as error:
-            code = error.code
-            self.remote.failed(error)
-            self.kv.not_received(code)
-            log.warning("pull_failed", request=sequence.request, owner=handle.owner.id, code=error.code, reason=str(error))
-        finally:
-            self.pulling.pop(handle.lease, None)
-            self.scheduler.end_copy(sequence, num_computed)
-            self.traces.copied(
-                sequence,
-                "pull",
-                began_at,
-                num_tokens=max(num_computed - here, 0),
-                num_bytes=num_bytes,
-                peer=handle.owner.id,
-                error=code,
-            )
-            self.send(handle.owner, ReleaseLease(leases=[handle.lease]))
-            self.wake()
-
-    async def copy_blocks(self, sequence: Sequence, handle: KvHandle) -> int:
-        """Return how many bytes were copied.
-
-        :raises StaleHandle, TransportUnavailable, OutOfBlocks: nothing that was copied may be used."""
-        if handle.fingerprint != self.engine.runner.fingerprint:
-            raise TransportUnavailable("the handle's model or KV layout is not ours")
-        owner = self.registry.get(handle.owner.id)
-        if owner is None or owner.worker != handle.owner:
-            raise StaleHandle(f"{handle.owner.id} is not known in this epoch")
-        transport = self.remote.transport_to(owner, self.transport, self.host)
-        if transport is not self.transport:
-            await self.remote.reach(owner)
-        groups = covered_blocks(handle, len(sequence.tokens), self.cache)
-        if handle.chain != (self.cache.hash(sequence, handle.num_tokens) or [b""])[-1]:
-            raise StaleHandle("the handle is for other tokens")
-        self.cache.reach(sequence, handle.num_tokens)
-        have, end = sequence.num_computed // self.cache.block_tokens, self.cache.blocks_for(handle.num_tokens)
-        copies: list[tuple[RemoteBlocks, np.ndarray, list[int]]] = []
-        for theirs, table, memory in zip(groups, sequence.tables, self.engine.groups, strict=True):
-            first = theirs.start // self.cache.block_tokens
-            begin = max(have, first)
-            if begin < end:
-                blocks, generations = theirs.blocks[begin - first :], theirs.generations[begin - first :]
-                checksums = theirs.checksums[begin - first :]
-                segment, fingerprint = (group_name(name, theirs.group) for name in (owner.segment, handle.fingerprint))
-                source = RemoteBlocks(owner.host, segment, fingerprint, blocks, generations, checksums)
-                copies.append((source, memory.segment.blocks, table[begin:end]))
-
-        def copy() -> int:
-            return sum(transport.read(source, into, mine) for source, into, mine in copies)
-
-        began_at = self.clock()
-        num_bytes = await anyio.to_thread.run_sync(copy) if copies else 0
-        if transport is not self.transport:
-            self.remote.pulled(handle.num_tokens - sequence.num_computed, self.clock() - began_at)
-        return num_bytes
+            self.kv_reader.begin(sequence, ready.handle)
 
     # -- steps
 
@@ -310,6 +239,7 @@ class DecodeActor(EngineWorker):
             sequence.timeline.asked(draft_workers)
 
     def dropped(self, sequence: Sequence) -> None:
+        self.kv_reader.cancel(sequence)
         self.note_so_far(sequence)
         self.proposers.close(sequence)
         self.speculation.forget(sequence.request)
@@ -343,11 +273,7 @@ class DecodeActor(EngineWorker):
         self.speculation.draft_workers = [draft for draft in self.registry.alive("draft", now) if self.may_draft(draft)]
         self.drafts.set_workers(self.speculation.draft_workers)
         self.remote.tick(now, self.host)
-        owners: dict[WorkerRef, list[str]] = {}
-        for lease, owner in self.pulling.items():
-            owners.setdefault(owner, []).append(lease)
-        for owner, leases in owners.items():
-            self.send(owner, RenewLeases(holder=self.ref, leases=leases))
+        self.kv_reader.renew()
 
     def peer_lost(self, peer: Presence) -> None:
         if peer.worker.role == "draft" and self.loaded:
@@ -358,25 +284,3 @@ class DecodeActor(EngineWorker):
         if self.loaded:
             self.proposers.reset()
             self.speculation.forget_all()
-
-
-def covered_blocks(handle: KvHandle, num_tokens: int, cache: SequenceCache) -> list[GroupBlocks]:
-    """The handle's blocks of each group, if they cover what comes behind all of `num_tokens` tokens but the last.
-
-    :raises ProtocolError: for any other shape.
-    """
-    covered = num_tokens - 1
-    expected = [
-        (index, cache.first_block(index, covered) * cache.block_tokens, covered) for index in range(len(cache.pool.groups))
-    ]
-    if (
-        handle.num_tokens != covered
-        or [(group.group, group.start, group.end) for group in handle.groups] != expected
-        or any(
-            len(group.blocks) != cache.blocks_for(covered) - group.start // cache.block_tokens
-            or len(group.generations) != len(group.blocks)
-            for group in handle.groups
-        )
-    ):
-        raise ProtocolError("the KV handle does not cover the tokens that came with it")
-    return handle.groups

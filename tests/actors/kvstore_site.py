@@ -23,6 +23,7 @@ from common.testing.memory_bus import MemoryBroker
 from common.transfer.base import RemoteBlocks
 from common.transfer.paths import KvPath
 from common.transfer.shm import StoreTransport
+from common.transfer.transfer import Pulling
 from common.worker.store_client import StoreClient
 from services.kvstore.actor import KvstoreActor
 from services.kvstore.arena import Arena
@@ -58,7 +59,7 @@ class Worker(Actor):
         return await self.ask(store.ref, message, 1.0)
 
 
-class HookedTransport:
+class HookedTransport(Pulling):
     """Shared memory, with something happening before each read."""
 
     def __init__(self, shm_dir: Path) -> None:

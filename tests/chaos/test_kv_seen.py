@@ -18,6 +18,7 @@ from common.protocol.kv_messages import KvTraffic
 from common.runtime.actor import Actor
 from common.transfer.base import RemoteBlocks
 from common.transfer.paths import KvPath
+from common.transfer.transfer import Pulling
 from common.worker.actor import EngineWorker
 from services.decode.actor import DecodeActor
 from services.prefill.actor import PrefillActor
@@ -25,7 +26,7 @@ from tests.chaos.test_cache_groups import WINDOWS, play, prompt
 from tests.chaos.world import BLOCK_TOKENS, World
 
 
-class Failing:
+class Failing(Pulling):
     """A transport over which nothing can be read."""
 
     def __init__(self, error: Exception) -> None:
