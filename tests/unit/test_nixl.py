@@ -67,7 +67,12 @@ class Owner:
         assert self.process.stdout.readline() == "done\n"
 
     def stop(self) -> None:
+        """Returns once all its threads have stopped: until then one of them may still answer."""
         self.process.send_signal(signal.SIGSTOP)
+        tasks, ends_at = Path(f"/proc/{self.process.pid}/task"), time.monotonic() + 10
+        while any(task.read_text().rpartition(")")[2].split()[0] != "T" for task in tasks.glob("*/stat")):
+            assert time.monotonic() < ends_at
+            time.sleep(0.001)
 
     def go_on(self) -> None:
         self.process.send_signal(signal.SIGCONT)
