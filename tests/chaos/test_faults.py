@@ -186,6 +186,6 @@ async def test_a_gateway_that_was_stopped_goes_on_with_every_stream(site: Site) 
         await anyio.sleep(6)
         site.stack.send_signal("gateway-0", signal.SIGCONT)
         crowd.stopped = True
-    assert len(crowd.seen) == 32
+    assert len(crowd.seen) >= 32
     crowd.check()
     await site.clean(within_s=10)

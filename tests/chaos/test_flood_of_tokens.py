@@ -74,5 +74,5 @@ async def test_a_gateway_behind_its_engines_keeps_its_memory_and_computes_nothin
 
     began = time.monotonic()  # and then it is as it was
     reply = await stack.complete([5, 6, 7], max_tokens=4, ignore_eos=True)
-    assert reply.finish == "length" and time.monotonic() - began < 2
+    assert reply.finish == "length" and time.monotonic() - began < 5
     await stack.clean()
