@@ -78,7 +78,7 @@ class Scene:
             )
             for worker in everyone
         ]
-        self.router = Router(direct_max_tokens=64, models=["m"], index_blocks=2 * num_blocks)
+        self.router = Router(direct_max_tokens=64, index_blocks=2 * num_blocks)
         self.placement = Placement(self.router, Health(trusting=True))
         self.placement.refresh(presences, 0.0)
         self.index = self.router.prefixes.index

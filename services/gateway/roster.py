@@ -18,11 +18,9 @@ DEFAULT_STEP_S = 0.01
 
 
 class Roster:
-    """`models`: names that workers may announce; others' workers are left alone. Empty: any. `affinity_blocks`,
-    `index_blocks`: see `KnownPrefixes`."""
+    """`affinity_blocks`, `index_blocks`: see `KnownPrefixes`."""
 
-    def __init__(self, *, affinity_blocks: int, index_blocks: int, models: Iterable[str]) -> None:
-        self.models = frozenset(models)
+    def __init__(self, *, affinity_blocks: int, index_blocks: int) -> None:
         self.prefixes = KnownPrefixes(affinity_blocks, index_blocks)
         self.prefill = Pool()
         self.decode = Pool()
@@ -40,12 +38,8 @@ class Roster:
     # -- who is there
 
     def refresh(self, presences: Iterable[Presence]) -> None:
-        """What everyone alive says now; who is not among them is gone."""
-        alive = {
-            presence.worker: presence
-            for presence in presences
-            if presence.worker.role in ("prefill", "decode") and (not self.models or presence.model in self.models)
-        }
+        """What every worker of the model that is alive says now; one that is not among them is gone."""
+        alive = {presence.worker: presence for presence in presences if presence.worker.role in ("prefill", "decode")}
         for ref in self._workers.keys() - alive.keys():
             self.remove(ref)
         for ref, presence in alive.items():

@@ -49,10 +49,9 @@ class Router(Roster):
         direct_max_tokens: int,
         affinity_blocks: int = 65536,
         index_blocks: int = 0,
-        models: Iterable[str] = (),
         ttft_s: float = 0.0,
     ) -> None:
-        super().__init__(affinity_blocks=affinity_blocks, index_blocks=index_blocks, models=models)
+        super().__init__(affinity_blocks=affinity_blocks, index_blocks=index_blocks)
         self.direct_max_tokens = direct_max_tokens
         self.ttft_s = ttft_s
         self._turn = 0

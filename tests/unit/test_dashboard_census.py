@@ -20,7 +20,7 @@ KV = KvUsage(total=100, free=50, owned=20, leased=5, cached=25)
 
 
 def served(*presences: Presence, trusting: bool = True) -> WatchedModel:
-    placement = Placement(Router(direct_max_tokens=4, models=("tiny",)), Health(trusting=trusting))
+    placement = Placement(Router(direct_max_tokens=4), Health(trusting=trusting))
     dispatcher = Dispatcher(placement=placement, max_queue=8, max_requests=8, no_workers_grace_s=1.0, now=0.0)
     dispatcher.refresh(presences, 0.0)
     return WatchedModel("tiny", dispatcher)

@@ -28,7 +28,7 @@ EVERYONE = [presence(worker) for worker in (*PREFILL, *DECODE)]
 
 
 def router(index_blocks: int = 100_000) -> Router:
-    made = Router(direct_max_tokens=64, models=["m"], index_blocks=index_blocks)
+    made = Router(direct_max_tokens=64, index_blocks=index_blocks)
     made.refresh(EVERYONE)
     made.prefixes.tick(0)
     return made

@@ -26,7 +26,7 @@ def worker(role: Role, number: int, *, epoch: int = 1, **said: Any) -> Presence:
 
 
 def router(*presences: Presence, direct_max_tokens: int = 64) -> Router:
-    made = Router(direct_max_tokens=direct_max_tokens, models=["m"])
+    made = Router(direct_max_tokens=direct_max_tokens)
     made.refresh(presences)
     return made
 
@@ -107,7 +107,7 @@ def pools_with(
     *, prefill_backlog: int, decode_backlog: int = 0, ttft_s: float = 0.5, prefill_tokens: int = 1000, decode_tokens: int = 1000
 ) -> Router:
     """Workers that compute `prefill_tokens` and `decode_tokens` of prompts in 100 ms."""
-    made = Router(direct_max_tokens=64, models=["m"], ttft_s=ttft_s)
+    made = Router(direct_max_tokens=64, ttft_s=ttft_s)
     made.refresh(
         [
             worker("prefill", 1, capacity=Capacity(prefill_tokens, prefill_backlog)),
@@ -160,7 +160,7 @@ def test_the_expected_first_token_is_kept_for_explaining() -> None:
 
 
 def test_while_prefill_has_no_room_a_decode_worker_keeps_the_objective() -> None:
-    made = Router(direct_max_tokens=64, models=["m"], ttft_s=0.5)
+    made = Router(direct_max_tokens=64, ttft_s=0.5)
     full = worker("prefill", 1, credits=0, capacity=Capacity(1000, 9000))
     made.refresh([full, worker("decode", 1, capacity=Capacity(1000, 1000))])
     assert place(made, LONG).reason == "no_room_at_prefill"
@@ -186,7 +186,7 @@ def test_a_prefill_worker_without_prompts_decodes_while_no_decode_worker_has_roo
     decode: dict[str, Any], prefill: dict[str, Any], spills: bool
 ) -> None:
     for ttft_s in (0.5, 0.0):
-        made = Router(direct_max_tokens=64, models=["m"], ttft_s=ttft_s)
+        made = Router(direct_max_tokens=64, ttft_s=ttft_s)
         made.refresh([worker("decode", 1, **decode), worker("prefill", 1, **prefill)])
         for work in (SHORT, LONG):
             choice = made.choose(work)
@@ -250,10 +250,6 @@ def test_what_a_worker_has_to_compute_is_what_it_said_and_what_came_since() -> N
 def test_only_ready_workers_get_requests(state: str) -> None:
     assert router(worker("decode", 1, state=state)).choose(SHORT) is None
     assert place(router(worker("decode", 1, state=state), worker("decode", 2)), SHORT).decode.id == "decode-2"
-
-
-def test_workers_of_another_model_get_nothing() -> None:
-    assert router(worker("decode", 1, model="other")).choose(SHORT) is None
 
 
 @pytest.mark.parametrize("other", [{"fingerprint": "f2"}, {"host": "h2"}])
