@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import zlib
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,6 +26,7 @@ from common.protocol import messages
 from common.protocol.handles import WorkerRef
 from common.protocol.transfer_messages import MemoryDescribed
 from common.transfer.base import RemoteBlocks
+from common.transfer.checksums import crc32
 from common.transfer.nixl import NixlTransport, SharedMemory
 from common.transfer.nixl_agent import NixlAgent
 from common.transfer.segment import Segment
@@ -58,7 +58,7 @@ def own(arguments: argparse.Namespace) -> None:
     segment.blocks[:] = np.random.default_rng(0).integers(0, 256, segment.blocks.shape, np.uint8)
     agent = NixlAgent("owner", interface=arguments.interface, transports=arguments.transports)
     described = SharedMemory(agent, [(segment, "m")]).describe(WorkerRef("prefill", "p", 1))
-    sums = [zlib.crc32(block) for block in segment.blocks]
+    sums = [crc32(block) for block in segment.blocks]
     print(json.dumps({"described": messages.encode(described).hex(), "checksums": sums}), flush=True)
     for _ in sys.stdin:
         print(json.dumps(cpu_s()), flush=True)

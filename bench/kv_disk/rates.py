@@ -6,13 +6,13 @@ import os
 import random
 import tempfile
 import time
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from common.transfer.checksums import crc32
 from common.transfer.segment import Segment
 from common.transfer.store_segment import slot_bytes
 from services.kvstore.disk_folder import Copy, DiskFolder
@@ -130,7 +130,7 @@ def _memory() -> Iterator[tuple[Segment, list[int]]]:
             block = bytearray(random.Random(slot).randbytes(BLOCK_BYTES))
             segment.back(slot)
             segment.write_block(slot, block)
-            checksums.append(zlib.crc32(block))
+            checksums.append(crc32(block))
         try:
             yield segment, checksums
         finally:

@@ -11,15 +11,25 @@ from common.cache.retention import KEEP_ALL, Retention
 from common.engine.plan import Runner
 from common.models.source import ModelFiles
 from common.protocol.errors import ConfigError
+from common.transfer.block_memory import BlockMemory, HostBlocks
+from common.transfer.host_stage import HostStage
+from common.transfer.measured import TransferCounts
 from common.transfer.segment import Segment
 
 
 @dataclass(slots=True)
 class GroupMemory:
-    """The segment that holds the KV blocks of one cache group, and what the group keeps of a sequence."""
+    """The segment that holds the KV blocks of one cache group, and what the group keeps of a sequence. `staged`: blocks in a
+    GPU's memory, if a kvstore may have them."""
 
     segment: Segment
     retention: Retention = KEEP_ALL
+    staged: BlockMemory | None = None
+
+    @property
+    def blocks(self) -> BlockMemory:
+        """The blocks as a kvstore's client copies them; of 0 bytes where it can't."""
+        return self.staged or HostBlocks(self.segment.blocks)
 
 
 @dataclass(slots=True)
@@ -27,7 +37,7 @@ class Engine:
     """A runner and the memory of its KV blocks: of the first cache group, and of the others in `more`.
     `identity`: what its weights are, see `Presence`. `files`: the model's; None where nothing is known of its tokenizer.
     `head`: the name of what drafts in its steps; empty where nothing does. `looks_up`: whether its steps look up what they
-    verify."""
+    verify. `stage`: through which blocks in a GPU's memory pass to and from a kvstore."""
 
     runner: Runner
     memory: GroupMemory
@@ -37,6 +47,7 @@ class Engine:
     files: ModelFiles | None = None
     head: str = ""
     looks_up: bool = False
+    stage: HostStage | None = None
 
     @property
     def groups(self) -> list[GroupMemory]:
@@ -62,7 +73,15 @@ class Engine:
             groups.append(PoolGroup(pool, group.retention))
         return GroupedPool(*groups)
 
+    def blocks(self, transfers: TransferCounts) -> list[BlockMemory]:
+        """Return the blocks of each group as a kvstore's client copies them. `transfers` counts what passes through a stage."""
+        if self.stage is not None:
+            self.stage.transfers = transfers
+        return [group.blocks for group in self.groups]
+
     def close(self) -> None:
+        if self.stage is not None:
+            self.stage.close()
         for group in self.groups:
             group.segment.close()
 

@@ -59,6 +59,14 @@ class EngineServiceConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unkno
     kv_event_backlog: Annotated[
         int, Meta(ge=0, description="changes of cached KV blocks that may wait to be told to gateways; 0: they are told none")
     ] = 65536
+    kv_stage_mb: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65536,
+            description="pinned host memory through which a GPU's KV passes to and from a kvstore, MiB; 0: no kvstore on a GPU",
+        ),
+    ] = 64
     threads: Annotated[int, Meta(ge=0, description="CPU threads of the engine; 0: all cores")] = 0
     step_timeout_s: Annotated[
         float, Meta(gt=0, description="least time before a step counts as hung; it is 20 times the slowest of late, or more")

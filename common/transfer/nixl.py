@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from common.protocol.errors import StaleHandle, TransportUnavailable
 from common.protocol.handles import WorkerRef
 from common.protocol.transfer_messages import MemoryDescribed, MemoryRegion
 from common.transfer.base import RemoteBlocks, check_handle, compare_generations, copy_blocks, runs
+from common.transfer.checksums import crc32
 from common.transfer.paths import KvPath
 from common.transfer.segment import Segment
 from common.transfer.transfer import Pulling
@@ -223,7 +223,7 @@ class NixlTransport(Pulling):
                 self._stage(agent, region, staged, source.generations[chunk], buffer)
                 rows = buffer[: len(staged) * region.block_bytes].reshape(-1, region.block_bytes)
                 for block, row, checksum in zip(staged, rows, source.checksums[chunk], strict=False):
-                    if zlib.crc32(row.data) != checksum:
+                    if crc32(row.data) != checksum:
                         raise TransportUnavailable(f"block {block} of {source.segment} was damaged on its way")
                 copy_blocks(rows, range(len(staged)), into, into_blocks[chunk])
         return len(source.blocks) * region.block_bytes

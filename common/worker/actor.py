@@ -51,6 +51,7 @@ from common.runtime.leases import LeaseTable
 from common.transfer.fence import memory_fence
 from common.transfer.shm import host_id
 from common.worker.constraints import Constraints
+from common.worker.fetch_rate import FetchRates
 from common.worker.kv_counts import KvCounts
 from common.worker.kv_events import KvEventPublisher
 from common.worker.metrics import EngineMetrics
@@ -100,9 +101,9 @@ class EngineWorker(Actor):
         self.pool = self.engine.pool(memory_fence(), zero_retention=self.config.zero_retention)
         self.cache = SequenceCache(self.pool, fingerprint=runner.fingerprint)
         self.kv_events = KvEventPublisher(self, self.pool, runner.fingerprint, backlog=self.config.kv_event_backlog)
-        blocks = [group.segment.blocks for group in self.engine.groups]
         shm_dir, transfers = self.config.shm_dir, self.kv.transfers
-        self.store = StoreClient(self, blocks, runner.fingerprint, shm_dir, enabled=keeps, transfers=transfers)
+        blocks, rates = self.engine.blocks(transfers), FetchRates(lambda: self.speeds.prefill_tokens_per_s)
+        self.store = StoreClient(self, blocks, runner.fingerprint, shm_dir, enabled=keeps, transfers=transfers, rates=rates)
         self.traces = WorkerTraces(self.tracing, lambda: self.ref, self.clock, self.kv)
         self.scheduler = self.make_scheduler()
         self.prefixes = Prefixes(self)

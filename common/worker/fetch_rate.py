@@ -29,7 +29,7 @@ SMALLER = 4
 
 class _Fetch(NamedTuple):
     at: float
-    num_bytes: int
+    asked_bytes: int
     bytes_per_s: float
 
 
@@ -40,18 +40,20 @@ class FetchRates:
         self._prefill_tokens_per_s = prefill_tokens_per_s
         self._fetches: dict[KvPath, deque[_Fetch]] = {}
 
-    def measure(self, path: KvPath, num_bytes: int, seconds: float, now: float) -> None:
-        """A fetch over `path` has ended well. `seconds`: of waiting and copying. `now`: of a monotonic clock."""
-        if num_bytes > 0:
+    def measure(self, path: KvPath, num_bytes: int, seconds: float, now: float, *, asked_bytes: int = 0) -> None:
+        """A fetch over `path` has ended well. `seconds`: of waiting and copying. `now`: of a monotonic clock. `asked_bytes`:
+        what was asked for, where less came in the time that there was."""
+        asked_bytes = max(asked_bytes, num_bytes)
+        if asked_bytes > 0:
             fetches = self._fetches.setdefault(path, deque(maxlen=MAX_FETCHES))
-            fetches.append(_Fetch(now, num_bytes, num_bytes / max(seconds, 1e-6)))
+            fetches.append(_Fetch(now, asked_bytes, max(num_bytes, 1) / max(seconds, 1e-6)))
 
     def bytes_per_s(self, path: KvPath, num_bytes: int, now: float) -> float:
         """Return the measured speed of fetches of about `num_bytes` or more; 0 where it is not known."""
         speeds = [
             fetch.bytes_per_s
             for fetch in self._fetches.get(path, ())
-            if now - fetch.at <= FORGET_S and fetch.num_bytes * SMALLER >= num_bytes
+            if now - fetch.at <= FORGET_S and fetch.asked_bytes * SMALLER >= num_bytes
         ]
         return statistics.median(speeds) if len(speeds) >= MIN_FETCHES else 0.0
 

@@ -67,7 +67,7 @@ class Prefixes:
         worker = self._worker
         block_tokens = worker.cache.block_tokens
         have = sequence.num_computed // block_tokens
-        copied, began_at, search = 0, worker.clock(), Search(self._context(sequence))
+        copied, began_at, search = 0, worker.clock(), self._search(sequence)
         try:
             hashes = worker.cache.hash(sequence, len(sequence.tokens) - 1)
             copied = await self._copy_in(sequence, hashes, have, search)
@@ -78,6 +78,7 @@ class Prefixes:
             from_disk = min(copied, search.num_from_disk) * block_tokens
             worker.kv.found("kvstore_memory", copied * block_tokens - from_disk)
             worker.kv.found("kvstore_disk", from_disk)
+            facts = (("disk_hit_tokens", from_disk), ("skipped_tokens", search.num_skipped * block_tokens))
             worker.scheduler.end_copy(sequence, num_computed)
             worker.traces.copied(
                 sequence,
@@ -86,10 +87,17 @@ class Prefixes:
                 num_tokens=copied * block_tokens,
                 num_bytes=search.num_bytes,
                 error=search.error,
-                facts=(("disk_hit_tokens", from_disk),) if from_disk else (),
+                facts=tuple((name, number) for name, number in facts if number),
                 asked=search.stores,
             )
             worker.wake()
+
+    def _search(self, sequence: Sequence) -> Search:
+        """Return a search for its prefix, in which one that is computed sooner than fetched is computed."""
+        worker = self._worker
+        memory = zip(worker.pool.groups, worker.store.block_bytes, strict=True)
+        block_bytes = sum(size for group, size in memory if group.retention.keeps_all)
+        return Search(self._context(sequence), block_tokens=worker.cache.block_tokens, block_bytes=block_bytes)
 
     def _context(self, sequence: Sequence) -> RequestContext:
         """Return what a kvstore is told of the request: its spans are children of this worker's."""

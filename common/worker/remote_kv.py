@@ -10,7 +10,6 @@ meanwhile are computed anew.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 
 import anyio
@@ -28,6 +27,7 @@ from common.protocol.transfer_messages import DescribeMemory, KvEndpoint, Memory
 from common.runtime import logs
 from common.runtime.actor import Actor
 from common.transfer.base import Transport
+from common.transfer.checksums import crc32
 from common.transfer.measured import MeasuredTransport, TransferCounts
 from common.transfer.nixl import NixlTransport, SharedMemory
 from common.transfer.nixl_agent import NixlAgent
@@ -212,7 +212,7 @@ def _added(transport: NixlTransport, described: MemoryDescribed) -> float:
 def _with_checksums(memories: list[np.ndarray], groups: list[GroupBlocks]) -> list[GroupBlocks]:
     """In a thread."""
     return [
-        msgspec.structs.replace(group, checksums=[zlib.crc32(memory[block]) for block in group.blocks])
+        msgspec.structs.replace(group, checksums=[crc32(memory[block]) for block in group.blocks])
         for memory, group in zip(memories, groups, strict=True)
     ]
 

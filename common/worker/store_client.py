@@ -11,7 +11,7 @@ at once, and one that failed is left alone for a while. A block is taken only if
 from __future__ import annotations
 
 import hashlib
-import zlib
+import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -28,8 +28,12 @@ from common.protocol.messages import ReleaseLease, RenewLeases
 from common.runtime import logs
 from common.runtime.actor import Actor
 from common.transfer.base import RemoteBlocks, Transport
+from common.transfer.block_memory import BlockMemory
+from common.transfer.checksums import crc32
 from common.transfer.measured import MeasuredTransport, TransferCounts
+from common.transfer.paths import KvPath
 from common.transfer.shm import StoreTransport, host_id
+from common.worker.fetch_rate import FetchRates
 from common.worker.store_lookups import MAX_STORES, Search, StoreLookups
 
 log = logs.get("store_client")
@@ -46,49 +50,59 @@ DISK_WAIT_S = 1.0
 class _GroupBlocks(NamedTuple):
     """The worker's blocks of one cache group, and the fingerprint under which kvstores keep such blocks."""
 
-    blocks: np.ndarray
+    memory: BlockMemory
     fingerprint: str
 
     def chunks(self, num_blocks: int) -> Iterator[tuple[int, int]]:
-        size = max(1, CHUNK_BYTES // self.blocks.shape[1])
+        size = max(1, CHUNK_BYTES // self.memory.block_bytes, self.memory.num_at_once)
         return ((start, min(start + size, num_blocks)) for start in range(0, num_blocks, size))
 
 
 class StoreClient:
     """Talks to the kvstores of this host on behalf of `actor`.
 
-    `pools`: the worker's own blocks, [num_blocks, block_bytes], uint8, of each cache group; [num_blocks, 0] where they are in a
-    GPU's memory, which no kvstore reads or writes: then no kvstore is asked, nor is one without `enabled`. A kvstore keeps the
-    blocks of each group apart, under a fingerprint of the group's own. The caller keeps the blocks it passes retained until the
-    coroutine returns.
+    `pools`: the worker's own blocks, of each cache group; of 0 bytes where they are in a GPU's memory without a stage: then no
+    kvstore is asked, nor is one without `enabled`. A kvstore keeps the blocks of each group apart, under a fingerprint of the
+    group's own. The caller keeps the blocks it passes retained until the coroutine returns. `rates`: whether a prefix that
+    a kvstore has is fetched or computed.
     """
 
     def __init__(
         self,
         actor: Actor,
-        pools: Sequence[np.ndarray],
+        pools: Sequence[BlockMemory],
         fingerprint: str,
         shm_dir: str,
         *,
         transport: Transport | None = None,
         enabled: bool = True,
         transfers: TransferCounts | None = None,
+        rates: FetchRates | None = None,
     ) -> None:
         self.actor = actor
-        self._pools = [_GroupBlocks(blocks, group_name(fingerprint, group)) for group, blocks in enumerate(pools)]
+        self._pools = [_GroupBlocks(memory, group_name(fingerprint, group)) for group, memory in enumerate(pools)]
         self.host = host_id(shm_dir)
-        self.lookups = StoreLookups(actor, self.host, enabled=enabled and bool(self._pools[0].blocks.shape[1]))
+        self.lookups = StoreLookups(actor, self.host, enabled=enabled and bool(pools[0].block_bytes))
         self._stored = StoreTransport(shm_dir)
         self._transfers = transfers or TransferCounts(actor.metrics)
         self._transport = MeasuredTransport(transport or self._stored, self._transfers)
+        self._rates = rates or FetchRates(lambda: 0.0)
         self._offers = 0
         self._fetched = actor.metrics.counter("store_fetched_blocks_total", "KV blocks copied from a kvstore")
         self._offered = actor.metrics.counter("store_offered_blocks_total", "KV blocks copied to a kvstore")
+        self._skipped = actor.metrics.counter(
+            "prefix_fetches_skipped_total", "Prefixes in a kvstore that were computed since that was faster, by path", ["path"]
+        )
 
     @property
     def available(self) -> bool:
         """Is there a kvstore on this host worth asking?"""
         return bool(self.lookups.stores())
+
+    @property
+    def block_bytes(self) -> list[int]:
+        """Bytes of a block of each cache group."""
+        return [pool.memory.block_bytes for pool in self._pools]
 
     async def find(self, hashes: Sequence[bytes], firsts: Sequence[int], group: int, search: Search | None = None) -> int:
         """Return the length, in blocks, of the longest leading part of a hash chain of which a kvstore has all that the group
@@ -112,31 +126,37 @@ class StoreClient:
 
         The content of the blocks beyond that length is undefined. 0 on any failure. A store that does not answer costs 0.2 s,
         once; copying goes on as long as it makes progress. What a store reads from its disk is waited for while each answer
-        brings more of it, and for `DISK_WAIT_S` in all. `search`: what is noted of it.
+        brings more of it, and for `DISK_WAIT_S` in all. What is computed sooner is not copied. `search`: what is noted of it.
         """
+        pool = self._pools[group]
         wanted = list(hashes[: len(into_blocks)])
         stores, search = self.lookups.stores()[:MAX_STORES], search or Search()
         copied, waited_s, coming, from_disk = 0, 0.0, 0, 0
         while stores and wanted[copied:] and waited_s < DISK_WAIT_S:
             asked_at = self.actor.clock()
-            found = await self.lookups.leases(self._pools[group].fingerprint, stores, wanted[copied:], search)
-            waited_s += self.actor.clock() - asked_at
+            found = await self.lookups.leases(pool.fingerprint, stores, wanted[copied:], search)
+            answered_s = self.actor.clock() - asked_at
+            waited_s += answered_s
             try:
                 best = max(found, key=lambda lease: len(lease.blocks) + lease.coming, default=None)
                 if best is None:
                     break
                 self.lookups.release(found, keep=best)
-                more = await self._copy_in(self._pools[group], best, wanted[copied:], into_blocks[copied:], search)
+                read = min(len(best.blocks), max(best.num_from_disk, coming))
+                self._measured("disk", pool, read, answered_s, read + best.coming)
+                if not self._pays("kvstore", len(best.blocks), search):
+                    break
+                more = await self._copy_in(pool, best, wanted[copied:], into_blocks[copied:], search)
                 copied += more
-                from_disk += min(more, max(best.num_from_disk, coming))
+                from_disk += min(more, read)
                 coming = best.coming
-                if not more or more < len(best.blocks) or not best.coming:
+                if not more or more < len(best.blocks) or not coming or not self._pays("disk", coming, search):
                     break
                 stores = [best.store]
             finally:
                 self.lookups.release(found)
         search.num_from_disk = max(search.num_from_disk, from_disk)
-        search.num_bytes += copied * self._pools[group].blocks.shape[1]
+        search.num_bytes += copied * pool.memory.block_bytes
         self._fetched.inc(copied)
         return copied
 
@@ -174,7 +194,7 @@ class StoreClient:
     async def _copy_in(
         self, pool: _GroupBlocks, lease: BlockLease, hashes: list[bytes], into_blocks: Sequence[int], search: Search
     ) -> int:
-        copied = 0
+        copied, began_at = 0, time.perf_counter()
         renewed_at = self.actor.clock()
         try:
             for start, end in pool.chunks(len(lease.blocks)):
@@ -192,16 +212,40 @@ class StoreClient:
         except PenstockError as error:
             search.error = error.code
             self.lookups.failed(lease.store, error)
+        else:
+            self._measured("kvstore", pool, copied, time.perf_counter() - began_at, copied)
         return copied
+
+    def _pays(self, path: KvPath, num_blocks: int, search: Search) -> bool:
+        """Whether so many blocks are fetched rather than computed. Decided once in a search, and counted if they are not."""
+        if not num_blocks:
+            return True
+        if path not in search.pays:
+            num_bytes, num_tokens = num_blocks * search.block_bytes, num_blocks * search.block_tokens
+            search.pays[path] = not num_tokens or self._rates.pays(path, num_bytes, num_tokens, time.perf_counter())
+            if not search.pays[path]:
+                search.num_skipped += num_blocks
+                self._skipped.labels(path).inc()
+        return search.pays[path]
+
+    def _measured(self, path: KvPath, pool: _GroupBlocks, num_blocks: int, seconds: float, num_asked: int) -> None:
+        """So many blocks came over a path, of those that were asked for."""
+        block_bytes = pool.memory.block_bytes
+        self._rates.measure(path, num_blocks * block_bytes, seconds, time.perf_counter(), asked_bytes=num_asked * block_bytes)
 
     def _read_chunk(self, pool: _GroupBlocks, lease: BlockLease, start: int, end: int, into_blocks: list[int]) -> int:
         """In a thread. Blocks [start, end) of the lease; returns how many leading ones have the right checksum."""
-        source = RemoteBlocks(self.host, lease.segment, pool.fingerprint, lease.blocks[start:end], lease.generations[start:end])
-        self._transport.read(source, pool.blocks, into_blocks)
-        for i, block in enumerate(into_blocks):
-            if zlib.crc32(pool.blocks[block]) != lease.checksums[start + i]:
-                return i
-        return end - start
+
+        def fill(rows: np.ndarray, indices: Sequence[int], part: range) -> int:
+            first, last = start + part.start, start + part.stop
+            blocks, generations = lease.blocks[first:last], lease.generations[first:last]
+            self._transport.read(RemoteBlocks(self.host, lease.segment, pool.fingerprint, blocks, generations), rows, indices)
+            for i, index in enumerate(indices):
+                if crc32(rows[index]) != lease.checksums[first + i]:
+                    return i
+            return len(part)
+
+        return pool.memory.write(into_blocks, fill)
 
     # -- offer
 
@@ -216,7 +260,7 @@ class StoreClient:
         offer = BlockOffer(
             holder=self.actor.ref,
             fingerprint=pool.fingerprint,
-            block_bytes=pool.blocks.shape[1],
+            block_bytes=pool.memory.block_bytes,
             hashes=hashes,
             lease=new_lease(),
             context=context,
@@ -254,12 +298,16 @@ class StoreClient:
         return checksums
 
     def _write_chunk(self, pool: _GroupBlocks, segment: str, source_blocks: list[int], target_blocks: list[int]) -> list[int]:
-        """In a thread."""
-        checksums = [zlib.crc32(pool.blocks[block]) for block in source_blocks]
-        with self._transfers.measure("kvstore", "write") as copy:
-            self._stored.write(segment, pool.fingerprint, target_blocks, pool.blocks, source_blocks)
-            copy.num_bytes = len(target_blocks) * pool.blocks.shape[1]
-        return checksums
+        """In a thread. Returns the checksums of what was copied."""
+
+        def take(rows: np.ndarray, indices: Sequence[int], part: range) -> list[int]:
+            checksums = [crc32(rows[index]) for index in indices]
+            with self._transfers.measure("kvstore", "write") as copy:
+                self._stored.write(segment, pool.fingerprint, target_blocks[part.start : part.stop], rows, indices)
+                copy.num_bytes = len(part) * pool.memory.block_bytes
+            return checksums
+
+        return [checksum for checksums in pool.memory.read(source_blocks, take) for checksum in checksums]
 
     # -- both
 

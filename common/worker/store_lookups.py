@@ -18,6 +18,7 @@ from common.protocol.handles import WorkerRef, new_lease
 from common.protocol.messages import Message, Rejected, ReleaseLease
 from common.runtime import logs
 from common.runtime.actor import Actor
+from common.transfer.paths import KvPath
 
 log = logs.get("store_client")
 
@@ -30,13 +31,21 @@ MAX_STORES = 4
 @dataclass(slots=True)
 class Search:
     """What looking for one request's prefix came to, of all its lookups and copies: which stores were asked, the bytes that
-    were copied, the most blocks of a cache group that came from a disk, and the code of the last failure."""
+    were copied, the most blocks of a cache group that came from a disk, and the code of the last failure.
+
+    `block_tokens`: tokens of a block, where a prefix that is computed sooner than fetched is to be computed; `block_bytes`: of
+    the groups that keep all. `pays`: what was decided so, by path; `num_skipped`: blocks that were not fetched for that reason.
+    """
 
     context: RequestContext = field(default_factory=RequestContext)
     stores: dict[WorkerRef, None] = field(default_factory=dict)
     num_bytes: int = 0
     num_from_disk: int = 0
     error: str = ""
+    block_tokens: int = 0
+    block_bytes: int = 0
+    pays: dict[KvPath, bool] = field(default_factory=dict)
+    num_skipped: int = 0
 
 
 class StoreLookups:

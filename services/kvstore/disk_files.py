@@ -13,10 +13,10 @@ import hashlib
 import mmap
 import os
 import struct
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from common.transfer.checksums import crc32
 from services.kvstore.disk_index import DiskFile
 
 SUFFIX = ".blocks"
@@ -61,7 +61,7 @@ class SlotFile:
             raise DamagedBlock("the file is truncated")
         if header != self._header(block_hash, checksum):
             raise DamagedBlock("the slot holds another block, or a part of one")
-        if zlib.crc32(into) != checksum:
+        if crc32(into) != checksum:
             raise DamagedBlock("the checksum is wrong")
 
     def clear(self, slots: Sequence[int]) -> None:
@@ -89,7 +89,7 @@ class SlotFile:
     def _header(self, block_hash: bytes, checksum: int) -> bytes:
         digest = hashlib.blake2b(block_hash, digest_size=16).digest()
         fields = _HEADER.pack(_MAGIC, self._file.block_bytes, checksum, self._file.identity, digest)
-        return fields + zlib.crc32(fields).to_bytes(4, "little")
+        return fields + crc32(fields).to_bytes(4, "little")
 
 
 def _stretches(slots: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -17,7 +17,6 @@ import fcntl
 import hashlib
 import os
 import threading
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -25,6 +24,7 @@ import msgspec
 
 from common.runtime import logs
 from common.runtime.version import version
+from common.transfer.checksums import crc32
 from common.transfer.segment import Segment
 from services.kvstore.disk_files import SUFFIX, DamagedBlock, SlotFile, slot_bytes_of
 from services.kvstore.disk_index import DiskBlock, DiskFile, DiskIndex
@@ -145,7 +145,7 @@ class DiskFolder:
 
     def _write_one(self, copy: Copy, buffer: bytearray) -> None:
         copy.segment.read_block(copy.segment_slot, buffer)
-        if zlib.crc32(buffer) != copy.block.checksum:
+        if crc32(buffer) != copy.block.checksum:
             raise DamagedBlock("the block in memory is damaged")
         self._slots_of(copy.file).write(copy.block.slot, copy.block_hash, copy.block.checksum, buffer)
 

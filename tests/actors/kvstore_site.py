@@ -21,6 +21,7 @@ from common.runtime.actor import Actor
 from common.runtime.settings import ServiceConfig
 from common.testing.memory_bus import MemoryBroker
 from common.transfer.base import RemoteBlocks
+from common.transfer.block_memory import BlockMemory, HostBlocks
 from common.transfer.paths import KvPath
 from common.transfer.shm import StoreTransport
 from common.transfer.transfer import Pulling
@@ -46,6 +47,7 @@ class Worker(Actor):
         fill: int = 0,
         fingerprint: str = "m",
         block_bytes: int = BLOCK_BYTES,
+        memory: Callable[[np.ndarray], BlockMemory] = HostBlocks,
     ) -> None:
         self.connection = broker.connect("worker")
         super().__init__(bus=self.connection, config=ServiceConfig(heartbeat_s=0.02, dead_after_s=0.3, shm_dir=str(shm_dir)))
@@ -53,7 +55,7 @@ class Worker(Actor):
         if fill:
             self.blocks[:] = np.random.default_rng(fill).integers(0, 256, self.blocks.shape, np.uint8)
         self.transport = HookedTransport(shm_dir)
-        self.store = StoreClient(self, [self.blocks], fingerprint, str(shm_dir), transport=self.transport)
+        self.store = StoreClient(self, [memory(self.blocks)], fingerprint, str(shm_dir), transport=self.transport)
 
     async def ask_store(self, store: KvstoreActor, message: messages.Message) -> messages.Message:
         return await self.ask(store.ref, message, 1.0)

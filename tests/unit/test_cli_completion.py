@@ -30,6 +30,7 @@ def test_every_setting_of_up_is_completed() -> None:
         "--kv-cache-dtype",
         "--kv-cache-mb",
         "--kv-event-backlog",
+        "--kv-stage-mb",
         "--kv-transfer",
         "--kv-disk",
         "--kv-disk-gb",

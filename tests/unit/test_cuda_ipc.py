@@ -23,6 +23,7 @@ from common.protocol.errors import StaleHandle, TransportUnavailable
 from common.runtime.metrics import Metrics
 from common.transfer import cuda_ipc
 from common.transfer.base import RemoteBlocks
+from common.transfer.block_memory import HostBlocks
 from common.transfer.cuda_ipc import CudaDriver, LocalTransport, export_pool
 from common.transfer.segment import Segment
 from common.transfer.shm import ShmTransport
@@ -275,7 +276,7 @@ def test_no_kvstore_is_asked_for_a_pool_that_it_cannot_reach(tmp_path: Path) -> 
         metrics=Metrics(role="decode"),
         registry=SimpleNamespace(alive=alive),
     )
-    assert not StoreClient(actor, [NOTHING], "m", str(tmp_path)).available
+    assert not StoreClient(actor, [HostBlocks(NOTHING)], "m", str(tmp_path)).available
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a driver")

@@ -76,6 +76,16 @@ def test_small_fetches_say_nothing_of_large_ones():
     assert fetched.pays("kvstore", MB, 100, 0.0)
 
 
+def test_what_came_of_much_that_was_asked_for_says_how_fast_much_is():
+    fetched = rates()
+    for _ in range(3):
+        fetched.measure("disk", MB // 100, 0.1, 0.0, asked_bytes=MB)
+    assert not fetched.pays("disk", MB, 100, 0.0)
+    for _ in range(4):
+        fetched.measure("disk", 0, 0.1, 0.0, asked_bytes=MB)
+    assert not fetched.pays("disk", MB, 1000, 0.0), "nothing comes at all"
+
+
 def test_empty_and_instantaneous_fetches_are_harmless():
     fetched = rates()
     for _ in range(3):

@@ -18,6 +18,7 @@ from common.engine.settings import EngineServiceConfig
 from common.models.config import ModelConfig, load_config, weights_identity
 from common.models.source import ModelFiles, resolve
 from common.transfer.cuda_ipc import LocalTransport, export_pool
+from common.transfer.host_stage import HostStage, open_stage
 from common.transfer.segment import Segment
 from common.transfer.segment_file import sweep
 
@@ -58,6 +59,7 @@ def open_engine(
     runner = load_runner(files, settings, on_progress=on_progress)
     groups: Sequence[LayerGroup] = runner.groups  # pyright: ignore[reportAttributeAccessIssue]
     memory: list[GroupMemory] = []
+    stage: HostStage | None = None
     try:
         for index, group in enumerate(groups):
             segment = Segment.create(
@@ -69,13 +71,19 @@ def open_engine(
                 device_memory=export_pool(group.pool),
             )
             memory.append(GroupMemory(segment, group.retention))
+        if not drafts and not config.zero_retention:
+            stage = open_stage([group.pool for group in groups], config.kv_stage_mb)
+        for one, staged in zip(memory, stage.groups if stage is not None else [], strict=False):
+            one.staged = staged
         if transport is not None:
             transport.attach({group_name(runner.fingerprint, index): group.pool for index, group in enumerate(groups)})
     except BaseException:
         for one in memory:
             one.segment.close()
+        if stage is not None:
+            stage.close()
         raise
-    return Engine(runner, memory[0], memory[1:], on_gpu=True, identity=identity, files=files)
+    return Engine(runner, memory[0], memory[1:], on_gpu=True, identity=identity, files=files, stage=stage)
 
 
 def _open_on_cpu(

@@ -1,0 +1,254 @@
+"""KV blocks of a GPU on their way to a kvstore and back, through pinned host memory, beside the steps.
+
+    read    blocks ─► gathered on the GPU (one launch) ─► one copy ─► a slot of pinned memory ─► `take`, which writes it on
+    write   `fill`, which reads and checks ─► a slot ─► one copy to the GPU ─► scattered to the blocks (one launch)
+
+The stage is divided into slots of equal size, and a thread works on one slot at a time: while one waits for the GPU's copy
+engine, others compute checksums and copy to and from the kvstore's memory. Each direction has a stream of its own, which
+neither waits for steps nor has them wait. Its kernels use few multiprocessors.
+
+Copies have ended when a call returns or raises, whatever happened in it (`ended_if_raised`): a block that is given back then is
+read and written by nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from common.protocol.errors import TransportUnavailable
+from common.runtime import logs
+from common.transfer.block_memory import Fill, T, Take
+from common.transfer.paths import Operation
+
+if TYPE_CHECKING:
+    import torch
+
+    from common.transfer.measured import TransferCounts
+
+log = logs.get("transfer")
+
+NUM_SLOTS = 8
+"""Slots of a stage, fewer where they could not hold a block."""
+ALIGNMENT_BYTES = 512
+CORES_PER_THREAD = 4
+"""One core in so many copies and computes checksums, and two at least: the others are for engines."""
+_PROGRAMS = 32  # as many as keep the link to the host full; the other multiprocessors belong to the step that runs meanwhile
+_MIB = 1 << 20
+
+
+@dataclass(slots=True, frozen=True)
+class _Slot:
+    """uint8 [slot_bytes] in pinned memory, and as much in the GPU's."""
+
+    host: torch.Tensor
+    device: torch.Tensor
+
+
+class HostStage:
+    """Moves blocks of `pools`, one for each cache group: [num_blocks, …], contiguous, all on one device.
+
+    `groups`: the pools as memory that a kvstore's client copies from and to. `transfers`, once set: where copies between the
+    GPU and the host are counted, under the path `device`.
+    """
+
+    def __init__(self, pools: Sequence[torch.Tensor], num_bytes: int) -> None:
+        """`num_bytes`: of pinned memory; as much of the GPU's is used.
+
+        :raises TransportUnavailable: there is no such memory, or two blocks don't fit into it.
+        """
+        import torch
+
+        self.device = pools[0].device
+        blocks = [pool.view(torch.uint8).flatten(1) for pool in pools]
+        largest = max(pool.shape[1] for pool in blocks)
+        self.slot_bytes = max(num_bytes // NUM_SLOTS, largest) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        if self.slot_bytes < largest:
+            self.slot_bytes += ALIGNMENT_BYTES
+        self.num_slots = num_bytes // self.slot_bytes
+        if self.num_slots < 2:
+            raise TransportUnavailable(f"kv_stage_mb {num_bytes // _MIB} holds less than two blocks of {largest} bytes")
+        on_gpu = self.device.type == "cuda"
+        try:
+            host = torch.empty(self.num_slots, self.slot_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+            staging = torch.empty(self.num_slots, self.slot_bytes, dtype=torch.uint8, device=self.device)
+            self._streams: dict[Operation, torch.cuda.Stream] = (
+                {"read": torch.cuda.Stream(self.device), "write": torch.cuda.Stream(self.device)} if on_gpu else {}
+            )
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise TransportUnavailable(
+                f"{num_bytes // _MIB} MiB of pinned memory, and of the GPU's, are refused: {reason}"
+            ) from error
+        self._free: SimpleQueue[_Slot] = SimpleQueue()
+        for slot in zip(host, staging, strict=True):
+            self._free.put(_Slot(*slot))
+        self.transfers: TransferCounts | None = None
+        num_threads = max(2, len(os.sched_getaffinity(0)) // CORES_PER_THREAD)
+        self._threads = ThreadPoolExecutor(min(self.num_slots, num_threads), thread_name_prefix="kv-stage")
+        self._closed = False
+        self.groups = [StagedBlocks(self, pool) for pool in blocks]
+
+    @property
+    def num_free_slots(self) -> int:
+        return self._free.qsize()
+
+    def in_parts(self, num_blocks: int, block_bytes: int, copy: Callable[[_Slot, range], T]) -> list[T]:
+        """Call `copy(slot, part)` in the stage's threads for all parts of `num_blocks`; return the results in order."""
+        if self._closed:
+            raise TransportUnavailable("the stage is closed")
+
+        def with_slot(part: range) -> T:
+            slot = self._free.get()
+            try:
+                return copy(slot, part)
+            finally:
+                self._free.put(slot)
+
+        size = self.slot_bytes // block_bytes
+        copies: list[Future[T]] = []
+        with ended_if_raised(copies):
+            for start in range(0, num_blocks, size):
+                copies.append(self._threads.submit(with_slot, range(start, min(start + size, num_blocks))))
+            return [one.result() for one in copies]
+
+    def gather(self, pool: torch.Tensor, blocks: Sequence[int], slot: _Slot) -> torch.Tensor:
+        """Copy blocks to a slot; return it as uint8 [len(blocks), block_bytes] in host memory."""
+        from common.ops.kv.block_copy import gather_blocks
+
+        shape = len(blocks), pool.shape[1]
+        host, staged = (memory[: shape[0] * shape[1]].view(shape) for memory in (slot.host, slot.device))
+        with self._copying("read", host.nbytes):
+            gather_blocks(pool, self._ids(blocks), staged, max_programs=_PROGRAMS)
+            host.copy_(staged, non_blocking=True)
+        return host
+
+    def scatter(self, slot: _Slot, pool: torch.Tensor, blocks: Sequence[int]) -> None:
+        """Copy the beginning of a slot to blocks."""
+        from common.ops.kv.block_copy import scatter_blocks
+
+        shape = len(blocks), pool.shape[1]
+        host, staged = (memory[: shape[0] * shape[1]].view(shape) for memory in (slot.host, slot.device))
+        with self._copying("write", host.nbytes):
+            staged.copy_(host, non_blocking=True)
+            scatter_blocks(staged, pool, self._ids(blocks), max_programs=_PROGRAMS)
+
+    def warm(self) -> None:
+        """Copy a block of each pool to the host and back, so that no request waits for a compiler. No step may run meanwhile.
+
+        :raises TransportUnavailable: the GPU failed.
+        """
+        for group in self.groups:
+            self.in_parts(1, group.block_bytes, group.copy_there_and_back)
+
+    def close(self) -> None:
+        """Wait for what is being copied, and end the threads. Harmless twice."""
+        self._closed = True
+        self._threads.shutdown()
+
+    def _ids(self, blocks: Sequence[int]) -> torch.Tensor:
+        import torch
+
+        return torch.tensor(list(blocks), dtype=torch.int64).to(self.device)
+
+    @contextmanager
+    def _copying(self, operation: Operation, num_bytes: int) -> Iterator[None]:
+        """What is launched inside has ended when this has, also if an error is raised.
+
+        :raises TransportUnavailable: the GPU failed.
+        """
+        import torch
+
+        stream, began_at = self._streams.get(operation), time.perf_counter()
+        try:
+            with torch.inference_mode(), torch.cuda.stream(stream):
+                try:
+                    yield
+                finally:
+                    if stream is not None:  # sleeps, as other threads have work for this core
+                        stream.record_event(torch.cuda.Event(blocking=True)).synchronize()
+        except (RuntimeError, ValueError) as error:
+            if self.transfers is not None:
+                self.transfers.failed("device", operation, TransportUnavailable.code)
+            raise TransportUnavailable(f"copying between host and GPU failed: {error}") from error
+        if self.transfers is not None:
+            self.transfers.copied("device", operation, num_bytes, time.perf_counter() - began_at)
+
+
+class StagedBlocks:
+    """A pool of a `HostStage`, uint8 [num_blocks, block_bytes]: see `BlockMemory`."""
+
+    def __init__(self, stage: HostStage, pool: torch.Tensor) -> None:
+        self.num_blocks, self.block_bytes = pool.shape
+        self.num_at_once = stage.num_slots * (stage.slot_bytes // self.block_bytes)
+        self._stage = stage
+        self._pool = pool
+
+    def copy_there_and_back(self, slot: _Slot, part: range) -> None:
+        """Copy the first blocks to a slot, and back."""
+        self._stage.gather(self._pool, part, slot)
+        self._stage.scatter(slot, self._pool, part)
+
+    def read(self, blocks: Sequence[int], take: Take[T]) -> list[T]:
+        """See `BlockMemory.read`."""
+
+        def copy(slot: _Slot, part: range) -> T:
+            host = self._stage.gather(self._pool, blocks[part.start : part.stop], slot)
+            return take(host.numpy(), range(len(part)), part)
+
+        return self._stage.in_parts(len(blocks), self.block_bytes, copy)
+
+    def write(self, blocks: Sequence[int], fill: Fill) -> int:
+        """See `BlockMemory.write`."""
+
+        def copy(slot: _Slot, part: range) -> int:
+            rows = slot.host[: len(part) * self.block_bytes].view(len(part), self.block_bytes).numpy()
+            num_good = fill(rows, range(len(part)), part)
+            if num_good:
+                self._stage.scatter(slot, self._pool, blocks[part.start : part.start + num_good])
+            return num_good
+
+        written, size = 0, self._stage.slot_bytes // self.block_bytes
+        for num_good in self._stage.in_parts(len(blocks), self.block_bytes, copy):
+            written += num_good
+            if num_good < size:
+                break
+        return written
+
+
+@contextmanager
+def ended_if_raised(copies: Sequence[Future[T]]) -> Iterator[None]:
+    """Where an error is raised inside, let it out when all of `copies` have ended: those that have not begun never do."""
+    try:
+        yield
+    except BaseException:
+        for copy in copies:
+            copy.cancel()
+        wait(copies)
+        raise
+
+
+def open_stage(pools: Sequence[torch.Tensor], stage_mb: int) -> HostStage | None:
+    """Return a stage for a GPU's pools, after a first copy each way of a block of each; None without one.
+
+    Where the system refuses the memory, a line in the log says so, and the worker goes on without a kvstore.
+    """
+    if not stage_mb:
+        return None
+    try:
+        stage = HostStage(pools, stage_mb * _MIB)
+        try:
+            stage.warm()
+        except BaseException:
+            stage.close()
+            raise
+    except TransportUnavailable as error:
+        log.warning("kv_stage_unavailable", reason=str(error), consequence="this worker uses no kvstore", hint="--kv-stage-mb")
+        return None
+    return stage
