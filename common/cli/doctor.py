@@ -24,6 +24,7 @@ from common.cli.net import is_free
 from common.models.source import DEFAULT_MODEL
 from common.protocol.errors import BusError, BusRefused, PenstockError
 from common.runtime.fields import ENV_PREFIX
+from common.runtime.gpu_claim import count_gpus
 from common.runtime.sections import all_variables, unknown_variables
 
 Level = Literal["ok", "warning", "problem"]
@@ -71,6 +72,7 @@ def command(
         lambda: check_cores(usable_cores()),
         lambda: check_open_files(_open_files_limit()),
         lambda: check_shm(Path(shm_dir)),
+        lambda: check_kvstore(Path(shm_dir), os.environ, count_gpus()),
         lambda: check_stale(Path(shm_dir)),
         lambda: check_model(model, Path(shm_dir), os.environ),
         *(lambda finding=finding: finding for finding in check_head(model, os.environ)),
@@ -148,6 +150,21 @@ def check_shm(directory: Path) -> Finding:
         advice = "KV blocks live there: in a container give it more (--shm-size 4g), or lower --kv-cache-mb"
         return Finding("problem", "shared memory", found, advice)
     return Finding("ok", "shared memory", found)
+
+
+def check_kvstore(directory: Path, environ: Mapping[str, str], num_gpus: int) -> Finding:
+    """How much memory a KV store may take, and for whose KV."""
+    from common.transfer.store_capacity import store_capacity_bytes
+
+    given = environ.get("PENSTOCK_CAPACITY_MB", "0")
+    if not given.isdecimal():
+        return Finding("problem", "kv store", f"PENSTOCK_CAPACITY_MB={given}", "set it to a number of MiB; 0: what suits")
+    size = store_capacity_bytes(int(given), directory, num_gpus=num_gpus)
+    whose = "KV of GPUs (copied as path device) and of CPUs" if num_gpus else "KV of CPU workers"
+    found = f"up to {size / (1 << 30):.1f} GiB of memory for {whose}"
+    if directory.is_dir() and size > shutil.disk_usage(directory).free:
+        return Finding("warning", "kv store", found, f"{directory} has less: lower --capacity-mb, or enlarge it")
+    return Finding("ok", "kv store", found)
 
 
 def check_stale(directory: Path) -> Finding:

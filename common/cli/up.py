@@ -37,6 +37,7 @@ from common.protocol.messages import ServedModel
 from common.runtime.http_access import is_loopback
 from common.runtime.nats_server import find_binary
 from common.runtime.nats_url import redacted
+from common.transfer.store_capacity import store_capacity_bytes
 
 GATEWAY_STAGE, WORKER_STAGE, BUS_STAGE = range(3)
 
@@ -149,7 +150,8 @@ def _checked(asked: UpSettings) -> tuple[UpSettings, list[str]]:
         if reason := check_fleet_head(fleet).reason:
             warnings[f"no head drafts: {reason}"] = None
             asked = asked.without_head(config.served_name)
-    store_bytes = (asked.config.kvstore or 0) * (getattr(asked.services["kvstore"], "capacity_mb", 0) << 20)
+    capacity_mb = getattr(asked.services["kvstore"], "capacity_mb", 0)
+    store_bytes = (asked.config.kvstore or 0) * store_capacity_bytes(capacity_mb, asked.config.shm_dir)
     tight = check_machine(needed, Path(asked.config.shm_dir), store_bytes=store_bytes)
     return asked, [*warnings, *tight]
 

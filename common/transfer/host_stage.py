@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from common.protocol.errors import TransportUnavailable
 from common.runtime import logs
 from common.transfer.block_memory import Fill, T, Take
@@ -139,13 +141,22 @@ class HostStage:
             staged.copy_(host, non_blocking=True)
             scatter_blocks(staged, pool, self._ids(blocks), max_programs=_PROGRAMS)
 
-    def warm(self) -> None:
-        """Copy a block of each pool to the host and back, so that no request waits for a compiler. No step may run meanwhile.
+    def check(self) -> None:
+        """Take a test pattern to blocks of each pool and back, before any step runs. No request waits for a compiler then.
 
-        :raises TransportUnavailable: the GPU failed.
+        The blocks have the content that they had.
+
+        :raises TransportUnavailable: the GPU failed, or something else came back.
         """
         for group in self.groups:
-            self.in_parts(1, group.block_bytes, group.copy_there_and_back)
+            blocks = sorted({group.num_blocks - 1, 0}, reverse=True)
+            content = np.concatenate(group.read(blocks, _copied))
+            pattern = np.random.default_rng(0).integers(0, 256, content.shape, np.uint8)
+            group.write(blocks, _from(pattern))
+            found = np.concatenate(group.read(blocks, _copied))
+            group.write(blocks, _from(content))
+            if (found != pattern).any():
+                raise TransportUnavailable("a test pattern came back damaged from the GPU")
 
     def close(self) -> None:
         """Wait for what is being copied, and end the threads. Harmless twice."""
@@ -190,11 +201,6 @@ class StagedBlocks:
         self._stage = stage
         self._pool = pool
 
-    def copy_there_and_back(self, slot: _Slot, part: range) -> None:
-        """Copy the first blocks to a slot, and back."""
-        self._stage.gather(self._pool, part, slot)
-        self._stage.scatter(slot, self._pool, part)
-
     def read(self, blocks: Sequence[int], take: Take[T]) -> list[T]:
         """See `BlockMemory.read`."""
 
@@ -222,6 +228,18 @@ class StagedBlocks:
         return written
 
 
+def _copied(rows: np.ndarray, indices: Sequence[int], part: range) -> np.ndarray:
+    return rows[list(indices)].copy()
+
+
+def _from(content: np.ndarray) -> Fill:
+    def fill(rows: np.ndarray, indices: Sequence[int], part: range) -> int:
+        rows[list(indices)] = content[part.start : part.stop]
+        return len(part)
+
+    return fill
+
+
 @contextmanager
 def ended_if_raised(copies: Sequence[Future[T]]) -> Iterator[None]:
     """Where an error is raised inside, let it out when all of `copies` have ended: those that have not begun never do."""
@@ -235,20 +253,22 @@ def ended_if_raised(copies: Sequence[Future[T]]) -> Iterator[None]:
 
 
 def open_stage(pools: Sequence[torch.Tensor], stage_mb: int) -> HostStage | None:
-    """Return a stage for a GPU's pools, after a first copy each way of a block of each; None without one.
+    """Return a stage for a GPU's pools that was checked; None without one.
 
-    Where the system refuses the memory, a line in the log says so, and the worker goes on without a kvstore.
+    Where the system refuses the memory, or anything else fails, a line in the log says so, and the worker goes on without a
+    kvstore.
     """
     if not stage_mb:
         return None
     try:
         stage = HostStage(pools, stage_mb * _MIB)
         try:
-            stage.warm()
+            stage.check()
         except BaseException:
             stage.close()
             raise
-    except TransportUnavailable as error:
-        log.warning("kv_stage_unavailable", reason=str(error), consequence="this worker uses no kvstore", hint="--kv-stage-mb")
+    except Exception as error:  # a kernel that does not compile, for instance: no reason to serve nobody
+        reason = str(error) if isinstance(error, TransportUnavailable) else f"{type(error).__name__}: {error}"
+        log.warning("kv_stage_unavailable", reason=reason, consequence="this worker uses no kvstore", hint="--kv-stage-mb")
         return None
     return stage

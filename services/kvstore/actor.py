@@ -36,6 +36,7 @@ from common.runtime.request_records import RequestRecords
 from common.transfer.measured import TransferCounts
 from common.transfer.segment_file import check_room, sweep
 from common.transfer.shm import host_id
+from common.transfer.store_capacity import store_capacity_bytes
 from services.kvstore.arena import Arena
 from services.kvstore.arenas import Arenas
 from services.kvstore.config import KvstoreConfig
@@ -77,7 +78,7 @@ class KvstoreActor(Actor):
         self.arenas = Arenas(
             config.shm_dir,
             f"{self.ref.id[:96]}-{self.ref.epoch:x}",
-            capacity_bytes=config.capacity_mb << 20,
+            capacity_bytes=store_capacity_bytes(config.capacity_mb, config.shm_dir),
             max_arenas=config.max_fingerprints,
             clock=clock,
             on_evicted=self._count_evicted,
@@ -105,7 +106,7 @@ class KvstoreActor(Actor):
         swept = await anyio.to_thread.run_sync(sweep, self.config.shm_dir)
         if swept:
             log.info("swept_segments", segments=swept)
-        check_room(Path(self.config.shm_dir), self.config.capacity_mb << 20)
+        check_room(Path(self.config.shm_dir), self.arenas.capacity_bytes)
         await self.disk.open()
 
     async def work(self) -> None:

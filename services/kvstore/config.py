@@ -14,7 +14,13 @@ class KvstoreConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
 
     of_all_models: ClassVar[bool] = True
 
-    capacity_mb: Annotated[int, Meta(ge=1, description="MiB of shared memory for KV blocks, at most")] = 1024
+    capacity_mb: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="MiB of shared memory for KV blocks, at most; 0: 1024, and with GPUs a quarter of the free memory",
+        ),
+    ] = 0
     max_fingerprints: Annotated[
         int, Meta(ge=1, le=64, description="models or layouts kept at once; all share the capacity, by what is used")
     ] = 16

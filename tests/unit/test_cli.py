@@ -61,8 +61,12 @@ def test_up_starts_as_many_processes_as_were_asked_for() -> None:
     [
         ([], {}, {"decode-0": "", "kvstore-0": ""}),
         ([], {"prefill": 1}, {"prefill-0": "", "decode-0": "", "kvstore-0": ""}),
-        ([0], {}, {"decode-0": "cuda:0 0.9"}),
-        ([0, 1], {"decode": 2}, {"prefill-0": "cuda:0 0.45", "decode-0": "cuda:1 0.9", "decode-1": "cuda:0 0.45"}),
+        ([0], {"kvstore": 0}, {"decode-0": "cuda:0 0.9"}),
+        (
+            [0, 1],
+            {"decode": 2, "kvstore": 0},
+            {"prefill-0": "cuda:0 0.45", "decode-0": "cuda:1 0.9", "decode-1": "cuda:0 0.45"},
+        ),
         ([3], {"prefill": 1, "kvstore": 1}, {"prefill-0": "cuda:3 0.45", "decode-0": "cuda:3 0.45", "kvstore-0": ""}),
     ],
 )
@@ -81,8 +85,8 @@ def test_engines_are_shared_out_among_the_gpus(gpus: list[int], asked: dict[str,
         (0, 2, "decode kvstore"),
         (0, 8, "decode kvstore"),
         (0, 16, "prefill decode kvstore"),
-        (1, 16, "decode"),
-        (2, 16, "prefill decode"),
+        (1, 16, "decode kvstore"),
+        (2, 16, "prefill decode kvstore"),
     ],
 )
 def test_by_default_engines_are_apart_only_where_each_has_a_device_of_its_own(gpus: int, cores: int, expected: str) -> None:
@@ -252,6 +256,8 @@ def test_every_finding_that_is_not_ok_says_what_to_do(tmp_path: Path, smollm2: M
         doctor.check_model("no-such-model", tmp_path, {}),
         doctor.check_model(DEFAULT_MODEL, tmp_path, {"PENSTOCK_KV_CACHE_MB": "1"}),
         doctor.check_environment({"PENSTOCK_NATS_ULR": "nats://10.0.0.1:4222"}),
+        doctor.check_kvstore(tmp_path, {"PENSTOCK_CAPACITY_MB": "much"}, 0),
+        doctor.check_kvstore(tmp_path, {"PENSTOCK_CAPACITY_MB": str(1 << 30)}, 0),
     ]
     assert all(finding.level != "ok" for finding in findings)
     assert all(finding.advice for finding in findings)
@@ -260,6 +266,8 @@ def test_every_finding_that_is_not_ok_says_what_to_do(tmp_path: Path, smollm2: M
 def test_a_healthy_machine_has_nothing_to_complain_about(tmp_path: Path) -> None:
     findings = [doctor.check_python(), doctor.check_torch(), doctor.check_cores(2), doctor.check_stale(tmp_path)]
     findings.append(doctor.check_environment({"PENSTOCK_HOME": "/srv", "PATH": "/bin"}))
+    findings += [doctor.check_kvstore(tmp_path, {"PENSTOCK_CAPACITY_MB": "1"}, num_gpus) for num_gpus in (0, 1)]
+    assert "GPUs" not in findings[-2].found and "path device" in findings[-1].found
     assert {finding.level for finding in findings} == {"ok"}
 
 

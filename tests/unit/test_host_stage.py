@@ -185,7 +185,7 @@ def test_a_closed_stage_says_so(pool: torch.Tensor):
 def test_blocks_that_the_kernels_cannot_copy_are_an_error_and_no_slot_is_lost(device: str):
     stage = HostStage([torch.zeros(4, 24, dtype=torch.uint8, device=device)], STAGE_BYTES)
     with pytest.raises(TransportUnavailable, match="multiples of 16"):
-        stage.warm()
+        stage.check()
     assert stage.num_free_slots == stage.num_slots
     stage.close()
 
@@ -197,6 +197,14 @@ def test_memory_that_is_refused_is_one_line_in_the_log(device: str, stage_mb: in
     with capture_logs() as lines:
         assert open_stage([pool], stage_mb) is None
     assert [(line["event"], line["log_level"]) for line in lines] == [("kv_stage_unavailable", "warning")]
+
+
+def test_a_pattern_that_comes_back_damaged_turns_it_off(pool: torch.Tensor, monkeypatch: pytest.MonkeyPatch):
+    scatter = HostStage.scatter
+    monkeypatch.setattr(HostStage, "scatter", lambda stage, slot, pool, blocks: scatter(stage, slot, pool, [*blocks[1:], 5]))
+    with capture_logs() as lines:
+        assert open_stage([pool], 1) is None
+    assert "damaged" in lines[0]["reason"]
 
 
 def test_without_a_stage_there_is_none(pool: torch.Tensor):
