@@ -43,7 +43,7 @@ def _prefixes(workers: Sequence[Presence]) -> str:
     asked = _total(workers, "looked_up_tokens")
     if not asked:
         return ""
-    tiers = {"own cache": "own_tokens", "kvstore": "memory_tokens", "disk": "disk_tokens"}
+    tiers = {"own": "own_tokens", "kvstore": "memory_tokens", "disk": "disk_tokens", "remote": "remote_tokens"}
     found = {name: _total(workers, field) for name, field in tiers.items()}
     parts = ", ".join(f"{name} {count / asked:.0%}" for name, count in found.items() if count)
     return f"prefixes: {sum(found.values()) / asked:.0%} of {short(asked)} tokens found" + (f" ({parts})" if parts else "")

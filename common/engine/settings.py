@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from common.engine.load.precision import DtypeSetting, KvSetting, QuantizationSetting
 from common.protocol.errors import ConfigError
+from common.runtime.nixl_settings import NixlSettings
 from common.runtime.settings import ServiceConfig
 
 
@@ -19,7 +20,7 @@ class Limits(NamedTuple):
     token_budget: int
 
 
-class EngineServiceConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EngineServiceConfig(NixlSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Engines of prefill and decode workers."""
 
     dtype: Annotated[DtypeSetting, Meta(description="compute precision; auto: bfloat16 on a GPU, 8-bit weights on a CPU")] = (
@@ -77,18 +78,6 @@ class EngineServiceConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unkno
         int, Meta(ge=0, description="prompt tokens a step computes at most, beside one of each running sequence; 0: what suits")
     ] = 0
 
-    kv_transfer: Annotated[
-        Literal["local", "nixl"],
-        Meta(
-            description="nixl: KV goes to and from workers of other hosts, too, over NIXL (penstock[nixl]); a trusted network"
-        ),
-    ] = "local"
-    nixl_interface: Annotated[
-        str, Meta(description="network interfaces for KV, such as eth0 or mlx5_0:1; empty: any (UCX_NET_DEVICES)")
-    ] = ""
-    nixl_transports: Annotated[
-        str, Meta(description="what UCX may use for KV, such as tcp or rc; empty: the fastest it finds (UCX_TLS)")
-    ] = ""
     nixl_min_gb_per_s: Annotated[
         float,
         Meta(ge=0, description="a path between hosts that is measured to be slower is an error, and not used; 0: any speed"),

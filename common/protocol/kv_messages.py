@@ -19,8 +19,8 @@ class PathTraffic(msgspec.Struct, frozen=True, array_like=True):
 
 class KvTraffic(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A worker's KV since its start: by path; of prompts that it was given to compute, how many tokens were looked up and how
-    many were found, in its own cache, in a kvstore's memory, and on a kvstore's disk; at hand-offs, what it received, and the
-    tokens that were in its own cache already (`cached_tokens`).
+    many were found, in its own cache, in a kvstore's memory, on its disk, and in kvstores of other hosts; at hand-offs, what it
+    received, and the tokens that were in its own cache already (`cached_tokens`).
 
     `recomputed_tokens`: computed although their KV had been computed before: the hand-off failed, the request moved here from a
     worker that died, or its blocks were given to others. `leases`: held on its blocks now; the oldest since `oldest_lease_s`.
@@ -31,6 +31,7 @@ class KvTraffic(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     own_tokens: int = 0
     memory_tokens: int = 0
     disk_tokens: int = 0
+    remote_tokens: int = 0
     received_tokens: int = 0
     received_bytes: int = 0
     cached_tokens: int = 0

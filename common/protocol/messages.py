@@ -34,7 +34,7 @@ from common.protocol.handles import KvHandle, WorkerRef
 from common.protocol.kv_events import KvEventMessage
 from common.protocol.presence import Presence as Presence
 from common.protocol.presence import ServedModel as ServedModel
-from common.protocol.transfer_messages import DescribeMemory, MemoryDescribed
+from common.protocol.transfer_messages import BlocksStaged, DescribeMemory, MemoryDescribed, StageBlocks, UnstageBlocks
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Pooling = Literal["", "mean", "last"]
@@ -314,6 +314,9 @@ Message = (
     | BlockCommit
     | DescribeMemory
     | MemoryDescribed
+    | StageBlocks
+    | BlocksStaged
+    | UnstageBlocks
     | DraftUpdate
     | DraftClose
     | Proposals

@@ -11,12 +11,14 @@ class KvEndpoint(msgspec.Struct, frozen=True, array_like=True):
     """A way in which workers of other hosts can read a worker's KV blocks, in its heartbeat.
 
     `transport`: nixl. `agent` names this life's memory there; a reader asks for the rest with DescribeMemory.
-    `pull_us_per_token`: what a token of a prompt took to copy from another host, a moving average; 0: unknown.
+    `pull_us_per_token`: what a token of a prompt took to copy from another host, a moving average; 0: unknown. `unreachable`:
+    agents of prefill workers of other hosts that this worker has tried to read and can't read now.
     """
 
     transport: str
     agent: str
     pull_us_per_token: float = 0.0
+    unreachable: list[str] = []
 
 
 class MemoryRegion(msgspec.Struct, frozen=True, array_like=True):
@@ -41,6 +43,7 @@ class MemoryDescribed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """owner → reader: `metadata` is what NIXL's agent `agent` says of itself and its registered memory.
 
     `pattern`: the address of `pattern_bytes` that both sides can work out, which a reader copies first to test the path.
+    `staging`: the address of a kvstore's `staging_bytes`, where it puts blocks for readers of other hosts.
     """
 
     worker: WorkerRef
@@ -49,3 +52,39 @@ class MemoryDescribed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     pattern: int
     pattern_bytes: int
     regions: list[MemoryRegion]
+    staging: int = 0
+    staging_bytes: int = 0
+
+
+class StageBlocks(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """worker → kvstore of another host: copy blocks [start, end) of my lease to where I can read them. Answered by BlocksStaged
+    once they are there, or Rejected where there is no room now.
+
+    The holder names what it asks for, `stage`, so that it can give back an answer that it never got.
+    """
+
+    holder: WorkerRef
+    lease: str
+    stage: str
+    start: int
+    end: int
+
+
+class BlocksStaged(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """kvstore → worker: the blocks are in my staging buffer until UnstageBlocks, or until the lease ends.
+
+    `extents`: (address, blocks) of stretches that hold all of them in order, one behind the other. `checksums[i]`: the CRC-32
+    of block i; fewer than blocks where one is damaged in the store: those from it on must not be read.
+    """
+
+    store: WorkerRef
+    stage: str
+    block_bytes: int
+    extents: list[tuple[int, int]]
+    checksums: list[int]
+
+
+class UnstageBlocks(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """worker → kvstore: I have read these, or never will. Harmless twice."""
+
+    stages: list[str]

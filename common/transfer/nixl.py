@@ -99,6 +99,8 @@ class _Peer:
     num_reads: int = 0
     stuck: list[tuple[int, np.ndarray]] = field(default_factory=list)
     is_broken: bool = False
+    is_failing: bool = False
+    """Its last read did not end well."""
     retry_at: float = 0.0
     retry_s: float = RETRY_FIRST_S
 
@@ -139,6 +141,18 @@ class NixlTransport(Pulling):
 
     def knows(self, agent: str) -> bool:
         return agent in self._peers
+
+    def is_failing(self, agent: str) -> bool:
+        """Whether the last read of a peer that is known did not end well."""
+        peer = self._peers.get(agent)
+        return peer is not None and peer.is_failing
+
+    def may_try(self, agent: str) -> bool:
+        """Whether a peer that is known is not left alone now, after a read that failed."""
+        with self._changed:
+            self._sweep()
+            peer = self._peers.get(agent)
+            return peer is not None and not peer.stuck and self._clock() >= peer.retry_at
 
     def path_of(self, source: RemoteBlocks) -> KvPath:
         """See `Transport.path_of`."""
@@ -228,6 +242,27 @@ class NixlTransport(Pulling):
                 copy_blocks(rows, range(len(staged)), into, into_blocks[chunk])
         return len(source.blocks) * region.block_bytes
 
+    def read_staged(
+        self, agent: str, addresses: Sequence[int], checksums: Sequence[int], into: np.ndarray, into_blocks: Sequence[int]
+    ) -> int:
+        """Copy blocks that a kvstore has staged at `addresses` to `into[into_blocks]`; returns bytes. Blocks: call it in a
+        thread. All of them together are not longer than a slice. Without the right checksums nothing reaches `into`.
+
+        :raises StaleHandle: they are not in the store's staging buffer. :raises TransportUnavailable: as `read`.
+        """
+        described, size = self._peer(agent).described, into.shape[1]
+        end = described.staging + described.staging_bytes - size
+        if any(not described.staging <= address <= end for address in addresses):
+            raise StaleHandle(f"{agent} has staged blocks outside its staging buffer")
+        if not len(addresses) == len(checksums) == len(into_blocks) <= self._buffer_bytes // size:
+            raise StaleHandle(f"{len(addresses)} staged blocks don't fit a buffer, or where they should go")
+        with self._buffer(agent) as buffer:
+            self._copy(agent, buffer, list(_stretches(addresses, size)))
+            rows = buffer[: len(addresses) * size].reshape(-1, size)
+            if any(crc32(row) != checksum for row, checksum in zip(rows, checksums, strict=True)):
+                raise TransportUnavailable(f"a block of {agent} was damaged on its way, or given to another reader")
+            return copy_blocks(rows, range(len(rows)), into, into_blocks)
+
     def _stage(
         self, agent: str, region: MemoryRegion, blocks: Sequence[int], generations: Sequence[int], buffer: np.ndarray
     ) -> None:
@@ -301,11 +336,13 @@ class NixlTransport(Pulling):
             else:
                 self._free.append(buffer)
             if isinstance(error, _OutOfTime | TransportUnavailable):
+                peer.is_failing = True
                 peer.is_broken = not isinstance(error, _OutOfTime)
                 peer.retry_at = self._clock() + peer.retry_s
                 peer.retry_s = min(2 * peer.retry_s, RETRY_MOST_S)
             elif error is None:
-                peer.is_broken, peer.retry_s = False, RETRY_FIRST_S
+                peer.is_failing = peer.is_broken = False
+                peer.retry_s = RETRY_FIRST_S
             self._changed.notify_all()
 
     def _sweep(self) -> None:
@@ -340,6 +377,15 @@ class NixlTransport(Pulling):
         if peer is None:
             raise TransportUnavailable(f"{agent} is not known here")
         return peer
+
+
+def _stretches(addresses: Sequence[int], size: int) -> Iterator[tuple[int, int]]:
+    """(address, bytes) of what is one behind the other."""
+    start = 0
+    for i in range(1, len(addresses) + 1):
+        if i == len(addresses) or addresses[i] != addresses[i - 1] + size:
+            yield addresses[start], (i - start) * size
+            start = i
 
 
 def pattern(agent: str, num_bytes: int = PATTERN_BYTES) -> np.ndarray:

@@ -121,7 +121,7 @@ class Segment:
         with mmap.mmap(self._fd, self.block_bytes, offset=self._offset(block)) as window:
             window.madvise(mmap.MADV_REMOVE)
 
-    def read_block(self, block: int, into: bytearray) -> None:
+    def read_block(self, block: int, into: bytearray | memoryview) -> None:
         """Copy the first `len(into)` bytes of a block out of the file, for an owner that does not map it.
 
         :raises OSError: it can't be read whole.

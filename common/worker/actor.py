@@ -124,7 +124,7 @@ class EngineWorker(Actor):
             waiting=lambda: self.scheduler.num_waiting,
         )
         self.loaded = True
-        await self.remote.open(self.engine)
+        await self.remote.open(self.engine, self.store)
 
     async def _opened(self) -> Engine:
         """In the thread that submits steps: a library's handles are a thread's own, and warm for the first step then."""
@@ -343,6 +343,7 @@ class EngineWorker(Actor):
         self.outflow.tick(now)
         if self.loaded:
             self.kv_events.tick(now)
+            self.remote.tick(now, self.host)
         if self.refusing and not self.num_obligations:
             self._idle.set()
 

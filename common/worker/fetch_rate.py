@@ -57,12 +57,14 @@ class FetchRates:
         ]
         return statistics.median(speeds) if len(speeds) >= MIN_FETCHES else 0.0
 
-    def pays(self, path: KvPath, num_bytes: int, num_tokens: int, now: float) -> bool:
+    def pays(self, path: KvPath, num_bytes: int, num_tokens: int, now: float, *, tested_bytes_per_s: float = 0.0) -> bool:
         """Whether fetching `num_bytes` over `path` takes no longer than computing the `num_tokens` whose KV they are.
 
-        True where one of the two speeds is not known.
+        `tested_bytes_per_s`: of a test of the path, which counts until fetches were measured; 0: it was not tested. True where
+        one of the two speeds is not known.
         """
-        bytes_per_s, tokens_per_s = self.bytes_per_s(path, num_bytes, now), self._prefill_tokens_per_s()
+        bytes_per_s = self.bytes_per_s(path, num_bytes, now) or tested_bytes_per_s
+        tokens_per_s = self._prefill_tokens_per_s()
         if not bytes_per_s or not tokens_per_s:
             return True
         return num_bytes / bytes_per_s <= num_tokens / tokens_per_s

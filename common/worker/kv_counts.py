@@ -1,20 +1,21 @@
 """What an engine's worker counts of KV: where that of each prompt came from, and what had to be computed again.
 
-a prompt to compute ─► looked up: own cache ─► kvstore's memory, kvstore's disk ─► the rest is computed
+a prompt to compute ─► looked up: own cache ─► kvstore's memory, kvstore's disk, another host's kvstore ─► the rest is computed
 a hand-off          ─► received ─► what is missing is computed again, and counted by the reason
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 from common.protocol.kv_messages import KvTraffic
 from common.runtime.metrics import Metrics
 from common.transfer.measured import TransferCounts
 
-Tier = Literal["own", "kvstore_memory", "kvstore_disk"]
-"""Where a prefix was found: in this worker's own cache, in a kvstore's memory, on a kvstore's disk."""
+Tier = Literal["own", "kvstore_memory", "kvstore_disk", "kvstore_remote"]
+"""Where a prefix was found: in this worker's own cache, in a kvstore's memory, on a kvstore's disk, in a kvstore of another
+host."""
 
 PREEMPTED = "preempted"
 """A reason of recomputation: blocks were given to others. Further ones are `timeline.MOVED` and the codes of hand-offs that
@@ -43,7 +44,7 @@ class KvCounts:
         self._recomputed = metrics.counter(
             "kv_recomputed_tokens_total", "Tokens computed although their KV had been computed before, by reason", ["reason"]
         )
-        self._by_tier: dict[Tier, int] = {"own": 0, "kvstore_memory": 0, "kvstore_disk": 0}
+        self._by_tier: dict[Tier, int] = dict.fromkeys(get_args(Tier), 0)
         for tier in self._by_tier:
             self._hits.labels(tier)
         self._num_looked_up = self._num_received = self._num_bytes = self._num_recomputed = self._num_cached = 0
@@ -87,6 +88,7 @@ class KvCounts:
             own_tokens=self._by_tier["own"],
             memory_tokens=self._by_tier["kvstore_memory"],
             disk_tokens=self._by_tier["kvstore_disk"],
+            remote_tokens=self._by_tier["kvstore_remote"],
             received_tokens=self._num_received,
             received_bytes=self._num_bytes,
             cached_tokens=self._num_cached,

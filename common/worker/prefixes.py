@@ -76,9 +76,12 @@ class Prefixes:
             sequence.num_cached = min(num_computed, sequence.generation.prompt_tokens)
             worker.counters.prefix_hits.inc(copied * block_tokens)
             from_disk = min(copied, search.num_from_disk) * block_tokens
-            worker.kv.found("kvstore_memory", copied * block_tokens - from_disk)
+            remote = min(copied - from_disk // block_tokens, search.num_remote) * block_tokens
+            worker.kv.found("kvstore_memory", copied * block_tokens - from_disk - remote)
             worker.kv.found("kvstore_disk", from_disk)
-            facts = (("disk_hit_tokens", from_disk), ("skipped_tokens", search.num_skipped * block_tokens))
+            worker.kv.found("kvstore_remote", remote)
+            skipped = search.num_skipped * block_tokens
+            facts = (("disk_hit_tokens", from_disk), ("remote_hit_tokens", remote), ("skipped_tokens", skipped))
             worker.scheduler.end_copy(sequence, num_computed)
             worker.traces.copied(
                 sequence,
@@ -146,7 +149,7 @@ class Prefixes:
         """Offer the full blocks of a sequence in the background; call before its blocks are freed."""
         worker = self._worker
         hashes = list(worker.cache.hash(sequence, sequence.num_computed))
-        if not hashes or not worker.store.available:
+        if not worker.store.keepers(hashes):
             return  # a sequence that has let go of its blocks has no tables either
         tables = [table[: len(hashes)] for table in sequence.tables]
         for index, ((pool, retention), table) in enumerate(zip(worker.pool.groups, tables, strict=True)):

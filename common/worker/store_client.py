@@ -31,9 +31,10 @@ from common.transfer.base import RemoteBlocks, Transport
 from common.transfer.block_memory import BlockMemory
 from common.transfer.checksums import crc32
 from common.transfer.measured import MeasuredTransport, TransferCounts
-from common.transfer.paths import KvPath
 from common.transfer.shm import StoreTransport, host_id
+from common.worker.fetch_choice import FetchChoice
 from common.worker.fetch_rate import FetchRates
+from common.worker.remote_stores import RemoteStores
 from common.worker.store_lookups import MAX_STORES, Search, StoreLookups
 
 log = logs.get("store_client")
@@ -43,6 +44,7 @@ CHUNK_BYTES = 16 << 20
 RENEW_EVERY_S = 1.0
 MAX_OFFERS = 4
 """Offers under way; more are not made, since the blocks of a waiting offer are kept from everyone else."""
+
 DISK_WAIT_S = 1.0
 """A fetch waits so long in all for answers of stores that read from a disk."""
 
@@ -59,7 +61,7 @@ class _GroupBlocks(NamedTuple):
 
 
 class StoreClient:
-    """Talks to the kvstores of this host on behalf of `actor`.
+    """Talks to kvstores on behalf of `actor`: to those of this host, and for what they lack, through `remote`, to others.
 
     `pools`: the worker's own blocks, of each cache group; of 0 bytes where they are in a GPU's memory without a stage: then no
     kvstore is asked, nor is one without `enabled`. A kvstore keeps the blocks of each group apart, under a fingerprint of the
@@ -83,21 +85,20 @@ class StoreClient:
         self._pools = [_GroupBlocks(memory, group_name(fingerprint, group)) for group, memory in enumerate(pools)]
         self.host = host_id(shm_dir)
         self.lookups = StoreLookups(actor, self.host, enabled=enabled and bool(pools[0].block_bytes))
+        self.remote: RemoteStores | None = None
+        """Stores of other hosts, with `kv_transfer nixl`."""
         self._stored = StoreTransport(shm_dir)
         self._transfers = transfers or TransferCounts(actor.metrics)
         self._transport = MeasuredTransport(transport or self._stored, self._transfers)
-        self._rates = rates or FetchRates(lambda: 0.0)
+        self.choice = FetchChoice(rates or FetchRates(lambda: 0.0), actor.metrics)
         self._offers = 0
         self._fetched = actor.metrics.counter("store_fetched_blocks_total", "KV blocks copied from a kvstore")
         self._offered = actor.metrics.counter("store_offered_blocks_total", "KV blocks copied to a kvstore")
-        self._skipped = actor.metrics.counter(
-            "prefix_fetches_skipped_total", "Prefixes in a kvstore that were computed since that was faster, by path", ["path"]
-        )
 
     @property
     def available(self) -> bool:
-        """Is there a kvstore on this host worth asking?"""
-        return bool(self.lookups.stores())
+        """Is there a kvstore worth asking?"""
+        return bool(self.lookups.stores() or (self.remote is not None and self.remote.stores()))
 
     @property
     def block_bytes(self) -> list[int]:
@@ -115,9 +116,12 @@ class StoreClient:
         found = await self.lookups.leases(self._pools[group].fingerprint, stores, hashes, search, firsts)
         try:
             search.num_from_disk = max([search.num_from_disk, *(lease.num_from_disk for lease in found)])
-            return max((lease.first + len(lease.blocks) for lease in found), default=0)
+            length = max((lease.first + len(lease.blocks) for lease in found), default=0)
         finally:
             self.lookups.release(found)
+        if self.remote is not None and length < len(hashes):
+            length = max(length, await self.remote.find(self._pools[group], hashes, firsts, search))
+        return length
 
     async def fetch(
         self, hashes: Sequence[bytes], into_blocks: Sequence[int], group: int = 0, search: Search | None = None
@@ -143,19 +147,21 @@ class StoreClient:
                     break
                 self.lookups.release(found, keep=best)
                 read = min(len(best.blocks), max(best.num_from_disk, coming))
-                self._measured("disk", pool, read, answered_s, read + best.coming)
-                if not self._pays("kvstore", len(best.blocks), search):
+                self.choice.measured("disk", pool.memory.block_bytes, read, answered_s, read + best.coming)
+                if not self.choice.pays("kvstore", len(best.blocks), search):
                     break
                 more = await self._copy_in(pool, best, wanted[copied:], into_blocks[copied:], search)
                 copied += more
                 from_disk += min(more, read)
                 coming = best.coming
-                if not more or more < len(best.blocks) or not coming or not self._pays("disk", coming, search):
+                if not more or more < len(best.blocks) or not coming or not self.choice.pays("disk", coming, search):
                     break
                 stores = [best.store]
             finally:
                 self.lookups.release(found)
         search.num_from_disk = max(search.num_from_disk, from_disk)
+        if self.remote is not None and copied < len(wanted):
+            copied += await self.remote.fetch(pool, wanted[copied:], into_blocks[copied : len(wanted)], search)
         search.num_bytes += copied * pool.memory.block_bytes
         self._fetched.inc(copied)
         return copied
@@ -181,7 +187,7 @@ class StoreClient:
             self._offers -= 1
 
     def keepers(self, hashes: Sequence[bytes]) -> list[WorkerRef]:
-        """Return the store that a hash chain would be offered to now, if there is one."""
+        """Return the store of this host that a hash chain would be offered to now, if there is one."""
         stores = self.lookups.stores() if hashes else []
         return [max(stores, key=lambda known: _affinity(known, hashes[0]))] if stores else []
 
@@ -213,25 +219,8 @@ class StoreClient:
             search.error = error.code
             self.lookups.failed(lease.store, error)
         else:
-            self._measured("kvstore", pool, copied, time.perf_counter() - began_at, copied)
+            self.choice.measured("kvstore", pool.memory.block_bytes, copied, time.perf_counter() - began_at, copied)
         return copied
-
-    def _pays(self, path: KvPath, num_blocks: int, search: Search) -> bool:
-        """Whether so many blocks are fetched rather than computed. Decided once in a search, and counted if they are not."""
-        if not num_blocks:
-            return True
-        if path not in search.pays:
-            num_bytes, num_tokens = num_blocks * search.block_bytes, num_blocks * search.block_tokens
-            search.pays[path] = not num_tokens or self._rates.pays(path, num_bytes, num_tokens, time.perf_counter())
-            if not search.pays[path]:
-                search.num_skipped += num_blocks
-                self._skipped.labels(path).inc()
-        return search.pays[path]
-
-    def _measured(self, path: KvPath, pool: _GroupBlocks, num_blocks: int, seconds: float, num_asked: int) -> None:
-        """So many blocks came over a path, of those that were asked for."""
-        block_bytes = pool.memory.block_bytes
-        self._rates.measure(path, num_blocks * block_bytes, seconds, time.perf_counter(), asked_bytes=num_asked * block_bytes)
 
     def _read_chunk(self, pool: _GroupBlocks, lease: BlockLease, start: int, end: int, into_blocks: list[int]) -> int:
         """In a thread. Blocks [start, end) of the lease; returns how many leading ones have the right checksum."""

@@ -15,7 +15,7 @@ from common.protocol.cache_messages import BlockLease, BlockLookup, BlockOffer
 from common.protocol.errors import PenstockError, ProtocolError, from_wire
 from common.protocol.explain_messages import RequestContext
 from common.protocol.handles import WorkerRef, new_lease
-from common.protocol.messages import Message, Rejected, ReleaseLease
+from common.protocol.messages import Message, Presence, Rejected, ReleaseLease
 from common.runtime import logs
 from common.runtime.actor import Actor
 from common.transfer.paths import KvPath
@@ -31,7 +31,8 @@ MAX_STORES = 4
 @dataclass(slots=True)
 class Search:
     """What looking for one request's prefix came to, of all its lookups and copies: which stores were asked, the bytes that
-    were copied, the most blocks of a cache group that came from a disk, and the code of the last failure.
+    were copied, the most blocks of a cache group that came from a disk and from another host, and the code of the last
+    failure.
 
     `block_tokens`: tokens of a block, where a prefix that is computed sooner than fetched is to be computed; `block_bytes`: of
     the groups that keep all. `pays`: what was decided so, by path; `num_skipped`: blocks that were not fetched for that reason.
@@ -41,6 +42,7 @@ class Search:
     stores: dict[WorkerRef, None] = field(default_factory=dict)
     num_bytes: int = 0
     num_from_disk: int = 0
+    num_remote: int = 0
     error: str = ""
     block_tokens: int = 0
     block_bytes: int = 0
@@ -49,7 +51,7 @@ class Search:
 
 
 class StoreLookups:
-    """Asks the kvstores of `host` on behalf of `actor`. `enabled`: without it there is no store to ask."""
+    """Asks kvstores on behalf of `actor`, which is on `host`. `enabled`: without it there is no store to ask."""
 
     def __init__(self, actor: Actor, host: str, *, enabled: bool = True) -> None:
         self.actor = actor
@@ -59,16 +61,20 @@ class StoreLookups:
         self._skip_until: dict[WorkerRef, float] = {}
 
     def stores(self) -> list[WorkerRef]:
-        """Return the stores that are ready and have not failed lately."""
+        """Return the stores of this host that are ready and have not failed lately."""
+        return [presence.worker for presence in self.ready() if presence.host == self.host]
+
+    def ready(self) -> list[Presence]:
+        """Return the stores of all hosts that are ready and have not failed lately."""
         if not self._enabled or not self.actor.bus.connected:
             return []
         now = self.actor.clock()
         if self._skip_until:
             self._skip_until = {store: until for store, until in self._skip_until.items() if until > now}
         return [
-            presence.worker
+            presence
             for presence in self.actor.registry.alive("kvstore", now)
-            if presence.state == "ready" and presence.host == self.host and presence.worker not in self._skip_until
+            if presence.state == "ready" and presence.worker not in self._skip_until
         ]
 
     def failed(self, store: WorkerRef, error: PenstockError) -> None:

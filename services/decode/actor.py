@@ -272,7 +272,6 @@ class DecodeActor(EngineWorker):
             return
         self.speculation.draft_workers = [draft for draft in self.registry.alive("draft", now) if self.may_draft(draft)]
         self.drafts.set_workers(self.speculation.draft_workers)
-        self.remote.tick(now, self.host)
         self.kv_reader.renew()
 
     def peer_lost(self, peer: Presence) -> None:

@@ -7,7 +7,8 @@ The life of a block here:
     BlockLookup ─► BlockLease: slots, generations, checksums ─► the worker copies ─► ReleaseLease, or the lease ends
 
 With a disk (`disk_tier.py`) committed blocks are also written there, and a lookup of blocks that only the disk has is answered
-when they are in memory again, or after a tenth of a second. Otherwise the store never touches the bytes. It owes nobody
+when they are in memory again, or after a tenth of a second. With `kv_transfer nixl` workers of other hosts read blocks, too,
+which are copied for them (`remote_readers.py`). Otherwise the store never touches the bytes. It owes nobody
 anything: a store that is full, slow or dead costs its workers a computation they would have done without it.
 """
 
@@ -19,14 +20,14 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
-import msgspec
 
 from common.protocol.cache_messages import BlockCommit, BlockGrant, BlockLease, BlockLookup, BlockOffer, KvTier
 from common.protocol.errors import InvalidParameter, PenstockError, ShuttingDown
-from common.protocol.explain_messages import Explain, RequestContext, WorkerEvent
+from common.protocol.explain_messages import Explain, WorkerEvent
 from common.protocol.handles import new_lease
 from common.protocol.kv_messages import KvTraffic
 from common.protocol.messages import KvUsage, Message, Presence, Rejected, ReleaseLease, RenewLeases
+from common.protocol.transfer_messages import DescribeMemory, StageBlocks, UnstageBlocks
 from common.runtime import logs
 from common.runtime.actor import Actor, WorkerState
 from common.runtime.bus import Bus
@@ -42,19 +43,10 @@ from services.kvstore.arenas import Arenas
 from services.kvstore.config import KvstoreConfig
 from services.kvstore.disk_counts import DiskCounts
 from services.kvstore.disk_tier import DiskTier
-from services.kvstore.write_back import NOBODY
+from services.kvstore.holds import Hold
+from services.kvstore.remote_readers import RemoteReaders
 
 log = logs.get("kvstore")
-
-
-class Hold(msgspec.Struct):
-    """What one lease covers: slots somebody reads, or (`writing`) was granted and has not committed, for which request."""
-
-    arena: Arena
-    slots: list[int]
-    writing: bool
-    context: RequestContext = NOBODY
-    granted_at: float = 0.0
 
 
 class KvstoreActor(Actor):
@@ -86,6 +78,7 @@ class KvstoreActor(Actor):
         self.transfers = TransferCounts(self.metrics)
         self.records = RequestRecords(lambda: self.tracing, lambda: self.ref, clock)
         self.disk = DiskTier(config, self.arenas, self.metrics, DiskCounts(self.metrics, self.transfers, self.records), clock)
+        self.readers = RemoteReaders(self, config, self.records, self._forget_damaged)
         self._memory_hits = self._memory_evicted = self._memory_damaged = 0
         self.metrics.gauge("kvstore_blocks", "Readable blocks", read=lambda: float(self.arenas.num_readable))
         self.metrics.gauge("kvstore_bytes", "Bytes of readable blocks", read=lambda: float(self.stored_bytes))
@@ -108,6 +101,7 @@ class KvstoreActor(Actor):
             log.info("swept_segments", segments=swept)
         check_room(Path(self.config.shm_dir), self.arenas.capacity_bytes)
         await self.disk.open()
+        await self.readers.open()
 
     async def work(self) -> None:
         await self.disk.run()
@@ -135,6 +129,7 @@ class KvstoreActor(Actor):
             http_port=self.http_port,
             tiers=self.tiers(),
             traffic=self.traffic(),
+            endpoints=self.readers.endpoints,
         )
 
     def tick(self, now: float) -> None:
@@ -197,6 +192,13 @@ class KvstoreActor(Actor):
                 self._commit(message)
             case ReleaseLease():
                 self._release(message)
+            case DescribeMemory():
+                self.readers.describe(reply)
+            case StageBlocks():
+                hold = self.leases.get(message.lease) if self.leases.holder(message.lease) == message.holder else None
+                self._try(reply, lambda: self.readers.stage(message, hold, reply), drains=True)
+            case UnstageBlocks():
+                self.readers.end(message.stages)
             case Explain():
                 self.answer(reply, self.records.explain(message.request))
             case RenewLeases():
@@ -204,9 +206,10 @@ class KvstoreActor(Actor):
             case _:
                 log.warning("unexpected_message", message=type(message).__name__)
 
-    def _try(self, reply: str, answer: Callable[[], None]) -> None:
+    def _try(self, reply: str, answer: Callable[[], None], *, drains: bool = False) -> None:
+        """`drains`: also while draining, since it helps somebody to finish."""
         try:
-            if self.state == "draining":
+            if self.state == "draining" and not drains:
                 raise ShuttingDown("this kvstore is draining")
             answer()
         except PenstockError as error:
@@ -318,13 +321,17 @@ class KvstoreActor(Actor):
             if hold is None:
                 continue
             if release.damaged and not hold.writing:
-                damaged = hold.arena.index.forget(hold.slots, set(release.damaged))
-                self._num_damaged.inc(damaged)
-                self._memory_damaged += damaged
-                log.warning("damaged_blocks", blocks=damaged, lease=lease)
+                self._forget_damaged(hold, release.damaged)
             self._give_back(hold)
 
+    def _forget_damaged(self, hold: Hold, hashes: list[bytes]) -> None:
+        damaged = hold.arena.index.forget(hold.slots, set(hashes))
+        self._num_damaged.inc(damaged)
+        self._memory_damaged += damaged
+        log.warning("damaged_blocks", blocks=damaged, segment=hold.arena.segment.name)
+
     def _give_back(self, hold: Hold) -> None:
+        self.readers.end(hold.stages)
         if hold.writing:
             hold.arena.index.abandon(hold.slots)
             self._num_abandoned.inc(len(hold.slots))

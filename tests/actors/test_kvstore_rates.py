@@ -34,8 +34,8 @@ def skipped(worker: Worker, path: str) -> float:
 
 def computing(worker: Worker, tokens_per_s: float) -> FetchRates:
     """Have the worker know how fast it computes prompts."""
-    worker.store._rates = FetchRates(lambda: tokens_per_s)
-    return worker.store._rates
+    worker.store.choice._rates = FetchRates(lambda: tokens_per_s)
+    return worker.store.choice._rates
 
 
 async def test_what_is_computed_sooner_is_not_fetched_and_nothing_is_held(site: Site):

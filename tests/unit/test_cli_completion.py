@@ -27,11 +27,11 @@ def test_every_setting_of_up_is_completed() -> None:
     assert all(candidate.help for candidate in complete((), "", offered().values())), "each says what it is"
     assert words("--kv-") == [
         "--kv-index-blocks",
+        "--kv-transfer",
         "--kv-cache-dtype",
         "--kv-cache-mb",
         "--kv-event-backlog",
         "--kv-stage-mb",
-        "--kv-transfer",
         "--kv-disk",
         "--kv-disk-gb",
     ]

@@ -94,3 +94,15 @@ def test_empty_and_instantaneous_fetches_are_harmless():
     for _ in range(3):
         fetched.measure("shm", MB, 0.0, 0.0)
     assert fetched.pays("shm", MB, 1, 0.0)
+
+
+def test_a_test_of_the_path_counts_until_fetches_were_measured():
+    rates = FetchRates(lambda: 1000.0)
+    assert rates.pays("kvstore_nixl", 1000, 1000, 0.0, tested_bytes_per_s=1000.0)
+    assert not rates.pays("kvstore_nixl", 1001, 1000, 0.0, tested_bytes_per_s=1000.0)
+    for _ in range(3):
+        rates.measure("kvstore_nixl", 1000, 0.1, 0.0)
+    assert rates.pays("kvstore_nixl", 9999, 1000, 0.0, tested_bytes_per_s=1000.0) is False, (
+        "small fetches say little of large ones"
+    )
+    assert rates.pays("kvstore_nixl", 4000, 1000, 0.0, tested_bytes_per_s=1000.0)

@@ -184,6 +184,7 @@ def test_a_heartbeat_tells_what_was_counted() -> None:
     counts.looked_up(100)
     counts.found("own", 32)
     counts.found("kvstore_disk", 16)
+    counts.found("kvstore_remote", 8)
     counts.received(64, 8192, 16)
     counts.not_received("stale_handle")
     counts.recomputed(48, "stale_handle")
@@ -192,6 +193,7 @@ def test_a_heartbeat_tells_what_was_counted() -> None:
         looked_up_tokens=100,
         own_tokens=32,
         disk_tokens=16,
+        remote_tokens=8,
         received_tokens=64,
         received_bytes=8192,
         cached_tokens=16,
@@ -219,6 +221,7 @@ def test_status_tells_of_kv_within_eighty_columns() -> None:
         own_tokens=huge // 2,
         memory_tokens=huge // 4,
         disk_tokens=huge // 8,
+        remote_tokens=huge // 10,
         received_tokens=huge,
         received_bytes=huge,
         cached_tokens=huge,
@@ -231,7 +234,7 @@ def test_status_tells_of_kv_within_eighty_columns() -> None:
     worker = msgspec.structs.replace(named, traffic=traffic, kv=KvUsage(2, 2, groups=[group, group]))
     lines = kv_lines([worker])
     assert max(map(len, lines)) <= 80, lines
-    assert lines[0] == "prefixes: 88% of 999G tokens found (own cache 50%, kvstore 25%, disk 12%)"
+    assert lines[0] == "prefixes: 98% of 999G tokens found (own 50%, kvstore 25%, disk 12%, remote 10%)"
     assert lines[1] == "hand-off: 999G tokens received (930.4 GiB), 999G cached, 999G recomputed (33.3%)"
     assert any(line.endswith("…: shm read 930.4 GiB at 9.99 GB/s, 1,234 failed") for line in lines)
     assert any(line.endswith("kvstore written 2.2 KiB") for line in lines)

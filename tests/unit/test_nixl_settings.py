@@ -16,9 +16,12 @@ from common.testing.memory_bus import MemoryBroker
 from common.transfer.measured import TransferCounts
 from common.transfer.nixl_agent import NixlAgent
 from common.worker.remote_kv import RemoteKv
+from common.worker.store_client import StoreClient
 from services.decode.config import DecodeConfig
 from services.kvstore.actor import KvstoreActor
 from services.kvstore.config import KvstoreConfig
+
+NO_STORE = object.__new__(StoreClient)
 
 
 def remote_kv(tmp_path: object, **settings: object) -> RemoteKv:
@@ -29,7 +32,7 @@ def remote_kv(tmp_path: object, **settings: object) -> RemoteKv:
 async def test_kv_stays_on_the_host_by_default(tmp_path: object):
     kv = remote_kv(tmp_path)
     engine = object.__new__(Engine)
-    await kv.open(engine)
+    await kv.open(engine, NO_STORE)
     assert kv.endpoints == []
     assert b"kv_path" not in kv._actor.metrics.render()
 
@@ -45,7 +48,7 @@ async def test_kv_in_the_memory_of_a_gpu_is_refused(tmp_path: object):
     engine = object.__new__(Engine)
     engine.on_gpu = True
     with pytest.raises(ConfigError, match="GPU"):
-        await remote_kv(tmp_path, kv_transfer="nixl").open(engine)
+        await remote_kv(tmp_path, kv_transfer="nixl").open(engine, NO_STORE)
 
 
 def test_an_unknown_transfer_is_refused():

@@ -1,0 +1,27 @@
+"""The settings of a service whose KV may go between hosts: engines and kvstores."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from common.runtime.settings import ServiceConfig
+
+
+class NixlSettings(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """KV between hosts."""
+
+    kv_transfer: Annotated[
+        Literal["local", "nixl"],
+        Meta(
+            description="nixl: KV goes to and from workers and KV stores of other hosts, too, over NIXL (penstock[nixl]); a "
+            "trusted network"
+        ),
+    ] = "local"
+    nixl_interface: Annotated[
+        str, Meta(description="network interfaces for KV, such as eth0 or mlx5_0:1; empty: any (UCX_NET_DEVICES)")
+    ] = ""
+    nixl_transports: Annotated[
+        str, Meta(description="what UCX may use for KV, such as tcp or rc; empty: the fastest it finds (UCX_TLS)")
+    ] = ""

@@ -1,0 +1,38 @@
+"""Whether what a kvstore has of a prefix is fetched: decided once in a search for each path, by `FetchRates`, and counted."""
+
+from __future__ import annotations
+
+import time
+
+from common.runtime.metrics import Metrics
+from common.transfer.paths import KvPath
+from common.worker.fetch_rate import FetchRates
+from common.worker.store_lookups import Search
+
+
+class FetchChoice:
+    """Of one worker."""
+
+    def __init__(self, rates: FetchRates, metrics: Metrics) -> None:
+        self._rates = rates
+        self._skipped = metrics.counter(
+            "prefix_fetches_skipped_total", "Prefixes in a kvstore that were computed since that was faster, by path", ["path"]
+        )
+
+    def pays(self, path: KvPath, num_blocks: int, search: Search, *, tested_bytes_per_s: float = 0.0) -> bool:
+        """Whether so many blocks are fetched rather than computed. `tested_bytes_per_s`: see `FetchRates.pays`."""
+        if not num_blocks:
+            return True
+        if path not in search.pays:
+            num_bytes, num_tokens, now = num_blocks * search.block_bytes, num_blocks * search.block_tokens, time.perf_counter()
+            search.pays[path] = not num_tokens or self._rates.pays(
+                path, num_bytes, num_tokens, now, tested_bytes_per_s=tested_bytes_per_s
+            )
+            if not search.pays[path]:
+                search.num_skipped += num_blocks
+                self._skipped.labels(path).inc()
+        return search.pays[path]
+
+    def measured(self, path: KvPath, block_bytes: int, num_blocks: int, seconds: float, num_asked: int) -> None:
+        """So many blocks came over a path in so many seconds, of those that were asked for."""
+        self._rates.measure(path, num_blocks * block_bytes, seconds, time.perf_counter(), asked_bytes=num_asked * block_bytes)
