@@ -39,8 +39,8 @@ log = logs.get("transfer")
 NUM_SLOTS = 8
 """Slots of a stage, fewer where they could not hold a block."""
 ALIGNMENT_BYTES = 512
-CORES_PER_THREAD = 4
-"""One core in so many copies and computes checksums, and two at least: the others are for engines."""
+CORES_PER_THREAD = 2
+"""One core in so many copies and computes checksums for a moment, and two at least; a core does some 4 GB/s."""
 _PROGRAMS = 32  # as many as keep the link to the host full; the other multiprocessors belong to the step that runs meanwhile
 _MIB = 1 << 20
 
