@@ -2,6 +2,7 @@
 
     short uncached prompt, or no prefill worker  ─► (None, decode)      the direct path
     otherwise                                    ─► (prefill, decode)   of one fingerprint and host; of two that share NIXL
+    … but no path between their hosts works      ─► (None, decode)      or, where that is not allowed, any two of them
     … but first tokens would miss the objective  ─► (None, decode)      where a decode worker keeps it, or is sooner
     a prompt that is read, not continued         ─► (prefill, None)     decode in prefill's place, if there is no prefill worker
     nobody has room                              ─► None: the request stays in the gateway's queue
@@ -26,6 +27,7 @@ from services.gateway.routes import Choice as Choice  # placement takes all thre
 from services.gateway.routes import Job as Job
 from services.gateway.routes import ReadChoice as ReadChoice
 from services.gateway.routes import costed
+from services.gateway.working_paths import cheapest, works
 
 COMPARED = 6
 """Workers of a pool that are compared, when it has more."""
@@ -129,6 +131,8 @@ class Router(Roster):
             return direct[1].because("no_room_at_prefill")
         if split is None:
             return self._overflow(job, cached) if job.path == "auto" else None
+        if split[1].reason == "no_working_path":  # a decode worker would compute the prompt a second time
+            return direct[1].because("no_working_path", split[1]) if direct and job.path == "auto" else split[1]
         if job.path == "auto" and not short and self.ttft_s > 0 and self._is_busy(split[1]):
             soonest = self._direct(job, cached, soonest=True)
             if soonest and (reason := why_direct(soonest[1].ttft_s, split[1].ttft_s, self.ttft_s)):
@@ -145,6 +149,7 @@ class Router(Roster):
         tried = frozenset(tried)
         for pair in self._pairs_of(prefill):
             candidates = [w for w in self._candidates(self._pairs[pair][1], {}, job) if w.ref.id not in tried]
+            candidates = [w for w in candidates if works(self._workers[prefill], w)] or candidates
             if candidates:
                 return min(candidates, key=lambda w: self._decode_cost(w, job, {})).ref
         return None
@@ -209,7 +214,7 @@ class Router(Roster):
         return self._load_cost(worker, job) + self._prompt_s(worker, job, cached) * (1 + worker.load)
 
     def _split(self, job: Job, cached: Mapping[int, int]) -> tuple[float, Choice] | None:
-        best, compared = None, []
+        best, compared, failing = None, [], None
         for pair, (prefills, decodes) in self._open_pairs():
             candidates = self._candidates(prefills, cached, job, only=job.only)
             if not candidates:
@@ -221,11 +226,20 @@ class Router(Roster):
             ttft_s = {worker: cost + HANDOFF_S for cost, worker in prefill_costs}
             costs = [*costed("prefill", prefill_costs, cached, ttft_s), *costed("decode", decode_costs, cached)]
             compared += [one for one in costs if one not in compared]  # a worker may be in two pairs
-            (prefill_cost, prefill), (decode_cost, decode) = min(prefill_costs, key=_cost), min(decode_costs, key=_cost)
+            found = cheapest(prefill_costs, decode_costs)
+            if found is None:
+                failing = failing or (prefill_costs, decode_costs)
+                continue
+            (prefill_cost, prefill), (decode_cost, decode) = found
             cost = prefill_cost + HANDOFF_S + decode_cost + pull_s(pair, decode, job.num_tokens)
             if best is None or cost < best[0]:
                 uncached = job.num_tokens - cached.get(prefill.serial, 0)
                 best = cost, Choice(prefill.ref, decode.ref, uncached, compared, ttft_s=ttft_s[prefill])
+        if best is None and failing is not None and (found := cheapest(*failing, working=False)):
+            (prefill_cost, prefill), (decode_cost, decode) = found
+            uncached = job.num_tokens - cached.get(prefill.serial, 0)
+            choice = Choice(prefill.ref, decode.ref, uncached, compared, "no_working_path", ttft_s=prefill_cost + HANDOFF_S)
+            return prefill_cost + HANDOFF_S + decode_cost, choice
         return best
 
     def _open_pairs(self) -> list[tuple[Pair, tuple[Pool, Pool]]]:

@@ -29,6 +29,7 @@ Reason = Literal[
     "prefill_would_be_late",
     "sooner_at_decode",
     "decode_pool_is_full",
+    "no_working_path",
 ]
 """Why a request took its path: see `WORDS`."""
 
@@ -46,6 +47,7 @@ WORDS: Mapping[Reason, str] = {
     "prefill_is_cheaper": "prefill and a hand-off cost less than a decode worker alone",
     "prefill_would_be_late": "prefill may miss the objective for first tokens, a decode worker keeps it",
     "decode_pool_is_full": "no decode worker has room within its objective, and a prefill worker has no prompts",
+    "no_working_path": "the paths between the hosts of prefill and decode workers fail",
     "sooner_at_decode": "the objective for first tokens is missed anyhow, and a decode worker is sooner",
 }
 

@@ -157,6 +157,32 @@ async def test_bytes_that_are_wrong_are_computed_anew(tmp_path: Path, faults: ty
         assert hosts.total("kv_remote_failures_total") > 3
 
 
+async def test_a_path_that_fails_is_left_alone_by_gateways_and_taken_again(tmp_path: Path, faults: type[Faults]):
+    async with world(tmp_path) as hosts:
+        decode, gateway = (hosts.processes[name].actor for name in ("decode-1", hosts.alive("gateway")[0]))
+        assert isinstance(decode, DecodeActor)
+        [prefill] = decode.registry.alive("prefill", time.monotonic())
+
+        def unreachable() -> list[str]:
+            [said] = gateway.registry.alive("decode", time.monotonic())
+            return said.endpoints[0].unreachable
+
+        assert unreachable() == []
+        faults.fail_every = 1
+        with anyio.fail_after(60):
+            while b'reason="no_working_path"' not in gateway.metrics.render():
+                await hosts.crowd(2)
+        assert unreachable() == [prefill.endpoints[0].agent]
+        before = hosts.total(NIXL_BYTES)
+        await hosts.crowd(4)
+        assert hosts.total(NIXL_BYTES) == before
+        faults.fail_every = 0
+        with anyio.fail_after(60):
+            while hosts.total(NIXL_BYTES) == before:
+                await hosts.crowd(2)
+        assert unreachable() == []
+
+
 async def test_owners_that_die_and_return_under_their_name_lose_nothing(tmp_path: Path):
     async with world(tmp_path) as hosts:
         for _ in range(2):

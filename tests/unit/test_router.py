@@ -505,3 +505,87 @@ def test_a_worker_of_two_pairs_leaves_both() -> None:
     pool.refresh([])
     assert pool.choose(LONG) is None
     assert not pool._pairs
+
+
+# -- paths between hosts that fail
+
+
+def far(role: Role, number: int, *, host: str, agent: str, cannot_reach: Iterable[str] = (), **said: Any) -> Presence:
+    return worker(role, number, host=host, endpoints=[KvEndpoint("nixl", agent, 100.0, list(cannot_reach))], **said)
+
+
+def test_a_decode_worker_is_not_paired_with_a_prefill_worker_that_it_can_not_read() -> None:
+    fast = far("prefill", 1, host="h1", agent="p1", prefill_tokens_per_s=9999.0)
+    prefills = fast, far("prefill", 2, host="h2", agent="p2", prefill_tokens_per_s=100.0)
+    pool = router(*prefills, far("decode", 1, host="h3", agent="d1", cannot_reach=["p1"]))
+    for _ in range(4):
+        choice = pool.choose(LONG)
+        assert choice is not None and choice.prefill is not None and choice.prefill.id == "prefill-2", "the slow one works"
+        assert choice.reason == "long_uncached_prompt"
+    both = router(*prefills, far("decode", 1, host="h3", agent="d1"))
+    assert place(both, LONG).prefill == WorkerRef("prefill", "prefill-1", 1)
+
+
+def test_a_dearer_decode_worker_that_can_read_is_taken() -> None:
+    pool = router(
+        far("prefill", 1, host="h1", agent="p1"),
+        far("decode", 1, host="h2", agent="d1", cannot_reach=["p1", "another"]),
+        far("decode", 2, host="h3", agent="d2", running=20),
+    )
+    choice = place(pool, LONG)
+    assert choice.prefill is not None and choice.decode.id == "decode-2"
+
+
+def test_where_no_path_works_a_prompt_is_computed_once_and_that_is_said() -> None:
+    workers = far("prefill", 1, host="h1", agent="p1"), far("decode", 1, host="h2", agent="d1", cannot_reach=["p1"])
+    choice = place(router(*workers), LONG)
+    assert choice.prefill is None and choice.reason == "no_working_path"
+    assert {cost.part for cost in choice.costs} == {"direct", "prefill", "decode"}
+    asked_for = place(router(*workers), job(prompt(2000), path="prefill"))
+    assert asked_for.prefill is not None and asked_for.reason == "no_working_path", "it runs, and decode computes it again"
+    assert asked_for.uncached_tokens == 2000
+
+
+def test_workers_of_one_host_are_a_pair_whatever_is_said_of_paths() -> None:
+    pool = router(far("prefill", 1, host="h1", agent="p1"), far("decode", 1, host="h1", agent="d1", cannot_reach=["p1"]))
+    choice = place(pool, LONG)
+    assert choice.prefill is not None and choice.reason == "long_uncached_prompt"
+
+
+def test_a_pair_is_taken_again_once_its_path_works() -> None:
+    prefill = far("prefill", 1, host="h1", agent="p1")
+    pool = router(prefill, far("decode", 1, host="h2", agent="d1", cannot_reach=["p1"]))
+    assert pool.choose(LONG).prefill is None  # pyright: ignore[reportOptionalMemberAccess]
+    pool.refresh([prefill, far("decode", 1, host="h2", agent="d1")])
+    assert place(pool, LONG).prefill is not None
+    again = far("prefill", 1, epoch=2, host="h1", agent="p1-again")
+    pool.refresh([again, far("decode", 1, host="h2", agent="d1", cannot_reach=["p1"])])
+    assert place(pool, LONG).prefill is not None, "another life has another agent"
+
+
+def test_a_redirect_goes_to_who_can_read_while_there_is_one() -> None:
+    workers = (
+        far("prefill", 1, host="h1", agent="p1"),
+        far("decode", 1, host="h2", agent="d1", cannot_reach=["p1"]),
+        far("decode", 2, host="h3", agent="d2", running=60),
+    )
+    pool, prefill = router(*workers), WorkerRef("prefill", "prefill-1", 1)
+    assert pool.choose_decode(prefill, LONG, tried=()) == WorkerRef("decode", "decode-2", 1)
+    assert pool.choose_decode(prefill, LONG, tried={"decode-2"}) == WorkerRef("decode", "decode-1", 1)
+
+
+def test_paths_that_fail_cost_a_decision_little() -> None:
+    """64 workers on either side, each of which can't read a quarter of the others."""
+    prefills = [far("prefill", number, host=f"p{number}", agent=f"p{number}") for number in range(64)]
+    decodes = [
+        far("decode", number, host=f"d{number}", agent=f"d{number}", cannot_reach=[f"p{n}" for n in range(number % 4, 64, 4)])
+        for number in range(64)
+    ]
+    pool, reached = router(*prefills, *decodes), Counter[bool]()
+    for _ in range(200):
+        choice = pool.choose(LONG)
+        assert choice is not None
+        if choice.prefill is not None:
+            prefill, decode = (int(ref.id.split("-")[1]) for ref in (choice.prefill, choice.decode))
+            reached[prefill % 4 != decode % 4] += 1
+    assert reached[False] == 0 and reached[True] > 150
