@@ -42,7 +42,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
 
     `shape`: of models whose weights the engine draws, in place of those made here. `device`: as `penstock up` takes it.
     `disk`: whether the kvstore has a folder on a disk. `hosts`: 2: prefill workers have a shared memory of their own, as on
-    another host, and KV goes over NIXL.
+    another host, and KV goes over NIXL, from the kvstore to them, too.
     """
 
     gateways: int = 2
@@ -118,13 +118,15 @@ def config_text(folder: Path, sizes: Sizes) -> str:
     ]
     if sizes.disk:
         lines += [f'kv_disk = "{folder / "kv"}"', "kv_disk_gb = 1"]
+    nixl = ['kv_transfer = "nixl"', 'nixl_interface = "lo"', 'nixl_transports = "tcp"'] if sizes.hosts > 1 else []
+    lines += nixl
     if sizes.hosts > 1:
         lines += ["[prefill]", f'shm_dir = "{folder / "shm-prefill"}"']
     for name, workers in sizes.workers.items():
         model = f"dummy:{sizes.shape}" if sizes.shape else str(folder / "models" / name)
         lines += ["[[models]]", f'model = "{model}"', f'served_model_name = ["{name}", "{name}-too"]']
         lines += [*(f"{role} = {count}" for role, count in workers.items()), *sizes.engine]
-        lines += ['kv_transfer = "nixl"', 'nixl_interface = "lo"', 'nixl_transports = "tcp"'] if sizes.hosts > 1 else []
+        lines += nixl
     return "\n".join([*lines, ""])
 
 

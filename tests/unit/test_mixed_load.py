@@ -188,7 +188,7 @@ def test_the_settings_name_each_model_and_its_workers(tmp_path: Any) -> None:
 def test_prefill_workers_of_another_host_have_other_shared_memory_and_nixl(tmp_path: Any) -> None:
     text = config_text(tmp_path, Sizes(hosts=2, disk=True))
     assert f'[prefill]\nshm_dir = "{tmp_path / "shm-prefill"}"' in text and f'kv_disk = "{tmp_path / "kv"}"' in text
-    assert text.count('kv_transfer = "nixl"') == 2
+    assert text.count('kv_transfer = "nixl"') == 3, "of the kvstore, and of each model"
     assert "nixl" not in config_text(tmp_path, Sizes()) and "kv_disk" not in config_text(tmp_path, Sizes())
 
 

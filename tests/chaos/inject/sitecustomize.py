@@ -10,6 +10,7 @@ CHAOS="hang=2 once=/tmp/marker clock=-3600" are faults by name:
     clock=S     the wall clock is S seconds ahead
     nixl_fail=N    every Nth operation of NIXL fails
     nixl_damage=N  every Nth operation of NIXL brings a wrong byte
+    fetch=always   what a kvstore has is fetched, however slow that was measured to be
 """
 
 from __future__ import annotations
@@ -87,6 +88,12 @@ def _break_nixl(fail_every: int, damage_every: int) -> None:
     nixl_agent.NixlAgent = BrokenAgent
 
 
+def _fetch_always() -> None:
+    from common.worker.fetch_rate import FetchRates
+
+    FetchRates.pays = lambda *_, **__: True
+
+
 def _inject(faults: dict[str, str]) -> None:
     if "clock" in faults:
         ahead_s, seconds, nanoseconds = float(faults["clock"]), time.time, time.time_ns
@@ -94,6 +101,8 @@ def _inject(faults: dict[str, str]) -> None:
         time.time_ns = lambda: nanoseconds() + int(ahead_s * 1e9)
     if "nixl_fail" in faults or "nixl_damage" in faults:
         _break_nixl(int(faults.get("nixl_fail", 0)), int(faults.get("nixl_damage", 0)))
+    if "fetch" in faults:
+        _fetch_always()
     if any(service in sys.orig_argv for service in ENGINES):
         from common.engine.load import open as opening
 
