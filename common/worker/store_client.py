@@ -11,7 +11,6 @@ at once, and one that failed is left alone for a while. A block is taken only if
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -200,7 +199,7 @@ class StoreClient:
     async def _copy_in(
         self, pool: _GroupBlocks, lease: BlockLease, hashes: list[bytes], into_blocks: Sequence[int], search: Search
     ) -> int:
-        copied, began_at = 0, time.perf_counter()
+        copied, began_at = 0, self.actor.clock()
         renewed_at = self.actor.clock()
         try:
             for start, end in pool.chunks(len(lease.blocks)):
@@ -219,7 +218,7 @@ class StoreClient:
             search.error = error.code
             self.lookups.failed(lease.store, error)
         else:
-            self.choice.measured("kvstore", pool.memory.block_bytes, copied, time.perf_counter() - began_at, copied)
+            self.choice.measured("kvstore", pool.memory.block_bytes, copied, self.actor.clock() - began_at, copied)
         return copied
 
     def _read_chunk(self, pool: _GroupBlocks, lease: BlockLease, start: int, end: int, into_blocks: list[int]) -> int:

@@ -58,6 +58,7 @@ class RandomWorld(RuleBasedStateMachine):
         keeps=st.sampled_from([KEEP_ALL, KEEP_ALL, Retention(window=11)]),
         max_running=st.sampled_from([2, 8]),
         objective_ms=st.sampled_from([0.0, 0.01, 100.0]),
+        staged=st.booleans(),
     )
     def begin(self, **settings: Any) -> None:
         async def act() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import torch
 from anyio.abc import TaskGroup
 
 from common.cache.retention import KEEP_ALL, Retention
@@ -26,6 +27,7 @@ from common.protocol.handles import Role
 from common.protocol.messages import SamplingParams
 from common.runtime.actor import Actor
 from common.testing.memory_bus import MemoryBroker, MemoryBus
+from common.transfer.host_stage import HostStage
 from common.transfer.segment import Segment
 from common.transfer.shm import ShmTransport
 from common.worker.actor import EngineWorker
@@ -42,6 +44,8 @@ from services.prefill.actor import PrefillActor
 from services.prefill.config import PrefillConfig
 
 BLOCK_TOKENS = 4
+STAGE_BYTES = 2048
+"""Slots of 16 blocks."""
 VOCAB = 997
 MAX_CONTEXT = 256
 RULE = TokenRule(VOCAB, repetition=0.5)
@@ -92,9 +96,12 @@ class World:
         windows: tuple[tuple[Retention, int], ...] = (),
         keeps: Retention = KEEP_ALL,
         objective_ms: float = 0.0,
+        staged: bool = False,
     ) -> None:
         """`keeps`: what the first cache group keeps. `windows`: what the others keep, and how many blocks each has.
-        `objective_ms`: for first tokens, and for the time between tokens; 0: none."""
+        `objective_ms`: for first tokens, and for the time between tokens; 0: none. `staged`: KV passes through a stage on its
+        way to kvstores and back, as that of GPUs does."""
+        self.staged = staged
         self.objective_ms = objective_ms
         self.windows = windows
         self.keeps = keeps
@@ -183,7 +190,13 @@ class World:
             run_ahead=self.run_ahead,
             more=[(one.segment.blocks, one.retention) for one in more],
         )
-        return Engine(runner, first, more)
+        engine = Engine(runner, first, more)
+        if self.staged:
+            pools = [torch.from_numpy(group.segment.blocks) for group in engine.groups]
+            engine.stage = HostStage(pools, STAGE_BYTES)
+            for group, staged in zip(engine.groups, engine.stage.groups, strict=True):
+                group.staged = staged
+        return engine
 
     def alive(self, role: str) -> list[str]:
         return [name for name, process in self.processes.items() if process.actor.role == role]

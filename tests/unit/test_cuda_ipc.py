@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -222,8 +223,10 @@ def test_memory_that_cannot_be_shared_is_unavailable_to_others_and_no_reason_to_
 def test_an_engine_on_a_gpu_shares_its_pools_and_reads_into_them(
     tmp_path: Path, driver: HostDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pools = {"prefill": random_pool(6), "decode": random_pool(5)}
-    windows = {role: torch.randn(count, 3, 2, 16, 4).to(torch.bfloat16) for role, count in (("prefill", 4), ("decode", 3))}
+    without: dict[str, dict[str, Any]] = {"draft-1": {}, "private-1": {"zero_retention": True}, "plain-1": {"kv_stage_mb": 0}}
+    pools = {"prefill": random_pool(6), "decode": random_pool(5)} | {name: random_pool(2) for name in without}
+    counts = {"prefill": 4, "decode": 3} | dict.fromkeys(without, 2)
+    windows = {role: torch.randn(count, 3, 2, 16, 4).to(torch.bfloat16) for role, count in counts.items()}
     runners = iter(
         SimpleNamespace(groups=[LayerGroup(pool, [0]), LayerGroup(windows[role], [1, 2, 3], WINDOW)], fingerprint="m")
         for role, pool in pools.items()
@@ -245,6 +248,16 @@ def test_an_engine_on_a_gpu_shares_its_pools_and_reads_into_them(
     assert torch.equal(windows["decode"][2], windows["prefill"][3])
     with pytest.raises(StaleHandle):
         transport.read(RemoteBlocks(transport.host, "prefill-1-1", "m", [3], [0]), decode.segment.blocks, [2])
+    for engine in (prefill, decode):
+        assert engine.stage is not None and engine.stage.num_free_slots == engine.stage.num_slots
+        sizes = [(group.blocks.num_blocks, group.blocks.block_bytes) for group in engine.groups]
+        assert sizes == [(group.segment.num_blocks, group.segment.block_bytes) for group in engine.groups]
+    (staged,) = prefill.groups[1].blocks.read([3], lambda rows, indices, part: rows[list(indices)].copy())
+    assert np.array_equal(staged[0], windows["prefill"][3].view(torch.uint8).flatten().numpy())
+    for name, changes in without.items():
+        engine = opening.open_engine(msgspec.structs.replace(config, **changes), name, drafts=name == "draft-1")
+        assert engine.stage is None and [group.blocks.block_bytes for group in engine.groups] == [0, 0], name
+        engine.close()
     for engine in (prefill, decode):
         engine.close()
     transport.close()
