@@ -79,6 +79,11 @@ class Engine:
             self.stage.transfers = transfers
         return [group.blocks for group in self.groups]
 
+    def give_up(self) -> None:
+        """A step hangs, and the process is about to end: nothing waits for the GPU any more."""
+        if self.stage is not None:
+            self.stage.give_up()
+
     def close(self) -> None:
         if self.stage is not None:
             self.stage.close()

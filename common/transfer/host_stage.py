@@ -7,8 +7,8 @@ The stage is divided into slots of equal size, and a thread works on one slot at
 engine, others compute checksums and copy to and from the kvstore's memory. Each direction has a stream of its own, which
 neither waits for steps nor has them wait. Its kernels use few multiprocessors.
 
-Copies have ended when a call returns or raises, whatever happened in it (`ended_if_raised`): a block that is given back then is
-read and written by nobody.
+Copies have ended when a call returns or raises, whatever happened in it: a block that is given back then is read and written by
+nobody. Only where the engine is given up, since its GPU hangs, does a call end without them; so does the process then.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ log = logs.get("transfer")
 NUM_SLOTS = 8
 """Slots of a stage, fewer where they could not hold a block."""
 ALIGNMENT_BYTES = 512
+LOOK_EVERY_S = 0.5
+"""Between two looks at whether the engine was given up, while copies run."""
 CORES_PER_THREAD = 2
 """One core in so many copies and computes checksums for a moment, and two at least; a core does some 4 GB/s."""
 _PROGRAMS = 32  # as many as keep the link to the host full; the other multiprocessors belong to the step that runs meanwhile
@@ -94,7 +96,7 @@ class HostStage:
         self.transfers: TransferCounts | None = None
         num_threads = max(2, len(os.sched_getaffinity(0)) // CORES_PER_THREAD)
         self._threads = ThreadPoolExecutor(min(self.num_slots, num_threads), thread_name_prefix="kv-stage")
-        self._closed = False
+        self._closed = self._given_up = False
         self.groups = [StagedBlocks(self, pool) for pool in blocks]
 
     @property
@@ -102,7 +104,10 @@ class HostStage:
         return self._free.qsize()
 
     def in_parts(self, num_blocks: int, block_bytes: int, copy: Callable[[_Slot, range], T]) -> list[T]:
-        """Call `copy(slot, part)` in the stage's threads for all parts of `num_blocks`; return the results in order."""
+        """Call `copy(slot, part)` in the stage's threads for all parts of `num_blocks`; return the results in order.
+
+        What one of them raises is raised when all have ended. :raises TransportUnavailable: the stage is closed.
+        """
         if self._closed:
             raise TransportUnavailable("the stage is closed")
 
@@ -115,10 +120,14 @@ class HostStage:
 
         size = self.slot_bytes // block_bytes
         copies: list[Future[T]] = []
-        with ended_if_raised(copies):
+        try:
             for start in range(0, num_blocks, size):
                 copies.append(self._threads.submit(with_slot, range(start, min(start + size, num_blocks))))
-            return [one.result() for one in copies]
+        finally:
+            while wait(copies, timeout=LOOK_EVERY_S).not_done:
+                if self._given_up:
+                    raise TransportUnavailable("the engine was given up")
+        return [one.result() for one in copies]
 
     def gather(self, pool: torch.Tensor, blocks: Sequence[int], slot: _Slot) -> torch.Tensor:
         """Copy blocks to a slot; return it as uint8 [len(blocks), block_bytes] in host memory."""
@@ -161,7 +170,11 @@ class HostStage:
     def close(self) -> None:
         """Wait for what is being copied, and end the threads. Harmless twice."""
         self._closed = True
-        self._threads.shutdown()
+        self._threads.shutdown(wait=not self._given_up, cancel_futures=self._given_up)
+
+    def give_up(self) -> None:
+        """The GPU hangs, and the process is about to end: wait for no copy any more."""
+        self._closed = self._given_up = True
 
     def _ids(self, blocks: Sequence[int]) -> torch.Tensor:
         import torch
@@ -238,18 +251,6 @@ def _from(content: np.ndarray) -> Fill:
         return len(part)
 
     return fill
-
-
-@contextmanager
-def ended_if_raised(copies: Sequence[Future[T]]) -> Iterator[None]:
-    """Where an error is raised inside, let it out when all of `copies` have ended: those that have not begun never do."""
-    try:
-        yield
-    except BaseException:
-        for copy in copies:
-            copy.cancel()
-        wait(copies)
-        raise
 
 
 def open_stage(pools: Sequence[torch.Tensor], stage_mb: int) -> HostStage | None:

@@ -351,6 +351,7 @@ class EngineWorker(Actor):
         """:raises RunnerLost: gateways go on elsewhere, with the tokens so far, and a supervisor starts this worker again."""
         age_s, limit_s = round(self.watch.age_s(now), 1), round(self.watch.limit_s, 1)
         log.critical("engine_hangs", worker=self.ref.id, step_age_s=age_s, limit_s=limit_s, compiling=self.watch.may_compile)
+        self.engine.give_up()
         raise RunnerLost(f"a step has been running for {age_s} s, which may take {limit_s} s")
 
     def connection_changed(self, connected: bool) -> None:

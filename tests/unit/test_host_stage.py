@@ -149,6 +149,24 @@ def test_an_error_comes_out_when_all_other_copies_have_ended(stage: HostStage, o
     assert np.concatenate(stage.groups[0].read(range(40), rows_of)).shape == (40, BLOCK_BYTES), "it goes on"
 
 
+def test_nobody_waits_for_a_gpu_that_hangs_once_its_engine_was_given_up(pool: torch.Tensor):
+    stage = HostStage([pool], STAGE_BYTES)
+    running, go_on = threading.Event(), threading.Event()
+
+    def hang(rows: np.ndarray, indices: Sequence[int], part: range) -> None:
+        running.set()
+        go_on.wait()
+
+    with ThreadPoolExecutor(1) as caller:
+        call = caller.submit(stage.groups[0].read, range(40), hang)
+        running.wait()
+        stage.give_up()
+        with pytest.raises(TransportUnavailable, match="given up"):
+            call.result()
+    stage.close()
+    go_on.set()
+
+
 def test_many_callers_share_it(stage: HostStage):
     """More of them than slots; each has its own blocks, and finds its own bytes there."""
 
