@@ -21,6 +21,21 @@ Tables = Sequence[Sequence[int]]
 """A block table for each group; holes are skipped."""
 
 
+class ArrivedBlock(NamedTuple):
+    """A block that KV was copied into, or is being copied into, for a sequence that is not here yet.
+
+    is_owned: a copy writes it; else it was set aside with this generation.
+    """
+
+    block: int
+    generation: int
+    is_owned: bool
+
+
+Arrived = Sequence[dict[int, ArrivedBlock]]
+"""Of each group: blocks by their index in the block table."""
+
+
 class PoolGroup(NamedTuple):
     pool: BlockPool
     retention: Retention = KEEP_ALL

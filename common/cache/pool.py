@@ -4,7 +4,8 @@ A block is in exactly one state, so `free + owned + leased + cached == total` al
 
     owned    at least one sequence uses it (owner references > 0), leased or not
     leased   no sequence uses it, but a reader holds a lease on it
-    cached   nobody holds it and it has a content hash: a later prompt may find it, and it is evicted in LRU order
+    cached   nobody holds it and it has a content hash: a later prompt may find it, and it is evicted in LRU order;
+             or it was set aside: whoever did so may take it back, until it is evicted, behind all that have a hash
     free     none of these
 
 Every block that `allocate` hands out has a new generation before the caller may write to it, and `fence` keeps others from
@@ -56,6 +57,7 @@ class BlockPool:
         self._by_hash: dict[bytes, int] = {}
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._aside: OrderedDict[int, None] = OrderedDict()  # in the order of `set_aside`
         self._num_owned = 0
         self._num_leased = 0
         self.contents: PoolContents | None = None
@@ -68,8 +70,13 @@ class BlockPool:
 
     @property
     def available(self) -> int:
-        """Blocks that `allocate` could hand out now: free and cached ones."""
-        return len(self._free) + len(self._cached)
+        """Blocks that `allocate` could hand out now: free and cached ones, also those that were set aside."""
+        return len(self._free) + len(self._cached) + len(self._aside)
+
+    @property
+    def num_aside(self) -> int:
+        """Blocks that were set aside."""
+        return len(self._aside)
 
     def usage(self) -> KvUsage:
         return KvUsage(
@@ -77,7 +84,7 @@ class BlockPool:
             free=len(self._free),
             owned=self._num_owned,
             leased=self._num_leased,
-            cached=len(self._cached),
+            cached=len(self._cached) + len(self._aside),
         )
 
     def allocate(self, count: int) -> list[int]:
@@ -116,6 +123,24 @@ class BlockPool:
             if not self._owners[block]:
                 self._num_owned -= 1
                 self._enter_unowned(block)
+
+    def set_aside(self, blocks: Iterable[int]) -> None:
+        """Give up the only owner reference of blocks that nobody finds: they keep their content until others need them."""
+        for block in blocks:
+            assert self._owners[block] == 1 and not self._leases[block], f"block {block} is set aside by one of several"
+            assert self._hashes[block] is None, f"block {block} has a hash, and can be found by it"
+            self._owners[block] = 0
+            self._num_owned -= 1
+            self._aside[block] = None
+
+    def take_back(self, block: int, generation: int) -> bool:
+        """Own a block again that was set aside with this generation. False: it was given to others meanwhile."""
+        if block not in self._aside or self._generations[block] != generation:
+            return False
+        del self._aside[block]
+        self._owners[block] = 1
+        self._num_owned += 1
+        return True
 
     def lease(self, blocks: Iterable[int]) -> None:
         """One more lease each: the blocks keep their content until `end_lease`, whatever their owners do."""
@@ -169,7 +194,7 @@ class BlockPool:
 
     def drop_cached(self) -> None:
         """Forget everything that nobody holds."""
-        while self._cached:
+        while self._cached or self._aside:
             self._free.append(self._evict_oldest())
 
     def check(self) -> None:
@@ -177,9 +202,9 @@ class BlockPool:
 
         :raises AssertionError: where a counter, an index or a generation is not what the blocks say.
         """
-        free, cached = set(self._free), set(self._cached)
+        free, cached, aside = set(self._free), set(self._cached), set(self._aside)
         assert len(free) == len(self._free), "a block is free twice"
-        assert not free & cached, "a block is both free and cached"
+        assert len(free | cached | aside) == len(free) + len(cached) + len(aside), "a block is in two of these"
         owned = leased = 0
         for block in range(self.num_blocks):
             owners, leases, block_hash = self._owners[block], self._leases[block], self._hashes[block]
@@ -187,14 +212,16 @@ class BlockPool:
             held = bool(owners or leases)
             owned += bool(owners)
             leased += bool(leases and not owners)
-            assert held != (block in free or block in cached), f"block {block} is in no state, or in two"
+            unheld = block in free or block in cached or block in aside
+            assert held != unheld, f"block {block} is in no state, or in two"
             assert (block in cached) == (not held and block_hash is not None), f"block {block} is cached without content"
+            assert block not in aside or block_hash is None, f"block {block} is set aside and can be found"
             assert block_hash is None or self._by_hash.get(block_hash) == block, f"block {block} is not found by its hash"
             if self._shared is not None:
                 assert int(self._shared[block]) == self._generations[block], f"readers see an old generation of block {block}"
         assert len(self._by_hash) == sum(block_hash is not None for block_hash in self._hashes), "a hash names no block"
         assert (owned, leased) == (self._num_owned, self._num_leased), "the counters are wrong"
-        assert len(free) + owned + leased + len(cached) == self.num_blocks, "blocks leaked"
+        assert len(free) + owned + leased + len(cached) + len(aside) == self.num_blocks, "blocks leaked"
 
     def _leave_unowned(self, block: int) -> None:
         """`block` has no owner and gets one, or has neither owner nor lease and gets a lease."""
@@ -211,11 +238,15 @@ class BlockPool:
         elif self._hashes[block] is not None:
             self._cached[block] = None
         else:
-            if self._wipe is not None:
-                self._raise_generation(block)  # whoever still reads it must not take what is left for KV
-                self._fence()
-                self._wipe(block)
+            self._clear(block)
             self._free.append(block)
+
+    def _clear(self, block: int) -> None:
+        """Nobody will read `block` again."""
+        if self._wipe is not None:
+            self._raise_generation(block)  # whoever still reads it must not take what is left for KV
+            self._fence()
+            self._wipe(block)
 
     def _raise_generation(self, block: int) -> None:
         self._generations[block] += 1
@@ -223,6 +254,10 @@ class BlockPool:
             self._shared[block] = self._generations[block]
 
     def _evict_oldest(self) -> int:
+        if not self._cached:
+            block, _ = self._aside.popitem(last=False)
+            self._clear(block)
+            return block
         block, _ = self._cached.popitem(last=False)
         block_hash = self._hashes[block]
         assert block_hash is not None

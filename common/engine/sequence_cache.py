@@ -11,7 +11,7 @@ tokens, so none of them reads a block that is given back.
 from __future__ import annotations
 
 from common.cache.block_table import BlockTable
-from common.cache.grouped_pool import HOLE, GroupedPool
+from common.cache.grouped_pool import HOLE, Arrived, GroupedPool
 from common.cache.prefix import hash_chain
 from common.engine.sequence import Sequence
 from common.protocol.errors import OutOfBlocks
@@ -47,11 +47,15 @@ class SequenceCache:
         full = num_tokens // self.block_tokens * self.block_tokens
         return self.pool.groups[group].retention.first_token(full) // self.block_tokens
 
-    def check_room(self, num_tokens: int, *, spare: int) -> None:
-        """:raises OutOfBlocks: a group lacks blocks for a sequence of `num_tokens` tokens, with `spare` left."""
-        for pool, retention in self.pool.groups:
+    def check_room(self, num_tokens: int, *, spare: int, arrived: Arrived = ()) -> None:
+        """:raises OutOfBlocks: a group lacks blocks for a sequence of `num_tokens` tokens, with `spare` left.
+
+        arrived: blocks that `open` will be given. Those that are owned for the sequence already need not be there.
+        """
+        for index, (pool, retention) in enumerate(self.pool.groups):
             needed = retention.blocks_for(num_tokens, self.block_tokens) + spare
-            if pool.available < needed:
+            owned = sum(block.is_owned for block in arrived[index].values()) if arrived else 0
+            if pool.available + owned < needed:
                 raise OutOfBlocks(needed=needed, free=pool.available)
 
     def hash(self, sequence: Sequence, num_tokens: int) -> list[bytes]:
@@ -67,25 +71,39 @@ class SequenceCache:
             )
         return sequence.hashes[:full]
 
-    def open(self, sequence: Sequence, num_tokens: int) -> None:
+    def open(self, sequence: Sequence, num_tokens: int, arrived: Arrived = ()) -> None:
         """Give an empty sequence what it needs to compute `num_tokens` tokens, the first ones from the prefix cache.
 
         At least one token is left to compute: its logits are needed.
 
+        arrived: blocks behind the cached prefix that are put into the tables. Afterwards it holds those that were; the others
+        were cached here meanwhile, or had been set aside and are gone. `copied` must follow where there are any.
+
         :raises OutOfBlocks: nothing has been taken then.
         """
         cached = self.pool.match([] if sequence.needs_every_state else self.hash(sequence, len(sequence.tokens) - 1))
-        num_cached = len(cached[0])
+        num_cached, end = len(cached[0]), self.blocks_for(num_tokens)
         self.pool.retain(cached)
+        taken = self._take_back(arrived, num_cached, end)
         try:
             reserved = self._reservation(num_tokens)
             fresh = self.pool.allocate(
-                [self.blocks_for(num_tokens) - num_cached if group.retention.keeps_all else 0 for group in self.pool.groups]
+                [
+                    end - num_cached - len(mine) if group.retention.keeps_all else 0
+                    for group, mine in zip(self.pool.groups, taken, strict=True)
+                ]
             )
         except BaseException:
+            for (pool, _), mine, given in zip(self.pool.groups, taken, arrived, strict=False):
+                pool.set_aside([block for index, block in mine.items() if not given[index].is_owned])
             self.pool.release(cached)
             raise
-        sequence.blocks, *sequence.more_blocks = (BlockTable(old + new) for old, new in zip(cached, fresh, strict=True))
+        for given, mine in zip(arrived, taken, strict=False):
+            for index in given.keys() - mine.keys():
+                del given[index]
+        sequence.blocks, *sequence.more_blocks = (
+            _joined(old, new, mine) for old, new, mine in zip(cached, fresh, taken, strict=True)
+        )
         sequence.reserved = reserved
         self._reserved = [sum(both) for both in zip(self._reserved, reserved, strict=True)]
         sequence.computed(num_cached * self.block_tokens)
@@ -206,6 +224,19 @@ class SequenceCache:
         for group, reserved in zip(self.pool.groups, self._reserved, strict=True):
             assert 0 <= reserved <= group.pool.num_blocks, "more blocks are reserved than there are"
 
+    def _take_back(self, arrived: Arrived, begin: int, end: int) -> list[dict[int, int]]:
+        """Return, for each group, the blocks at [begin, end) of its table that are the sequence's from now on."""
+        if not arrived:
+            return [{} for _ in self.pool.groups]
+        return [
+            {
+                index: one.block
+                for index, one in blocks.items()
+                if begin <= index < end and (one.is_owned or pool.take_back(one.block, one.generation))
+            }
+            for (pool, _), blocks in zip(self.pool.groups, arrived, strict=True)
+        ]
+
     def _missing(self, sequence: Sequence) -> list[bytes]:
         """Return the hashes of the prompt's full blocks that are not wholly planned; none where they can't be shared."""
         if not self._shares(sequence):
@@ -250,3 +281,12 @@ class SequenceCache:
             if begin < end and not group.retention.keeps_all:
                 group.pool.release(table[begin:end])
                 table.let_go(begin, end)
+
+
+def _joined(cached: list[int], fresh: list[int], arrived: dict[int, int]) -> BlockTable:
+    """Return a table of `cached` blocks, then `arrived` ones at their indices, and `fresh` ones, or holes, at all others."""
+    if not arrived:
+        return BlockTable(cached + fresh)
+    others, first = iter(fresh), len(cached)
+    end = max(first + len(fresh) + len(arrived) if fresh else 0, max(arrived) + 1)
+    return BlockTable(cached + [arrived[i] if i in arrived else next(others, HOLE) for i in range(first, end)])

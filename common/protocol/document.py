@@ -26,6 +26,7 @@ from common.protocol import (
     kv_messages,
     messages,
     presence,
+    stream_messages,
     subjects,
     transfer_messages,
 )
@@ -66,6 +67,9 @@ def document() -> str:
         "## Messages of the kvstore\n",
         _docstring(cache_messages) + "\n",
         *map(_struct, _structs(cache_messages)),
+        "## KV of prompts that are still computed\n",
+        _docstring(stream_messages) + "\n",
+        *map(_struct, _structs(stream_messages)),
         "## KV between hosts\n",
         _docstring(transfer_messages) + "\n",
         *map(_struct, _structs(transfer_messages)),

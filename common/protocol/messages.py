@@ -6,6 +6,7 @@ nothing else touches msgpack. `docs/protocol.md` describes this file and the `*_
 Who sends what, in the order of one request:
 
     gateway → prefill   PrefillTask, ReadTask answered at once by Accepted or Rejected; ReadTask then by TokenFrames
+    prefill → decode    KvPart, KvWithdrawn   of long prompts, while they are computed
     prefill → decode    KvReady               answered at once by Accepted or Rejected
     gateway → decode    DecodeTask            the direct path: prompt and answer on one worker
     gateway → prefill   DecodeTask            the same, while decode workers have no room
@@ -34,6 +35,7 @@ from common.protocol.handles import KvHandle, WorkerRef
 from common.protocol.kv_events import KvEventMessage
 from common.protocol.presence import Presence as Presence
 from common.protocol.presence import ServedModel as ServedModel
+from common.protocol.stream_messages import KvPart, KvWithdrawn
 from common.protocol.transfer_messages import BlocksStaged, DescribeMemory, MemoryDescribed, StageBlocks, UnstageBlocks
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -183,13 +185,14 @@ class KvReady(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """prefill → decode: the KV of all but the last token is readable behind `handle` until the lease ends.
 
     `generation.tokens` ends with the token that prefill sampled; `first_logprobs` are that token's, when asked for.
-    `cached_tokens` of the prompt came from a prefix cache.
+    `cached_tokens` of the prompt came from a prefix cache. `stream`: the one whose parts came before, with the handle's lease.
     """
 
     generation: Generation
     handle: KvHandle
     first_logprobs: TokenLogprobs | None = None
     cached_tokens: int = -1
+    stream: str = ""
 
 
 class Accepted(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -295,6 +298,8 @@ Message = (
     | PrefillTask
     | ReadTask
     | DecodeTask
+    | KvPart
+    | KvWithdrawn
     | KvReady
     | Accepted
     | Rejected

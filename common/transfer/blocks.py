@@ -19,6 +19,12 @@ class RemoteBlocks(NamedTuple):
     generations: Sequence[int]
     checksums: Sequence[int] = ()
 
+    def pick(self, indices: Sequence[int]) -> RemoteBlocks:
+        """Return those at `indices` of these."""
+        blocks, generations = ([one[i] for i in indices] for one in (self.blocks, self.generations))
+        checksums = [self.checksums[i] for i in indices] if self.checksums else ()
+        return self._replace(blocks=blocks, generations=generations, checksums=checksums)
+
     def part(self, start: int, end: int) -> RemoteBlocks:
         """Return the blocks [start, end) of these."""
         blocks, generations, checksums = (one[start:end] for one in (self.blocks, self.generations, self.checksums))

@@ -38,6 +38,9 @@ class KvCounts:
             "kv_handoff_cached_tokens_total", "Tokens of hand-offs whose KV was in this worker's own cache already"
         )
         self._received_bytes = metrics.counter("kv_received_bytes_total", "KV bytes received at hand-offs")
+        self._streamed_bytes = metrics.counter(
+            "kv_streamed_bytes_total", "Those of them that were received while the prompt was still computed"
+        )
         self._handoffs = metrics.counter(
             "kv_handoffs_total", "Hand-offs whose KV was fetched, by outcome: ok, or the code of what failed", ["outcome"]
         )
@@ -68,6 +71,10 @@ class KvCounts:
         self._num_cached += num_cached
         self._num_received += num_tokens
         self._num_bytes += num_bytes
+
+    def streamed(self, num_bytes: int) -> None:
+        """Of the bytes of a hand-off that `received` counted, so many were here before its prompt had been computed."""
+        self._streamed_bytes.inc(num_bytes)
 
     def not_received(self, code: str) -> None:
         """A hand-off brought nothing that can be used."""

@@ -23,7 +23,7 @@ from common.engine.engine import Engine
 from common.engine.settings import EngineServiceConfig
 from common.protocol.errors import ConfigError, PenstockError, TransportUnavailable
 from common.protocol.handles import GroupBlocks, Role
-from common.protocol.messages import KvReady, Presence, Rejected
+from common.protocol.messages import Presence, Rejected
 from common.protocol.transfer_messages import KvEndpoint
 from common.runtime import logs
 from common.runtime.actor import Actor
@@ -122,12 +122,19 @@ class RemoteKv:
         else:
             self._actor.answer(reply, self._shared.describe(self._actor.ref))
 
-    async def with_checksums(self, ready: KvReady) -> KvReady:
-        """Return the hand-off with its blocks' CRC-32s, where other hosts may read them. The blocks must be leased."""
+    @property
+    def has_checksums(self) -> bool:
+        """Whether blocks that are told to others need checksums: other hosts may read them."""
+        return self._shared is not None
+
+    async def with_checksums(self, groups: list[GroupBlocks], known: Sequence[dict[int, int]] = ()) -> list[GroupBlocks]:
+        """Return blocks with their CRC-32s, where other hosts may read them. They must be leased.
+
+        known: of each cache group of the layout, checksums of full blocks, by block; those that are computed now are added.
+        """
         if self._shared is None:
-            return ready
-        groups = await anyio.to_thread.run_sync(_with_checksums, self._blocks, ready.handle.groups)
-        return msgspec.structs.replace(ready, handle=msgspec.structs.replace(ready.handle, groups=groups))
+            return groups
+        return await anyio.to_thread.run_sync(_with_checksums, self._blocks, groups, known)
 
     def transport_to(self, owner: Presence, local: Transport, host: str) -> Transport:
         """Return what reads `owner`'s blocks: `local` on this host, and where there is no other way."""
@@ -156,9 +163,15 @@ class RemoteKv:
             self._paths.tick(now, host)
 
 
-def _with_checksums(memories: list[np.ndarray], groups: list[GroupBlocks]) -> list[GroupBlocks]:
-    """In a thread."""
-    return [
-        msgspec.structs.replace(group, checksums=[crc32(memory[block]) for block in group.blocks])
-        for memory, group in zip(memories, groups, strict=True)
-    ]
+def _with_checksums(
+    memories: list[np.ndarray], groups: list[GroupBlocks], known: Sequence[dict[int, int]]
+) -> list[GroupBlocks]:
+    """In a thread. Another one may add to `known` at the same time: the same block has the same checksum."""
+    told: list[GroupBlocks] = []
+    for group in groups:
+        memory, mine = memories[group.group], known[group.group] if known else {}
+        for block in group.blocks:
+            if block not in mine:
+                mine[block] = crc32(memory[block])
+        told.append(msgspec.structs.replace(group, checksums=[mine[block] for block in group.blocks]))
+    return told

@@ -2,6 +2,7 @@
 
 The life of a request here:
 
+    KvPart … ─► of a long prompt, blocks are pulled while the rest is computed
     KvReady ─► admitted ─► blocks pulled from the prefill worker, lease released ─► running ─► TokenFrames each step ─► finished
                             └ stale, unreadable, another layout: recomputed here, the same tokens
     DecodeTask ─► admitted ─► prefix copied from the kvstore ─► prompt computed here in chunks ─► running ─► …
@@ -22,7 +23,8 @@ from common.engine.sequence import Sequence
 from common.protocol.capacity import Capacity
 from common.protocol.draft_messages import Drafting, DraftResync, DraftUpdate, Proposals
 from common.protocol.explain_messages import RequestContext
-from common.protocol.messages import DecodeTask, KvReady, Message, Presence, ReadTask
+from common.protocol.messages import Cancel, DecodeTask, KvReady, Message, Presence, ReadTask
+from common.protocol.stream_messages import KvPart, KvWithdrawn
 from common.protocol.trace_context import child_of
 from common.runtime import logs
 from common.runtime.actor import WorkerState
@@ -31,6 +33,7 @@ from common.text.vocabulary import vocabulary_digest
 from common.transfer.base import Transport
 from common.transfer.measured import MeasuredTransport
 from common.worker.actor import EngineWorker, OpenEngine
+from services.decode.arrivals import Arrivals
 from services.decode.config import DecodeConfig
 from services.decode.device_lookup import DeviceLookup
 from services.decode.draft_trial import DraftTrial
@@ -92,6 +95,7 @@ class DecodeActor(EngineWorker):
         self.proposers = Proposers(self.drafts, lookup, head, DeviceLookup(policy) if self.engine.looks_up else None)
         self.speculation = SpeculationTelemetry(self.metrics, self.config.served_name, self.proposers)
         self.prompts = PromptBudget(self.config.slo_itl_ms / 1000)
+        self.arrivals = Arrivals(self, max_streams=limits.max_running)
         return DecodeScheduler(
             self.cache,
             prompt_limit=self.prompts.limit,
@@ -127,6 +131,10 @@ class DecodeActor(EngineWorker):
                 self.on_proposals(message)
             case DraftResync():
                 self.drafts.on_resync(message)
+            case KvPart():
+                self.on_part(message)
+            case KvWithdrawn():
+                self.arrivals.withdraw(message.owner, message.streams)
             case KvReady():
                 self.on_kv_ready(message, reply)
             case DecodeTask():
@@ -152,16 +160,20 @@ class DecodeActor(EngineWorker):
     def on_kv_ready(self, ready: KvReady, reply: str) -> None:
         def take(sequence: Sequence) -> None:
             covered_blocks(ready.handle, len(sequence.tokens), self.cache)
+            arrived = self.arrivals.usable(arrival, ready, sequence)
             sequence.num_cached = ready.cached_tokens
             if ready.first_logprobs is not None:
                 sequence.held_from -= 1
                 sequence.logprobs.append(ready.first_logprobs)
-            self.scheduler.admit(sequence)
+            self.scheduler.admit(sequence, arrived)
+            if arrival is not None:
+                self.arrivals.take(arrival, arrived)
 
+        arrival = self.arrivals.find(ready)
         sequence = self.admit(ready.generation, reply, take)
         if sequence is not None:
             self.speculate(sequence)
-            self.kv_reader.begin(sequence, ready.handle)
+            self.kv_reader.begin(sequence, ready.handle, arrival)
 
     # -- steps
 
@@ -272,14 +284,34 @@ class DecodeActor(EngineWorker):
             return
         self.speculation.draft_workers = [draft for draft in self.registry.alive("draft", now) if self.may_draft(draft)]
         self.drafts.set_workers(self.speculation.draft_workers)
-        self.kv_reader.renew()
+        self.arrivals.tick(now)
+        self.kv_reader.renew(self.arrivals.leases)
+
+    def on_part(self, part: KvPart) -> None:
+        """Nothing is copied for a request that is here already, or was cancelled."""
+        held, ended = self.held.get(part.request), self._cancelled.get(part.request, -1)
+        if not self.refusing and max(ended, -1 if held is None else held.attempt) < part.attempt:
+            self.arrivals.on_part(part)
+
+    def on_cancel(self, cancel: Cancel) -> None:
+        super().on_cancel(cancel)
+        self.arrivals.cancel(cancel.requests)
+
+    async def drain(self) -> None:
+        self.refusing = True
+        if self.loaded:
+            self.arrivals.clear()
+        await super().drain()
 
     def peer_lost(self, peer: Presence) -> None:
+        if peer.worker.role == "prefill" and self.loaded:
+            self.arrivals.lost(peer.worker)
         if peer.worker.role == "draft" and self.loaded:
             self.drafts.worker_lost(peer.worker)
 
     def fenced(self) -> None:
         super().fenced()
         if self.loaded:
+            self.arrivals.clear()
             self.proposers.reset()
             self.speculation.forget_all()

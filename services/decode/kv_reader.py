@@ -1,55 +1,28 @@
 """How the KV of a hand-off comes here: copied from the prefill worker's blocks, whose lease is renewed meanwhile.
 
-KvReady admitted ─► blocks that are not here yet are pulled, a group at a time ─► lease released ─► the sequence runs
+KvReady admitted ─► what its stream still writes has ended ─► the blocks that are not here yet are pulled, a group at a time
+    ─► lease released ─► the sequence runs
     ├ stale, unreadable, another layout: the sequence runs all the same, and computes what is missing
     └ dropped meanwhile: the transfer is given up, and the blocks are freed once nothing writes them
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
-from anyio.abc import TaskGroup
+from collections.abc import Iterable
 
 from common.cache.spec import group_name
-from common.engine.engine import Engine
 from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
-from common.protocol.errors import Cancelled, PenstockError, ProtocolError, StaleHandle, TransportUnavailable
+from common.protocol.errors import Cancelled, PenstockError, ProtocolError, StaleHandle
 from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef
-from common.protocol.messages import Message, Presence, ReleaseLease, RenewLeases
+from common.protocol.messages import ReleaseLease, RenewLeases
 from common.runtime import logs
-from common.runtime.registry import Registry
-from common.transfer.base import LocalBlocks, RemoteBlocks, Transport
+from common.transfer.base import LocalBlocks, RemoteBlocks
 from common.transfer.transfer import Transfer
-from common.worker.kv_counts import KvCounts
-from common.worker.remote_kv import RemoteKv
-from common.worker.traces import WorkerTraces
-from services.decode.scheduler import DecodeScheduler
+from services.decode.arrivals import Arrival
+from services.decode.kv_source import Reader, way_to
 
 log = logs.get("decode")
-
-
-class Reader(Protocol):
-    """What `KvReader` needs of its worker. `transport`: to workers of the same host."""
-
-    ref: WorkerRef
-    host: str
-    task_group: TaskGroup
-    registry: Registry
-    remote: RemoteKv
-    engine: Engine
-    cache: SequenceCache
-    scheduler: DecodeScheduler
-    kv: KvCounts
-    traces: WorkerTraces
-    clock: Callable[[], float]
-
-    @property
-    def transport(self) -> Transport: ...
-    def send(self, to: WorkerRef | str, message: Message) -> None: ...
-    def wake(self) -> None: ...
 
 
 class KvReader:
@@ -58,11 +31,16 @@ class KvReader:
         self._pulling: dict[str, WorkerRef] = {}
         self._transfers: dict[Sequence, Transfer] = {}
 
-    def begin(self, sequence: Sequence, handle: KvHandle) -> None:
-        """Copy the blocks of an admitted sequence that are not here yet. Call it in the turn that admitted it."""
+    def begin(self, sequence: Sequence, handle: KvHandle, arrival: Arrival | None = None) -> None:
+        """Copy the blocks of an admitted sequence that are not here yet. Call it in the turn that admitted it.
+
+        arrival: the stream that came before, whose blocks the sequence was admitted with.
+        """
         self._worker.scheduler.begin_copy(sequence)
         self._pulling[handle.lease] = handle.owner
-        self._worker.task_group.start_soon(self._pull, sequence, handle)
+        if arrival is not None and arrival.transfer is not None:
+            self._transfers[sequence] = arrival.transfer
+        self._worker.task_group.start_soon(self._pull, sequence, handle, arrival)
 
     def cancel(self, sequence: Sequence) -> None:
         """Nobody wants the sequence any more: end its copy soon. Harmless for one that copies nothing."""
@@ -70,23 +48,26 @@ class KvReader:
         if transfer is not None:
             transfer.stop()
 
-    def renew(self) -> None:
-        """Tell the owners that their blocks are still being read."""
+    def renew(self, others: Iterable[tuple[str, WorkerRef]] = ()) -> None:
+        """Tell the owners that their blocks are still being read. `others`: further leases, with their owners."""
         owners: dict[WorkerRef, list[str]] = {}
-        for lease, owner in self._pulling.items():
+        for lease, owner in (*self._pulling.items(), *others):
             owners.setdefault(owner, []).append(lease)
         for owner, leases in owners.items():
             self._worker.send(owner, RenewLeases(holder=self._worker.ref, leases=leases))
 
-    async def _pull(self, sequence: Sequence, handle: KvHandle) -> None:
+    async def _pull(self, sequence: Sequence, handle: KvHandle, arrival: Arrival | None) -> None:
         """Whatever goes wrong, the sequence runs on: what is missing is recomputed."""
         worker = self._worker
         num_computed, num_bytes, code, began_at = 0, 0, "", worker.clock()
-        here = sequence.num_computed
+        here, facts = sequence.num_computed, () if arrival is None else arrival.facts
         try:
-            num_bytes = await self._copy(sequence, handle)
+            if arrival is not None:
+                await arrival.settled()
+            num_bytes = await self._copy(sequence, handle, arrival)
             num_computed = handle.num_tokens
             worker.kv.received(max(num_computed - here, 0), num_bytes, min(here, num_computed))
+            worker.kv.streamed(0 if arrival is None else arrival.early_bytes)
         except Cancelled as error:
             code = error.code
         except PenstockError as error:
@@ -106,22 +87,20 @@ class KvReader:
                 num_bytes=num_bytes,
                 peer=handle.owner.id,
                 error=code,
+                facts=facts,
             )
             worker.send(handle.owner, ReleaseLease(leases=[handle.lease]))
             worker.wake()
 
-    async def _copy(self, sequence: Sequence, handle: KvHandle) -> int:
-        """Return how many bytes were copied.
+    async def _copy(self, sequence: Sequence, handle: KvHandle, arrival: Arrival | None) -> int:
+        """Return how many bytes were copied, those that a stream brought among them.
 
         :raises StaleHandle, TransportUnavailable, OutOfBlocks: nothing that was copied may be used.
         :raises Cancelled: the sequence was dropped meanwhile.
         """
         worker = self._worker
         cache = worker.cache
-        owner = self.owner_of(handle.owner, handle.fingerprint)
-        transport = worker.remote.transport_to(owner, worker.transport, worker.host)
-        if transport is not worker.transport:
-            await worker.remote.reach(owner)
+        owner, transport = await way_to(worker, handle.owner, handle.fingerprint)
         groups = covered_blocks(handle, len(sequence.tokens), cache)
         if handle.chain != (cache.hash(sequence, handle.num_tokens) or [b""])[-1]:
             raise StaleHandle("the handle is for other tokens")
@@ -130,34 +109,26 @@ class KvReader:
         cache.reach(sequence, handle.num_tokens)
         have, end = sequence.num_computed // cache.block_tokens, cache.blocks_for(handle.num_tokens)
         copies: list[tuple[RemoteBlocks, LocalBlocks]] = []
+        num_bytes, began_at = 0, worker.clock()
         for theirs, table, memory in zip(groups, sequence.tables, worker.engine.groups, strict=True):
             first = theirs.start // cache.block_tokens
-            begin = max(have, first)
-            if begin < end:
+            arrived = set[int]() if arrival is None else arrival.places(theirs.group)
+            places = [place for place in range(max(have, first), end) if place not in arrived]
+            num_bytes += len(arrived) * memory.segment.block_bytes
+            if places:
                 segment, fingerprint = (group_name(name, theirs.group) for name in (owner.segment, handle.fingerprint))
                 source = RemoteBlocks(owner.host, segment, fingerprint, theirs.blocks, theirs.generations, theirs.checksums)
-                copies.append((source.part(begin - first, end - first), LocalBlocks(memory.segment.blocks, table[begin:end])))
-        num_bytes, began_at = 0, worker.clock()
+                mine = LocalBlocks(memory.segment.blocks, [table[place] for place in places])
+                copies.append((source.pick([place - first for place in places]), mine))
         for source, target in copies:
             if sequence.cancelled:
                 raise Cancelled("dropped while its KV was copied")
             self._transfers[sequence] = transfer = transport.pull(source, target)
             num_bytes += await transfer
         if transport is not worker.transport:
-            worker.remote.pulled(handle.num_tokens - sequence.num_computed, worker.clock() - began_at)
+            num_tokens = max((len(target.blocks) for _, target in copies), default=0) * cache.block_tokens
+            worker.remote.pulled(num_tokens, worker.clock() - began_at)
         return num_bytes
-
-    def owner_of(self, ref: WorkerRef, fingerprint: str) -> Presence:
-        """Return what a prefill worker said of itself last.
-
-        :raises TransportUnavailable: its KV has another layout. :raises StaleHandle: this life of it is not known, or over.
-        """
-        if fingerprint != self._worker.engine.runner.fingerprint:
-            raise TransportUnavailable("the handle's model or KV layout is not ours")
-        owner = self._worker.registry.get(ref.id)
-        if owner is None or owner.worker != ref:
-            raise StaleHandle(f"{ref.id} is not known in this epoch")
-        return owner
 
 
 def covered_blocks(handle: KvHandle, num_tokens: int, cache: SequenceCache) -> list[GroupBlocks]:

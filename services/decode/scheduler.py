@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from common.cache.grouped_pool import Arrived
 from common.engine.outcomes import Outcome, accept, width_of
 from common.engine.plan import PACKED_TOKENS, Drafted, LookedUp, StepPlan, StepResult, StepRow, part_of
 from common.engine.sequence import Sequence
@@ -116,8 +117,8 @@ class DecodeScheduler:
             return 0
         return max(0, min(self.max_running - self.num_held, self.cache.pool.available - self.watermark))
 
-    def admit(self, sequence: Sequence) -> None:
-        """Take a sequence and the blocks of its tokens.
+    def admit(self, sequence: Sequence, arrived: Arrived = ()) -> None:
+        """Take a sequence and the blocks of its tokens, those that have arrived among them (see `SequenceCache.open`).
 
         :raises OutOfCredits, OutOfBlocks: nothing has been taken; another worker may.
         :raises ContextLengthExceeded: it never fits.
@@ -126,8 +127,8 @@ class DecodeScheduler:
             raise ContextLengthExceeded(f"{sequence.length} tokens; this worker holds at most {self.max_context} a sequence")
         if self.num_held >= self.max_running or self._preempted:
             raise OutOfCredits(f"{self.num_held} sequences are in work already")
-        self.cache.check_room(sequence.length, spare=self.watermark)
-        self.cache.open(sequence, sequence.length)
+        self.cache.check_room(sequence.length, spare=self.watermark, arrived=arrived)
+        self.cache.open(sequence, sequence.length, arrived)
         self._arrivals += 1
         sequence.arrival = self._arrivals
         sequence.admitted_step = self._step

@@ -290,12 +290,15 @@ def _worker_events(record: WorkerRecord, worker: WorkerRef, began: float) -> Ite
             facts["error"] = each.error
         if each.name == "pull":
             facts |= {"from": each.peer, "received_tokens": each.num_tokens, "received_bytes": each.num_bytes}
-            yield event(each.began_at, "KV received", each.ended_at, **facts, recomputed_tokens=record.recomputed_tokens)
+            facts |= {**dict(each.facts), "recomputed_tokens": record.recomputed_tokens}
+            yield event(each.began_at, "KV received", each.ended_at, **facts)
         elif each.name == "prefix":
             facts |= {"kvstore_hit_tokens": each.num_tokens, **dict(each.facts)}
             if each.num_bytes:
                 facts["received_bytes"] = each.num_bytes
             yield event(each.began_at, "kvstore", each.ended_at, **facts)
+        elif each.name == "part":
+            yield event(each.began_at, "KV part", tokens=each.num_tokens, to=each.peer)
         elif each.name == "hand-off":
             yield event(each.began_at, "hand-off", each.ended_at, **facts, to=each.peer)
         elif each.name == "preempted":

@@ -3,6 +3,7 @@
 The life of a request here:
 
     PrefillTask ─► admitted ─► prefix copied from the kvstore ─► chunks ─► first token ─► TokenFrames to the gateway
+                                                                 └ behind all but the last: KvPart to decode (`streams`)
         ─► KvReady to decode ─ Accepted ─► HandedOff; blocks leased until decode releases them or stops renewing
                              └ refused ──► HandoffFailed; parked with its blocks until Redirect, Cancel or lease end
 
@@ -15,7 +16,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
@@ -49,17 +49,9 @@ from common.runtime.leases import LeaseTable
 from common.worker.actor import EngineWorker, OpenEngine
 from services.prefill.config import PrefillConfig
 from services.prefill.scheduler import PrefillScheduler
+from services.prefill.streams import Leased, Stream, Streams
 
 log = logs.get("prefill")
-
-
-@dataclass(frozen=True, slots=True)
-class Leased:
-    """Blocks that a decode worker may read: a block table for each cache group."""
-
-    request: str
-    attempt: int
-    tables: list[list[int]]
 
 
 class PrefillActor(EngineWorker):
@@ -79,6 +71,7 @@ class PrefillActor(EngineWorker):
         """Requests that decode here."""
         self.parked: dict[str, Sequence] = {}
         self.lease_of: dict[str, tuple[int, str]] = {}
+        self.streams = Streams(self)
 
     def make_scheduler(self) -> PrefillScheduler:
         limits = self.config.limits(on_gpu=self.engine.on_gpu)
@@ -135,12 +128,18 @@ class PrefillActor(EngineWorker):
 
     def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
         done = self.scheduler.commit(plan, result, self.clock())
+        advanced = self.scheduler.advanced
         self.traces.committed()
-        return lambda: self.report(done)
+        return lambda: self.report(done, advanced)
 
-    def report(self, news: list[Sequence]) -> None:
-        """First tokens and what was read go to their gateways, and the KV behind first tokens to the decode workers."""
+    def report(self, news: list[Sequence], advanced: list[Sequence]) -> None:
+        """First tokens and what was read go to their gateways, and KV to the decode workers: of `advanced`, which are not at
+        their end, as it is computed, and all of it behind first tokens."""
         self.fail_broken(news)
+        for sequence in advanced:
+            decode = self.decode_for.get(sequence.request)
+            if decode is not None and self.is_held(sequence):
+                self.streams.advance(sequence, decode)
         for sequence in news:
             if sequence.is_read:
                 self.report_reading(sequence)
@@ -161,6 +160,7 @@ class PrefillActor(EngineWorker):
                 continue
             self.prefixes.offer_soon(sequence)
             if sequence.finish is not None or not self.is_held(sequence):
+                self.streams.withdraw(sequence)
                 self.cache.close(sequence)
             else:
                 self.parked[sequence.request] = sequence
@@ -191,19 +191,20 @@ class PrefillActor(EngineWorker):
         decode = self.decode_for.get(sequence.request)
         if decode is None or self.parked.get(sequence.request) is not sequence:
             return
-        lease, leased = new_lease(), Leased(sequence.request, sequence.attempt, [list(table) for table in sequence.tables])
-        self.pool.lease(leased.tables)
-        self.leases.grant(lease, decode, leased, self.clock())
-        self.lease_of[sequence.request] = (sequence.attempt, lease)
+        lease, stream = self.lease_for(sequence, decode)
         began_at = self.clock()
         try:
-            ready = await self.remote.with_checksums(self.kv_ready(sequence, lease))
+            ready = self.kv_ready(sequence, lease, stream)
+            groups = await self.remote.with_checksums(ready.handle.groups, () if stream is None else stream.checksums)
+            ready = msgspec.structs.replace(ready, handle=msgspec.structs.replace(ready.handle, groups=groups))
             answer = await self.ask(decode, ready, self.config.handoff_timeout_s, repeat=True)
             if isinstance(answer, Rejected):
                 raise from_wire(answer.code, answer.message)
             if not isinstance(answer, Accepted):
                 raise ProtocolError(f"{type(answer).__name__} is no answer to KvReady")
         except PenstockError as error:
+            if stream is not None:
+                self.streams.refused(stream)
             self.end_lease(lease)
             self.traces.handed_off(sequence, began_at, decode.id, error.code)
             if self.parked.get(sequence.request) is sequence:
@@ -217,7 +218,22 @@ class PrefillActor(EngineWorker):
             self.send(sequence.generation.gateway, handed)
             self.drop(sequence.request)
 
-    def kv_ready(self, sequence: Sequence, lease: str) -> KvReady:
+    def lease_for(self, sequence: Sequence, decode: WorkerRef) -> tuple[str, Stream | None]:
+        """Return a lease on all blocks of a prompt, that of its stream if it has been streamed to `decode`."""
+        tables, now = [list(table) for table in sequence.tables], self.clock()
+        self.pool.lease(tables)
+        stream = self.streams.finish(sequence, decode)
+        if stream is not None and self.leases.move(stream.lease, decode, now):
+            self.pool.end_lease(stream.leased.tables)
+            stream.leased.tables[:] = tables
+            lease = stream.lease
+        else:
+            lease, stream = new_lease(), None
+            self.leases.grant(lease, decode, Leased(sequence.request, sequence.attempt, tables), now)
+        self.lease_of[sequence.request] = (sequence.attempt, lease)
+        return lease, stream
+
+    def kv_ready(self, sequence: Sequence, lease: str, stream: Stream | None = None) -> KvReady:
         covered = sequence.num_computed
         hashes = self.cache.hash(sequence, covered)
         groups: list[GroupBlocks] = []
@@ -242,6 +258,7 @@ class PrefillActor(EngineWorker):
             ),
             first_logprobs=sequence.logprobs[-1] if sequence.logprobs else None,
             cached_tokens=sequence.num_cached,
+            stream="" if stream is None else stream.name,
         )
 
     def on_cancel(self, cancel: Cancel) -> None:
@@ -253,6 +270,7 @@ class PrefillActor(EngineWorker):
                 self.end_lease(lease)
 
     def dropped(self, sequence: Sequence) -> None:
+        self.streams.withdraw(sequence)
         self.decode_for.pop(sequence.request, None)
         self.answering.discard(sequence.request)
         if self.parked.get(sequence.request) is sequence:
@@ -265,6 +283,7 @@ class PrefillActor(EngineWorker):
             self.forget_lease(lease, leased)
 
     def forget_lease(self, lease: str, leased: Leased) -> None:
+        self.streams.lease_ended(lease)
         self.pool.end_lease(leased.tables)
         self.wake()  # a group that gives blocks step by step may have had none left
         if self.lease_of.get(leased.request) == (leased.attempt, lease):
@@ -291,5 +310,6 @@ class PrefillActor(EngineWorker):
 
     def fenced(self) -> None:
         super().fenced()
+        self.streams.clear()
         for lease, leased in self.leases.clear():
             self.forget_lease(lease, leased)

@@ -35,6 +35,8 @@ class PrefillScheduler:
         self.max_running = max_running
         self.max_context = max_context
         self.aging_tokens_per_s = aging_tokens_per_s
+        self.advanced: list[Sequence] = []
+        """Of the step that was committed last: prompts with more to compute."""
         self._queued: dict[Sequence, float] = {}
         self._copying: dict[Sequence, float] = {}
         self._kept = set[Sequence]()
@@ -165,7 +167,7 @@ class PrefillScheduler:
     def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Sequence]:
         """Take the oldest step's result. Returns the sequences that have news: a first token was sampled, or more was read. The
         blocks of those that have ended are still owned, but for broken ones'."""
-        done = []
+        done, self.advanced = [], []
         for sequence, row, samples in zip(self._flights.popleft(), plan.rows, result.rows, strict=True):
             ended = sequence.cancelled or sequence.finish is not None
             sequence.ran(row)
@@ -189,6 +191,8 @@ class PrefillScheduler:
                 self._leave(sequence)
                 continue
             self.cache.publish(sequence)
+            if not row.num_samples and not sequence.is_read:
+                self.advanced.append(sequence)
             if sequence in self._kept and sequence.finish is not None:
                 self._leave(sequence)
         return done

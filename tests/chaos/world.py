@@ -300,6 +300,12 @@ class World:
                 held.append(f"{name}: {usage}")
             if isinstance(process.actor, EngineWorker) and (requests := process.actor.held.keys()):
                 held.append(f"{name}: {requests}")
+            if isinstance(process.actor, DecodeActor) and process.actor.loaded:
+                aside = sum(group.pool.num_aside for group in process.actor.pool.groups)
+                if len(process.actor.arrivals) or aside:
+                    held.append(f"{name}: {len(process.actor.arrivals)} streams, {aside} blocks set aside")
+            if isinstance(process.actor, PrefillActor) and process.actor.loaded and len(process.actor.streams):
+                held.append(f"{name}: {len(process.actor.streams)} streams")
             if isinstance(process.actor, DecodeActor) and process.actor.loaded and process.actor.proposers.num_sequences:
                 held.append(f"{name}: {process.actor.proposers.num_sequences} sequences that are speculated for")
             if isinstance(process.actor, DraftActor) and (mirrors := len(process.actor.proposer)):

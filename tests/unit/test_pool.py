@@ -129,6 +129,35 @@ def test_a_cached_block_can_be_leased_and_is_cached_again():
     assert pool.usage() == KvUsage(total=1, cached=1)
 
 
+def test_a_block_that_was_set_aside_can_be_taken_back_until_others_need_it():
+    pool = BlockPool(4, 16)
+    aside = pool.allocate(2)
+    generations = pool.generations_of(aside)
+    pool.set_aside(aside)
+    assert pool.usage() == KvUsage(total=4, free=2, cached=2) and pool.available == 4 and pool.num_aside == 2
+    assert pool.take_back(aside[1], generations[1])
+    assert pool.usage() == KvUsage(total=4, free=2, owned=1, cached=1)
+    assert not pool.take_back(aside[1], generations[1]), "it is owned already"
+    pool.set_aside([aside[1]])
+    taken = pool.allocate(4)
+    assert sorted(taken) == [0, 1, 2, 3] and pool.num_aside == 0
+    pool.set_aside(taken)
+    assert not any(map(pool.take_back, aside, generations)), "it holds another one's content now"
+    pool.check()
+
+
+def test_blocks_that_can_be_found_are_evicted_before_those_that_were_set_aside():
+    pool = BlockPool(3, 16)
+    (found, aside, free) = pool.allocate(3)
+    (generation,) = pool.generations_of([aside])
+    pool.set_aside([aside])
+    pool.publish(found, b"a")
+    pool.release([found, free])
+    held = pool.allocate(2)
+    assert sorted(held) == sorted([found, free]) and pool.match([b"a"]) == []
+    assert pool.take_back(aside, generation)
+
+
 def test_drop_cached_keeps_what_somebody_holds():
     pool = BlockPool(3, 16)
     blocks = pool.allocate(2)
@@ -174,6 +203,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.shared = np.zeros(num_blocks, np.uint64)
         self.pool = BlockPool(num_blocks, 16, self.shared)
         self.owned: list[list[int]] = []
+        self.aside: list[tuple[list[int], list[int], list[int]]] = []
         self.leased: list[list[int]] = []
         self.handles: list[Handle] = []
         self.content = [0] * num_blocks
@@ -246,6 +276,31 @@ class PoolMachine(RuleBasedStateMachine):
         else:
             self.pool.retain(blocks)
             self.owned.append(blocks)
+
+    @rule(data=st.data())
+    def set_aside(self, data: st.DataObject) -> None:
+        if not self.owned:
+            return
+        group = data.draw(st.sampled_from(self.owned))
+        held = [block for other in self.owned for block in other] + [block for other in self.leased for block in other]
+        if any(held.count(block) > 1 for block in group) or any(self.pool.match([h]) for h in self.hashes_of(group)):
+            return
+        self.owned.remove(group)
+        self.aside.append((group, self.pool.generations_of(group), [self.content[block] for block in group]))
+        self.pool.set_aside(group)
+
+    def hashes_of(self, group: list[int]) -> list[bytes]:
+        return [block_hash for block_hash in self.hash_content if set(self.pool.match([block_hash])) & set(group)]
+
+    @rule(data=st.data())
+    def take_back(self, data: st.DataObject) -> None:
+        if not self.aside:
+            return
+        blocks, generations, content = self.aside.pop(data.draw(st.integers(0, len(self.aside) - 1)))
+        back = [i for i in range(len(blocks)) if self.pool.take_back(blocks[i], generations[i])]
+        assert [self.content[blocks[i]] for i in back] == [content[i] for i in back], "others have written to it"
+        if back:
+            self.owned.append([blocks[i] for i in back])
 
     @rule()
     def drop_cached(self) -> None:

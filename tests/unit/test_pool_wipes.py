@@ -27,6 +27,21 @@ def test_a_block_is_wiped_when_its_last_holder_lets_go() -> None:
     pool.check()
 
 
+def test_a_block_that_was_set_aside_is_wiped_when_others_need_it() -> None:
+    wiped: list[int] = []
+    pool = BlockPool(2, 4, wipe=wiped.append)
+    blocks = pool.allocate(2)
+    generations = pool.generations_of(blocks)
+    pool.set_aside(blocks)
+    assert not wiped
+    assert pool.take_back(blocks[1], generations[1])
+    pool.allocate(1)
+    assert wiped == [blocks[0]]
+    pool.release([blocks[1]])
+    assert wiped == blocks
+    pool.check()
+
+
 def test_the_generation_is_raised_before_the_block_is_wiped() -> None:
     shared = [0] * 4
     seen: list[int] = []

@@ -1,0 +1,40 @@
+"""A prompt's KV that leaves while the rest of the prompt is computed: a stream of parts, ahead of its KvReady.
+
+Each part stands alone: one that is lost, repeated or late costs time, not correctness. KvReady names all blocks again, and what
+a part brought counts only where KvReady names the same block of the same generation for the same tokens.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from common.protocol.handles import GroupBlocks, WorkerRef
+
+MAX_PART_BLOCKS = 2048
+"""Entries of `KvPart.hashes` at most: 34 bytes each with one cache group, 16 more for each further one."""
+
+
+class KvPart(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """prefill → decode: more KV of a prompt that I still compute is readable, until `lease` ends. Not answered.
+
+    `stream`: this attempt's hand-off to you; its KvReady names it, unless KvWithdrawn ends it first. `hashes`: of the full
+    blocks from index `start` of the chain on. `groups`: of these blocks, those of each cache group that KvReady will name;
+    groups without any are left out. `lease`: renew it with RenewLeases as if KvReady had come; ReleaseLease ends the stream.
+    """
+
+    owner: WorkerRef
+    request: str
+    attempt: int
+    stream: str
+    lease: str
+    fingerprint: str
+    start: int
+    hashes: list[bytes]
+    groups: list[GroupBlocks]
+
+
+class KvWithdrawn(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """prefill → decode: these streams will have no KvReady; forget their parts. Harmless twice, and for unknown ones."""
+
+    owner: WorkerRef
+    streams: list[str]

@@ -1,0 +1,184 @@
+"""KV of prompts that are still computed, told to decode workers chunk by chunk: the prefill side of a streaming hand-off.
+
+    chunk committed, more to come ─► KvPart: its full blocks, leased from now on ─► … ─► the last chunk ─► KvReady, same lease
+    dropped, refused, lease over  ─► KvWithdrawn; the lease ends, and what is still to be handed off is handed off whole
+
+A group that keeps a window takes part with the blocks that KvReady will name, not with those that will have fallen out by then.
+Blocks that were told do not change: a sequence's full blocks stay in its tables until the group lets go of them, and `rewind`
+goes back to computed KV. With `kv_transfer nixl` a part waits for its checksums; parts may then overtake each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+from anyio.abc import TaskGroup
+
+from common.cache.grouped_pool import HOLE, GroupedPool
+from common.engine.engine import Engine
+from common.engine.sequence import Sequence
+from common.engine.sequence_cache import SequenceCache
+from common.engine.timeline import Event
+from common.protocol.handles import GroupBlocks, WorkerRef, new_lease
+from common.protocol.messages import Message
+from common.protocol.stream_messages import MAX_PART_BLOCKS, KvPart, KvWithdrawn
+from common.runtime.leases import LeaseTable
+from common.worker.remote_kv import RemoteKv
+
+
+@dataclass(frozen=True, slots=True)
+class Leased:
+    """Blocks that a decode worker may read: a block table for each cache group. It grows while they are streamed."""
+
+    request: str
+    attempt: int
+    tables: list[list[int]]
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """`num_blocks`: of the block table that have been told. `checksums`: of each group's blocks, by block, where they are
+    needed. `is_over`: the decode worker is told nothing more."""
+
+    name: str
+    lease: str
+    decode: WorkerRef
+    leased: Leased
+    num_blocks: int = 0
+    checksums: list[dict[int, int]] = field(default_factory=list)
+    is_over: bool = False
+
+
+class Owner(Protocol):
+    """What streams need of their worker."""
+
+    ref: WorkerRef
+    task_group: TaskGroup
+    engine: Engine
+    pool: GroupedPool
+    cache: SequenceCache
+    remote: RemoteKv
+    leases: LeaseTable[Leased]
+    clock: Callable[[], float]
+
+    def send(self, to: WorkerRef | str, message: Message) -> None: ...
+    def end_lease(self, lease: str) -> None: ...
+
+
+class Streams:
+    def __init__(self, worker: Owner) -> None:
+        self._worker = worker
+        self._streams: dict[Sequence, Stream] = {}
+        self._by_lease: dict[str, Stream] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def advance(self, sequence: Sequence, decode: WorkerRef) -> None:
+        """A chunk of a prompt was committed, and is not its last: tell the decode worker what is readable now."""
+        worker, stream = self._worker, self._streams.get(sequence)
+        if stream is None:
+            if sequence.sampling.max_tokens <= sequence.num_outputs + 1:
+                return  # it ends with its first token here
+            groups: list[list[int]] = [[] for _ in worker.pool.groups]
+            stream = Stream(new_lease(), new_lease(), decode, Leased(sequence.request, sequence.attempt, groups))
+            stream.checksums = [{} for _ in groups]
+        begin, end = stream.num_blocks, sequence.num_computed // worker.cache.block_tokens
+        parts = [] if stream.is_over else list(self._parts(sequence, stream, begin, end))
+        if not parts:
+            return
+        if sequence not in self._streams:
+            worker.leases.grant(stream.lease, decode, stream.leased, worker.clock())
+            self._streams[sequence] = self._by_lease[stream.lease] = stream
+        stream.num_blocks = end
+        for part in parts:
+            tables: list[list[int]] = [[] for _ in worker.pool.groups]
+            for blocks in part.groups:
+                tables[blocks.group] = blocks.blocks
+                stream.leased.tables[blocks.group].extend(blocks.blocks)
+            worker.pool.lease(tables)
+            if worker.remote.has_checksums:
+                worker.task_group.start_soon(self._send_checked, stream, part)
+            else:
+                worker.send(decode, part)
+        if sequence.timeline is not None:
+            now, num_tokens = worker.clock(), (end - begin) * worker.cache.block_tokens
+            sequence.timeline.note(Event("part", now, now, num_tokens, decode.id))
+
+    def finish(self, sequence: Sequence, decode: WorkerRef) -> Stream | None:
+        """The prompt is computed, and is handed off to `decode`: return its stream, whose lease is the caller's from now on."""
+        stream = self._streams.get(sequence)
+        if stream is None:
+            return None
+        if stream.is_over or stream.decode != decode:
+            self.withdraw(sequence)
+            return None
+        self._forget(sequence, stream)
+        return stream
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """There will be no hand-off. Harmless for a sequence that is not streamed."""
+        stream = self._streams.get(sequence)
+        if stream is not None:
+            self._forget(sequence, stream)
+            self._over(stream)
+            self._worker.end_lease(stream.lease)
+
+    def refused(self, stream: Stream) -> None:
+        """The decode worker did not take what `finish` returned. The lease is the caller's to end."""
+        self._over(stream)
+
+    def lease_ended(self, lease: str) -> None:
+        """The decode worker has let go, or did not renew it: tell it nothing more. Harmless for other leases."""
+        stream = self._by_lease.pop(lease, None)
+        if stream is not None:
+            self._over(stream)
+
+    def clear(self) -> None:
+        """All leases have ended, and nobody knows this life of the worker any more."""
+        self._streams.clear()
+        self._by_lease.clear()
+
+    def _over(self, stream: Stream) -> None:
+        if not stream.is_over:
+            stream.is_over = True
+            self._worker.send(stream.decode, KvWithdrawn(owner=self._worker.ref, streams=[stream.name]))
+
+    def _forget(self, sequence: Sequence, stream: Stream) -> None:
+        del self._streams[sequence]
+        self._by_lease.pop(stream.lease, None)
+
+    def _parts(self, sequence: Sequence, stream: Stream, begin: int, end: int) -> Iterator[KvPart]:
+        """The blocks [begin, end) of the block table, as messages of a bounded size, as far as any group sends some of them."""
+        worker, size = self._worker, self._worker.cache.block_tokens
+        hashes = worker.cache.hash(sequence, end * size)
+        for start in range(begin, end, MAX_PART_BLOCKS):
+            stop = min(end, start + MAX_PART_BLOCKS)
+            groups: list[GroupBlocks] = []
+            for index, (group, table) in enumerate(zip(worker.pool.groups, sequence.tables, strict=True)):
+                first = max(start, worker.cache.first_block(index, len(sequence.tokens)))
+                blocks = table[first:stop]
+                if blocks and HOLE not in blocks:
+                    groups.append(GroupBlocks(index, blocks, group.pool.generations_of(blocks), first * size, stop * size))
+            if not groups:
+                continue
+            yield KvPart(
+                owner=worker.ref,
+                request=sequence.request,
+                attempt=sequence.attempt,
+                stream=stream.name,
+                lease=stream.lease,
+                fingerprint=worker.engine.runner.fingerprint,
+                start=start,
+                hashes=hashes[start:stop],
+                groups=groups,
+            )
+
+    async def _send_checked(self, stream: Stream, part: KvPart) -> None:
+        groups = await self._worker.remote.with_checksums(part.groups, stream.checksums)
+        if stream.is_over or stream.lease not in self._by_lease:
+            return  # KvReady has all of it, or nobody wants it
+        self._worker.send(stream.decode, msgspec.structs.replace(part, groups=groups))
