@@ -43,7 +43,8 @@ class MemoryDescribed(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """owner → reader: `metadata` is what NIXL's agent `agent` says of itself and its registered memory.
 
     `pattern`: the address of `pattern_bytes` that both sides can work out, which a reader copies first to test the path.
-    `staging`: the address of a kvstore's `staging_bytes`, where it puts blocks for readers of other hosts.
+    `staging`: the address of `staging_bytes` where a kvstore, or a worker whose blocks are in a GPU's memory, puts copies of
+    blocks for readers of other hosts.
     """
 
     worker: WorkerRef
@@ -71,13 +72,13 @@ class StageBlocks(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class BlocksStaged(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """kvstore → worker: the blocks are in my staging buffer until UnstageBlocks, or until the lease ends.
+    """owner → reader: the blocks are in my staging buffer until UnstageBlocks, or until the lease ends.
 
     `extents`: (address, blocks) of stretches that hold all of them in order, one behind the other. `checksums[i]`: the CRC-32
-    of block i; fewer than blocks where one is damaged in the store: those from it on must not be read.
+    of block i; fewer than blocks where one is damaged in a kvstore: those from it on must not be read.
     """
 
-    store: WorkerRef
+    owner: WorkerRef
     stage: str
     block_bytes: int
     extents: list[tuple[int, int]]
@@ -85,6 +86,6 @@ class BlocksStaged(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class UnstageBlocks(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """worker → kvstore: I have read these, or never will. Harmless twice."""
+    """reader → owner: I have read these, or never will. Harmless twice."""
 
     stages: list[str]

@@ -18,14 +18,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import anyio
-import anyio.to_thread
-import numpy as np
 
 from common.protocol.cache_messages import BlockLease
-from common.protocol.errors import OutOfCredits, PenstockError, ProtocolError, from_wire
+from common.protocol.errors import OutOfCredits, PenstockError
 from common.protocol.handles import WorkerRef
-from common.protocol.messages import Rejected, RenewLeases
-from common.protocol.transfer_messages import BlocksStaged, StageBlocks, UnstageBlocks
+from common.protocol.messages import RenewLeases
+from common.protocol.transfer_messages import StageBlocks
 from common.runtime import logs
 from common.runtime.actor import Actor
 from common.transfer.block_memory import BlockMemory
@@ -33,6 +31,7 @@ from common.transfer.measured import TransferCounts
 from common.transfer.nixl import NixlTransport
 from common.worker.fetch_choice import FetchChoice
 from common.worker.remote_paths import RemotePaths
+from common.worker.staged_reads import NUM_READERS, StagedReads
 from common.worker.store_lookups import MAX_STORES, Search, StoreLookups
 
 log = logs.get("store_client")
@@ -42,8 +41,6 @@ STAGE_TIMEOUT_S = 1.0
 RENEW_EVERY_S = 1.0
 DISK_WAIT_S = 1.0
 """A fetch waits so long in all for answers of stores that read from a disk."""
-NUM_READERS = 2
-"""Parts of one lease that are staged or read at once: one is staged while the other is read."""
 
 
 class Group(Protocol):
@@ -73,7 +70,7 @@ class RemoteStores:
         self._paths = paths
         self._transport = transport
         self._choice = choice
-        self._counts = counts
+        self._reads = StagedReads(actor, transport, counts, PATH)
 
     def stores(self) -> list[WorkerRef]:
         """Return the stores of other hosts that can be read and have not failed lately: `MAX_STORES` over the fastest paths."""
@@ -155,11 +152,10 @@ class RemoteStores:
         try:
             agent = self._paths.agent_of(lease.store)
             question = StageBlocks(holder=self._actor.ref, lease=lease.lease, stage=os.urandom(8).hex(), start=start, end=end)
-            try:
-                staged = await self._staged(group, lease, question)
-                return await anyio.to_thread.run_sync(self._read, group, agent, staged, into_blocks)
-            finally:
-                self._actor.send(lease.store, UnstageBlocks(stages=[question.stage]))
+            expected = lease.checksums[start:end]
+            return await self._reads.read(
+                lease.store, agent, question, group.memory, into_blocks, expected, timeout_s=STAGE_TIMEOUT_S
+            )
         except OutOfCredits as error:  # the store is well, and has no room now
             search.error = error.code
             self._lookups.failures.labels(error.code).inc()
@@ -167,36 +163,3 @@ class RemoteStores:
             search.error = error.code
             self._lookups.failed(lease.store, error)
         return 0
-
-    async def _staged(self, group: Group, lease: BlockLease, question: StageBlocks) -> BlocksStaged:
-        """:raises PenstockError: the store has not staged what was asked for."""
-        answer = await self._actor.ask(lease.store, question, STAGE_TIMEOUT_S)
-        if isinstance(answer, Rejected):
-            raise from_wire(answer.code, answer.message)
-        if not isinstance(answer, BlocksStaged):
-            raise ProtocolError(f"{type(answer).__name__} in answer to StageBlocks")
-        expected = lease.checksums[question.start : question.end]
-        if (
-            answer.store != lease.store
-            or answer.stage != question.stage
-            or answer.block_bytes != group.memory.block_bytes
-            or any(num_blocks <= 0 for _, num_blocks in answer.extents)
-            or sum(num_blocks for _, num_blocks in answer.extents) != question.end - question.start
-            or not answer.checksums
-            or answer.checksums != expected[: len(answer.checksums)]
-        ):
-            raise ProtocolError("staged blocks that are not those of the lease")
-        return answer
-
-    def _read(self, group: Group, agent: str, staged: BlocksStaged, into_blocks: list[int]) -> int:
-        """In a thread. :raises StaleHandle, TransportUnavailable: the blocks hold anything."""
-        size, checksums = staged.block_bytes, staged.checksums
-        addresses = [address + row * size for address, num_blocks in staged.extents for row in range(num_blocks)]
-
-        def fill(rows: np.ndarray, indices: Sequence[int], part: range) -> int:
-            mine = slice(part.start, part.stop)
-            with self._counts.measure(PATH, "read") as copy:
-                copy.num_bytes = self._transport.read_staged(agent, addresses[mine], checksums[mine], rows, indices)
-            return len(part)
-
-        return group.memory.write(into_blocks[: len(checksums)], fill)

@@ -17,11 +17,11 @@ from common.protocol.handles import WorkerRef
 from common.protocol.messages import Message, Rejected, ReleaseLease
 from common.protocol.transfer_messages import BlocksStaged, DescribeMemory, MemoryDescribed, StageBlocks, UnstageBlocks
 from common.transfer import nixl as nixl_transport
+from common.transfer import staging
 from common.worker import remote_kv, remote_paths, remote_stores, store_lookups
 from common.worker.store_lookups import Search
 from services.kvstore import remote_readers
 from services.kvstore.actor import KvstoreActor
-from services.kvstore.staging import Staging
 from tests.actors.kvstore_site import BLOCK_BYTES, CHAIN, Worker, lease_of, spoil, until
 from tests.actors.remote_site import BLOCK_TOKENS, Reader, TwoHosts, at_rest, change_answers, running, two_hosts
 from tests.chaos.test_between_hosts import Faults
@@ -183,7 +183,7 @@ async def test_one_reader_can_not_take_the_whole_buffer(hosts: TwoHosts):
     store, giver, reader = hosts.make_store(), hosts.make_giver(), hosts.make_reader()
     async with running(store, giver, reader):
         await filled(store, giver)
-        for number in range(remote_readers.MAX_STAGES):
+        for number in range(staging.MAX_COPIES):
             lease, answer = await staged(reader, store, f"copy {number}", end=1)
             assert isinstance(answer, BlocksStaged)
         lease, answer = await staged(reader, store, "one more", end=1)
@@ -227,7 +227,7 @@ async def test_a_lease_that_ends_while_its_blocks_are_being_copied_frees_them_af
     hosts: TwoHosts, monkeypatch: pytest.MonkeyPatch
 ):
     store, giver, reader = hosts.make_store(), hosts.make_giver(), hosts.make_reader()
-    copy, begun, may_go_on = Staging.copy, anyio.Event(), False
+    copy, begun, may_go_on = remote_readers.copy_slots, anyio.Event(), False
 
     def slow(*arguments: Any) -> int:
         anyio.from_thread.run_sync(begun.set)
@@ -235,7 +235,7 @@ async def test_a_lease_that_ends_while_its_blocks_are_being_copied_frees_them_af
             anyio.from_thread.run(anyio.sleep, 0.01)
         return copy(*arguments)
 
-    monkeypatch.setattr(Staging, "copy", slow)
+    monkeypatch.setattr(remote_readers, "copy_slots", slow)
     async with running(store, giver, reader):
         await filled(store, giver)
         lease = await lease_of(reader, store, CHAIN)
@@ -320,7 +320,7 @@ def moved(by: int) -> Callable[[Message], Message]:
 
 
 WRONG = {
-    "another epoch": changed(store=WorkerRef("kvstore", "k", 1)),
+    "another epoch": changed(owner=WorkerRef("kvstore", "k", 1)),
     "another stage": changed(stage="another"),
     "other checksums": changed(checksums=[1] * 10),
     "no checksums": changed(checksums=[]),

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from services.kvstore.extents import ALIGNMENT, Extent, Extents
+from common.transfer.extents import ALIGNMENT, Extent, Extents
 
 
 def test_blocks_lie_one_behind_the_other_while_there_is_a_long_stretch():
