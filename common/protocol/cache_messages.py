@@ -16,6 +16,8 @@ class BlockLookup(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     The holder names the lease, so that it can release one whose answer it never got. Empty: the store names it. `fingerprint`
     names the blocks of one cache group: that of group i > 0 ends with `-i`. `context`: the request that is to be computed.
+    `waits`: false where computing is faster than the store's disk: it answers at once, with what is in memory, and reads the
+    rest for others.
     """
 
     holder: WorkerRef
@@ -24,6 +26,7 @@ class BlockLookup(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     lease: str = ""
     firsts: list[int] = []
     context: RequestContext = RequestContext()
+    waits: bool = True
 
 
 class BlockLease(msgspec.Struct, tag=True, frozen=True, kw_only=True):

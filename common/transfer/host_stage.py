@@ -69,6 +69,8 @@ class HostStage:
         """
         import torch
 
+        from common.ops.backend import ready_for_threads
+
         self.device = pools[0].device
         blocks = [pool.view(torch.uint8).flatten(1) for pool in pools]
         largest = max(pool.shape[1] for pool in blocks)
@@ -90,6 +92,7 @@ class HostStage:
             raise TransportUnavailable(
                 f"{num_bytes // _MIB} MiB of pinned memory, and of the GPU's, are refused: {reason}"
             ) from error
+        ready_for_threads()
         self._free: SimpleQueue[_Slot] = SimpleQueue()
         for slot in zip(host, staging, strict=True):
             self._free.put(_Slot(*slot))

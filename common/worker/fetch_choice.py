@@ -33,6 +33,13 @@ class FetchChoice:
                 self._skipped.labels(path).inc()
         return search.pays[path]
 
+    def expects(self, path: KvPath, num_blocks: int, search: Search) -> bool:
+        """Whether so many blocks would be fetched if they are there. Decides nothing."""
+        if path in search.pays or not num_blocks * search.block_tokens:
+            return search.pays.get(path, True)
+        num_bytes, num_tokens = num_blocks * search.block_bytes, num_blocks * search.block_tokens
+        return self._rates.pays(path, num_bytes, num_tokens, time.perf_counter())
+
     def measured(self, path: KvPath, block_bytes: int, num_blocks: int, seconds: float, num_asked: int) -> None:
         """So many blocks came over a path in so many seconds, of those that were asked for."""
         self._rates.measure(path, num_blocks * block_bytes, seconds, time.perf_counter(), asked_bytes=num_asked * block_bytes)

@@ -112,7 +112,8 @@ class StoreClient:
         """
         search = search or Search()
         stores = self.lookups.stores()[:MAX_STORES] if hashes else []
-        found = await self.lookups.leases(self._pools[group].fingerprint, stores, hashes, search, firsts)
+        waits = self.choice.expects("disk", len(hashes), search)
+        found = await self.lookups.leases(self._pools[group].fingerprint, stores, hashes, search, firsts, waits=waits)
         try:
             search.num_from_disk = max([search.num_from_disk, *(lease.num_from_disk for lease in found)])
             length = max((lease.first + len(lease.blocks) for lease in found), default=0)
@@ -136,8 +137,8 @@ class StoreClient:
         stores, search = self.lookups.stores()[:MAX_STORES], search or Search()
         copied, waited_s, coming, from_disk = 0, 0.0, 0, 0
         while stores and wanted[copied:] and waited_s < DISK_WAIT_S:
-            asked_at = self.actor.clock()
-            found = await self.lookups.leases(pool.fingerprint, stores, wanted[copied:], search)
+            asked_at, waits = self.actor.clock(), self.choice.expects("disk", len(wanted) - copied, search)
+            found = await self.lookups.leases(pool.fingerprint, stores, wanted[copied:], search, waits=waits)
             answered_s = self.actor.clock() - asked_at
             waited_s += answered_s
             try:
@@ -146,14 +147,15 @@ class StoreClient:
                     break
                 self.lookups.release(found, keep=best)
                 read = min(len(best.blocks), max(best.num_from_disk, coming))
-                self.choice.measured("disk", pool.memory.block_bytes, read, answered_s, read + best.coming)
+                if waits:
+                    self.choice.measured("disk", pool.memory.block_bytes, read, answered_s, read + best.coming)
                 if not self.choice.pays("kvstore", len(best.blocks), search):
                     break
                 more = await self._copy_in(pool, best, wanted[copied:], into_blocks[copied:], search)
                 copied += more
                 from_disk += min(more, read)
-                coming = best.coming
-                if not more or more < len(best.blocks) or not coming or not self.choice.pays("disk", coming, search):
+                coming = best.coming if self.choice.pays("disk", best.coming, search) else 0
+                if not more or more < len(best.blocks) or not coming:
                     break
                 stores = [best.store]
             finally:

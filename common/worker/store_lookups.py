@@ -105,8 +105,11 @@ class StoreLookups:
         hashes: Sequence[bytes],
         search: Search,
         firsts: Sequence[int] = (),
+        *,
+        waits: bool = True,
     ) -> list[BlockLease]:
-        """Ask all of `stores` at once what they have of a chain of blocks of `fingerprint`; `firsts` as in `BlockLookup`.
+        """Ask all of `stores` at once what they have of a chain of blocks of `fingerprint`; `firsts` and `waits` as in
+        `BlockLookup`.
 
         Stores that have nothing of it, or fail, are left out. The caller releases what is returned.
         """
@@ -121,6 +124,7 @@ class StoreLookups:
                         lease=new_lease(),
                         firsts=list(firsts),
                         context=search.context,
+                        waits=waits,
                     )
                     tasks.start_soon(self._look_up, store, lookup, found, search)
         except BaseException:

@@ -91,15 +91,15 @@ class Promotion:
         return count
 
     async def bring(self, lookup: BlockLookup, missing: range) -> None:
-        """Have the `missing` blocks read into memory, and wait for them, for at most `ANSWER_S`; reading goes on behind
-        that."""
+        """Have the `missing` blocks read into memory, and wait for them, if the lookup does, for at most `ANSWER_S`; reading
+        goes on behind that."""
         keys = [(lookup.fingerprint, lookup.hashes[i]) for i in missing]
         new = [key for key in keys if key not in self._reading]
         if new and self.tasks is not None:
             self._reading.update(new)
             self._num_reads += 1
             self.tasks.start_soon(self._read, lookup, missing, new)
-        if self._clock() < self._no_wait_before:
+        if not lookup.waits or self._clock() < self._no_wait_before:
             return
         left = sum(key in self._reading for key in keys)
         with anyio.move_on_after(ANSWER_S) as waiting:

@@ -4,6 +4,7 @@ long."""
 from __future__ import annotations
 
 import errno
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 from common.protocol.cache_messages import BlockLookup
 from common.protocol.messages import KvUsage
 from common.worker import store_client, store_lookups
+from common.worker.fetch_rate import FetchRates
+from common.worker.store_lookups import Search
 from services.kvstore import promotion, write_back
 from services.kvstore.actor import KvstoreActor
 from services.kvstore.disk_files import SlotFile, slot_bytes_of
@@ -268,6 +271,37 @@ async def test_nobody_waits_for_a_disk_that_hangs(
         await until(lambda: store.usage().cached == 10)
         assert await taker.store.fetch(CHAIN, range(10)) == 10, "what was read late is there for the next"
     assert caplog.text.count("kv_disk_slow") == 1
+
+
+async def test_nobody_waits_for_a_disk_where_computing_is_faster(site: Site, kv: Path, monkeypatch: pytest.MonkeyPatch):
+    """The lookup is answered although the disk is not read yet; who asks later finds the blocks in memory."""
+    giver = await stored(site, kv)
+    read, go_on = SlotFile.read, threading.Event()
+
+    def held_up(*arguments: Any) -> None:
+        go_on.wait()
+        read(*arguments)
+
+    monkeypatch.setattr(SlotFile, "read", held_up)
+    monkeypatch.setattr(promotion, "ANSWER_S", 60.0)
+    monkeypatch.setattr(store_client, "DISK_WAIT_S", 60.0)
+    store, taker = store_on(site, kv), site.make_worker()
+    async with running(store, taker):
+        rates = taker.store.choice._rates = FetchRates(lambda: 1e9)
+        for _ in range(3):
+            rates.measure("disk", 10 * BLOCK_BYTES, 1.0, time.perf_counter())
+        found = Search(block_tokens=16, block_bytes=BLOCK_BYTES)
+        try:
+            assert await taker.store.fetch(CHAIN, range(10), 0, found) == 0, "it would be asked for 20 s"
+        finally:
+            go_on.set()
+        assert (found.num_skipped, found.num_from_disk, found.error) == (10, 0, "")
+        assert len(rates._fetches["disk"]) == 3, "an answer at once says nothing of the disk"
+        assert taker.metrics.registry.get_sample_value("penstock_prefix_fetches_skipped_total", {"path": "disk"}) == 1
+        await until(lambda: store.usage().cached == 10)
+        found = Search(block_tokens=16, block_bytes=BLOCK_BYTES)
+        assert await taker.store.fetch(CHAIN, range(10), 0, found) == 10
+        assert (taker.blocks == giver.blocks).all() and not found.num_skipped
 
 
 async def test_a_long_chain_comes_in_parts(site: Site, kv: Path, monkeypatch: pytest.MonkeyPatch):
