@@ -81,8 +81,8 @@ class PrefillScheduler:
             )
         if self.credits == 0:
             raise OutOfCredits(f"{self.num_held} prompts are in work already")
-        if whole > longest:
-            raise OutOfBlocks(needed=self.cache.blocks_for(whole), free=self.cache.blocks_for(longest))
+        if whole > self.cache.longest_sequence:  # what decode workers keep free is kept free here: answers end at one length
+            raise OutOfBlocks(needed=self.cache.blocks_for(whole), free=self.cache.blocks_for(self.cache.longest_sequence))
         self.cache.open(sequence, max(whole, sequence.length))
         self._queued[sequence] = now
         if keeps:

@@ -67,6 +67,8 @@ def test_the_blocks_of_the_longest_answer_are_taken_at_once_or_not_at_all() -> N
     scheduler = scheduler_on(bench)
     with pytest.raises(OutOfBlocks):
         scheduler.admit(sequence("too long", list(range(3, 33)), max_tokens=40), 0.0, keeps=True)
+    with pytest.raises(OutOfBlocks):  # 62 tokens fit, and decode workers, which keep a block free, would cut the answer
+        scheduler.admit(sequence("cut elsewhere", list(range(3, 33)), max_tokens=32), 0.0, keeps=True)
     assert bench.all_given_back() and scheduler.num_held == 0
     first = sequence("first", list(range(3, 33)), max_tokens=20)
     scheduler.admit(first, 0.0, keeps=True)
