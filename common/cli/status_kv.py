@@ -1,4 +1,5 @@
-"""What `penstock status` says of KV below its table: prefixes by tier, hand-offs, transfers by path, leases, cache groups."""
+"""What `penstock status` says of KV below its table: prefixes by tier, hand-offs, transfers by path, leases, cache
+groups, paths between hosts that fail."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ def kv_lines(workers: Sequence[Presence]) -> list[str]:
     """Return lines of at most `MAX_COLUMNS` columns: first of all workers together, then of each that has something to tell."""
     lines = [line for line in (_prefixes(workers), _hand_offs(workers)) if line]
     for worker in workers:
-        told = [*_groups(worker), *map(_path, worker.traffic.paths), *_leases(worker.traffic)]
+        told = [*_groups(worker), *map(_path, worker.traffic.paths), *_leases(worker.traffic), *_unreachable(worker)]
         lines += [_of(worker.worker.id, one) for one in told]
     return lines
 
@@ -63,6 +64,11 @@ def _path(path: PathTraffic) -> str:
     speed = f" at {path.bytes / path.seconds / 1e9:.3g} GB/s" if path.seconds else ""
     failed = f", {path.failures:,} failed" if path.failures else ""
     return f"{path.path} {_DONE.get(path.operation, path.operation)} {size_text(path.bytes)}{speed}{failed}"
+
+
+def _unreachable(worker: Presence) -> list[str]:
+    count = sum(len(endpoint.unreachable) for endpoint in worker.endpoints)
+    return [f"can't read KV of {count} prefill worker{'s' * (count > 1)} of other hosts"] if count else []
 
 
 def _leases(traffic: KvTraffic) -> list[str]:

@@ -23,7 +23,7 @@ from common.testing.memory_bus import MemoryBus
 from common.transfer import nixl as nixl_transport
 from common.transfer.nixl_agent import NixlAgent
 from common.transfer.shm import ShmTransport
-from common.worker import remote_kv
+from common.worker import remote_kv, remote_paths
 from services.decode.actor import DecodeActor
 from services.decode.config import DecodeConfig
 from services.prefill.actor import PrefillActor
@@ -113,6 +113,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> type[Faults]:
     monkeypatch.setattr(remote_kv, "NixlAgent", Faults)
     monkeypatch.setattr(nixl_transport, "RETRY_FIRST_S", 0.02)
     monkeypatch.setattr(nixl_transport, "RETRY_MOST_S", 0.1)
+    monkeypatch.setattr(remote_paths, "RETRY_PATH_S", 0.2)
     for name in ("fail_every", "damage_every", "num_reads"):
         monkeypatch.setattr(Faults, name, 0)
     return Faults
@@ -125,7 +126,7 @@ async def world(shm_dir: Path, *, windows: tuple[tuple[Retention, int], ...] = (
         await made.start("gateway")
         await made.start("prefill", name="prefill-1")
         await made.start("decode", name="decode-1")
-        with anyio.fail_after(20):
+        with anyio.fail_after(90):
             while not made.total("kv_path_gb_per_s"):
                 await anyio.sleep(0.05)
         yield made

@@ -17,6 +17,7 @@ from common.protocol.handles import WorkerRef
 from common.protocol.kv_messages import KvTraffic, PathTraffic
 from common.protocol.messages import KvUsage
 from common.protocol.trace_context import traceparent
+from common.protocol.transfer_messages import KvEndpoint
 from common.runtime.lease_metrics import AGES, LeaseMetrics
 from common.runtime.leases import LeaseTable
 from common.runtime.metrics import Metrics
@@ -231,7 +232,8 @@ def test_status_tells_of_kv_within_eighty_columns() -> None:
     )
     group = KvUsage(total=1_000_000, free=0, owned=500_000, leased=250_000, cached=250_000)
     named = msgspec.structs.replace(presence("decode"), worker=WorkerRef("decode", "decode-" + "d" * 60, 1))
-    worker = msgspec.structs.replace(named, traffic=traffic, kv=KvUsage(2, 2, groups=[group, group]))
+    endpoints = [KvEndpoint("nixl", "d", unreachable=["p1", "p2"])]
+    worker = msgspec.structs.replace(named, traffic=traffic, kv=KvUsage(2, 2, groups=[group, group]), endpoints=endpoints)
     lines = kv_lines([worker])
     assert max(map(len, lines)) <= 80, lines
     assert lines[0] == "prefixes: 98% of 999G tokens found (own 50%, kvstore 25%, disk 12%, remote 10%)"
@@ -240,6 +242,7 @@ def test_status_tells_of_kv_within_eighty_columns() -> None:
     assert any(line.endswith("kvstore written 2.2 KiB") for line in lines)
     assert any(line.endswith("123,456 leases held, the oldest for 98765.4 s") for line in lines)
     assert sum("cache group" in line for line in lines) == 2
+    assert any(line.endswith("…: can't read KV of 2 prefill workers of other hosts") for line in lines)
 
 
 def test_status_says_nothing_of_kv_where_there_was_none_and_all_of_it_as_json() -> None:

@@ -61,6 +61,14 @@ def test_a_heartbeat_of_an_older_version_has_no_endpoints():
     assert msgspec.msgpack.decode(said, type=Presence).endpoints == []
 
 
+async def test_a_kvstore_without_nixl_says_so_at_its_start(tmp_path: object, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "nixl", None)
+    store = KvstoreActor(bus=MemoryBroker().connect("x"), config=KvstoreConfig(shm_dir=str(tmp_path), kv_transfer="nixl"))
+    with pytest.raises(ConfigError, match=r"penstock\[nixl\]"):
+        await store.readers.open()
+    assert store.readers.endpoints == [] and store.readers.free_bytes == 0
+
+
 def test_a_missing_nixl_names_the_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "nixl", None)
     with pytest.raises(ConfigError, match=r"penstock\[nixl\]"):
