@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Callable
 
 from common.runtime.metrics import Metrics
 from common.transfer.paths import KvPath
@@ -11,10 +11,11 @@ from common.worker.store_lookups import Search
 
 
 class FetchChoice:
-    """Of one worker."""
+    """Of one worker. `clock`: of what was measured, in seconds."""
 
-    def __init__(self, rates: FetchRates, metrics: Metrics) -> None:
+    def __init__(self, rates: FetchRates, metrics: Metrics, clock: Callable[[], float]) -> None:
         self._rates = rates
+        self._clock = clock
         self._skipped = metrics.counter(
             "prefix_fetches_skipped_total", "Prefixes in a kvstore that were computed since that was faster, by path", ["path"]
         )
@@ -24,7 +25,7 @@ class FetchChoice:
         if not num_blocks:
             return True
         if path not in search.pays:
-            num_bytes, num_tokens, now = num_blocks * search.block_bytes, num_blocks * search.block_tokens, time.perf_counter()
+            num_bytes, num_tokens, now = num_blocks * search.block_bytes, num_blocks * search.block_tokens, self._clock()
             search.pays[path] = not num_tokens or self._rates.pays(
                 path, num_bytes, num_tokens, now, tested_bytes_per_s=tested_bytes_per_s
             )
@@ -42,4 +43,4 @@ class FetchChoice:
 
     def measured(self, path: KvPath, block_bytes: int, num_blocks: int, seconds: float, num_asked: int) -> None:
         """So many blocks came over a path in so many seconds, of those that were asked for."""
-        self._rates.measure(path, num_blocks * block_bytes, seconds, time.perf_counter(), asked_bytes=num_asked * block_bytes)
+        self._rates.measure(path, num_blocks * block_bytes, seconds, self._clock(), asked_bytes=num_asked * block_bytes)

@@ -12,7 +12,6 @@ bytes to somebody else meanwhile, is noticed by that.
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -20,7 +19,7 @@ from typing import Protocol
 import anyio
 
 from common.protocol.cache_messages import BlockLease
-from common.protocol.errors import OutOfCredits, PenstockError
+from common.protocol.errors import OutOfCredits, PenstockError, StaleHandle
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import RenewLeases
 from common.protocol.transfer_messages import StageBlocks
@@ -29,6 +28,7 @@ from common.runtime.actor import Actor
 from common.transfer.block_memory import BlockMemory
 from common.transfer.measured import TransferCounts
 from common.transfer.nixl import NixlTransport
+from common.transfer.staging import MAX_COPIES
 from common.worker.fetch_choice import FetchChoice
 from common.worker.remote_paths import RemotePaths
 from common.worker.staged_reads import NUM_READERS, StagedReads
@@ -71,6 +71,8 @@ class RemoteStores:
         self._transport = transport
         self._choice = choice
         self._reads = StagedReads(actor, transport, counts, PATH)
+        self._parts = anyio.CapacityLimiter(MAX_COPIES)
+        """Further ones wait here, where they hold neither a thread nor room in a staging buffer."""
 
     def stores(self) -> list[WorkerRef]:
         """Return the stores of other hosts that can be read and have not failed lately: `MAX_STORES` over the fastest paths."""
@@ -118,7 +120,7 @@ class RemoteStores:
 
     async def _copy(self, group: Group, lease: BlockLease, into_blocks: Sequence[int], search: Search) -> int:
         """Return how many leading blocks of the lease were copied."""
-        began_at = time.perf_counter()
+        began_at = self._actor.clock()
         size = self._transport.slice_bytes // group.memory.block_bytes
         parts = deque((start, min(start + size, len(lease.blocks))) for start in range(0, len(lease.blocks), size))
         copied: dict[int, int] = {}
@@ -142,7 +144,7 @@ class RemoteStores:
         while copied.get(done):  # a part ends where the next begins, if it is whole
             done += copied[done]
         if done == len(lease.blocks):
-            self._choice.measured(PATH, group.memory.block_bytes, done, time.perf_counter() - began_at, done)
+            self._choice.measured(PATH, group.memory.block_bytes, done, self._actor.clock() - began_at, done)
         return done
 
     async def _copy_part(
@@ -153,10 +155,11 @@ class RemoteStores:
             agent = self._paths.agent_of(lease.store)
             question = StageBlocks(holder=self._actor.ref, lease=lease.lease, stage=os.urandom(8).hex(), start=start, end=end)
             expected = lease.checksums[start:end]
-            return await self._reads.read(
-                lease.store, agent, question, group.memory, into_blocks, expected, timeout_s=STAGE_TIMEOUT_S
-            )
-        except OutOfCredits as error:  # the store is well, and has no room now
+            async with self._parts:
+                return await self._reads.read(
+                    lease.store, agent, question, group.memory, into_blocks, expected, timeout_s=STAGE_TIMEOUT_S
+                )
+        except (OutOfCredits, StaleHandle) as error:  # the store is well: it has no room now, or the lease ended first
             search.error = error.code
             self._lookups.failures.labels(error.code).inc()
         except PenstockError as error:

@@ -89,7 +89,7 @@ class StoreClient:
         self._stored = StoreTransport(shm_dir)
         self._transfers = transfers or TransferCounts(actor.metrics)
         self._transport = MeasuredTransport(transport or self._stored, self._transfers)
-        self.choice = FetchChoice(rates or FetchRates(lambda: 0.0), actor.metrics)
+        self.choice = FetchChoice(rates or FetchRates(lambda: 0.0), actor.metrics, actor.clock)
         self._offers = 0
         self._fetched = actor.metrics.counter("store_fetched_blocks_total", "KV blocks copied from a kvstore")
         self._offered = actor.metrics.counter("store_offered_blocks_total", "KV blocks copied to a kvstore")

@@ -193,6 +193,24 @@ async def test_one_reader_can_not_take_the_whole_buffer(hosts: TwoHosts):
         assert isinstance(await reader.ask(store.ref, question, 30.0), BlocksStaged)
 
 
+async def test_many_requests_of_one_worker_wait_for_one_another_and_not_for_room(hosts: TwoHosts):
+    store, giver, reader = hosts.make_store(), hosts.make_giver(), hosts.make_reader()
+    async with running(store, giver, reader):
+        await filled(store, giver)
+        found = dict[int, int]()
+
+        async def fetch(block: int) -> None:
+            found[block] = await reader.store.fetch(CHAIN[block : block + 1], [block])
+
+        async with anyio.create_task_group() as group:
+            for block in range(10):
+                group.start_soon(fetch, block)
+        assert found == dict.fromkeys(range(10), 1)
+        assert (reader.blocks == giver.blocks).all()
+        assert "kvstore_staging_refusals_total{reason=" not in store.metrics.render().decode()
+        await at_rest(store, cached=10)
+
+
 # -- everything ends with its lease
 
 
