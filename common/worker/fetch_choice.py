@@ -39,7 +39,7 @@ class FetchChoice:
         if path in search.pays or not num_blocks * search.block_tokens:
             return search.pays.get(path, True)
         num_bytes, num_tokens = num_blocks * search.block_bytes, num_blocks * search.block_tokens
-        return self._rates.pays(path, num_bytes, num_tokens, time.perf_counter())
+        return self._rates.pays(path, num_bytes, num_tokens, self._clock())
 
     def measured(self, path: KvPath, block_bytes: int, num_blocks: int, seconds: float, num_asked: int) -> None:
         """So many blocks came over a path in so many seconds, of those that were asked for."""

@@ -48,9 +48,11 @@ class Worker(Actor):
         fingerprint: str = "m",
         block_bytes: int = BLOCK_BYTES,
         memory: Callable[[np.ndarray], BlockMemory] = HostBlocks,
+        dead_after_s: float = 0.3,
     ) -> None:
         self.connection = broker.connect("worker")
-        super().__init__(bus=self.connection, config=ServiceConfig(heartbeat_s=0.02, dead_after_s=0.3, shm_dir=str(shm_dir)))
+        config = ServiceConfig(heartbeat_s=0.02, dead_after_s=dead_after_s, shm_dir=str(shm_dir))
+        super().__init__(bus=self.connection, config=config)
         self.blocks = np.zeros((10, block_bytes), np.uint8)
         if fill:
             self.blocks[:] = np.random.default_rng(fill).integers(0, 256, self.blocks.shape, np.uint8)

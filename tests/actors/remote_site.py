@@ -25,13 +25,15 @@ from services.kvstore.config import KvstoreConfig
 from tests.actors.kvstore_site import Worker, until
 
 BLOCK_TOKENS = 16
+PATIENCE_S = 20.0
+"""Nobody is taken for dead on a slow machine. Who is killed is found out by a probe."""
 
 
 class Reader(Worker):
     """A worker that reads stores of other hosts. `tokens_per_s`: the speed at which it computes prompts; 0: unknown."""
 
     def __init__(self, broker: MemoryBroker, shm_dir: Path, *, timeout_s: float = 30.0, **named: Any) -> None:
-        super().__init__(broker, shm_dir, **named)
+        super().__init__(broker, shm_dir, **{"dead_after_s": PATIENCE_S, **named})
         config = DecodeConfig(nixl_transports="tcp", nixl_timeout_s=timeout_s, shm_dir=str(shm_dir))
         self.tokens_per_s = 0.0
         self.store.choice._rates = FetchRates(lambda: self.tokens_per_s)
@@ -75,14 +77,14 @@ class TwoHosts:
 
     def make_store(self, host: int = 1, kind: type[KvstoreActor] = KvstoreActor, **settings: Any) -> KvstoreActor:
         """A store, of the far host unless said otherwise. Nothing of it expires on a slow machine."""
-        defaults: dict[str, Any] = {"heartbeat_s": 0.02, "dead_after_s": 5.0, "lease_s": 60.0, "capacity_mb": 4}
+        defaults: dict[str, Any] = {"heartbeat_s": 0.02, "dead_after_s": PATIENCE_S, "lease_s": 60.0, "capacity_mb": 4}
         defaults |= {"kv_transfer": "nixl", "nixl_transports": "tcp", "staging_mb": 4, "shm_dir": str(self.shm_dirs[host])}
         config = msgspec.convert(defaults | settings, KvstoreConfig)
         return kind(bus=self.broker.connect("kvstore"), config=config)
 
     def make_giver(self, host: int = 1, **named: Any) -> Worker:
         """A worker that gives blocks to the store of its host."""
-        return Worker(self.broker, self.shm_dirs[host], **{"fill": 1, **named})
+        return Worker(self.broker, self.shm_dirs[host], **{"fill": 1, "dead_after_s": PATIENCE_S, **named})
 
     def make_reader(self, **named: Any) -> Reader:
         """A worker of the near host."""

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="class"), pytest.mark.timeout(300),
 NIXL = ("--kv-transfer", "nixl", "--nixl-interface", LINK, "--nixl-transports", "tcp")
 PROMPT_TOKENS, PREFIX_TOKENS = 250, 240
 ANSWER_TOKENS = 16
-BATCHES = {"prefill": 2, "decode": 2, "partition": 2, "healed": 8, "killed": 2, "restarted": 8}
+BATCHES = {"prefill": 8, "decode": 8, "partition": 2, "healed": 8, "killed": 2, "restarted": 8}
 """Prompts of each test, all of which host 0's store has been given. Each is asked once on host 1, which keeps what it saw."""
 
 
@@ -67,11 +67,6 @@ class Site:
     def remote_tokens(self, worker: str) -> int:
         return self.stack.presence(worker).traffic.remote_tokens
 
-    async def grows(self, worker: str, before: int, by: int, within_s: float = 30) -> None:
-        with anyio.fail_after(within_s):
-            while self.remote_tokens(worker) < before + by:
-                await anyio.sleep(0.05)
-
     async def can_read(self, worker: str, times: int, within_s: float = 60) -> None:
         """Wait until a worker's log says so often that its path to the store works."""
         with anyio.fail_after(within_s):
@@ -81,15 +76,16 @@ class Site:
     def log(self, worker: str) -> str:
         return "\n".join(line for line in self.stack.log(worker).splitlines() if self.store in line)
 
-    async def reads_again(self, batch: str, within_s: float = 90) -> None:
-        """Ask prompts of a batch, one after the other, until one of them was read from the store; all get the same tokens."""
-        before = self.remote_tokens(self.decode)
-        with anyio.fail_after(within_s):
-            for prompt, expected in zip(prompts(batch), self.expected[batch], strict=True):
-                assert await self.ask([prompt]) == [expected]
-                await anyio.sleep(1)
-                if self.remote_tokens(self.decode) > before:
-                    return
+    async def reads(self, worker: str, batch: str) -> None:
+        """Ask prompts of a batch, one after the other, until one of them was read from the store; all get the same tokens. A
+        store that is slow for a moment is left alone for some seconds."""
+        before = self.remote_tokens(worker)
+        for prompt, expected in zip(prompts(batch), self.expected[batch], strict=True):
+            assert await self.ask([prompt]) == [expected]
+            await anyio.sleep(1)  # some heartbeats
+            if (read := self.remote_tokens(worker) - before) > 0:
+                assert read <= PREFIX_TOKENS
+                return
         pytest.fail("nothing was read")
 
 
@@ -99,7 +95,7 @@ async def site(two_hosts: TwoHosts, tmp_path_factory: pytest.TempPathFactory) ->
     directory = tmp_path_factory.mktemp("stores")
     server = LocalNatsServer(directory / "nats", address="0.0.0.0")
     server.start()
-    async with Stack(server.url, directory, engine_flags=("--num-blocks", "600")) as stack:
+    async with Stack(server.url, directory, engine_flags=("--num-blocks", "700")) as stack:
         made = Site(stack, two_hosts, server)
         await stack.start("gateway", "--direct-max-tokens", "100000")
         made.store, giver = await made.start_store(), await made.start("decode", 0, "--head", "off")
@@ -110,7 +106,7 @@ async def site(two_hosts: TwoHosts, tmp_path_factory: pytest.TempPathFactory) ->
             while not all(tier.blocks >= num_blocks and not tier.queued_blocks for tier in stack.presence(made.store).tiers):
                 await anyio.sleep(0.1)
         stack.kill(giver)
-        made.decode = await made.start("decode", 1, "--head", "off", "--nixl-timeout-s", "0.5")
+        made.decode = await made.start("decode", 1, "--head", "off", "--nixl-timeout-s", "4")
         await stack.ready()
         await made.can_read(made.decode, 1)
         yield made
@@ -120,9 +116,7 @@ async def site(two_hosts: TwoHosts, tmp_path_factory: pytest.TempPathFactory) ->
 class TestStoresOfTwoHosts:
     async def test_a_decode_worker_reads_the_other_hosts_store(self, site: Site) -> None:
         assert site.stack.presence(site.store).host != site.stack.presence(site.decode).host
-        before = site.remote_tokens(site.decode)
-        assert await site.answers("decode")
-        await site.grows(site.decode, before, BATCHES["decode"] * PREFIX_TOKENS)
+        await site.reads(site.decode, "decode")
         await site.stack.clean()
         assert site.stack.presence(site.store).traffic.leases == 0
 
@@ -133,7 +127,7 @@ class TestStoresOfTwoHosts:
         assert site.remote_tokens(site.decode) == before
         site.hosts.link("up")
         await site.can_read(site.decode, 2)
-        await site.reads_again("healed")
+        await site.reads(site.decode, "healed")
         await site.stack.clean(within_s=5)
 
     async def test_a_store_that_is_killed_is_missed_by_nobody_and_read_again_once_it_is_back(self, site: Site) -> None:
@@ -143,15 +137,14 @@ class TestStoresOfTwoHosts:
         await site.start_store(name=site.store)
         await site.stack.ready(site.store)
         await site.can_read(site.decode, tried + 1)
-        await site.reads_again("restarted")
+        await site.reads(site.decode, "restarted")
         await site.stack.clean(within_s=5)
 
     async def test_a_prefill_worker_reads_the_other_hosts_store(self, site: Site) -> None:
         site.stack.kill("gateway-0")
-        prefill = await site.start("prefill", 1, "--nixl-timeout-s", "2")
+        prefill = await site.start("prefill", 1, "--nixl-timeout-s", "4")
         await site.stack.start("gateway", "--direct-max-tokens", "-1", name="gateway-0")
         await site.stack.ready()
         await site.can_read(prefill, 1)
-        assert await site.answers("prefill")
-        await site.grows(prefill, 0, PREFIX_TOKENS)
+        await site.reads(prefill, "prefill")
         await site.stack.clean()
