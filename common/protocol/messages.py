@@ -36,7 +36,14 @@ from common.protocol.kv_events import KvEventMessage
 from common.protocol.presence import Presence as Presence
 from common.protocol.presence import ServedModel as ServedModel
 from common.protocol.stream_messages import KvPart, KvWithdrawn
-from common.protocol.transfer_messages import BlocksStaged, DescribeMemory, MemoryDescribed, StageBlocks, UnstageBlocks
+from common.protocol.transfer_messages import (
+    BlocksStaged,
+    DescribeMemory,
+    MemoryDescribed,
+    StageBlocks,
+    StageLeased,
+    UnstageBlocks,
+)
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Pooling = Literal["", "mean", "last"]
@@ -320,6 +327,7 @@ Message = (
     | DescribeMemory
     | MemoryDescribed
     | StageBlocks
+    | StageLeased
     | BlocksStaged
     | UnstageBlocks
     | DraftUpdate

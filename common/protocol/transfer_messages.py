@@ -71,6 +71,22 @@ class StageBlocks(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     end: int
 
 
+class StageLeased(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """reader → prefill worker of another host, whose blocks are in a GPU's memory: copy these blocks of a cache group, which a
+    lease of mine covers, to where I can read them. Answered by BlocksStaged once they are there, or Rejected: `out_of_credits`
+    where there is no room now.
+
+    The holder names what it asks for, `stage`, as in StageBlocks. `generations[i]`: that of `blocks[i]` in the handle.
+    """
+
+    holder: WorkerRef
+    lease: str
+    stage: str
+    group: int
+    blocks: list[int]
+    generations: list[int]
+
+
 class BlocksStaged(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """owner → reader: the blocks are in my staging buffer until UnstageBlocks, or until the lease ends.
 

@@ -8,6 +8,16 @@ from msgspec import Meta
 
 from common.runtime.settings import ServiceConfig
 
+StagingMb = Annotated[
+    int,
+    Meta(
+        ge=1,
+        le=1 << 20,
+        description="MiB of memory from which other hosts read blocks of KV stores and of GPUs, with kv_transfer nixl",
+    ),
+]
+"""The setting `staging_mb` of those whose blocks are copied for readers of other hosts."""
+
 
 class NixlSettings(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """KV between hosts."""

@@ -142,6 +142,11 @@ class NixlTransport(Pulling):
     def knows(self, agent: str) -> bool:
         return agent in self._peers
 
+    def staging_bytes(self, agent: str) -> int:
+        """Return the size of the buffer in which a peer stages blocks; 0: it stages none, or is not known."""
+        peer = self._peers.get(agent)
+        return 0 if peer is None else peer.described.staging_bytes
+
     def is_failing(self, agent: str) -> bool:
         """Whether the last read of a peer that is known did not end well."""
         peer = self._peers.get(agent)
@@ -245,10 +250,10 @@ class NixlTransport(Pulling):
     def read_staged(
         self, agent: str, addresses: Sequence[int], checksums: Sequence[int], into: np.ndarray, into_blocks: Sequence[int]
     ) -> int:
-        """Copy blocks that a kvstore has staged at `addresses` to `into[into_blocks]`; returns bytes. Blocks: call it in a
+        """Copy blocks that a peer has staged at `addresses` to `into[into_blocks]`; returns bytes. Blocks: call it in a
         thread. All of them together are not longer than a slice. Without the right checksums nothing reaches `into`.
 
-        :raises StaleHandle: they are not in the store's staging buffer. :raises TransportUnavailable: as `read`.
+        :raises StaleHandle: they are not in its staging buffer. :raises TransportUnavailable: as `read`.
         """
         described, size = self._peer(agent).described, into.shape[1]
         end = described.staging + described.staging_bytes - size

@@ -59,9 +59,12 @@ class Transfer:
         assert self._ended is None, "a transfer is awaited once"
         self._ended = anyio.Event()
         try:
-            return await anyio.to_thread.run_sync(self._copy)
+            return await self._copied()
         finally:
             self._ended.set()
+
+    async def _copied(self) -> int:
+        return await anyio.to_thread.run_sync(self._copy)
 
     def stop(self) -> None:
         """Let no further slice begin. Whoever awaits the transfer learns when nothing is written any more."""

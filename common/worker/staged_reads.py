@@ -16,7 +16,7 @@ import numpy as np
 from common.protocol.errors import ProtocolError, from_wire
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Message, Rejected
-from common.protocol.transfer_messages import BlocksStaged, StageBlocks, UnstageBlocks
+from common.protocol.transfer_messages import BlocksStaged, StageBlocks, StageLeased, UnstageBlocks
 from common.runtime.actor import Actor
 from common.transfer.block_memory import BlockMemory
 from common.transfer.measured import TransferCounts
@@ -27,7 +27,7 @@ NUM_READERS = 2
 """Parts of one lease that are staged or read at once: one is staged while the other is read."""
 
 
-Question = StageBlocks
+Question = StageBlocks | StageLeased
 
 
 class StagedReads:

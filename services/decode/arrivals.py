@@ -241,7 +241,7 @@ class Arrivals:
     async def _copy_blocks(self, arrival: Arrival, theirs: GroupBlocks) -> None:
         """:raises StaleHandle, TransportUnavailable, Cancelled: what has not been copied is not among the blocks any more."""
         worker, cache = self._worker, self._worker.cache
-        owner, transport = await way_to(worker, arrival.owner, arrival.fingerprint)
+        owner, transport = await way_to(worker, arrival.owner, arrival.fingerprint, arrival.lease)
         pool, mine = cache.pool.groups[theirs.group].pool, arrival.groups[theirs.group]
         size, first = max(1, pool.num_blocks // MAX_WRITTEN_SHARE), theirs.start // cache.block_tokens
         lacking = [i for i in range(len(theirs.blocks)) if first + i not in mine and not self._is_here(arrival, theirs, i)]

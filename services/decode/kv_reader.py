@@ -100,7 +100,7 @@ class KvReader:
         """
         worker = self._worker
         cache = worker.cache
-        owner, transport = await way_to(worker, handle.owner, handle.fingerprint)
+        owner, transport = await way_to(worker, handle.owner, handle.fingerprint, handle.lease)
         groups = covered_blocks(handle, len(sequence.tokens), cache)
         if handle.chain != (cache.hash(sequence, handle.num_tokens) or [b""])[-1]:
             raise StaleHandle("the handle is for other tokens")

@@ -47,8 +47,8 @@ def is_known(worker: Reader, ref: WorkerRef) -> bool:
     return owner is not None and owner.worker == ref
 
 
-async def way_to(worker: Reader, ref: WorkerRef, fingerprint: str) -> tuple[Presence, Transport]:
-    """Return what a prefill worker said of itself last, and what reads its blocks.
+async def way_to(worker: Reader, ref: WorkerRef, fingerprint: str, lease: str) -> tuple[Presence, Transport]:
+    """Return what a prefill worker said of itself last, and what reads those of its blocks that a lease covers.
 
     :raises TransportUnavailable: its KV has another layout, or can't be reached.
     :raises StaleHandle: this life of it is not known, or over.
@@ -58,7 +58,7 @@ async def way_to(worker: Reader, ref: WorkerRef, fingerprint: str) -> tuple[Pres
     owner = worker.registry.get(ref.id)
     if owner is None or owner.worker != ref:
         raise StaleHandle(f"{ref.id} is not known in this epoch")
-    transport = worker.remote.transport_to(owner, worker.transport, worker.host)
+    transport = worker.remote.transport_to(owner, worker.transport, worker.host, lease)
     if transport is not worker.transport:
         await worker.remote.reach(owner)
     return owner, transport

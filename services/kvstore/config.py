@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from common.runtime.nixl_settings import NixlSettings
+from common.runtime.nixl_settings import NixlSettings, StagingMb
 
 
 class KvstoreConfig(NixlSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -31,6 +31,4 @@ class KvstoreConfig(NixlSettings, frozen=True, kw_only=True, forbid_unknown_fiel
         str, Meta(description="folder on a disk that keeps KV blocks over restarts, for one KV store; empty: none")
     ] = ""
     kv_disk_gb: Annotated[int, Meta(ge=1, le=1 << 20, description="GiB of that disk for KV blocks, at most")] = 16
-    staging_mb: Annotated[
-        int, Meta(ge=1, le=1 << 20, description="MiB of memory from which other hosts read blocks, with kv_transfer nixl")
-    ] = 128
+    staging_mb: StagingMb = 128

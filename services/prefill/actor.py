@@ -41,6 +41,7 @@ from common.protocol.messages import (
     ReleaseLease,
     RenewLeases,
 )
+from common.protocol.transfer_messages import StageLeased, UnstageBlocks
 from common.runtime import logs
 from common.runtime.actor import WorkerState
 from common.runtime.bus import Bus
@@ -106,6 +107,11 @@ class PrefillActor(EngineWorker):
                 self.leases.renew(message.holder, message.leases, self.clock())
             case Redirect():
                 self.on_redirect(message)
+            case StageLeased():
+                leased = self.leases.get(message.lease) if self.leases.holder(message.lease) == message.holder else None
+                self.remote.stage(self, message, None if leased is None else leased.tables, reply)
+            case UnstageBlocks():
+                self.remote.unstage(message.stages)
             case _:
                 super().handle(message, reply)
 
@@ -284,6 +290,7 @@ class PrefillActor(EngineWorker):
 
     def forget_lease(self, lease: str, leased: Leased) -> None:
         self.streams.lease_ended(lease)
+        self.remote.lease_ended(lease)
         self.pool.end_lease(leased.tables)
         self.wake()  # a group that gives blocks step by step may have had none left
         if self.lease_of.get(leased.request) == (leased.attempt, lease):

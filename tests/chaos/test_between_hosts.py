@@ -69,6 +69,8 @@ class Faults(NixlAgent):
 class TwoHosts(World):
     """Prefill workers on one host, decode workers on the other: each has a shm_dir of its own."""
 
+    nixl_timeout_s = 1.0
+
     def _shm_dir(self, name: str) -> Path:
         folder = self.shm_dir / name.split("-")[0]
         folder.mkdir(exist_ok=True)
@@ -78,7 +80,12 @@ class TwoHosts(World):
         if role not in ("prefill", "decode"):
             return super()._actor(role, name, bus)
         common: dict[str, Any] = {"worker_id": name, "shm_dir": str(self._shm_dir(name)), "http_port": -1, "model": "simulated"}
-        common |= {"kv_transfer": "nixl", "nixl_transports": "tcp", "nixl_timeout_s": 1.0, "max_running": self.max_running}
+        common |= {
+            "kv_transfer": "nixl",
+            "nixl_transports": "tcp",
+            "nixl_timeout_s": self.nixl_timeout_s,
+            "max_running": self.max_running,
+        }
         if role == "prefill":
             prefill = PrefillConfig(**common, token_budget=16)
             return PrefillActor(bus=bus, config=prefill, open_engine=self._open_engine, clock=time.monotonic)
@@ -201,7 +208,7 @@ async def test_a_worker_without_nixl_is_read_on_its_own_host_alone(tmp_path: Pat
         decode = hosts.processes["decode-1"].actor
         assert isinstance(decode, DecodeActor)
         [prefill] = decode.registry.alive("prefill", time.monotonic())
-        assert decode.remote.transport_to(prefill, decode.transport, decode.host) is not decode.transport
-        assert decode.remote.transport_to(prefill, decode.transport, prefill.host) is decode.transport
+        assert decode.remote.transport_to(prefill, decode.transport, decode.host, "lease") is not decode.transport
+        assert decode.remote.transport_to(prefill, decode.transport, prefill.host, "lease") is decode.transport
         with pytest.raises(TransportUnavailable):
             await decode.remote.reach(decode.presence("ready"))  # it shares nothing

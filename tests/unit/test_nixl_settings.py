@@ -7,6 +7,7 @@ import sys
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from common.engine.engine import Engine
 from common.protocol.errors import ConfigError
@@ -44,11 +45,21 @@ def test_nixl_is_not_imported_by_default():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-async def test_kv_in_the_memory_of_a_gpu_is_refused(tmp_path: object):
+async def test_a_gpu_that_is_to_have_no_stage_is_refused(tmp_path: object):
     engine = object.__new__(Engine)
-    engine.on_gpu = True
-    with pytest.raises(ConfigError, match="GPU"):
-        await remote_kv(tmp_path, kv_transfer="nixl").open(engine, NO_STORE)
+    engine.on_gpu, engine.stage = True, None
+    with pytest.raises(ConfigError, match="kv_stage_mb"):
+        await remote_kv(tmp_path, kv_transfer="nixl", kv_stage_mb=0).open(engine, NO_STORE)
+
+
+async def test_a_gpu_whose_stage_the_system_refused_keeps_its_kv_on_its_host(tmp_path: object):
+    engine = object.__new__(Engine)
+    engine.on_gpu, engine.stage = True, None
+    kv = remote_kv(tmp_path, kv_transfer="nixl")
+    with capture_logs() as logs:
+        await kv.open(engine, NO_STORE)
+    assert [line["event"] for line in logs] == ["kv_endpoint_unavailable"]
+    assert kv.endpoints == []
 
 
 def test_an_unknown_transfer_is_refused():
