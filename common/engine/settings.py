@@ -65,7 +65,7 @@ class EngineServiceConfig(NixlSettings, frozen=True, kw_only=True, forbid_unknow
         Meta(
             ge=0,
             le=65536,
-            description="pinned host memory through which a GPU's KV passes to and from a kvstore, MiB; 0: no kvstore on a GPU",
+            description="pinned host memory through which a GPU's KV passes to kvstores and other hosts, MiB; 0: to neither",
         ),
     ] = 64
     threads: Annotated[int, Meta(ge=0, description="CPU threads of the engine; 0: all cores")] = 0

@@ -10,6 +10,7 @@ import anyio
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from common.cache.prefix import hash_chain
 from common.protocol.cache_messages import BlockLease
@@ -18,6 +19,8 @@ from common.protocol.messages import Message, Rejected, ReleaseLease
 from common.protocol.transfer_messages import BlocksStaged, DescribeMemory, MemoryDescribed, StageBlocks, UnstageBlocks
 from common.transfer import nixl as nixl_transport
 from common.transfer import staging
+from common.transfer.block_memory import BlockMemory
+from common.transfer.host_stage import HostStage
 from common.worker import remote_kv, remote_paths, remote_stores, store_lookups
 from common.worker.store_lookups import Search
 from services.kvstore import remote_readers
@@ -76,6 +79,25 @@ async def test_a_store_of_another_host_is_read(hosts: TwoHosts):
         assert reader.remote_bytes == 8 * BLOCK_BYTES
         await at_rest(store, cached=10)
         assert f"penstock_kvstore_staged_bytes_total {8 * BLOCK_BYTES}.0" in store.metrics.render().decode()
+
+
+async def test_a_worker_whose_blocks_pass_through_a_stage_reads_it(hosts: TwoHosts):
+    """As one with a GPU does, be it for prefill or decode."""
+    stages: list[HostStage] = []
+
+    def staged_blocks(blocks: np.ndarray) -> BlockMemory:
+        stages.append(HostStage([torch.from_numpy(blocks)], 4 * BLOCK_BYTES))
+        return stages[-1].groups[0]
+
+    store, giver, reader = hosts.make_store(), hosts.make_giver(), hosts.make_reader(memory=staged_blocks)
+    async with running(store, giver, reader):
+        await filled(store, giver)
+        assert await reader.store.fetch(CHAIN, [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]) == 10
+        assert (reader.blocks[::-1] == giver.blocks).all()
+        assert reader.remote_bytes == 10 * BLOCK_BYTES
+        await at_rest(store, cached=10)
+    assert stages[0].num_free_slots == stages[0].num_slots
+    stages[0].close()
 
 
 async def test_a_long_lease_is_read_in_parts(hosts: TwoHosts):

@@ -136,6 +136,15 @@ async def test_blocks_of_a_gpu_go_on_on_another_host(tmp_path: Path, windows: tu
         assert world.total('kv_handoffs_total{outcome="ok"}') > 0
 
 
+async def test_parts_of_a_long_prompt_go_to_another_host_while_it_is_computed(tmp_path: Path):
+    async with hosts(tmp_path) as world:
+        with anyio.fail_after(60):
+            while not world.total("kv_streamed_bytes_total"):
+                world.submit([world.dice.randrange(997) for _ in range(230)], max_tokens=4)
+                await world.at_rest()
+        assert world.total(NIXL_BYTES) > 0
+
+
 async def test_many_readers_at_once_get_the_right_bytes_or_none(tmp_path: Path):
     async with hosts(tmp_path, num_decode=3) as world:
         for _ in range(24):
