@@ -253,8 +253,9 @@ def test_a_worker_by_hand_joins_under_another_spelling(served: Served) -> None:
         while not (workers := listed())[name]["tokens_per_s"]:
             assert time.monotonic() < ends_at, "the worker got no request"
             assert "0 failed" in served.penstock(*words)
-        identities = {beat["identity"] for beat in workers.values() if beat["worker"]["role"] in ("prefill", "decode")}
-        assert len(identities) == 1 and "" not in identities
+        others = [beat for beat in workers.values() if beat["worker"]["id"] != name and beat["model"] == served.row.name]
+        identities = {beat["identity"] for beat in others if beat["worker"]["role"] in ("prefill", "decode")}
+        assert identities == {workers[name]["identity"]} and "" not in identities
     finally:
         worker.terminate()
         worker.wait(30)
