@@ -44,7 +44,7 @@ class UpConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     draft: Annotated[
         int, Meta(ge=0, le=256, description="draft workers, which guess tokens from the text so far, or with --draft-model")
     ] = 0
-    kvstore: Annotated[_Count | None, Meta(description="KV stores; by default 1")] = None
+    kvstore: Annotated[_Count | None, Meta(description="KV stores; by default 1, where KV is on GPUs 0")] = None
     device: Annotated[str, Meta(description="auto: GPUs if there are any; cpu; cuda: every GPU; cuda:N: that one")] = "auto"
     http_host: Annotated[str, Meta(description="address of the OpenAI API")] = "127.0.0.1"
     http_port: Annotated[int, Meta(ge=0, le=65535, description="port of the OpenAI API; 0: any free one")] = 8000
@@ -133,7 +133,7 @@ def settled(config: UpConfig, num_gpus: int, cores: int) -> UpConfig:
     return msgspec.structs.replace(
         config,
         prefill=prefill if config.prefill is None else config.prefill,
-        kvstore=int(not config.zero_retention) if config.kvstore is None else config.kvstore,
+        kvstore=int(not num_gpus and not config.zero_retention) if config.kvstore is None else config.kvstore,
     )
 
 

@@ -225,7 +225,8 @@ def test_the_gpu_file_builds_torch_with_cuda_and_claims_gpus() -> None:
     claiming = {name for name, service in services.items() if "common.runtime.gpu_claim" in (service.get("command") or [])}
     assert claiming == {name for name, service in services.items() if "nvidia" in str(service.get("deploy"))}
     assert claiming == {"prefill", "decode", "draft"}
-    assert services["kvstore"]["environment"]["PENSTOCK_CAPACITY_MB"] == "6144" and "deploy" not in services["kvstore"]
+    assert services["kvstore"]["environment"]["PENSTOCK_CAPACITY_MB"] == "6144"
+    assert int(services["kvstore"]["deploy"]["replicas"]) == 0
     draft = services["draft"]
     assert draft["environment"]["PENSTOCK_DRAFT_MODEL"] == "/models/small" and "PENSTOCK_NATS_URL" in draft["environment"]
     assert any("/models" in str(volume) for volume in draft["volumes"])

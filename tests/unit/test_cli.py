@@ -61,12 +61,8 @@ def test_up_starts_as_many_processes_as_were_asked_for() -> None:
     [
         ([], {}, {"decode-0": "", "kvstore-0": ""}),
         ([], {"prefill": 1}, {"prefill-0": "", "decode-0": "", "kvstore-0": ""}),
-        ([0], {"kvstore": 0}, {"decode-0": "cuda:0 0.9"}),
-        (
-            [0, 1],
-            {"decode": 2, "kvstore": 0},
-            {"prefill-0": "cuda:0 0.45", "decode-0": "cuda:1 0.9", "decode-1": "cuda:0 0.45"},
-        ),
+        ([0], {}, {"decode-0": "cuda:0 0.9"}),
+        ([0, 1], {"decode": 2}, {"prefill-0": "cuda:0 0.45", "decode-0": "cuda:1 0.9", "decode-1": "cuda:0 0.45"}),
         ([3], {"prefill": 1, "kvstore": 1}, {"prefill-0": "cuda:3 0.45", "decode-0": "cuda:3 0.45", "kvstore-0": ""}),
     ],
 )
@@ -85,8 +81,8 @@ def test_engines_are_shared_out_among_the_gpus(gpus: list[int], asked: dict[str,
         (0, 2, "decode kvstore"),
         (0, 8, "decode kvstore"),
         (0, 16, "prefill decode kvstore"),
-        (1, 16, "decode kvstore"),
-        (2, 16, "prefill decode kvstore"),
+        (1, 16, "decode"),
+        (2, 16, "prefill decode"),
     ],
 )
 def test_by_default_engines_are_apart_only_where_each_has_a_device_of_its_own(gpus: int, cores: int, expected: str) -> None:
