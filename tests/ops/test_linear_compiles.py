@@ -196,6 +196,7 @@ def _grouped_case(shape: Shape, code: int, chosen: Candidate, name: str) -> Kern
         "SCALED": chosen.scaled or group < 32,
         "STAGES": chosen.stages,
         "FAST": True,
+        "AHEAD": 0 if chosen.block_m > 32 else 16 if group <= 32 else 4,
         "PDL": True,
     }
     if shape.offsets:
@@ -210,7 +211,7 @@ def _grouped_case(shape: Shape, code: int, chosen: Candidate, name: str) -> Kern
         signature,
         constants,
         num_warps=chosen.warps,
-        expects=(*_PDL, "cp.async"),
+        expects=(*_PDL, "cp.async") if tall else (*_PDL, "cp.async", "cp.async.bulk"),
         expects_90=("wgmma",) if tall else ("mma.sync",),
         expects_100=() if tall else ("mma.sync",),
     )

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from common.ops import backend
 from common.ops.linear.candidates import Candidate, Op
-from common.ops.linear.parts_triton import finish, output_of, scaled, summed, weight_rows
+from common.ops.linear.parts_triton import ask_steps, finish, output_of, scaled, summed, weight_rows
 from common.ops.linear.settled_triton import settled
 from common.ops.linear.unpack_triton import times, times_plus, unpacked
 from common.ops.quant.grouped import GroupedWeight, table_of
@@ -30,6 +30,10 @@ CODES = {"int4": 0, "fp4": 1, "nf4": 2, "int8": 3}
 """CODE of the kernels."""
 
 _DEQUANTISED_ROWS = 32
+_AHEAD_ROWS = 32
+_MOST_AHEAD = 16
+AHEAD_BYTES = 32768
+"""Of codes that a program asks L2 for while the kernel before it runs."""
 
 
 @triton.jit
@@ -198,6 +202,7 @@ def grouped_kernel(
     SCALED: tl.constexpr,
     STAGES: tl.constexpr,
     FAST: tl.constexpr,
+    AHEAD: tl.constexpr,  # steps
     PDL: tl.constexpr,
 ):
     m_tiles = tl.cdiv(rows, BLOCK_M)
@@ -209,6 +214,13 @@ def grouped_kernel(
     n = weight_rows(tile, N, BLOCK_N, GATED)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+        if AHEAD > 0:
+            PIECES: tl.constexpr = 2 if CODE == 3 else 1
+            SCALES: tl.constexpr = 1 if GROUP == RUN else 2
+            ask_steps(weight, tile, first, last, N, RUN, PIECES, BLOCK_N, GATED, AHEAD)
+            ask_steps(scales, tile, first, last, N, 1, SCALES, BLOCK_N, GATED, AHEAD)
+            if offsets is not None:
+                ask_steps(offsets, tile, first, last, N, 1, SCALES, BLOCK_N, GATED, AHEAD)
         tl.extra.cuda.gdc_wait()
     x_rows = x + tl.minimum(m, rows - 1).to(tl.int64)[:, None] * K
     shown = (m < rows)[:, None]
@@ -262,12 +274,21 @@ def linear_grouped(op: Op, x: torch.Tensor, weight: LinearWeight, chosen: Candid
         SCALED=chosen.scaled or grouped.group < grouped.run,
         STAGES=chosen.stages,
         FAST=pdl,
+        AHEAD=_steps_ahead(weight, grouped, chosen),
         PDL=pdl,
         num_warps=chosen.warps,
         launch_pdl=pdl,
         enable_fp_fusion=not weight.batch_invariant,
     )
     return summed(out, weight, op)
+
+
+def _steps_ahead(weight: LinearWeight, grouped: GroupedWeight, chosen: Candidate) -> int:
+    """How many steps to ask L2 for: none where a tile's rows are not whole runs of 16 bytes, or many rows hide the wait."""
+    if chosen.ahead == "none" or chosen.block_m > _AHEAD_ROWS or weight.out_features % 8:
+        return 0
+    step_bytes = chosen.block_n * grouped.data[0].nbytes // weight.out_features
+    return max(1, min(_MOST_AHEAD, AHEAD_BYTES // step_bytes))
 
 
 # ── for the library ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -84,19 +84,56 @@ def ask_ahead(
         start = (weight + rows * K + first * BLOCK_K).to(tl.int64)
         size = tl.minimum((last - first) * BLOCK_K, TILES * BLOCK_K)
         size = tl.minimum(size, K - first * BLOCK_K) * ITEM
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred asks;
-            setp.gt.s32 asks, $2, 0;
-            @asks cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r",
-            [start, tl.where(lane % EACH == 0, size, 0)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        _prefetch(start, tl.where(lane % EACH == 0, size, 0))
+
+
+@triton.jit
+def ask_steps(
+    data,
+    tile,
+    first,
+    last,
+    N,
+    ROW: tl.constexpr,
+    PIECES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GATED: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """Asks L2 for a tile's part of up to STEPS steps from `first` on, before `last`.
+
+    data: [steps, PIECES, N, ROW]; a tile's rows lie side by side, so one thread asks for all of a piece (with GATED two do:
+    the gate's rows and the up's). N and N / 2 times a row's bytes are multiples of 16."""
+    THREADS: tl.constexpr = tl.extra.cuda.num_threads()
+    PARTS: tl.constexpr = 2 if GATED else 1
+    ROWS: tl.constexpr = BLOCK_N // PARTS
+    tl.static_assert(STEPS * PIECES * PARTS <= THREADS)
+    lane = tl.arange(0, THREADS)
+    piece = lane // PARTS
+    width = N // PARTS
+    row = tile * ROWS
+    place = (first * PIECES + piece).to(tl.int64) * N + lane % PARTS * width + row
+    size = tl.minimum(width - row, ROWS) * (ROW * data.dtype.element_ty.primitive_bitwidth // 8)
+    asked = piece < tl.minimum(last - first, STEPS) * PIECES
+    _prefetch((data + place * ROW).to(tl.int64), tl.where(asked, size, 0))
+
+
+@triton.jit
+def _prefetch(address, size):
+    """Ask L2 for `size` bytes, a multiple of 16, at each address; of those with a size of 0 nothing."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred asks;
+        setp.gt.s32 asks, $2, 0;
+        @asks cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [address, size],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
