@@ -95,18 +95,23 @@ def test_helpers_that_never_come_are_not_missed(runner: Any, smollm2: ModelFiles
 
 @pytest.mark.slow
 def test_compiled_steps_are_kept_and_two_processes_steps_go_together_in_a_third(tmp_path: Path) -> None:
-    """The first two compile one each, for heads of other sizes; what they kept bears names that the third must tell apart."""
+    """The first two compile one each, for heads of other sizes; what they kept bears names that the third must tell apart.
+
+    Logits have the same bits where a step was compiled and where it is loaded.
+    """
     program = """
+import hashlib
 import sys
 from pathlib import Path
 from common.models.source import ModelFiles
 from common.ops.cpu_int8 import team_cpu
-from tests.models.driver import Request, open_runner, run
+from tests.models.driver import Request, logits_of_first, open_runner
 for path in sys.argv[1:]:
     runner = open_runner(ModelFiles(name="m", format="safetensors", path=Path(path)), dtype="auto")
-    text = run(runner, [Request(list(range(5, 45)), 6)])[0]
+    logits = logits_of_first(runner, [Request(list(range(5, 205)), 6)])
     counts = runner._forward.stats
-    print(sum(counts.cache_hits.values()), sum(counts.cache_misses.values()), *text)
+    digest = hashlib.sha256(logits.numpy().tobytes()).hexdigest()
+    print(sum(counts.cache_hits.values()), sum(counts.cache_misses.values()), digest)
 """
     paths = [tmp_path / name for name in ("llama", "qwen3")]
     for path in paths:

@@ -18,6 +18,8 @@ import numba
 from llvmlite import binding
 from numba.core import config
 from numba.core.bytecode import FunctionIdentity
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import Compiler
 
 from common.ops.tuning import cache_directory
 
@@ -43,6 +45,33 @@ processes kept would bear the same names for other code, and a third, that loads
 (github.com/numba/numba/issues/10486)."""
 
 
+class _ClosedLibrary(JITCodeLibrary):
+    """Machine code in which calls to other kernels are bound to its own copies of them.
+
+    Numba links copies of a kernel's callees into its module as weak symbols, and optimises them there once more. The process
+    that compiles the kernel has loaded each callee by itself before, and would bind the symbols to those; a process that loads
+    kept code has only the copies. Both are correct, but each round of optimisation may add floats up in another order, so a
+    worker that had compiled gave other bits than those that had not.
+    """
+
+    def _optimize_final_module(self) -> None:
+        super()._optimize_final_module()
+        for function in self._final_module.functions:
+            if not function.is_declaration and function.linkage == binding.Linkage.linkonce_odr:
+                function.linkage = binding.Linkage.internal
+
+
+class _ClosedCompiler(Compiler):
+    """Numba's compiler, into a `_ClosedLibrary`."""
+
+    def define_pipelines(self) -> Any:
+        state = self.state
+        if state.library is None:
+            state.library = _ClosedLibrary(state.targetctx.codegen(), state.func_id.func_qualname)
+            state.library.enable_object_caching()
+        return super().define_pipelines()
+
+
 def has_feature(name: str) -> bool:
     """Return whether kernels may use an instruction set, by LLVM's name: this CPU's, or those of NUMBA_CPU_FEATURES when it or
     NUMBA_CPU_NAME names another CPU."""
@@ -54,10 +83,12 @@ def has_feature(name: str) -> bool:
 
 def compiled(*, fastmath: frozenset[str] = frozenset(), kept: bool = False) -> Callable[[Callable[..., Any]], Any]:
     """Compiled at the first call. kept: on disk, with all that it calls; where no folder can be written to, every start
-    compiles."""
+    compiles, and gets the same code."""
 
     def decorate(kernel: Callable[..., Any]) -> Any:
         options: dict[str, Any] = {"nogil": True, "boundscheck": False, "fastmath": set(fastmath) or False}
+        if kept:
+            options["pipeline_class"] = _ClosedCompiler
         try:
             return numba.njit(cache=kept, **options)(kernel)
         except RuntimeError:

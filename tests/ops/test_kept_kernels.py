@@ -1,0 +1,85 @@
+"""Compiled code that is kept on disk computes the same bits in the process that compiles it and in those that load it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.ops.tuning import CACHE_VARIABLE
+
+PROGRAM = """
+import hashlib
+import numpy as np
+from common.ops.cpu_int8.attention_numba import Step, attention
+from common.ops.cpu_int8.compiled_numba import compiled
+
+TOKENS, KV_HEADS, SIZE, GROUP = 100, 3, 64, 3
+
+attend = attention(SIZE, GROUP)
+
+@compiled(kept=True)
+def attend_all(step, wanted, qkv, out):
+    for part in range(len(wanted)):
+        attend(part, 1, step, wanted, 0, 0.125, qkv, out)
+
+dice = np.random.default_rng(0)
+tokens = np.arange(TOKENS)
+pool = dice.standard_normal((8, 1, 2, 16, KV_HEADS, SIZE), np.float32).view(np.int16)[..., 1::2].copy()
+step = Step(tokens, np.zeros_like(tokens), np.arange(8), np.zeros(1, np.int64), pool, np.empty((0, SIZE), np.float32))
+qkv = dice.standard_normal((TOKENS, (GROUP + 2) * KV_HEADS * SIZE), np.float32)
+out = np.empty((TOKENS, GROUP * KV_HEADS * SIZE), np.float32)
+attend_all(step, tokens, qkv, out)
+assert np.isfinite(out).all()
+print(sum(attend_all.stats.cache_hits.values()), hashlib.sha256(out.tobytes()).hexdigest())
+if not attend_all.stats.cache_hits:
+    library = next(iter(attend_all.overloads.values())).library
+    print(*sorted({function.linkage.name for function in library.get_defined_functions()}))
+"""
+
+
+Lines = list[list[str]]
+
+
+def run(folder: Path, cache: str) -> Lines:
+    """What the program says. Numba keeps nothing of a kernel that has no file, so it is one."""
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
+    root = Path(__file__).parents[2]
+    environment = os.environ | {CACHE_VARIABLE: str(folder / cache), "PYTHONPATH": str(root)}
+    ran = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0, ran.stderr
+    return [line.split() for line in ran.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kept")
+
+
+@pytest.fixture(scope="module")
+def compiled(folder: Path) -> Lines:
+    """Of the process that compiles the kernel and keeps it in "kernels"."""
+    return run(folder, "kernels")
+
+
+def test_a_kept_kernel_gives_the_same_bits_where_it_is_compiled_and_where_it_is_loaded(folder: Path, compiled: Lines) -> None:
+    """The sum of softmax is what differed: each round of optimisation vectorises it in another order."""
+    (hits, digest), _ = compiled
+    assert hits == "0"
+    assert run(folder, "kernels") == [["1", digest]]
+
+
+def test_a_kept_kernel_leaves_no_call_to_be_bound_by_name(compiled: Lines) -> None:
+    """A weak symbol is bound to whatever the process has loaded under that name before."""
+    _, linkages = compiled
+    assert "internal" in linkages
+    assert not [linkage for linkage in linkages if "weak" in linkage or "linkonce" in linkage]
+
+
+def test_two_processes_that_compile_a_kernel_give_the_same_bits(folder: Path, compiled: Lines) -> None:
+    """Workers that start side by side on a new machine compile it each for itself."""
+    assert run(folder, "others")[0] == compiled[0]
