@@ -49,6 +49,8 @@ INSTRUCTIONS = {
     "ld.global": r"\bld\.global",
     "st.global": r"\bst\.global",
     "atom": r"\b(?:atom|red)\.",
+    # a product and a sum that are, or may be, rounded once
+    "fused": r"\bfma\.rn\.(?:ftz\.)?f32|\b(?:add|sub)\.(?:ftz\.)?f32",
 }
 _WRITES = ("st.global", "atom", "cp.async")
 

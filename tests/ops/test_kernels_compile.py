@@ -42,7 +42,9 @@ def _add_rms_norm(
         {**absent, "SIZE": size, "BLOCK": block, "SPLITS": splits, "QUANTISE": quantise, "PDL": True},
         num_warps=min(32, max(1, block // (32 * elements))),
         expects=(*_PDL, "ld.global.v4") if quantise or elements < 8 else (*_PDL, *_WIDE),
+        forbids=("fused",),
         max_registers=128,
+        enable_fp_fusion=False,
     )
 
 
@@ -115,7 +117,9 @@ def _qkv_rope(
         },
         num_warps=num_warps,
         expects=(*_PDL, *_WIDE) if head_dim > 32 else (*_PDL, "ld.global.v4"),
+        forbids=() if tempered else ("fused",),  # a logarithm is a polynomial
         max_registers=128,
+        enable_fp_fusion=False,
     )
 
 
