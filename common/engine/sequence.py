@@ -26,7 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from common.cache.block_table import BlockTable
+from common.cache.prefix import TOKEN_BYTES
 from common.engine.history import History
+from common.engine.known_tokens import KnownTokens
 from common.engine.matcher import Matcher
 from common.engine.outcomes import Outcome, proposal_behind, width_of
 from common.engine.plan import FIXED_POINT, NO_TOKEN, UNKNOWN, RowSamples, StepRow
@@ -87,16 +89,22 @@ class Sequence:
     serial: int = field(default_factory=itertools.count().__next__)
 
     @classmethod
-    def of(cls, generation: Generation, *, vocab_size: int, max_context: int) -> Sequence:
-        """:raises EmptyPrompt, ContextLengthExceeded, ProtocolError: nothing has been taken then."""
-        tokens, scored = token_bytes.unpack(generation.tokens), token_bytes.unpack(generation.given)
+    def of(cls, generation: Generation, *, vocab_size: int, max_context: int, prefix: KnownTokens | None = None) -> Sequence:
+        """Return the sequence of a request. `prefix`: of this vocabulary; what it knows is not looked at again.
+
+        :raises EmptyPrompt, ContextLengthExceeded, ProtocolError: nothing has been taken then.
+        """
+        known = prefix.tokens if prefix is not None and prefix.begins(generation) else []
+        unseen, scored = generation.tokens[TOKEN_BYTES * len(known) :], token_bytes.unpack(generation.given)
+        tokens = [*known, *token_bytes.unpack(unseen)]
         if not tokens or generation.prompt_tokens < 1:
             raise EmptyPrompt("the prompt has no tokens")
         if len(tokens) + len(scored) > max_context:
             raise ContextLengthExceeded(
                 f"{len(tokens) + len(scored)} tokens; this worker holds at most {max_context} a sequence"
             )
-        if generation.prompt_tokens > len(tokens) or max(tokens) >= vocab_size or (scored and max(scored) >= vocab_size):
+        largest = max(token_bytes.largest(unseen), max(scored, default=0))
+        if generation.prompt_tokens > len(tokens) or largest >= vocab_size:
             raise ProtocolError(f"token ids must be below {vocab_size}, and no fewer than the prompt has")
         if scored and generation.pooling:
             raise ProtocolError("a prompt is scored or pooled, not both")
@@ -104,9 +112,11 @@ class Sequence:
             raise ProtocolError("a tenant's weight is out of range")
         _check_sampling(generation.sampling)
         given = [*tokens, *scored] if scored or generation.pooling else []
-        known = len(tokens)
-        num_reported = known - generation.prompt_tokens
-        return cls(generation=generation, tokens=tokens, held_from=known, given=given, num_reported=num_reported)
+        sequence = cls(generation=generation, tokens=tokens, held_from=len(tokens), given=given)
+        sequence.num_reported = sequence.num_outputs
+        if known and prefix is not None:
+            sequence.hashes = [*prefix.hashes]
+        return sequence
 
     @property
     def request(self) -> str:

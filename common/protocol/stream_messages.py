@@ -11,7 +11,7 @@ import msgspec
 from common.protocol.handles import GroupBlocks, WorkerRef
 
 MAX_PART_BLOCKS = 2048
-"""Entries of `KvPart.hashes` at most: 34 bytes each with one cache group, 16 more for each further one."""
+"""Entries of `KvPart.hashes` at most: 34 bytes each with one cache group, 16 more for each further one, and their tokens."""
 
 
 class KvPart(msgspec.Struct, tag=True, frozen=True, kw_only=True):
@@ -20,6 +20,7 @@ class KvPart(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     `stream`: this attempt's hand-off to you; its KvReady names it, unless KvWithdrawn ends it first. `hashes`: of the full
     blocks from index `start` of the chain on. `groups`: of these blocks, those of each cache group that KvReady will name;
     groups without any are left out. `lease`: renew it with RenewLeases as if KvReady had come; ReleaseLease ends the stream.
+    `tokens`, `salt`: of these blocks, as in `Generation`, so that they are hashed before KvReady comes; empty: they are not.
     """
 
     owner: WorkerRef
@@ -31,6 +32,8 @@ class KvPart(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     start: int
     hashes: list[bytes]
     groups: list[GroupBlocks]
+    tokens: bytes = b""
+    salt: bytes = b""
 
 
 class KvWithdrawn(msgspec.Struct, tag=True, frozen=True, kw_only=True):

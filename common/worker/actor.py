@@ -20,6 +20,7 @@ import anyio
 import msgspec
 
 from common.engine.engine import Engine, OpenEngine
+from common.engine.known_tokens import KnownTokens
 from common.engine.plan import RunnerLost, StepPlan, StepResult
 from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
@@ -205,7 +206,9 @@ class EngineWorker(Actor):
             case _:
                 log.warning("unexpected_message", message=type(message).__name__)
 
-    def admit(self, generation: Generation, reply: str, take: Callable[[Sequence], None]) -> Sequence | None:
+    def admit(
+        self, generation: Generation, reply: str, take: Callable[[Sequence], None], prefix: KnownTokens | None = None
+    ) -> Sequence | None:
         """Answer a task: `take(sequence)` admits it to the scheduler or raises why not. None: refused or held already."""
         request, attempt = generation.request, generation.attempt
         known = self.held.get(request)
@@ -217,9 +220,8 @@ class EngineWorker(Actor):
                 raise ShuttingDown("this worker is draining")
             if self._cancelled.get(request, -1) >= attempt or (known is not None and known.attempt > attempt):
                 raise Cancelled("a later attempt or a cancel came first")
-            sequence = Sequence.of(
-                generation, vocab_size=self.engine.runner.vocab_size, max_context=self.engine.runner.max_context
-            )
+            vocab_size, max_context = self.engine.runner.vocab_size, self.engine.runner.max_context
+            sequence = Sequence.of(generation, vocab_size=vocab_size, max_context=max_context, prefix=prefix)
             self._check_company(generation)
             sequence.ends_at = self.clock() + remaining_s(generation)
             if known is not None:
@@ -303,8 +305,7 @@ class EngineWorker(Actor):
         for request, attempt in cancel.requests:
             self._cancelled.pop(request, None)
             self._cancelled[request] = attempt
-            held = self.held.get(request)
-            if held is not None and held.attempt <= attempt:
+            if (held := self.held.get(request)) is not None and held.attempt <= attempt:
                 self.drop(request)
         while len(self._cancelled) > TOMBSTONES:
             del self._cancelled[next(iter(self._cancelled))]
@@ -368,8 +369,7 @@ class EngineWorker(Actor):
 
     def presence(self, state: WorkerState) -> Presence:
         if not self.loaded:
-            starting = super().presence(state)
-            return msgspec.structs.replace(starting, host=self.host, loaded=round(self.loaded_share, 3))
+            return msgspec.structs.replace(super().presence(state), host=self.host, loaded=round(self.loaded_share, 3))
         return Presence(
             worker=self.ref,
             state="draining" if self.refusing else state,

@@ -170,7 +170,7 @@ class DecodeActor(EngineWorker):
                 self.arrivals.take(arrival, arrived)
 
         arrival = self.arrivals.find(ready)
-        sequence = self.admit(ready.generation, reply, take)
+        sequence = self.admit(ready.generation, reply, take, None if arrival is None else arrival.prompt)
         if sequence is not None:
             self.speculate(sequence)
             self.kv_reader.begin(sequence, ready.handle, arrival)

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 import anyio
 
 from common.cache.grouped_pool import HOLE, Arrived, ArrivedBlock
-from common.cache.prefix import HASH_BYTES
+from common.cache.prefix import HASH_BYTES, TOKEN_BYTES
 from common.cache.spec import group_name
+from common.engine.known_tokens import KnownTokens
 from common.engine.sequence import Sequence
 from common.protocol.errors import Cancelled, PenstockError
 from common.protocol.handles import GroupBlocks, WorkerRef
@@ -55,8 +56,9 @@ class _Block:
 
 @dataclass(slots=True, eq=False)
 class Arrival:
-    """One stream. `groups`: of each cache group, blocks by their index in the block table. `early_bytes`: of
-    the sequence's KV, what had been copied before KvReady came. `is_over`: nothing more is copied for it."""
+    """One stream. `prompt`: the tokens that came with its parts. `groups`: of each cache group, blocks by their index in the
+    block table. `early_bytes`: of the sequence's KV, what had been copied before KvReady came. `is_over`: nothing more is
+    copied for it."""
 
     name: str
     request: str
@@ -66,6 +68,7 @@ class Arrival:
     fingerprint: str
     began_at: float
     heard_at: float
+    prompt: KnownTokens
     groups: list[dict[int, _Block]]
     hashes: dict[int, bytes] = field(default_factory=dict)
     todo: deque[GroupBlocks] = field(default_factory=deque)
@@ -123,8 +126,14 @@ class Arrivals:
             self._end([one for one in self._arrivals.values() if one.request == part.request and one.attempt < part.attempt])
             now = worker.clock()
             groups: list[dict[int, _Block]] = [{} for _ in worker.cache.pool.groups]
+            prompt = KnownTokens(
+                block_tokens=worker.cache.block_tokens,
+                fingerprint=worker.cache.fingerprint,
+                salt=part.salt,
+                vocab_size=worker.engine.runner.vocab_size,
+            )
             arrival = Arrival(
-                part.stream, part.request, part.attempt, part.owner, part.lease, part.fingerprint, now, now, groups
+                part.stream, part.request, part.attempt, part.owner, part.lease, part.fingerprint, now, now, prompt, groups
             )
             self._arrivals[part.stream] = arrival
         elif (part.owner, part.request, part.attempt, part.lease) != (
@@ -137,6 +146,7 @@ class Arrivals:
         arrival.heard_at = worker.clock()
         arrival.num_parts += 1
         arrival.hashes.update(enumerate(part.hashes, part.start))
+        arrival.prompt.extend(part.start, part.tokens)
         if arrival.is_over:
             return
         arrival.todo.extend(part.groups)
@@ -327,6 +337,8 @@ class Arrivals:
         if not 0 < count <= MAX_PART_BLOCKS or not 0 <= part.start <= longest - count:
             return False
         if any(len(block_hash) != HASH_BYTES for block_hash in part.hashes):
+            return False
+        if len(part.tokens) not in (0, TOKEN_BYTES * cache.block_tokens * count):
             return False
         size, groups = cache.block_tokens, [theirs.group for theirs in part.groups]
         if len(set(groups)) < len(groups) or not set(groups) <= set(range(len(cache.pool.groups))):

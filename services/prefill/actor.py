@@ -19,6 +19,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from common.cache.prefix import TOKEN_BYTES
 from common.engine.plan import StepPlan, StepResult
 from common.engine.sequence import Sequence
 from common.protocol import tokens as token_bytes
@@ -240,7 +241,7 @@ class PrefillActor(EngineWorker):
         return lease, stream
 
     def kv_ready(self, sequence: Sequence, lease: str, stream: Stream | None = None) -> KvReady:
-        covered = sequence.num_computed
+        covered, packed = sequence.num_computed, sequence.generation.tokens
         hashes = self.cache.hash(sequence, covered)
         groups: list[GroupBlocks] = []
         for index, (group, table) in enumerate(zip(self.pool.groups, sequence.tables, strict=True)):
@@ -251,7 +252,7 @@ class PrefillActor(EngineWorker):
         return KvReady(
             generation=msgspec.structs.replace(
                 sequence.generation,
-                tokens=token_bytes.pack(sequence.tokens),
+                tokens=packed + token_bytes.pack(sequence.tokens[len(packed) // TOKEN_BYTES :]),
                 remaining_ms=max(1, int((sequence.ends_at - self.clock()) * 1000)),
             ),
             handle=KvHandle(

@@ -18,6 +18,7 @@ import msgspec
 from anyio.abc import TaskGroup
 
 from common.cache.grouped_pool import HOLE, GroupedPool
+from common.cache.prefix import TOKEN_BYTES
 from common.engine.engine import Engine
 from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
@@ -175,6 +176,8 @@ class Streams:
                 start=start,
                 hashes=hashes[start:stop],
                 groups=groups,
+                tokens=sequence.generation.tokens[TOKEN_BYTES * start * size : TOKEN_BYTES * stop * size],
+                salt=sequence.generation.salt,
             )
 
     async def _send_checked(self, stream: Stream, part: KvPart) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
+import msgspec
 import pytest
 
 from common.cache.retention import Retention
@@ -115,6 +116,7 @@ def test_all_but_the_last_chunks_kv_arrives_before_the_prompt_is_computed(
         await world.all_ended()
         assert len(parts) == 12, "12 chunks of 16 tokens, and one of 8"
         assert [part.start for part in parts] == list(range(0, 48, 4)) and all(len(part.hashes) == 4 for part in parts)
+        assert b"".join(part.tokens for part in parts) == ready[0].generation.tokens[: 4 * 192]
         assert {ready[0].stream} == {part.stream for part in parts} and ready[0].handle.lease == parts[0].lease
         named = {group.group: dict(zip(group.blocks, group.generations, strict=True)) for group in ready[0].handle.groups}
         for part in parts:
@@ -431,6 +433,8 @@ def test_parts_that_are_wrong_cost_nobody_anything(tmp_path: Path, windows: Grou
             {"hashes": []},
             {"hashes": [b"short"] * 3},
             {"hashes": [bytes(16)] * 5000},
+            {"tokens": bytes(3)},
+            {"tokens": bytes(4 * 16)},
             {"groups": [good, good]},
             {"groups": [GroupBlocks(9, good.blocks, good.generations, 0, 12)]},
             {"groups": [GroupBlocks(-1, good.blocks, good.generations, 0, 12)]},
@@ -499,6 +503,32 @@ def test_kv_of_other_tokens_is_not_used(tmp_path: Path, monkeypatch: pytest.Monk
         await world.all_ended()
         assert world.outcomes[0].finish == "length"
         assert streamed(world) == 0 and traffic(world, DecodeActor).received_tokens == 200
+
+    play(tmp_path, story, ())
+
+
+@pytest.mark.parametrize("what", ["none", "of others", "out of the vocabulary", "salted"])
+def test_tokens_that_come_with_parts_are_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """They save hashing once KvReady comes. What they claim wrongly is found out there, and costs nothing else."""
+    parts = Streams._parts
+    changes: dict[str, dict[str, bytes]] = {
+        "none": {"tokens": b""},
+        "of others": {"tokens": bytes(4 * 4 * BLOCK_TOKENS)},
+        "out of the vocabulary": {"tokens": b"\xff" * 4 * 4 * BLOCK_TOKENS},
+        "salted": {"salt": b"another tenant's"},
+    }
+
+    def wrong(self: Streams, *args: Any) -> Any:
+        for part in parts(self, *args):
+            yield msgspec.structs.replace(part, **changes[what])
+
+    monkeypatch.setattr(Streams, "_parts", wrong)
+
+    async def story(world: World) -> None:
+        world.submit(prompt(200), max_tokens=20)
+        await world.all_ended()
+        assert world.outcomes[0].finish == "length" and streamed(world) > 0
+        assert traffic(world, DecodeActor).recomputed_tokens == 0
 
     play(tmp_path, story, ())
 
