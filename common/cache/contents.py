@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from common.cache.prefix import short_hash
+from common.cache.prefix import short_hashes
 
 HASH_TYPE = "<u8"
 """How short hashes travel: 8 bytes each, little-endian."""
@@ -36,15 +36,17 @@ class PoolContents:
     def num_pending(self) -> int:
         return len(self._pending)
 
-    def stored(self, block: int, block_hash: bytes) -> None:
-        """`block` can be found by `block_hash` from now on."""
-        short = self._hashes[block] = short_hash(block_hash)
-        self._note(short, True)
+    def stored(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        """Each of these blocks can be found by its hash from now on."""
+        shorts = short_hashes([block_hash for _, block_hash in blocks])
+        for (block, _), short in zip(blocks, shorts, strict=True):
+            self._hashes[block] = short
+        self._note(shorts, True)
 
     def removed(self, block: int) -> None:
         """`block` can't be found any more."""
         short, self._hashes[block] = self._hashes[block], 0
-        self._note(short, False)
+        self._note([short], False)
 
     def take(self, limit: int) -> tuple[bytes, bytes]:
         """Return the oldest changes, of at most `limit` hashes: those stored and those removed, as `HASH_TYPE`."""
@@ -65,11 +67,11 @@ class PoolContents:
         hashes = np.frombuffer(self._hashes, np.uint64)
         return hashes[hashes != 0].astype(HASH_TYPE).tobytes()
 
-    def _note(self, short: int, is_stored: bool) -> None:
+    def _note(self, shorts: Sequence[int], is_stored: bool) -> None:
         pending = self._pending
         if not pending:
             self._on_change()
-        pending[short] = is_stored
+        pending.update(dict.fromkeys(shorts, is_stored))
         if len(pending) > self.max_pending:
             pending.clear()
             self.has_lost = True

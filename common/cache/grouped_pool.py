@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from common.cache.pool import ArrivedBlock as ArrivedBlock  # who fills block tables takes all from here
 from common.cache.pool import BlockPool
 from common.cache.retention import KEEP_ALL, Retention
 from common.protocol.errors import OutOfBlocks
@@ -19,17 +20,6 @@ HOLE = -1
 
 Tables = Sequence[Sequence[int]]
 """A block table for each group; holes are skipped."""
-
-
-class ArrivedBlock(NamedTuple):
-    """A block that KV was copied into, or is being copied into, for a sequence that is not here yet.
-
-    is_owned: a copy writes it; else it was set aside with this generation.
-    """
-
-    block: int
-    generation: int
-    is_owned: bool
 
 
 Arrived = Sequence[dict[int, ArrivedBlock]]

@@ -16,13 +16,25 @@ noticed.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from common.cache.contents import PoolContents
 from common.protocol.errors import OutOfBlocks
 from common.protocol.messages import KvUsage
+
+
+class ArrivedBlock(NamedTuple):
+    """A block that KV was copied into, or is being copied into, for a sequence that is not here yet.
+
+    is_owned: a copy writes it; else it was set aside with this generation.
+    """
+
+    block: int
+    generation: int
+    is_owned: bool
 
 
 class BlockPool:
@@ -142,6 +154,22 @@ class BlockPool:
         self._num_owned += 1
         return True
 
+    def take_back_all(self, arrived: Mapping[int, ArrivedBlock], begin: int, end: int) -> dict[int, int]:
+        """Return those of the blocks at indices [begin, end) that are owned from now on: each one that `take_back` gives back,
+        and those that were owned before."""
+        aside, generations, owners, blocks = self._aside, self._generations, self._owners, dict[int, int]()
+        for index, (block, generation, is_owned) in arrived.items():  # a thousand of them before a first token
+            if not begin <= index < end:
+                continue
+            if not is_owned:
+                if block not in aside or generations[block] != generation:
+                    continue
+                del aside[block]
+                owners[block] = 1
+                self._num_owned += 1
+            blocks[index] = block
+        return blocks
+
     def lease(self, blocks: Iterable[int]) -> None:
         """One more lease each: the blocks keep their content until `end_lease`, whatever their owners do."""
         for block in blocks:
@@ -162,18 +190,23 @@ class BlockPool:
     def publish(self, block: int, block_hash: bytes) -> None:
         """Give a full block its content address. Where another block has it already, that one stays the one found. Nothing
         is published where blocks are wiped."""
-        assert self._owners[block] or self._leases[block], f"block {block} published by nobody"
-        if self._wipe is not None:
-            return
-        held = self._hashes[block]
-        if held is not None:
-            assert held == block_hash, f"block {block} published with two contents"
-            return
-        if block_hash not in self._by_hash:
-            self._by_hash[block_hash] = block
-            self._hashes[block] = block_hash
-            if self.contents is not None:
-                self.contents.stored(block, block_hash)
+        self.publish_all([(block, block_hash)])
+
+    def publish_all(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        """`publish` each of these blocks with its hash."""
+        owners, leases, hashes, by_hash = self._owners, self._leases, self._hashes, self._by_hash
+        found: list[tuple[int, bytes]] = []
+        for block, block_hash in blocks:
+            assert owners[block] or leases[block], f"block {block} published by nobody"
+            held = hashes[block]
+            if held is not None:
+                assert held == block_hash, f"block {block} published with two contents"
+            elif self._wipe is None and block_hash not in by_hash:
+                by_hash[block_hash] = block
+                hashes[block] = block_hash
+                found.append((block, block_hash))
+        if found and self.contents is not None:
+            self.contents.stored(found)
 
     def find(self, block_hash: bytes) -> int:
         """Return the block of a hash, or -1. Not retained: do that at once."""

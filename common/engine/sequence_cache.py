@@ -99,7 +99,7 @@ class SequenceCache:
             self.pool.release(cached)
             raise
         for given, mine in zip(arrived, taken, strict=False):
-            for index in given.keys() - mine.keys():
+            for index in given.keys() - mine.keys() if len(mine) < len(given) else ():
                 del given[index]
         sequence.blocks, *sequence.more_blocks = (
             _joined(old, new, mine) for old, new, mine in zip(cached, fresh, taken, strict=True)
@@ -201,9 +201,8 @@ class SequenceCache:
         if full > sequence.num_published:
             hashes = self.hash(sequence, sequence.num_computed)
             for (pool, _), table in zip(self.pool.groups, sequence.tables, strict=True):
-                for index in range(sequence.num_published, full):
-                    if table[index] != HOLE:
-                        pool.publish(table[index], hashes[index])
+                news = zip(table[sequence.num_published : full], hashes[sequence.num_published :], strict=True)
+                pool.publish_all([(block, block_hash) for block, block_hash in news if block != HOLE])
             sequence.num_published = full
         if not self.keeps_all:
             self._let_go(sequence)
@@ -228,14 +227,7 @@ class SequenceCache:
         """Return, for each group, the blocks at [begin, end) of its table that are the sequence's from now on."""
         if not arrived:
             return [{} for _ in self.pool.groups]
-        return [
-            {
-                index: one.block
-                for index, one in blocks.items()
-                if begin <= index < end and (one.is_owned or pool.take_back(one.block, one.generation))
-            }
-            for (pool, _), blocks in zip(self.pool.groups, arrived, strict=True)
-        ]
+        return [pool.take_back_all(blocks, begin, end) for (pool, _), blocks in zip(self.pool.groups, arrived, strict=True)]
 
     def _missing(self, sequence: Sequence) -> list[bytes]:
         """Return the hashes of the prompt's full blocks that are not wholly planned; none where they can't be shared."""
@@ -260,8 +252,10 @@ class SequenceCache:
 
     def _lacking(self, table: list[int], start: int, end: int) -> list[int]:
         """Return the indices of the blocks of tokens [start, end) that a table does not have."""
-        indices = range(start // self.block_tokens, self.blocks_for(end))
-        return [index for index in indices if index >= len(table) or table[index] == HOLE]
+        first, stop = start // self.block_tokens, self.blocks_for(end)
+        held = table[first:stop]
+        holes = [index for index, block in enumerate(held, first) if block == HOLE] if HOLE in held else []
+        return [*holes, *range(max(first, len(table)), stop)]
 
     def _fill(self, sequence: Sequence, lacking: list[list[int]]) -> None:
         """:raises OutOfBlocks: nothing has been taken then."""

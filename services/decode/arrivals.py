@@ -44,21 +44,17 @@ MAX_ENDED = 4096
 
 @dataclass(slots=True)
 class _Block:
-    """One that was copied, or is being copied (`is_written`). `source`: the owner's block and its generation. `is_taken`: it is
-    a sequence's."""
+    """One that is being copied (`arrived.is_owned`), or was. `source`: the owner's block and its generation."""
 
-    block: int
-    generation: int
+    arrived: ArrivedBlock
     source: tuple[int, int]
-    is_written: bool = True
-    is_taken: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Arrival:
     """One stream. `prompt`: the tokens that came with its parts. `groups`: of each cache group, blocks by their index in the
-    block table. `early_bytes`: of the sequence's KV, what had been copied before KvReady came. `is_over`: nothing more is
-    copied for it."""
+    block table. `taken`: of each group, the indices of those that are a sequence's. `early_bytes`: of the sequence's KV, what
+    had been copied before KvReady came. `is_over`: nothing more is copied for it."""
 
     name: str
     request: str
@@ -70,6 +66,7 @@ class Arrival:
     heard_at: float
     prompt: KnownTokens
     groups: list[dict[int, _Block]]
+    taken: list[set[int]]
     hashes: dict[int, bytes] = field(default_factory=dict)
     todo: deque[GroupBlocks] = field(default_factory=deque)
     transfer: Transfer | None = None
@@ -88,10 +85,6 @@ class Arrival:
     def facts(self) -> tuple[tuple[str, int], ...]:
         """What a request's timeline says of its stream."""
         return (("streamed_bytes", self.early_bytes), ("streamed_parts", self.num_parts))
-
-    def places(self, group: int) -> set[int]:
-        """The places in a group's block table at which its KV has become the sequence's. Call it once `settled`."""
-        return {index for index, one in self.groups[group].items() if one.is_taken}
 
 
 class Arrivals:
@@ -126,15 +119,15 @@ class Arrivals:
             self._end([one for one in self._arrivals.values() if one.request == part.request and one.attempt < part.attempt])
             now = worker.clock()
             groups: list[dict[int, _Block]] = [{} for _ in worker.cache.pool.groups]
+            taken: list[set[int]] = [set() for _ in groups]
             prompt = KnownTokens(
                 block_tokens=worker.cache.block_tokens,
                 fingerprint=worker.cache.fingerprint,
                 salt=part.salt,
                 vocab_size=worker.engine.runner.vocab_size,
             )
-            arrival = Arrival(
-                part.stream, part.request, part.attempt, part.owner, part.lease, part.fingerprint, now, now, prompt, groups
-            )
+            names = (part.stream, part.request, part.attempt, part.owner, part.lease, part.fingerprint)
+            arrival = Arrival(*names, now, now, prompt, groups, taken)
             self._arrivals[part.stream] = arrival
         elif (part.owner, part.request, part.attempt, part.lease) != (
             arrival.owner,
@@ -203,16 +196,17 @@ class Arrivals:
         """Return the blocks that hold, or will, what the hand-off names for these tokens, for `SequenceCache.open`."""
         if arrival is None:
             return ()
-        cache, arrived = self._worker.cache, list[dict[int, ArrivedBlock]]()
+        cache, arrived, told = self._worker.cache, list[dict[int, ArrivedBlock]](), arrival.hashes
         hashes = cache.hash(sequence, len(sequence.tokens) - 1)
         for theirs, mine in zip(ready.handle.groups, arrival.groups, strict=True):
             first = theirs.start // cache.block_tokens
-            named = dict(enumerate(zip(theirs.blocks, theirs.generations, strict=True), first))
+            named = list(zip(theirs.blocks, theirs.generations, strict=True))
+            end = min(len(hashes), first + len(named))
             arrived.append(
                 {
-                    index: ArrivedBlock(one.block, one.generation, one.is_written)
+                    index: one.arrived
                     for index, one in mine.items()
-                    if index < len(hashes) and arrival.hashes.get(index) == hashes[index] and named.get(index) == one.source
+                    if first <= index < end and named[index - first] == one.source and told[index] == hashes[index]
                 }
             )
         return arrived
@@ -220,14 +214,11 @@ class Arrivals:
     def take(self, arrival: Arrival, arrived: Arrived) -> None:
         """The sequence was admitted with what `arrived` still holds: the stream is over, and all other blocks of it free."""
         self._forget(arrival)
-        for index, mine in enumerate(arrival.groups):
-            for place in list(mine):
-                if place in arrived[index]:
-                    mine[place].is_taken = True
-                    if not mine[place].is_written:
-                        arrival.early_bytes += self._worker.engine.groups[index].segment.block_bytes
-                else:
-                    self._drop(arrival, index, place)
+        for index, (mine, group) in enumerate(zip(arrived, self._worker.engine.groups, strict=True)):
+            arrival.taken[index].update(mine)
+            arrival.early_bytes += sum(not one.is_owned for one in mine.values()) * group.segment.block_bytes
+            for place in arrival.groups[index].keys() - mine.keys():
+                self._drop(arrival, index, place)
 
     # -- copies
 
@@ -266,7 +257,8 @@ class Arrivals:
             taken = pool.allocate(len(part))
             generations = pool.generations_of(taken)
             for i, block, generation in zip(part, taken, generations, strict=True):
-                mine[first + i] = _Block(block, generation, (theirs.blocks[i], theirs.generations[i]))
+                source_block = (theirs.blocks[i], theirs.generations[i])
+                mine[first + i] = _Block(ArrivedBlock(block, generation, is_owned=True), source_block)
             arrival.transfer = transport.pull(source.pick(part), LocalBlocks(memory, taken))
             is_copied = False
             try:
@@ -285,15 +277,16 @@ class Arrivals:
         """A copy into these blocks has ended."""
         mine, pool = arrival.groups[group], self._worker.cache.pool.groups[group].pool
         for index in indices:
-            one = mine[index]
-            one.is_written = False
-            if one.is_taken:
+            block, generation, _ = mine[index].arrived
+            mine[index].arrived = ArrivedBlock(block, generation, is_owned=False)
+            if index in arrival.taken[group]:
                 if not is_copied:
-                    del mine[index]  # the block is the sequence's, and is pulled into once more
+                    arrival.taken[group].remove(index)  # the block is the sequence's, and is pulled into once more
+                    del mine[index]
             elif is_copied and arrival.name in self._arrivals:
-                pool.set_aside([one.block])
+                pool.set_aside([block])
             else:
-                pool.release([one.block])
+                pool.release([block])
                 del mine[index]
         self._worker.wake()  # somebody may have waited for these blocks
 
@@ -313,11 +306,12 @@ class Arrivals:
 
     def _drop(self, arrival: Arrival, group: int, index: int) -> None:
         """Free a block that no sequence has taken; one that is written is freed when that has ended."""
-        one, pool = arrival.groups[group][index], self._worker.cache.pool.groups[group].pool
-        if one.is_written:
+        block, generation, is_written = arrival.groups[group][index].arrived
+        pool = self._worker.cache.pool.groups[group].pool
+        if is_written:
             return
-        if pool.take_back(one.block, one.generation):
-            pool.release([one.block])
+        if pool.take_back(block, generation):
+            pool.release([block])
         del arrival.groups[group][index]
 
     def _forget(self, arrival: Arrival) -> None:

@@ -112,7 +112,7 @@ class KvReader:
         num_bytes, began_at = 0, worker.clock()
         for theirs, table, memory in zip(groups, sequence.tables, worker.engine.groups, strict=True):
             first = theirs.start // cache.block_tokens
-            arrived = set[int]() if arrival is None else arrival.places(theirs.group)
+            arrived = set[int]() if arrival is None else arrival.taken[theirs.group]
             places = [place for place in range(max(have, first), end) if place not in arrived]
             num_bytes += len(arrived) * memory.segment.block_bytes
             if places:

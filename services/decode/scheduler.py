@@ -141,13 +141,15 @@ class DecodeScheduler:
         self._copying[sequence] = None
 
     def end_copy(self, sequence: Sequence, num_computed: int) -> None:
-        """The copy has ended; KV of the first `num_computed` tokens is there (what was there before stays)."""
+        """The copy has ended; KV of the first `num_computed` tokens is there (what was there before stays).
+
+        Others find it once the first step with it has run, which does not wait for that: a long prompt has many blocks.
+        """
         del self._copying[sequence]
         if sequence.cancelled:
             self.cache.close(sequence)
             return
         self.cache.copied(sequence, num_computed)
-        self.cache.publish(sequence)
         self._running[sequence] = None
 
     def holds(self, sequence: Sequence) -> bool:
@@ -279,6 +281,7 @@ class DecodeScheduler:
             sequence.cancelled = True
         elif sequence in self._running:
             sequence.cancelled = True
+            self.cache.publish(sequence)  # what was copied, if no step has run with it
             self._leave(sequence)
         elif sequence in self._preempted:
             self._preempted.remove(sequence)
@@ -370,6 +373,7 @@ class DecodeScheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         del self._running[sequence]
+        self.cache.publish(sequence)  # likewise
         self.cache.close(sequence)
         self._preempted.append(sequence)
         self._preempted.sort(key=lambda s: s.arrival)

@@ -296,6 +296,43 @@ def test_a_cancel_while_a_step_or_a_copy_touches_the_blocks_frees_them_when_it_h
     assert bench.all_given_back()
 
 
+def copied(bench: Bench, scheduler: DecodeScheduler, name: str, prompt: list[int], num_computed: int) -> Sequence:
+    """A sequence whose KV has come from elsewhere, and that no step has run with."""
+    s = sequence(name, prompt)
+    scheduler.admit(s)
+    scheduler.begin_copy(s)
+    scheduler.end_copy(s, num_computed)
+    return s
+
+
+@pytest.mark.parametrize("how", ["stepped", "cancelled", "cancelled in a step", "preempted"])
+def test_copied_kv_is_found_once_a_step_has_run_or_the_sequence_has_left(how: str) -> None:
+    bench = Bench(num_blocks=8)
+    scheduler = scheduler_on(bench)
+    s = copied(bench, scheduler, "a", list(range(20)), 19)
+    hashes = bench.cache.hash(s, 19)
+    assert len(hashes) == 4 and not bench.pool.groups[0].pool.match(hashes)
+    if how == "stepped":
+        step(bench, scheduler)
+    elif how == "preempted":
+        scheduler._preempt(s)
+    else:
+        plan = scheduler.plan(0.0) if how == "cancelled in a step" else None
+        scheduler.cancel(s)
+        if plan is not None:
+            scheduler.commit(plan, bench.runner.execute(plan), 0.0)
+    assert len(bench.pool.groups[0].pool.match(hashes)) == 4
+    bench.pool.check()
+
+
+def test_kv_whose_copy_failed_is_found_by_nobody() -> None:
+    bench = Bench()
+    scheduler = scheduler_on(bench)
+    s = copied(bench, scheduler, "a", list(range(20)), 0)
+    scheduler.cancel(s)
+    assert not bench.pool.groups[0].pool.match(bench.cache.hash(s, 19)) and bench.all_given_back()
+
+
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_any_history_gives_the_right_tokens_and_everything_back(data: st.DataObject) -> None:

@@ -129,9 +129,9 @@ def test_the_index_finds_what_the_worker_would_find(groups: list[tuple[Retention
 def test_changes_that_are_too_many_leave_out_a_number() -> None:
     contents = PoolContents(100, max_pending=4)
     for block in range(4):
-        contents.stored(block, bytes([block]) * 16)
+        contents.stored([(block, bytes([block]) * 16)])
     assert contents.num_pending == 4 and not contents.has_lost
-    contents.stored(4, b"4" * 16)
+    contents.stored([(4, b"4" * 16)])
     assert contents.has_lost and contents.num_pending == 0
     assert len(contents.all()) == 8 * 5
     assert contents.take(10) == (b"", b"") and not contents.has_lost
@@ -140,9 +140,9 @@ def test_changes_that_are_too_many_leave_out_a_number() -> None:
 def test_a_block_that_was_stored_and_removed_between_two_messages_is_told_of_once() -> None:
     woken: list[int] = []
     contents = PoolContents(4, max_pending=10, on_change=lambda: woken.append(1))
-    contents.stored(0, b"a" * 16)
+    contents.stored([(0, b"a" * 16)])
     contents.removed(0)
-    contents.stored(1, b"b" * 16)
+    contents.stored([(1, b"b" * 16)])
     stored, removed = contents.take(1)
     assert (len(stored), len(removed)) == (0, 8)
     stored, removed = contents.take(10)

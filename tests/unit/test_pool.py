@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from common.cache.pool import BlockPool
+from common.cache.pool import ArrivedBlock, BlockPool
 from common.protocol.errors import OutOfBlocks
 from common.protocol.messages import KvUsage
 
@@ -143,6 +143,20 @@ def test_a_block_that_was_set_aside_can_be_taken_back_until_others_need_it():
     assert sorted(taken) == [0, 1, 2, 3] and pool.num_aside == 0
     pool.set_aside(taken)
     assert not any(map(pool.take_back, aside, generations)), "it holds another one's content now"
+    pool.check()
+
+
+def test_of_blocks_that_arrived_those_are_taken_back_that_are_still_there_and_asked_for():
+    pool = BlockPool(8, 16)
+    blocks = pool.allocate(6)
+    arrived = {
+        3 + i: ArrivedBlock(block, generation, is_owned=i == 2)
+        for i, (block, generation) in enumerate(zip(blocks, pool.generations_of(blocks), strict=True))
+    }
+    pool.set_aside([block for block in blocks if block != blocks[2]])
+    pool.allocate(3)  # two were free; the third is the one that was set aside first
+    assert pool.take_back_all(arrived, 3, 8) == {4: blocks[1], 5: blocks[2], 6: blocks[3], 7: blocks[4]}
+    assert pool.num_aside == 1 and pool.usage().owned == 7
     pool.check()
 
 
