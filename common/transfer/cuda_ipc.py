@@ -192,7 +192,7 @@ class _DeviceReader:
         from common.ops.kv.block_copy import copy_blocks
 
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            ids = torch.tensor([list(source_blocks), list(into_blocks)], dtype=torch.int64).to(self._device)
+            ids = torch.from_numpy(np.array([source_blocks, into_blocks], np.int64)).to(self._device)
             copy_blocks(theirs, ids[0], pool, ids[1], max_programs=_PROGRAMS)
         if self._stream is not None:
             self._stream.synchronize()

@@ -165,13 +165,14 @@ class PrefillActor(EngineWorker):
             if sequence.request in self.answering:
                 self.report_answer(sequence)
                 continue
-            self.prefixes.offer_soon(sequence)
-            if sequence.finish is not None or not self.is_held(sequence):
-                self.streams.withdraw(sequence)
-                self.cache.close(sequence)
-            else:
+            goes_on = sequence.finish is None and self.is_held(sequence)
+            if goes_on:
                 self.parked[sequence.request] = sequence
                 self.task_group.start_soon(self.hand_off, sequence)
+            self.prefixes.offer_soon(sequence)  # behind the hand-off: somebody waits for that
+            if not goes_on:
+                self.streams.withdraw(sequence)
+                self.cache.close(sequence)
 
     def report_answer(self, sequence: Sequence) -> None:
         """Of one that decodes here: its scheduler frees the blocks."""
