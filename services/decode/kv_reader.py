@@ -1,6 +1,6 @@
 """How the KV of a hand-off comes here: copied from the prefill worker's blocks, whose lease is renewed meanwhile.
 
-KvReady admitted ─► what its stream still writes has ended ─► the blocks that are not here yet are pulled, a group at a time
+KvReady admitted ─► blocks that no stream brought are pulled, a group at a time; what the stream still writes has ended
     ─► lease released ─► the sequence runs
     ├ stale, unreadable, another layout: the sequence runs all the same, and computes what is missing
     └ dropped meanwhile: the transfer is given up, and the blocks are freed once nothing writes them
@@ -9,15 +9,16 @@ KvReady admitted ─► what its stream still writes has ended ─► the blocks
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from common.cache.spec import group_name
 from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
 from common.protocol.errors import Cancelled, PenstockError, ProtocolError, StaleHandle
 from common.protocol.handles import GroupBlocks, KvHandle, WorkerRef
-from common.protocol.messages import ReleaseLease, RenewLeases
+from common.protocol.messages import Presence, ReleaseLease, RenewLeases
 from common.runtime import logs
-from common.transfer.base import LocalBlocks, RemoteBlocks
+from common.transfer.base import LocalBlocks, RemoteBlocks, Transport
 from common.transfer.transfer import Transfer
 from services.decode.arrivals import Arrival
 from services.decode.kv_source import Reader, way_to
@@ -29,7 +30,7 @@ class KvReader:
     def __init__(self, worker: Reader) -> None:
         self._worker = worker
         self._pulling: dict[str, WorkerRef] = {}
-        self._transfers: dict[Sequence, Transfer] = {}
+        self._transfers: dict[Sequence, list[Transfer]] = {}
 
     def begin(self, sequence: Sequence, handle: KvHandle, arrival: Arrival | None = None) -> None:
         """Copy the blocks of an admitted sequence that are not here yet. Call it in the turn that admitted it.
@@ -38,14 +39,12 @@ class KvReader:
         """
         self._worker.scheduler.begin_copy(sequence)
         self._pulling[handle.lease] = handle.owner
-        if arrival is not None and arrival.transfer is not None:
-            self._transfers[sequence] = arrival.transfer
+        self._transfers[sequence] = [arrival.transfer] if arrival is not None and arrival.transfer is not None else []
         self._worker.task_group.start_soon(self._pull, sequence, handle, arrival)
 
     def cancel(self, sequence: Sequence) -> None:
         """Nobody wants the sequence any more: end its copy soon. Harmless for one that copies nothing."""
-        transfer = self._transfers.get(sequence)
-        if transfer is not None:
+        for transfer in self._transfers.get(sequence, ()):
             transfer.stop()
 
     def renew(self, others: Iterable[tuple[str, WorkerRef]] = ()) -> None:
@@ -62,9 +61,11 @@ class KvReader:
         num_computed, num_bytes, code, began_at = 0, 0, "", worker.clock()
         here, facts = sequence.num_computed, () if arrival is None else arrival.facts
         try:
-            if arrival is not None:
-                await arrival.settled()
-            num_bytes = await self._copy(sequence, handle, arrival)
+            try:
+                num_bytes = await self._copy(sequence, handle, arrival)
+            finally:
+                if arrival is not None:
+                    await arrival.settled()
             num_computed = handle.num_tokens
             worker.kv.received(max(num_computed - here, 0), num_bytes, min(here, num_computed))
             worker.kv.streamed(0 if arrival is None else arrival.early_bytes)
@@ -106,29 +107,56 @@ class KvReader:
             raise StaleHandle("the handle is for other tokens")
         if sequence.cancelled:
             raise Cancelled("dropped before its KV was copied")
+        if arrival is not None and transport is not worker.transport:
+            await arrival.settled()  # an owner of another host stages one copy at a time
         cache.reach(sequence, handle.num_tokens)
-        have, end = sequence.num_computed // cache.block_tokens, cache.blocks_for(handle.num_tokens)
-        copies: list[tuple[RemoteBlocks, LocalBlocks]] = []
-        num_bytes, began_at = 0, worker.clock()
-        for theirs, table, memory in zip(groups, sequence.tables, worker.engine.groups, strict=True):
-            first = theirs.start // cache.block_tokens
+        copy = _Copy(sequence, owner, handle, groups, transport)
+        began_at = worker.clock()
+        num_bytes = await self._copy_missing(copy, arrival)
+        if arrival is not None:  # what no stream brings has come beside what the stream still wrote; now what that lacks
+            await arrival.settled()
+            num_bytes += await self._copy_missing(copy, arrival)
+            sizes = [group.segment.block_bytes for group in worker.engine.groups]
+            num_bytes += sum(len(taken) * size for taken, size in zip(arrival.taken, sizes, strict=True))
+        if transport is not worker.transport:
+            worker.remote.pulled(copy.num_blocks * cache.block_tokens, worker.clock() - began_at)
+        return num_bytes
+
+    async def _copy_missing(self, copy: _Copy, arrival: Arrival | None) -> int:
+        """Copy what neither the stream brings nor was copied before; return how many bytes that is. Errors: see `_copy`."""
+        worker, sequence, owner, num_bytes = self._worker, copy.sequence, copy.owner, 0
+        size, end = worker.cache.block_tokens, worker.cache.blocks_for(copy.handle.num_tokens)
+        for theirs, table, memory in zip(copy.groups, sequence.tables, worker.engine.groups, strict=True):
+            first, done = theirs.start // size, copy.done.setdefault(theirs.group, set())
             arrived = set[int]() if arrival is None else arrival.taken[theirs.group]
-            places = [place for place in range(max(have, first), end) if place not in arrived]
-            num_bytes += len(arrived) * memory.segment.block_bytes
-            if places:
-                segment, fingerprint = (group_name(name, theirs.group) for name in (owner.segment, handle.fingerprint))
-                source = RemoteBlocks(owner.host, segment, fingerprint, theirs.blocks, theirs.generations, theirs.checksums)
-                mine = LocalBlocks(memory.segment.blocks, [table[place] for place in places])
-                copies.append((source.pick([place - first for place in places]), mine))
-        for source, target in copies:
+            places = sorted(set(range(max(first, sequence.num_computed // size), end)) - arrived - done)
+            if not places:
+                continue
             if sequence.cancelled:
                 raise Cancelled("dropped while its KV was copied")
-            self._transfers[sequence] = transfer = transport.pull(source, target)
+            segment, fingerprint = (group_name(name, theirs.group) for name in (owner.segment, copy.handle.fingerprint))
+            source = RemoteBlocks(owner.host, segment, fingerprint, theirs.blocks, theirs.generations, theirs.checksums)
+            target = LocalBlocks(memory.segment.blocks, [table[place] for place in places])
+            transfer = copy.transport.pull(source.pick([place - first for place in places]), target)
+            self._transfers[sequence].append(transfer)
             num_bytes += await transfer
-        if transport is not worker.transport:
-            num_tokens = max((len(target.blocks) for _, target in copies), default=0) * cache.block_tokens
-            worker.remote.pulled(num_tokens, worker.clock() - began_at)
+            done.update(places)
+            copy.num_blocks = max(copy.num_blocks, len(places))
         return num_bytes
+
+
+@dataclass(slots=True)
+class _Copy:
+    """What one hand-off copies. `groups`: the handle's, checked. `done`: of each group, the indices of blocks that have been
+    copied. `num_blocks`: the most that were copied of one group at a time."""
+
+    sequence: Sequence
+    owner: Presence
+    handle: KvHandle
+    groups: list[GroupBlocks]
+    transport: Transport
+    done: dict[int, set[int]] = field(default_factory=dict)
+    num_blocks: int = 0
 
 
 def covered_blocks(handle: KvHandle, num_tokens: int, cache: SequenceCache) -> list[GroupBlocks]:

@@ -154,6 +154,9 @@ class PrefillActor(EngineWorker):
         newest = [(sequence, sequence.num_outputs - 1) for sequence in done]
         self.constraints.check(newest)
         newest = [(sequence, start) for sequence, start in newest if self.is_held(sequence)]
+        for sequence, _ in newest:
+            if sequence.finish is None and sequence.request not in self.answering:
+                self.streams.advance_last(sequence, self.decode_for[sequence.request])
         first: list[tuple[Sequence, int]] = []
         later: list[tuple[Sequence, int]] = []
         for sequence, start in newest:

@@ -1,6 +1,6 @@
 """KV of prompts that are still computed, told to decode workers chunk by chunk: the prefill side of a streaming hand-off.
 
-    chunk committed, more to come ─► KvPart: its full blocks, leased from now on ─► … ─► the last chunk ─► KvReady, same lease
+    chunk committed, more to come ─► KvPart: its full blocks, leased from now on ─► … ─► the last: KvPart, KvReady, same lease
     dropped, refused, lease over  ─► KvWithdrawn; the lease ends, and what is still to be handed off is handed off whole
 
 A group that keeps a window takes part with the blocks that KvReady will name, not with those that will have fallen out by then.
@@ -108,6 +108,15 @@ class Streams:
         if sequence.timeline is not None:
             now, num_tokens = worker.clock(), (end - begin) * worker.cache.block_tokens
             sequence.timeline.note(Event("part", now, now, num_tokens, decode.id))
+
+    def advance_last(self, sequence: Sequence, decode: WorkerRef) -> None:
+        """The last chunk was committed, and KvReady is about to be made: the decode worker copies meanwhile what it will name.
+
+        Only for a prompt that is streamed already. With checksums it is not worth while: KvReady waits for the same ones.
+        """
+        stream = self._streams.get(sequence)
+        if stream is not None and stream.decode == decode and not self._worker.remote.has_checksums:
+            self.advance(sequence, decode)
 
     def finish(self, sequence: Sequence, decode: WorkerRef) -> Stream | None:
         """The prompt is computed, and is handed off to `decode`: return its stream, whose lease is the caller's from now on."""

@@ -114,9 +114,10 @@ def test_all_but_the_last_chunks_kv_arrives_before_the_prompt_is_computed(
         parts, ready = heard(world, KvPart), heard(world, KvReady)
         world.submit(prompt(200), max_tokens=8)
         await world.all_ended()
-        assert len(parts) == 12, "12 chunks of 16 tokens, and one of 8"
-        assert [part.start for part in parts] == list(range(0, 48, 4)) and all(len(part.hashes) == 4 for part in parts)
-        assert b"".join(part.tokens for part in parts) == ready[0].generation.tokens[: 4 * 192]
+        assert len(parts) == 13, "12 chunks of 16 tokens, and one of 8"
+        assert [part.start for part in parts] == list(range(0, 52, 4))
+        assert [len(part.hashes) for part in parts] == [4] * 12 + [2]
+        assert b"".join(part.tokens for part in parts) == ready[0].generation.tokens[: 4 * 200]
         assert {ready[0].stream} == {part.stream for part in parts} and ready[0].handle.lease == parts[0].lease
         named = {group.group: dict(zip(group.blocks, group.generations, strict=True)) for group in ready[0].handle.groups}
         for part in parts:
@@ -127,13 +128,13 @@ def test_all_but_the_last_chunks_kv_arrives_before_the_prompt_is_computed(
         assert said.received_tokens == 200 and said.recomputed_tokens == 0
         assert said.received_bytes == sum(len(group.blocks) for group in ready[0].handle.groups) * BLOCK_BYTES
         assert sum(path.bytes for path in said.paths if path.path == "shm") == said.received_bytes, "nothing is copied twice"
-        at_the_end = sum(2 for _ in ready[0].handle.groups) + sum(len(group.blocks) for group in parts[-1].groups)
+        at_the_end = sum(2 for _ in ready[0].handle.groups) + sum(len(group.blocks) for group in parts[-2].groups)
         early = streamed(world)
         assert said.received_bytes - at_the_end * BLOCK_BYTES <= early < said.received_bytes
         told = records(world, "request-1")
-        assert len([event for event in told["prefill"].events if event.name == "part"]) == 12
+        assert len([event for event in told["prefill"].events if event.name == "part"]) == 13
         (pulled,) = [event for event in told["decode"].events if event.name == "pull"]
-        assert dict(pulled.facts) == {"streamed_bytes": early, "streamed_parts": 12}
+        assert dict(pulled.facts) == {"streamed_bytes": early, "streamed_parts": 13}
         assert (pulled.num_tokens, pulled.num_bytes) == (200, said.received_bytes)
 
     play(tmp_path, story, windows, run_ahead=run_ahead)
