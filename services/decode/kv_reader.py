@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import anyio
+
 from common.cache.spec import group_name
 from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
@@ -24,6 +26,9 @@ from services.decode.arrivals import Arrival
 from services.decode.kv_source import Reader, way_to
 
 log = logs.get("decode")
+
+SUBMIT_S = 0.002
+"""Seconds after which a first step has been submitted: hashes of a long prompt's blocks are work for the time that it runs."""
 
 
 class KvReader:
@@ -92,6 +97,8 @@ class KvReader:
             )
             worker.send(handle.owner, ReleaseLease(leases=[handle.lease]))
             worker.wake()
+        await anyio.sleep(SUBMIT_S)
+        worker.scheduler.publish(sequence)
 
     async def _copy(self, sequence: Sequence, handle: KvHandle, arrival: Arrival | None) -> int:
         """Return how many bytes were copied, those that a stream brought among them.

@@ -143,7 +143,7 @@ class DecodeScheduler:
     def end_copy(self, sequence: Sequence, num_computed: int) -> None:
         """The copy has ended; KV of the first `num_computed` tokens is there (what was there before stays).
 
-        Others find it once the first step with it has run, which does not wait for that: a long prompt has many blocks.
+        Others find it after `publish`, or the first step: that does not wait for the hashes of a long prompt's many blocks.
         """
         del self._copying[sequence]
         if sequence.cancelled:
@@ -151,6 +151,11 @@ class DecodeScheduler:
             return
         self.cache.copied(sequence, num_computed)
         self._running[sequence] = None
+
+    def publish(self, sequence: Sequence) -> None:
+        """Let others find what was copied. Harmless for a sequence that does not run, or at any other time."""
+        if sequence in self._running:
+            self.cache.publish(sequence)
 
     def holds(self, sequence: Sequence) -> bool:
         """Whether the sequence can be planned."""

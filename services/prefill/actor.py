@@ -199,6 +199,7 @@ class PrefillActor(EngineWorker):
 
     async def hand_off(self, sequence: Sequence) -> None:
         """Lease the blocks to the decode worker and ask it to take the request."""
+        await self._outbox.passed()  # the first token, and what is copied meanwhile, are on their way before KvReady is made
         decode = self.decode_for.get(sequence.request)
         if decode is None or self.parked.get(sequence.request) is not sequence:
             return

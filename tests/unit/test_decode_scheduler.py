@@ -305,7 +305,9 @@ def copied(bench: Bench, scheduler: DecodeScheduler, name: str, prompt: list[int
     return s
 
 
-@pytest.mark.parametrize("how", ["stepped", "cancelled", "cancelled in a step", "preempted"])
+@pytest.mark.parametrize(
+    "how", ["stepped", "published", "published in a step", "cancelled", "cancelled in a step", "preempted"]
+)
 def test_copied_kv_is_found_once_a_step_has_run_or_the_sequence_has_left(how: str) -> None:
     bench = Bench(num_blocks=8)
     scheduler = scheduler_on(bench)
@@ -314,11 +316,13 @@ def test_copied_kv_is_found_once_a_step_has_run_or_the_sequence_has_left(how: st
     assert len(hashes) == 4 and not bench.pool.groups[0].pool.match(hashes)
     if how == "stepped":
         step(bench, scheduler)
+    elif how == "published":
+        scheduler.publish(s)
     elif how == "preempted":
         scheduler._preempt(s)
     else:
-        plan = scheduler.plan(0.0) if how == "cancelled in a step" else None
-        scheduler.cancel(s)
+        plan = scheduler.plan(0.0) if how.endswith("in a step") else None
+        (scheduler.publish if how.startswith("published") else scheduler.cancel)(s)
         if plan is not None:
             scheduler.commit(plan, bench.runner.execute(plan), 0.0)
     assert len(bench.pool.groups[0].pool.match(hashes)) == 4
