@@ -63,7 +63,8 @@ class BlockOffer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 class BlockGrant(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """kvstore → worker: write hash `indices[i]` of the offer to `blocks[i]` of `segment`, then send BlockCommit.
 
-    `indices` leaves out what the store has already.
+    `indices` leaves out what the store has already. `generations`: of `blocks`, while they are this grant's; none from a store
+    that does not say.
     """
 
     store: WorkerRef
@@ -71,6 +72,7 @@ class BlockGrant(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     indices: list[int]
     blocks: list[int]
     segment: str = ""
+    generations: list[int] = []
 
 
 class BlockCommit(msgspec.Struct, tag=True, frozen=True, kw_only=True):

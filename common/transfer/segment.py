@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from common.protocol.errors import ConfigError, TransportUnavailable
+from common.transfer.block_locks import try_lock_alone
 from common.transfer.segment_file import (
     DEVICE_MEMORY_BYTES,
     GENERATIONS_OFFSET,
@@ -116,9 +117,11 @@ class Segment:
     def unback(self, block: int) -> None:
         """Give the memory of one block back to the system. Whoever still reads it gets zeros, so raise its generation before.
 
-        :raises OSError: the file system can't do that; the block keeps its memory.
+        :raises BlockingIOError: a worker copies it just now; the block keeps its memory.
+        :raises OSError: the file system can't do that; likewise.
         """
-        with mmap.mmap(self._fd, self.block_bytes, offset=self._offset(block)) as window:
+        offset = self._offset(block)
+        with try_lock_alone(self._fd, offset, self.block_bytes), mmap.mmap(self._fd, self.block_bytes, offset=offset) as window:
             window.madvise(mmap.MADV_REMOVE)
 
     def read_block(self, block: int, into: bytearray | memoryview) -> None:

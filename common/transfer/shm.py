@@ -6,7 +6,7 @@ copies straight out of the owner's blocks; that the owner may reuse a block mean
 owner raises before it writes. Containers that mount the same tmpfs share it (see `host_id`).
 
 Where the blocks are in a GPU's memory the file ends before them: it holds the generations, and in its header how to reach
-that memory (see `cuda_ipc`). A kvstore's segments are read and written through the file instead (see `store_segment`).
+that memory (see `cuda_ipc`). A kvstore's segments are read and written by others, too (see `store_segment`).
 """
 
 from __future__ import annotations
@@ -89,13 +89,20 @@ class StoreTransport(Pulling):
         return segment.read(source.blocks, source.generations, into, into_blocks)
 
     def write(
-        self, segment: str, fingerprint: str, blocks: Sequence[int], source: np.ndarray, source_blocks: Sequence[int]
+        self,
+        segment: str,
+        fingerprint: str,
+        blocks: Sequence[int],
+        source: np.ndarray,
+        source_blocks: Sequence[int],
+        generations: Sequence[int] = (),
     ) -> None:
-        """Copy `source[source_blocks]` to blocks that a kvstore granted. Blocks: call it in a thread.
+        """Copy `source[source_blocks]` to blocks that a kvstore granted, with `generations` if it said. Blocks: call it in a
+        thread.
 
         :raises StaleHandle, TransportUnavailable: see `StoreSegment.write`.
         """
-        self._segments.get(segment, fingerprint).write(source, source_blocks, blocks)
+        self._segments.get(segment, fingerprint).write(source, source_blocks, blocks, generations)
 
     def close(self) -> None:
         self._segments.close()

@@ -1,8 +1,17 @@
-"""A kvstore's segment as its workers use it: blocks are copied through the file, and never mapped.
+"""A kvstore's segment as its workers use it: blocks are copied through a mapping of the file, or through the file itself.
 
 A store takes memory from one model and gives it to another block by block. A mapping of a block that has lost its memory would
-take new memory when it is touched, past the store's capacity, or end the process (SIGBUS) where there is none left. Reading
-the file gives zeros instead, which the generation then gives away, and writing it fails with an error.
+take new memory when it is touched, past the store's capacity, or end the process (SIGBUS) where there is none left. So blocks
+are touched only while they are kept (`block_locks`):
+
+    worker   lock, shared ─► compare generations ─► copy ─► compare generations ─► unlock
+    store    raise the generation ─► lock, exclusive, without waiting ─► take the memory ─► unlock
+
+Whichever locks first: either the worker finds another generation and touches nothing, or the store leaves the block its memory.
+
+Blocks that are small, or of a store that names no generations, or where there are no such locks, are copied by system calls.
+Reading a block without memory gives zeros then, which the generation gives away, and writing it fails with an error. But the
+kernel lets one writer of a file in at a time, and copies page by page.
 """
 
 from __future__ import annotations
@@ -10,14 +19,28 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from common.protocol.errors import StaleHandle, TransportUnavailable
 from common.transfer.base import check_handle, compare_generations, runs
+from common.transfer.block_locks import can_lock, lock_to_copy
 from common.transfer.segment_file import GENERATIONS_OFFSET, open_segment, path_of, same_file
+
+MIN_MAPPED_BYTES = 64 << 10
+"""Smaller blocks are copied through the file: a lock takes as long as a system call that copies one."""
+
+
+class _Stretch(NamedTuple):
+    """Blocks that are consecutive in the file, and rows that are so in memory."""
+
+    block: int
+    row: int
+    num_blocks: int
 
 
 def slot_bytes(block_bytes: int) -> int:
@@ -34,6 +57,8 @@ class StoreSegment:
         self._fd, self._header = open_segment(self.path, fingerprint, os.O_RDWR)
         self._fence = fence
         weakref.finalize(self, os.close, self._fd)
+        self._mapped = self._map()
+        """uint8 [num_blocks, bytes of a slot]; None where blocks are copied through the file."""
 
     def is_current(self) -> bool:
         """False once the file is gone or another took its name."""
@@ -46,32 +71,84 @@ class StoreSegment:
         :raises TransportUnavailable: the file is shorter than its header says.
         """
         check_handle(self._header.num_blocks, blocks, generations)
-        for offset, row, count in self._stretches(blocks, into_blocks, into.shape[1]):
-            self._whole(os.preadv, into[row : row + count], offset)
+        row_bytes = into.shape[1]
+        stretches = self._stretches(blocks, into_blocks, row_bytes)
+        if self._mapped is None:
+            for block, row, count in stretches:
+                self._whole(os.preadv, into[row : row + count], block)
+        else:
+            with self._kept(stretches):
+                compare_generations(self._generations_of(blocks), blocks, generations)
+                for block, row, count in stretches:
+                    into[row : row + count] = self._mapped[block : block + count, :row_bytes]
         self._fence()  # the copy comes before the generations are read
         compare_generations(self._generations_of(blocks), blocks, generations)
-        return len(blocks) * into.shape[1]
+        return len(blocks) * row_bytes
 
-    def write(self, source: np.ndarray, source_blocks: Sequence[int], blocks: Sequence[int]) -> None:
-        """Copy `source[source_blocks]` to blocks that the store granted.
+    def write(
+        self, source: np.ndarray, source_blocks: Sequence[int], blocks: Sequence[int], generations: Sequence[int] = ()
+    ) -> None:
+        """Copy `source[source_blocks]` to blocks that the store granted. `generations`: those of the grant; () where it names
+        none.
 
-        :raises StaleHandle: there are no such blocks, or not of this size. :raises TransportUnavailable: there is no memory.
+        :raises StaleHandle: there are no such blocks, or not of this size, or they are somebody else's by now.
+        :raises TransportUnavailable: there is no memory, or the file is shorter than its header says.
         """
-        check_handle(self._header.num_blocks, blocks)
-        for offset, row, count in self._stretches(blocks, source_blocks, source.shape[1]):
-            self._whole(os.pwritev, source[row : row + count], offset)
+        check_handle(self._header.num_blocks, blocks, generations or None)
+        row_bytes = source.shape[1]
+        stretches = self._stretches(blocks, source_blocks, row_bytes)
+        if self._mapped is None or not generations:
+            for block, row, count in stretches:
+                self._whole(os.pwritev, source[row : row + count], block)
+            return
+        with self._kept(stretches):
+            compare_generations(self._generations_of(blocks), blocks, generations)
+            for block, row, count in stretches:
+                self._mapped[block : block + count, :row_bytes] = source[row : row + count]
 
-    def _stretches(self, blocks: Sequence[int], rows: Sequence[int], row_bytes: int) -> list[tuple[int, int, int]]:
-        """(file offset, first row, rows) of what one system call can copy."""
+    def _map(self) -> np.ndarray | None:
+        header = self._header
+        if header.block_bytes < MIN_MAPPED_BYTES or header.device_memory or not can_lock(self._fd):
+            return None
+        try:
+            mapped = mmap.mmap(self._fd, header.file_bytes)
+        except OSError:  # address space may be limited
+            return None
+        blocks = np.frombuffer(mapped, np.uint8)[header.blocks_offset :]
+        return blocks.reshape(header.num_blocks, header.block_bytes)
+
+    @contextmanager
+    def _kept(self, stretches: Sequence[_Stretch]) -> Iterator[None]:
+        """Have the store take no memory from these blocks meanwhile: those that have some can be touched.
+
+        :raises StaleHandle: it takes it just now. :raises TransportUnavailable: the file was cut, or can't be opened anew.
+        """
+        header = self._header
+        ranges = [(self._offset(block), count * header.block_bytes) for block, _, count in stretches]
+        try:
+            with lock_to_copy(self._fd, ranges):
+                if os.fstat(self._fd).st_size < header.file_bytes:
+                    raise TransportUnavailable(f"{self.path} is shorter than its header says")
+                yield
+        except BlockingIOError:
+            raise StaleHandle(f"a block of {self.path} is losing its memory") from None
+        except OSError as error:
+            raise TransportUnavailable(f"{self.path} can't be copied: {error.strerror}") from error
+
+    def _stretches(self, blocks: Sequence[int], rows: Sequence[int], row_bytes: int) -> list[_Stretch]:
+        """Return what one copy can do each."""
         stride = self._header.block_bytes
         if stride not in (row_bytes, slot_bytes(row_bytes)) or self._header.device_memory:
             raise StaleHandle(f"{self.path} has blocks of {stride} bytes, not {row_bytes}")
         assert len(blocks) == len(rows)
         found = runs(blocks, rows) if stride == row_bytes else zip(blocks, rows, [1] * len(rows), strict=True)
-        return [(self._header.blocks_offset + first * stride, row, count) for first, row, count in found]
+        return [_Stretch(*stretch) for stretch in found]
 
-    def _whole(self, call: Callable[[int, list[memoryview], int], int], rows: np.ndarray, offset: int) -> None:
-        left = rows.reshape(-1).data
+    def _offset(self, block: int) -> int:
+        return self._header.blocks_offset + block * self._header.block_bytes
+
+    def _whole(self, call: Callable[[int, list[memoryview], int], int], rows: np.ndarray, block: int) -> None:
+        left, offset = rows.reshape(-1).data, self._offset(block)
         while left:
             try:
                 done = call(self._fd, [left], offset)

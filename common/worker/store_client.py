@@ -40,6 +40,8 @@ log = logs.get("store_client")
 
 CHUNK_BYTES = 16 << 20
 """Copied between two looks at the clock and at cancellation."""
+CACHED_BYTES = 4 << 20
+"""Copied before, or after, their checksums are computed."""
 RENEW_EVERY_S = 1.0
 MAX_OFFERS = 4
 """Offers under way; more are not made, since the blocks of a waiting offer are kept from everyone else."""
@@ -57,6 +59,11 @@ class _GroupBlocks(NamedTuple):
     def chunks(self, num_blocks: int) -> Iterator[tuple[int, int]]:
         size = max(1, CHUNK_BYTES // self.memory.block_bytes, self.memory.num_at_once)
         return ((start, min(start + size, num_blocks)) for start in range(0, num_blocks, size))
+
+    def cached_parts(self, num_blocks: int) -> Iterator[range]:
+        """Return the parts of so many blocks whose bytes are still in a cache when they are read for the second time."""
+        size = max(1, CACHED_BYTES // self.memory.block_bytes)
+        return (range(start, min(start + size, num_blocks)) for start in range(0, num_blocks, size))
 
 
 class StoreClient:
@@ -227,12 +234,14 @@ class StoreClient:
         """In a thread. Blocks [start, end) of the lease; returns how many leading ones have the right checksum."""
 
         def fill(rows: np.ndarray, indices: Sequence[int], part: range) -> int:
-            first, last = start + part.start, start + part.stop
-            blocks, generations = lease.blocks[first:last], lease.generations[first:last]
-            self._transport.read(RemoteBlocks(self.host, lease.segment, pool.fingerprint, blocks, generations), rows, indices)
-            for i, index in enumerate(indices):
-                if crc32(rows[index]) != lease.checksums[first + i]:
-                    return i
+            for piece in pool.cached_parts(len(part)):
+                some = indices[piece.start : piece.stop]
+                first, last = start + part.start + piece.start, start + part.start + piece.stop
+                blocks, generations = lease.blocks[first:last], lease.generations[first:last]
+                self._transport.read(RemoteBlocks(self.host, lease.segment, pool.fingerprint, blocks, generations), rows, some)
+                for i, index in enumerate(some):
+                    if crc32(rows[index]) != lease.checksums[first + i]:
+                        return piece.start + i
             return len(part)
 
         return pool.memory.write(into_blocks, fill)
@@ -265,6 +274,8 @@ class StoreClient:
             if len(grant.indices) != len(grant.blocks) or not all(0 <= index < len(hashes) for index in grant.indices):
                 raise ProtocolError("a grant that does not fit its offer")
             source_blocks = [blocks[index] for index in grant.indices]
+            if grant.generations and len(grant.generations) != len(grant.blocks):
+                raise ProtocolError("a grant of blocks that have not a generation each")
             checksums = await self._copy_out(pool, store, grant, source_blocks)
             self.actor.send(store, BlockCommit(lease=grant.lease, checksums=checksums))
             committed = True
@@ -279,21 +290,24 @@ class StoreClient:
         renewed_at = self.actor.clock()
         for start, end in pool.chunks(len(source_blocks)):
             renewed_at = self._renew(store, grant.lease, renewed_at)
-            checksums += await anyio.to_thread.run_sync(
-                self._write_chunk, pool, grant.segment, source_blocks[start:end], grant.blocks[start:end]
-            )
+            checksums += await anyio.to_thread.run_sync(self._write_chunk, pool, grant, start, source_blocks[start:end])
             # this process was stopped, or the machine is that slow: the slots may be somebody else's by now
             if self.actor.clock() - renewed_at > RENEW_EVERY_S + self.actor.config.dead_after_s:
                 raise StaleHandle("the store's grant has probably ended")
         return checksums
 
-    def _write_chunk(self, pool: _GroupBlocks, segment: str, source_blocks: list[int], target_blocks: list[int]) -> list[int]:
-        """In a thread. Returns the checksums of what was copied."""
+    def _write_chunk(self, pool: _GroupBlocks, grant: BlockGrant, start: int, source_blocks: list[int]) -> list[int]:
+        """In a thread. Blocks of the grant from `start` on; returns the checksums of what was copied."""
 
         def take(rows: np.ndarray, indices: Sequence[int], part: range) -> list[int]:
-            checksums = [crc32(rows[index]) for index in indices]
+            checksums: list[int] = []
             with self._transfers.measure("kvstore", "write") as copy:
-                self._stored.write(segment, pool.fingerprint, target_blocks[part.start : part.stop], rows, indices)
+                for piece in pool.cached_parts(len(part)):
+                    some = indices[piece.start : piece.stop]
+                    checksums += [crc32(rows[index]) for index in some]
+                    first, last = start + part.start + piece.start, start + part.start + piece.stop
+                    targets, generations = grant.blocks[first:last], grant.generations[first:last]
+                    self._stored.write(grant.segment, pool.fingerprint, targets, rows, some, generations)
                 copy.num_bytes = len(part) * pool.memory.block_bytes
             return checksums
 

@@ -293,7 +293,12 @@ class KvstoreActor(Actor):
         now = self.clock()
         self.leases.grant(lease, offer.holder, Hold(arena, slots, writing=True, context=offer.context, granted_at=now), now)
         return BlockGrant(
-            store=self.ref, lease=lease, indices=[index for index, _ in granted], blocks=slots, segment=arena.segment.name
+            store=self.ref,
+            lease=lease,
+            indices=[index for index, _ in granted],
+            blocks=slots,
+            segment=arena.segment.name,
+            generations=arena.generations_of(slots),
         )
 
     def _commit(self, commit: BlockCommit) -> None:

@@ -7,6 +7,7 @@ raised before it is granted to a writer and before it loses its memory, so that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 from common.protocol.errors import InvalidParameter
 from common.runtime import logs
@@ -87,7 +88,8 @@ class Arena:
         return True
 
     def shrink(self) -> bool:
-        """One spare slot less, whose memory goes back to the system. False: there is none, or the system can't take it."""
+        """One spare slot less, whose memory goes back to the system. False: there is none, or the system can't take it, or a
+        worker still copies it, whose lease has ended."""
         slot = self.index.shrink()
         if slot is None:
             return False
@@ -95,7 +97,7 @@ class Arena:
         try:
             self.segment.unback(slot)
         except OSError as error:
-            self.index.grow()
+            self.index.keep(slot)
             log.warning("memory_not_given_back", segment=self.segment.name, reason=error.strerror)
             return False
         return True
@@ -106,7 +108,8 @@ class Arena:
         if before <= self._table_bytes + self.memory_bytes:
             return 0
         for slot in self.index.unused:
-            self.segment.unback(slot)
+            with suppress(BlockingIOError):  # next time
+                self.segment.unback(slot)
         return before - self.segment.memory_bytes
 
     def close(self) -> None:

@@ -216,6 +216,11 @@ class BlockIndex:
         self._unused.append(slot)
         return slot
 
+    def keep(self, slot: int) -> None:
+        """A slot that `shrink` gave keeps its memory after all: it is spare again, and the last that `shrink` gives."""
+        self._unused.remove(slot)
+        self._spare.insert(0, slot)
+
     def oldest(self) -> int | None:
         """When the block that `evict` would give up was used last. None: there is none to give up."""
         return self._lru.oldest()

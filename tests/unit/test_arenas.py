@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from common.protocol.errors import InvalidParameter, OutOfBlocks
 from common.protocol.messages import KvUsage
+from common.transfer.block_locks import lock_to_copy
 from common.transfer.shm import StoreTransport
 from services.kvstore.arena import Arena
 from services.kvstore.arenas import RETRY_S, Arenas
@@ -256,6 +257,32 @@ def test_memory_that_a_late_writer_took_comes_back(store: Store, folder: Path) -
     transport = StoreTransport(folder)
     transport.write(arena.segment.name, "a", [slot], np.ones((1, BLOCK), np.uint8), [0])
     assert arena.segment.memory_bytes == arena._table_bytes + arena.memory_bytes + BLOCK
+    store.arenas.tidy(store.now, 1000)
+    store.check()
+
+
+def test_what_a_worker_still_copies_after_its_lease_keeps_its_memory_and_others_give_theirs(store: Store) -> None:
+    store.put("a", chain("a", 16))
+    segment, copied = store.arenas["a"].segment, store.arenas["a"].index.lookup(chain("a", 16))[15]
+    with lock_to_copy(segment._fd, [(segment._offset(copied), BLOCK)]):
+        assert store.put("b", chain("b", 2)) == 0, "the leaf, which is the least recently used, is being copied"
+        store.check()
+        assert store.put("b", chain("b", 2)) == 0, "and spare by now"
+        assert store.put("a", chain("c", 3)) == 3
+        assert store.put("b", chain("b", 2)) == 2, "another slot gives its memory"
+        store.check()
+    store.put("b", chain("b", 16))
+    store.check()
+
+
+def test_what_a_late_reader_looks_at_is_reclaimed_the_next_time(store: Store, folder: Path) -> None:
+    store.put("a", chain("a", 16))
+    arena = store.arenas["a"]
+    slot = arena.index.lookup(chain("a", 16))[15]
+    store.put("b", chain("b", 4))
+    StoreTransport(folder).write(arena.segment.name, "a", [slot], np.ones((1, BLOCK), np.uint8), [0])
+    with lock_to_copy(arena.segment._fd, [(arena.segment._offset(slot), BLOCK)]):
+        store.arenas.tidy(store.now, 1000)
     store.arenas.tidy(store.now, 1000)
     store.check()
 

@@ -13,6 +13,7 @@ import pytest
 
 from common.protocol.errors import ConfigError, StaleHandle, TransportUnavailable
 from common.transfer.base import RemoteBlocks
+from common.transfer.block_locks import can_lock, lock_to_copy, try_lock_alone
 from common.transfer.segment import Segment
 from common.transfer.segment_file import check_room
 from common.transfer.shm import StoreTransport
@@ -111,14 +112,20 @@ def stored(tmp_path: Path, segment: Segment, block: int, value: int, size: int) 
     return transport
 
 
+@pytest.mark.parametrize("said", [True, False], ids=["generations", "no-generations"])
+@pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "file"])
 @pytest.mark.parametrize("size", [16 * PAGE, 16 * PAGE - 100], ids=["whole-pages", "odd"])
-def test_what_a_worker_writes_to_a_store_another_reads(tmp_path: Path, sparse: Segment, size: int) -> None:
+def test_what_a_worker_writes_to_a_store_another_reads(
+    tmp_path: Path, sparse: Segment, monkeypatch: pytest.MonkeyPatch, size: int, *, mapped: bool, said: bool
+) -> None:
+    if not mapped:
+        monkeypatch.setattr("common.transfer.store_segment.can_lock", lambda fd: False)
     transport = StoreTransport(tmp_path)
     source = np.random.default_rng(1).integers(0, 256, (6, size), np.uint8)
     for block in (9, 10, 30):
         sparse.back(block)
         sparse.generations[block] = block
-    transport.write("kv", "m", [9, 10, 30], source, [4, 5, 1])
+    transport.write("kv", "m", [9, 10, 30], source, [4, 5, 1], [9, 10, 30] if said else [])
     into = np.zeros((5, size), np.uint8)
     remote = RemoteBlocks(transport.host, "kv", "m", [10, 9, 30], [10, 9, 30])
     assert transport.read(remote, into, [0, 3, 4]) == 3 * size
@@ -135,6 +142,73 @@ def test_a_reader_of_a_block_that_lost_its_memory_is_told_and_takes_none(tmp_pat
     with pytest.raises(StaleHandle, match="reused"):
         transport.read(RemoteBlocks(transport.host, "kv", "m", [5], [0]), np.zeros((1, 16 * PAGE), np.uint8), [0])
     assert sparse.memory_bytes == before
+
+
+def test_a_writer_whose_block_is_no_longer_its_own_is_told_and_takes_no_memory(tmp_path: Path, sparse: Segment) -> None:
+    sparse.back(5)
+    transport, rows = StoreTransport(tmp_path), np.ones((1, 16 * PAGE), np.uint8)
+    transport.write("kv", "m", [5], rows, [0], [0])
+    sparse.generations[5] += 1
+    sparse.unback(5)
+    before = sparse.memory_bytes
+    with pytest.raises(StaleHandle, match="reused"):
+        transport.write("kv", "m", [5], rows, [0], [0])
+    assert sparse.memory_bytes == before
+
+
+def test_a_block_keeps_its_memory_while_a_worker_copies_it(sparse: Segment) -> None:
+    for block in (4, 5, 6):
+        sparse.back(block)
+    before, offset = sparse.memory_bytes, sparse._offset(5)
+    with lock_to_copy(sparse._fd, [(offset, 1)]), lock_to_copy(sparse._fd, [(offset, sparse.block_bytes)]):
+        with pytest.raises(BlockingIOError):
+            sparse.unback(5)
+        assert sparse.memory_bytes == before
+        sparse.unback(4)
+        sparse.unback(6)
+    assert sparse.memory_bytes == before - 2 * sparse.block_bytes
+    sparse.unback(5)
+    assert sparse.memory_bytes == before - 3 * sparse.block_bytes
+
+
+def test_a_block_that_is_losing_its_memory_is_stale(tmp_path: Path, sparse: Segment) -> None:
+    sparse.back(5)
+    transport, rows = StoreTransport(tmp_path), np.ones((1, 16 * PAGE), np.uint8)
+    transport.write("kv", "m", [5], rows, [0], [0])
+    with try_lock_alone(sparse._fd, sparse._offset(5), sparse.block_bytes):
+        with pytest.raises(StaleHandle, match="losing its memory"):
+            transport.write("kv", "m", [5], rows, [0], [0])
+        with pytest.raises(StaleHandle, match="losing its memory"):
+            transport.read(RemoteBlocks(transport.host, "kv", "m", [5], [0]), rows, [0])
+    assert transport.read(RemoteBlocks(transport.host, "kv", "m", [5], [0]), rows, [0]) == 16 * PAGE
+
+
+def test_a_worker_that_dies_while_it_copies_holds_nothing(sparse: Segment) -> None:
+    script = """
+import os, sys
+from common.transfer.block_locks import lock_to_copy
+with lock_to_copy(os.open(sys.argv[1], os.O_RDWR), [(0, 1 << 40)]):
+    print("copying", flush=True)
+    sys.stdin.readline()
+"""
+    sparse.back(5)
+    command = [sys.executable, "-c", script, str(sparse.path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None and worker.stdout.readline() == "copying\n"
+        with pytest.raises(BlockingIOError):
+            sparse.unback(5)
+        worker.kill()
+    sparse.unback(5)
+
+
+def test_where_there_are_no_such_locks_memory_is_taken_all_the_same(sparse: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert can_lock(sparse._fd)
+    monkeypatch.setattr("common.transfer.block_locks._SETLK", None)
+    assert not can_lock(sparse._fd)
+    sparse.back(5)
+    before = sparse.memory_bytes
+    sparse.unback(5)
+    assert sparse.memory_bytes == before - sparse.block_bytes
 
 
 def test_a_writer_that_finds_no_memory_gets_an_error_and_lives(tmpfs: Path) -> None:
@@ -160,6 +234,8 @@ def test_a_cut_store_is_an_error_and_not_the_end(tmp_path: Path, sparse: Segment
     transport = stored(tmp_path, sparse, 1, 9, 16 * PAGE)
     size = sparse.path.stat().st_size
     os.truncate(sparse.path, PAGE)
+    with pytest.raises(TransportUnavailable, match="shorter"):
+        transport.write("kv", "m", [1], np.zeros((1, 16 * PAGE), np.uint8), [0], [0])
     with pytest.raises(TransportUnavailable, match="shorter"):
         transport.read(RemoteBlocks(transport.host, "kv", "m", [1], [0]), np.zeros((1, 16 * PAGE), np.uint8), [0])
     os.truncate(sparse.path, size)
