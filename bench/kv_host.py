@@ -5,17 +5,25 @@
 A kvstore and a worker with as many blocks, in one process, over the memory bus and real shared memory. Each round offers all
 blocks under new hashes and fetches them again, with everything that a worker does: questions, leases, checksums, generations.
 Prints GB/s of both (medians, and the slowest and fastest round), beside a plain copy of the same blocks in memory and their
-checksums alone. `--device cpu` takes host memory for that of a device: what the stage itself costs.
+checksums alone. `--device cpu` takes host memory for that of a device: what the stage itself costs. The first round of each is
+apart: in it the kvstore's blocks get their memory, and mappings their pages.
+
+The second table says where the time goes, in milliseconds for each GB: by the clock, of cores (both processes' work is in this
+one), of threads that copy to or from the kvstore's memory (checksums of offers included), and of threads that wait for the
+device's copies.
 """
 
 from __future__ import annotations
 
 import argparse
+import resource
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, ClassVar
 
@@ -33,7 +41,8 @@ from common.runtime.settings import ServiceConfig
 from common.testing.memory_bus import MemoryBroker
 from common.transfer.block_memory import BlockMemory, HostBlocks
 from common.transfer.checksums import LIBRARY, crc32
-from common.transfer.host_stage import HostStage
+from common.transfer.host_stage import HostStage, StagedBlocks
+from common.transfer.measured import TransferCounts
 from common.worker.store_client import StoreClient
 from services.kvstore.actor import KvstoreActor
 from services.kvstore.config import KvstoreConfig
@@ -53,7 +62,54 @@ class Worker(Actor):
 
     def __init__(self, bus: Bus, shm_dir: str, memory: BlockMemory) -> None:
         super().__init__(bus=bus, config=ServiceConfig(shm_dir=shm_dir))
-        self.store = StoreClient(self, [memory], "bench", shm_dir)
+        self.transfers = TransferCounts(self.metrics)
+        self.store = StoreClient(self, [memory], "bench", shm_dir, transfers=self.transfers)
+        if isinstance(memory, StagedBlocks):
+            memory.stage.transfers = self.transfers
+
+
+@dataclass
+class Spent:
+    """What one direction took in all rounds but the first, which `first_gb_per_s` is of. Seconds; `gb_per_s`: of each round."""
+
+    gb_per_s: list[float] = field(default_factory=list)
+    first_gb_per_s: float = 0.0
+    num_bytes: int = 0
+    wall_s: float = 0.0
+    user_s: float = 0.0
+    system_s: float = 0.0
+    faults: int = 0
+    store_s: float = 0.0
+    device_s: float = 0.0
+
+    @contextmanager
+    def measure(self, num_bytes: int, transfers: TransferCounts) -> Iterator[None]:
+        before, paths_before, began = resource.getrusage(resource.RUSAGE_SELF), _seconds(transfers), time.perf_counter()
+        yield
+        wall_s = time.perf_counter() - began
+        after, paths = resource.getrusage(resource.RUSAGE_SELF), _seconds(transfers)
+        if not self.first_gb_per_s:
+            self.first_gb_per_s = num_bytes / wall_s / 1e9
+            return
+        self.gb_per_s.append(num_bytes / wall_s / 1e9)
+        self.num_bytes += num_bytes
+        self.wall_s += wall_s
+        self.user_s += after.ru_utime - before.ru_utime
+        self.system_s += after.ru_stime - before.ru_stime
+        self.faults += after.ru_minflt - before.ru_minflt
+        self.store_s += paths["kvstore"] - paths_before["kvstore"]
+        self.device_s += paths["device"] - paths_before["device"]
+
+    def row(self, name: str) -> list[str]:
+        parts = (self.wall_s, self.user_s, self.system_s, self.store_s, self.device_s)
+        return [name, *(f"{1e12 * part / self.num_bytes:.0f}" for part in parts), f"{1e9 * self.faults / self.num_bytes:.0f}"]
+
+
+def _seconds(transfers: TransferCounts) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for path in transfers.totals():
+        found[path.path] += path.seconds  # pyright: ignore[reportArgumentType] (a counter of seconds)
+    return found
 
 
 @asynccontextmanager
@@ -72,29 +128,31 @@ async def site(memory: BlockMemory, shm_dir: str) -> AsyncIterator[tuple[Worker,
     worker.store.close()
 
 
-async def rates(memory: BlockMemory, shm_dir: str, rounds: int) -> tuple[list[float], list[float]]:
-    """Return GB/s of offers and of fetches, of each round; one before them is not counted.
+async def rates(memory: BlockMemory, shm_dir: str, rounds: int) -> tuple[Spent, Spent, float]:
+    """Return what offers and fetches took, and the seconds of a lookup of all blocks.
 
     :raises ConfigError: the kvstore did not take or give everything.
     """
-    offers, fetches = [], []
+    offers, fetches, lookups = Spent(), Spent(), []
     blocks = range(memory.num_blocks)
     total = memory.num_blocks * memory.block_bytes
     async with site(memory, shm_dir) as (worker, store):
         for number in range(rounds + 1):
             hashes = [b"%07d-%08d" % (number, block) for block in blocks]
             stored = store.arenas.num_readable
-            began = time.perf_counter()
-            await worker.store.offer(hashes, blocks)
-            offers.append(total / (time.perf_counter() - began) / 1e9)
+            with offers.measure(total, worker.transfers):
+                await worker.store.offer(hashes, blocks)
             await _until(
                 lambda expected=stored + memory.num_blocks: store.arenas.num_readable >= min(expected, 2 * len(blocks))
             )
             began = time.perf_counter()
-            if await worker.store.fetch(hashes, blocks) != memory.num_blocks:
+            await worker.store.find(hashes, [0] * len(hashes), 0)
+            lookups.append(time.perf_counter() - began)
+            with fetches.measure(total, worker.transfers):
+                fetched = await worker.store.fetch(hashes, blocks)
+            if fetched != memory.num_blocks:
                 raise ConfigError("the kvstore does not have all that was offered")
-            fetches.append(total / (time.perf_counter() - began) / 1e9)
-    return offers[1:], fetches[1:]
+    return offers, fetches, median(lookups)
 
 
 async def _until(holds: Callable[[], bool]) -> None:
@@ -145,25 +203,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(describe(("torch", "triton", "isal")), flush=True)
     block_bytes = given.block_kb << 10
     content = np.random.default_rng(1).integers(0, 256, (given.blocks, block_bytes), np.uint8)
-    rows: list[tuple[str, list[float], list[float]]] = []
+    rows: list[list[str]] = []
+    parts: list[list[str]] = []
+
+    def add(name: str, offers: Spent, fetches: Spent, lookup_s: float) -> None:
+        firsts = f"{offers.first_gb_per_s:.2f}, {fetches.first_gb_per_s:.2f}"
+        rows.append([name, _spread(offers.gb_per_s), _spread(fetches.gb_per_s), firsts, f"{1e3 * lookup_s:.2f}"])
+        parts.extend((offers.row(f"{name}: offer"), fetches.row(f"{name}: fetch")))
+
     other = np.empty_like(content)
     copied = timed(lambda: np.copyto(other, content), content.nbytes, given.rounds)
     summed = timed(lambda: [crc32(block) for block in content], content.nbytes, given.rounds)
     print(f"one thread alone, GB/s: a copy in memory {_spread(copied)}, checksums ({LIBRARY}) {_spread(summed)}")
     with tempfile.TemporaryDirectory(dir=given.shm_dir) as directory:
-        rows.append(("blocks in host memory", *anyio.run(rates, HostBlocks(other), directory, given.rounds)))
+        add("blocks in host memory", *anyio.run(rates, HostBlocks(other), directory, given.rounds))
         if (other != content).any():
             raise SystemExit("what came back is not what was offered")
         pool = torch.from_numpy(content.copy()).to(device)
         stage = HostStage([pool], given.stage_mb * _MIB)
         stage.check()
-        rows.append((f"blocks of {device} through a stage", *anyio.run(rates, stage.groups[0], directory, given.rounds)))
+        add(f"blocks of {device} through a stage", *anyio.run(rates, stage.groups[0], directory, given.rounds))
         if (pool.cpu().numpy() != content).any():
             raise SystemExit("what came back through the stage is not what was offered")
-        rows.append((f"{device} to its stage and back, alone", *device_rates(pool, stage, given.rounds)))
+        alone = (_spread(found) for found in device_rates(pool, stage, given.rounds))
+        rows.append([f"{device} to its stage and back, alone", *alone, "", ""])
         stage.close()
     print(f"{given.blocks} blocks of {given.block_kb} KiB, a stage of {given.stage_mb} MiB; GB/s, median (slowest to fastest)")
-    print(markdown(["", "out: offer", "in: fetch"], [[name, _spread(out), _spread(back)] for name, out, back in rows]))
+    print(markdown(["", "out: offer", "in: fetch", "first round", "lookup, ms"], rows))
+    print("\nms for each GB, and page faults:")
+    print(markdown(["", "clock", "user", "system", "threads: kvstore", "threads: device", "faults"], parts))
     return 0
 
 

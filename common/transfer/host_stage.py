@@ -1,11 +1,14 @@
 """KV blocks of a GPU on their way to a kvstore and back, through pinned host memory, beside the steps.
 
-    read    blocks ─► gathered on the GPU (one launch) ─► one copy ─► a slot of pinned memory ─► `take`, which writes it on
-    write   `fill`, which reads and checks ─► a slot ─► one copy to the GPU ─► scattered to the blocks (one launch)
+    read    blocks ─► copied to a slot of pinned memory ─► `take`, which writes it on
+    write   `fill`, which reads and checks ─► a slot ─► copied to the blocks
+
+Large blocks are copied one by one. Small ones are gathered and scattered on the GPU, one launch for each slot, and pass through
+GPU memory of the slot, since many small copies don't keep the link full.
 
 The stage is divided into slots of equal size, and a thread works on one slot at a time: while one waits for the GPU's copy
-engine, others compute checksums and copy to and from the kvstore's memory. Each direction has a stream of its own, which
-neither waits for steps nor has them wait. Its kernels use few multiprocessors.
+engine, others compute checksums and copy to and from the kvstore's memory, as many at once as may use a core. Streams of the
+stage's own neither wait for steps nor have them wait. Its kernels use few multiprocessors.
 
 Copies have ended when a call returns or raises, whatever happened in it: a block that is given back then is read and written by
 nobody. Only where the engine is given up, since its GPU hangs, does a call end without them; so does the process then.
@@ -19,7 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import LifoQueue
+from threading import Semaphore
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,23 +40,36 @@ if TYPE_CHECKING:
 
 log = logs.get("transfer")
 
-NUM_SLOTS = 8
-"""Slots of a stage, fewer where they could not hold a block."""
+NUM_SLOTS = 16
+"""Slots of a stage, fewer where they could not hold a block: twice as many as threads use cores, since a slot waits as long for
+the link as for a core, and each costs a tenth of a millisecond of Python, whatever its size."""
 ALIGNMENT_BYTES = 512
+DIRECT_BYTES = 256 << 10
+"""Blocks of at least this size are copied one by one."""
+AT_ONCE_BYTES = 1 << 30
+"""Copied in one call, if there is so much: between two calls the link is idle. It takes 25 ms where a link is fast."""
 LOOK_EVERY_S = 0.5
 """Between two looks at whether the engine was given up, while copies run."""
 CORES_PER_THREAD = 2
-"""One core in so many copies and computes checksums for a moment, and two at least; a core does some 4 GB/s."""
+"""One core in so many copies and computes checksums for a moment, and two at least; a core does some 8 GB/s."""
+_NUM_STREAMS = 2  # of each direction: one slot is gathered or scattered while the link copies another
 _PROGRAMS = 32  # as many as keep the link to the host full; the other multiprocessors belong to the step that runs meanwhile
 _MIB = 1 << 20
 
 
 @dataclass(slots=True, frozen=True)
 class _Slot:
-    """uint8 [slot_bytes] in pinned memory, and as much in the GPU's."""
+    """host: uint8 [slot_bytes] in pinned memory.
+    device: as much in the GPU's; [0] where all blocks are large.
+    host_ids, device_ids: int64 [as many blocks as fit], likewise.
+    streams: those that the slot uses; none on a CPU.
+    """
 
     host: torch.Tensor
     device: torch.Tensor
+    host_ids: torch.Tensor
+    device_ids: torch.Tensor
+    streams: dict[Operation, torch.cuda.Stream]
 
 
 class HostStage:
@@ -63,7 +80,7 @@ class HostStage:
     """
 
     def __init__(self, pools: Sequence[torch.Tensor], num_bytes: int) -> None:
-        """`num_bytes`: of pinned memory; as much of the GPU's is used.
+        """`num_bytes`: of pinned memory; as much of the GPU's is used where blocks are small.
 
         :raises TransportUnavailable: there is no such memory, or two blocks don't fit into it.
         """
@@ -80,25 +97,29 @@ class HostStage:
         self.num_slots = num_bytes // self.slot_bytes
         if self.num_slots < 2:
             raise TransportUnavailable(f"kv_stage_mb {num_bytes // _MIB} holds less than two blocks of {largest} bytes")
-        on_gpu = self.device.type == "cuda"
+        on_gpu, smallest = self.device.type == "cuda", min(pool.shape[1] for pool in blocks)
+        staging_bytes, num_ids = (self.slot_bytes, self.slot_bytes // smallest) if smallest < DIRECT_BYTES else (0, 0)
         try:
             host = torch.empty(self.num_slots, self.slot_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-            staging = torch.empty(self.num_slots, self.slot_bytes, dtype=torch.uint8, device=self.device)
-            self._streams: dict[Operation, torch.cuda.Stream] = (
+            staging = torch.empty(self.num_slots, staging_bytes, dtype=torch.uint8, device=self.device)
+            host_ids = torch.empty(self.num_slots, num_ids, dtype=torch.int64, pin_memory=on_gpu)
+            ids = torch.empty(self.num_slots, num_ids, dtype=torch.int64, device=self.device)
+            streams: list[dict[Operation, torch.cuda.Stream]] = [
                 {"read": torch.cuda.Stream(self.device), "write": torch.cuda.Stream(self.device)} if on_gpu else {}
-            )
+                for _ in range(_NUM_STREAMS)
+            ]
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise TransportUnavailable(
                 f"{num_bytes // _MIB} MiB of pinned memory, and of the GPU's, are refused: {reason}"
             ) from error
         ready_for_threads()
-        self._free: SimpleQueue[_Slot] = SimpleQueue()
-        for slot in zip(host, staging, strict=True):
-            self._free.put(_Slot(*slot))
+        self._free: LifoQueue[_Slot] = LifoQueue()  # what was used last is still in a cache
+        for number, memory in enumerate(zip(host, staging, host_ids, ids, strict=True)):
+            self._free.put(_Slot(*memory, streams[number % _NUM_STREAMS]))
         self.transfers: TransferCounts | None = None
-        num_threads = max(2, len(os.sched_getaffinity(0)) // CORES_PER_THREAD)
-        self._threads = ThreadPoolExecutor(min(self.num_slots, num_threads), thread_name_prefix="kv-stage")
+        self._cores = Semaphore(max(2, len(os.sched_getaffinity(0)) // CORES_PER_THREAD))
+        self._threads = ThreadPoolExecutor(self.num_slots, thread_name_prefix="kv-stage")
         self._closed = self._given_up = False
         self.groups = [StagedBlocks(self, pool) for pool in blocks]
 
@@ -132,15 +153,24 @@ class HostStage:
                     raise TransportUnavailable("the engine was given up")
         return [one.result() for one in copies]
 
+    def working(self) -> Semaphore:
+        """Return what a thread holds while it uses a core."""
+        return self._cores
+
     def gather(self, pool: torch.Tensor, blocks: Sequence[int], slot: _Slot) -> torch.Tensor:
         """Copy blocks to a slot; return it as uint8 [len(blocks), block_bytes] in host memory."""
         from common.ops.kv.block_copy import gather_blocks
 
         shape = len(blocks), pool.shape[1]
-        host, staged = (memory[: shape[0] * shape[1]].view(shape) for memory in (slot.host, slot.device))
-        with self._copying("read", host.nbytes):
-            gather_blocks(pool, self._ids(blocks), staged, max_programs=_PROGRAMS)
-            host.copy_(staged, non_blocking=True)
+        host = slot.host[: shape[0] * shape[1]].view(shape)
+        with self._copying(slot, "read", host.nbytes):
+            if shape[1] >= DIRECT_BYTES:
+                for row, block in enumerate(blocks):
+                    host[row].copy_(pool[block], non_blocking=True)
+            else:
+                staged = slot.device[: host.nbytes].view(shape)
+                gather_blocks(pool, _ids(slot, blocks), staged, max_programs=_PROGRAMS)
+                host.copy_(staged, non_blocking=True)
         return host
 
     def scatter(self, slot: _Slot, pool: torch.Tensor, blocks: Sequence[int]) -> None:
@@ -148,10 +178,15 @@ class HostStage:
         from common.ops.kv.block_copy import scatter_blocks
 
         shape = len(blocks), pool.shape[1]
-        host, staged = (memory[: shape[0] * shape[1]].view(shape) for memory in (slot.host, slot.device))
-        with self._copying("write", host.nbytes):
-            staged.copy_(host, non_blocking=True)
-            scatter_blocks(staged, pool, self._ids(blocks), max_programs=_PROGRAMS)
+        host = slot.host[: shape[0] * shape[1]].view(shape)
+        with self._copying(slot, "write", host.nbytes):
+            if shape[1] >= DIRECT_BYTES:
+                for row, block in enumerate(blocks):
+                    pool[block].copy_(host[row], non_blocking=True)
+            else:
+                staged = slot.device[: host.nbytes].view(shape)
+                staged.copy_(host, non_blocking=True)
+                scatter_blocks(staged, pool, _ids(slot, blocks), max_programs=_PROGRAMS)
 
     def check(self) -> None:
         """Take a test pattern to blocks of each pool and back, before any step runs. No request waits for a compiler then.
@@ -179,20 +214,15 @@ class HostStage:
         """The GPU hangs, and the process is about to end: wait for no copy any more."""
         self._closed = self._given_up = True
 
-    def _ids(self, blocks: Sequence[int]) -> torch.Tensor:
-        import torch
-
-        return torch.tensor(list(blocks), dtype=torch.int64).to(self.device)
-
     @contextmanager
-    def _copying(self, operation: Operation, num_bytes: int) -> Iterator[None]:
-        """What is launched inside has ended when this has, also if an error is raised.
+    def _copying(self, slot: _Slot, operation: Operation, num_bytes: int) -> Iterator[None]:
+        """What is launched inside, in a stream of the slot, has ended when this has, also if an error is raised.
 
         :raises TransportUnavailable: the GPU failed.
         """
         import torch
 
-        stream, began_at = self._streams.get(operation), time.perf_counter()
+        stream, began_at = slot.streams.get(operation), time.perf_counter()
         try:
             with torch.inference_mode(), torch.cuda.stream(stream):
                 try:
@@ -213,35 +243,47 @@ class StagedBlocks:
 
     def __init__(self, stage: HostStage, pool: torch.Tensor) -> None:
         self.num_blocks, self.block_bytes = pool.shape
-        self.num_at_once = stage.num_slots * (stage.slot_bytes // self.block_bytes)
-        self._stage = stage
+        self.num_at_once = max(stage.num_slots * stage.slot_bytes, AT_ONCE_BYTES) // self.block_bytes
+        self.stage = stage
         self._pool = pool
 
     def read(self, blocks: Sequence[int], take: Take[T]) -> list[T]:
         """See `BlockMemory.read`."""
 
         def copy(slot: _Slot, part: range) -> T:
-            host = self._stage.gather(self._pool, blocks[part.start : part.stop], slot)
-            return take(host.numpy(), range(len(part)), part)
+            host = self.stage.gather(self._pool, blocks[part.start : part.stop], slot)
+            with self.stage.working():
+                return take(host.numpy(), range(len(part)), part)
 
-        return self._stage.in_parts(len(blocks), self.block_bytes, copy)
+        return self.stage.in_parts(len(blocks), self.block_bytes, copy)
 
     def write(self, blocks: Sequence[int], fill: Fill) -> int:
         """See `BlockMemory.write`."""
 
         def copy(slot: _Slot, part: range) -> int:
             rows = slot.host[: len(part) * self.block_bytes].view(len(part), self.block_bytes).numpy()
-            num_good = fill(rows, range(len(part)), part)
+            with self.stage.working():
+                num_good = fill(rows, range(len(part)), part)
             if num_good:
-                self._stage.scatter(slot, self._pool, blocks[part.start : part.start + num_good])
+                self.stage.scatter(slot, self._pool, blocks[part.start : part.start + num_good])
             return num_good
 
-        written, size = 0, self._stage.slot_bytes // self.block_bytes
-        for num_good in self._stage.in_parts(len(blocks), self.block_bytes, copy):
+        written, size = 0, self.stage.slot_bytes // self.block_bytes
+        for num_good in self.stage.in_parts(len(blocks), self.block_bytes, copy):
             written += num_good
             if num_good < size:
                 break
         return written
+
+
+def _ids(slot: _Slot, blocks: Sequence[int]) -> torch.Tensor:
+    """Return ids on the device, for what is launched next in this stream. The host does not wait for them: what the slot holds
+    stays as it is until the stream's work has ended."""
+    import torch
+
+    host, device = slot.host_ids[: len(blocks)], slot.device_ids[: len(blocks)]
+    host.copy_(torch.tensor(list(blocks), dtype=torch.int64))
+    return device.copy_(host, non_blocking=True)
 
 
 def _copied(rows: np.ndarray, indices: Sequence[int], part: range) -> np.ndarray:

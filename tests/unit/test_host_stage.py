@@ -15,13 +15,13 @@ from structlog.testing import capture_logs
 from common.protocol.errors import TransportUnavailable
 from common.runtime.metrics import Metrics
 from common.transfer.block_memory import BlockMemory, HostBlocks
-from common.transfer.host_stage import NUM_SLOTS, HostStage, open_stage
+from common.transfer.host_stage import AT_ONCE_BYTES, DIRECT_BYTES, NUM_SLOTS, HostStage, open_stage
 from common.transfer.measured import TransferCounts
 
 BLOCK = (2, 2, 4, 1, 8)  # layers, K and V, tokens, heads, head_dim
 BLOCK_BYTES = 2 * 2 * 4 * 8 * 2
 WIDE = (2, 2, 4, 3, 8)
-STAGE_BYTES = 8 * 1024  # slots of four blocks, or of one wide one
+STAGE_BYTES = NUM_SLOTS * 1024  # slots of four blocks, or of one wide one
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])]
@@ -81,7 +81,7 @@ def memory(request: pytest.FixtureRequest, stage: HostStage, pool: torch.Tensor)
 def test_what_it_is_made_of(stage: HostStage, memory: BlockMemory):
     assert (memory.num_blocks, memory.block_bytes) == (40, BLOCK_BYTES)
     assert (stage.num_slots, stage.slot_bytes) == (NUM_SLOTS, 1024)
-    assert stage.groups[0].num_at_once == 32 and stage.groups[1].num_at_once == 8
+    assert [group.num_at_once for group in stage.groups] == [AT_ONCE_BYTES // group.block_bytes for group in stage.groups]
 
 
 @pytest.mark.parametrize("num_blocks", [0, 1, 3, 4, 5, 33, 40])
@@ -108,6 +108,30 @@ def test_groups_have_blocks_of_their_own_size(stage: HostStage):
     content = np.random.default_rng(1).integers(0, 256, (5, wide.block_bytes), np.uint8)
     assert wide.write([4, 0, 2, 1, 3], putting(content)) == 5
     assert (np.concatenate(wide.read([4, 0, 2, 1, 3], rows_of)) == content).all()
+
+
+def test_large_blocks_and_small_ones_come_as_they_were_and_go_where_they_belong(device: str):
+    """Large ones are copied one by one, small ones through the GPU's memory, some of which both kinds share."""
+    sizes = (DIRECT_BYTES + 512, DIRECT_BYTES - 512)
+    pools = [torch.randint(0, 256, (20, size), dtype=torch.uint8).to(device) for size in sizes]
+    stage = HostStage(pools, 4 * DIRECT_BYTES)
+    for pool, group in zip(pools, stage.groups, strict=True):
+        chance = np.random.default_rng(group.block_bytes)
+        blocks = chance.permutation(20)[:13].tolist()
+        expected = bytes_of(pool)
+        assert (np.concatenate(group.read(blocks, rows_of)) == expected[blocks]).all()
+        expected[blocks] = content = chance.integers(0, 256, (13, group.block_bytes), np.uint8)
+        assert group.write(blocks, putting(content)) == 13
+        assert (bytes_of(pool) == expected).all()
+    stage.close()
+
+
+def test_large_blocks_take_no_memory_of_the_gpu(device: str):
+    stage = HostStage([torch.zeros(3, DIRECT_BYTES, dtype=torch.uint8, device=device)], 2 * DIRECT_BYTES)
+    stage.check()
+    slots = [stage._free.get() for _ in range(stage.num_slots)]
+    assert not any(len(slot.device) or len(slot.device_ids) for slot in slots)
+    stage.close()
 
 
 @pytest.mark.parametrize("good", [0, 3, 4, 5, 11])
