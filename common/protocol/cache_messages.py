@@ -63,7 +63,8 @@ class BlockOffer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 class BlockGrant(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """kvstore → worker: write hash `indices[i]` of the offer to `blocks[i]` of `segment`, then send BlockCommit.
 
-    `indices` leaves out what the store has already. `generations`: of `blocks`, while they are this grant's; none from a store
+    `indices` leaves out what the store has already, and may end early: who offers the rest again, from the last of them on,
+    gets more, or nothing. `generations`: of `blocks`, while they are this grant's; none from a store
     that does not say.
     """
 

@@ -188,7 +188,10 @@ class StoreClient:
         store = keepers[0]
         self._offers += 1
         try:
-            await self._offer_to(self._pools[group], store, list(hashes), blocks, context)
+            start = 0
+            while start < len(hashes):  # the store may grant less than there is, since it takes memory bit by bit
+                last = await self._offer_to(self._pools[group], store, list(hashes[start:]), blocks[start:], context)
+                start = len(hashes) if last is None or start + last + 1 == len(hashes) else start + max(last, 1)
         except PenstockError as error:
             self.lookups.failed(store, error)
         finally:
@@ -255,7 +258,8 @@ class StoreClient:
         hashes: list[bytes],
         blocks: Sequence[int],
         context: RequestContext,
-    ) -> None:
+    ) -> int | None:
+        """Returns the index of the last block that the store took; None: none."""
         offer = BlockOffer(
             holder=self.actor.ref,
             fingerprint=pool.fingerprint,
@@ -268,7 +272,7 @@ class StoreClient:
         if not isinstance(grant, BlockGrant):
             raise ProtocolError(f"{type(grant).__name__} in answer to an offer")
         if not grant.lease:
-            return
+            return None
         committed = False
         try:
             if len(grant.indices) != len(grant.blocks) or not all(0 <= index < len(hashes) for index in grant.indices):
@@ -283,6 +287,7 @@ class StoreClient:
         finally:
             if not committed:
                 self.actor.send(store, ReleaseLease(leases=[grant.lease]))
+        return max(grant.indices, default=None)
 
     async def _copy_out(self, pool: _GroupBlocks, store: WorkerRef, grant: BlockGrant, source_blocks: list[int]) -> list[int]:
         """Returns the checksums of what was copied. :raises StaleHandle: the grant may have ended meanwhile."""

@@ -138,11 +138,11 @@ class BlockIndex:
             elif not entry.leases:
                 self._free_slot(slot)
 
-    def reserve(self, hashes: Sequence[bytes]) -> list[tuple[int, int]]:
+    def reserve(self, hashes: Sequence[bytes], enough: Callable[[], bool] = lambda: False) -> list[tuple[int, int]]:
         """(index into `hashes`, slot to write) for each hash of a chain that is neither stored nor being written.
 
-        Evicts what it must, never the chain's own blocks. Ends early when no slot can be had: a tail is of no use without
-        what comes before it.
+        Evicts what it must, never the chain's own blocks. Ends early when no slot can be had, since a tail is of no use without
+        what comes before it, and after a slot when there are `enough`.
         """
         known = [block_hash for block_hash in hashes if block_hash in self._by_hash]
         for block_hash in reversed(known):
@@ -161,6 +161,8 @@ class BlockIndex:
             self._lru.hold(block_hash)
             self._num_writing += 1
             granted.append((i, slot))
+            if enough():
+                break
         for block_hash in known:
             self._lru.let_go(block_hash)
         return granted

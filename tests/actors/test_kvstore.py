@@ -46,6 +46,30 @@ async def test_what_one_worker_offers_another_fetches(site: Site):
         assert store.stored_bytes == 5 * BLOCK_BYTES
 
 
+async def test_a_store_takes_memory_bit_by_bit_and_gets_everything(site: Site, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("services.kvstore.arena.MAX_GROWTH_BYTES", 2 * BLOCK_BYTES)
+    store, giver, taker = site.make_store(), site.make_worker(fill=1), site.make_worker()
+    async with running(store, giver, taker):
+        assert len((await grant_of(giver, store, CHAIN)).blocks) == 2
+        await settled(store, KvUsage(total=16, free=16))
+        await giver.store.offer(CHAIN[:9], [7, 3, 4, 5, 0, 9, 8, 2, 1])
+        await until(lambda: store.usage().cached == 9)
+        assert await taker.store.fetch(CHAIN, range(10)) == 9
+        assert (taker.blocks[:9] == giver.blocks[[7, 3, 4, 5, 0, 9, 8, 2, 1]]).all()
+        await settled(store, KvUsage(total=16, free=7, cached=9))
+
+
+async def test_what_does_not_fit_ends_an_offer(site: Site, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("services.kvstore.arena.MAX_GROWTH_BYTES", 5 * BLOCK_BYTES)
+    store, giver = site.make_store(), site.make_worker(fill=1)
+    hashes = [b"%d" % i for i in range(20)]
+    async with running(store, giver):
+        await giver.store.offer(hashes, [i % 10 for i in range(20)])
+        await until(lambda: store.usage().cached == 16)
+        assert await giver.store.fetch(hashes[:10], range(10)) == 10, "its beginning is kept"
+        await settled(store, KvUsage(total=16, free=0, cached=16))
+
+
 async def test_a_miss_is_zero_and_holds_nothing(site: Site):
     store, worker, other = site.make_store(), site.make_worker(fill=1), site.make_worker(fingerprint="n")
     async with running(store, worker, other):
