@@ -3,12 +3,12 @@
     read    blocks ─► copied to a slot of pinned memory ─► `take`, which writes it on
     write   `fill`, which reads and checks ─► a slot ─► copied to the blocks
 
-Large blocks are copied one by one. Small ones are gathered and scattered on the GPU, one launch for each slot, and pass through
-GPU memory of the slot, since many small copies don't keep the link full.
+Large blocks are copied as they are. Small ones are gathered and scattered on the GPU, one launch for each slot, and pass
+through GPU memory of the slot, since many small copies don't keep the link full.
 
 The stage is divided into slots of equal size, and a thread works on one slot at a time: while one waits for the GPU's copy
-engine, others compute checksums and copy to and from the kvstore's memory, as many at once as may use a core. Streams of the
-stage's own neither wait for steps nor have them wait. Its kernels use few multiprocessors.
+engine, others compute checksums and copy to and from the kvstore's memory. Streams of the stage's own neither wait for steps
+nor have them wait. Its kernels use few multiprocessors.
 
 Copies have ended when a call returns or raises, whatever happened in it: a block that is given back then is read and written by
 nobody. Only where the engine is given up, since its GPU hangs, does a call end without them; so does the process then.
@@ -18,18 +18,18 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from queue import LifoQueue
-from threading import Semaphore
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from common.protocol.errors import TransportUnavailable
 from common.runtime import logs
+from common.transfer.base import runs
 from common.transfer.block_memory import Fill, T, Take
 from common.transfer.paths import Operation
 
@@ -41,17 +41,18 @@ if TYPE_CHECKING:
 log = logs.get("transfer")
 
 NUM_SLOTS = 16
-"""Slots of a stage, fewer where they could not hold a block: twice as many as threads use cores, since a slot waits as long for
-the link as for a core, and each costs a tenth of a millisecond of Python, whatever its size."""
+"""A stage's memory is so many slots, fewer where they could not hold a block; one is used for each thread. A slot costs some
+50 microseconds of Python, whatever its size, and one process has 20,000 times that in a second, whatever its threads."""
 ALIGNMENT_BYTES = 512
 DIRECT_BYTES = 256 << 10
-"""Blocks of at least this size are copied one by one."""
+"""Blocks of at least this size are copied one by one, or as many at once as are consecutive."""
 AT_ONCE_BYTES = 1 << 30
 """Copied in one call, if there is so much: between two calls the link is idle. It takes 25 ms where a link is fast."""
 LOOK_EVERY_S = 0.5
 """Between two looks at whether the engine was given up, while copies run."""
 CORES_PER_THREAD = 2
-"""One core in so many copies and computes checksums for a moment, and two at least; a core does some 8 GB/s."""
+WAITING_THREADS = 2
+"""One core in so many copies and computes checksums for a moment, at some 8 GB/s; so many threads more wait for the link."""
 _NUM_STREAMS = 2  # of each direction: one slot is gathered or scattered while the link copies another
 _PROGRAMS = 32  # as many as keep the link to the host full; the other multiprocessors belong to the step that runs meanwhile
 _MIB = 1 << 20
@@ -80,7 +81,7 @@ class HostStage:
     """
 
     def __init__(self, pools: Sequence[torch.Tensor], num_bytes: int) -> None:
-        """`num_bytes`: of pinned memory; as much of the GPU's is used where blocks are small.
+        """`num_bytes`: of pinned memory at most; as much of the GPU's is used where blocks are small.
 
         :raises TransportUnavailable: there is no such memory, or two blocks don't fit into it.
         """
@@ -94,9 +95,10 @@ class HostStage:
         self.slot_bytes = max(num_bytes // NUM_SLOTS, largest) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         if self.slot_bytes < largest:
             self.slot_bytes += ALIGNMENT_BYTES
-        self.num_slots = num_bytes // self.slot_bytes
-        if self.num_slots < 2:
+        if num_bytes // self.slot_bytes < 2:
             raise TransportUnavailable(f"kv_stage_mb {num_bytes // _MIB} holds less than two blocks of {largest} bytes")
+        num_threads = len(os.sched_getaffinity(0)) // CORES_PER_THREAD + WAITING_THREADS
+        self.num_slots = min(num_bytes // self.slot_bytes, num_threads)
         on_gpu, smallest = self.device.type == "cuda", min(pool.shape[1] for pool in blocks)
         staging_bytes, num_ids = (self.slot_bytes, self.slot_bytes // smallest) if smallest < DIRECT_BYTES else (0, 0)
         try:
@@ -114,48 +116,56 @@ class HostStage:
                 f"{num_bytes // _MIB} MiB of pinned memory, and of the GPU's, are refused: {reason}"
             ) from error
         ready_for_threads()
-        self._free: LifoQueue[_Slot] = LifoQueue()  # what was used last is still in a cache
-        for number, memory in enumerate(zip(host, staging, host_ids, ids, strict=True)):
-            self._free.put(_Slot(*memory, streams[number % _NUM_STREAMS]))
+        memory = zip(host, staging, host_ids, ids, strict=True)
+        self._free = deque(_Slot(*parts, streams[number % _NUM_STREAMS]) for number, parts in enumerate(memory))
         self.transfers: TransferCounts | None = None
-        self._cores = Semaphore(max(2, len(os.sched_getaffinity(0)) // CORES_PER_THREAD))
         self._threads = ThreadPoolExecutor(self.num_slots, thread_name_prefix="kv-stage")
         self._closed = self._given_up = False
         self.groups = [StagedBlocks(self, pool) for pool in blocks]
 
     @property
     def num_free_slots(self) -> int:
-        return self._free.qsize()
+        return len(self._free)
 
     def in_parts(self, num_blocks: int, block_bytes: int, copy: Callable[[_Slot, range], T]) -> list[T]:
         """Call `copy(slot, part)` in the stage's threads for all parts of `num_blocks`; return the results in order.
 
-        What one of them raises is raised when all have ended. :raises TransportUnavailable: the stage is closed.
+        What one of them raises is raised when all that have begun have ended; no more begin then.
+
+        :raises TransportUnavailable: the stage is closed.
         """
         if self._closed:
             raise TransportUnavailable("the stage is closed")
-
-        def with_slot(part: range) -> T:
-            slot = self._free.get()
-            try:
-                return copy(slot, part)
-            finally:
-                self._free.put(slot)
-
         size = self.slot_bytes // block_bytes
-        copies: list[Future[T]] = []
+        parts = [range(start, min(start + size, num_blocks)) for start in range(0, num_blocks, size)]
+        left, results = deque(enumerate(parts)), dict[int, T]()
+
+        def copy_parts() -> None:
+            slot = self._free.pop()  # there is one for each thread
+            try:
+                while left:
+                    try:
+                        number, part = left.popleft()
+                    except IndexError:  # another thread was faster
+                        return
+                    results[number] = copy(slot, part)
+            except BaseException:
+                left.clear()
+                raise
+            finally:
+                self._free.append(slot)
+
+        running: list[Future[None]] = []
         try:
-            for start in range(0, num_blocks, size):
-                copies.append(self._threads.submit(with_slot, range(start, min(start + size, num_blocks))))
+            for _ in range(min(self.num_slots, len(parts))):
+                running.append(self._threads.submit(copy_parts))
         finally:
-            while wait(copies, timeout=LOOK_EVERY_S).not_done:
+            while wait(running, timeout=LOOK_EVERY_S).not_done:
                 if self._given_up:
                     raise TransportUnavailable("the engine was given up")
-        return [one.result() for one in copies]
-
-    def working(self) -> Semaphore:
-        """Return what a thread holds while it uses a core."""
-        return self._cores
+        for one in running:
+            one.result()
+        return [results[number] for number in range(len(parts))]
 
     def gather(self, pool: torch.Tensor, blocks: Sequence[int], slot: _Slot) -> torch.Tensor:
         """Copy blocks to a slot; return it as uint8 [len(blocks), block_bytes] in host memory."""
@@ -165,8 +175,8 @@ class HostStage:
         host = slot.host[: shape[0] * shape[1]].view(shape)
         with self._copying(slot, "read", host.nbytes):
             if shape[1] >= DIRECT_BYTES:
-                for row, block in enumerate(blocks):
-                    host[row].copy_(pool[block], non_blocking=True)
+                for block, row, count in runs(blocks, range(len(blocks))):
+                    host[row : row + count].copy_(pool[block : block + count], non_blocking=True)
             else:
                 staged = slot.device[: host.nbytes].view(shape)
                 gather_blocks(pool, _ids(slot, blocks), staged, max_programs=_PROGRAMS)
@@ -181,8 +191,8 @@ class HostStage:
         host = slot.host[: shape[0] * shape[1]].view(shape)
         with self._copying(slot, "write", host.nbytes):
             if shape[1] >= DIRECT_BYTES:
-                for row, block in enumerate(blocks):
-                    pool[block].copy_(host[row], non_blocking=True)
+                for block, row, count in runs(blocks, range(len(blocks))):
+                    pool[block : block + count].copy_(host[row : row + count], non_blocking=True)
             else:
                 staged = slot.device[: host.nbytes].view(shape)
                 staged.copy_(host, non_blocking=True)
@@ -252,8 +262,7 @@ class StagedBlocks:
 
         def copy(slot: _Slot, part: range) -> T:
             host = self.stage.gather(self._pool, blocks[part.start : part.stop], slot)
-            with self.stage.working():
-                return take(host.numpy(), range(len(part)), part)
+            return take(host.numpy(), range(len(part)), part)
 
         return self.stage.in_parts(len(blocks), self.block_bytes, copy)
 
@@ -262,8 +271,7 @@ class StagedBlocks:
 
         def copy(slot: _Slot, part: range) -> int:
             rows = slot.host[: len(part) * self.block_bytes].view(len(part), self.block_bytes).numpy()
-            with self.stage.working():
-                num_good = fill(rows, range(len(part)), part)
+            num_good = fill(rows, range(len(part)), part)
             if num_good:
                 self.stage.scatter(slot, self._pool, blocks[part.start : part.start + num_good])
             return num_good

@@ -14,11 +14,12 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
 
-from common.protocol.errors import ConfigError, StaleHandle, TransportUnavailable
+from common.protocol.errors import ConfigError, PenstockError, StaleHandle, TransportUnavailable
 from common.transfer.base import RemoteBlocks, check_generations, copy_blocks
 from common.transfer.fence import memory_fence
 from common.transfer.paths import KvPath
@@ -87,6 +88,19 @@ class StoreTransport(Pulling):
             raise TransportUnavailable(f"{source.segment} is in another host's shared memory")
         segment = self._segments.get(source.segment, source.fingerprint)
         return segment.read(source.blocks, source.generations, into, into_blocks)
+
+    def lends(self, segment: str, fingerprint: str) -> bool:
+        """See `StoreSegment.lends`. False also where there is no such segment."""
+        try:
+            return self._segments.get(segment, fingerprint).lends
+        except PenstockError:
+            return False
+
+    def lend(
+        self, segment: str, fingerprint: str, row_bytes: int, blocks: Sequence[int], generations: Sequence[int]
+    ) -> AbstractContextManager[np.ndarray]:
+        """See `StoreSegment.lend`."""
+        return self._segments.get(segment, fingerprint).lend(row_bytes, blocks, generations)
 
     def write(
         self,

@@ -19,28 +19,19 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from common.protocol.errors import StaleHandle, TransportUnavailable
-from common.transfer.base import check_handle, compare_generations, runs
+from common.transfer.base import check_handle, compare_generations, copy_blocks, runs
 from common.transfer.block_locks import can_lock, lock_to_copy
 from common.transfer.segment_file import GENERATIONS_OFFSET, open_segment, path_of, same_file
 
 MIN_MAPPED_BYTES = 64 << 10
 """Smaller blocks are copied through the file: a lock takes as long as a system call that copies one."""
-
-
-class _Stretch(NamedTuple):
-    """Blocks that are consecutive in the file, and rows that are so in memory."""
-
-    block: int
-    row: int
-    num_blocks: int
 
 
 def slot_bytes(block_bytes: int) -> int:
@@ -64,23 +55,40 @@ class StoreSegment:
         """False once the file is gone or another took its name."""
         return same_file(self._fd, self.path)
 
+    @property
+    def lends(self) -> bool:
+        """Whether blocks can be touched in memory. Otherwise they are copied by `read` and `write`."""
+        return self._mapped is not None
+
+    @contextmanager
+    def lend(self, row_bytes: int, blocks: Sequence[int], generations: Sequence[int]) -> Iterator[np.ndarray]:
+        """Give the memory of all blocks [num_blocks, row_bytes], of which the caller touches `blocks` while it has it.
+        Only where this segment `lends`.
+
+        :raises StaleHandle: before or after, a block has another generation, or they are not of this size.
+        :raises TransportUnavailable: the file is shorter than its header says.
+        """
+        assert self._mapped is not None
+        self._check(row_bytes, blocks, generations)
+        with self._kept(blocks):
+            compare_generations(self._generations_of(blocks), blocks, generations)
+            yield self._mapped[:, :row_bytes]
+            self._fence()  # the copy comes before the generations are read
+            compare_generations(self._generations_of(blocks), blocks, generations)
+
     def read(self, blocks: Sequence[int], generations: Sequence[int], into: np.ndarray, into_blocks: Sequence[int]) -> int:
         """Copy blocks to `into[into_blocks]` [num_blocks, block_bytes]; returns bytes.
 
         :raises StaleHandle: a block has another generation after the copy, or they are not of this size.
         :raises TransportUnavailable: the file is shorter than its header says.
         """
-        check_handle(self._header.num_blocks, blocks, generations)
         row_bytes = into.shape[1]
-        stretches = self._stretches(blocks, into_blocks, row_bytes)
-        if self._mapped is None:
-            for block, row, count in stretches:
-                self._whole(os.preadv, into[row : row + count], block)
-        else:
-            with self._kept(stretches):
-                compare_generations(self._generations_of(blocks), blocks, generations)
-                for block, row, count in stretches:
-                    into[row : row + count] = self._mapped[block : block + count, :row_bytes]
+        if self.lends:
+            with self.lend(row_bytes, blocks, generations) as lent:
+                return copy_blocks(lent, blocks, into, into_blocks)
+        self._check(row_bytes, blocks, generations)
+        for block, row, count in self._stretches(blocks, into_blocks, row_bytes):
+            self._whole(os.preadv, into[row : row + count], block)
         self._fence()  # the copy comes before the generations are read
         compare_generations(self._generations_of(blocks), blocks, generations)
         return len(blocks) * row_bytes
@@ -94,17 +102,21 @@ class StoreSegment:
         :raises StaleHandle: there are no such blocks, or not of this size, or they are somebody else's by now.
         :raises TransportUnavailable: there is no memory, or the file is shorter than its header says.
         """
-        check_handle(self._header.num_blocks, blocks, generations or None)
         row_bytes = source.shape[1]
-        stretches = self._stretches(blocks, source_blocks, row_bytes)
-        if self._mapped is None or not generations:
-            for block, row, count in stretches:
-                self._whole(os.pwritev, source[row : row + count], block)
+        if generations and self.lends:
+            with self.lend(row_bytes, blocks, generations) as lent:
+                copy_blocks(source, source_blocks, lent, blocks)
             return
-        with self._kept(stretches):
-            compare_generations(self._generations_of(blocks), blocks, generations)
-            for block, row, count in stretches:
-                self._mapped[block : block + count, :row_bytes] = source[row : row + count]
+        self._check(row_bytes, blocks)
+        for block, row, count in self._stretches(blocks, source_blocks, row_bytes):
+            self._whole(os.pwritev, source[row : row + count], block)
+
+    def _check(self, row_bytes: int, blocks: Sequence[int], generations: Sequence[int] | None = None) -> None:
+        """:raises StaleHandle: there are no such blocks, or not of this size."""
+        check_handle(self._header.num_blocks, blocks, generations)
+        stride = self._header.block_bytes
+        if stride not in (row_bytes, slot_bytes(row_bytes)) or self._header.device_memory:
+            raise StaleHandle(f"{self.path} has blocks of {stride} bytes, not {row_bytes}")
 
     def _map(self) -> np.ndarray | None:
         header = self._header
@@ -118,13 +130,13 @@ class StoreSegment:
         return blocks.reshape(header.num_blocks, header.block_bytes)
 
     @contextmanager
-    def _kept(self, stretches: Sequence[_Stretch]) -> Iterator[None]:
+    def _kept(self, blocks: Sequence[int]) -> Iterator[None]:
         """Have the store take no memory from these blocks meanwhile: those that have some can be touched.
 
         :raises StaleHandle: it takes it just now. :raises TransportUnavailable: the file was cut, or can't be opened anew.
         """
         header = self._header
-        ranges = [(self._offset(block), count * header.block_bytes) for block, _, count in stretches]
+        ranges = [(self._offset(block), count * header.block_bytes) for block, _, count in runs(blocks, blocks)]
         try:
             with lock_to_copy(self._fd, ranges):
                 if os.fstat(self._fd).st_size < header.file_bytes:
@@ -135,14 +147,11 @@ class StoreSegment:
         except OSError as error:
             raise TransportUnavailable(f"{self.path} can't be copied: {error.strerror}") from error
 
-    def _stretches(self, blocks: Sequence[int], rows: Sequence[int], row_bytes: int) -> list[_Stretch]:
-        """Return what one copy can do each."""
-        stride = self._header.block_bytes
-        if stride not in (row_bytes, slot_bytes(row_bytes)) or self._header.device_memory:
-            raise StaleHandle(f"{self.path} has blocks of {stride} bytes, not {row_bytes}")
+    def _stretches(self, blocks: Sequence[int], rows: Sequence[int], row_bytes: int) -> Iterable[tuple[int, int, int]]:
+        """Return (first block, first row, number) of what one system call can copy each."""
         assert len(blocks) == len(rows)
-        found = runs(blocks, rows) if stride == row_bytes else zip(blocks, rows, [1] * len(rows), strict=True)
-        return [_Stretch(*stretch) for stretch in found]
+        whole = self._header.block_bytes == row_bytes
+        return runs(blocks, rows) if whole else zip(blocks, rows, [1] * len(rows), strict=True)
 
     def _offset(self, block: int) -> int:
         return self._header.blocks_offset + block * self._header.block_bytes

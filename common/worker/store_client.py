@@ -28,7 +28,7 @@ from common.runtime import logs
 from common.runtime.actor import Actor
 from common.transfer.base import RemoteBlocks, Transport
 from common.transfer.block_memory import BlockMemory
-from common.transfer.checksums import crc32
+from common.transfer.checked_copies import checksums_of, copying_in, copying_out, num_good
 from common.transfer.measured import MeasuredTransport, TransferCounts
 from common.transfer.shm import StoreTransport, host_id
 from common.worker.fetch_choice import FetchChoice
@@ -40,8 +40,6 @@ log = logs.get("store_client")
 
 CHUNK_BYTES = 16 << 20
 """Copied between two looks at the clock and at cancellation."""
-CACHED_BYTES = 4 << 20
-"""Copied before, or after, their checksums are computed."""
 RENEW_EVERY_S = 1.0
 MAX_OFFERS = 4
 """Offers under way; more are not made, since the blocks of a waiting offer are kept from everyone else."""
@@ -59,11 +57,6 @@ class _GroupBlocks(NamedTuple):
     def chunks(self, num_blocks: int) -> Iterator[tuple[int, int]]:
         size = max(1, CHUNK_BYTES // self.memory.block_bytes, self.memory.num_at_once)
         return ((start, min(start + size, num_blocks)) for start in range(0, num_blocks, size))
-
-    def cached_parts(self, num_blocks: int) -> Iterator[range]:
-        """Return the parts of so many blocks whose bytes are still in a cache when they are read for the second time."""
-        size = max(1, CACHED_BYTES // self.memory.block_bytes)
-        return (range(start, min(start + size, num_blocks)) for start in range(0, num_blocks, size))
 
 
 class StoreClient:
@@ -95,6 +88,7 @@ class StoreClient:
         """Stores of other hosts, with `kv_transfer nixl`."""
         self._stored = StoreTransport(shm_dir)
         self._transfers = transfers or TransferCounts(actor.metrics)
+        self._is_direct = transport is None
         self._transport = MeasuredTransport(transport or self._stored, self._transfers)
         self.choice = FetchChoice(rates or FetchRates(lambda: 0.0), actor.metrics, actor.clock)
         self._offers = 0
@@ -235,17 +229,21 @@ class StoreClient:
 
     def _read_chunk(self, pool: _GroupBlocks, lease: BlockLease, start: int, end: int, into_blocks: list[int]) -> int:
         """In a thread. Blocks [start, end) of the lease; returns how many leading ones have the right checksum."""
+        blocks, generations, checksums = (part[start:end] for part in (lease.blocks, lease.generations, lease.checksums))
+        if self._is_direct and self._stored.lends(lease.segment, pool.fingerprint):
+            with (
+                self._transfers.measure("kvstore", "read") as copy,
+                self._stored.lend(lease.segment, pool.fingerprint, pool.memory.block_bytes, blocks, generations) as lent,
+            ):
+                good = pool.memory.write(into_blocks, copying_in(lent, blocks, checksums))
+                copy.num_bytes = good * pool.memory.block_bytes
+            return good
 
         def fill(rows: np.ndarray, indices: Sequence[int], part: range) -> int:
-            for piece in pool.cached_parts(len(part)):
-                some = indices[piece.start : piece.stop]
-                first, last = start + part.start + piece.start, start + part.start + piece.stop
-                blocks, generations = lease.blocks[first:last], lease.generations[first:last]
-                self._transport.read(RemoteBlocks(self.host, lease.segment, pool.fingerprint, blocks, generations), rows, some)
-                for i, index in enumerate(some):
-                    if crc32(rows[index]) != lease.checksums[first + i]:
-                        return piece.start + i
-            return len(part)
+            mine = slice(part.start, part.stop)
+            source = RemoteBlocks(self.host, lease.segment, pool.fingerprint, blocks[mine], generations[mine])
+            self._transport.read(source, rows, indices)
+            return num_good(rows, indices, checksums[mine])
 
         return pool.memory.write(into_blocks, fill)
 
@@ -303,20 +301,21 @@ class StoreClient:
 
     def _write_chunk(self, pool: _GroupBlocks, grant: BlockGrant, start: int, source_blocks: list[int]) -> list[int]:
         """In a thread. Blocks of the grant from `start` on; returns the checksums of what was copied."""
+        end, block_bytes = start + len(source_blocks), pool.memory.block_bytes
+        blocks, generations = grant.blocks[start:end], grant.generations[start:end]
 
         def take(rows: np.ndarray, indices: Sequence[int], part: range) -> list[int]:
-            checksums: list[int] = []
-            with self._transfers.measure("kvstore", "write") as copy:
-                for piece in pool.cached_parts(len(part)):
-                    some = indices[piece.start : piece.stop]
-                    checksums += [crc32(rows[index]) for index in some]
-                    first, last = start + part.start + piece.start, start + part.start + piece.stop
-                    targets, generations = grant.blocks[first:last], grant.generations[first:last]
-                    self._stored.write(grant.segment, pool.fingerprint, targets, rows, some, generations)
-                copy.num_bytes = len(part) * pool.memory.block_bytes
-            return checksums
+            self._stored.write(grant.segment, pool.fingerprint, blocks[part.start : part.stop], rows, indices)
+            return checksums_of(rows, indices)
 
-        return [checksum for checksums in pool.memory.read(source_blocks, take) for checksum in checksums]
+        with self._transfers.measure("kvstore", "write") as copy:
+            if generations and self._stored.lends(grant.segment, pool.fingerprint):
+                with self._stored.lend(grant.segment, pool.fingerprint, block_bytes, blocks, generations) as lent:
+                    parts = pool.memory.read(source_blocks, copying_out(lent, blocks))
+            else:
+                parts = pool.memory.read(source_blocks, take)
+            copy.num_bytes = len(source_blocks) * block_bytes
+        return [checksum for checksums in parts for checksum in checksums]
 
     # -- both
 
