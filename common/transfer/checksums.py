@@ -17,9 +17,9 @@ LIBRARY = "zlib" if isal_zlib is None else "isal"
 _crc32 = zlib.crc32 if isal_zlib is None else isal_zlib.crc32
 
 
-def crc32(data: Any) -> int:
-    """Return the CRC-32 of contiguous bytes: bytes, a bytearray, a memoryview or an array.
+def crc32(data: Any, before: int = 0) -> int:
+    """Return the CRC-32 of contiguous bytes: bytes, a bytearray, a memoryview or an array. `before`: of the bytes before them.
 
     Other threads run meanwhile, unless it is a few kilobytes.
     """
-    return _crc32(data)
+    return _crc32(data, before)

@@ -182,10 +182,11 @@ class StoreClient:
         store = keepers[0]
         self._offers += 1
         try:
-            start = 0
-            while start < len(hashes):  # the store may grant less than there is, since it takes memory bit by bit
+            end, before = 0, -1
+            while before < end < len(hashes):  # the store takes memory bit by bit, so it may grant less than there is
+                start, before = max(end - 1, 0), end  # the rest follows on the last of those before
                 last = await self._offer_to(self._pools[group], store, list(hashes[start:]), blocks[start:], context)
-                start = len(hashes) if last is None or start + last + 1 == len(hashes) else start + max(last, 1)
+                end = start + last + 1 if last is not None else end
         except PenstockError as error:
             self.lookups.failed(store, error)
         finally:

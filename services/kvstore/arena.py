@@ -6,6 +6,7 @@ raised before it is granted to a writer and before it loses its memory, so that 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
@@ -18,8 +19,8 @@ from services.kvstore.index import BlockIndex
 log = logs.get("kvstore")
 
 MAX_BLOCK_BYTES = 1 << 32
-MAX_GROWTH_BYTES = 128 << 20
-"""Memory that is taken for one question, at 3 to 5 GB/s; the store answers nobody else meanwhile."""
+MAX_GROWTH_S = 0.05
+"""Memory is taken for so long for one question, at 0.5 to 5 GB/s; the store answers nobody else meanwhile."""
 
 
 class Arena:
@@ -68,10 +69,10 @@ class Arena:
         return not usage.owned and not usage.leased
 
     def reserve(self, hashes: Sequence[bytes]) -> list[tuple[int, int]]:
-        """See `BlockIndex.reserve`; the slots have new generations. It ends with the slot for which the arena has taken
-        `MAX_GROWTH_BYTES`."""
-        before = self.memory_bytes
-        granted = self.index.reserve(hashes, lambda: self.memory_bytes - before >= MAX_GROWTH_BYTES)
+        """See `BlockIndex.reserve`; the slots have new generations. It ends early when the arena has taken memory
+        for `MAX_GROWTH_S`."""
+        before, end = self.memory_bytes, time.perf_counter() + MAX_GROWTH_S
+        granted = self.index.reserve(hashes, lambda: self.memory_bytes > before and time.perf_counter() >= end)
         for _, slot in granted:
             self.segment.generations[slot] += 1
         return granted

@@ -47,10 +47,10 @@ async def test_what_one_worker_offers_another_fetches(site: Site):
 
 
 async def test_a_store_takes_memory_bit_by_bit_and_gets_everything(site: Site, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("services.kvstore.arena.MAX_GROWTH_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr("services.kvstore.arena.MAX_GROWTH_S", 0.0)
     store, giver, taker = site.make_store(), site.make_worker(fill=1), site.make_worker()
     async with running(store, giver, taker):
-        assert len((await grant_of(giver, store, CHAIN)).blocks) == 2
+        assert len((await grant_of(giver, store, CHAIN)).blocks) == 1
         await settled(store, KvUsage(total=16, free=16))
         await giver.store.offer(CHAIN[:9], [7, 3, 4, 5, 0, 9, 8, 2, 1])
         await until(lambda: store.usage().cached == 9)
@@ -60,7 +60,7 @@ async def test_a_store_takes_memory_bit_by_bit_and_gets_everything(site: Site, m
 
 
 async def test_what_does_not_fit_ends_an_offer(site: Site, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("services.kvstore.arena.MAX_GROWTH_BYTES", 5 * BLOCK_BYTES)
+    monkeypatch.setattr("services.kvstore.arena.MAX_GROWTH_S", 0.0)
     store, giver = site.make_store(), site.make_worker(fill=1)
     hashes = [b"%d" % i for i in range(20)]
     async with running(store, giver):
