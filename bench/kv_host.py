@@ -1,6 +1,6 @@
 """How fast a worker's KV gets into a kvstore's memory, and back: blocks in host memory, and blocks of a device through a stage.
 
-    python -m bench.kv_host [--device cuda:0] [--block-kb 2048] [--blocks 256] [--stage-mb 64]
+    python -m bench.kv_host [--device cuda:0] [--block-kb 2048] [--blocks 128] [--stage-mb 128]
 
 A kvstore and a worker with as many blocks, in one process, over the memory bus and real shared memory. Each round offers all
 blocks under new hashes and fetches them again, with everything that a worker does: questions, leases, checksums, generations.
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="", help="cuda:N, or cpu in its place; by default a GPU if there is one, else cpu")
     parser.add_argument("--block-kb", type=int, default=2048, help="KiB of a block: 2048 are 16 tokens of Llama 8B in bf16")
     parser.add_argument("--blocks", type=int, default=128)
-    parser.add_argument("--stage-mb", type=int, default=64)
+    parser.add_argument("--stage-mb", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--shm-dir", default="/dev/shm")
     given = parser.parse_args(argv)

@@ -67,7 +67,7 @@ class EngineServiceConfig(NixlSettings, frozen=True, kw_only=True, forbid_unknow
             le=65536,
             description="pinned host memory through which a GPU's KV passes to kvstores and other hosts, MiB; 0: to neither",
         ),
-    ] = 64
+    ] = 128
     threads: Annotated[int, Meta(ge=0, description="CPU threads of the engine; 0: all cores")] = 0
     step_timeout_s: Annotated[
         float, Meta(gt=0, description="least time before a step counts as hung; it is 20 times the slowest of late, or more")

@@ -38,7 +38,7 @@ def staged(site: Site) -> Iterator[Callable[[int], Worker]]:
 
     yield lambda fill: Worker(site.broker, site.shm_dir, fill=fill, memory=memory)
     for stage in stages:
-        assert stage.num_free_slots == stage.num_slots == 3
+        assert stage.num_free_slots == stage.num_slots >= 2
         stage.close()
 
 
