@@ -105,7 +105,7 @@ def ask_steps(
     data: [steps, PIECES, N, ROW]; a tile's rows lie side by side, so one thread asks for all of a piece (with GATED two do:
     the gate's rows and the up's). N and N / 2 times a row's bytes are multiples of 16."""
     THREADS: tl.constexpr = tl.extra.cuda.num_threads()
-    PARTS: tl.constexpr = 2 if GATED else 1
+    PARTS: tl.constexpr = 2 if GATED else 1  # pyright: ignore[reportAssignmentType]
     ROWS: tl.constexpr = BLOCK_N // PARTS
     tl.static_assert(STEPS * PIECES * PARTS <= THREADS)
     lane = tl.arange(0, THREADS)
