@@ -85,7 +85,7 @@ async def test_a_prefill_worker_answers_while_no_decode_worker_has_room(stack: S
         Case([rng.randrange(256) for _ in range(3 + 37 * number % 300)], 30 + number, sampling[number % 3])
         for number in range(16)
     ]
-    await check(oracle, cases, await run(stack, cases, gateway="gateway-0", spread_s=1.0, model="llama"))
+    await check(oracle, cases, await run(stack, cases, gateway="gateway-0", spread_s=0.1, model="llama"))
     taken = await routes(stack)
     assert taken.get("decode_pool_is_full", 0) > 4, taken
     await stack.clean()
