@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -64,15 +64,8 @@ class Seen:
     copy_ms: float | None = None
     copied_mb: float = 0.0
     early_mb: float = 0.0
-    prompt_tokens: int = 0
     cached_tokens: int = 0
     recomputed_tokens: int = 0
-
-
-@dataclass
-class Results:
-    arrangement: Arrangement
-    seen: list[Seen] = field(default_factory=list)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -98,7 +91,7 @@ def arrangements(options: argparse.Namespace) -> list[Arrangement]:
     shared = (f"--model={options.model}", f"--device={options.device}", "--draft=0", "--lookup=off", *options.flag)
     if options.batch_invariant:
         shared += ("--batch-invariant",)
-    kv_mb = int(options.kv_prompts * (options.prompt_tokens + TAIL_TOKENS) * options.token_kb / 1024) + 64
+    kv_mb = int(options.kv_prompts * (options.prompt_tokens + TAIL_TOKENS) * options.token_kb / 1024)
     apart = ("--prefill=1", "--decode=1", "--kvstore=0", "--direct-max-tokens=-1")
     found = [
         Arrangement(f"prefill, decode, budget {budget}", (*shared, *apart, f"--token-budget={budget}"))
@@ -140,7 +133,7 @@ def add_events(seen: Seen, explained: dict[str, Any]) -> None:
     chunks = [event["at_ms"] + (event.get("duration_ms") or 0.0) for event in events if event["event"] == "prefill chunk"]
     firsts = [event["at_ms"] for event in events if event["event"] == "first step"]
     copies = [event for event in events if event["event"] in COPIES]
-    seen.prompt_tokens, seen.cached_tokens = explained["prompt_tokens"], explained["cached_tokens"]
+    seen.cached_tokens = explained["cached_tokens"]
     if chunks and firsts:
         seen.wait_ms = firsts[-1] - max(chunks)
     if copies:
@@ -151,15 +144,18 @@ def add_events(seen: Seen, explained: dict[str, Any]) -> None:
     seen.recomputed_tokens = sum(event.get("facts", {}).get("recomputed_tokens", 0) for event in events)
 
 
-async def measure(arrangement: Arrangement, options: argparse.Namespace, folder: Path) -> Results:
-    """:raises ConfigError: the system does not start, or refuses."""
+async def measure(arrangement: Arrangement, options: argparse.Namespace, folder: Path) -> list[Seen]:
+    """Return what each counted request was seen to do.
+
+    :raises ConfigError: the system does not start, or refuses.
+    """
     port, nats = free_ports(2)
     dice = random.Random("hand-off")
 
     def new_prompt(size: int = options.prompt_tokens) -> list[int]:
         return [dice.randrange(100, options.vocab) for _ in range(size)]
 
-    results = Results(arrangement)
+    counted: list[Seen] = []
     async with running(folder) as stack, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client:
         flags = ("up", *arrangement.flags, f"--http-port={port}", f"--nats-port={nats}", f"--data-dir={folder}/data")
         begun = time.monotonic()
@@ -177,8 +173,8 @@ async def measure(arrangement: Arrangement, options: argparse.Namespace, folder:
                     await ask(client, model, [number + 1, *filler[1:]], 1)
                 seen = await ask(client, model, [*prompt, *new_prompt(TAIL_TOKENS)], options.answer_tokens)
             if number >= 2:
-                results.seen.append(seen)
-    return results
+                counted.append(seen)
+    return counted
 
 
 def shown(values: Sequence[float | None]) -> str:
@@ -186,11 +182,10 @@ def shown(values: Sequence[float | None]) -> str:
     return f"{median(known):.1f} ({known[-1]:.1f}, {known[0]:.1f})" if known else "–"
 
 
-def row(results: Results, first: Results) -> tuple[str, ...]:
-    seen = results.seen
-    same = sum(one.text == other.text for one, other in zip(seen, first.seen, strict=True))
+def row(arrangement: Arrangement, seen: Sequence[Seen], first: Sequence[Seen]) -> tuple[str, ...]:
+    same = sum(one.text == other.text for one, other in zip(seen, first, strict=True))
     return (
-        results.arrangement.name,
+        arrangement.name,
         shown([one.first_ms for one in seen]),
         shown([one.wait_ms for one in seen]),
         shown([one.copy_ms for one in seen]),
@@ -198,19 +193,19 @@ def row(results: Results, first: Results) -> tuple[str, ...]:
         f"{median(one.early_mb for one in seen):.0f}",
         f"{median(one.cached_tokens for one in seen):.0f}, {median(one.recomputed_tokens for one in seen):.0f}",
         shown([one.second_ms for one in seen]),
-        "–" if results.arrangement.has_store else f"{same} of {len(seen)}",
+        "–" if arrangement.has_store else f"{same} of {len(seen)}",
     )
 
 
 async def run(options: argparse.Namespace) -> None:
-    found: list[Results] = []
+    found: list[tuple[Arrangement, list[Seen]]] = []
     for arrangement in arrangements(options):
         with tempfile.TemporaryDirectory(prefix="penstock-hand-off-") as folder:
-            found.append(await measure(arrangement, options, Path(folder)))
+            found.append((arrangement, await measure(arrangement, options, Path(folder))))
     heads = ("first token", "last chunk → first step", "copying KV", "MB", "MB before KvReady", "cached, computed again")
     print(describe())
     print(f"{options.model}, prompts of {options.prompt_tokens} tokens, {options.rounds} each")
-    print(markdown(("", *heads, "1st → 2nd piece", "equal"), [row(one, found[0]) for one in found]))
+    print(markdown(("", *heads, "1st → 2nd piece", "equal"), [row(*one, found[0][1]) for one in found]))
 
 
 def main() -> None:

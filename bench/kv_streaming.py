@@ -98,7 +98,7 @@ class Asker(Actor):
 
 @dataclass(frozen=True)
 class Round:
-    """wait_s: from the end of the last chunk to the first decode step. early_bytes: of `num_bytes`, before that chunk ended."""
+    """wait_s: from the end of the last chunk to the first decode step. early_bytes: of `num_bytes`, before KvReady came."""
 
     wait_s: float
     num_bytes: int
@@ -195,7 +195,7 @@ async def measure(arguments: argparse.Namespace) -> int:
                         rounds[streamed].append(one)
     print(describe(), file=sys.stderr)
     rows = [(name, *shown(rounds[streamed])) for name, streamed in (("streamed", True), ("as a whole", False))]
-    print(markdown(("hand-off", "last chunk → first decode step, ms", "MB before the last chunk's end", "MB"), rows))
+    print(markdown(("hand-off", "last chunk → first decode step, ms", "MB before KvReady", "MB"), rows))
     if num_different:
         print(f"{num_different} of {arguments.rounds + 1} prompts were answered differently", file=sys.stderr)
     return 1 if num_different else 0

@@ -32,7 +32,7 @@ CODES = {"int4": 0, "fp4": 1, "nf4": 2, "int8": 3}
 _DEQUANTISED_ROWS = 32
 _AHEAD_ROWS = 32
 _MOST_AHEAD = 16
-AHEAD_BYTES = 32768
+_AHEAD_BYTES = 32768
 """Of codes that a program asks L2 for while the kernel before it runs."""
 
 
@@ -288,7 +288,7 @@ def _steps_ahead(weight: LinearWeight, grouped: GroupedWeight, chosen: Candidate
     if chosen.ahead == "none" or chosen.block_m > _AHEAD_ROWS or weight.out_features % 8:
         return 0
     step_bytes = chosen.block_n * grouped.data[0].nbytes // weight.out_features
-    return max(1, min(_MOST_AHEAD, AHEAD_BYTES // step_bytes))
+    return max(1, min(_MOST_AHEAD, _AHEAD_BYTES // step_bytes))
 
 
 # ── for the library ──────────────────────────────────────────────────────────────────────────────────────────────────

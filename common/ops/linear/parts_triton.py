@@ -84,7 +84,7 @@ def ask_ahead(
         start = (weight + rows * K + first * BLOCK_K).to(tl.int64)
         size = tl.minimum((last - first) * BLOCK_K, TILES * BLOCK_K)
         size = tl.minimum(size, K - first * BLOCK_K) * ITEM
-        _prefetch(start, tl.where(lane % EACH == 0, size, 0))
+        ask_l2(start, tl.where(lane % EACH == 0, size, 0))
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def ask_steps(
     GATED: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """Asks L2 for a tile's part of up to STEPS steps from `first` on, before `last`.
+    """Asks L2 for a tile's part of a weight in groups, or of its scales: up to STEPS steps from `first` on, before `last`.
 
     data: [steps, PIECES, N, ROW]; a tile's rows lie side by side, so one thread asks for all of a piece (with GATED two do:
     the gate's rows and the up's). N and N / 2 times a row's bytes are multiples of 16."""
@@ -115,11 +115,11 @@ def ask_steps(
     place = (first * PIECES + piece).to(tl.int64) * N + lane % PARTS * width + row
     size = tl.minimum(width - row, ROWS) * (ROW * data.dtype.element_ty.primitive_bitwidth // 8)
     asked = piece < tl.minimum(last - first, STEPS) * PIECES
-    _prefetch((data + place * ROW).to(tl.int64), tl.where(asked, size, 0))
+    ask_l2((data + place * ROW).to(tl.int64), tl.where(asked, size, 0))
 
 
 @triton.jit
-def _prefetch(address, size):
+def ask_l2(address, size):
     """Ask L2 for `size` bytes, a multiple of 16, at each address; of those with a size of 0 nothing."""
     tl.inline_asm_elementwise(
         """{

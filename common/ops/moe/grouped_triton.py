@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from common.ops.linear.grouped_triton import sum_weights
-from common.ops.linear.parts_triton import ask_ahead, weight_rows
+from common.ops.linear.parts_triton import ask_ahead, ask_l2, weight_rows
 from common.ops.moe.candidates import LANES
 from common.ops.moe.sort_triton import TILE_FIELDS
 from common.ops.moe.sums_triton import sum_codes, sum_numbers, sum_words
@@ -60,19 +60,7 @@ def _ask_for_codes(values, tile, first, last, N, BLOCK_N: tl.constexpr, RUN: tl.
     step = first + tl.arange(0, tl.extra.cuda.num_threads())
     start = (values + (step.to(tl.int64) * N + tile * BLOCK_N) * RUN).to(tl.int64)
     size = tl.where(step < last, tl.minimum(BLOCK_N, N - tile * BLOCK_N) * RUN, 0)
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred asks;
-        setp.gt.s32 asks, $2, 0;
-        @asks cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r",
-        [start, size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    ask_l2(start, size)
 
 
 @triton.jit
