@@ -58,10 +58,13 @@ class Engine:
         return BlockTable(self._free[index * TABLE_BLOCKS : (index + 1) * TABLE_BLOCKS])
 
     def compute(self, cuts: Sequence[int], num_others: int, *, verified: bool = False) -> tuple[torch.Tensor, int, float]:
-        """Return the KV of the prompt, computed in parts that begin at `cuts`, beside others each time; and what follows it.
+        """Return the KV of the prompt and what follows it. It is computed in parts that begin at `cuts`, beside others,
+        in a pool that was zero before.
 
         verified: each token of a part is sampled behind, as those of proposals are; others have as many."""
         table, answer = self._table(0), None
+        self.pool.zero_()
+        torch.cuda.synchronize()  # steps have a stream of their own
         for begin, end in pairwise((0, *cuts, TOKENS)):
             ends = [min(len(other), end - begin) if verified else len(other) for other in self.others[:num_others]]
             parts = [(self.prompt, begin, end, table)]
@@ -94,9 +97,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_kv_and_logits_have_the_same_bits(engine: Engine, way: str) -> None:
-    engine.pool.zero_()
     kv, token, logprob = engine.compute((), 0)
-    engine.pool.zero_()
     found, found_token, found_logprob = engine.compute(*WAYS[way], verified=way.startswith("verified"))
     different = [layer for layer, pair in enumerate(zip(kv, found, strict=True)) if not torch.equal(*pair)]
     assert not different
