@@ -16,6 +16,10 @@ Each way and share is a system of its own, as `penstock up` starts it; all run a
 tokens per second of all streams, each after its first token, and its ratio to off in the same turn; medians of the turns.
 "accepted": of the proposed tokens that were verified, and how many of a proposal.
 
+The second table has the two sides of each: steps of the target and their time, how many of a stream's steps verify a proposal;
+steps of the draft model and their time, in milliseconds; from an update to the proposal that answers it, as the decode worker
+sees it; proposals that came too late; failed proposals whose outcome table had what came instead; steps without draft workers.
+
 vLLM with the same models, on one GPU, which drafts between its steps (bench/peer/README.md); without --draft its own pace:
 
     python -m bench.peer.model_folder dummy:llama-3.1-8b-counting /tmp/target
@@ -28,6 +32,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from statistics import median
@@ -42,7 +47,7 @@ from bench.common.machine import describe
 from bench.common.table import markdown
 from bench.cpu.up import model_of, starting
 from bench.serve.client import Outcome, TimedStream
-from common.cli.speculation_counts import DRAFT_WORKER, Reading, found_by_gateway, read
+from common.cli.speculation_counts import DRAFT_WORKER, Reading, found_by_gateway, growth, read
 from common.cli.speculation_report import between
 from common.models.config import load_config
 from common.models.source import resolve
@@ -176,10 +181,41 @@ async def opened(way: Way, url: str) -> System:
         return System(way, url, await model_of(http))
 
 
-async def measure(options: argparse.Namespace, urls: Sequence[str], vocab: int) -> list[list[str]]:
-    """Return the table's rows. urls: of the systems, in the order of `options.ways`."""
+def sides(before: Sequence[Reading], after: Sequence[Reading]) -> list[str]:
+    """Return a line of the second table, of what was counted between two readings of a system."""
+    earlier = {reading.source.worker: reading.counts for reading in before}
+    counted: Counter[str] = Counter()
+    for reading in after:
+        for key, count in growth(earlier[reading.source.worker], reading.counts).items():
+            if key.drafter in ("", DRAFT_WORKER):
+                counted[key.name.removeprefix("penstock_")] += count
+
+    def part(name: str, of: str, shown: str = ".0%", times: float = 1.0) -> str:
+        return format(times * counted[name] / counted[of], shown) if counted[of] else "-"
+
+    failed = "speculation_table_hits_total", "speculation_table_misses_total"
+    counted["failed"] = sum(counted[name] for name in failed)
+    return [
+        f"{counted['engine_step_seconds_count']:,.0f}",
+        part("engine_step_seconds_sum", "engine_step_seconds_count", ".2f", 1e3),
+        part("speculation_drafts_total", "speculation_sequence_steps_total"),
+        f"{counted['draft_model_steps_total']:,.0f}",
+        part("draft_model_step_seconds_total", "draft_model_steps_total", ".2f", 1e3),
+        part("speculation_round_trip_seconds_sum", "speculation_round_trip_seconds_count", ".2f", 1e3),
+        part("speculation_late_proposals_total", "speculation_received_proposals_total"),
+        part(failed[0], "failed"),
+        part("speculation_quiet_steps_total", "engine_step_seconds_count"),
+    ]
+
+
+SIDES = ["steps", "ms", "verify", "draft steps", "ms", "round trip, ms", "late", "table hits", "quiet"]
+
+
+async def measure(options: argparse.Namespace, urls: Sequence[str], vocab: int) -> tuple[list[list[str]], list[list[str]]]:
+    """Return the rows of both tables. urls: of the systems, in the order of `options.ways`."""
     systems = [await opened(way, url) for way, url in zip(options.ways, urls, strict=True)]
     rows: list[list[str]] = []
+    more: list[list[str]] = []
     for system in systems:
         await check(system, SPELT_FROM + 300, 64)
     for streams in options.streams:
@@ -192,14 +228,16 @@ async def measure(options: argparse.Namespace, urls: Sequence[str], vocab: int) 
                     rates[system.way].append(found)
                 print(f"{streams} streams, turn {turn}, {system.way}: {found:,.1f}", file=sys.stderr, flush=True)
         for system in systems:
-            workers = between(before[system.way], await accepted(system), system.model).decode
+            after = await accepted(system)
+            workers = between(before[system.way], after, system.model).decode
             every = [worker.drafters[DRAFT_WORKER] for worker in workers if DRAFT_WORKER in worker.drafters]
             drafts, verified, held = (sum(getattr(one, name) for one in every) for name in ("drafts", "verified", "accepted"))
             ratios = [one / off for one, off in zip(rates[system.way], rates[systems[0].way], strict=True)]
             share = f"{held / verified:.0%}, {held / drafts:.2f}" if verified else "-"
             row = [str(streams), str(system.way), f"{median(rates[system.way]):,.1f}", f"{median(ratios):.2f}"]
             rows.append([*row, f"{min(ratios):.2f}-{max(ratios):.2f}", share])
-    return rows
+            more.append([str(streams), str(system.way), *sides(before[system.way], after)])
+    return rows, more
 
 
 def main(argv: Sequence[str]) -> int:
@@ -211,9 +249,10 @@ def main(argv: Sequence[str]) -> int:
         ]
         for system in started:
             system.wait()
-        rows = anyio.run(measure, options, [system.url for system in started], vocab)
+        rows, more = anyio.run(measure, options, [system.url for system in started], vocab)
     print(f"{describe()}\n\n{options.target}; {options.draft}-N\n")
     print(markdown(["streams", "way", "tokens/s", "of off", "least-most", "accepted, of a proposal"], rows))
+    print(f"\n{markdown(['streams', 'way', *SIDES], more)}")
     return 0
 
 

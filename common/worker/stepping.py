@@ -15,6 +15,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import anyio
@@ -25,6 +26,7 @@ from common.engine.sequence_cache import SequenceCache
 from common.protocol.errors import OutOfBlocks
 from common.protocol.messages import SamplingParams
 from common.runtime import logs
+from common.worker.late_planning import LatePlanning
 from common.worker.watchdog import StepWatch
 
 log = logs.get("engine")
@@ -42,7 +44,14 @@ MIN_PACE_TOKENS = 256
 PACE_DECAY = 1.02
 """Growth, per step, of the best pace that was seen, so that an engine which has become slower is expected to be."""
 
-Flight = tuple[StepPlan, asyncio.Future[StepResult]]
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A step on its way. submitted_at: when the engine had it; 0 before."""
+
+    plan: StepPlan
+    running: asyncio.Future[StepResult] = field(init=False)
+    submitted_at: float = 0.0
 
 
 class Scheduler(Protocol):
@@ -76,12 +85,17 @@ class EngineThreads:
         self.submitting = ThreadPoolExecutor(1, thread_name_prefix="submit")
         self.waiting = ThreadPoolExecutor(1, thread_name_prefix="engine")
 
-    def start(self, runner: Runner, plan: StepPlan) -> asyncio.Future[StepResult]:
-        """A step on its way, behind those that are."""
+    def start(
+        self, runner: Runner, plan: StepPlan, on_submitted: Callable[[], None] | None = None
+    ) -> asyncio.Future[StepResult]:
+        """A step on its way, behind those that are. on_submitted: called in the thread that submits, of a runner that runs
+        ahead, when the engine has it, or refuses it."""
         loop = asyncio.get_running_loop()
         if runner.run_ahead == 1:
             return loop.run_in_executor(self.waiting, runner.execute, plan)
         submitted = self.submitting.submit(runner.submit, plan)
+        if on_submitted is not None:
+            submitted.add_done_callback(lambda _: on_submitted())
         return loop.run_in_executor(self.waiting, lambda: submitted.result().result())
 
     def close(self) -> bool:
@@ -99,7 +113,10 @@ class EngineThreads:
 
 
 class StepLoop:
-    """`run` it in a task; `wake` it when something can be planned that could not be before."""
+    """`run` it in a task; `wake` it when something can be planned that could not be before.
+
+    plans_late: whether the next step should be planned as late as the running one allows (`late_planning.py`).
+    """
 
     def __init__(
         self,
@@ -118,6 +135,8 @@ class StepLoop:
         self._watch = watch
         self._clock = clock
         self._flights: deque[Flight] = deque()
+        self.plans_late: Callable[[], bool] = lambda: False
+        self._late = LatePlanning()
         self._wake = anyio.Event()
         self._report: Callable[[], None] = _nothing
         self._ended = clock()
@@ -133,8 +152,10 @@ class StepLoop:
             room = len(self._flights) < self._runner.run_ahead
             if room and (early_s := self._early_s()) > 0:
                 self._tell()
-                await asyncio.wait([self._flights[0][1]], timeout=early_s)
-                room = not self._flights[0][1].done()
+                await asyncio.wait([self._flights[0].running], timeout=early_s)
+                room = not self._flights[0].running.done()
+                if not room:  # it was waited for too long
+                    self._late.ended(0.0)
             if room and (plan := self._scheduler.plan(self._clock())) is not None:
                 self._flights.append(self._start(plan))
                 continue
@@ -153,8 +174,11 @@ class StepLoop:
         Their end is expected after the time that their tokens would take at the best pace seen lately: rather too soon than too
         late, when the engine would have nothing to do.
         """
-        tokens = sum(plan.num_tokens for plan, _ in self._flights)
-        return self._ended + tokens * self._pace_s - LEAD_S - self._clock() if self._flights else 0.0
+        if not self._flights:
+            return 0.0
+        tokens = sum(flight.plan.num_tokens for flight in self._flights)
+        wait_s = self._late.wait_s if self.plans_late() else 0.0
+        return self._ended + max(tokens * self._pace_s - LEAD_S, wait_s) - self._clock()
 
     def _measure(self, num_tokens: int, elapsed_s: float) -> None:
         if num_tokens >= MIN_PACE_TOKENS:
@@ -163,20 +187,26 @@ class StepLoop:
 
     def _start(self, plan: StepPlan) -> Flight:
         self._watch.began(self._clock(), compiling=self._runner.may_compile(plan))
-        return plan, self._threads.start(self._runner, plan)
+        flight = Flight(plan)
+
+        def submitted() -> None:
+            flight.submitted_at = self._clock()
+
+        flight.running = self._threads.start(self._runner, plan, submitted)
+        return flight
 
     async def _land(self, flight: Flight) -> bool:
         """Wait for a step and commit it. False if it failed, and with it those submitted after it."""
-        plan, running = flight
+        plan = flight.plan
         try:
-            result = await running
+            result = await flight.running
         except RunnerLost:
             log.critical("engine_lost", step=plan.step, rows=len(plan.rows))
             raise  # nobody is told that a request failed: gateways go on elsewhere, with the tokens so far
         except Exception:
             log.exception("step_failed", step=plan.step, rows=len(plan.rows))
             self._steps.step_failed()
-            await asyncio.gather(*(later for _, later in self._flights), return_exceptions=True)
+            await asyncio.gather(*(later.running for later in self._flights), return_exceptions=True)
             for _ in range(1 + len(self._flights)):
                 self._watch.ended(self._clock())
             self._flights.clear()
@@ -184,6 +214,9 @@ class StepLoop:
         began, self._ended = self._ended, self._clock()
         self._watch.ended(self._ended)
         self._measure(plan.num_tokens, self._ended - began)
+        if self._flights:
+            submitted_at = self._flights[0].submitted_at
+            self._late.ended(self._ended - submitted_at if submitted_at else 0.0)
         self._steps.step_ended(plan, self._ended - began)
         self._report = self._steps.commit(plan, result)
         self._num_fruitless = 0

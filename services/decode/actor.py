@@ -77,6 +77,7 @@ class DecodeActor(EngineWorker):
 
     async def start(self) -> None:
         await super().start()
+        self.loop.plans_late = lambda: self.drafts.expects_proposals
         if self.config.speculation_tokens and self.engine.files is not None:
             self.vocabulary = await anyio.to_thread.run_sync(
                 vocabulary_digest, self.engine.files, self.engine.runner.vocab_size

@@ -138,6 +138,11 @@ class DraftBook:
         """Does any draft worker have a sequence of this worker's?"""
         return any(mirror.worker is not None for mirror in self._mirrors.values())
 
+    @property
+    def expects_proposals(self) -> bool:
+        """Are draft workers at work on any sequence? What they propose may come at any time."""
+        return self.trial.asking and any(mirror.sent and not mirror.pace.asleep for mirror in self._mirrors.values())
+
     def worker_of(self, sequence: str) -> WorkerRef | None:
         mirror = self._mirrors.get(sequence)
         return mirror.worker if mirror else None

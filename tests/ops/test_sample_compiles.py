@@ -11,6 +11,7 @@ _DRAW = {"temperature": "*fp32", "log_min_p": "*fp32", "seed": "*i64", "position
 _PARTS = {"peaks": "*fp32", "ids": "*i32", "chunks": "i32"}
 _SHAPE = {"row_stride": "i32:16", "words": "i32", "vocab": "i32:16"}
 _MASKED = {"rows": "*i32", "masks": "*i32"}
+_FOUND = {"keys": "*i64", "tops": "*fp32", "totals": "*fp32"}
 _UNMASKED = {"rows": None, "masks": None}
 
 
@@ -51,6 +52,42 @@ def _rows(block: int, chunks: int, dtype: str, *, masked: bool = False) -> Kerne
             **({} if masked else _UNMASKED),
         },
         expects=() if masked else _PDL,
+        max_registers=128,
+    )
+
+
+def _logprob_pieces(num_top: int, dtype: str) -> KernelCase:
+    return KernelCase(
+        f"{num_top}-{dtype}",
+        "common.ops.sampling.logprobs_triton",
+        "logprob_pieces_kernel",
+        {"logits": f"*{dtype}", "asking": "*i32", **_FOUND, "row_stride": "i32:16", "vocab_size": "i32:16", "pieces": "i32"},
+        {"PIECE": 4096, "NUM_TOP": num_top},
+        num_warps=8,
+        expects=("ld.global.v4",),
+        max_registers=128,
+    )
+
+
+def _logprob_rows(num_top: int, keys: int, dtype: str) -> KernelCase:
+    return KernelCase(
+        f"{num_top}-{keys}-{dtype}",
+        "common.ops.sampling.logprobs_triton",
+        "logprob_rows_kernel",
+        {
+            "logits": f"*{dtype}",
+            "tokens": "*i32",
+            "asking": "*i32",
+            **_FOUND,
+            "chosen": "*fp32",
+            "ids": "*i64",
+            "found": "*fp32",
+            "row_stride": "i32:16",
+            "vocab_size": "i32:16",
+            "pieces": "i32",
+        },
+        {"PIECES": 64, "KEYS": keys, "NUM_TOP": num_top},
+        expects=(),
         max_registers=128,
     )
 
@@ -170,6 +207,8 @@ CASES = [
     _rows(1024, 128, "bf16"),
     _rows(4096, 32, "bf16"),
     _rows(4096, 32, "fp32"),
+    *(_logprob_pieces(num_top, dtype) for num_top in (0, 8, 20) for dtype in ("bf16", "fp32")),
+    *(_logprob_rows(num_top, keys, "fp32") for num_top, keys in ((0, 1), (8, 256), (20, 1024))),
     _maxima("bf16"),
     _maxima("fp32"),
     _masses("bf16"),

@@ -13,7 +13,7 @@ import torch
 from common.ops import backend
 from common.ops.sampling.adjust_device import PENDING, Adjustment, Adjustments, apply_adjustments, pack_adjustments
 from common.ops.sampling.gumbel import GUMBEL_MAX
-from common.ops.sampling.logprobs import token_logprobs, top_logprobs
+from common.ops.sampling.logprobs import token_logprobs, token_logprobs_torch, top_logprobs
 from common.ops.sampling.logprobs_reference import top_logprobs_reference
 from common.ops.sampling.nucleus import MASS_BITS, masses
 from common.ops.sampling.penalties import apply_penalties
@@ -25,6 +25,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 filters_triton = pytest.importorskip("common.ops.sampling.filters_triton")
 gumbel_triton = pytest.importorskip("common.ops.sampling.gumbel_triton")
+logprobs_triton = pytest.importorskip("common.ops.sampling.logprobs_triton")
 sample_triton = pytest.importorskip("common.ops.sampling.sample_triton")
 
 POISON = -7
@@ -37,6 +38,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sample_triton, "CHUNKS", ((1 << 30, 512, 4),))
     monkeypatch.setattr(filters_triton, "TILE", 1024)
     monkeypatch.setattr(filters_triton, "CHUNK", 1024)
+    monkeypatch.setattr(logprobs_triton, "PIECE", 128)
     with backend.interpreted():
         yield
 
@@ -323,14 +325,20 @@ def test_biases_alone_need_no_history() -> None:
     assert nothing.shape == (0, 50)
 
 
-@pytest.mark.parametrize("num_top", [0, 1, 20, 600])
-def test_log_probabilities_of_tokens_that_ask(num_top: int) -> None:
-    logits = torch.randn(40, 500) * 4
-    logits[:, 10:20] = logits.max()
-    logits[5, 3:9] = torch.tensor([0.0, -0.0, 0.0, -0.0, 0.0, -0.0])
-    tokens = torch.randint(0, 500, (40,))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_top", [0, 1, 20, 64, 600])
+def test_log_probabilities_of_tokens_that_ask(num_top: int, dtype: torch.dtype) -> None:
+    given = (torch.randn(40, 500) * 4).to(dtype)
+    given[3, :300] = -math.inf
+    logits = given.float()
+    given[:, 10:20] = logits[:, 10:20] = logits.max()
+    given[5, 3:9] = logits[5, 3:9] = torch.tensor([0.0, -0.0, 0.0, -0.0, 0.0, -0.0])
+    tokens = torch.randint(310, 500, (40,))
     rows = torch.randperm(40)[:33]
-    chosen, ids, values = token_logprobs(logits, tokens, rows, num_top)
+    chosen, ids, values = token_logprobs(given, tokens, rows, num_top)
+    plainly = token_logprobs_torch(given, tokens, rows, min(num_top, 500))
+    assert torch.equal(ids, plainly[1])
+    torch.testing.assert_close((chosen, values), (plainly[0], plainly[2]), atol=1e-5, rtol=0)
     assert (chosen.dtype, ids.shape, values.shape) == (torch.float32, (33, min(num_top, 500)), (33, min(num_top, 500)))
     for index, row in enumerate(rows.tolist()):
         expected = top_logprobs_reference(logits[row], int(tokens[row]), num_top)

@@ -22,6 +22,8 @@ STD = 0.02
 UNIFORM = 1e-3
 SECOND_CHOICES = 0.5
 """Of the tokens behind which a counting model is wrong, for how many the right one is its second choice."""
+SECOND = 0.96
+"""Times the logit of the first: a second choice that is as likely as one in six, for a hidden size of 2048."""
 _LOUD = 100.0
 """Of an embedding's numbers, beside which what layers add is small: each gives about 2, and 126 layers some 20."""
 _CODES: dict[str, Code] = {"nf4": "nf4", "nvfp4": "fp4", "mxfp4": "fp4"}
@@ -121,7 +123,7 @@ class DummyWeights:
         tokens = torch.arange(count, device=device)
         quiet = embedding * (STD / _LOUD)
         head = torch.zeros_like(embedding).index_add_(0, (tokens + 1 + wrong) % count, quiet)
-        return head.index_add_(0, ((tokens + 1) % count)[second], quiet[second] / 2)
+        return head.index_add_(0, ((tokens + 1) % count)[second], quiet[second] * SECOND)
 
     def _bytes_of_experts(self, name: str, upload: Upload) -> torch.Tensor:
         """MXFP4: random codes, and the power of two that gives the standard deviation of other weights, about."""

@@ -7,6 +7,8 @@ import math
 import numpy as np
 import torch
 
+from common.ops.backend import on_device
+
 _ROWS_AT_ONCE = 16
 """Bounds `token_logprobs`' scratch memory: about 30 bytes a token of the vocabulary each."""
 
@@ -44,7 +46,20 @@ def token_logprobs(
     """
     if logits.ndim != 2 or rows.ndim != 1 or tokens.ndim != 1:
         raise ValueError(f"no tokens {list(tokens.shape)} of rows {list(rows.shape)} in logits {list(logits.shape)}")
-    pieces = [_token_logprobs(logits, tokens, part, min(num_top, logits.shape[1])) for part in rows.split(_ROWS_AT_ONCE)]
+    num_top = max(0, min(num_top, logits.shape[1]))
+    if on_device(logits) and len(rows) and logits.stride(1) == 1:
+        from common.ops.sampling.logprobs_triton import MAX_TOP, token_logprobs_triton
+
+        if num_top <= MAX_TOP:
+            return token_logprobs_triton(logits, tokens, rows, num_top)
+    return token_logprobs_torch(logits, tokens, rows, num_top)
+
+
+def token_logprobs_torch(
+    logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `token_logprobs`, in torch, on any device."""
+    pieces = [_token_logprobs(logits, tokens, part, num_top) for part in rows.split(_ROWS_AT_ONCE)]
     chosen, ids, found = zip(*pieces, strict=True)
     return torch.cat(chosen), torch.cat(ids), torch.cat(found)
 

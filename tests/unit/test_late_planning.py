@@ -1,0 +1,114 @@
+"""The wait before the next step is planned follows the margin that was left, and never makes an engine wait for long."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import anyio
+
+from common.engine.plan import StepPlan, StepResult, StepRow
+from common.engine.sequence import Sequence
+from common.protocol.messages import SamplingParams
+from common.worker.late_planning import MARGIN_S, LatePlanning
+from common.worker.stepping import EngineThreads, StepLoop
+from common.worker.watchdog import StepWatch
+
+STEP_S = 0.02
+
+
+def test_the_wait_settles_where_the_margin_is_left() -> None:
+    late, step_s, work_s = LatePlanning(), 6e-3, 1e-3
+    for _ in range(60):
+        late.ended(step_s - max(late.wait_s, 0.0) - work_s)
+    assert abs(step_s - late.wait_s - work_s - MARGIN_S) < 1e-4
+
+
+def test_shorter_steps_are_not_waited_for_in_vain() -> None:
+    late = LatePlanning()
+    for _ in range(60):
+        late.ended(20e-3 - late.wait_s)
+    steps = 0
+    while 4e-3 - late.wait_s < MARGIN_S / 2:
+        late.ended(min(0.0, 4e-3 - late.wait_s))
+        steps += 1
+    assert steps < 20
+
+
+class Endless:
+    """A scheduler and an engine whose steps take `STEP_S` each, one behind the other."""
+
+    run_ahead = 2
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.free_at = 0.0
+        self.planned: dict[int, float] = {}
+        self.begun: dict[int, float] = {}
+        self.ends: dict[int, float] = {}
+
+    @property
+    def cache(self) -> object:
+        raise NotImplementedError
+
+    def plan(self, now: float, only: object = None) -> StepPlan | None:
+        self.step += 1
+        self.planned[self.step] = time.monotonic()
+        return StepPlan(self.step, [StepRow([1], 0, [0], 1, SamplingParams(), 1)])
+
+    def submit(self, plan: StepPlan) -> Running:
+        self.begun[plan.step] = max(time.monotonic(), self.free_at)
+        self.free_at = self.ends[plan.step] = self.begun[plan.step] + STEP_S
+        return Running(self.free_at)
+
+    def may_compile(self, plan: StepPlan) -> bool:
+        return False
+
+    def rewind(self) -> list[Sequence]:
+        return []
+
+    def holds(self, sequence: Sequence) -> bool:
+        return False
+
+    def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
+        return lambda: None
+
+    def step_ended(self, plan: StepPlan, elapsed_s: float) -> None: ...
+    def step_failed(self) -> None: ...
+    def sequence_failed(self, sequence: Sequence) -> None: ...
+
+
+class Running:
+    def __init__(self, ends_at: float) -> None:
+        self.ends_at = ends_at
+
+    def result(self) -> StepResult:
+        time.sleep(max(0.0, self.ends_at - time.monotonic()))
+        return StepResult([])
+
+
+async def test_steps_are_planned_late_and_the_engine_hardly_waits() -> None:
+    engine, threads = Endless(), EngineThreads()
+    watch = StepWatch(floor_s=5.0, compile_s=5.0)
+    loop = StepLoop(
+        runner=engine,  # type: ignore[arg-type]
+        scheduler=engine,  # type: ignore[arg-type]
+        steps=engine,
+        threads=threads,
+        watch=watch,
+        clock=time.monotonic,
+    )
+    loop.plans_late = lambda: True
+    running = asyncio.ensure_future(loop.run())
+    with anyio.fail_after(30):
+        while engine.step < 80:
+            await anyio.sleep(0.01)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert threads.close()
+    last = [step for step in engine.ends if 60 <= step < 80]
+    ahead = sorted(engine.ends[step - 1] - engine.planned[step] for step in last)
+    gaps = sorted(engine.begun[step] - engine.ends[step - 1] for step in last)
+    assert ahead[len(ahead) // 2] < STEP_S / 2
+    assert gaps[len(gaps) // 2] < STEP_S / 10
