@@ -16,10 +16,11 @@ import itertools
 from collections.abc import Iterable
 
 from common.cache.block_table import BlockTable
-from common.engine.plan import RowSamples, StepRow
+from common.engine.plan import UNKNOWN, RowSamples, StepRow
 from common.protocol.draft_messages import DraftBranch
 from common.protocol.errors import OutOfBlocks
 from services.draft.choices import Choice, likeliest
+from services.draft.flights import Flights
 from services.draft.mirror import Branch, BranchKey, Mirror
 from services.draft.mirror_blocks import MirrorBlocks
 
@@ -34,8 +35,11 @@ class Branches:
     """count: of a mirror at most; 0: none. length: tokens drafted behind a branch's first one. step_tokens: of all branches in
     a step at most."""
 
-    def __init__(self, blocks: MirrorBlocks, *, count: int, length: int, step_tokens: int, max_context: int) -> None:
+    def __init__(
+        self, blocks: MirrorBlocks, flights: Flights, *, count: int, length: int, step_tokens: int, max_context: int
+    ) -> None:
         self.blocks = blocks
+        self.flights = flights
         self.length = max(1, min(length, MAX_TABLE_TOKENS - 1))
         self.count = min(count, MAX_TABLE_TOKENS // (1 + self.length))
         self.step_tokens = step_tokens
@@ -55,7 +59,7 @@ class Branches:
             wanted = {(position, token): chance for chance, position, token in best if chance >= _MIN_CHANCE}
             for key in [key for key in mirror.branches if key not in wanted]:
                 self.drop(mirror, key)
-            found += [(chance, mirror, key) for key, chance in wanted.items() if not self._is_done(mirror.branches.get(key))]
+            found += [(chance, mirror, key) for key, chance in wanted.items() if self._goes_on(mirror.branches.get(key))]
         found.sort(key=lambda one: -one[0])
         return [(mirror, key) for _, mirror, key in found]
 
@@ -74,8 +78,11 @@ class Branches:
         """Whether none of its branches is being drafted."""
         return all(self._is_done(branch) for branch in mirror.branches.values())
 
-    def _is_done(self, branch: Branch | None) -> bool:
-        return branch is not None and (branch.is_over or len(branch.tokens) > self.length)
+    def _is_done(self, branch: Branch) -> bool:
+        return branch.is_over or len(branch.tokens) > self.length
+
+    def _goes_on(self, branch: Branch | None) -> bool:
+        return branch is None or not (branch.is_over or branch.num_tokens > self.length)
 
     # -- steps
 
@@ -83,9 +90,10 @@ class Branches:
         """Return the next row of a branch, which is opened if need be; None where there is no room for it."""
         position, token = key
         branch = mirror.branches.get(key)
-        start = branch.num_computed if branch else position // self.blocks.block_tokens * self.blocks.block_tokens
-        end = branch.end if branch else position + 1
-        if end - start > max_tokens or end >= self.max_context or not (branch or self._may_open(mirror, start)):
+        start = branch.begin if branch else position // self.blocks.block_tokens * self.blocks.block_tokens
+        count = self.flights.pending(branch) if branch else position + 1 - start
+        end = start + count
+        if not count or count > max_tokens or end >= self.max_context or not (branch or self._may_open(mirror, start)):
             return None
         if branch is None:
             branch = Branch(mirror, position, [token], self._shared(mirror, start), start)
@@ -96,10 +104,11 @@ class Branches:
                 self.blocks.release(branch.tables)
             return None
         mirror.branches[key] = branch
-        branch.in_step = True
+        known = [*mirror.text[start:position], *branch.tokens[max(0, start - position) :]]
         return branch, StepRow(
-            tokens=[*mirror.text[start:position], *branch.tokens[max(0, start - position) :]],
+            tokens=known or [UNKNOWN],
             start=start,
+            feed=self.flights.add(branch, end, sampled=True),
             blocks=branch.tables[0],
             more_blocks=branch.tables[1:],
             num_samples=1,
@@ -109,6 +118,8 @@ class Branches:
 
     def commit(self, branch: Branch, row: StepRow, samples: RowSamples, choice: Choice | None) -> bool:
         """Take a step's token. Return whether its mirror's table can be sent."""
+        if branch.is_over:
+            return False
         branch.num_computed = row.start + len(row.tokens)
         if choice is None:
             branch.is_over = True
@@ -148,8 +159,7 @@ class Branches:
     def drop(self, mirror: Mirror, key: BranchKey) -> None:
         branch = mirror.branches.pop(key)
         branch.is_closed = True
-        if not branch.in_step:
-            self.blocks.release(branch.tables)
+        self.blocks.release(branch.tables, branch.air.until)
 
     def drop_all(self, mirror: Mirror, start: int = 0) -> None:
         """Drop the mirror's branches from position `start` on."""
@@ -158,7 +168,7 @@ class Branches:
 
     def give_way(self, mirrors: Iterable[Mirror]) -> bool:
         """Drop all branches that no step uses. Return whether there were any."""
-        there = [(mirror, key) for mirror in mirrors for key, branch in mirror.branches.items() if not branch.in_step]
+        there = [(mirror, key) for mirror in mirrors for key, branch in mirror.branches.items() if not branch.air.num_steps]
         for mirror, key in there:
             self.drop(mirror, key)
         return bool(there)

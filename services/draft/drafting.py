@@ -6,11 +6,12 @@ A mirror's text, and the KV of it:
           [num_confirmed, len(text))       drafted behind it: at most `max_drafted` tokens
     KV    [0, num_computed)                valid; num_computed < len(text): what follows the last token is not known yet
 
-    plan ─► a step runs, nothing is updated meanwhile ─► commit ─► updates that have arrived ─► proposals ─► plan ─► …
+    plan ─► (another plan, for a runner that runs ahead) ─► the step has run: commit ─► updates, proposals ─► plan ─► …
 
 An update that agrees with the draft confirms a part of it, and nothing is computed again. One that disagrees cuts the text
 behind the last token that agrees; the KV up to there stays. A mirror with a gap keeps what it has until it is sent whole again.
 Where what disagrees was drafted as a branch (`branches.py`), that becomes the text, and nothing is computed again either.
+What steps compute meanwhile of a text that is cut is void (`flights.py`).
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from collections.abc import Sequence
 import msgspec
 
 from common.cache.grouped_pool import GroupedPool
-from common.engine.plan import RowSamples, StepPlan, StepResult, StepRow, part_of
+from common.engine.plan import UNKNOWN, RowSamples, StepPlan, StepResult, StepRow, part_of
 from common.protocol.draft_messages import DraftBranch, DraftSampling
 from common.protocol.errors import OutOfBlocks, ProtocolError
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import SamplingParams
 from services.draft.branches import MAX_BRANCHED, Branches
 from services.draft.choices import TOP_TOKENS, Choice, drawn_in
+from services.draft.flights import Flights
 from services.draft.mirror import Branch, Mirror
 from services.draft.mirror_blocks import MirrorBlocks
 from services.draft.proposer import MirrorKey
@@ -39,7 +41,7 @@ _ACCEPTANCE_WEIGHT = 0.1
 
 
 class Drafter:
-    """A `Proposer` whose proposals a runner computes: `plan`, execute, `commit`.
+    """A `Proposer` whose proposals a runner computes: `plan`, execute, `commit`; steps are committed in the order of plans.
 
     max_sequences: mirrors held at most, and rows of a step. max_drafted: tokens drafted ahead of what is confirmed.
     token_budget: tokens that a step computes at most, beside one of each row. max_context: tokens of the model's context; a
@@ -74,8 +76,10 @@ class Drafter:
         self.num_tokens_drafted = 0
         self.num_tokens_in_vain = 0
         self.num_evicted = 0
+        self.flights = Flights()
         self.branches = Branches(
             self.blocks,
+            self.flights,
             count=num_branches,
             length=branch_tokens,
             step_tokens=min(branch_step_tokens, token_budget),
@@ -83,8 +87,6 @@ class Drafter:
         )
         self.branches_beside = branches_beside
         self._mirrors: dict[MirrorKey, Mirror] = {}  # least recently updated first
-        self._flight: list[Mirror | Branch] = []
-        self._step = 0
 
     def __len__(self) -> int:
         return len(self._mirrors)
@@ -92,9 +94,7 @@ class Drafter:
     # -- mirrors
 
     def update(self, key: MirrorKey, base: int, tokens: Sequence[int], sampling: DraftSampling | None = None) -> bool:
-        """See `Proposer.update`. Call it while no step runs. A mirror with a gap stays, so that what is the same of its prefix
-        is not computed again."""
-        assert not self._flight, "a step is running"
+        """See `Proposer.update`. A mirror with a gap stays, so that what is the same of its prefix is not computed again."""
         mirror = self._mirrors.pop(key, None)
         if mirror is not None:
             self._mirrors[key] = mirror
@@ -149,8 +149,7 @@ class Drafter:
         mirror.is_closed = True
         self.num_tokens_in_vain += mirror.num_drafted
         self.branches.drop_all(mirror)
-        if not mirror.in_step:
-            self.blocks.release(mirror.tables)
+        self.blocks.release(mirror.tables, mirror.air.until)
 
     def close_worker(self, decode: WorkerRef) -> int:
         keys = [key for key in self._mirrors if key[0] == decode]
@@ -165,64 +164,69 @@ class Drafter:
     # -- steps
 
     def plan(self) -> StepPlan | None:
-        """Return the next step; None when every mirror is drafted as far ahead as it may be.
+        """Return the next step; None when every mirror is drafted as far ahead as it may be, or waits for a step in the air.
 
         Mirrors with the fewest drafted tokens come first, since decode uses these up soonest; prompts get what is left of the
         token budget, the one that has waited longest first. What is left of both is for branches.
         """
-        assert not self._flight, "a step is running"
-        active = [mirror for mirror in self._mirrors.values() if self._may_draft(mirror)]
+        self.flights.begin()
+        pending = {mirror: self.flights.pending(mirror) for mirror in self._mirrors.values() if self._may_draft(mirror)}
         catch_up = min(MAX_CATCH_UP_TOKENS, self.token_budget)
-        drafting = [mirror for mirror in active if mirror.num_pending <= catch_up]
-        prompts = [mirror for mirror in active if mirror.num_pending > catch_up]
-        drafting.sort(key=lambda mirror: (mirror.num_drafted, mirror.last_step))
+        drafting = [mirror for mirror, count in pending.items() if 0 < count <= catch_up]
+        prompts = [mirror for mirror, count in pending.items() if count > catch_up]
+        drafting.sort(key=lambda mirror: (mirror.num_ahead, mirror.last_step))
         prompts.sort(key=lambda mirror: mirror.last_step)
-        self._step += 1
-        budget = self.token_budget
+        budget, step = self.token_budget, self.flights.planning.step
         rows: list[StepRow] = []
         for mirror in drafting:
-            if mirror.num_pending - 1 <= budget and (row := self._row(mirror, mirror.num_pending)):
+            if pending[mirror] - 1 <= budget and (row := self._row(mirror, pending[mirror])):
                 rows.append(row)
                 budget -= len(row.tokens) - 1
         for mirror in prompts:
             if budget <= 0:
                 break
-            if row := self._row(mirror, part_of(mirror.num_computed, mirror.num_pending, budget)):
+            if row := self._row(mirror, part_of(mirror.begin, pending[mirror], budget)):
                 rows.append(row)
                 budget -= len(row.tokens)
         rows += self._branch_rows(min(budget, self.branches.step_tokens), alone=not rows)
-        return StepPlan(step=self._step, rows=rows) if rows else None
+        return StepPlan(step=step, rows=rows) if self.flights.launch() else None
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[MirrorKey]:
-        """Take the step's tokens. Return the mirrors that were drafted further."""
-        flight, self._flight = self._flight, []
+        """Take the oldest step's tokens. Return the mirrors that were drafted further."""
+        flight = self.flights.land(plan)
+        self.blocks.ended(flight.step)
         drafted: dict[MirrorKey, None] = {}
         choices = drawn_in(plan, result, self.vocab_size)
-        for one, row, samples, choice in zip(flight, plan.rows, result.rows, choices, strict=True):
-            one.in_step = False
-            if one.is_closed:
-                self.blocks.release(one.tables)
-            elif isinstance(one, Branch):
-                if self.branches.commit(one, row, samples, choice):
-                    drafted[one.mirror.key] = None
-            elif self._commit(one, row, samples, choice):
-                drafted[one.key] = None
+        for entry, row, samples, choice in zip(flight.entries, plan.rows, result.rows, choices, strict=True):
+            line = entry.line
+            if not entry.holds:
+                continue
+            if isinstance(line, Branch):
+                if self.branches.commit(line, row, samples, choice):
+                    drafted[line.mirror.key] = None
+            elif self._commit(line, row, samples, choice):
+                drafted[line.key] = None
         return list(drafted)
 
     def _commit(self, mirror: Mirror, row: StepRow, samples: RowSamples, choice: Choice | None) -> bool:
         """Take a mirror's token, if there is one. Return whether it was drafted further."""
-        mirror.num_computed = row.start + len(row.tokens)
+        end = mirror.num_computed = row.start + len(row.tokens)
         has_token = False
         if row.num_samples:
             token = samples.tokens[0]
             has_token = 0 <= token < self.vocab_size
-            if has_token:
+            if has_token and end < len(mirror.text):  # decode has said meanwhile what follows
+                has_token = False
+                if mirror.text[end] != token:  # which steps in the air may have been fed with
+                    mirror.air.void()
+            elif has_token:
                 if choice is not None:
                     mirror.choices[len(mirror.text)] = choice
                 mirror.text.append(token)
                 self.num_tokens_drafted += 1
             else:
                 mirror.is_broken, mirror.num_computed = True, mirror.num_computed - 1
+                mirror.air.void()
         kept = min(mirror.num_computed, mirror.num_confirmed - 1)
         if self.branches.count:
             kept = max(0, kept - self.blocks.block_tokens)  # a branch begins with its block
@@ -230,13 +234,10 @@ class Drafter:
         return has_token
 
     def abort(self) -> int:
-        """The step failed: close its mirrors, which their decode workers find out by a gap. Returns how many there were."""
-        flight, self._flight = self._flight, []
-        for one in flight:
-            one.in_step = False
-            if one.is_closed:
-                self.blocks.release(one.tables)
-        mirrors = {one.mirror if isinstance(one, Branch) else one: None for one in flight}
+        """A step failed, and those behind it: close their mirrors, which their decode workers find out by a gap. Returns how
+        many there were."""
+        self.blocks.ended(self.flights.planning.step)
+        mirrors = self.flights.fail()
         for mirror in mirrors:
             self.close(mirror.key)
         return len(mirrors)
@@ -244,10 +245,10 @@ class Drafter:
     def check(self) -> None:
         """:raises AssertionError: if the pool's counters are wrong, or blocks are held that no mirror has."""
         self.blocks.pool.check()
-        held: list[Mirror | Branch] = [*self._mirrors.values(), *(one for one in self._flight if one.is_closed)]
-        held += [branch for mirror in self._mirrors.values() for branch in mirror.branches.values()]
+        held = [*self.blocks.late, *(mirror.tables for mirror in self._mirrors.values())]
+        held += [branch.tables for mirror in self._mirrors.values() for branch in mirror.branches.values()]
         for index, group in enumerate(self.blocks.pool.groups):
-            owned = {block for one in held for block in one.tables[index] if block >= 0}
+            owned = {block for tables in held for block in tables[index] if block >= 0}
             assert group.pool.usage().owned == len(owned)
 
     # -- within
@@ -276,8 +277,10 @@ class Drafter:
             self._go_on_with(mirror, branch)
             agreed = _agreed(mirror.text, base, tokens)
         if agreed < end:
-            self._cut(mirror, agreed, agreed)
+            if agreed < len(mirror.text):
+                self._cut(mirror, agreed, agreed)
             mirror.text += tokens[agreed - base :]
+            mirror.proposed_end = 0
         elif end < mirror.num_confirmed:
             self._cut(mirror, end, end - 1)
         mirror.num_confirmed = end
@@ -294,7 +297,8 @@ class Drafter:
     def _go_on_with(self, mirror: Mirror, branch: Branch) -> None:
         """The branch is the mirror's text from now on; its first token is confirmed."""
         self._cut(mirror, branch.position, branch.position)
-        self.blocks.release(mirror.tables)
+        self.blocks.release(mirror.tables, mirror.air.until)
+        self.flights.take_over(branch, mirror)
         mirror.tables, mirror.num_computed = branch.tables, branch.num_computed
         mirror.text += branch.tokens
         mirror.choices |= dict(enumerate(branch.choices, branch.position + 1))
@@ -310,8 +314,9 @@ class Drafter:
             del mirror.choices[index]
         mirror.proposed_end = 0
         mirror.num_computed = max(0, min(mirror.num_computed, max_computed))
+        mirror.air.void()
         if not self.blocks.holds(mirror.tables, mirror.num_computed):
-            self.blocks.release(mirror.tables)
+            self.blocks.release(mirror.tables, mirror.air.until)
             mirror.num_computed = 0
 
     def _proposal(self, mirror: Mirror | None) -> list[int]:
@@ -325,24 +330,25 @@ class Drafter:
             mirror.is_whole
             and not mirror.is_broken
             and 0 < len(mirror.text) < self.max_context
-            and mirror.num_drafted < self.max_drafted
+            and mirror.num_ahead < self.max_drafted
         )
 
     def _row(self, mirror: Mirror, num_tokens: int) -> StepRow | None:
         """Return a row with the mirror's next `num_tokens` tokens; None where there is no room for it in this step."""
-        if len(self._flight) >= self.max_sequences or mirror.is_closed:
+        if len(self.flights.planning.entries) >= self.max_sequences or mirror.is_closed:
             return None
-        start, end = mirror.num_computed, mirror.num_computed + num_tokens
+        start, end = mirror.begin, mirror.begin + num_tokens
         if not self._make_room(mirror, start, end):
             return None
-        mirror.in_step, mirror.last_step = True, self._step
-        self._flight.append(mirror)
+        mirror.last_step = self.flights.planning.step
+        sampled = end >= len(mirror.text)
         return StepRow(
-            tokens=mirror.text[start:end],
+            tokens=mirror.text[start:end] or [UNKNOWN],
             start=start,
+            feed=self.flights.add(mirror, end, sampled=sampled),
             blocks=mirror.tables[0],
             more_blocks=mirror.tables[1:],
-            num_samples=1 if end == len(mirror.text) else 0,
+            num_samples=int(sampled),
             sampling=mirror.asking if self._may_branch else mirror.sampling,
             prompt_tokens=mirror.prompt_tokens,
         )
@@ -358,11 +364,10 @@ class Drafter:
             return rows
         mirrors = [mirror for mirror in self._mirrors.values() if mirror.is_whole and not mirror.is_broken]
         for mirror, key in self.branches.wanting(mirrors):
-            if len(self._flight) >= self.max_sequences:
+            if len(self.flights.planning.entries) >= self.max_sequences:
                 break
             if found := self.branches.row(mirror, key, budget):
-                branch, row = found
-                self._flight.append(branch)
+                _, row = found
                 rows.append(row)
                 budget -= len(row.tokens)
         return rows
@@ -375,9 +380,9 @@ class Drafter:
             except OutOfBlocks:
                 if self.branches.give_way(self._mirrors.values()):
                     continue
-                victim = next((other for other in self._mirrors.values() if not other.in_step), mirror)
-                if victim is mirror and self._flight:
-                    return False  # others of this step hold what it lacks: perhaps the next one has room
+                victim = next((other for other in self._mirrors.values() if not other.air.num_steps), mirror)
+                if victim is mirror and self.flights:
+                    return False  # others of steps hold what it lacks: perhaps the next one has room
                 self._evict(victim)
                 if victim is mirror:
                     return False

@@ -10,6 +10,33 @@ from services.draft.choices import Choice
 from services.draft.proposer import MirrorKey
 
 
+@dataclass(slots=True)
+class Air:
+    """What steps that are planned and have not ended compute of a text (`flights.py`).
+
+    num_steps: of them, of which the last is number `last`. If that is not void, it is number `step`, too, computes the text up
+    to index `end`, and has as its sample `sample` what follows; -1: it samples nothing of it. era: rows planned in an earlier
+    one are void.
+    """
+
+    num_steps: int = 0
+    last: int = -1
+    era: int = 0
+    step: int = -1
+    end: int = 0
+    sample: int = -1
+
+    def void(self) -> None:
+        """What is on its way does not hold."""
+        self.era += 1
+        self.step, self.end, self.sample = -1, 0, -1
+
+    @property
+    def until(self) -> int:
+        """The last of the steps that are on their way, void ones among them; -1: none is."""
+        return self.last if self.num_steps else -1
+
+
 @dataclass(slots=True, eq=False)
 class Branch:
     """Another text behind the first `position` tokens of a mirror's: `tokens`, of which the first is an alternative to what
@@ -26,13 +53,23 @@ class Branch:
     num_computed: int
     choices: list[Choice] = field(default_factory=list)
     is_over: bool = False
-    in_step: bool = False
     is_closed: bool = False
+    air: Air = field(default_factory=Air)
 
     @property
     def end(self) -> int:
-        """Tokens of the text with this branch."""
+        """Known tokens of the text with this branch."""
         return self.position + len(self.tokens)
+
+    @property
+    def begin(self) -> int:
+        """Tokens that are computed, or on their way."""
+        return max(self.num_computed, self.air.end)
+
+    @property
+    def num_tokens(self) -> int:
+        """Its tokens, one that is on its way among them."""
+        return max(self.end, self.air.end + (self.air.sample >= 0)) - self.position
 
 
 BranchKey = tuple[int, int]
@@ -42,8 +79,7 @@ BranchKey = tuple[int, int]
 @dataclass(slots=True, eq=False)
 class Mirror:
     """`is_whole`: no update was lost. `is_broken`: its logits were not finite; it is not continued until it is opened anew.
-    `in_step`: a step that runs uses its blocks. `proposed_end`: length of the text that was proposed last. `last_step`: number
-    of the step that it was in last.
+    `proposed_end`: length of the text that was proposed last. `last_step`: number of the step that it was in last.
 
     choices: of drafted tokens, by position. acceptance: moving average of drafted tokens that were confirmed. `table_changed`:
     since it was proposed last; `table_due`: an update has come since then.
@@ -59,7 +95,6 @@ class Mirror:
     prompt_tokens: int = 1
     is_whole: bool = True
     is_broken: bool = False
-    in_step: bool = False
     is_closed: bool = False
     proposed_end: int = 0
     last_step: int = 0
@@ -68,12 +103,23 @@ class Mirror:
     acceptance: float = 0.7
     table_changed: bool = False
     table_due: bool = False
+    air: Air = field(default_factory=Air)
 
     @property
     def num_drafted(self) -> int:
         return len(self.text) - self.num_confirmed
 
     @property
-    def num_pending(self) -> int:
-        """Tokens to compute before the next one can be drawn."""
-        return len(self.text) - self.num_computed
+    def end(self) -> int:
+        """Known tokens."""
+        return len(self.text)
+
+    @property
+    def begin(self) -> int:
+        """Tokens that are computed, or on their way."""
+        return max(self.num_computed, self.air.end)
+
+    @property
+    def num_ahead(self) -> int:
+        """Tokens behind what is confirmed, one that is on its way among them."""
+        return max(self.end, self.air.end + (self.air.sample >= 0)) - self.num_confirmed

@@ -18,6 +18,7 @@ class MirrorBlocks:
     def __init__(self, pool: GroupedPool) -> None:
         self.pool = pool
         self.block_tokens = pool.block_tokens
+        self._late: list[tuple[int, list[BlockTable]]] = []
 
     @property
     def longest(self) -> int:
@@ -63,11 +64,28 @@ class MirrorBlocks:
                 group.pool.release(table[begin:end])
                 table.let_go(begin, end)
 
-    def release(self, tables: list[BlockTable]) -> None:
-        """Give back every block. Harmless twice."""
-        self.pool.release([list(table) for table in tables])
-        for table in tables:
-            table.clear()
+    def release(self, tables: list[BlockTable], after: int = -1) -> None:
+        """Give back every block. Harmless twice. after: a step that uses them, and may not have been submitted yet: its rows
+        keep the tables, and the blocks are given back when it has run (`ended`)."""
+        if after < 0:
+            self.pool.release([list(table) for table in tables])
+            for table in tables:
+                table.clear()
+        elif any(tables):
+            self._late.append((after, list(tables)))
+            tables[:] = self.new_tables()
+
+    def ended(self, step: int) -> None:
+        """A step has run, and all before it."""
+        over = [tables for after, tables in self._late if after <= step]
+        self._late = [(after, tables) for after, tables in self._late if after > step]
+        for tables in over:
+            self.release(tables)
+
+    @property
+    def late(self) -> list[list[BlockTable]]:
+        """Tables whose blocks are given back when a step has run."""
+        return [tables for _, tables in self._late]
 
     def _firsts(self, position: int) -> list[int]:
         """Return, for each group, the index of the first block that the token at `position` reads."""

@@ -1,11 +1,12 @@
 """The draft worker with a model: mirrors are drafted by steps of an engine of its own.
 
     open the engine ─┬► the model can't be used: one line in the log; no mirrors are taken, serving goes on
-                     └► plan ─► a step in a thread ─► commit ─► messages that came meanwhile ─► Proposals ─► plan ─► …
+                     └► plan ─► steps in a thread ─► commit one ─► messages that came meanwhile ─► Proposals ─► plan ─► …
 
 Decode never waits: drafts run ahead of what is confirmed, by `proposal_tokens` at most, and a proposal covers what is drafted
-behind the confirmed tokens. Where a draft may fail, branches are drafted with what steps leave (`branches.py`). A step that
-raises costs its mirrors, which are sent whole again; several in a row end the process.
+behind the confirmed tokens. On a GPU the next step is planned while one runs, and fed with its tokens there. Where a draft may
+fail, branches are drafted with what steps leave (`branches.py`). A step that raises costs its mirrors, which are sent whole
+again; several in a row end the process.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import time
+from collections import deque
 from collections.abc import Callable
 
 import anyio
@@ -54,6 +56,8 @@ class ModelDraftActor(DraftActor):
         self.watch = StepWatch(floor_s=config.step_timeout_s, compile_s=config.compile_timeout_s)
         self.loaded_share = 0.0
         self._threads = EngineThreads()
+        self._steps_in_air: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
+        self._ended = self._woken = clock()
         self._failures = 0
         self._drafted = self.metrics.counter("draft_model_tokens_total", "Tokens drafted by the model")
         self._in_vain = self.metrics.counter("draft_model_tokens_in_vain_total", "Drafted tokens that decode did not confirm")
@@ -126,30 +130,43 @@ class ModelDraftActor(DraftActor):
         while True:
             self.serve(drafted)
             drafted = []
-            plan = self.drafter.plan() if self.drafter is not None else None
+            self._start_steps()
             self._count()
-            if plan is not None:
-                drafted = await self._step(plan)
+            if self._steps_in_air:
+                drafted = await self._land(self._steps_in_air.popleft())
             elif not self._queue:
                 self._wake = anyio.Event()
                 await self._wake.wait()
+                self._woken = self.clock()
             await anyio.lowlevel.checkpoint()
 
-    async def _step(self, plan: StepPlan) -> list[MirrorKey]:
-        """Run a step. Return the mirrors that were drafted further."""
-        assert self.drafter is not None and self.opened is not None
-        began, runner = self.clock(), self.opened.engine.runner
-        self.watch.began(began, compiling=runner.may_compile(plan))
+    def _start_steps(self) -> None:
+        """As many as the engine takes at once."""
+        if self.drafter is None or self.opened is None:
+            return
+        runner = self.opened.engine.runner
+        while len(self._steps_in_air) < runner.run_ahead and (plan := self.drafter.plan()) is not None:
+            self.watch.began(self.clock(), compiling=runner.may_compile(plan))
+            self._steps_in_air.append((plan, self._threads.start(runner, plan)))
+
+    async def _land(self, flight: tuple[StepPlan, asyncio.Future[StepResult]]) -> list[MirrorKey]:
+        """Wait for a step. Return the mirrors that were drafted further."""
+        assert self.drafter is not None
+        plan, running = flight
         try:
-            result = await self._threads.start(runner, plan)
+            result = await running
         except RunnerLost:
             log.critical("engine_lost", step=plan.step, rows=len(plan.rows))
             raise
         except Exception as error:
+            await asyncio.gather(*(later for _, later in self._steps_in_air), return_exceptions=True)
+            for _ in range(1 + len(self._steps_in_air)):
+                self.watch.ended(self.clock())
+            self._steps_in_air.clear()
             return self._step_failed(plan, error)
-        finally:
-            self.watch.ended(self.clock())
-        return self._committed(self.drafter, plan, result, self.clock() - began)
+        began, self._ended = max(self._ended, self._woken), self.clock()
+        self.watch.ended(self._ended)
+        return self._committed(self.drafter, plan, result, self._ended - began)
 
     def _committed(self, drafter: Drafter, plan: StepPlan, result: StepResult, elapsed_s: float) -> list[MirrorKey]:
         self._failures = 0
