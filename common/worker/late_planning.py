@@ -19,7 +19,8 @@ _SHRINKAGE = 1.5
 
 
 class LatePlanning:
-    """`wait_s`: from the beginning of the step that runs to the planning of the next one."""
+    """`wait_s`: from the beginning of the step that runs to the planning of the next one. It is told of steps that were planned
+    so; those that were planned at once say nothing."""
 
     def __init__(self) -> None:
         self.wait_s = 0.0
@@ -31,3 +32,7 @@ class LatePlanning:
             self.wait_s = max(0.0, self.wait_s + _SHRINKAGE * more)
         else:
             self.wait_s += min(_GROWTH * more, _MAX_GROWTH_S)
+
+    def missed(self, step_s: float) -> None:
+        """A step has ended, after so many seconds, before the next one was planned."""
+        self.wait_s = max(0.0, min(self.wait_s, step_s) - 2 * MARGIN_S)

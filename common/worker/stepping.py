@@ -47,9 +47,10 @@ PACE_DECAY = 1.02
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A step on its way. submitted_at: when the engine had it; 0 before."""
+    """A step on its way. is_late: it was planned as late as might be. submitted_at: when the engine had it; 0 before."""
 
     plan: StepPlan
+    is_late: bool
     running: asyncio.Future[StepResult] = field(init=False)
     submitted_at: float = 0.0
 
@@ -150,14 +151,13 @@ class StepLoop:
         """:raises RunnerLost: no later step can run, or each would fail."""
         while True:
             room = len(self._flights) < self._runner.run_ahead
-            if room and (early_s := self._early_s()) > 0:
+            is_late = room and bool(self._flights) and self.plans_late()
+            if room and (early_s := self._early_s(is_late)) > 0:
                 self._tell()
                 await asyncio.wait([self._flights[0].running], timeout=early_s)
                 room = not self._flights[0].running.done()
-                if not room:  # it was waited for too long
-                    self._late.ended(0.0)
             if room and (plan := self._scheduler.plan(self._clock())) is not None:
-                self._flights.append(self._start(plan))
+                self._flights.append(self._start(plan, is_late))
                 continue
             self._tell()
             if not self._flights:
@@ -165,10 +165,10 @@ class StepLoop:
                 await self._wake.wait()
                 self._ended = self._clock()
                 continue
-            if not await self._land(self._flights.popleft()):
+            if not await self._land(self._flights.popleft(), is_missed=is_late and not room):
                 await self._isolate()
 
-    def _early_s(self) -> float:
+    def _early_s(self, is_late: bool) -> float:
         """Return how many seconds it is too early to plan the step after those in flight.
 
         Their end is expected after the time that their tokens would take at the best pace seen lately: rather too soon than too
@@ -177,7 +177,7 @@ class StepLoop:
         if not self._flights:
             return 0.0
         tokens = sum(flight.plan.num_tokens for flight in self._flights)
-        wait_s = self._late.wait_s if self.plans_late() else 0.0
+        wait_s = self._late.wait_s if is_late else 0.0
         return self._ended + max(tokens * self._pace_s - LEAD_S, wait_s) - self._clock()
 
     def _measure(self, num_tokens: int, elapsed_s: float) -> None:
@@ -185,9 +185,9 @@ class StepLoop:
             pace_s = elapsed_s / num_tokens
             self._pace_s = min(pace_s, PACE_DECAY * self._pace_s) if self._pace_s else pace_s
 
-    def _start(self, plan: StepPlan) -> Flight:
+    def _start(self, plan: StepPlan, is_late: bool = False) -> Flight:
         self._watch.began(self._clock(), compiling=self._runner.may_compile(plan))
-        flight = Flight(plan)
+        flight = Flight(plan, is_late)
 
         def submitted() -> None:
             flight.submitted_at = self._clock()
@@ -195,8 +195,9 @@ class StepLoop:
         flight.running = self._threads.start(self._runner, plan, submitted)
         return flight
 
-    async def _land(self, flight: Flight) -> bool:
-        """Wait for a step and commit it. False if it failed, and with it those submitted after it."""
+    async def _land(self, flight: Flight, *, is_missed: bool = False) -> bool:
+        """Wait for a step and commit it. False if it failed, and with it those submitted after it. is_missed: it was to have
+        a step behind it by now."""
         plan = flight.plan
         try:
             result = await flight.running
@@ -214,7 +215,9 @@ class StepLoop:
         began, self._ended = self._ended, self._clock()
         self._watch.ended(self._ended)
         self._measure(plan.num_tokens, self._ended - began)
-        if self._flights:
+        if is_missed:
+            self._late.missed(self._ended - began)
+        elif self._flights and self._flights[0].is_late:
             submitted_at = self._flights[0].submitted_at
             self._late.ended(self._ended - submitted_at if submitted_at else 0.0)
         self._steps.step_ended(plan, self._ended - began)

@@ -23,7 +23,7 @@ def make_decode(bus: Bus, config: DecodeConfig) -> DecodeActor:
         engine = open_engine(config, name, on_progress, transport=transport)
         max_running = config.limits(on_gpu=engine.on_gpu).max_running
         attach_head(engine, config.head_setting, max_sequences=max_running)
-        if config.lookup == "on" and config.speculation_tokens:
+        if config.lookup in ("auto", "on") and config.speculation_tokens:
             attach_lookup(engine, max_sequences=max_running)
         return engine
 

@@ -87,9 +87,8 @@ class DecodeActor(EngineWorker):
         limits = self.config.limits(on_gpu=self.engine.on_gpu)
         self.num_preemptions, self.step_s = 0, 0.0
         always = self.config.verify == "always"
-        policy = SpeculationPolicy(
-            max_tokens=self.config.speculation_tokens, max_step_tokens=self.config.max_verify_tokens, always=always
-        )
+        self.max_proposal = self.config.max_proposal(on_gpu=self.engine.on_gpu)
+        policy = SpeculationPolicy(max_tokens=self.max_proposal, max_step_tokens=self.config.max_verify_tokens, always=always)
         self.drafts = DraftBook(policy, vocab_size=self.engine.runner.vocab_size, trial=DraftTrial(enabled=not always))
         head = HeadDrafts(policy) if self.engine.head and self.config.speculation_tokens else None
         lookup = [self.make_lookup(limits.max_running)] if self.looks_up else []
@@ -116,9 +115,9 @@ class DecodeActor(EngineWorker):
     def looks_up(self) -> bool:
         """Whether this process proposes tokens by lookup, its engine's steps not counted."""
         if self.config.lookup == "auto":
-            return self.config.speculation_tokens > 0 and not self.engine.on_gpu and self.config.engine == "torch"
+            return self.max_proposal > 0 and not self.engine.on_gpu and self.config.engine == "torch"
         on_host = self.config.lookup == "host" or (self.config.lookup == "on" and not self.engine.on_gpu)
-        return self.config.speculation_tokens > 0 and on_host
+        return self.max_proposal > 0 and on_host
 
     def make_lookup(self, max_running: int) -> Lookup:
         recent = 0 if self.config.zero_retention else RECENT_TOKENS
@@ -199,7 +198,7 @@ class DecodeActor(EngineWorker):
 
     def try_drafts(self, plan: StepPlan, progress: list[Progress]) -> None:
         """Note the pace of a step that only decodes: is it worth while to ask draft workers?"""
-        rows, most = len(plan.rows), 1 + self.config.speculation_tokens
+        rows, most = len(plan.rows), 1 + self.max_proposal
         if len(progress) == rows and plan.num_tokens <= most * rows and self.drafts.is_mirrored:
             gained = sum(done.sequence.num_outputs - done.start for done in progress)
             self.drafts.trial.step(rows, gained, self.step_s)

@@ -27,6 +27,7 @@ MAX_PROPOSAL = 64
 """Tokens of one proposal that are kept; more would be stale before it is used."""
 MAX_BRANCHES = 16
 """Entries of an outcome table that are kept."""
+FEW_SEQUENCES = 16
 RESYNC_TOKENS = 16
 """A sequence is sent whole again only after this many new tokens, and twice as many each time."""
 
@@ -140,8 +141,10 @@ class DraftBook:
 
     @property
     def expects_proposals(self) -> bool:
-        """Are draft workers at work on any sequence? What they propose may come at any time."""
-        return self.trial.asking and any(mirror.sent and not mirror.pace.asleep for mirror in self._mirrors.values())
+        """Are draft workers at work on a few sequences? What they propose may come at any time. To plan for many takes too long
+        to be put off."""
+        few = self.trial.asking and len(self._mirrors) <= FEW_SEQUENCES
+        return few and any(mirror.sent and not mirror.pace.asleep for mirror in self._mirrors.values())
 
     def worker_of(self, sequence: str) -> WorkerRef | None:
         mirror = self._mirrors.get(sequence)

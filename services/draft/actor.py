@@ -85,6 +85,7 @@ class DraftActor(Actor):
                 max_match=config.max_match,
             )
         self.proposer = proposer
+        self.max_proposal = config.max_proposal(on_gpu=False)
         self._queue: deque[DraftUpdate | DraftClose] = deque(maxlen=MAX_QUEUED)
         self._wake = anyio.Event()
         self._heard_at: dict[WorkerRef, float] = {}
@@ -172,7 +173,7 @@ class DraftActor(Actor):
         tables = {key[1]: table for key in keys if (table := self.proposer.table(key))}
         rows = [
             DraftRow(sequence=key[1], base=self.proposer.length(key), tokens=guess)
-            for key, guess in zip(keys, self.proposer.propose(keys, self.config.proposal_tokens), strict=True)
+            for key, guess in zip(keys, self.proposer.propose(keys, self.max_proposal), strict=True)
             if guess
         ]
         if rows:

@@ -17,8 +17,14 @@ class DraftConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknown
         Meta(description="model that drafts, named as in --model, with the same tokenizer; empty: n-grams of the text so far"),
     ] = ""
     proposal_tokens: Annotated[
-        int, Meta(ge=1, le=64, description="tokens of a proposal; twice what decode verifies, so that a late one still serves")
-    ] = 10
+        int,
+        Meta(
+            ge=0,
+            le=64,
+            description="tokens of a proposal; twice what decode verifies, so that a late one still serves; 0: 16 of a draft "
+            "model on a GPU, else 10",
+        ),
+    ] = 0
     draft_branches: Annotated[
         int,
         Meta(
@@ -33,6 +39,10 @@ class DraftConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknown
     max_sequence_tokens: Annotated[int, Meta(ge=2, description="tokens of a sequence that are searched: the last ones")] = 65536
     min_match: Annotated[int, Meta(ge=2, le=64, description="tokens that must agree before a guess is made")] = 2
     max_match: Annotated[int, Meta(ge=2, le=64, description="tokens that are compared at most")] = 8
+
+    def max_proposal(self, *, on_gpu: bool) -> int:
+        """Return `proposal_tokens`, or what suits."""
+        return self.proposal_tokens or (16 if on_gpu else 10)
 
     def num_branches(self, *, on_gpu: bool) -> int:
         """Return `draft_branches`, or what suits: on a CPU steps of branches would make the target's slower."""

@@ -3,7 +3,7 @@
     open the engine ─┬► the model can't be used: one line in the log; no mirrors are taken, serving goes on
                      └► plan ─► steps in a thread ─► commit one ─► messages that came meanwhile ─► Proposals ─► plan ─► …
 
-Decode never waits: drafts run ahead of what is confirmed, by `proposal_tokens` at most, and a proposal covers what is drafted
+Decode never waits: drafts run ahead of what is confirmed, by a proposal's tokens at most, and a proposal covers what is drafted
 behind the confirmed tokens. On a GPU the next step is planned while one runs, and fed with its tokens there. Where a draft may
 fail, branches are drafted with what steps leave (`branches.py`). A step that raises costs its mirrors, which are sent whole
 again; several in a row end the process.
@@ -85,10 +85,11 @@ class ModelDraftActor(DraftActor):
             return
         self.metrics.registry.register(KvBlocks(self.config.served_name, pool.usage))
         limits = self.config.limits(on_gpu=engine.on_gpu)
+        self.max_proposal = self.config.max_proposal(on_gpu=engine.on_gpu)
         self.proposer = self.drafter = Drafter(
             pool,
             max_sequences=min(self.config.max_sequences, limits.max_running),
-            max_drafted=self.config.proposal_tokens,
+            max_drafted=self.max_proposal,
             token_budget=limits.token_budget,
             max_context=engine.runner.max_context,
             vocab_size=engine.runner.vocab_size,
