@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from common.transfer import checked_copies
-from common.transfer.checked_copies import checksums_of, copying_in, copying_out, num_good
+from common.transfer.checked_copies import CopyIn, CopyOut, checksums_of, num_good
 from common.transfer.checksums import crc32
 
 PIECE = 64
@@ -27,11 +27,11 @@ def test_what_is_copied_has_the_checksums_of_the_whole_block(memory: np.ndarray)
     blocks, indices, part = [7, 3, 4, 5, 0, 11], [1, 2, 3, 0], range(1, 5)
     checksums = [crc32(memory[block].copy()) for block in blocks]
     rows = np.zeros((4, memory.shape[1]), np.uint8)
-    assert copying_in(memory, blocks, checksums)(rows, indices, part) == 4
+    assert CopyIn(memory, blocks, checksums)(rows, indices, part) == 4
     assert (rows[indices] == memory[blocks[1:5]]).all()
     assert checksums_of(rows, indices) == checksums[1:5]
     other = np.zeros_like(memory)
-    assert copying_out(other, blocks)(rows, indices, part) == checksums[1:5]
+    assert CopyOut(other, blocks)(rows, indices, part) == checksums[1:5]
     assert (other[blocks[1:5]] == memory[blocks[1:5]]).all()
     assert not other[[block for block in range(12) if block not in blocks[1:5]]].any()
 
@@ -42,6 +42,6 @@ def test_the_first_block_with_another_checksum_ends_what_is_good(memory: np.ndar
     checksums = [crc32(memory[block].copy()) for block in blocks]
     memory[blocks[bad], -1] ^= 1
     rows = np.zeros((4, memory.shape[1]), np.uint8)
-    assert copying_in(memory, blocks, checksums)(rows, range(4), range(4)) == bad
+    assert CopyIn(memory, blocks, checksums)(rows, range(4), range(4)) == bad
     rows[:] = memory[blocks]
     assert num_good(rows, range(4), checksums) == bad
