@@ -135,8 +135,8 @@ class StoreSegment:
 
         :raises StaleHandle: it takes it just now. :raises TransportUnavailable: the file was cut, or can't be opened anew.
         """
-        header = self._header
-        ranges = [(self._offset(block), count * header.block_bytes) for block, _, count in runs(blocks, blocks)]
+        header, ordered = self._header, sorted(set(blocks))
+        ranges = [(self._offset(block), count * header.block_bytes) for block, _, count in runs(ordered, ordered)]
         try:
             with lock_to_copy(self._fd, ranges):
                 if os.fstat(self._fd).st_size < header.file_bytes:
