@@ -25,7 +25,7 @@ log = logs.get("transfer")
 PIECE_BYTES = 2 << 20
 """Copied before, or after, their checksums are computed."""
 
-_Copies = Callable[[np.ndarray, Sequence[int], np.ndarray, Sequence[int]], list[int]]
+_Copies = Callable[[np.ndarray, Sequence[int], np.ndarray, Sequence[int], bool], list[int]]
 _compiled: _Copies | None = None
 
 
@@ -88,17 +88,19 @@ def _compiled_copies() -> _Copies | None:
     except ImportError:
         return None
 
-    def copy(source: np.ndarray, source_blocks: Sequence[int], target: np.ndarray, target_blocks: Sequence[int]) -> list[int]:
+    def copy(
+        source: np.ndarray, source_blocks: Sequence[int], target: np.ndarray, target_blocks: Sequence[int], changes: bool
+    ) -> list[int]:
         found = np.empty(len(source_blocks), np.int64)
         places = (
             (rows.ctypes.data, rows.strides[0], np.asarray(blocks, np.int64))
             for rows, blocks in ((source, source_blocks), (target, target_blocks))
         )
-        checked_copies(*next(places), *next(places), source.shape[1], found, address)
+        checked_copies(*next(places), *next(places), source.shape[1], found, address, changes)
         return found.tolist()
 
     sample, other = np.arange(256, dtype=np.uint8)[None], np.zeros((1, 256), np.uint8)
-    if copy(sample, [0], other, [0]) != [crc32(sample[0])] or (sample != other).any():
+    if copy(sample, [0], other, [0], True) != [crc32(sample[0])] or (sample != other).any():
         log.warning("compiled_copies_unavailable", reason="a checksum was wrong", consequence="KV is copied more slowly")
         return None
     return copy
@@ -110,7 +112,7 @@ def _copy(
     """`target[target_blocks] = source[source_blocks]`; return the checksums of what was copied. of_target: they are computed of
     the target, else of the source, which must be the side that nobody else writes to."""
     if _compiled is not None:
-        return _compiled(source, source_blocks, target, target_blocks)
+        return _compiled(source, source_blocks, target, target_blocks, of_target)
     checksums: list[int] = []
     rows, indices = (target, target_blocks) if of_target else (source, source_blocks)
     for blocks in _pieces(len(indices), source.shape[1]):

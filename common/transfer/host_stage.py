@@ -153,7 +153,7 @@ class HostStage:
                 raise
 
         try:
-            self.threads.run(call.num_parts, work, lambda: call.more, operation)
+            self.threads.run(call.num_blocks, work, lambda: call.more, operation)
         except TransportUnavailable:
             if self.transfers is not None:
                 self.transfers.failed("device", operation, TransportUnavailable.code)

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     import torch
 
 DEPTH = 4
-"""A slot is divided into so many pieces, if they hold a block each: the copy engine works on some, and a thread on another."""
+"""A thread's slots: the copy engine works on some of them, and the thread on another."""
+ALIGNMENT_BYTES = 512
+PIECE_BYTES = 256 << 10
+"""Of a slot. All of a thread's are half as large as the second-level cache of a current server's core."""
 
 
 @dataclass(frozen=True)
@@ -83,27 +86,23 @@ class RingCall:
         slot_bytes: int,
     ) -> None:
         self._code, self._driver, self._functions, self._copy = code, driver, functions, copy
-        self._block_bytes = pool.shape[1]
-        fitting = slot_bytes // self._block_bytes
-        self._depth = min(DEPTH, fitting)
-        self._part_blocks = fitting // self._depth
-        self.num_parts = -(-len(blocks) // self._part_blocks)
-        self._num_blocks = len(blocks)
+        self._piece_bytes = min(PIECE_BYTES, slot_bytes // DEPTH // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
+        self.num_blocks = len(blocks)
         self._state = code.new_state(len(blocks))
         sums = copy.checksums if isinstance(copy, CopyIn) else np.zeros(len(blocks), np.int64)
         self._checksums = np.array(sums, np.int64)
         memory, theirs = copy.memory, np.array(copy.blocks, np.int64)
-        assert len(theirs) == len(self._checksums) == len(blocks) and memory.shape[1] == self._block_bytes
+        assert len(theirs) == len(self._checksums) == len(blocks) and memory.shape[1] == pool.shape[1]
         ids = np.array(blocks, np.int64)
         assert not len(ids) or (ids.min() >= 0 and ids.max() < len(pool) and theirs.min() >= 0 and theirs.max() < len(memory))
         places = memory.ctypes.data, memory.strides[0], theirs, self._checksums
-        self._job = code.Job(*places, pool.data_ptr(), ids, self._block_bytes, self._part_blocks)
+        self._job = code.Job(*places, pool.data_ptr(), ids, pool.shape[1], self._piece_bytes)
 
     @property
     def more(self) -> bool:
-        """Whether there is a part that no thread has taken."""
-        left = int(self._state[self._code.NEXT]) < self.num_parts
-        return left and not self._failed and int(self._state[self._code.BAD]) == self._num_blocks
+        """Whether there is a block that no thread has taken."""
+        left = int(self._state[self._code.NEXT]) < self.num_blocks
+        return left and not self._failed and int(self._state[self._code.BAD]) == self.num_blocks
 
     @property
     def num_good(self) -> int:
@@ -114,15 +113,15 @@ class RingCall:
         return self._checksums.tolist()
 
     def work(self, host: torch.Tensor, handles: Handles, paused: np.ndarray) -> None:
-        """Copy parts through a slot, `host`, until none is left, or, out of the pool, until paused[0] is not 0.
+        """Copy blocks through a slot, `host`, until none is left, or, out of the pool, until paused[0] is not 0.
 
         :raises TransportUnavailable: the driver failed, here or in another thread. Its streams may not be idle.
         """
         if self._driver is not None:
             self._driver.bind()
-        slots = host.data_ptr() + np.arange(self._depth, dtype=np.int64) * (self._part_blocks * self._block_bytes)
+        slots = host.data_ptr() + np.arange(DEPTH, dtype=np.int64) * self._piece_bytes
         operation: Operation = "write" if isinstance(self._copy, CopyIn) else "read"
-        lane = self._code.Lane(slots, handles.events[: self._depth], handles.streams[operation])
+        lane = self._code.Lane(slots, handles.events, handles.streams[operation])
         if operation == "write":
             self._code.send_blocks(self._state, self._job, lane, self._functions)
         else:

@@ -216,8 +216,9 @@ def test_what_is_read_stops_while_something_is_written():
         go_on.set()
         assert writing.result() == [0, 1, 2, 3]
         assert reading.result() == list(range(8))
-    assert [kind for kind, _ in order[:2]] == ["read"] * 2, "what had begun"
-    assert [kind for kind, _ in order[2:6]] == ["write"] * 4
+    kinds = [kind for kind, _ in order]
+    last_write = len(kinds) - 1 - kinds[::-1].index("write")
+    assert kinds[:last_write].count("read") <= 2, "only what had begun goes on"
     threads.close()
 
 

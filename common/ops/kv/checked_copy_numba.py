@@ -1,9 +1,13 @@
 """Copies blocks of host memory and computes their checksums, many in one call, without the interpreter's lock.
 
-A block passes through the first-level cache in small pieces: a piece is copied to the stack, its checksum is computed there,
-and it is then written past the caches. So each byte crosses the memory bus twice, where copying and a checksum afterwards take
-four passes: read, read for ownership, write, read again. With pieces of 2 KiB a core of an EPYC does 17 GB/s, where copying
-2 MiB and a checksum afterwards does 9.
+    copy_near            the target stays in a cache: a copy engine reads it next
+    copy_past            the target goes past the caches
+    copy_changing_past   likewise
+
+The source of `copy_past` is nobody else's. That of the others may change meanwhile: the checksum is of what was written. Bytes
+are copied, and their checksums computed, in small pieces, which stay in the first-level cache in between (on the stack, where
+the source may change), and the next piece is fetched meanwhile. So they cross the memory bus once for each side that is not in a cache, where copying a block and
+computing its checksum afterwards takes four passes: read, read for ownership, write, read again.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -58,36 +62,44 @@ def call_4(typing_context, function, a, b, c, d):
     return types.int32(*[types.int64] * 5), _emit_call
 
 
-@intrinsic
-def _stream_lines(typing_context, source, target, num_bytes, following):
-    """Copy whole lines past the caches, and ask for as many at `following` meanwhile. `target` is a multiple of 16."""
+def _copying_lines(*, past_caches: bool) -> Any:
+    """Return what copies whole lines, and fetches as many at `following` meanwhile. Past the caches `target` is a multiple of
+    16."""
 
-    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        source, target, num_bytes, ahead = args
-        flag = builder.module.add_metadata([ir.Constant(_INT32, 1)])
-        entry = builder.block
-        body, done = builder.append_basic_block("lines"), builder.append_basic_block("lines.done")
-        zero = ir.Constant(_INT64, 0)
-        builder.cbranch(builder.icmp_signed(">", num_bytes, zero), body, done)
-        builder.position_at_end(body)
-        offset = builder.phi(_INT64)
-        offset.add_incoming(zero, entry)
-        emit_prefetch(builder, builder.inttoptr(builder.add(ahead, offset), _BYTES))
-        values = []
-        for lane in range(0, LINE_BYTES, _ALIGNMENT):
-            place = builder.add(source, builder.add(offset, ir.Constant(_INT64, lane)))
-            values.append(builder.load(builder.inttoptr(place, _LANES.as_pointer()), align=1))
-        for lane, value in zip(range(0, LINE_BYTES, _ALIGNMENT), values, strict=True):
-            place = builder.add(target, builder.add(offset, ir.Constant(_INT64, lane)))
-            stored = builder.store(value, builder.inttoptr(place, _LANES.as_pointer()), align=_ALIGNMENT)
-            stored.set_metadata("nontemporal", flag)
-        end = builder.add(offset, ir.Constant(_INT64, LINE_BYTES))
-        offset.add_incoming(end, builder.block)
-        builder.cbranch(builder.icmp_signed("<", end, num_bytes), body, done)
-        builder.position_at_end(done)
-        return context.get_dummy_value()
+    @intrinsic
+    def copy_lines(typing_context, source, target, num_bytes, following):
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            source, target, num_bytes, following = args
+            flag = builder.module.add_metadata([ir.Constant(_INT32, 1)])
+            entry, zero = builder.block, ir.Constant(_INT64, 0)
+            body, done = builder.append_basic_block("lines"), builder.append_basic_block("lines.done")
+            builder.cbranch(builder.icmp_signed(">", num_bytes, zero), body, done)
+            builder.position_at_end(body)
+            offset = builder.phi(_INT64)
+            offset.add_incoming(zero, entry)
 
-    return types.void(types.int64, types.int64, types.int64, types.int64), emit
+            def place(start: Any, lane: int) -> Any:
+                number = builder.add(start, builder.add(offset, ir.Constant(_INT64, lane)))
+                return builder.inttoptr(number, _LANES.as_pointer())
+
+            emit_prefetch(builder, place(following, 0))
+            lanes = range(0, LINE_BYTES, _ALIGNMENT)
+            for lane, value in [(lane, builder.load(place(source, lane), align=1)) for lane in lanes]:
+                stored = builder.store(value, place(target, lane), align=_ALIGNMENT if past_caches else 1)
+                if past_caches:
+                    stored.set_metadata("nontemporal", flag)
+            end = builder.add(offset, ir.Constant(_INT64, LINE_BYTES))
+            offset.add_incoming(end, builder.block)
+            builder.cbranch(builder.icmp_signed("<", end, num_bytes), body, done)
+            builder.position_at_end(done)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64, types.int64), emit
+
+    return copy_lines
+
+
+_copy_lines, _stream_lines = _copying_lines(past_caches=False), _copying_lines(past_caches=True)
 
 
 @intrinsic
@@ -142,30 +154,72 @@ def _room(typing_context):
 
 
 @compiled()
-def checked_copy(source, target, num_bytes, crc32):
-    """Copy bytes from one address to another; return the CRC-32 of what was written, also where somebody changes the source
-    meanwhile. crc32: address of ISA-L's `crc32_gzip_refl`."""
-    checksum, offset, piece = 0, 0, _room()
-    streams = target % _ALIGNMENT == 0
+def _past(source, target, size, following):
+    lines = size // LINE_BYTES * LINE_BYTES if target % _ALIGNMENT == 0 else 0
+    _stream_lines(source, target, lines, following)
+    if lines < size:
+        move(source + lines, target + lines, size - lines)
+
+
+@compiled()
+def copy_near(source, target, num_bytes, checksum, crc32):
+    """Copy bytes from one address to another; return the CRC-32 of what was written. checksum: of what comes before it.
+    crc32: address of ISA-L's `crc32_gzip_refl`."""
+    offset, piece = 0, _room()
+    while offset < num_bytes:
+        size = min(PIECE_BYTES, num_bytes - offset)
+        lines = size // LINE_BYTES * LINE_BYTES
+        move(source + offset, piece, size)
+        checksum = call_3(crc32, checksum, piece, size) & 0xFFFFFFFF
+        _copy_lines(piece, target + offset, lines, source + offset + PIECE_BYTES)
+        if lines < size:
+            move(piece + lines, target + offset + lines, size - lines)
+        offset += size
+    return checksum
+
+
+@compiled()
+def copy_past(source, target, num_bytes, checksum, crc32):
+    """See `copy_near`."""
+    offset = 0
+    while offset < num_bytes:
+        if offset % MAPPED_BYTES == 0:
+            _touch(target + offset)
+        size = min(PIECE_BYTES, num_bytes - offset)
+        checksum = call_3(crc32, checksum, source + offset, size) & 0xFFFFFFFF
+        _past(source + offset, target + offset, size, source + offset + PIECE_BYTES)
+        offset += size
+    _streamed()
+    return checksum
+
+
+@compiled()
+def copy_changing_past(source, target, num_bytes, checksum, crc32):
+    """See `copy_near`."""
+    offset, piece = 0, _room()
     while offset < num_bytes:
         if offset % MAPPED_BYTES == 0:
             _touch(target + offset)
         size = min(PIECE_BYTES, num_bytes - offset)
         move(source + offset, piece, size)
         checksum = call_3(crc32, checksum, piece, size) & 0xFFFFFFFF
-        lines = size // LINE_BYTES * LINE_BYTES if streams else 0
-        _stream_lines(piece, target + offset, lines, source + offset + PIECE_BYTES)
-        if lines < size:
-            move(piece + lines, target + offset + lines, size - lines)
+        _past(piece, target + offset, size, source + offset + PIECE_BYTES)
         offset += size
     _streamed()
     return checksum
 
 
 @compiled(kept=True)
-def checked_copies(source, source_stride, source_blocks, target, target_stride, target_blocks, num_bytes, checksums, crc32):
-    """Copy source_blocks to target_blocks (int64 [num_blocks]), the first `num_bytes` of each, and write their checksums (int64
-    likewise). source, target: addresses of rows that are so many bytes apart."""
+def checked_copies(
+    source, source_stride, source_blocks, target, target_stride, target_blocks, num_bytes, checksums, crc32, changes
+):
+    """Copy source_blocks to target_blocks, the first `num_bytes` of each, and write their checksums; all int64 [num_blocks].
+
+    source, target: addresses of rows that are so many bytes apart. changes: whether others may write to the source.
+    """
     for i in range(len(source_blocks)):
         from_, to = source + source_blocks[i] * source_stride, target + target_blocks[i] * target_stride
-        checksums[i] = checked_copy(from_, to, num_bytes, crc32)
+        if changes:
+            checksums[i] = copy_changing_past(from_, to, num_bytes, 0, crc32)
+        else:
+            checksums[i] = copy_past(from_, to, num_bytes, 0, crc32)

@@ -3,9 +3,10 @@
     send_blocks      memory ─► copied and checked to a slot ─► the copy engine ─► pool
     receive_blocks   pool ─► the copy engine ─► a slot ─► copied and summed up ─► memory
 
-Several threads make the call together. A part is as many blocks as fit into a slot, and each thread takes the next one that
-nobody has taken. It has slots of its own, so that the copy engine works on one while the thread works on another; the driver is
-called by address. So no thread waits for the interpreter's lock in between, and the copy engine for none of them.
+Several threads make the call together, and each takes the next block that nobody has taken. A block passes in pieces through
+slots of the thread's own, so that the copy engine works on some while the thread works on another; the driver is called by
+address. So no thread waits for the interpreter's lock in between, and the copy engine for none of them. Slots are small: what a
+thread or the copy engine writes there is still in a cache when the other reads it.
 
 `state`: int64 [STATE_SIZE], of all threads of one call (`new_state`). functions: int64 [4], the addresses of ISA-L's
 crc32_gzip_refl, and of the driver's cuMemcpyAsync, cuEventRecord and cuEventSynchronize, or of what takes the same arguments.
@@ -26,10 +27,10 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from common.ops.cpu_int8.compiled_numba import compiled
-from common.ops.kv.checked_copy_numba import call_1, call_2, call_4, checked_copy, move
+from common.ops.kv.checked_copy_numba import call_1, call_2, call_4, copy_near, copy_past, move
 
 NEXT, FAILED, BAD = 0, 8, 16
-"""Indices of `state`, on cache lines of their own: the next part, the driver's first error code, the first bad block."""
+"""Indices of `state`, on cache lines of their own: the next block, the driver's first error code, the first bad block."""
 STATE_SIZE = 24
 CRC32, COPY, RECORD, SYNCHRONIZE = range(4)
 """Indices of `functions`."""
@@ -40,7 +41,7 @@ _COUNTERS = types.Array(types.int64, 1, "C")
 class Job(NamedTuple):
     """What all threads of a call copy: blocks of a kvstore's memory, one every `stride` bytes, and blocks of the pool.
 
-    blocks, checksums, pool_blocks: int64 [num_blocks]. memory, pool: addresses. part_blocks: how many fit into a slot.
+    blocks, checksums, pool_blocks: int64 [num_blocks]. memory, pool: addresses. piece_bytes: of a slot.
     """
 
     memory: int
@@ -50,7 +51,7 @@ class Job(NamedTuple):
     pool: int
     pool_blocks: NDArray[np.int64]
     block_bytes: int
-    part_blocks: int
+    piece_bytes: int
 
 
 class Lane(NamedTuple):
@@ -95,20 +96,15 @@ def _read(typing_context, counters, index):
 
 
 @compiled()
-def _begin(state, job, lane, functions, turn, first, end, to_pool):
-    """Have the copy engine copy blocks first to end between a slot and the pool; its event tells when they are there."""
-    start, code = first, 0
-    while start < end and code == 0:
-        stop = start + 1
-        while stop < end and job.pool_blocks[stop] == job.pool_blocks[stop - 1] + 1:
-            stop += 1
-        theirs = job.pool + job.pool_blocks[start] * job.block_bytes
-        mine = lane.slots[turn] + (start - first) * job.block_bytes
-        target, source = (theirs, mine) if to_pool else (mine, theirs)
-        code = call_4(functions[COPY], target, source, (stop - start) * job.block_bytes, lane.stream)
-        start = stop
-    _raise(state, FAILED, code)
+def _begin(state, lane, functions, turn, target, source, num_bytes):
+    """Have the copy engine copy into a slot or out of it; the slot's event tells when it has."""
+    _raise(state, FAILED, call_4(functions[COPY], target, source, num_bytes, lane.stream))
     _raise(state, FAILED, call_2(functions[RECORD], lane.events[turn], lane.stream))
+
+
+@compiled()
+def _wait(state, lane, functions, turn):
+    _raise(state, FAILED, call_1(functions[SYNCHRONIZE], lane.events[turn]))
 
 
 @compiled(kept=True)
@@ -119,59 +115,60 @@ def send_blocks(state, job, lane, functions):
     """
     num_blocks, num_slots, used = len(job.blocks), len(lane.slots), 0
     while _read(state, FAILED) == 0 and _read(state, BAD) == num_blocks:
-        first = _add(state, NEXT, 1) * job.part_blocks
-        if first >= num_blocks:
+        block = _add(state, NEXT, 1)
+        if block >= num_blocks:
             break
-        end, turn = min(first + job.part_blocks, num_blocks), used % num_slots
-        if used >= num_slots:
-            code = call_1(functions[SYNCHRONIZE], lane.events[turn])
-            if code != 0:
-                _raise(state, FAILED, code)
-                break
-        for i in range(first, end):
-            source, target = job.memory + job.blocks[i] * job.stride, lane.slots[turn] + (i - first) * job.block_bytes
-            if checked_copy(source, target, job.block_bytes, functions[CRC32]) != job.checksums[i]:
-                _lower(state, BAD, i)
-                end = i
-                break
-        _begin(state, job, lane, functions, turn, first, end, True)
-        used += 1
+        source = job.memory + job.blocks[block] * job.stride
+        target, offset, checksum = job.pool + job.pool_blocks[block] * job.block_bytes, 0, 0
+        while offset < job.block_bytes and _read(state, FAILED) == 0:
+            size, turn = min(job.piece_bytes, job.block_bytes - offset), used % num_slots
+            if used >= num_slots:
+                _wait(state, lane, functions, turn)
+            checksum = copy_near(source + offset, lane.slots[turn], size, checksum, functions[CRC32])
+            _begin(state, lane, functions, turn, target + offset, lane.slots[turn], size)
+            offset += size
+            used += 1
+        if checksum != job.checksums[block]:
+            _lower(state, BAD, block)
     for turn in range(min(used, num_slots)):  # also after an error
-        _raise(state, FAILED, call_1(functions[SYNCHRONIZE], lane.events[turn]))
+        _wait(state, lane, functions, turn)
 
 
 @compiled(kept=True)
 def receive_blocks(state, job, lane, functions, paused):
     """Copy blocks of the pool to blocks of the memory, and write their checksums.
 
-    paused: int64 [1]; while it is not 0 no further part is taken. Afterwards all that were taken are there, unless
+    paused: int64 [1]; while it is not 0 no further block is taken. Afterwards all that were taken are there, unless
     `state[FAILED]`.
     """
     num_blocks, num_slots = len(job.blocks), len(lane.slots)
-    firsts = np.empty(num_slots, np.int64)
-    begun, done, more = 0, 0, True
+    pieces = -(-job.block_bytes // job.piece_bytes)
+    of_slot = np.empty(num_slots, np.int64)  # the block of the piece that is in it
+    begun, done, block, checksum, more = 0, 0, 0, 0, True
     while True:
         while more and begun - done < num_slots:
-            if _read(state, FAILED) != 0 or _read(paused, 0) != 0:
-                more = False
-                break
-            first = _add(state, NEXT, 1) * job.part_blocks
-            if first >= num_blocks:
-                more = False
-                break
-            turn = begun % num_slots
-            _begin(state, job, lane, functions, turn, first, min(first + job.part_blocks, num_blocks), False)
-            firsts[turn] = first
-            begun += 1
+            if begun % pieces == 0:
+                more = _read(state, FAILED) == 0 and _read(paused, 0) == 0
+                if more:
+                    block = _add(state, NEXT, 1)
+                    more = block < num_blocks
+            if more:
+                offset, turn = begun % pieces * job.piece_bytes, begun % num_slots
+                source = job.pool + job.pool_blocks[block] * job.block_bytes + offset
+                size = min(job.piece_bytes, job.block_bytes - offset)
+                _begin(state, lane, functions, turn, lane.slots[turn], source, size)
+                of_slot[turn] = block
+                begun += 1
         if done == begun:
             break
-        turn = done % num_slots
-        _raise(state, FAILED, call_1(functions[SYNCHRONIZE], lane.events[turn]))
+        offset, turn = done % pieces * job.piece_bytes, done % num_slots
+        _wait(state, lane, functions, turn)
         if _read(state, FAILED) == 0:
-            for i in range(firsts[turn], min(firsts[turn] + job.part_blocks, num_blocks)):
-                source = lane.slots[turn] + (i - firsts[turn]) * job.block_bytes
-                target = job.memory + job.blocks[i] * job.stride
-                job.checksums[i] = checked_copy(source, target, job.block_bytes, functions[CRC32])
+            current = of_slot[turn]
+            target = job.memory + job.blocks[current] * job.stride + offset
+            size = min(job.piece_bytes, job.block_bytes - offset)
+            checksum = copy_past(lane.slots[turn], target, size, checksum if offset else 0, functions[CRC32])
+            job.checksums[current] = checksum
         done += 1
 
 
