@@ -6,8 +6,9 @@
 
 The source of `copy_past` is nobody else's. That of the others may change meanwhile: the checksum is of what was written. Bytes
 are copied, and their checksums computed, in small pieces, which stay in the first-level cache in between (on the stack, where
-the source may change), and the next piece is fetched meanwhile. So they cross the memory bus once for each side that is not in a cache, where copying a block and
-computing its checksum afterwards takes four passes: read, read for ownership, write, read again.
+the source may change), and the next piece is fetched meanwhile. So they cross the memory bus once for each side that is not in
+a cache, where copying a block and computing its checksum afterwards takes four passes: read, read for ownership, write, read
+again.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
