@@ -40,6 +40,7 @@ from common.runtime.bus import Bus
 from common.runtime.settings import ServiceConfig
 from common.testing.memory_bus import MemoryBroker
 from common.transfer.block_memory import BlockMemory, HostBlocks
+from common.transfer.checked_copies import prepare
 from common.transfer.checksums import LIBRARY, crc32
 from common.transfer.host_stage import HostStage, StagedBlocks
 from common.transfer.measured import TransferCounts
@@ -211,6 +212,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append([name, _spread(offers.gb_per_s), _spread(fetches.gb_per_s), firsts, f"{1e3 * lookup_s:.2f}"])
         parts.extend((offers.row(f"{name}: offer"), fetches.row(f"{name}: fetch")))
 
+    prepare()
     other = np.empty_like(content)
     copied = timed(lambda: np.copyto(other, content), content.nbytes, given.rounds)
     summed = timed(lambda: [crc32(block) for block in content], content.nbytes, given.rounds)

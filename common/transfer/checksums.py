@@ -5,6 +5,7 @@ Both give the same values, so blocks may pass between processes, hosts and disks
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from typing import Any
 
@@ -23,3 +24,14 @@ def crc32(data: Any, before: int = 0) -> int:
     Other threads run meanwhile, unless it is a few kilobytes.
     """
     return _crc32(data, before)
+
+
+def crc32_address() -> int:
+    """Return the address of ISA-L's `crc32_gzip_refl(uint32 before, const void *data, uint64 size)`, for compiled code; 0 where
+    there is none."""
+    if isal_zlib is None:
+        return 0
+    try:
+        return ctypes.cast(ctypes.CDLL(isal_zlib.__file__).crc32_gzip_refl, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError):  # the wheel may be linked otherwise one day
+        return 0

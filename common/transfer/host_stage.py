@@ -7,7 +7,8 @@ Large blocks are copied as they are. Small ones are gathered and scattered on th
 through GPU memory of the slot, since many small copies don't keep the link full.
 
 The stage is divided into slots of equal size, and a thread works on one slot at a time: while one waits for the GPU's copy
-engine, others compute checksums and copy to and from the kvstore's memory. Streams of the stage's own neither wait for steps
+engine, others compute checksums and copy to and from the kvstore's memory. Large blocks pass between the pool and a kvstore's
+memory in one call of each thread, without the interpreter (`stage_ring.py`). Streams of the stage's own neither wait for steps
 nor have them wait. Its kernels use few multiprocessors.
 
 Copies have ended when a call returns or raises, whatever happened in it: a block that is given back then is read and written by
@@ -16,14 +17,13 @@ nobody. Only where the engine is given up, since its GPU hangs, does a call end 
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -31,7 +31,10 @@ from common.protocol.errors import TransportUnavailable
 from common.runtime import logs
 from common.transfer.base import runs
 from common.transfer.block_memory import Fill, T, Take
+from common.transfer.checked_copies import CopyIn, CopyOut, checksums_of, prepare
 from common.transfer.paths import Operation
+from common.transfer.stage_ring import Handles, RingCall, StageRing
+from common.transfer.stage_threads import StageThreads
 
 if TYPE_CHECKING:
     import torch
@@ -48,8 +51,6 @@ DIRECT_BYTES = 256 << 10
 """Blocks of at least this size are copied one by one, or as many at once as are consecutive."""
 AT_ONCE_BYTES = 1 << 30
 """Copied in one call, if there is so much: between two calls the link is idle. It takes 25 ms where a link is fast."""
-LOOK_EVERY_S = 0.5
-"""Between two looks at whether the engine was given up, while copies run."""
 CORES_PER_THREAD = 2
 WAITING_THREADS = 2
 """One core in so many copies and computes checksums for a moment, at some 8 GB/s; so many threads more wait for the link."""
@@ -64,6 +65,7 @@ class _Slot:
     device: as much in the GPU's; [0] where all blocks are large.
     host_ids, device_ids: int64 [as many blocks as fit], likewise.
     streams: those that the slot uses; none on a CPU.
+    handles: of them, for the ring; None without one.
     """
 
     host: torch.Tensor
@@ -71,6 +73,7 @@ class _Slot:
     host_ids: torch.Tensor
     device_ids: torch.Tensor
     streams: dict[Operation, torch.cuda.Stream]
+    handles: Handles | None
 
 
 class HostStage:
@@ -116,56 +119,56 @@ class HostStage:
                 f"{num_bytes // _MIB} MiB of pinned memory, and of the GPU's, are refused: {reason}"
             ) from error
         ready_for_threads()
-        memory = zip(host, staging, host_ids, ids, strict=True)
-        self._free = deque(_Slot(*parts, streams[number % _NUM_STREAMS]) for number, parts in enumerate(memory))
+        prepare()
+        self._ring = self._open_ring() if largest >= DIRECT_BYTES else None
+        slots = [
+            _Slot(*parts, used, self._ring.handles(used) if self._ring is not None else None)
+            for parts, used in zip(zip(host, staging, host_ids, ids, strict=True), itertools.cycle(streams), strict=False)
+        ]
+        self.threads = StageThreads(slots)
         self.transfers: TransferCounts | None = None
-        self._threads = ThreadPoolExecutor(self.num_slots, thread_name_prefix="kv-stage")
-        self._closed = self._given_up = False
         self.groups = [StagedBlocks(self, pool) for pool in blocks]
 
     @property
     def num_free_slots(self) -> int:
-        return len(self._free)
+        return self.threads.num_free_slots
 
-    def in_parts(self, num_blocks: int, block_bytes: int, copy: Callable[[_Slot, range], T]) -> list[T]:
-        """Call `copy(slot, part)` in the stage's threads for all parts of `num_blocks`; return the results in order.
+    def in_ring(self, pool: torch.Tensor, blocks: Sequence[int], copy: CopyIn | CopyOut) -> RingCall | None:
+        """Copy large blocks of a pool as `copy` says, without the interpreter; None: nothing was copied, as there is no ring.
 
-        What one of them raises is raised when all that have begun have ended; no more begin then.
-
-        :raises TransportUnavailable: the stage is closed.
+        :raises TransportUnavailable: the stage is closed, or the GPU failed.
         """
-        if self._closed:
-            raise TransportUnavailable("the stage is closed")
-        size = self.slot_bytes // block_bytes
-        parts = [range(start, min(start + size, num_blocks)) for start in range(0, num_blocks, size)]
-        left, results = deque(enumerate(parts)), dict[int, T]()
+        if self._ring is None or pool.shape[1] < DIRECT_BYTES:
+            return None
+        call, began_at = self._ring.call(pool, blocks, copy, self.slot_bytes), time.perf_counter()
+        operation: Operation = "write" if isinstance(copy, CopyIn) else "read"
 
-        def copy_parts() -> None:
-            slot = self._free.pop()  # there is one for each thread
+        def work(slot: _Slot, paused: np.ndarray) -> None:
+            assert slot.handles is not None
             try:
-                while left:
-                    try:
-                        number, part = left.popleft()
-                    except IndexError:  # another thread was faster
-                        return
-                    results[number] = copy(slot, part)
-            except BaseException:
-                left.clear()
+                call.work(slot.host, slot.handles, paused)
+            except TransportUnavailable:
+                with suppress(RuntimeError):  # it is what failed
+                    slot.streams[operation].synchronize()
                 raise
-            finally:
-                self._free.append(slot)
 
-        running: list[Future[None]] = []
         try:
-            for _ in range(min(self.num_slots, len(parts))):
-                running.append(self._threads.submit(copy_parts))
-        finally:
-            while wait(running, timeout=LOOK_EVERY_S).not_done:
-                if self._given_up:
-                    raise TransportUnavailable("the engine was given up")
-        for one in running:
-            one.result()
-        return [results[number] for number in range(len(parts))]
+            self.threads.run(call.num_blocks, work, lambda: call.more, operation)
+        except TransportUnavailable:
+            if self.transfers is not None:
+                self.transfers.failed("device", operation, TransportUnavailable.code)
+            raise
+        if self.transfers is not None:
+            num_bytes = call.num_good * pool.shape[1]
+            self.transfers.copied("device", operation, num_bytes, time.perf_counter() - began_at)
+        return call
+
+    def _open_ring(self) -> StageRing | None:
+        try:
+            return StageRing(self.device)
+        except TransportUnavailable as error:
+            log.info("kv_stage_without_ring", reason=str(error), consequence="KV goes to and from a kvstore more slowly")
+            return None
 
     def gather(self, pool: torch.Tensor, blocks: Sequence[int], slot: _Slot) -> torch.Tensor:
         """Copy blocks to a slot; return it as uint8 [len(blocks), block_bytes] in host memory."""
@@ -201,28 +204,43 @@ class HostStage:
     def check(self) -> None:
         """Take a test pattern to blocks of each pool and back, before any step runs. No request waits for a compiler then.
 
-        The blocks have the content that they had.
+        The blocks have the content that they had. Where large blocks come back damaged from the ring, or it fails, it is not
+        used.
 
         :raises TransportUnavailable: the GPU failed, or something else came back.
         """
+        try:
+            self._check()
+        except Exception as error:  # a ring that does not compile, for instance
+            if self._ring is None:
+                raise
+            log.warning("kv_stage_without_ring", reason=str(error), consequence="KV goes to and from a kvstore more slowly")
+            self._ring = None
+            self._check()
+
+    def _check(self) -> None:
         for group in self.groups:
             blocks = sorted({group.num_blocks - 1, 0}, reverse=True)
             content = np.concatenate(group.read(blocks, _copied))
-            pattern = np.random.default_rng(0).integers(0, 256, content.shape, np.uint8)
-            group.write(blocks, _from(pattern))
-            found = np.concatenate(group.read(blocks, _copied))
-            group.write(blocks, _from(content))
-            if (found != pattern).any():
+            pattern, found = np.random.default_rng(0).integers(0, 256, content.shape, np.uint8), np.empty_like(content)
+            rows = range(len(blocks))
+            try:
+                num_written = group.write(blocks, CopyIn(pattern, rows, checksums_of(pattern, rows)))
+                group.read(blocks, CopyOut(found, rows))
+                damaged = num_written < len(blocks) or (found != pattern).any()
+                damaged = damaged or (np.concatenate(group.read(blocks, _copied)) != pattern).any()
+            finally:
+                group.write(blocks, _from(content))
+            if damaged:
                 raise TransportUnavailable("a test pattern came back damaged from the GPU")
 
     def close(self) -> None:
         """Wait for what is being copied, and end the threads. Harmless twice."""
-        self._closed = True
-        self._threads.shutdown(wait=not self._given_up, cancel_futures=self._given_up)
+        self.threads.close()
 
     def give_up(self) -> None:
         """The GPU hangs, and the process is about to end: wait for no copy any more."""
-        self._closed = self._given_up = True
+        self.threads.give_up()
 
     @contextmanager
     def _copying(self, slot: _Slot, operation: Operation, num_bytes: int) -> Iterator[None]:
@@ -259,15 +277,22 @@ class StagedBlocks:
 
     def read(self, blocks: Sequence[int], take: Take[T]) -> list[T]:
         """See `BlockMemory.read`."""
+        whole: object = take
+        ring = self.stage.in_ring(self._pool, blocks, whole) if isinstance(whole, CopyOut) else None
+        if ring is not None:
+            return [cast("T", ring.checksums)]
 
         def copy(slot: _Slot, part: range) -> T:
             host = self.stage.gather(self._pool, blocks[part.start : part.stop], slot)
             return take(host.numpy(), range(len(part)), part)
 
-        return self.stage.in_parts(len(blocks), self.block_bytes, copy)
+        return self.stage.threads.in_parts(len(blocks), self.stage.slot_bytes // self.block_bytes, copy, "read")
 
     def write(self, blocks: Sequence[int], fill: Fill) -> int:
         """See `BlockMemory.write`."""
+        ring = self.stage.in_ring(self._pool, blocks, fill) if isinstance(fill, CopyIn) else None
+        if ring is not None:
+            return ring.num_good
 
         def copy(slot: _Slot, part: range) -> int:
             rows = slot.host[: len(part) * self.block_bytes].view(len(part), self.block_bytes).numpy()
@@ -277,7 +302,7 @@ class StagedBlocks:
             return num_good
 
         written, size = 0, self.stage.slot_bytes // self.block_bytes
-        for num_good in self.stage.in_parts(len(blocks), self.block_bytes, copy):
+        for num_good in self.stage.threads.in_parts(len(blocks), size, copy, "write"):
             written += num_good
             if num_good < size:
                 break

@@ -114,6 +114,15 @@ class Segment:
         """
         reserve(self._fd, self._offset(block), self.block_bytes, self.path.parent)
 
+    def fill(self, block: int, content: bytes | memoryview) -> None:
+        """Give one block of a sparse segment memory as `back` does, and write it. Blocks of memory that was never written
+        are slow to copy to: Linux zeroes each page when it is touched.
+
+        :raises ConfigError: there is none left. :raises OSError: it can't be written.
+        """
+        self.back(block)
+        os.pwrite(self._fd, content[: self.block_bytes], self._offset(block))
+
     def unback(self, block: int) -> None:
         """Give the memory of one block back to the system. Whoever still reads it gets zeros, so raise its generation before.
 

@@ -42,6 +42,11 @@ class SegmentCache(Generic[T]):
             self._segments.move_to_end(key)
             return segment
 
+    def opened(self) -> list[T]:
+        """Return all that are open."""
+        with self._lock:
+            return list(self._segments.values())
+
     def close(self) -> None:
         with self._lock:
             self._segments.clear()

@@ -22,6 +22,7 @@ import numpy as np
 from common.protocol.errors import ConfigError, PenstockError, StaleHandle, TransportUnavailable
 from common.transfer.base import RemoteBlocks, check_generations, copy_blocks
 from common.transfer.fence import memory_fence
+from common.transfer.mapping import MappingThread
 from common.transfer.paths import KvPath
 from common.transfer.segment import Segment
 from common.transfer.segment_cache import SegmentCache
@@ -77,6 +78,7 @@ class StoreTransport(Pulling):
         self._segments: SegmentCache[StoreSegment] = SegmentCache(
             lambda name, fingerprint: StoreSegment(directory, name, fingerprint=fingerprint, fence=fence)
         )
+        self._mapping = MappingThread(self._segments.opened)
 
     def path_of(self, source: RemoteBlocks) -> KvPath:
         """See `Transport.path_of`."""
@@ -100,6 +102,7 @@ class StoreTransport(Pulling):
         self, segment: str, fingerprint: str, row_bytes: int, blocks: Sequence[int], generations: Sequence[int]
     ) -> AbstractContextManager[np.ndarray]:
         """See `StoreSegment.lend`."""
+        self._mapping.start()
         return self._segments.get(segment, fingerprint).lend(row_bytes, blocks, generations)
 
     def write(
@@ -119,6 +122,7 @@ class StoreTransport(Pulling):
         self._segments.get(segment, fingerprint).write(source, source_blocks, blocks, generations)
 
     def close(self) -> None:
+        self._mapping.close()
         self._segments.close()
 
 

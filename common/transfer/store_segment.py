@@ -16,6 +16,7 @@ kernel lets one writer of a file in at a time, and copies page by page.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import weakref
@@ -28,8 +29,15 @@ import numpy as np
 from common.protocol.errors import StaleHandle, TransportUnavailable
 from common.transfer.base import check_handle, compare_generations, copy_blocks, runs
 from common.transfer.block_locks import can_lock, lock_to_copy
+from common.transfer.mapping import map_pages
 from common.transfer.segment_file import GENERATIONS_OFFSET, open_segment, path_of, same_file
 
+MAX_MAPPED_AHEAD = 1 << 20
+"""Segments of more blocks are not mapped ahead: it would take milliseconds to look for what was granted."""
+MAX_LOOKS = 40
+"""So often a block that was granted is looked at until it is written: ten seconds, a lease's time."""
+AHEAD_BYTES = 32 << 20
+"""Mapped ahead at once, in some 2 ms, while the store can't take these blocks' memory."""
 MIN_MAPPED_BYTES = 64 << 10
 """Smaller blocks are copied through the file: a lock takes as long as a system call that copies one."""
 
@@ -50,6 +58,9 @@ class StoreSegment:
         weakref.finalize(self, os.close, self._fd)
         self._mapped = self._map()
         """uint8 [num_blocks, bytes of a slot]; None where blocks are copied through the file."""
+        self._seen = np.zeros(self._header.num_blocks if self.lends else 0, np.uint64)
+        """Generations of blocks when they were mapped; 0: they were not, or nobody was ever granted them."""
+        self._looks = np.zeros(len(self._seen), np.uint8)
 
     def is_current(self) -> bool:
         """False once the file is gone or another took its name."""
@@ -75,6 +86,50 @@ class StoreSegment:
             yield self._mapped[:, :row_bytes]
             self._fence()  # the copy comes before the generations are read
             compare_generations(self._generations_of(blocks), blocks, generations)
+
+    def map_granted(self, stopped: Callable[[], bool]) -> None:
+        """Map the memory of blocks that were granted since the last call, if they have some, so that copying them does not.
+
+        Returns early when it is `stopped`. Call it in one thread.
+
+        :raises OSError: Linux can't, or the file can't be read.
+        """
+        if not 0 < len(self._seen) <= MAX_MAPPED_AHEAD:
+            return
+        raw = os.pread(self._fd, self._seen.nbytes, GENERATIONS_OFFSET)
+        current = np.frombuffer(raw[: len(raw) // 8 * 8], np.uint64)
+        changed = np.flatnonzero(current != self._seen[: len(current)]).tolist()
+        step = max(1, AHEAD_BYTES // self._header.block_bytes)
+        for first, _, count in runs(changed, changed):
+            for start in range(first, first + count, step):
+                if stopped():
+                    return
+                part = slice(start, min(start + step, first + count))
+                self._looks[part] += 1
+                if self._map_blocks(part) or self._looks[part].min() >= MAX_LOOKS:
+                    self._seen[part], self._looks[part] = current[part], 0
+
+    def _map_blocks(self, part: slice) -> bool:
+        """Whether all of these blocks have memory that was written, which is mapped now. :raises OSError: see `map_granted`."""
+        assert self._mapped is not None
+        offset, end = self._offset(part.start), self._offset(part.stop)
+        try:
+            with lock_to_copy(self._fd, [(offset, end - offset)]):
+                is_whole = True
+                while offset < end:
+                    begin = os.lseek(self._fd, offset, os.SEEK_DATA)
+                    stop = min(os.lseek(self._fd, begin, os.SEEK_HOLE), end)
+                    is_whole = is_whole and begin == offset
+                    if begin < stop:
+                        map_pages(self._mapped.ctypes.data + begin - self._header.blocks_offset, stop - begin)
+                    offset = max(stop, begin)
+                return is_whole
+        except BlockingIOError:  # the store is taking a block's memory
+            return False
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # no memory from here on
+                return False
+            raise
 
     def read(self, blocks: Sequence[int], generations: Sequence[int], into: np.ndarray, into_blocks: Sequence[int]) -> int:
         """Copy blocks to `into[into_blocks]` [num_blocks, block_bytes]; returns bytes.
@@ -135,8 +190,8 @@ class StoreSegment:
 
         :raises StaleHandle: it takes it just now. :raises TransportUnavailable: the file was cut, or can't be opened anew.
         """
-        header = self._header
-        ranges = [(self._offset(block), count * header.block_bytes) for block, _, count in runs(blocks, blocks)]
+        header, ordered = self._header, sorted(set(blocks))
+        ranges = [(self._offset(block), count * header.block_bytes) for block, _, count in runs(ordered, ordered)]
         try:
             with lock_to_copy(self._fd, ranges):
                 if os.fstat(self._fd).st_size < header.file_bytes:

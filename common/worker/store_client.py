@@ -28,7 +28,7 @@ from common.runtime import logs
 from common.runtime.actor import Actor
 from common.transfer.base import RemoteBlocks, Transport
 from common.transfer.block_memory import BlockMemory
-from common.transfer.checked_copies import checksums_of, copying_in, copying_out, num_good
+from common.transfer.checked_copies import CopyIn, CopyOut, checksums_of, num_good
 from common.transfer.measured import MeasuredTransport, TransferCounts
 from common.transfer.shm import StoreTransport, host_id
 from common.worker.fetch_choice import FetchChoice
@@ -236,7 +236,7 @@ class StoreClient:
                 self._transfers.measure("kvstore", "read") as copy,
                 self._stored.lend(lease.segment, pool.fingerprint, pool.memory.block_bytes, blocks, generations) as lent,
             ):
-                good = pool.memory.write(into_blocks, copying_in(lent, blocks, checksums))
+                good = pool.memory.write(into_blocks, CopyIn(lent, blocks, checksums))
                 copy.num_bytes = good * pool.memory.block_bytes
             return good
 
@@ -312,7 +312,7 @@ class StoreClient:
         with self._transfers.measure("kvstore", "write") as copy:
             if generations and self._stored.lends(grant.segment, pool.fingerprint):
                 with self._stored.lend(grant.segment, pool.fingerprint, block_bytes, blocks, generations) as lent:
-                    parts = pool.memory.read(source_blocks, copying_out(lent, blocks))
+                    parts = pool.memory.read(source_blocks, CopyOut(lent, blocks))
             else:
                 parts = pool.memory.read(source_blocks, take)
             copy.num_bytes = len(source_blocks) * block_bytes

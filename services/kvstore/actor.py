@@ -43,6 +43,7 @@ from services.kvstore.arenas import Arenas
 from services.kvstore.config import KvstoreConfig
 from services.kvstore.disk_counts import DiskCounts
 from services.kvstore.disk_tier import DiskTier
+from services.kvstore.growth import Growth
 from services.kvstore.holds import Hold
 from services.kvstore.remote_readers import RemoteReaders
 
@@ -75,6 +76,7 @@ class KvstoreActor(Actor):
             clock=clock,
             on_evicted=self._count_evicted,
         )
+        self.growth = Growth(self.arenas)
         self.transfers = TransferCounts(self.metrics)
         self.records = RequestRecords(lambda: self.tracing, lambda: self.ref, clock)
         self.disk = DiskTier(config, self.arenas, self.metrics, DiskCounts(self.metrics, self.transfers, self.records), clock)
@@ -104,7 +106,9 @@ class KvstoreActor(Actor):
         await self.readers.open()
 
     async def work(self) -> None:
-        await self.disk.run()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.growth.run)
+            await self.disk.run()
 
     async def drain(self) -> None:
         """Readers and writers finish, and what is queued for the disk is written; new ones are refused."""
@@ -289,6 +293,7 @@ class KvstoreActor(Actor):
         granted = arena.reserve(offer.hashes)
         if not granted:
             return BlockGrant(store=self.ref, lease="", indices=[], blocks=[])
+        self.growth.granted(arena)
         slots = [slot for _, slot in granted]
         now = self.clock()
         self.leases.grant(lease, offer.holder, Hold(arena, slots, writing=True, context=offer.context, granted_at=now), now)

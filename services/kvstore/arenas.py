@@ -136,7 +136,7 @@ class Arenas(Mapping[str, Arena]):
         try:
             arena = self._opened(fingerprint, block_bytes)
         except ConfigError as error:
-            self._limit(error)
+            self.limit(error)
             try:
                 self._give_way(MIN_ARENA_BYTES)
                 arena = self._opened(fingerprint, block_bytes)
@@ -183,7 +183,7 @@ class Arenas(Mapping[str, Arena]):
         try:
             return arena.grow() or self._evict(arena)
         except ConfigError as error:
-            self._limit(error)
+            self.limit(error)
             return self._evict(arena)
 
     def _victim(self, arena: Arena | None) -> Arena | None:
@@ -199,7 +199,7 @@ class Arenas(Mapping[str, Arena]):
         self._on_evicted(int(evicted))
         return evicted
 
-    def _limit(self, error: ConfigError) -> None:
+    def limit(self, error: Exception) -> None:
         """The system has no memory: go on with what there is for a while."""
         if self._clock() >= self._limited_until:
             log.error("no_memory_for_blocks", reason=str(error))

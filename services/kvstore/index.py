@@ -2,7 +2,8 @@
 
     unused ─ grow ─► spare ─ reserve ─► writing ─ commit ─► readable ─ evict (a leaf, unleased, least recently used) ─► spare
       ▲                │                   └ abandon ─► spare    └ forget (damaged) ─► spare when its last lease ends
-      └─── shrink ─────┘
+      ├─── shrink ─────┤
+      └► growing ──────┘    begin_growth, end_growth: a thread takes its memory meanwhile
 
 A lookup finds readable slots only, so a writer that dies before its commit leaves nothing behind. A hash has one slot: what
 somebody is writing is not granted to a second writer. Unused slots take no memory.
@@ -43,6 +44,7 @@ class BlockIndex:
         self._by_hash: dict[bytes, int] = {}
         self._spare: list[int] = []
         self._unused: list[int] = []  # that were spare once
+        self._growing: set[int] = set()
         self._num_touched = 0  # slots from here on were never used: an arena of tiny blocks may have a billion
         self._lru = LeafLru(clock)
         self._num_writing = 0
@@ -59,7 +61,12 @@ class BlockIndex:
 
     @property
     def num_with_memory(self) -> int:
-        return len(self._slots) + len(self._spare)
+        return len(self._slots) + len(self._spare) + len(self._growing)
+
+    @property
+    def num_growing(self) -> int:
+        """Slots whose memory is being taken."""
+        return len(self._growing)
 
     @property
     def unused(self) -> list[int]:
@@ -200,15 +207,25 @@ class BlockIndex:
 
     def grow(self) -> int | None:
         """One more spare slot, which must have memory before the caller returns to the event loop. None: all are in use."""
-        if not self._unused and self._num_touched >= self.num_slots:
-            return None
-        if self._unused:
-            slot = self._unused.pop()
-        else:
-            slot = self._num_touched
-            self._num_touched += 1
-        self._spare.append(slot)
+        slot = self._take_unused()
+        if slot is not None:
+            self._spare.append(slot)
         return slot
+
+    def begin_growth(self) -> int | None:
+        """Return a slot that is nobody's until `end_growth`, so that it can get memory meanwhile. None: all are in use."""
+        slot = self._take_unused()
+        if slot is not None:
+            self._growing.add(slot)
+        return slot
+
+    def end_growth(self, slot: int, *, has_memory: bool) -> None:
+        """The slot is spare, the last to be reserved; or it got no memory and is unused."""
+        self._growing.remove(slot)
+        if has_memory:
+            self._spare.insert(0, slot)
+        else:
+            self._unused.append(slot)
 
     def shrink(self) -> int | None:
         """One spare slot less: its memory goes back. None: there is no spare one."""
@@ -239,7 +256,7 @@ class BlockIndex:
     def check(self) -> None:
         """Count everything again. :raises AssertionError: where a counter or an index is not what the slots say."""
         entries = self._slots.values()
-        known = [*self._spare, *self._unused, *self._slots]
+        known = [*self._spare, *self._unused, *self._growing, *self._slots]
         assert len(known) == len(set(known)), "a slot is in two states"
         assert sorted(known) == list(range(self._num_touched)), "slots leaked, or one was used before its time"
         assert self._num_touched <= self.num_slots
@@ -254,6 +271,14 @@ class BlockIndex:
         if not self._spare and not self._make_room():
             return None
         return self._spare.pop()
+
+    def _take_unused(self) -> int | None:
+        if self._unused:
+            return self._unused.pop()
+        if self._num_touched >= self.num_slots:
+            return None
+        self._num_touched += 1
+        return self._num_touched - 1
 
     def _unmap(self, entry: _Slot) -> None:
         del self._by_hash[entry.block_hash]

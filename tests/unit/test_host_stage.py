@@ -139,7 +139,7 @@ def test_large_blocks_and_small_ones_come_as_they_were_and_go_where_they_belong(
 def test_large_blocks_take_no_memory_of_the_gpu(device: str):
     stage = HostStage([torch.zeros(3, DIRECT_BYTES, dtype=torch.uint8, device=device)], 2 * DIRECT_BYTES)
     stage.check()
-    assert not any(len(slot.device) or len(slot.device_ids) for slot in stage._free)
+    assert not any(len(slot.device) or len(slot.device_ids) for slot in stage.threads._free)
     stage.close()
 
 

@@ -17,6 +17,7 @@ from common.engine.load.runners import announce_pool, load_runner, resolve_devic
 from common.engine.settings import EngineServiceConfig
 from common.models.config import ModelConfig, load_config, weights_identity
 from common.models.source import ModelFiles, resolve
+from common.transfer.checked_copies import prepare
 from common.transfer.cuda_ipc import LocalTransport, export_pool
 from common.transfer.host_stage import HostStage, open_stage
 from common.transfer.segment import Segment
@@ -107,6 +108,7 @@ def _open_on_cpu(
             from common.ops.cpu_int8.huge_pages_cpu import use_huge_pages
 
             Thread(target=use_huge_pages, name="huge-pages", daemon=True).start()  # steps get faster; nobody waits for it
+            prepare()  # what copies to and from a kvstore
         return Engine(runner, memory[0], memory[1:])
     except BaseException:
         for group in memory:

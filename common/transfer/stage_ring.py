@@ -1,0 +1,162 @@
+"""Large blocks between a kvstore's memory and a GPU without the interpreter: the calls of compiled code.
+
+What they do, and why, is in `common/ops/kv/stage_ring_numba.py`; here are the addresses and handles that it needs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from common.protocol.errors import TransportUnavailable
+from common.transfer.checked_copies import CopyIn, CopyOut
+from common.transfer.checksums import crc32_address
+from common.transfer.paths import Operation
+
+if TYPE_CHECKING:
+    import torch
+
+DEPTH = 4
+"""A thread's slots: the copy engine works on some of them, and the thread on another."""
+ALIGNMENT_BYTES = 512
+PIECE_BYTES = 256 << 10
+"""Of a slot. All of a thread's are half as large as the second-level cache of a current server's core."""
+
+
+@dataclass(frozen=True)
+class Handles:
+    """events: int64 [DEPTH], of one slot; streams: of each direction. All 0 on a CPU."""
+
+    events: np.ndarray
+    streams: dict[Operation, int]
+    keeps: Sequence[Any] = ()
+    """What the handles are of."""
+
+
+class StageRing:
+    """Copies between lent memory and a pool, in one call of each thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        """:raises TransportUnavailable: there is no driver, or no code for this processor."""
+        address = crc32_address()
+        try:
+            from common.ops.kv import stage_ring_numba
+        except ImportError as error:
+            raise TransportUnavailable(f"numba can't be imported: {error}") from error
+        if not address:
+            raise TransportUnavailable("ISA-L can't be called by address")
+        self._code = stage_ring_numba
+        self._driver = _Driver(device.index or 0) if device.type == "cuda" else None
+        calls = self._driver.addresses() if self._driver is not None else stage_ring_numba.host_functions()
+        self._functions = np.array([address, *calls], np.int64)
+
+    def handles(self, streams: dict[Operation, torch.cuda.Stream]) -> Handles:
+        """Return those of a slot that uses these streams."""
+        import torch
+
+        if self._driver is None:
+            return Handles(np.zeros(DEPTH, np.int64), {"read": 0, "write": 0})
+        events = [torch.cuda.Event(blocking=True) for _ in range(DEPTH)]
+        for event in events:
+            event.record(streams["read"])  # makes it
+        numbers = np.array([event.cuda_event for event in events], np.int64)
+        return Handles(numbers, {operation: stream.cuda_stream for operation, stream in streams.items()}, events)
+
+    def call(self, pool: torch.Tensor, blocks: Sequence[int], copy: CopyIn | CopyOut, slot_bytes: int) -> RingCall:
+        """Return the copy of blocks of a pool [num_blocks, block_bytes] into lent memory, or out of it, through slots of this
+        size, as threads make it together."""
+        return RingCall(self._code, self._driver, self._functions, pool, blocks, copy, slot_bytes)
+
+
+class RingCall:
+    """One copy, which any number of threads make together."""
+
+    def __init__(
+        self,
+        code: Any,
+        driver: _Driver | None,
+        functions: np.ndarray,
+        pool: torch.Tensor,
+        blocks: Sequence[int],
+        copy: CopyIn | CopyOut,
+        slot_bytes: int,
+    ) -> None:
+        self._code, self._driver, self._functions, self._copy = code, driver, functions, copy
+        self._piece_bytes = min(PIECE_BYTES, slot_bytes // DEPTH // ALIGNMENT_BYTES * ALIGNMENT_BYTES)
+        self.num_blocks = len(blocks)
+        self._state = code.new_state(len(blocks))
+        sums = copy.checksums if isinstance(copy, CopyIn) else np.zeros(len(blocks), np.int64)
+        self._checksums = np.array(sums, np.int64)
+        memory, theirs = copy.memory, np.array(copy.blocks, np.int64)
+        assert len(theirs) == len(self._checksums) == len(blocks) and memory.shape[1] == pool.shape[1]
+        ids = np.array(blocks, np.int64)
+        assert not len(ids) or (ids.min() >= 0 and ids.max() < len(pool) and theirs.min() >= 0 and theirs.max() < len(memory))
+        places = memory.ctypes.data, memory.strides[0], theirs, self._checksums
+        self._job = code.Job(*places, pool.data_ptr(), ids, pool.shape[1], self._piece_bytes)
+
+    @property
+    def more(self) -> bool:
+        """Whether there is a block that no thread has taken."""
+        left = int(self._state[self._code.NEXT]) < self.num_blocks
+        return left and not self._failed and int(self._state[self._code.BAD]) == self.num_blocks
+
+    @property
+    def num_good(self) -> int:
+        return int(self._state[self._code.BAD])
+
+    @property
+    def checksums(self) -> list[int]:
+        return self._checksums.tolist()
+
+    def work(self, host: torch.Tensor, handles: Handles, paused: np.ndarray) -> None:
+        """Copy blocks through a slot, `host`, until none is left, or, out of the pool, until paused[0] is not 0.
+
+        :raises TransportUnavailable: the driver failed, here or in another thread. Its streams may not be idle.
+        """
+        if self._driver is not None:
+            self._driver.bind()
+        slots = host.data_ptr() + np.arange(DEPTH, dtype=np.int64) * self._piece_bytes
+        operation: Operation = "write" if isinstance(self._copy, CopyIn) else "read"
+        lane = self._code.Lane(slots, handles.events, handles.streams[operation])
+        if operation == "write":
+            self._code.send_blocks(self._state, self._job, lane, self._functions)
+        else:
+            self._code.receive_blocks(self._state, self._job, lane, self._functions, paused)
+        if self._failed:
+            raise TransportUnavailable(f"copying between host and GPU failed: CUDA error {self._failed}")
+
+    @property
+    def _failed(self) -> int:
+        return int(self._state[self._code.FAILED])
+
+
+class _Driver:
+    """libcuda in the context that torch uses for GPU `index`."""
+
+    def __init__(self, index: int) -> None:
+        """:raises TransportUnavailable: there is none."""
+        try:
+            self._cuda = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise TransportUnavailable(f"no CUDA driver: {error}") from error
+        device, self._context = ctypes.c_int(), ctypes.c_void_p()
+        self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
+
+    def addresses(self) -> tuple[int, int, int]:
+        """Return those of the calls that compiled code makes."""
+        names = ("cuMemcpyAsync", "cuEventRecord", "cuEventSynchronize")
+        copy, record, synchronize = (ctypes.cast(getattr(self._cuda, name), ctypes.c_void_p).value or 0 for name in names)
+        return copy, record, synchronize
+
+    def bind(self) -> None:
+        """Make the context this thread's."""
+        self._call("cuCtxSetCurrent", self._context)
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if code := getattr(self._cuda, name)(*arguments):
+            raise TransportUnavailable(f"{name}: CUDA error {code}")
