@@ -10,6 +10,7 @@ when it is awaited, so that some task always owns it.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -31,12 +32,14 @@ class Transfer:
     """Created by `Transport.pull`. Await it once; `cancel` it, from another task, any number of times.
 
     `num_blocks`, `num_bytes`: copied so far and found to be of the generations that the source names. They only grow.
+    `queued_s`: until a thread took the copy up; `copy_s`: what it took there.
     """
 
     def __init__(self, read: Read, source: RemoteBlocks, target: LocalBlocks, *, slice_bytes: int = SLICE_BYTES) -> None:
         self.source = source
         self.target = target
         self.num_blocks = self.num_bytes = 0
+        self.queued_s = self.copy_s = 0.0
         self._read = read
         self._slice_blocks = max(1, slice_bytes // max(1, target.memory.shape[1]))
         self._stop = threading.Event()
@@ -64,7 +67,11 @@ class Transfer:
             self._ended.set()
 
     async def _copied(self) -> int:
-        return await anyio.to_thread.run_sync(self._copy)
+        return await anyio.to_thread.run_sync(self._timed_copy, time.perf_counter())
+
+    def facts(self, *, waited_s: float = 0.0) -> tuple[tuple[str, int], ...]:
+        """What a timeline says of it. waited_s: until it was awaited."""
+        return (("queued_us", round(1e6 * (waited_s + self.queued_s))), ("copy_us", round(1e6 * self.copy_s)))
 
     def stop(self) -> None:
         """Let no further slice begin. Whoever awaits the transfer learns when nothing is written any more."""
@@ -76,6 +83,15 @@ class Transfer:
         if self._ended is not None:
             with anyio.CancelScope(shield=True):
                 await self._ended.wait()
+
+    def _timed_copy(self, asked_at: float) -> int:
+        """In a thread. asked_at: by `time.perf_counter`."""
+        began_at = time.perf_counter()
+        self.queued_s = began_at - asked_at
+        try:
+            return self._copy()
+        finally:
+            self.copy_s = time.perf_counter() - began_at
 
     def _copy(self) -> int:
         """In a thread."""

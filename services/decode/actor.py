@@ -158,6 +158,8 @@ class DecodeActor(EngineWorker):
             self.prefixes.fetch(sequence)
 
     def on_kv_ready(self, ready: KvReady, reply: str) -> None:
+        heard_at = self.clock()
+
         def take(sequence: Sequence) -> None:
             covered_blocks(ready.handle, len(sequence.tokens), self.cache)
             arrived = self.arrivals.usable(arrival, ready, sequence)
@@ -173,7 +175,7 @@ class DecodeActor(EngineWorker):
         sequence = self.admit(ready.generation, reply, take, None if arrival is None else arrival.prompt)
         if sequence is not None:
             self.speculate(sequence)
-            self.kv_reader.begin(sequence, ready.handle, arrival)
+            self.kv_reader.begin(sequence, ready.handle, arrival, heard_at)
 
     # -- steps
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import anyio
 
@@ -23,6 +24,7 @@ from common.cache.prefix import HASH_BYTES, TOKEN_BYTES
 from common.cache.spec import group_name
 from common.engine.known_tokens import KnownTokens
 from common.engine.sequence import Sequence
+from common.engine.timeline import Event
 from common.protocol.errors import Cancelled, PenstockError
 from common.protocol.handles import GroupBlocks, WorkerRef
 from common.protocol.messages import KvReady, ReleaseLease
@@ -38,6 +40,8 @@ SILENT_S = 30.0
 """Seconds without a part after which a stream is given up."""
 MAX_WRITTEN_SHARE = 8
 """One copy of a stream writes at most this part of a cache group's blocks: nobody else can have them before it has ended."""
+MAX_TOLD = 8
+"""The latest parts of a stream that the request's timeline tells of."""
 MAX_ENDED = 4096
 """Streams that are remembered as over, so that a late part does not begin them anew."""
 
@@ -50,11 +54,18 @@ class _Block:
     source: tuple[int, int]
 
 
+class _Told(NamedTuple):
+    """Blocks of one cache group that can be copied, and when a part said so."""
+
+    theirs: GroupBlocks
+    heard_at: float
+
+
 @dataclass(slots=True, eq=False)
 class Arrival:
     """One stream. `prompt`: the tokens that came with its parts. `groups`: of each cache group, blocks by their index in the
     block table. `taken`: of each group, the indices of those that are a sequence's. `early_bytes`: of the sequence's KV, what
-    had been copied before KvReady came. `is_over`: nothing more is copied for it."""
+    had been copied before KvReady came. `is_over`: nothing more is copied for it. `copies`: the latest, for the timeline."""
 
     name: str
     request: str
@@ -68,7 +79,8 @@ class Arrival:
     groups: list[dict[int, _Block]]
     taken: list[set[int]]
     hashes: dict[int, bytes] = field(default_factory=dict)
-    todo: deque[GroupBlocks] = field(default_factory=deque)
+    todo: deque[_Told] = field(default_factory=deque)
+    copies: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_TOLD))
     transfer: Transfer | None = None
     idle: anyio.Event | None = None
     is_over: bool = False
@@ -142,7 +154,7 @@ class Arrivals:
         arrival.prompt.extend(part.start, part.tokens)
         if arrival.is_over:
             return
-        arrival.todo.extend(part.groups)
+        arrival.todo.extend(_Told(theirs, arrival.heard_at) for theirs in part.groups)
         if arrival.idle is None:
             arrival.idle = anyio.Event()
             worker.task_group.start_soon(self._copy, arrival)
@@ -226,7 +238,7 @@ class Arrivals:
         """Copy what is to do, one piece of a group at a time."""
         try:
             while arrival.todo and not arrival.is_over:
-                await self._copy_blocks(arrival, arrival.todo.popleft())
+                await self._copy_blocks(arrival, *arrival.todo.popleft())
         except Cancelled:
             pass
         except PenstockError as error:
@@ -239,7 +251,7 @@ class Arrivals:
             if idle is not None:
                 idle.set()
 
-    async def _copy_blocks(self, arrival: Arrival, theirs: GroupBlocks) -> None:
+    async def _copy_blocks(self, arrival: Arrival, theirs: GroupBlocks, heard_at: float) -> None:
         """:raises StaleHandle, TransportUnavailable, Cancelled: what has not been copied is not among the blocks any more."""
         worker, cache = self._worker, self._worker.cache
         owner, transport = await way_to(worker, arrival.owner, arrival.fingerprint, arrival.lease)
@@ -259,14 +271,17 @@ class Arrivals:
             for i, block, generation in zip(part, taken, generations, strict=True):
                 source_block = (theirs.blocks[i], theirs.generations[i])
                 mine[first + i] = _Block(ArrivedBlock(block, generation, is_owned=True), source_block)
-            arrival.transfer = transport.pull(source.pick(part), LocalBlocks(memory, taken))
-            is_copied = False
+            transfer = arrival.transfer = transport.pull(source.pick(part), LocalBlocks(memory, taken))
+            is_copied, began_at = False, worker.clock()
             try:
-                await arrival.transfer
+                await transfer
                 is_copied = True
             finally:
                 arrival.transfer = None
                 self._written(arrival, theirs.group, [first + i for i in part], is_copied)
+            times = transfer.facts(waited_s=began_at - heard_at)
+            copied = Event("part", heard_at, worker.clock(), len(part) * cache.block_tokens, arrival.owner.id, facts=times)
+            arrival.copies.append(copied)
 
     def _is_here(self, arrival: Arrival, theirs: GroupBlocks, i: int) -> bool:
         """Whether this worker's own cache has the block: it need not be copied, unless it is evicted before KvReady."""

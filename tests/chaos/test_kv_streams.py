@@ -27,7 +27,7 @@ from common.runtime.bus import BusMessage
 from common.transfer.blocks import LocalBlocks, RemoteBlocks
 from common.transfer.transfer import Transfer
 from services.decode.actor import DecodeActor
-from services.decode.arrivals import SILENT_S
+from services.decode.arrivals import MAX_TOLD, SILENT_S
 from services.decode.kv_reader import KvReader
 from services.prefill.actor import PrefillActor
 from services.prefill.streams import Streams
@@ -134,7 +134,12 @@ def test_all_but_the_last_chunks_kv_arrives_before_the_prompt_is_computed(
         told = records(world, "request-1")
         assert len([event for event in told["prefill"].events if event.name == "part"]) == 13
         (pulled,) = [event for event in told["decode"].events if event.name == "pull"]
-        assert dict(pulled.facts) == {"streamed_bytes": early, "streamed_parts": 13}
+        facts = dict(pulled.facts)
+        assert (facts["streamed_bytes"], facts["streamed_parts"]) == (early, 13)
+        assert facts.keys() >= {"admission_us", "queued_us", "copy_us"}, "how long the rest took, and where"
+        copies = [event for event in told["decode"].events if event.name == "part"]
+        assert 0 < len(copies) <= MAX_TOLD and {event.peer for event in copies} == {pulled.peer}
+        assert all(dict(event.facts).keys() == {"queued_us", "copy_us"} for event in copies)
         assert (pulled.num_tokens, pulled.num_bytes) == (200, said.received_bytes)
 
     play(tmp_path, story, windows, run_ahead=run_ahead)
