@@ -136,7 +136,10 @@ class DecodeActor(EngineWorker):
             case KvWithdrawn():
                 self.arrivals.withdraw(message.owner, message.streams)
             case KvReady():
-                self.on_kv_ready(message, reply)
+                if self.arrivals.is_beginning(message.stream):
+                    self.task_group.start_soon(self.kv_ready_later, message, reply)
+                else:
+                    self.on_kv_ready(message, reply)
             case DecodeTask():
                 self.on_task(message, reply)
             case ReadTask():
@@ -176,6 +179,13 @@ class DecodeActor(EngineWorker):
         if sequence is not None:
             self.speculate(sequence)
             self.kv_reader.begin(sequence, ready.handle, arrival, heard_at)
+
+    async def kv_ready_later(self, ready: KvReady, reply: str) -> None:
+        """The last part came just before: first its copy begins, so that the sequence is admitted with those blocks."""
+        try:
+            self.on_kv_ready(ready, reply)
+        except Exception:
+            self._on_handler_error(ready, reply)
 
     # -- steps
 

@@ -65,7 +65,8 @@ class _Told(NamedTuple):
 class Arrival:
     """One stream. `prompt`: the tokens that came with its parts. `groups`: of each cache group, blocks by their index in the
     block table. `taken`: of each group, the indices of those that are a sequence's. `early_bytes`: of the sequence's KV, what
-    had been copied before KvReady came. `is_over`: nothing more is copied for it. `copies`: the latest, for the timeline."""
+    had been copied before KvReady came. `is_over`: nothing more is copied for it. `copies`: the latest, for the timeline.
+    `num_unread`: parts whose tokens have not been looked at."""
 
     name: str
     request: str
@@ -85,6 +86,7 @@ class Arrival:
     idle: anyio.Event | None = None
     is_over: bool = False
     num_parts: int = 0
+    num_unread: int = 0
     early_bytes: int = 0
 
     async def settled(self) -> None:
@@ -151,13 +153,13 @@ class Arrivals:
         arrival.heard_at = worker.clock()
         arrival.num_parts += 1
         arrival.hashes.update(enumerate(part.hashes, part.start))
-        arrival.prompt.extend(part.start, part.tokens)
-        if arrival.is_over:
-            return
-        arrival.todo.extend(_Told(theirs, arrival.heard_at) for theirs in part.groups)
-        if arrival.idle is None:
-            arrival.idle = anyio.Event()
-            worker.task_group.start_soon(self._copy, arrival)
+        if not arrival.is_over:
+            arrival.todo.extend(_Told(theirs, arrival.heard_at) for theirs in part.groups)
+            if arrival.idle is None:
+                arrival.idle = anyio.Event()
+                worker.task_group.start_soon(self._copy, arrival)
+        arrival.num_unread += 1
+        worker.task_group.start_soon(self._read, arrival, part)  # while the copy runs
 
     def withdraw(self, owner: WorkerRef, streams: Iterable[str]) -> None:
         """The prefill worker won't hand these off to us."""
@@ -193,6 +195,11 @@ class Arrivals:
                 self._end([arrival], tell=False)
 
     # -- KvReady
+
+    def is_beginning(self, stream: str) -> bool:
+        """Whether a part has come whose copy begins, and whose tokens are read, in the next turn of the event loop."""
+        arrival = self._arrivals.get(stream)
+        return arrival is not None and arrival.num_unread > 0
 
     def find(self, ready: KvReady) -> Arrival | None:
         """Return the stream that came before a hand-off, if it is known here."""
@@ -231,6 +238,11 @@ class Arrivals:
             arrival.early_bytes += sum(not one.is_owned for one in mine.values()) * group.segment.block_bytes
             for place in arrival.groups[index].keys() - mine.keys():
                 self._drop(arrival, index, place)
+
+    async def _read(self, arrival: Arrival, part: KvPart) -> None:
+        """Check and hash the tokens of a part."""
+        arrival.num_unread -= 1
+        arrival.prompt.extend(part.start, part.tokens)
 
     # -- copies
 
