@@ -123,8 +123,10 @@ class KvReader:
         began_at = worker.clock()
         num_bytes = await self._copy_missing(copy, arrival)
         if arrival is not None:  # what no stream brings has come beside what the stream still wrote; now what that lacks
+            num_taken = sum(map(len, arrival.taken))
             await arrival.settled()
-            num_bytes += await self._copy_missing(copy, arrival)
+            if sum(map(len, arrival.taken)) < num_taken:
+                num_bytes += await self._copy_missing(copy, arrival)
             sizes = [group.segment.block_bytes for group in worker.engine.groups]
             num_bytes += sum(len(taken) * size for taken, size in zip(arrival.taken, sizes, strict=True))
         if transport is not worker.transport:

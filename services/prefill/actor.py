@@ -234,14 +234,19 @@ class PrefillActor(EngineWorker):
     def lease_for(self, sequence: Sequence, decode: WorkerRef) -> tuple[str, Stream | None]:
         """Return a lease on all blocks of a prompt, that of its stream if it has been streamed to `decode`."""
         tables, now = [list(table) for table in sequence.tables], self.clock()
-        self.pool.lease(tables)
         stream = self.streams.finish(sequence, decode)
         if stream is not None and self.leases.move(stream.lease, decode, now):
-            self.pool.end_lease(stream.leased.tables)
-            stream.leased.tables[:] = tables
+            told = stream.leased.tables
+            if all(table[: len(part)] == part for table, part in zip(tables, told, strict=True)):
+                self.pool.lease([table[len(part) :] for table, part in zip(tables, told, strict=True)])
+            else:  # a group that keeps a window
+                self.pool.lease(tables)
+                self.pool.end_lease(told)
+            told[:] = tables
             lease = stream.lease
         else:
             lease, stream = new_lease(), None
+            self.pool.lease(tables)
             self.leases.grant(lease, decode, Leased(sequence.request, sequence.attempt, tables), now)
         self.lease_of[sequence.request] = (sequence.attempt, lease)
         return lease, stream

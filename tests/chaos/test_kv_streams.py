@@ -239,8 +239,9 @@ def test_the_last_part_begins_to_be_copied_before_kv_ready_is_taken_up(tmp_path:
             if isinstance(message, KvPart) and message.start == 12:
                 kept.append((message, reply))
             else:
-                for one in [*kept, (message, reply)] if isinstance(message, KvReady) else [(message, reply)]:
-                    handle(*one)
+                for part, its_reply in kept if isinstance(message, KvReady) else ():
+                    handle(part, its_reply)
+                handle(message, reply)
 
         monkeypatch.setattr(decode, "handle", together)
         world.submit(prompt(56), max_tokens=8)
@@ -608,8 +609,8 @@ class Sometimes(Transfer):
 
     error: Exception
 
-    def _copy(self) -> int:
-        super()._copy()
+    def _copy(self, first: Callable[[], int] | None = None) -> int:
+        super()._copy(first)
         self.target.memory[list(self.target.blocks)] ^= 0xFF
         raise self.error
 
