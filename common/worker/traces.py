@@ -93,15 +93,16 @@ class WorkerTraces:
         facts: tuple[tuple[str, int], ...] = (),
         asked: Iterable[WorkerRef] = (),
         parts: Iterable[Event] = (),
+        ended_at: float = 0.0,
     ) -> None:
         """A copy of KV for it has ended: `pull` from a prefill worker, or a `prefix` from a store.
 
-        asked: which stores. parts: copies that a stream brought before.
+        asked: which stores. parts: copies that a stream brought before. ended_at: 0: now.
         """
         if sequence.timeline is not None:
             for part in parts:
                 sequence.timeline.note(part)
-            event = Event(name, began_at, self._clock(), num_tokens, peer, error, num_bytes, facts)
+            event = Event(name, began_at, ended_at or self._clock(), num_tokens, peer, error, num_bytes, facts)
             sequence.timeline.copied(event, sequence.num_computed, sequence.num_cached)
             sequence.timeline.asked(asked)
 

@@ -302,6 +302,8 @@ class Arrivals:
 
     def _written(self, arrival: Arrival, group: int, indices: list[int], is_copied: bool) -> None:
         """A copy into these blocks has ended."""
+        if is_copied and arrival.taken[group].issuperset(indices):
+            return  # a sequence waits for them
         mine, pool = arrival.groups[group], self._worker.cache.pool.groups[group].pool
         for index in indices:
             block, generation, _ = mine[index].arrived

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import anyio
+import anyio.lowlevel
 
 from common.cache.spec import group_name
 from common.engine.sequence import Sequence
@@ -72,8 +73,6 @@ class KvReader:
                 if arrival is not None:
                     await arrival.settled()
             num_computed = handle.num_tokens
-            worker.kv.received(max(num_computed - here, 0), num_bytes, min(here, num_computed))
-            worker.kv.streamed(0 if arrival is None else arrival.early_bytes)
         except Cancelled as error:
             code = error.code
         except PenstockError as error:
@@ -82,23 +81,31 @@ class KvReader:
             worker.kv.not_received(code)
             log.warning("pull_failed", request=sequence.request, owner=handle.owner.id, code=error.code, reason=str(error))
         finally:
+            ended_at = worker.clock()
             self._pulling.pop(handle.lease, None)
             self._transfers.pop(sequence, None)
             worker.scheduler.end_copy(sequence, num_computed)
-            facts = (("admission_us", round(1e6 * (began_at - heard_at))), *_slowest(transfers))
-            worker.traces.copied(
-                sequence,
-                "pull",
-                began_at,
-                num_tokens=max(num_computed - here, 0),
-                num_bytes=num_bytes,
-                peer=handle.owner.id,
-                error=code,
-                facts=facts if arrival is None else (*arrival.facts, *facts),
-                parts=() if arrival is None else arrival.copies,
-            )
-            worker.send(handle.owner, ReleaseLease(leases=[handle.lease]))
             worker.wake()
+            try:
+                await anyio.lowlevel.checkpoint()  # the first step is planned before anyone is told
+            finally:
+                facts = (("admission_us", round(1e6 * (began_at - heard_at))), *_slowest(transfers))
+                worker.traces.copied(
+                    sequence,
+                    "pull",
+                    began_at,
+                    num_tokens=max(num_computed - here, 0),
+                    num_bytes=num_bytes,
+                    peer=handle.owner.id,
+                    error=code,
+                    facts=facts if arrival is None else (*arrival.facts, *facts),
+                    parts=() if arrival is None else arrival.copies,
+                    ended_at=ended_at,
+                )
+                worker.send(handle.owner, ReleaseLease(leases=[handle.lease]))
+        if not code:
+            worker.kv.received(max(num_computed - here, 0), num_bytes, min(here, num_computed))
+            worker.kv.streamed(0 if arrival is None else arrival.early_bytes)
         await anyio.sleep(SUBMIT_S)
         worker.scheduler.publish(sequence)
 
