@@ -361,7 +361,8 @@ segment.close()
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("device", range(2))
-def test_another_process_memory_is_read(tmp_path: Path, device: int) -> None:
+def test_another_process_memory_is_read(tmp_path: Path, device: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_ipc, "_IDS", 2)  # more are needed than there is room for
     if device >= torch.cuda.device_count():
         pytest.skip("needs two GPUs")
     command = [sys.executable, "-c", _OWNER, str(tmp_path)]
@@ -375,6 +376,9 @@ def test_another_process_memory_is_read(tmp_path: Path, device: int) -> None:
         expected = torch.arange(6 * 1024).view(6, 1024).mul(0.5)
         assert torch.equal(mine.cpu()[[0, 3, 1]], expected[[5, 2, 3]])
         assert not mine[2].any()
+        ended = transport.begin(remote(transport, [1, 4], [0, 0]), NOTHING, [2, 1])
+        assert ended is not None and ended() == 2 * 4096
+        assert torch.equal(mine.cpu(), expected[[5, 4, 1, 2]])
         transport.close()
         owner.stdin.close()
     assert owner.returncode == 0
