@@ -14,6 +14,15 @@
 One greedy request at a time, each with another random prompt, the same in each arrangement. Times are milliseconds, medians
 (slowest, fastest): the client's, over HTTP, and those of `GET /v1/explain`. Answers are compared with those of the first
 arrangement; on a GPU a near-tie may differ between arrangements, unless --batch-invariant is given.
+
+A second table tells of hand-offs when what happened, in milliseconds since the prefill worker had the last chunk's result:
+
+    last part told, heard       the prefill worker sends the KvPart of the last chunk; the decode worker takes it up
+    its copy begun, ended       in a thread of the decode worker; its event loop learns of the end
+    KvReady sent, heard         likewise
+    admitted                    the decode worker has the sequence
+    KV is here                  nothing is copied any more
+    first step, its end         of the decode worker
 """
 
 from __future__ import annotations
@@ -23,8 +32,8 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -66,6 +75,7 @@ class Seen:
     early_mb: float = 0.0
     cached_tokens: int = 0
     recomputed_tokens: int = 0
+    moments: dict[str, float] = field(default_factory=dict)
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -142,6 +152,35 @@ def add_events(seen: Seen, explained: dict[str, Any]) -> None:
         seen.copied_mb = sum(each.get("received_bytes", 0) for each in facts) / 1e6
         seen.early_mb = sum(each.get("streamed_bytes", 0) for each in facts) / 1e6
     seen.recomputed_tokens = sum(event.get("facts", {}).get("recomputed_tokens", 0) for event in events)
+    if chunks and firsts and copies:
+        seen.moments = {name: at - max(chunks) for name, at in moments(events)}
+
+
+def moments(events: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
+    """Return what happened between a prompt's last chunk and its first decode step, and when."""
+    ends = [event["at_ms"] + (event.get("duration_ms") or 0.0) for event in events]
+    found = {
+        (event["event"], event["service"]): (event, end) for event, end in zip(events, ends, strict=True)
+    }  # the last of each
+    if ("KV part", "decode") in found:
+        yield "last part told", found["KV part", "prefill"][0]["at_ms"]
+        heard, copied_at = found["KV part", "decode"]
+        yield "heard", heard["at_ms"]
+        begun_at = heard["at_ms"] + heard["facts"]["queued_us"] / 1000
+        yield "copy begun", begun_at
+        yield "ended in its thread", begun_at + heard["facts"]["copy_us"] / 1000
+        yield "in the event loop", copied_at
+    made, received = found["hand-off", "prefill"][0], found["KV received", "decode"]
+    yield "KvReady sent", made["at_ms"] + made["facts"]["sent_us"] / 1000
+    yield "KvReady heard", received[0]["at_ms"] - received[0]["facts"]["admission_us"] / 1000
+    yield "admitted", received[0]["at_ms"]
+    if "queued_us" in received[0]["facts"] and ("KV part", "decode") not in found:
+        begun_at = received[0]["at_ms"] + received[0]["facts"]["queued_us"] / 1000
+        yield "copy begun", begun_at
+        yield "ended in its thread", begun_at + received[0]["facts"]["copy_us"] / 1000
+    yield "KV is here", received[1]
+    yield "first step", found["first step", "decode"][0]["at_ms"]
+    yield "its end", found["first step", "decode"][1]
 
 
 async def measure(arrangement: Arrangement, options: argparse.Namespace, folder: Path) -> list[Seen]:
@@ -206,6 +245,11 @@ async def run(options: argparse.Namespace) -> None:
     print(describe())
     print(f"{options.model}, prompts of {options.prompt_tokens} tokens, {options.rounds} each")
     print(markdown(("", *heads, "1st → 2nd piece", "equal"), [row(*one, found[0][1]) for one in found]))
+    handed = [(arrangement.name, [one.moments for one in seen]) for arrangement, seen in found if seen[0].moments]
+    names = list(dict.fromkeys(name for _, seen in handed for one in seen for name in one))
+    if handed:
+        rows = [(name, *(shown([one.get(name) for one in seen]) for _, seen in handed)) for name in names]
+        print(markdown(("ms since the last chunk", *(name for name, _ in handed)), rows))
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ MAX_PART_BLOCKS = 2048
 
 
 class KvPart(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """prefill → decode: more KV of a prompt that I still compute is readable, until `lease` ends. Not answered.
+    """prefill → decode: more KV of a prompt is readable before its KvReady comes, until `lease` ends. Not answered.
 
     `stream`: this attempt's hand-off to you; its KvReady names it, unless KvWithdrawn ends it first. `hashes`: of the full
     blocks from index `start` of the chain on. `groups`: of these blocks, those of each cache group that KvReady will name;

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -34,6 +34,13 @@ class Transport(Protocol):
 
         :raises StaleHandle: a block was reused, or the segment now belongs to another model.
         :raises TransportUnavailable: the segment can't be reached from here.
+        """
+        ...
+
+    def begin(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> Callable[[], int] | None:
+        """Begin what `read` does, if that takes no time, and return what ends it: it blocks, raises and returns as `read`.
+
+        None: nothing has begun, and `read` says why if it fails, too. What is returned must be called, in any thread.
         """
         ...
 

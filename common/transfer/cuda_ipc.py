@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -44,6 +45,7 @@ _NO_HANDLE = bytes(_HANDLE_BYTES)
 _LOOK_EVERY_S = 1.0
 _PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _SLICE_BYTES = 512 << 20  # 1.5 ms over NVLink; each slice costs a launch and two looks at the generations
+_IDS = 4096  # of blocks, in pinned memory: more get it when they come
 _PROGRAMS = 64  # enough to keep NVLink full; the other multiprocessors belong to the step that runs meanwhile
 
 
@@ -106,6 +108,12 @@ class LocalTransport(Pulling):
             raise TransportUnavailable(f"{source.segment} is on another host")
         return self._device.read(source, into_blocks)
 
+    def begin(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> Callable[[], int] | None:
+        """See `Transport.begin`: a kernel is launched, if the owner's pool is open here and no other copy is under way."""
+        if self._device is None or source.host != self.host:
+            return None
+        return self._device.begin(source, into_blocks)
+
     def close(self) -> None:
         if self._device is not None:
             self._device.close()
@@ -128,34 +136,82 @@ class _DeviceReader:
         self._fence = memory_fence()
         self._opened: dict[tuple[str, str, bytes], int] = {}
         self._lock = threading.Lock()
+        """Held while a copy is under way, from its launch to its end, perhaps by two threads."""
+        self._ids = _pinned(0 if self._stream is None else _IDS)
         if self._stream is not None:  # the first request does not wait for a compiler; of even numbers of ids it makes another
             for pool in self._pools.values():
                 for count in (1, 2):
-                    self._copy(pool, [0] * count, pool, [0] * count)
+                    self._launch(pool, [0] * count, pool, [0] * count)
+                    self._stream.synchronize()
         self._closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="cuda-ipc", daemon=True)
         self._watcher.start()
 
     def read(self, source: RemoteBlocks, into_blocks: Sequence[int]) -> int:
+        """See `Transport.read`."""
+        segment, key = self._checked(source, into_blocks)
+        self._lock.acquire()
+        return self._launched(segment, key, source, into_blocks)()
+
+    def begin(self, source: RemoteBlocks, into_blocks: Sequence[int]) -> Callable[[], int] | None:
+        """See `Transport.begin`."""
+        try:
+            segment, key = self._checked(source, into_blocks)
+            if not self._lock.acquire(blocking=False):
+                return None
+            if key not in self._opened:
+                self._lock.release()
+                return None
+            return self._launched(segment, key, source, into_blocks)
+        except (StaleHandle, TransportUnavailable):
+            return None
+
+    def _checked(self, source: RemoteBlocks, into_blocks: Sequence[int]) -> tuple[Segment, tuple[str, str, bytes]]:
+        """Return the owner's segment, and by what its pool is known when it is open.
+
+        :raises StaleHandle, TransportUnavailable: the blocks can't be read.
+        """
         segment = self._segments.get(source.segment, source.fingerprint)
-        memory, block_bytes, current = segment.device_memory, segment.block_bytes, segment.generations
+        memory, block_bytes = segment.device_memory, segment.block_bytes
         if not memory:
             raise TransportUnavailable(f"the blocks of {source.segment} are not in a GPU's memory")
         pool = self._pools.get(source.fingerprint)
         if pool is None or block_bytes != pool.shape[1]:
             raise StaleHandle(f"{source.segment} has blocks of {block_bytes} bytes and of another kind than this worker's")
-        check_generations(current, source.blocks, source.generations)
+        check_generations(segment.generations, source.blocks, source.generations)
         if len(into_blocks) != len(source.blocks):
             raise StaleHandle(f"{len(source.blocks)} blocks don't fit into {len(into_blocks)}")
-        with self._lock:
-            theirs = self._theirs((source.segment, source.fingerprint, memory), len(current), block_bytes)
-            try:
-                self._copy(theirs, source.blocks, pool, into_blocks)
-            except (RuntimeError, ValueError) as error:
+        return segment, (source.segment, source.fingerprint, memory)
+
+    def _launched(
+        self, segment: Segment, key: tuple[str, str, bytes], source: RemoteBlocks, into_blocks: Sequence[int]
+    ) -> Callable[[], int]:
+        """Launch a copy; return what waits for it. The lock is the caller's, and is given back when the copy has ended.
+
+        :raises TransportUnavailable: nothing was launched, and the lock was given back.
+        """
+        try:
+            theirs = self._theirs(key, len(segment.generations), segment.block_bytes)
+            self._launch(theirs, source.blocks, self._pools[source.fingerprint], into_blocks)
+        except BaseException as error:
+            self._lock.release()
+            if isinstance(error, (RuntimeError, ValueError)):
                 raise TransportUnavailable(f"copying from {source.segment} failed: {error}") from error
+            raise
+        return functools.partial(self._finish, segment.generations, source, len(into_blocks) * segment.block_bytes)
+
+    def _finish(self, current: np.ndarray, source: RemoteBlocks, num_bytes: int) -> int:
+        """Wait for the copy that was launched. Errors: see `Transport.read`."""
+        try:
+            if self._stream is not None:
+                self._stream.synchronize()
+        except RuntimeError as error:
+            raise TransportUnavailable(f"copying from {source.segment} failed: {error}") from error
+        finally:
+            self._lock.release()
         self._fence()  # the copy comes before the generations are read
         check_generations(current, source.blocks, source.generations)
-        return len(into_blocks) * block_bytes
+        return num_bytes
 
     def close(self) -> None:
         self._closed.set()
@@ -186,16 +242,26 @@ class _DeviceReader:
         whole: Any = torch.empty(0, dtype=torch.uint8, device=self._device)
         return whole.set_(storage, 0, (num_blocks, block_bytes))
 
-    def _copy(self, theirs: torch.Tensor, source_blocks: Sequence[int], pool: torch.Tensor, into_blocks: Sequence[int]) -> None:
+    def _launch(
+        self, theirs: torch.Tensor, source_blocks: Sequence[int], pool: torch.Tensor, into_blocks: Sequence[int]
+    ) -> None:
+        """Copy behind what was launched before. Waits for nothing if that has ended."""
         import torch
 
         from common.ops.kv.block_copy import copy_blocks
 
-        with torch.inference_mode(), torch.cuda.stream(self._stream):
-            ids = torch.from_numpy(np.array([source_blocks, into_blocks], np.int64)).to(self._device)
+        count = len(source_blocks)
+        if self._stream is None:
+            ids = torch.from_numpy(np.array([source_blocks, into_blocks], np.int64))
             copy_blocks(theirs, ids[0], pool, ids[1], max_programs=_PROGRAMS)
-        if self._stream is not None:
-            self._stream.synchronize()
+            return
+        if 2 * count > len(self._ids):
+            self._ids = _pinned(4 * count)
+        pinned = self._ids[: 2 * count]
+        pinned.numpy()[:] = np.fromiter((*source_blocks, *into_blocks), np.int64, 2 * count)
+        with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            ids = pinned.to(self._device, non_blocking=True).view(2, count)
+            copy_blocks(theirs, ids[0], pool, ids[1], max_programs=_PROGRAMS)
 
     def _watch(self) -> None:
         while not self._closed.wait(_LOOK_EVERY_S):
@@ -210,6 +276,17 @@ class _DeviceReader:
                 alive = False
             if not alive:
                 self._driver.close(self._opened.pop(key))
+
+
+def _pinned(count: int) -> torch.Tensor:
+    """Return int64 [count] in pinned memory; where there is none, in other memory, which takes longer to copy from."""
+    import torch
+
+    try:
+        return torch.zeros(count, dtype=torch.int64, pin_memory=count > 0)
+    except RuntimeError as error:
+        log.warning("ids_not_pinned", reason=str(error))
+        return torch.zeros(count, dtype=torch.int64)
 
 
 class CudaDriver:

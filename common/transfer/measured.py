@@ -109,14 +109,14 @@ class _MeasuredTransfer(Transfer):
     """Counts as one copy, however many slices it has."""
 
     def __init__(self, transport: Transport, source: RemoteBlocks, target: LocalBlocks, counts: TransferCounts) -> None:
-        super().__init__(transport.read, source, target, slice_bytes=transport.slice_bytes)
+        super().__init__(transport.read, source, target, slice_bytes=transport.slice_bytes, begin=transport.begin)
         self._path: KvPath = transport.path_of(source)
         self._counts = counts
 
-    def _copy(self) -> int:
+    def _copy(self, first: Callable[[], int] | None = None) -> int:
         with self._counts.measure(self._path, "read") as copy:
             try:
-                return super()._copy()
+                return super()._copy(first)
             finally:
                 copy.num_bytes = self.num_bytes
 
@@ -137,6 +137,10 @@ class MeasuredTransport:
         with self._counts.measure(self.path_of(source), "read") as copy:
             copy.num_bytes = self._transport.read(source, into, into_blocks)
         return copy.num_bytes
+
+    def begin(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> Callable[[], int] | None:
+        """See `Transport.begin`. `pull` counts what is begun; this alone does not."""
+        return self._transport.begin(source, into, into_blocks)
 
     def pull(self, source: RemoteBlocks, target: LocalBlocks) -> Transfer:
         """See `Transport.pull`."""

@@ -9,12 +9,16 @@ when it is awaited, so that some task always owns it.
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
+import functools
 import threading
+import time
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anyio
-import anyio.to_thread
 import numpy as np
 
 from common.protocol.errors import Cancelled
@@ -22,22 +26,38 @@ from common.transfer.blocks import LocalBlocks, RemoteBlocks
 
 Read = Callable[[RemoteBlocks, np.ndarray, Sequence[int]], int]
 """`Transport.read`."""
+Begin = Callable[[RemoteBlocks, np.ndarray, Sequence[int]], "Callable[[], int] | None"]
+"""`Transport.begin`."""
 
 SLICE_BYTES = 32 << 20
 """Copied between two looks at whether the transfer was cancelled: some 5 ms in shared memory."""
+
+_threads = ThreadPoolExecutor(32, thread_name_prefix="transfer")
+"""Of all copies of this process. anyio's own threads begin a turn of the event loop later: much may be done in that first."""
 
 
 class Transfer:
     """Created by `Transport.pull`. Await it once; `cancel` it, from another task, any number of times.
 
     `num_blocks`, `num_bytes`: copied so far and found to be of the generations that the source names. They only grow.
+    `queued_s`: until a thread took the copy up; `copy_s`: what it took there.
     """
 
-    def __init__(self, read: Read, source: RemoteBlocks, target: LocalBlocks, *, slice_bytes: int = SLICE_BYTES) -> None:
+    def __init__(
+        self,
+        read: Read,
+        source: RemoteBlocks,
+        target: LocalBlocks,
+        *,
+        slice_bytes: int = SLICE_BYTES,
+        begin: Begin = lambda source, into, into_blocks: None,
+    ) -> None:
         self.source = source
         self.target = target
         self.num_blocks = self.num_bytes = 0
+        self.queued_s = self.copy_s = 0.0
         self._read = read
+        self._begin = begin
         self._slice_blocks = max(1, slice_bytes // max(1, target.memory.shape[1]))
         self._stop = threading.Event()
         self._ended: anyio.Event | None = None
@@ -64,7 +84,18 @@ class Transfer:
             self._ended.set()
 
     async def _copied(self) -> int:
-        return await anyio.to_thread.run_sync(self._copy)
+        asked_at = time.perf_counter()
+        first = None if self._stop.is_set() or not self.source.blocks else self._begin(*self._slice(0))
+        copy = functools.partial(self._timed_copy, asked_at, first)
+        # the thread begins in this turn, whoever is cancelled: it ends what has begun
+        copying = asyncio.get_running_loop().run_in_executor(_threads, contextvars.copy_context().run, copy)
+        with anyio.CancelScope(shield=True):
+            await copying
+        return copying.result()
+
+    def facts(self, *, waited_s: float = 0.0) -> tuple[tuple[str, int], ...]:
+        """What a timeline says of it. waited_s: until it was awaited."""
+        return (("queued_us", round(1e6 * (waited_s + self.queued_s))), ("copy_us", round(1e6 * self.copy_s)))
 
     def stop(self) -> None:
         """Let no further slice begin. Whoever awaits the transfer learns when nothing is written any more."""
@@ -77,17 +108,32 @@ class Transfer:
             with anyio.CancelScope(shield=True):
                 await self._ended.wait()
 
-    def _copy(self) -> int:
+    def _timed_copy(self, asked_at: float, first: Callable[[], int] | None) -> int:
+        """In a thread. asked_at: by `time.perf_counter`. first: ends the first slice, if that has begun."""
+        began_at = time.perf_counter()
+        self.queued_s = 0.0 if first is not None else began_at - asked_at
+        try:
+            return self._copy(first)
+        finally:
+            self.copy_s = time.perf_counter() - asked_at - self.queued_s
+
+    def _copy(self, first: Callable[[], int] | None = None) -> int:
         """In a thread."""
-        source, target = self.source, self.target
-        for start in range(0, len(source.blocks), self._slice_blocks):
-            if self._stop.is_set():
-                raise Cancelled(f"the copy was given up after {self.num_blocks} of {len(source.blocks)} blocks")
-            part = source.part(start, start + self._slice_blocks)
-            blocks = target.blocks[start : start + self._slice_blocks]
-            self.num_bytes += self._read(part, target.memory, blocks)
+        for start in range(0, len(self.source.blocks), self._slice_blocks):
+            part, memory, blocks = self._slice(start)
+            if start == 0 and first is not None:
+                self.num_bytes += first()
+            elif self._stop.is_set():
+                raise Cancelled(f"the copy was given up after {self.num_blocks} of {len(self.source.blocks)} blocks")
+            else:
+                self.num_bytes += self._read(part, memory, blocks)
             self.num_blocks += len(part.blocks)
         return self.num_bytes
+
+    def _slice(self, start: int) -> tuple[RemoteBlocks, np.ndarray, Sequence[int]]:
+        """Return what `read` is given for the slice that begins with block number `start`."""
+        end = start + self._slice_blocks
+        return self.source.part(start, end), self.target.memory, self.target.blocks[start:end]
 
 
 class Pulling:
@@ -99,6 +145,10 @@ class Pulling:
         """See `Transport.read`."""
         raise NotImplementedError
 
+    def begin(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> Callable[[], int] | None:
+        """See `Transport.begin`."""
+        return None
+
     def pull(self, source: RemoteBlocks, target: LocalBlocks) -> Transfer:
         """See `Transport.pull`."""
-        return Transfer(self.read, source, target, slice_bytes=self.slice_bytes)
+        return Transfer(self.read, source, target, slice_bytes=self.slice_bytes, begin=self.begin)

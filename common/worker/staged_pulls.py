@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -92,6 +92,10 @@ class Handoff:
     def read(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> int:
         """See `Transport.read`. What the owner would have to stage can't be read so."""
         return self.pulls.direct.read(source, into, into_blocks)
+
+    def begin(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> Callable[[], int] | None:
+        """See `Transport.begin`."""
+        return None
 
     def pull(self, source: RemoteBlocks, target: LocalBlocks) -> Transfer:
         """See `Transport.pull`."""

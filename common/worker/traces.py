@@ -37,7 +37,7 @@ class WorkerTraces:
         self._clock = clock
         self._running: dict[Sequence, Timeline] = {}
         self._ended: deque[tuple[str, WorkerRecord]] = deque(maxlen=MAX_RECORDS)
-        self._step_began_at = 0.0
+        self._step_began_at = self._step_ended_at = 0.0
 
     def admitted(self, sequence: Sequence) -> None:
         """A task has been accepted."""
@@ -52,13 +52,14 @@ class WorkerTraces:
 
     def step_ended(self, elapsed_s: float) -> None:
         """A step that took so long has ended; it is committed next."""
-        self._step_began_at = self._clock() - elapsed_s
+        self._step_ended_at = self._clock()
+        self._step_began_at = self._step_ended_at - elapsed_s
 
     def committed(self) -> None:
         """That step's results are in the sequences."""
         if not self._running:
             return
-        now, exports = self._clock(), self._tracing.enabled
+        now, exports = self._step_ended_at, self._tracing.enabled
         for sequence, line in list(self._running.items()):
             if sequence.num_computed == line.num_computed and sequence.finish is None:
                 continue  # it was not in the step
@@ -91,10 +92,17 @@ class WorkerTraces:
         error: str = "",
         facts: tuple[tuple[str, int], ...] = (),
         asked: Iterable[WorkerRef] = (),
+        parts: Iterable[Event] = (),
+        ended_at: float = 0.0,
     ) -> None:
-        """A copy of KV for it has ended: `pull` from a prefill worker, or a `prefix` from a store. `asked`: which stores."""
+        """A copy of KV for it has ended: `pull` from a prefill worker, or a `prefix` from a store.
+
+        asked: which stores. parts: copies that a stream brought before. ended_at: 0: now.
+        """
         if sequence.timeline is not None:
-            event = Event(name, began_at, self._clock(), num_tokens, peer, error, num_bytes, facts)
+            for part in parts:
+                sequence.timeline.note(part)
+            event = Event(name, began_at, ended_at or self._clock(), num_tokens, peer, error, num_bytes, facts)
             sequence.timeline.copied(event, sequence.num_computed, sequence.num_cached)
             sequence.timeline.asked(asked)
 
@@ -109,10 +117,11 @@ class WorkerTraces:
         if self._kv is not None and num_lost:
             self._kv.recomputed(num_lost, PREEMPTED)
 
-    def handed_off(self, sequence: Sequence, began_at: float, peer: str, error: str = "") -> None:
-        """A decode worker has taken it, or has not: then there is an error."""
+    def handed_off(self, sequence: Sequence, began_at: float, peer: str, error: str = "", *, sent_at: float = 0.0) -> None:
+        """A decode worker has taken it, or has not: then there is an error. `sent_at`: when KvReady had been made."""
         if sequence.timeline is not None:
-            sequence.timeline.note(Event("hand-off", began_at, self._clock(), peer=peer, error=error))
+            facts = (("sent_us", round(1e6 * (sent_at - began_at))),) if sent_at else ()
+            sequence.timeline.note(Event("hand-off", began_at, self._clock(), peer=peer, error=error, facts=facts))
 
     def failed(self, sequence: Sequence, code: str) -> None:
         """This worker gives it up."""

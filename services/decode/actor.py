@@ -136,7 +136,10 @@ class DecodeActor(EngineWorker):
             case KvWithdrawn():
                 self.arrivals.withdraw(message.owner, message.streams)
             case KvReady():
-                self.on_kv_ready(message, reply)
+                if self.arrivals.is_beginning(message.stream):
+                    self.task_group.start_soon(self.kv_ready_later, message, reply)
+                else:
+                    self.on_kv_ready(message, reply)
             case DecodeTask():
                 self.on_task(message, reply)
             case ReadTask():
@@ -158,6 +161,8 @@ class DecodeActor(EngineWorker):
             self.prefixes.fetch(sequence)
 
     def on_kv_ready(self, ready: KvReady, reply: str) -> None:
+        heard_at = self.clock()
+
         def take(sequence: Sequence) -> None:
             covered_blocks(ready.handle, len(sequence.tokens), self.cache)
             arrived = self.arrivals.usable(arrival, ready, sequence)
@@ -173,7 +178,14 @@ class DecodeActor(EngineWorker):
         sequence = self.admit(ready.generation, reply, take, None if arrival is None else arrival.prompt)
         if sequence is not None:
             self.speculate(sequence)
-            self.kv_reader.begin(sequence, ready.handle, arrival)
+            self.kv_reader.begin(sequence, ready.handle, arrival, heard_at)
+
+    async def kv_ready_later(self, ready: KvReady, reply: str) -> None:
+        """The last part came just before: first its copy begins, so that the sequence is admitted with those blocks."""
+        try:
+            self.on_kv_ready(ready, reply)
+        except Exception:
+            self._on_handler_error(ready, reply)
 
     # -- steps
 

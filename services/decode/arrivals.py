@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import anyio
 
@@ -23,6 +24,7 @@ from common.cache.prefix import HASH_BYTES, TOKEN_BYTES
 from common.cache.spec import group_name
 from common.engine.known_tokens import KnownTokens
 from common.engine.sequence import Sequence
+from common.engine.timeline import Event
 from common.protocol.errors import Cancelled, PenstockError
 from common.protocol.handles import GroupBlocks, WorkerRef
 from common.protocol.messages import KvReady, ReleaseLease
@@ -38,6 +40,8 @@ SILENT_S = 30.0
 """Seconds without a part after which a stream is given up."""
 MAX_WRITTEN_SHARE = 8
 """One copy of a stream writes at most this part of a cache group's blocks: nobody else can have them before it has ended."""
+MAX_TOLD = 8
+"""The latest parts of a stream that the request's timeline tells of."""
 MAX_ENDED = 4096
 """Streams that are remembered as over, so that a late part does not begin them anew."""
 
@@ -50,11 +54,19 @@ class _Block:
     source: tuple[int, int]
 
 
+class _Told(NamedTuple):
+    """Blocks of one cache group that can be copied, and when a part said so."""
+
+    theirs: GroupBlocks
+    heard_at: float
+
+
 @dataclass(slots=True, eq=False)
 class Arrival:
     """One stream. `prompt`: the tokens that came with its parts. `groups`: of each cache group, blocks by their index in the
     block table. `taken`: of each group, the indices of those that are a sequence's. `early_bytes`: of the sequence's KV, what
-    had been copied before KvReady came. `is_over`: nothing more is copied for it."""
+    had been copied before KvReady came. `is_over`: nothing more is copied for it. `copies`: the latest, for the timeline.
+    `num_unread`: parts whose tokens have not been looked at."""
 
     name: str
     request: str
@@ -68,11 +80,13 @@ class Arrival:
     groups: list[dict[int, _Block]]
     taken: list[set[int]]
     hashes: dict[int, bytes] = field(default_factory=dict)
-    todo: deque[GroupBlocks] = field(default_factory=deque)
+    todo: deque[_Told] = field(default_factory=deque)
+    copies: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_TOLD))
     transfer: Transfer | None = None
     idle: anyio.Event | None = None
     is_over: bool = False
     num_parts: int = 0
+    num_unread: int = 0
     early_bytes: int = 0
 
     async def settled(self) -> None:
@@ -139,13 +153,13 @@ class Arrivals:
         arrival.heard_at = worker.clock()
         arrival.num_parts += 1
         arrival.hashes.update(enumerate(part.hashes, part.start))
-        arrival.prompt.extend(part.start, part.tokens)
-        if arrival.is_over:
-            return
-        arrival.todo.extend(part.groups)
-        if arrival.idle is None:
-            arrival.idle = anyio.Event()
-            worker.task_group.start_soon(self._copy, arrival)
+        if not arrival.is_over:
+            arrival.todo.extend(_Told(theirs, arrival.heard_at) for theirs in part.groups)
+            if arrival.idle is None:
+                arrival.idle = anyio.Event()
+                worker.task_group.start_soon(self._copy, arrival)
+        arrival.num_unread += 1
+        worker.task_group.start_soon(self._read, arrival, part)  # while the copy runs
 
     def withdraw(self, owner: WorkerRef, streams: Iterable[str]) -> None:
         """The prefill worker won't hand these off to us."""
@@ -181,6 +195,11 @@ class Arrivals:
                 self._end([arrival], tell=False)
 
     # -- KvReady
+
+    def is_beginning(self, stream: str) -> bool:
+        """Whether a part has come whose copy begins, and whose tokens are read, in the next turn of the event loop."""
+        arrival = self._arrivals.get(stream)
+        return arrival is not None and arrival.num_unread > 0
 
     def find(self, ready: KvReady) -> Arrival | None:
         """Return the stream that came before a hand-off, if it is known here."""
@@ -220,13 +239,18 @@ class Arrivals:
             for place in arrival.groups[index].keys() - mine.keys():
                 self._drop(arrival, index, place)
 
+    async def _read(self, arrival: Arrival, part: KvPart) -> None:
+        """Check and hash the tokens of a part."""
+        arrival.num_unread -= 1
+        arrival.prompt.extend(part.start, part.tokens)
+
     # -- copies
 
     async def _copy(self, arrival: Arrival) -> None:
         """Copy what is to do, one piece of a group at a time."""
         try:
             while arrival.todo and not arrival.is_over:
-                await self._copy_blocks(arrival, arrival.todo.popleft())
+                await self._copy_blocks(arrival, *arrival.todo.popleft())
         except Cancelled:
             pass
         except PenstockError as error:
@@ -239,7 +263,7 @@ class Arrivals:
             if idle is not None:
                 idle.set()
 
-    async def _copy_blocks(self, arrival: Arrival, theirs: GroupBlocks) -> None:
+    async def _copy_blocks(self, arrival: Arrival, theirs: GroupBlocks, heard_at: float) -> None:
         """:raises StaleHandle, TransportUnavailable, Cancelled: what has not been copied is not among the blocks any more."""
         worker, cache = self._worker, self._worker.cache
         owner, transport = await way_to(worker, arrival.owner, arrival.fingerprint, arrival.lease)
@@ -259,14 +283,17 @@ class Arrivals:
             for i, block, generation in zip(part, taken, generations, strict=True):
                 source_block = (theirs.blocks[i], theirs.generations[i])
                 mine[first + i] = _Block(ArrivedBlock(block, generation, is_owned=True), source_block)
-            arrival.transfer = transport.pull(source.pick(part), LocalBlocks(memory, taken))
-            is_copied = False
+            transfer = arrival.transfer = transport.pull(source.pick(part), LocalBlocks(memory, taken))
+            is_copied, began_at = False, worker.clock()
             try:
-                await arrival.transfer
+                await transfer
                 is_copied = True
             finally:
                 arrival.transfer = None
                 self._written(arrival, theirs.group, [first + i for i in part], is_copied)
+            times = transfer.facts(waited_s=began_at - heard_at)
+            copied = Event("part", heard_at, worker.clock(), len(part) * cache.block_tokens, arrival.owner.id, facts=times)
+            arrival.copies.append(copied)
 
     def _is_here(self, arrival: Arrival, theirs: GroupBlocks, i: int) -> bool:
         """Whether this worker's own cache has the block: it need not be copied, unless it is evicted before KvReady."""
@@ -275,6 +302,8 @@ class Arrivals:
 
     def _written(self, arrival: Arrival, group: int, indices: list[int], is_copied: bool) -> None:
         """A copy into these blocks has ended."""
+        if is_copied and arrival.taken[group].issuperset(indices):
+            return  # a sequence waits for them
         mine, pool = arrival.groups[group], self._worker.cache.pool.groups[group].pool
         for index in indices:
             block, generation, _ = mine[index].arrived

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import anyio
+import anyio.lowlevel
 
 from common.cache.spec import group_name
 from common.engine.sequence import Sequence
@@ -37,15 +38,15 @@ class KvReader:
         self._pulling: dict[str, WorkerRef] = {}
         self._transfers: dict[Sequence, list[Transfer]] = {}
 
-    def begin(self, sequence: Sequence, handle: KvHandle, arrival: Arrival | None = None) -> None:
+    def begin(self, sequence: Sequence, handle: KvHandle, arrival: Arrival | None, heard_at: float) -> None:
         """Copy the blocks of an admitted sequence that are not here yet. Call it in the turn that admitted it.
 
-        arrival: the stream that came before, whose blocks the sequence was admitted with.
+        arrival: the stream that came before, whose blocks the sequence was admitted with. heard_at: when KvReady came.
         """
         self._worker.scheduler.begin_copy(sequence)
         self._pulling[handle.lease] = handle.owner
         self._transfers[sequence] = [arrival.transfer] if arrival is not None and arrival.transfer is not None else []
-        self._worker.task_group.start_soon(self._pull, sequence, handle, arrival)
+        self._worker.task_group.start_soon(self._pull, sequence, handle, arrival, heard_at)
 
     def cancel(self, sequence: Sequence) -> None:
         """Nobody wants the sequence any more: end its copy soon. Harmless for one that copies nothing."""
@@ -60,11 +61,11 @@ class KvReader:
         for owner, leases in owners.items():
             self._worker.send(owner, RenewLeases(holder=self._worker.ref, leases=leases))
 
-    async def _pull(self, sequence: Sequence, handle: KvHandle, arrival: Arrival | None) -> None:
+    async def _pull(self, sequence: Sequence, handle: KvHandle, arrival: Arrival | None, heard_at: float) -> None:
         """Whatever goes wrong, the sequence runs on: what is missing is recomputed."""
         worker = self._worker
         num_computed, num_bytes, code, began_at = 0, 0, "", worker.clock()
-        here, facts = sequence.num_computed, () if arrival is None else arrival.facts
+        here, transfers = sequence.num_computed, self._transfers[sequence]
         try:
             try:
                 num_bytes = await self._copy(sequence, handle, arrival)
@@ -72,8 +73,6 @@ class KvReader:
                 if arrival is not None:
                     await arrival.settled()
             num_computed = handle.num_tokens
-            worker.kv.received(max(num_computed - here, 0), num_bytes, min(here, num_computed))
-            worker.kv.streamed(0 if arrival is None else arrival.early_bytes)
         except Cancelled as error:
             code = error.code
         except PenstockError as error:
@@ -82,21 +81,31 @@ class KvReader:
             worker.kv.not_received(code)
             log.warning("pull_failed", request=sequence.request, owner=handle.owner.id, code=error.code, reason=str(error))
         finally:
+            ended_at = worker.clock()
             self._pulling.pop(handle.lease, None)
             self._transfers.pop(sequence, None)
             worker.scheduler.end_copy(sequence, num_computed)
-            worker.traces.copied(
-                sequence,
-                "pull",
-                began_at,
-                num_tokens=max(num_computed - here, 0),
-                num_bytes=num_bytes,
-                peer=handle.owner.id,
-                error=code,
-                facts=facts,
-            )
-            worker.send(handle.owner, ReleaseLease(leases=[handle.lease]))
             worker.wake()
+            try:
+                await anyio.lowlevel.checkpoint()  # the first step is planned before anyone is told
+            finally:
+                facts = (("admission_us", round(1e6 * (began_at - heard_at))), *_slowest(transfers))
+                worker.traces.copied(
+                    sequence,
+                    "pull",
+                    began_at,
+                    num_tokens=max(num_computed - here, 0),
+                    num_bytes=num_bytes,
+                    peer=handle.owner.id,
+                    error=code,
+                    facts=facts if arrival is None else (*arrival.facts, *facts),
+                    parts=() if arrival is None else arrival.copies,
+                    ended_at=ended_at,
+                )
+                worker.send(handle.owner, ReleaseLease(leases=[handle.lease]))
+        if not code:
+            worker.kv.received(max(num_computed - here, 0), num_bytes, min(here, num_computed))
+            worker.kv.streamed(0 if arrival is None else arrival.early_bytes)
         await anyio.sleep(SUBMIT_S)
         worker.scheduler.publish(sequence)
 
@@ -121,8 +130,10 @@ class KvReader:
         began_at = worker.clock()
         num_bytes = await self._copy_missing(copy, arrival)
         if arrival is not None:  # what no stream brings has come beside what the stream still wrote; now what that lacks
+            num_taken = sum(map(len, arrival.taken))
             await arrival.settled()
-            num_bytes += await self._copy_missing(copy, arrival)
+            if sum(map(len, arrival.taken)) < num_taken:
+                num_bytes += await self._copy_missing(copy, arrival)
             sizes = [group.segment.block_bytes for group in worker.engine.groups]
             num_bytes += sum(len(taken) * size for taken, size in zip(arrival.taken, sizes, strict=True))
         if transport is not worker.transport:
@@ -164,6 +175,12 @@ class _Copy:
     transport: Transport
     done: dict[int, set[int]] = field(default_factory=dict)
     num_blocks: int = 0
+
+
+def _slowest(transfers: list[Transfer]) -> tuple[tuple[str, int], ...]:
+    """What a timeline says of the copy that took longest."""
+    longest = max(transfers, key=lambda transfer: transfer.queued_s + transfer.copy_s, default=None)
+    return () if longest is None else longest.facts()
 
 
 def covered_blocks(handle: KvHandle, num_tokens: int, cache: SequenceCache) -> list[GroupBlocks]:

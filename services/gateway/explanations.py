@@ -298,9 +298,13 @@ def _worker_events(record: WorkerRecord, worker: WorkerRef, began: float) -> Ite
                 facts["received_bytes"] = each.num_bytes
             yield event(each.began_at, "kvstore", each.ended_at, **facts)
         elif each.name == "part":
-            yield event(each.began_at, "KV part", tokens=each.num_tokens, to=each.peer)
+            if worker.role == "decode":
+                facts |= {"tokens": each.num_tokens, "from": each.peer, **dict(each.facts)}
+                yield event(each.began_at, "KV part", each.ended_at, **facts)
+            else:
+                yield event(each.began_at, "KV part", tokens=each.num_tokens, to=each.peer)
         elif each.name == "hand-off":
-            yield event(each.began_at, "hand-off", each.ended_at, **facts, to=each.peer)
+            yield event(each.began_at, "hand-off", each.ended_at, **facts, to=each.peer, **dict(each.facts))
         elif each.name == "preempted":
             yield event(each.began_at, "preempted", **dict(each.facts))
         elif each.name == "speculation":

@@ -204,11 +204,12 @@ class PrefillActor(EngineWorker):
         if decode is None or self.parked.get(sequence.request) is not sequence:
             return
         lease, stream = self.lease_for(sequence, decode)
-        began_at = self.clock()
+        began_at, sent_at = self.clock(), 0.0
         try:
             ready = self.kv_ready(sequence, lease, stream)
             groups = await self.remote.with_checksums(ready.handle.groups, () if stream is None else stream.checksums)
             ready = msgspec.structs.replace(ready, handle=msgspec.structs.replace(ready.handle, groups=groups))
+            sent_at = self.clock()
             answer = await self.ask(decode, ready, self.config.handoff_timeout_s, repeat=True)
             if isinstance(answer, Rejected):
                 raise from_wire(answer.code, answer.message)
@@ -218,13 +219,13 @@ class PrefillActor(EngineWorker):
             if stream is not None:
                 self.streams.refused(stream)
             self.end_lease(lease)
-            self.traces.handed_off(sequence, began_at, decode.id, error.code)
+            self.traces.handed_off(sequence, began_at, decode.id, error.code, sent_at=sent_at)
             if self.parked.get(sequence.request) is sequence:
                 log.warning("handoff_failed", request=sequence.request, decode=decode.id, code=error.code, reason=str(error))
                 failed = HandoffFailed(worker=self.ref, request=sequence.request, attempt=sequence.attempt, code=error.code)
                 self.send(sequence.generation.gateway, failed)
             return
-        self.traces.handed_off(sequence, began_at, decode.id)
+        self.traces.handed_off(sequence, began_at, decode.id, sent_at=sent_at)
         if self.parked.get(sequence.request) is sequence:
             handed = HandedOff(worker=self.ref, request=sequence.request, attempt=sequence.attempt, decode=decode)
             self.send(sequence.generation.gateway, handed)
@@ -233,14 +234,19 @@ class PrefillActor(EngineWorker):
     def lease_for(self, sequence: Sequence, decode: WorkerRef) -> tuple[str, Stream | None]:
         """Return a lease on all blocks of a prompt, that of its stream if it has been streamed to `decode`."""
         tables, now = [list(table) for table in sequence.tables], self.clock()
-        self.pool.lease(tables)
         stream = self.streams.finish(sequence, decode)
         if stream is not None and self.leases.move(stream.lease, decode, now):
-            self.pool.end_lease(stream.leased.tables)
-            stream.leased.tables[:] = tables
+            told = stream.leased.tables
+            if all(table[: len(part)] == part for table, part in zip(tables, told, strict=True)):
+                self.pool.lease([table[len(part) :] for table, part in zip(tables, told, strict=True)])
+            else:  # a group that keeps a window
+                self.pool.lease(tables)
+                self.pool.end_lease(told)
+            told[:] = tables
             lease = stream.lease
         else:
             lease, stream = new_lease(), None
+            self.pool.lease(tables)
             self.leases.grant(lease, decode, Leased(sequence.request, sequence.attempt, tables), now)
         self.lease_of[sequence.request] = (sequence.attempt, lease)
         return lease, stream

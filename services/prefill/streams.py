@@ -29,6 +29,9 @@ from common.protocol.stream_messages import MAX_PART_BLOCKS, KvPart, KvWithdrawn
 from common.runtime.leases import LeaseTable
 from common.worker.remote_kv import RemoteKv
 
+MIN_ONLY_PART_TOKENS = 1024
+"""From so many tokens on, a prompt of one chunk is told ahead of its KvReady: less is copied in the time of a message."""
+
 
 @dataclass(frozen=True, slots=True)
 class Leased:
@@ -112,10 +115,11 @@ class Streams:
     def advance_last(self, sequence: Sequence, decode: WorkerRef) -> None:
         """The last chunk was committed, and KvReady is about to be made: the decode worker copies meanwhile what it will name.
 
-        Only for a prompt that is streamed already. With checksums it is not worth while: KvReady waits for the same ones.
+        With checksums it is not worth while: KvReady waits for the same ones. Nor is it for a short prompt of one chunk.
         """
         stream = self._streams.get(sequence)
-        if stream is not None and stream.decode == decode and not self._worker.remote.has_checksums:
+        is_worth_it = sequence.num_computed >= MIN_ONLY_PART_TOKENS if stream is None else stream.decode == decode
+        if is_worth_it and not self._worker.remote.has_checksums:
             self.advance(sequence, decode)
 
     def finish(self, sequence: Sequence, decode: WorkerRef) -> Stream | None:

@@ -16,6 +16,7 @@ import anyio
 import msgspec
 import pytest
 
+from common.cache.grouped_pool import Arrived
 from common.cache.retention import Retention
 from common.engine.simulated.runner import BYTES_PER_TOKEN
 from common.protocol import messages
@@ -27,8 +28,9 @@ from common.runtime.bus import BusMessage
 from common.transfer.blocks import LocalBlocks, RemoteBlocks
 from common.transfer.transfer import Transfer
 from services.decode.actor import DecodeActor
-from services.decode.arrivals import SILENT_S
+from services.decode.arrivals import MAX_TOLD, SILENT_S, Arrival, Arrivals
 from services.decode.kv_reader import KvReader
+from services.prefill import streams
 from services.prefill.actor import PrefillActor
 from services.prefill.streams import Streams
 from tests.chaos.test_cache_groups import WINDOWS, play, prompt
@@ -134,7 +136,12 @@ def test_all_but_the_last_chunks_kv_arrives_before_the_prompt_is_computed(
         told = records(world, "request-1")
         assert len([event for event in told["prefill"].events if event.name == "part"]) == 13
         (pulled,) = [event for event in told["decode"].events if event.name == "pull"]
-        assert dict(pulled.facts) == {"streamed_bytes": early, "streamed_parts": 13}
+        facts = dict(pulled.facts)
+        assert (facts["streamed_bytes"], facts["streamed_parts"]) == (early, 13)
+        assert facts.keys() >= {"admission_us", "queued_us", "copy_us"}, "how long the rest took, and where"
+        copies = [event for event in told["decode"].events if event.name == "part"]
+        assert 0 < len(copies) <= MAX_TOLD and {event.peer for event in copies} == {pulled.peer}
+        assert all(dict(event.facts).keys() == {"queued_us", "copy_us"} for event in copies)
         assert (pulled.num_tokens, pulled.num_bytes) == (200, said.received_bytes)
 
     play(tmp_path, story, windows, run_ahead=run_ahead)
@@ -169,7 +176,7 @@ def test_a_model_with_windows_alone_sends_only_the_final_tail(tmp_path: Path) ->
     play(tmp_path, story, (), keeps=Retention(window=18))
 
 
-def test_a_prompt_of_one_chunk_is_handed_off_as_a_whole(tmp_path: Path) -> None:
+def test_a_short_prompt_of_one_chunk_is_handed_off_as_a_whole(tmp_path: Path) -> None:
     async def story(world: World) -> None:
         parts, ready = heard(world, KvPart), heard(world, KvReady)
         world.submit(prompt(200, 50), max_tokens=1)  # ends at prefill
@@ -180,6 +187,66 @@ def test_a_prompt_of_one_chunk_is_handed_off_as_a_whole(tmp_path: Path) -> None:
         world.submit(prompt(200), max_tokens=8)
         await world.all_ended()
         assert not parts and [one.stream for one in ready] == [""]
+
+    play(tmp_path, story, ())
+
+
+def test_a_long_prompt_of_one_chunk_is_copied_while_kv_ready_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "MIN_ONLY_PART_TOKENS", 200)
+    taken: list[int] = []
+    take = Arrivals.take
+
+    def watch(self: Arrivals, arrival: Arrival, arrived: Arrived) -> None:
+        taken.append(sum(map(len, arrived)))
+        take(self, arrival, arrived)
+
+    monkeypatch.setattr(Arrivals, "take", watch)
+
+    async def story(world: World) -> None:
+        parts, ready = heard(world, KvPart), heard(world, KvReady)
+        (prefill,) = actors(world, PrefillActor)
+        prefill.scheduler.token_budget = 256
+        world.submit(prompt(202), max_tokens=8)
+        await world.all_ended()
+        world.submit(prompt(150, 50), max_tokens=8)
+        await world.all_ended()
+        assert [len(part.hashes) for part in parts] == [50] and [one.stream for one in ready] == [parts[0].stream, ""]
+        assert 0 < taken[0] <= 50, "copies had begun when KvReady was taken up"
+        said = traffic(world, DecodeActor)
+        assert said.received_tokens == 352 and said.recomputed_tokens == 0
+        assert said.received_bytes == (51 + 38) * BLOCK_BYTES
+        assert sum(path.bytes for path in said.paths if path.path == "shm") == said.received_bytes, "nothing is copied twice"
+
+    play(tmp_path, story, ())
+
+
+def test_the_last_part_begins_to_be_copied_before_kv_ready_is_taken_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come together, or nearly so."""
+    taken: list[tuple[int, int]] = []
+    take = Arrivals.take
+
+    def watch(self: Arrivals, arrival: Arrival, arrived: Arrived) -> None:
+        taken.append((sum(map(len, arrived)), len(arrival.prompt.hashes)))
+        take(self, arrival, arrived)
+
+    monkeypatch.setattr(Arrivals, "take", watch)
+
+    async def story(world: World) -> None:
+        decode = actors(world, DecodeActor)[0]
+        handle, kept = decode.handle, list[tuple[Message, str]]()
+
+        def together(message: Message, reply: str) -> None:
+            if isinstance(message, KvPart) and message.start == 12:
+                kept.append((message, reply))
+            else:
+                for part, its_reply in kept if isinstance(message, KvReady) else ():
+                    handle(part, its_reply)
+                handle(message, reply)
+
+        monkeypatch.setattr(decode, "handle", together)
+        world.submit(prompt(56), max_tokens=8)
+        await world.all_ended()
+        assert taken == [(14, 14)], "blocks that are here or being copied, and blocks whose tokens were read"
 
     play(tmp_path, story, ())
 
@@ -542,8 +609,8 @@ class Sometimes(Transfer):
 
     error: Exception
 
-    def _copy(self) -> int:
-        super()._copy()
+    def _copy(self, first: Callable[[], int] | None = None) -> int:
+        super()._copy(first)
         self.target.memory[list(self.target.blocks)] ^= 0xFF
         raise self.error
 

@@ -165,6 +165,50 @@ def test_a_reused_block_is_stale_before_and_after_the_copy(
         transport.read(remote(transport, [2], [0]), NOTHING, [0])
 
 
+def test_a_copy_begins_without_waiting_once_the_pool_is_open(
+    transport: LocalTransport, segment: Segment, theirs: torch.Tensor, mine: torch.Tensor
+) -> None:
+    assert transport.begin(remote(transport, [2], [0]), NOTHING, [0]) is None, "to open a pool takes long"
+    transport.read(remote(transport, [5], [0]), NOTHING, [3])
+    ended = transport.begin(remote(transport, [2, 4], [0, 0]), NOTHING, [0, 1])
+    assert ended is not None
+    assert transport.begin(remote(transport, [1], [0]), NOTHING, [2]) is None, "one copy at a time"
+    assert ended() == 2 * BLOCK_BYTES and torch.equal(mine[:2], theirs[[2, 4]])
+    assert transport.read(remote(transport, [1], [0]), NOTHING, [2]) == BLOCK_BYTES
+
+
+def test_what_cannot_begin_gives_the_way_free_to_others(
+    transport: LocalTransport, segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport.read(remote(transport, [5], [0]), NOTHING, [3])
+    assert transport.begin(remote(transport, [2], [1]), NOTHING, [0]) is None, "it is stale"
+    assert transport.begin(RemoteBlocks("elsewhere", "theirs", "m", [0], [0]), NOTHING, [0]) is None
+    assert transport._device is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(transport._device, "_launch", lambda *given: torch.zeros(-1))
+        assert transport.begin(remote(transport, [2], [0]), NOTHING, [0]) is None
+        with pytest.raises(TransportUnavailable, match="failed"):
+            transport.read(remote(transport, [2], [0]), NOTHING, [0])
+    ended = transport.begin(remote(transport, [2], [0]), NOTHING, [0])
+    segment.generations[2] += 1
+    assert ended is not None
+    with pytest.raises(StaleHandle):
+        ended()
+    assert transport.read(remote(transport, [1], [0]), NOTHING, [2]) == BLOCK_BYTES
+
+
+def test_without_pinned_memory_ids_are_copied_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = torch.zeros
+
+    def refuse(*size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return zeros(*size, **options)
+
+    monkeypatch.setattr(torch, "zeros", refuse)
+    assert cuda_ipc._pinned(8).tolist() == [0] * 8
+
+
 def test_another_layout_or_model_is_stale(
     tmp_path: Path, transport: LocalTransport, segment: Segment, driver: HostDriver
 ) -> None:
@@ -317,7 +361,8 @@ segment.close()
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("device", range(2))
-def test_another_process_memory_is_read(tmp_path: Path, device: int) -> None:
+def test_another_process_memory_is_read(tmp_path: Path, device: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_ipc, "_IDS", 2)  # more are needed than there is room for
     if device >= torch.cuda.device_count():
         pytest.skip("needs two GPUs")
     command = [sys.executable, "-c", _OWNER, str(tmp_path)]
@@ -331,6 +376,9 @@ def test_another_process_memory_is_read(tmp_path: Path, device: int) -> None:
         expected = torch.arange(6 * 1024).view(6, 1024).mul(0.5)
         assert torch.equal(mine.cpu()[[0, 3, 1]], expected[[5, 2, 3]])
         assert not mine[2].any()
+        ended = transport.begin(remote(transport, [1, 4], [0, 0]), NOTHING, [2, 1])
+        assert ended is not None and ended() == 2 * 4096
+        assert torch.equal(mine.cpu(), expected[[5, 4, 1, 2]])
         transport.close()
         owner.stdin.close()
     assert owner.returncode == 0

@@ -202,14 +202,19 @@ def test_workers_tell_their_part_on_their_own_clocks() -> None:
         events=[
             WorkerEvent("prefix", 101.5, 101.6, 1),
             WorkerEvent("chunk", 101.75, 102.0, 2),
-            WorkerEvent("hand-off", 102.0, 102.25, peer="decode-1"),
+            WorkerEvent("part", 102.0, 102.0, 2, peer="decode-1"),
+            WorkerEvent("hand-off", 102.0, 102.25, peer="decode-1", facts=(("sent_us", 300),)),
         ],
     )
     pull = WorkerEvent("pull", 2.25, 2.5, 0, peer="prefill-1", error="stale_handle")
     decode = WorkerRecord(
         attempt=1,
         admitted_at=2.25,
-        events=[pull, WorkerEvent("chunk", 2.5, 2.75, 4)],
+        events=[
+            WorkerEvent("part", 2.0, 2.25, 2, peer="prefill-1", facts=(("queued_us", 5), ("copy_us", 70))),
+            pull,
+            WorkerEvent("chunk", 2.5, 2.75, 4),
+        ],
         error="internal_error",
         left_at=3.0,
         recomputed_tokens=4,
@@ -223,11 +228,17 @@ def test_workers_tell_their_part_on_their_own_clocks() -> None:
         ("admitted", 1000.0),
         ("kvstore", 1000.0),
         ("prefill chunk", 1250.0),
+        ("KV part", 1500.0),
         ("hand-off", 1500.0),
         ("token computed", 1500.0),
         ("let go", 2000.0),
     ]
     assert event(one, "admitted").facts == {"local_hit_tokens": 1} and event(one, "kvstore").facts == {"kvstore_hit_tokens": 1}
+    assert event(one, "hand-off").facts == {"to": "decode-1", "sent_us": 300}
+    told_part, copied_part = (each for each in one.events if each.event == "KV part")
+    assert told_part.facts == {"tokens": 2, "to": "decode-1"} and told_part.duration_ms is None
+    assert copied_part.facts == {"tokens": 2, "from": "prefill-1", "queued_us": 5, "copy_us": 70}
+    assert copied_part.duration_ms == 250.0
     received = event(one, "KV received")
     assert received.facts["error"] == "stale_handle" and received.facts["recomputed_tokens"] == 4
     assert names(one, "decode")[-1] == ("gave up", 2500.0)

@@ -170,3 +170,72 @@ async def test_a_transfer_counts_as_one_copy_and_one_given_up_as_no_failure() ->
 
 async def test_nothing_to_copy_is_copied_at_once() -> None:
     assert await Gated().pull(*blocks(0)) == 0
+    begins = Begins()
+    assert await begins.pull(*blocks(0)) == 0 and not begins.events, "nobody would end it"
+
+
+class Begins(Gated):
+    """The first slice begins without a thread. `events`: what happened, in order."""
+
+    def __init__(self, *, can: bool = True) -> None:
+        super().__init__()
+        self.events: list[str] = []
+        self.can = can
+
+    def begin(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> Callable[[], int] | None:
+        if not self.can:
+            return None
+        self.events.append(f"begun {len(source.blocks)}")
+
+        def end() -> int:
+            self.events.append("ended")
+            into[list(into_blocks)] = 1
+            return len(into_blocks) * into.shape[1]
+
+        return end
+
+
+@pytest.mark.parametrize("measured", [False, True])
+async def test_a_copy_begins_in_the_turn_that_awaits_it(measured: bool) -> None:
+    begins = Begins()
+    begins.go_on.release(2)
+    counts = TransferCounts(Metrics(role="decode"))
+    source, target = blocks()
+    transfer = (MeasuredTransport(begins, counts) if measured else begins).pull(source, target)
+
+    async def copy() -> None:
+        assert await transfer == NUM_BLOCKS * BLOCK_BYTES
+
+    async def other() -> None:
+        begins.events.append("another task")
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(copy)
+        group.start_soon(other)
+    assert begins.events[0] == "begun 4" and set(begins.events[1:]) == {"another task", "ended"}
+    assert [len(seen.blocks) for seen in begins.seen] == [4, 2], "the other slices are read"
+    assert (target.memory == 1).all() and dict(transfer.facts())["queued_us"] == 0
+    assert [total.bytes for total in counts.totals()] == ([NUM_BLOCKS * BLOCK_BYTES] if measured else [])
+
+
+async def test_what_has_begun_is_ended_even_if_nobody_wants_it_any_more() -> None:
+    begins = Begins()
+    transfer = begins.pull(*blocks())
+    with anyio.CancelScope() as scope:
+        scope.cancel()
+        with pytest.raises(Cancelled):
+            transfer._begin, begin = (lambda *given: (transfer.stop(), begin(*given))[1]), transfer._begin
+            await transfer
+    assert begins.events == ["begun 4", "ended"] and transfer.num_blocks == 4
+    stopped = begins.pull(*blocks())
+    stopped.stop()
+    with pytest.raises(Cancelled):
+        await stopped
+    assert begins.events == ["begun 4", "ended"], "nothing begins"
+
+
+async def test_what_cannot_begin_at_once_is_read() -> None:
+    begins = Begins(can=False)
+    begins.go_on.release(3)
+    assert await begins.pull(*blocks()) == NUM_BLOCKS * BLOCK_BYTES
+    assert [len(seen.blocks) for seen in begins.seen] == [4, 4, 2]

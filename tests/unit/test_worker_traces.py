@@ -51,6 +51,7 @@ def test_after_its_first_token_a_request_costs_a_step_nothing() -> None:
     made.admitted(waiting)
     one.num_computed = 3
     one.tokens.append(9)
+    made.step_ended(0.5)
     made.committed()
     assert list(made._running) == [waiting]
     made.left(waiting)
