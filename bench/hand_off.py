@@ -170,6 +170,8 @@ def moments(events: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
         yield "copy begun", begun_at
         yield "ended in its thread", begun_at + heard["facts"]["copy_us"] / 1000
         yield "in the event loop", copied_at
+    if ("hand-off", "prefill") not in found:
+        return
     made, received = found["hand-off", "prefill"][0], found["KV received", "decode"]
     yield "KvReady sent", made["at_ms"] + made["facts"]["sent_us"] / 1000
     yield "KvReady heard", received[0]["at_ms"] - received[0]["facts"]["admission_us"] / 1000
