@@ -47,13 +47,14 @@ from bench.common.machine import describe
 from bench.common.table import markdown
 from bench.cpu.up import model_of, starting
 from bench.serve.client import Outcome, TimedStream
-from common.cli.speculation_counts import DRAFT_WORKER, Reading, found_by_gateway, growth, read
+from common.cli.speculation_counts import DRAFT_WORKER, Key, Reading, found_by_gateway, growth, read
 from common.cli.speculation_report import between
 from common.models.config import load_config
 from common.models.source import resolve
 
 WAYS = ("off", "apart", "shared")
 PATH = "/v1/completions"
+DRAFT_STEPS = "penstock_draft_model_steps_total"
 SPELT_FROM = 256
 """Ids below stand for single bytes; those from here on are words, a blank and the number (`shapes.byte_tokenizer`)."""
 
@@ -218,6 +219,8 @@ async def measure(options: argparse.Namespace, urls: Sequence[str], vocab: int) 
     more: list[list[str]] = []
     for system in systems:
         await check(system, SPELT_FROM + 300, 64)
+        if system.way.percent and not any(one.counts[Key(DRAFT_STEPS)] for one in await accepted(system)):
+            raise SystemExit(f"{system.way}: its draft worker has drafted nothing; is there memory for all? See --kv-mb")
     for streams in options.streams:
         rates: dict[Way, list[float]] = {system.way: [] for system in systems}
         before = {system.way: await accepted(system) for system in systems}
