@@ -47,7 +47,8 @@ PACE_DECAY = 1.02
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A step on its way. is_late: it was planned as late as might be. submitted_at: when the engine had it; 0 before."""
+    """A step on its way. is_late: it was planned as late as might be. submitted_at: when the engine had it; 0
+    before, and of others."""
 
     plan: StepPlan
     is_late: bool
@@ -192,7 +193,10 @@ class StepLoop:
         def submitted() -> None:
             flight.submitted_at = self._clock()
 
-        flight.running = self._threads.start(self._runner, plan, submitted)
+        if is_late:
+            flight.running = self._threads.start(self._runner, plan, submitted)
+        else:
+            flight.running = self._threads.start(self._runner, plan)
         return flight
 
     async def _land(self, flight: Flight, *, is_missed: bool = False) -> bool:
