@@ -86,22 +86,22 @@ class KvReader:
             self._transfers.pop(sequence, None)
             worker.scheduler.end_copy(sequence, num_computed)
             worker.wake()
+            facts = (("admission_us", round(1e6 * (began_at - heard_at))), *_slowest(transfers))
+            worker.traces.copied(  # in this turn: a step that ends would count what was copied as computed
+                sequence,
+                "pull",
+                began_at,
+                num_tokens=max(num_computed - here, 0),
+                num_bytes=num_bytes,
+                peer=handle.owner.id,
+                error=code,
+                facts=facts if arrival is None else (*arrival.facts, *facts),
+                parts=() if arrival is None else arrival.copies,
+                ended_at=ended_at,
+            )
             try:
-                await anyio.lowlevel.checkpoint()  # the first step is planned before anyone is told
+                await anyio.lowlevel.checkpoint()  # the first step is planned before the owner is told
             finally:
-                facts = (("admission_us", round(1e6 * (began_at - heard_at))), *_slowest(transfers))
-                worker.traces.copied(
-                    sequence,
-                    "pull",
-                    began_at,
-                    num_tokens=max(num_computed - here, 0),
-                    num_bytes=num_bytes,
-                    peer=handle.owner.id,
-                    error=code,
-                    facts=facts if arrival is None else (*arrival.facts, *facts),
-                    parts=() if arrival is None else arrival.copies,
-                    ended_at=ended_at,
-                )
                 worker.send(handle.owner, ReleaseLease(leases=[handle.lease]))
         if not code:
             worker.kv.received(max(num_computed - here, 0), num_bytes, min(here, num_computed))
