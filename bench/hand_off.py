@@ -157,11 +157,13 @@ def add_events(seen: Seen, explained: dict[str, Any]) -> None:
 
 
 def moments(events: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
-    """Return what happened between a prompt's last chunk and its first decode step, and when."""
+    """Return what happened between a prompt's last chunk and its first decode step, and when; nothing where it was not handed
+    off."""
     ends = [event["at_ms"] + (event.get("duration_ms") or 0.0) for event in events]
-    found = {
-        (event["event"], event["service"]): (event, end) for event, end in zip(events, ends, strict=True)
-    }  # the last of each
+    # the last of each
+    found = {(event["event"], event["service"]): (event, end) for event, end in zip(events, ends, strict=True)}
+    if ("hand-off", "prefill") not in found:
+        return
     if ("KV part", "decode") in found:
         yield "last part told", found["KV part", "prefill"][0]["at_ms"]
         heard, copied_at = found["KV part", "decode"]
@@ -170,8 +172,6 @@ def moments(events: list[dict[str, Any]]) -> Iterator[tuple[str, float]]:
         yield "copy begun", begun_at
         yield "ended in its thread", begun_at + heard["facts"]["copy_us"] / 1000
         yield "in the event loop", copied_at
-    if ("hand-off", "prefill") not in found:
-        return
     made, received = found["hand-off", "prefill"][0], found["KV received", "decode"]
     yield "KvReady sent", made["at_ms"] + made["facts"]["sent_us"] / 1000
     yield "KvReady heard", received[0]["at_ms"] - received[0]["facts"]["admission_us"] / 1000

@@ -187,7 +187,7 @@ def sides(before: Sequence[Reading], after: Sequence[Reading]) -> list[str]:
     earlier = {reading.source.worker: reading.counts for reading in before}
     counted: Counter[str] = Counter()
     for reading in after:
-        for key, count in growth(earlier[reading.source.worker], reading.counts).items():
+        for key, count in growth(earlier.get(reading.source.worker, Counter()), reading.counts).items():
             if key.drafter in ("", DRAFT_WORKER):
                 counted[key.name.removeprefix("penstock_")] += count
 

@@ -47,8 +47,8 @@ PACE_DECAY = 1.02
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A step on its way. is_late: it was planned as late as might be. submitted_at: when the engine had it; 0
-    before, and of others."""
+    """A step on its way. is_late: it was planned as late as the step before it allowed. submitted_at: when the engine had it;
+    0 before."""
 
     plan: StepPlan
     is_late: bool
@@ -88,16 +88,15 @@ class EngineThreads:
         self.waiting = ThreadPoolExecutor(1, thread_name_prefix="engine")
 
     def start(
-        self, runner: Runner, plan: StepPlan, on_submitted: Callable[[], None] | None = None
+        self, runner: Runner, plan: StepPlan, on_submitted: Callable[[], None] = lambda: None
     ) -> asyncio.Future[StepResult]:
-        """A step on its way, behind those that are. on_submitted: called in the thread that submits, of a runner that runs
-        ahead, when the engine has it, or refuses it."""
+        """A step on its way, behind those that are. on_submitted: called in the submitting thread when the engine has taken or
+        refused the step; never for a runner that does not run ahead."""
         loop = asyncio.get_running_loop()
         if runner.run_ahead == 1:
             return loop.run_in_executor(self.waiting, runner.execute, plan)
         submitted = self.submitting.submit(runner.submit, plan)
-        if on_submitted is not None:
-            submitted.add_done_callback(lambda _: on_submitted())
+        submitted.add_done_callback(lambda _: on_submitted())
         return loop.run_in_executor(self.waiting, lambda: submitted.result().result())
 
     def close(self) -> bool:
@@ -193,15 +192,12 @@ class StepLoop:
         def submitted() -> None:
             flight.submitted_at = self._clock()
 
-        if is_late:
-            flight.running = self._threads.start(self._runner, plan, submitted)
-        else:
-            flight.running = self._threads.start(self._runner, plan)
+        flight.running = self._threads.start(self._runner, plan, submitted)
         return flight
 
     async def _land(self, flight: Flight, *, is_missed: bool = False) -> bool:
-        """Wait for a step and commit it. False if it failed, and with it those submitted after it. is_missed: it was to have
-        a step behind it by now."""
+        """Wait for a step and commit it. False if it failed, and with it those submitted after it. is_missed: it ended
+        before the planned wait was over, so that no step is behind it."""
         plan = flight.plan
         try:
             result = await flight.running

@@ -28,6 +28,7 @@ MAX_PROPOSAL = 64
 MAX_BRANCHES = 16
 """Entries of an outcome table that are kept."""
 FEW_SEQUENCES = 16
+"""Decoded at once, at most, where planning is put off until proposals have come."""
 RESYNC_TOKENS = 16
 """A sequence is sent whole again only after this many new tokens, and twice as many each time."""
 
@@ -141,8 +142,7 @@ class DraftBook:
 
     @property
     def expects_proposals(self) -> bool:
-        """Are draft workers at work on a few sequences? What they propose may come at any time. To plan for many takes too long
-        to be put off."""
+        """Are draft workers at work on a few sequences? What they propose may come at any time."""
         few = self.trial.asking and len(self._mirrors) <= FEW_SEQUENCES
         return few and any(mirror.sent and not mirror.pace.asleep for mirror in self._mirrors.values())
 

@@ -86,7 +86,7 @@ class Branches:
 
     # -- steps
 
-    def row(self, mirror: Mirror, key: BranchKey, max_tokens: int) -> tuple[Branch, StepRow] | None:
+    def row(self, mirror: Mirror, key: BranchKey, max_tokens: int) -> StepRow | None:
         """Return the next row of a branch, which is opened if need be; None where there is no room for it."""
         position, token = key
         branch = mirror.branches.get(key)
@@ -105,7 +105,7 @@ class Branches:
             return None
         mirror.branches[key] = branch
         known = [*mirror.text[start:position], *branch.tokens[max(0, start - position) :]]
-        return branch, StepRow(
+        return StepRow(
             tokens=known or [UNKNOWN],
             start=start,
             feed=self.flights.add(branch, end, sampled=True),

@@ -366,8 +366,7 @@ class Drafter:
         for mirror, key in self.branches.wanting(mirrors):
             if len(self.flights.planning.entries) >= self.max_sequences:
                 break
-            if found := self.branches.row(mirror, key, budget):
-                _, row = found
+            if row := self.branches.row(mirror, key, budget):
                 rows.append(row)
                 budget -= len(row.tokens)
         return rows

@@ -32,6 +32,11 @@ class Air:
         self.step, self.end, self.sample = -1, 0, -1
 
     @property
+    def length(self) -> int:
+        """Tokens of the text when these steps have ended, as far as they compute it; 0: all are void."""
+        return self.end + (self.sample >= 0)
+
+    @property
     def until(self) -> int:
         """The last of the steps that are on their way, void ones among them; -1: none is."""
         return self.last if self.num_steps else -1
@@ -69,7 +74,7 @@ class Branch:
     @property
     def num_tokens(self) -> int:
         """Its tokens, one that is on its way among them."""
-        return max(self.end, self.air.end + (self.air.sample >= 0)) - self.position
+        return max(self.end, self.air.length) - self.position
 
 
 BranchKey = tuple[int, int]
@@ -122,4 +127,4 @@ class Mirror:
     @property
     def num_ahead(self) -> int:
         """Tokens behind what is confirmed, one that is on its way among them."""
-        return max(self.end, self.air.end + (self.air.sample >= 0)) - self.num_confirmed
+        return max(self.end, self.air.length) - self.num_confirmed

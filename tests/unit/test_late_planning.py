@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 
 import anyio
 
 from common.engine.plan import StepPlan, StepResult, StepRow
-from common.engine.sequence import Sequence
 from common.protocol.messages import SamplingParams
 from common.worker.late_planning import MARGIN_S, LatePlanning
 from common.worker.stepping import EngineThreads, StepLoop
 from common.worker.watchdog import StepWatch
+from tests.unit.test_stepping import LongSteps
 
 STEP_S = 0.02
 
@@ -33,47 +32,26 @@ def test_a_step_that_is_shorter_than_the_wait_ends_it_at_once() -> None:
     assert 0 < late.wait_s < 4e-3
 
 
-class Endless:
-    """A scheduler and an engine whose steps take `STEP_S` each, one behind the other."""
-
-    run_ahead = 2
+class Endless(LongSteps):
+    """A scheduler and an engine whose steps take `STEP_S` each, one behind the other, without an end."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.step = 0
         self.free_at = 0.0
         self.planned: dict[int, float] = {}
         self.begun: dict[int, float] = {}
         self.ends: dict[int, float] = {}
 
-    @property
-    def cache(self) -> object:
-        raise NotImplementedError
-
     def plan(self, now: float, only: object = None) -> StepPlan | None:
         self.step += 1
         self.planned[self.step] = time.monotonic()
         return StepPlan(self.step, [StepRow([1], 0, [0], 1, SamplingParams(), 1)])
 
-    def submit(self, plan: StepPlan) -> Running:
+    def submit(self, plan: StepPlan) -> Running:  # type: ignore[override]
         self.begun[plan.step] = max(time.monotonic(), self.free_at)
         self.free_at = self.ends[plan.step] = self.begun[plan.step] + STEP_S
         return Running(self.free_at)
-
-    def may_compile(self, plan: StepPlan) -> bool:
-        return False
-
-    def rewind(self) -> list[Sequence]:
-        return []
-
-    def holds(self, sequence: Sequence) -> bool:
-        return False
-
-    def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
-        return lambda: None
-
-    def step_ended(self, plan: StepPlan, elapsed_s: float) -> None: ...
-    def step_failed(self) -> None: ...
-    def sequence_failed(self, sequence: Sequence) -> None: ...
 
 
 class Running:
@@ -89,14 +67,7 @@ async def test_steps_are_planned_late_and_the_engine_hardly_waits() -> None:
     """Also after a while in which they were planned at once, which says nothing of how long to wait."""
     engine, threads = Endless(), EngineThreads()
     watch = StepWatch(floor_s=5.0, compile_s=5.0)
-    loop = StepLoop(
-        runner=engine,  # type: ignore[arg-type]
-        scheduler=engine,  # type: ignore[arg-type]
-        steps=engine,
-        threads=threads,
-        watch=watch,
-        clock=time.monotonic,
-    )
+    loop = StepLoop(runner=engine, scheduler=engine, steps=engine, threads=threads, watch=watch, clock=time.monotonic)
     loop.plans_late = lambda: not 20 <= engine.step < 40
     running = asyncio.ensure_future(loop.run())
     with anyio.fail_after(30):

@@ -72,7 +72,7 @@ def _scores(
     decoder: Decoder, states: torch.Tensor, targets: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     logits = decoder.logits(states)
-    every = torch.arange(len(targets), device=targets.device)
+    every = torch.arange(len(targets), dtype=torch.int32, device=targets.device)  # as samples name theirs: no other build
     chosen, ids, logprobs = token_logprobs(logits, targets, every, num_top)
     ranks = token_ranks(logits, targets)
     return to_host(chosen), to_host(ids), to_host(logprobs), to_host(ranks)

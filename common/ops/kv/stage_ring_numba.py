@@ -5,8 +5,7 @@
 
 Several threads make the call together, and each takes the next block that nobody has taken. A block passes in pieces through
 slots of the thread's own, so that the copy engine works on some while the thread works on another; the driver is called by
-address. So no thread waits for the interpreter's lock in between, and the copy engine for none of them. Slots are small: what a
-thread or the copy engine writes there is still in a cache when the other reads it.
+address. So no thread waits for the interpreter's lock in between, and the copy engine for none of them.
 
 `state`: int64 [STATE_SIZE], of all threads of one call (`new_state`). functions: int64 [4], the addresses of ISA-L's
 crc32_gzip_refl, and of the driver's cuMemcpyAsync, cuEventRecord and cuEventSynchronize, or of what takes the same arguments.

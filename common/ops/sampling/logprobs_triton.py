@@ -14,7 +14,8 @@ import triton.language as tl
 PIECE = 4096
 """Logits of a program."""
 TOPS = (0, 8, 20, 64)
-"""As many tokens are found, or the next of these numbers: each is a build of the kernels. Beyond the last sorting is faster."""
+"""The number of likeliest tokens is rounded up to one of these: each takes a build of the kernels, and most are built at start.
+More are found in torch."""
 MAX_TOP = TOPS[-1]
 _LOWEST = tl.constexpr(-(1 << 63))
 _NO_LOGIT = tl.constexpr(-float("inf"))
@@ -86,8 +87,8 @@ def logprob_rows_kernel(
     token = tl.minimum(tl.maximum(token, 0), vocab_size - 1)  # of logits that are not finite there is none
     tl.store(chosen + place, tl.load(logits + row * row_stride + token).to(tl.float32) - top - rest)
     if NUM_TOP > 0:
-        index = tl.arange(0, KEYS)
-        every = tl.load(keys + place * pieces * NUM_TOP + index, mask=index < pieces * NUM_TOP, other=_LOWEST)
+        key = tl.arange(0, KEYS)
+        every = tl.load(keys + place * pieces * NUM_TOP + key, mask=key < pieces * NUM_TOP, other=_LOWEST)
         for index in tl.range(0, NUM_TOP):
             largest = tl.max(every, axis=0)
             every = tl.where(every == largest, _LOWEST, every)
