@@ -11,9 +11,15 @@ SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 51
 """A step counts as one of the next of these numbers of tokens."""
 _WEIGHT = 0.1
 _FIRST = 3
-"""Measurements after which a size is known."""
+"""Measurements after which a size is known, if none of them is twice another one."""
+_ENOUGH = 8
+"""Measurements after which it is known, whatever they say."""
 _OUTLIER = 2.0
-"""Times what was expected: more of a measurement is something else, a compilation or another process."""
+"""Times what was expected, or its inverse: more of a measurement is something else, a compilation, another process, or two
+results that were taken together."""
+_LAST = 5
+_OFF = 1.25
+"""Times what was expected, or its inverse: if the median of the last measurements is that far off, it is right."""
 _DRIFT = 0.02
 """What all sizes take, by how much one took longer than expected: contexts grow, and clocks fall."""
 
@@ -24,7 +30,9 @@ class StepCosts:
     def __init__(self, *, stale_after: int = 512) -> None:
         self.stale_after = stale_after
         self._seconds = np.zeros(len(SIZES))
+        self._last = np.zeros((len(SIZES), _LAST))
         self._counts = np.zeros(len(SIZES), np.int64)
+        self._settled = np.zeros(len(SIZES), np.bool_)
         self._seen = np.zeros(len(SIZES), np.int64)
         self._steps = 0
 
@@ -35,14 +43,20 @@ class StepCosts:
         if index == len(SIZES) or seconds <= 0:
             return
         if self._steps - self._seen[index] > self.stale_after:
-            self._counts[index] = 0
-        expected = self._seconds[index]
+            self._counts[index], self._settled[index] = 0, False
         count = self._counts[index] = self._counts[index] + 1
         self._seen[index] = self._steps
-        if count == 1:
-            self._seconds[index] = seconds
+        self._last[index, (count - 1) % _LAST] = seconds
+        last = self._last[index, :count]
+        self._settled[index] |= count >= _ENOUGH or (count >= _FIRST and last.max() < _OUTLIER * last.min())
+        if count <= _FIRST:  # any of which may have compiled something
+            self._seconds[index] = last.min()
             return
-        seconds = min(seconds, _OUTLIER * expected)
+        expected, lately = self._seconds[index], np.median(last)
+        if not expected / _OFF <= lately <= expected * _OFF:
+            self._seconds[index] = lately
+            return
+        seconds = min(max(seconds, expected / _OUTLIER), expected * _OUTLIER)
         self._seconds[index] += max(_WEIGHT, 1 / count) * (seconds - expected)
         others = np.arange(len(SIZES)) != index
         self._seconds[others] *= 1 + _DRIFT * (seconds / expected - 1)
@@ -68,4 +82,4 @@ class StepCosts:
         return np.interp(sizes, at, seconds) + slope * np.maximum(0, sizes - at[-1])
 
     def _known(self) -> NDArray[np.bool_]:
-        return (self._counts >= _FIRST) & (self._steps - self._seen <= self.stale_after)
+        return self._settled & (self._steps - self._seen <= self.stale_after)
