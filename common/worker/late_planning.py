@@ -10,8 +10,8 @@ that has nothing to do costs more than a proposal that comes too late.
 
 from __future__ import annotations
 
-MARGIN_S = 1e-3
-"""Between the submission of a step and the end of the one before it: a timer of the event loop may be a millisecond late."""
+MARGIN_S = 0.7e-3
+"""Between the submission of a step and the time at which the end of the one before it is known, 0.2 ms after it."""
 _GROWTH = 0.25
 _MAX_GROWTH_S = 0.5e-3
 _SHRINKAGE = 1.5

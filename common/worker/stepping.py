@@ -12,6 +12,7 @@ nobody succeeds in between.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,6 +42,8 @@ LEAD_S = 0.02
 a GPU: planned at its beginning, the next step would make a request that arrives meanwhile wait for both."""
 MIN_PACE_TOKENS = 256
 """A step of fewer tokens says nothing of how fast tokens can be computed: its time goes into reading weights."""
+MAX_SLEEP_S = 0.05
+"""Waits that are longer are left to the event loop's timers: nobody can end a thread's sleep."""
 PACE_DECAY = 1.02
 """Growth, per step, of the best pace that was seen, so that an engine which has become slower is expected to be."""
 
@@ -81,11 +84,13 @@ class Steps(Protocol):
 
 
 class EngineThreads:
-    """The two threads of an engine: one that submits steps, and opened it, and one that waits for their results."""
+    """The threads of an engine: one that submits steps, and opened it, one that waits for their results, and one that sleeps for
+    less than timers of an event loop can tell, a millisecond in uvloop."""
 
     def __init__(self) -> None:
         self.submitting = ThreadPoolExecutor(1, thread_name_prefix="submit")
         self.waiting = ThreadPoolExecutor(1, thread_name_prefix="engine")
+        self.sleeping = ThreadPoolExecutor(1, thread_name_prefix="late")
 
     def start(
         self, runner: Runner, plan: StepPlan, on_submitted: Callable[[], None] = lambda: None
@@ -99,10 +104,18 @@ class EngineThreads:
         submitted.add_done_callback(lambda _: on_submitted())
         return loop.run_in_executor(self.waiting, lambda: submitted.result().result())
 
+    async def wait(self, running: asyncio.Future[StepResult], seconds: float, *, precisely: bool) -> None:
+        """Until a step has ended, or so many seconds have passed. precisely: to about a tenth of a millisecond."""
+        if not precisely:
+            await asyncio.wait([running], timeout=seconds)
+            return
+        sleeping = asyncio.get_running_loop().run_in_executor(self.sleeping, time.sleep, seconds)
+        await asyncio.wait([running, sleeping], return_when=asyncio.FIRST_COMPLETED)
+
     def close(self) -> bool:
-        """Wait for the threads to end, but not for one that hangs. Returns whether both have ended."""
+        """Wait for the threads to end, but not for one that hangs. Returns whether all have ended."""
         last: list[Future[None]] = []
-        for executor in (self.submitting, self.waiting):
+        for executor in (self.submitting, self.waiting, self.sleeping):
             last.append(executor.submit(_nothing))
             executor.shutdown(wait=False)
         try:
@@ -154,7 +167,7 @@ class StepLoop:
             is_late = room and bool(self._flights) and self.plans_late()
             if room and (early_s := self._early_s(is_late)) > 0:
                 self._tell()
-                await asyncio.wait([self._flights[0].running], timeout=early_s)
+                await self._threads.wait(self._flights[0].running, early_s, precisely=is_late and early_s < MAX_SLEEP_S)
                 room = not self._flights[0].running.done()
             if room and (plan := self._scheduler.plan(self._clock())) is not None:
                 self._flights.append(self._start(plan, is_late))
