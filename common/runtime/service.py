@@ -44,6 +44,9 @@ OVERTIME_S = 1.0
 """After the drain's time is over, before the kernel ends the process."""
 THREADS_END_S = 1.0
 """What threads get to end once nothing is left to do."""
+SWITCH_INTERVAL_S = 0.0005
+"""How soon a thread that has Python's interpreter gives way to another one that waits for it: one that tokenizes, or submits a
+step, to the event loop. With Python's 5 ms every callback might wait that long."""
 
 log = logs.get("service")
 
@@ -60,6 +63,7 @@ def main(config_type: type[C], make_actor: MakeActor[C], *, section: str, argv: 
         if config.zero_retention:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no memory of a crashed process on a disk
         raise_file_limit()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         serve = functools.partial(_serve, make_actor, config, section)
         status = anyio.run(serve, backend_options={"use_uvloop": True})
     except (Exception, BaseExceptionGroup) as error:

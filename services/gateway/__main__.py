@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from common.models.config import load_config, weights_identity
 from common.models.source import resolve
 from common.runtime import logs
@@ -17,9 +15,6 @@ from services.gateway.model_core import Served
 
 log = logs.get("gateway")
 
-SWITCH_INTERVAL_S = 0.0005
-"""How soon a thread that tokenizes gives way to the event loop; with Python's 5 ms, every callback might wait that long."""
-
 
 def make_gateway(bus: Bus, config: GatewayConfig) -> GatewayActor:
     """:raises UnknownModel, ConfigError: if a model's tokenizer and template can't be loaded, or the settings are wrong."""
@@ -29,7 +24,6 @@ def make_gateway(bus: Bus, config: GatewayConfig) -> GatewayActor:
             host=config.http_host,
             advice="whoever reaches it may use it: set api_key, api_key_file or api_keys",
         )
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
     return GatewayActor(bus=bus, config=config, models=[served(each) for each in config.each])
 
 
