@@ -84,8 +84,8 @@ class Steps(Protocol):
 
 
 class EngineThreads:
-    """The threads of an engine: one that submits steps, and opened it, one that waits for their results, and one that sleeps for
-    less than timers of an event loop can tell, a millisecond in uvloop."""
+    """The threads of an engine: one that submits steps, and opened it, one that waits for their results, and one that sleeps
+    for less than timers of an event loop can tell, a millisecond in uvloop."""
 
     def __init__(self) -> None:
         self.submitting = ThreadPoolExecutor(1, thread_name_prefix="submit")
