@@ -2,15 +2,17 @@
 
     python -m bench.drafting --gpus 0,1                      shapes of Llama 3.1 8B and 3.2 1B, each on a GPU of its own
     python -m bench.drafting --gpus 0 --ways off,shared      both on one GPU
+    python -m bench.drafting --gpus 0 --ways off,idle --streams 1,64,256 --kv-mb 16000
     python -m bench.drafting --streams 1,4 --target dummy:smollm2-135m-6-layers-counting \\
         --draft dummy:smollm2-135m-1-layers-counting         in small, on a CPU
 
 Both models count (`common/models/shapes.py`): all of their layers are computed, and the answer is known, whatever is rounded. A
 draft model is right behind a share of the tokens, by its weights; behind half of the others its second choice is. Ways:
 
-    off      no draft workers
+    off      no speculation
     apart    the draft worker on the last GPU, the target on the first
     shared   both on the first
+    idle     lookup in the target's steps and a draft worker without a model, and nothing to propose, since no text repeats
 
 Each way and share is a system of its own, as `penstock up` starts it; all run at the same time, and take turns. Per way:
 tokens per second of all streams, each after its first token, and its ratio to off in the same turn; medians of the turns.
@@ -52,7 +54,8 @@ from common.cli.speculation_report import between
 from common.models.config import load_config
 from common.models.source import resolve
 
-WAYS = ("off", "apart", "shared")
+IDLE = "idle"
+WAYS = ("off", "apart", "shared", IDLE)
 PATH = "/v1/completions"
 DRAFT_STEPS = "penstock_draft_model_steps_total"
 SPELT_FROM = 256
@@ -60,7 +63,7 @@ SPELT_FROM = 256
 
 
 class Way(NamedTuple):
-    """percent: of the tokens behind which the draft model is right; 0: no draft worker."""
+    """percent: of the tokens behind which the draft model is right; 0: there is no draft model."""
 
     name: str
     percent: int
@@ -101,7 +104,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if not options.ways and not options.gpus:
         names.remove("shared")  # a CPU is one device
     options.ways = [Way("off", 0)]
-    options.ways += [Way(name, int(part)) for name in names[1:] for part in options.percent.split(",")]
+    for name in names[1:]:
+        options.ways += [Way(name, int(part)) for part in options.percent.split(",")] if name != IDLE else [Way(IDLE, 0)]
     return options
 
 
@@ -112,7 +116,7 @@ def flags_of(way: Way, options: argparse.Namespace) -> list[str]:
     needed = 2 * 2 * tokens * model.num_layers * model.num_kv_heads * model.head_dim >> 20
     flags = [
         f"--model={options.target}",
-        "--lookup=off",
+        f"--lookup={'on' if way.name == IDLE else 'off'}",
         "--head=off",
         "--prefill=0",
         "--kvstore=0",
@@ -123,6 +127,10 @@ def flags_of(way: Way, options: argparse.Namespace) -> list[str]:
         flags.append("--device=cpu")
     if way.percent:
         flags += ["--draft=1", f"--draft-model={options.draft}-{way.percent}"]
+    elif way.name == IDLE:
+        flags.append("--draft=1")
+    else:
+        flags.append("--speculation-tokens=0")
     return flags
 
 

@@ -25,6 +25,14 @@ def test_one_gpu_is_shared_and_a_cpu_is_one_device() -> None:
     assert "--device=cpu" in flags_of(options.ways[0], options) and environ_of(Way("apart", 80), options.gpus) == {}
 
 
+def test_idle_has_all_of_speculation_but_a_draft_model() -> None:
+    options = parse([*TINY, "--gpus", "0", "--ways", "off,idle", "--percent", "80,30"])
+    assert [str(way) for way in options.ways] == ["off", "idle"]
+    off, idle = (flags_of(way, options) for way in options.ways)
+    assert "--speculation-tokens=0" in off and not any(flag.startswith("--draft-model") for flag in idle)
+    assert {"--draft=1", "--lookup=on"} <= set(idle) and "--speculation-tokens=0" not in idle
+
+
 def test_off_is_what_others_are_compared_with(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse([*TINY, "--ways", "apart"])
