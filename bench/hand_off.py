@@ -17,8 +17,10 @@ arrangement; on a GPU a near-tie may differ between arrangements, unless --batch
 
 A second table tells of hand-offs when what happened, in milliseconds since the prefill worker had the last chunk's result:
 
-    last part told, heard       the prefill worker sends the KvPart of the last chunk; the decode worker takes it up
-    its copy begun, ended       in a thread of the decode worker; its event loop learns of the end
+    last part told, heard       the prefill worker sends the KvPart of the last chunk, or promises it before the chunk has been
+                                computed: then both are negative; the decode worker takes it up
+    its copy begun, ended       in a thread of the decode worker; its event loop learns of the end. The thread may know of the
+                                chunk's end before the prefill worker's event loop does
     KvReady sent, heard         likewise
     admitted                    the decode worker has the sequence
     KV is here                  nothing is copied any more

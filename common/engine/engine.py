@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from common.cache.grouped_pool import GroupedPool, PoolGroup
 from common.cache.pool import BlockPool
 from common.cache.retention import KEEP_ALL, Retention
@@ -48,6 +50,8 @@ class Engine:
     head: str = ""
     looks_up: bool = False
     stage: HostStage | None = None
+    tell: Callable[[np.ndarray], Callable[[], None] | None] = lambda word: None
+    _end_telling: Callable[[], None] | None = None
 
     @property
     def groups(self) -> list[GroupMemory]:
@@ -79,12 +83,19 @@ class Engine:
             self.stage.transfers = transfers
         return [group.blocks for group in self.groups]
 
+    def tell_progress(self) -> bool:
+        """Have the GPU itself keep the segment's `progress`. False: whoever takes the results of steps must."""
+        self._end_telling = self.tell(self.segment.progress)
+        return self._end_telling is not None
+
     def give_up(self) -> None:
         """A step hangs, and the process is about to end: nothing waits for the GPU any more."""
         if self.stage is not None:
             self.stage.give_up()
 
     def close(self) -> None:
+        if self._end_telling is not None:
+            self._end_telling()
         if self.stage is not None:
             self.stage.close()
         for group in self.groups:

@@ -6,7 +6,7 @@ nothing else touches msgpack. `docs/protocol.md` describes this file and the `*_
 Who sends what, in the order of one request:
 
     gateway → prefill   PrefillTask, ReadTask answered at once by Accepted or Rejected; ReadTask then by TokenFrames
-    prefill → decode    KvPart, KvWithdrawn   of long prompts, while they are computed
+    prefill → decode    KvPromise, KvPart, KvWithdrawn   of long prompts, while they are computed; KvWatched back
     prefill → decode    KvReady               answered at once by Accepted or Rejected
     gateway → decode    DecodeTask            the direct path: prompt and answer on one worker
     gateway → prefill   DecodeTask            the same, while decode workers have no room
@@ -35,7 +35,7 @@ from common.protocol.handles import KvHandle, WorkerRef
 from common.protocol.kv_events import KvEventMessage
 from common.protocol.presence import Presence as Presence
 from common.protocol.presence import ServedModel as ServedModel
-from common.protocol.stream_messages import KvPart, KvWithdrawn
+from common.protocol.stream_messages import KvPart, KvPromise, KvWatched, KvWithdrawn
 from common.protocol.transfer_messages import (
     BlocksStaged,
     DescribeMemory,
@@ -306,6 +306,8 @@ Message = (
     | ReadTask
     | DecodeTask
     | KvPart
+    | KvPromise
+    | KvWatched
     | KvWithdrawn
     | KvReady
     | Accepted

@@ -36,6 +36,27 @@ class KvPart(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     salt: bytes = b""
 
 
+class KvPromise(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """prefill → decode: a step was submitted, and `part` is readable once it has run, so not before. Not answered.
+
+    The number of the last step that has run is in the owner's segment: who can read it there copies the blocks as soon as it is
+    `step` or higher, and says so with KvWatched. Anyone else forgets the promise, and is sent a KvPart when the step has run.
+    Of a step that fails nothing is readable: the stream is withdrawn, and KvReady does not name it. `due_us`: in how many
+    microseconds the step is expected to have run.
+    """
+
+    part: KvPart
+    step: int
+    due_us: int
+
+
+class KvWatched(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """decode → prefill: what you promise of these streams needs no KvPart. One that is lost costs a KvPart for each chunk."""
+
+    holder: WorkerRef
+    streams: list[str]
+
+
 class KvWithdrawn(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """prefill → decode: these streams will have no KvReady; forget their parts. Harmless twice, and for unknown ones."""
 

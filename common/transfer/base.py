@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from common.protocol.errors import StaleHandle
+from common.transfer.awaited import Awaited
 from common.transfer.blocks import LocalBlocks as LocalBlocks
 from common.transfer.blocks import RemoteBlocks as RemoteBlocks  # who knows transports takes both from here
 from common.transfer.paths import KvPath
@@ -44,8 +45,22 @@ class Transport(Protocol):
         """
         ...
 
-    def pull(self, source: RemoteBlocks, target: LocalBlocks) -> Transfer:
-        """Return the same copy to await: with progress, and an end that can be asked for. It begins when it is awaited."""
+    def prepare(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> Callable[[], int] | None:
+        """Get ready for what `read` does, as far as that is possible before the blocks are complete, and return what does the
+        rest: it blocks, raises and returns as `read`. Blocks: call it in a thread.
+
+        None: there is nothing to get ready, and `read` says why if it fails. What is returned need not be called.
+        """
+        ...
+
+    def progress_of(self, host: str, segment: str, fingerprint: str) -> Callable[[], int] | None:
+        """Return what reads the number of the last step that a segment's owner has run, in any thread, as long as it is called.
+        None: it can't be read from here. Does not block for long, and does not fail."""
+        ...
+
+    def pull(self, source: RemoteBlocks, target: LocalBlocks, after: Awaited | None = None) -> Transfer:
+        """Return the same copy to await: with progress, and an end that can be asked for. It begins when it is awaited, and
+        when the step `after` which the blocks are complete has run."""
         ...
 
 

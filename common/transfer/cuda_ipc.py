@@ -15,11 +15,10 @@ dead one's successor needs that memory.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -27,6 +26,7 @@ import numpy as np
 from common.protocol.errors import StaleHandle, TransportUnavailable
 from common.runtime import logs
 from common.transfer.base import RemoteBlocks, check_generations
+from common.transfer.cuda_driver import HANDLE_BYTES, CudaDriver
 from common.transfer.fence import memory_fence
 from common.transfer.paths import KvPath
 from common.transfer.segment import Segment
@@ -39,11 +39,9 @@ if TYPE_CHECKING:
 
 log = logs.get("transfer")
 
-_HANDLE_BYTES = 64
-_MEMORY = struct.Struct(f"<{_HANDLE_BYTES}sQ")  # handle, offset of the pool in the allocation
-_NO_HANDLE = bytes(_HANDLE_BYTES)
+_MEMORY = struct.Struct(f"<{HANDLE_BYTES}sQ")  # handle, offset of the pool in the allocation
+_NO_HANDLE = bytes(HANDLE_BYTES)
 _LOOK_EVERY_S = 1.0
-_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _SLICE_BYTES = 512 << 20  # 1.5 ms over NVLink; each slice costs a launch and two looks at the generations
 _IDS = 4096  # of blocks, in pinned memory: more get it when they come
 _PROGRAMS = 64  # enough to keep NVLink full; the other multiprocessors belong to the step that runs meanwhile
@@ -83,6 +81,7 @@ class LocalTransport(Pulling):
         """:raises ConfigError: if `directory` does not exist."""
         self._shm = ShmTransport(directory)
         self._segments = mapped_segments(directory)
+        self._fence = memory_fence()
         self._device: _DeviceReader | None = None
 
     @property
@@ -113,6 +112,29 @@ class LocalTransport(Pulling):
         if self._device is None or source.host != self.host:
             return None
         return self._device.begin(source, into_blocks)
+
+    def prepare(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> Callable[[], int] | None:
+        """See `Transport.prepare`: the owner's pool is opened, and block ids are on the GPU."""
+        if self._device is None or source.host != self.host:
+            return None
+        return self._device.prepare(source, into_blocks)
+
+    def progress_of(self, host: str, segment: str, fingerprint: str) -> Callable[[], int] | None:
+        """See `Transport.progress_of`."""
+        if host != self.host:
+            return None
+        try:
+            found = self._segments.get(segment, fingerprint)
+        except (StaleHandle, TransportUnavailable):
+            return None
+        progress, fence = found.progress, self._fence
+
+        def ran() -> int:
+            step = int(progress[0])
+            fence()  # the word is read before what was complete when it was written
+            return step
+
+        return ran
 
     def close(self) -> None:
         if self._device is not None:
@@ -166,6 +188,22 @@ class _DeviceReader:
         except (StaleHandle, TransportUnavailable):
             return None
 
+    def prepare(self, source: RemoteBlocks, into_blocks: Sequence[int]) -> Callable[[], int] | None:
+        """See `Transport.prepare`."""
+        try:
+            segment, key = self._checked(source, into_blocks)
+            with self._lock:
+                self._theirs(key, len(segment.generations), segment.block_bytes)
+            ids = self._new_ids(source.blocks, into_blocks)
+        except (StaleHandle, TransportUnavailable, RuntimeError):
+            return None
+
+        def copy() -> int:
+            self._lock.acquire()
+            return self._launched(segment, key, source, into_blocks, ids)()
+
+        return copy
+
     def _checked(self, source: RemoteBlocks, into_blocks: Sequence[int]) -> tuple[Segment, tuple[str, str, bytes]]:
         """Return the owner's segment, and by what its pool is known when it is open.
 
@@ -184,15 +222,21 @@ class _DeviceReader:
         return segment, (source.segment, source.fingerprint, memory)
 
     def _launched(
-        self, segment: Segment, key: tuple[str, str, bytes], source: RemoteBlocks, into_blocks: Sequence[int]
+        self,
+        segment: Segment,
+        key: tuple[str, str, bytes],
+        source: RemoteBlocks,
+        into_blocks: Sequence[int],
+        ids: torch.Tensor | None = None,
     ) -> Callable[[], int]:
         """Launch a copy; return what waits for it. The lock is the caller's, and is given back when the copy has ended.
+        ids: of both sides' blocks, if they are on the device already.
 
         :raises TransportUnavailable: nothing was launched, and the lock was given back.
         """
         try:
             theirs = self._theirs(key, len(segment.generations), segment.block_bytes)
-            self._launch(theirs, source.blocks, self._pools[source.fingerprint], into_blocks)
+            self._launch(theirs, source.blocks, self._pools[source.fingerprint], into_blocks, ids)
         except BaseException as error:
             self._lock.release()
             if isinstance(error, (RuntimeError, ValueError)):
@@ -243,25 +287,45 @@ class _DeviceReader:
         return whole.set_(storage, 0, (num_blocks, block_bytes))
 
     def _launch(
-        self, theirs: torch.Tensor, source_blocks: Sequence[int], pool: torch.Tensor, into_blocks: Sequence[int]
+        self,
+        theirs: torch.Tensor,
+        source_blocks: Sequence[int],
+        pool: torch.Tensor,
+        into_blocks: Sequence[int],
+        ids: torch.Tensor | None = None,
     ) -> None:
         """Copy behind what was launched before. Waits for nothing if that has ended."""
-        import torch
-
         from common.ops.kv.block_copy import copy_blocks
 
         count = len(source_blocks)
-        if self._stream is None:
-            ids = torch.from_numpy(np.array([source_blocks, into_blocks], np.int64))
+        with self._streaming():
+            if ids is None and self._stream is not None:
+                if 2 * count > len(self._ids):
+                    self._ids = _pinned(4 * count)
+                pinned = self._ids[: 2 * count]
+                pinned.numpy()[:] = np.fromiter((*source_blocks, *into_blocks), np.int64, 2 * count)
+                ids = pinned.to(self._device, non_blocking=True).view(2, count)
+            elif ids is None:
+                ids = self._new_ids(source_blocks, into_blocks)
             copy_blocks(theirs, ids[0], pool, ids[1], max_programs=_PROGRAMS)
-            return
-        if 2 * count > len(self._ids):
-            self._ids = _pinned(4 * count)
-        pinned = self._ids[: 2 * count]
-        pinned.numpy()[:] = np.fromiter((*source_blocks, *into_blocks), np.int64, 2 * count)
-        with torch.inference_mode(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            ids = pinned.to(self._device, non_blocking=True).view(2, count)
-            copy_blocks(theirs, ids[0], pool, ids[1], max_programs=_PROGRAMS)
+
+    def _new_ids(self, source_blocks: Sequence[int], into_blocks: Sequence[int]) -> torch.Tensor:
+        """Return int64 [2, count] on the device."""
+        import torch
+
+        with self._streaming():
+            return torch.from_numpy(np.array([source_blocks, into_blocks], np.int64)).to(self._device)
+
+    @contextlib.contextmanager
+    def _streaming(self) -> Iterator[None]:
+        import torch
+
+        with torch.inference_mode():
+            if self._stream is None:
+                yield
+                return
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                yield
 
     def _watch(self) -> None:
         while not self._closed.wait(_LOOK_EVERY_S):
@@ -287,59 +351,3 @@ def _pinned(count: int) -> torch.Tensor:
     except RuntimeError as error:
         log.warning("ids_not_pinned", reason=str(error))
         return torch.zeros(count, dtype=torch.int64)
-
-
-class CudaDriver:
-    """libcuda, in the context that torch uses for GPU `index`. Each call may come from another thread."""
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-        self._context = ctypes.c_void_p()
-        try:
-            self._cuda = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise TransportUnavailable(f"no CUDA driver: {error}") from error
-        self._cuda.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, _Handle, ctypes.c_uint]
-
-    def export(self, pointer: int) -> tuple[bytes, int]:
-        self._bind()
-        handle = _Handle()
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(pointer))
-        return bytes(handle.reserved), pointer - self._range(pointer)[0]
-
-    def open(self, handle: bytes) -> tuple[int, int]:
-        self._bind()
-        pointer = ctypes.c_uint64()
-        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _Handle.from_buffer_copy(handle), _PEER_ACCESS)
-        return self._range(pointer.value)
-
-    def close(self, pointer: int) -> None:
-        self._bind()
-        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
-
-    def _range(self, pointer: int) -> tuple[int, int]:
-        """First address and size of the allocation around `pointer`."""
-        first, size = ctypes.c_uint64(), ctypes.c_size_t()
-        self._call("cuMemGetAddressRange_v2", ctypes.byref(first), ctypes.byref(size), ctypes.c_uint64(pointer))
-        return first.value, size.value
-
-    def _bind(self) -> None:
-        """A thread that has not used CUDA yet has no context; this is the one that torch's runtime uses too."""
-        if not self._context:
-            device = ctypes.c_int()
-            self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(self._index))
-            self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
-        self._call("cuCtxSetCurrent", self._context)
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._cuda, name)(*arguments)
-        if code:
-            text = ctypes.c_char_p()
-            self._cuda.cuGetErrorName(code, ctypes.byref(text))
-            raise TransportUnavailable(f"{name}: {(text.value or str(code).encode()).decode()}")
-
-
-class _Handle(ctypes.Structure):
-    """CUipcMemHandle; passed by value."""
-
-    _fields_ = (("reserved", ctypes.c_ubyte * _HANDLE_BYTES),)

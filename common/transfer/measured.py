@@ -20,6 +20,7 @@ from prometheus_client import Counter, Histogram
 from common.protocol.errors import Cancelled, PenstockError
 from common.protocol.kv_messages import PathTraffic
 from common.runtime.metrics import Metrics
+from common.transfer.awaited import Awaited
 from common.transfer.base import LocalBlocks, RemoteBlocks, Transport
 from common.transfer.paths import KvPath, Operation
 from common.transfer.transfer import Transfer
@@ -108,8 +109,11 @@ class TransferCounts:
 class _MeasuredTransfer(Transfer):
     """Counts as one copy, however many slices it has."""
 
-    def __init__(self, transport: Transport, source: RemoteBlocks, target: LocalBlocks, counts: TransferCounts) -> None:
-        super().__init__(transport.read, source, target, slice_bytes=transport.slice_bytes, begin=transport.begin)
+    def __init__(
+        self, transport: Transport, source: RemoteBlocks, target: LocalBlocks, counts: TransferCounts, after: Awaited | None
+    ) -> None:
+        size, begin, prepare = transport.slice_bytes, transport.begin, transport.prepare
+        super().__init__(transport.read, source, target, slice_bytes=size, begin=begin, prepare=prepare, after=after)
         self._path: KvPath = transport.path_of(source)
         self._counts = counts
 
@@ -142,9 +146,17 @@ class MeasuredTransport:
         """See `Transport.begin`. `pull` counts what is begun; this alone does not."""
         return self._transport.begin(source, into, into_blocks)
 
-    def pull(self, source: RemoteBlocks, target: LocalBlocks) -> Transfer:
+    def prepare(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> Callable[[], int] | None:
+        """See `Transport.prepare`. As `begin`."""
+        return self._transport.prepare(source, into, into_blocks)
+
+    def progress_of(self, host: str, segment: str, fingerprint: str) -> Callable[[], int] | None:
+        """See `Transport.progress_of`."""
+        return self._transport.progress_of(host, segment, fingerprint)
+
+    def pull(self, source: RemoteBlocks, target: LocalBlocks, after: Awaited | None = None) -> Transfer:
         """See `Transport.pull`."""
-        return _MeasuredTransfer(self._transport, source, target, self._counts)
+        return _MeasuredTransfer(self._transport, source, target, self._counts, after)
 
     @property
     def slice_bytes(self) -> int:

@@ -27,16 +27,18 @@ from common.transfer.segment_file import (
 
 
 class Segment:
-    """A mapped segment: `blocks` [num_blocks, block_bytes] uint8 and `generations` [num_blocks] uint64.
+    """A mapped segment: `blocks` [num_blocks, block_bytes] uint8, `generations` [num_blocks] uint64, and `progress` [1] uint64,
+    the number of the last step that its owner has run, if that says so.
 
     `blocks` is [num_blocks, 0] where they are not mapped: `device_memory` says how to reach them in a GPU's memory, or
     the segment is a store's, whose blocks have memory one by one (`back`, `unback`).
-    Views of either array, numpy's or torch's, may outlive `close`: the memory goes with the last of them. What a reader opened
+    Views of these arrays, numpy's or torch's, may outlive `close`: the memory goes with the last of them. What a reader opened
     is closed with its last reference, too.
     """
 
     blocks: np.ndarray
     generations: np.ndarray
+    progress: np.ndarray
 
     def __init__(self, path: Path, fd: int, header: Header, *, owner: bool, sparse: bool = False) -> None:
         """Takes `fd` over. :raises OSError: it can't be mapped, and `fd` is still open."""
@@ -52,6 +54,7 @@ class Segment:
         access = mmap.ACCESS_WRITE if owner else mmap.ACCESS_READ
         self._map: mmap.mmap | None = mmap.mmap(fd, size, access=access)
         self.generations = np.frombuffer(self._map, np.uint64, self.num_blocks, GENERATIONS_OFFSET)
+        self.progress = np.frombuffer(self._map, np.uint64, 1, header.progress_offset)
         blocks = np.frombuffer(self._map, np.uint8)[header.blocks_offset :]
         self.blocks = blocks.reshape(self.num_blocks, 0 if unmapped else self.block_bytes)
         self._close_fd = weakref.finalize(self, os.close, fd)
@@ -165,7 +168,7 @@ class Segment:
             fcntl.flock(self._fd, fcntl.LOCK_UN)  # the map keeps a duplicate of the descriptor, and the lock with it
         mapped, self._map = self._map, None
         self.blocks = np.empty((0, self.blocks.shape[1]), np.uint8)
-        self.generations = np.empty(0, np.uint64)
+        self.generations = self.progress = np.empty(0, np.uint64)
         self._close_fd()
         try:
             mapped.close()

@@ -1,6 +1,9 @@
 """A segment's file: its name, its header, and how it is made and opened where other users may write, too.
 
-    penstock-<name>:   header · generations [num_blocks] uint64 · padding to a page · blocks [num_blocks, block_bytes]
+    penstock-<name>:   header · generations [num_blocks] uint64 · progress uint64 · padding to a page
+                       · blocks [num_blocks, block_bytes]
+
+`progress` is the number of the last step that has run on a prefill worker (see `awaited`), and 0 elsewhere.
 
 `/dev/shm` is everyone's: whoever gets in first may plant a symbolic link, a FIFO or a file of their own under a name that is
 about to be used. So no link is followed, and only a regular file that belongs to this user and is closed to others counts.
@@ -33,7 +36,7 @@ DEVICE_MEMORY_BYTES = 72
 
 _DRAFT_AGE_S = 60.0
 _MAGIC = b"PENSTOCK"
-_VERSION = 1
+_VERSION = 2
 # magic, version, bytes of device_memory, num_blocks, block_bytes, blocks offset, fingerprint, device_memory
 _HEADER = struct.Struct("<8sIIQQQ16s72s")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -48,8 +51,12 @@ class Header(NamedTuple):
     device_memory: bytes
 
     @property
+    def progress_offset(self) -> int:
+        return GENERATIONS_OFFSET + 8 * self.num_blocks
+
+    @property
     def blocks_offset(self) -> int:
-        end = GENERATIONS_OFFSET + 8 * self.num_blocks
+        end = self.progress_offset + 8
         return -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
 
     @property

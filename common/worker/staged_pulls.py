@@ -22,6 +22,7 @@ from common.protocol.errors import Cancelled, OutOfCredits, PenstockError, Trans
 from common.protocol.handles import WorkerRef
 from common.protocol.transfer_messages import StageLeased
 from common.runtime.actor import Actor
+from common.transfer.awaited import Awaited
 from common.transfer.base import LocalBlocks, RemoteBlocks, Transport
 from common.transfer.block_memory import BlockMemory
 from common.transfer.nixl import NixlTransport
@@ -97,8 +98,17 @@ class Handoff:
         """See `Transport.begin`."""
         return None
 
-    def pull(self, source: RemoteBlocks, target: LocalBlocks) -> Transfer:
+    def prepare(self, source: RemoteBlocks, into: np.ndarray, into_blocks: Sequence[int]) -> Callable[[], int] | None:
+        """See `Transport.prepare`."""
+        return None
+
+    def progress_of(self, host: str, segment: str, fingerprint: str) -> Callable[[], int] | None:
+        """See `Transport.progress_of`."""
+        return None
+
+    def pull(self, source: RemoteBlocks, target: LocalBlocks, after: Awaited | None = None) -> Transfer:
         """See `Transport.pull`."""
+        assert after is None, "no progress can be read of another host"
         staging_bytes = self.pulls.nixl.staging_bytes(self.agent)
         if not staging_bytes:
             return self.pulls.direct.pull(source, target)

@@ -40,6 +40,8 @@ CLOSE_TIMEOUT_S = 2.0
 LEAD_S = 0.02
 """Seconds before the expected end of the running step at which the next one is planned. A step of a long prompt takes 0.2 s on
 a GPU: planned at its beginning, the next step would make a request that arrives meanwhile wait for both."""
+LAUNCH_S = 0.002
+"""Seconds after which a step has been submitted: until then the thread that does so need not share the interpreter."""
 MIN_PACE_TOKENS = 256
 """A step of fewer tokens says nothing of how fast tokens can be computed: its time goes into reading weights."""
 MAX_SLEEP_S = 0.05
@@ -50,11 +52,12 @@ PACE_DECAY = 1.02
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A step on its way. is_late: it was planned as late as the step before it allowed. submitted_at: when the engine had it;
-    0 before."""
+    """A step on its way. is_late: it was planned as late as the step before it allowed. due_at: when it should have run, at the
+    best pace seen lately. submitted_at: when the engine had it; 0 before."""
 
     plan: StepPlan
     is_late: bool
+    due_at: float
     running: asyncio.Future[StepResult] = field(init=False)
     submitted_at: float = 0.0
 
@@ -77,7 +80,10 @@ class Steps(Protocol):
         ...
 
     def step_ended(self, plan: StepPlan, elapsed_s: float) -> None: ...
-    def step_failed(self) -> None: ...
+    def step_failed(self) -> None:
+        """A step failed; it and those submitted after it are void, and none is in flight."""
+        ...
+
     def sequence_failed(self, sequence: Sequence) -> None:
         """It fails whatever runs beside it. It is still in the scheduler."""
         ...
@@ -91,6 +97,8 @@ class EngineThreads:
         self.submitting = ThreadPoolExecutor(1, thread_name_prefix="submit")
         self.waiting = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self.sleeping = ThreadPoolExecutor(1, thread_name_prefix="late")
+        self.ran: Callable[[StepPlan], None] = lambda plan: None
+        """Called in the second thread as soon as a step has run, before the event loop knows."""
 
     def start(
         self, runner: Runner, plan: StepPlan, on_submitted: Callable[[], None] = lambda: None
@@ -99,10 +107,14 @@ class EngineThreads:
         refused the step; never for a runner that does not run ahead."""
         loop = asyncio.get_running_loop()
         if runner.run_ahead == 1:
-            return loop.run_in_executor(self.waiting, runner.execute, plan)
+            return loop.run_in_executor(self.waiting, lambda: self._ended(plan, runner.execute(plan)))
         submitted = self.submitting.submit(runner.submit, plan)
         submitted.add_done_callback(lambda _: on_submitted())
-        return loop.run_in_executor(self.waiting, lambda: submitted.result().result())
+        return loop.run_in_executor(self.waiting, lambda: self._ended(plan, submitted.result().result()))
+
+    def _ended(self, plan: StepPlan, result: StepResult) -> StepResult:
+        self.ran(plan)
+        return result
 
     async def wait(self, running: asyncio.Future[StepResult], seconds: float, *, precisely: bool) -> None:
         """Until a step has ended, or so many seconds have passed. precisely: to about a tenth of a millisecond."""
@@ -130,6 +142,8 @@ class StepLoop:
     """`run` it in a task; `wake` it when something can be planned that could not be before.
 
     plans_late: whether the next step should be planned as late as the running one allows (`late_planning.py`).
+    launched: called soon after a step was started, with the seconds until its end as far as they can be estimated; not called
+    if it has ended by then.
     """
 
     def __init__(
@@ -150,6 +164,7 @@ class StepLoop:
         self._clock = clock
         self._flights: deque[Flight] = deque()
         self.plans_late: Callable[[], bool] = lambda: False
+        self.launched: Callable[[StepPlan, float], None] | None = None
         self._late = LatePlanning()
         self._wake = anyio.Event()
         self._report: Callable[[], None] = _nothing
@@ -200,13 +215,20 @@ class StepLoop:
 
     def _start(self, plan: StepPlan, is_late: bool = False) -> Flight:
         self._watch.began(self._clock(), compiling=self._runner.may_compile(plan))
-        flight = Flight(plan, is_late)
+        num_tokens = plan.num_tokens + sum(ahead.plan.num_tokens for ahead in self._flights)
+        flight = Flight(plan, is_late, self._ended + num_tokens * self._pace_s)
 
         def submitted() -> None:
             flight.submitted_at = self._clock()
 
         flight.running = self._threads.start(self._runner, plan, submitted)
+        if self.launched is not None:
+            asyncio.get_running_loop().call_later(LAUNCH_S, self._launched, flight)
         return flight
+
+    def _launched(self, flight: Flight) -> None:
+        if self.launched is not None and not flight.running.done():
+            self.launched(flight.plan, max(0.0, flight.due_at - self._clock()))
 
     async def _land(self, flight: Flight, *, is_missed: bool = False) -> bool:
         """Wait for a step and commit it. False if it failed, and with it those submitted after it. is_missed: it ended
@@ -219,11 +241,11 @@ class StepLoop:
             raise  # nobody is told that a request failed: gateways go on elsewhere, with the tokens so far
         except Exception:
             log.exception("step_failed", step=plan.step, rows=len(plan.rows))
-            self._steps.step_failed()
             await asyncio.gather(*(later.running for later in self._flights), return_exceptions=True)
             for _ in range(1 + len(self._flights)):
                 self._watch.ended(self._clock())
             self._flights.clear()
+            self._steps.step_failed()  # now that nobody is told any more that a step is on its way
             return False
         began, self._ended = self._ended, self._clock()
         self._watch.ended(self._ended)

@@ -24,7 +24,7 @@ from common.protocol.capacity import Capacity
 from common.protocol.draft_messages import Drafting, DraftResync, DraftUpdate, Proposals
 from common.protocol.explain_messages import RequestContext
 from common.protocol.messages import Cancel, DecodeTask, KvReady, Message, Presence, ReadTask
-from common.protocol.stream_messages import KvPart, KvWithdrawn
+from common.protocol.stream_messages import KvPart, KvPromise, KvWithdrawn
 from common.protocol.trace_context import child_of
 from common.runtime import logs
 from common.runtime.actor import WorkerState
@@ -131,7 +131,7 @@ class DecodeActor(EngineWorker):
                 self.on_proposals(message)
             case DraftResync():
                 self.drafts.on_resync(message)
-            case KvPart():
+            case KvPart() | KvPromise():
                 self.on_part(message)
             case KvWithdrawn():
                 self.arrivals.withdraw(message.owner, message.streams)
@@ -299,11 +299,12 @@ class DecodeActor(EngineWorker):
         self.arrivals.tick(now)
         self.kv_reader.renew(self.arrivals.leases)
 
-    def on_part(self, part: KvPart) -> None:
+    def on_part(self, message: KvPart | KvPromise) -> None:
         """Nothing is copied for a request that is here already, or was cancelled."""
+        part = message.part if isinstance(message, KvPromise) else message
         held, ended = self.held.get(part.request), self._cancelled.get(part.request, -1)
         if not self.refusing and max(ended, -1 if held is None else held.attempt) < part.attempt:
-            self.arrivals.on_part(part)
+            self.arrivals.on_promise(message) if isinstance(message, KvPromise) else self.arrivals.on_part(message)
 
     def on_cancel(self, cancel: Cancel) -> None:
         super().on_cancel(cancel)

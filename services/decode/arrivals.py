@@ -1,6 +1,7 @@
 """KV of prompts that are still computed elsewhere, as it arrives: the decode worker's side of a streaming hand-off.
 
     KvPart ─► blocks taken ─► pulled ─► set aside: the worker's own, until somebody else needs the memory ─► the next part …
+    KvPromise ─► likewise, pulled once the owner's step has run: a thread notices, and the owner needs to send no KvPart
                   KvReady ─► what KvReady names, too, becomes the sequence's; the rest of the KV is pulled as always
     KvWithdrawn, Cancel, owner lost, fenced, drain, silence ─► the copy is given up ─► all blocks free
 
@@ -12,10 +13,8 @@ bounded part of the pool, and leaves a block to every sequence.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Iterable
 
 import anyio
 
@@ -28,10 +27,13 @@ from common.engine.timeline import Event
 from common.protocol.errors import Cancelled, PenstockError
 from common.protocol.handles import GroupBlocks, WorkerRef
 from common.protocol.messages import KvReady, ReleaseLease
-from common.protocol.stream_messages import MAX_PART_BLOCKS, KvPart
+from common.protocol.stream_messages import MAX_PART_BLOCKS, KvPart, KvPromise, KvWatched
 from common.runtime import logs
+from common.transfer.awaited import Awaited
 from common.transfer.base import LocalBlocks, RemoteBlocks
-from common.transfer.transfer import Transfer
+from common.transfer.transfer import MAX_AWAITING
+from services.decode.arrival import MAX_TOLD as MAX_TOLD
+from services.decode.arrival import Arrival, Block, Told
 from services.decode.kv_source import Reader, is_known, way_to
 
 log = logs.get("decode")
@@ -40,65 +42,8 @@ SILENT_S = 30.0
 """Seconds without a part after which a stream is given up."""
 MAX_WRITTEN_SHARE = 8
 """One copy of a stream writes at most this part of a cache group's blocks: nobody else can have them before it has ended."""
-MAX_TOLD = 8
-"""The latest parts of a stream that the request's timeline tells of."""
 MAX_ENDED = 4096
 """Streams that are remembered as over, so that a late part does not begin them anew."""
-
-
-@dataclass(slots=True)
-class _Block:
-    """One that is being copied (`arrived.is_owned`), or was. `source`: the owner's block and its generation."""
-
-    arrived: ArrivedBlock
-    source: tuple[int, int]
-
-
-class _Told(NamedTuple):
-    """Blocks of one cache group that can be copied, and when a part said so."""
-
-    theirs: GroupBlocks
-    heard_at: float
-
-
-@dataclass(slots=True, eq=False)
-class Arrival:
-    """One stream. `prompt`: the tokens that came with its parts. `groups`: of each cache group, blocks by their index in the
-    block table. `taken`: of each group, the indices of those that are a sequence's. `early_bytes`: of the sequence's KV, what
-    had been copied before KvReady came. `is_over`: nothing more is copied for it. `copies`: the latest, for the timeline.
-    `num_unread`: parts whose tokens have not been looked at."""
-
-    name: str
-    request: str
-    attempt: int
-    owner: WorkerRef
-    lease: str
-    fingerprint: str
-    began_at: float
-    heard_at: float
-    prompt: KnownTokens
-    groups: list[dict[int, _Block]]
-    taken: list[set[int]]
-    hashes: dict[int, bytes] = field(default_factory=dict)
-    todo: deque[_Told] = field(default_factory=deque)
-    copies: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_TOLD))
-    transfer: Transfer | None = None
-    idle: anyio.Event | None = None
-    is_over: bool = False
-    num_parts: int = 0
-    num_unread: int = 0
-    early_bytes: int = 0
-
-    async def settled(self) -> None:
-        """Wait until nothing is written into its blocks any more."""
-        with anyio.CancelScope(shield=True):
-            while self.idle is not None:
-                await self.idle.wait()
-
-    @property
-    def facts(self) -> tuple[tuple[str, int], ...]:
-        """What a request's timeline says of its stream."""
-        return (("streamed_bytes", self.early_bytes), ("streamed_parts", self.num_parts))
 
 
 class Arrivals:
@@ -109,6 +54,7 @@ class Arrivals:
         self._max_streams = max_streams
         self._arrivals: dict[str, Arrival] = {}
         self._ended: dict[str, None] = {}
+        self._num_awaiting = 0
 
     def __len__(self) -> int:
         return len(self._arrivals)
@@ -118,21 +64,41 @@ class Arrivals:
         """Those to renew, with their owners."""
         return [(one.lease, one.owner) for one in self._arrivals.values()]
 
-    def on_part(self, part: KvPart) -> None:
-        """Copy what a part names, in the background. What can't be is left to KvReady."""
+    def on_promise(self, promise: KvPromise) -> None:
+        """Copy what a part names as soon as the owner's step has run, if that can be seen from here."""
+        part = promise.part
+        if self._num_awaiting >= MAX_AWAITING:
+            return
+        known = self._arrivals.get(part.stream)
+        progress = None if known is None else known.progress
+        progress = progress or self._progress_of(part.owner, part.fingerprint)
+        if progress is None or promise.step <= 0:
+            return
+        due_at = time.perf_counter() + max(0, promise.due_us) / 1e6
+        if self.on_part(part, promise.step, due_at):
+            arrival = self._arrivals[part.stream]
+            if arrival.progress is None:
+                self._worker.send(part.owner, KvWatched(holder=self._worker.ref, streams=[part.stream]))
+            arrival.progress = progress
+
+    def on_part(self, part: KvPart, step: int = 0, due_at: float = 0.0) -> bool:
+        """Copy what a part names, in the background. What can't be is left to KvReady. Returns whether anything can.
+
+        step, due_at: see `Told`.
+        """
         worker, arrival = self._worker, self._arrivals.get(part.stream)
         if part.stream in self._ended:
-            return
+            return False
         if not self._is_sound(part):
             log.warning("kv_part_refused", request=part.request, owner=part.owner.id, start=part.start)
-            return
+            return False
         if arrival is None:
             is_ours = is_known(worker, part.owner) and part.fingerprint == worker.engine.runner.fingerprint
             if not is_ours or len(self) >= self._max_streams:
-                return
+                return False
             self._end([one for one in self._arrivals.values() if one.request == part.request and one.attempt < part.attempt])
             now = worker.clock()
-            groups: list[dict[int, _Block]] = [{} for _ in worker.cache.pool.groups]
+            groups: list[dict[int, Block]] = [{} for _ in worker.cache.pool.groups]
             taken: list[set[int]] = [set() for _ in groups]
             prompt = KnownTokens(
                 block_tokens=worker.cache.block_tokens,
@@ -149,17 +115,20 @@ class Arrivals:
             arrival.attempt,
             arrival.lease,
         ):
-            return
+            return False
+        if not step and part.start + len(part.hashes) >= arrival.awaited_end and arrival.transfer is not None:
+            arrival.transfer.hurry()
         arrival.heard_at = worker.clock()
         arrival.num_parts += 1
         arrival.hashes.update(enumerate(part.hashes, part.start))
         if not arrival.is_over:
-            arrival.todo.extend(_Told(theirs, arrival.heard_at) for theirs in part.groups)
+            arrival.todo.extend(Told(theirs, arrival.heard_at, step, due_at) for theirs in part.groups)
             if arrival.idle is None:
                 arrival.idle = anyio.Event()
                 worker.task_group.start_soon(self._copy, arrival)
         arrival.num_unread += 1
         worker.task_group.start_soon(self._read, arrival, part)  # while the copy runs
+        return True
 
     def withdraw(self, owner: WorkerRef, streams: Iterable[str]) -> None:
         """The prefill worker won't hand these off to us."""
@@ -233,6 +202,8 @@ class Arrivals:
     def take(self, arrival: Arrival, arrived: Arrived) -> None:
         """The sequence was admitted with what `arrived` still holds: the stream is over, and all other blocks of it free."""
         self._forget(arrival)
+        if arrival.transfer is not None:
+            arrival.transfer.hurry()  # the prompt is computed, so no step need be waited for
         for index, (mine, group) in enumerate(zip(arrived, self._worker.engine.groups, strict=True)):
             arrival.taken[index].update(mine)
             arrival.early_bytes += sum(not one.is_owned for one in mine.values()) * group.segment.block_bytes
@@ -250,7 +221,7 @@ class Arrivals:
         """Copy what is to do, one piece of a group at a time."""
         try:
             while arrival.todo and not arrival.is_over:
-                await self._copy_blocks(arrival, *arrival.todo.popleft())
+                await self._copy_blocks(arrival, arrival.todo.popleft())
         except Cancelled:
             pass
         except PenstockError as error:
@@ -263,9 +234,9 @@ class Arrivals:
             if idle is not None:
                 idle.set()
 
-    async def _copy_blocks(self, arrival: Arrival, theirs: GroupBlocks, heard_at: float) -> None:
+    async def _copy_blocks(self, arrival: Arrival, told: Told) -> None:
         """:raises StaleHandle, TransportUnavailable, Cancelled: what has not been copied is not among the blocks any more."""
-        worker, cache = self._worker, self._worker.cache
+        worker, cache, theirs = self._worker, self._worker.cache, told.theirs
         owner, transport = await way_to(worker, arrival.owner, arrival.fingerprint, arrival.lease)
         pool, mine = cache.pool.groups[theirs.group].pool, arrival.groups[theirs.group]
         size, first = max(1, pool.num_blocks // MAX_WRITTEN_SHARE), theirs.start // cache.block_tokens
@@ -276,24 +247,48 @@ class Arrivals:
         for start in range(0, len(lacking), size):
             part = lacking[start : start + size]
             room = pool.available - pool.num_aside - worker.scheduler.num_held - 1  # each sequence may need a block next
+            if told.step:
+                room //= 2  # these blocks are kept from others for as long as the step takes
             if arrival.is_over or len(part) > room:
                 return
             taken = pool.allocate(len(part))
             generations = pool.generations_of(taken)
             for i, block, generation in zip(part, taken, generations, strict=True):
                 source_block = (theirs.blocks[i], theirs.generations[i])
-                mine[first + i] = _Block(ArrivedBlock(block, generation, is_owned=True), source_block)
-            transfer = arrival.transfer = transport.pull(source.pick(part), LocalBlocks(memory, taken))
+                mine[first + i] = Block(ArrivedBlock(block, generation, is_owned=True), source_block)
+            after = self._awaited(arrival, told)
+            transfer = arrival.transfer = transport.pull(source.pick(part), LocalBlocks(memory, taken), after)
+            arrival.awaited_end = first + part[-1] + 1
             is_copied, began_at = False, worker.clock()
+            self._num_awaiting += after is not None
             try:
                 await transfer
                 is_copied = True
             finally:
                 arrival.transfer = None
+                self._num_awaiting -= after is not None
                 self._written(arrival, theirs.group, [first + i for i in part], is_copied)
-            times = transfer.facts(waited_s=began_at - heard_at)
-            copied = Event("part", heard_at, worker.clock(), len(part) * cache.block_tokens, arrival.owner.id, facts=times)
+            times = transfer.facts(waited_s=began_at - told.heard_at)
+            copied = Event("part", told.heard_at, worker.clock(), len(part) * cache.block_tokens, arrival.owner.id, facts=times)
             arrival.copies.append(copied)
+
+    def _progress_of(self, ref: WorkerRef, fingerprint: str) -> Callable[[], int] | None:
+        """Return what reads a prefill worker's progress; None: it is not to be seen from here."""
+        worker, owner = self._worker, self._worker.registry.get(ref.id)
+        if owner is None or owner.worker != ref or fingerprint != worker.engine.runner.fingerprint:
+            return None
+        if worker.remote.transport_to(owner, worker.transport, worker.host, "") is not worker.transport:
+            return None
+        return worker.transport.progress_of(owner.host, owner.segment, fingerprint)
+
+    def _awaited(self, arrival: Arrival, told: Told) -> Awaited | None:
+        """Return what a copy has to wait for; None: nothing, as far as is known already."""
+        if not told.step:
+            return None
+        assert arrival.progress is not None
+        if arrival.progress() >= told.step:
+            return None
+        return Awaited(told.step, arrival.progress, told.due_at)
 
     def _is_here(self, arrival: Arrival, theirs: GroupBlocks, i: int) -> bool:
         """Whether this worker's own cache has the block: it need not be copied, unless it is evicted before KvReady."""

@@ -3,7 +3,7 @@
 The life of a request here:
 
     PrefillTask ─► admitted ─► prefix copied from the kvstore ─► chunks ─► first token ─► TokenFrames to the gateway
-                                                                 └ behind all but the last: KvPart to decode (`streams`)
+                                                                 └ with each: KvPromise or KvPart to decode (`streams`)
         ─► KvReady to decode ─ Accepted ─► HandedOff; blocks leased until decode releases them or stops renewing
                              └ refused ──► HandoffFailed; parked with its blocks until Redirect, Cancel or lease end
 
@@ -42,12 +42,14 @@ from common.protocol.messages import (
     ReleaseLease,
     RenewLeases,
 )
+from common.protocol.stream_messages import KvWatched
 from common.protocol.transfer_messages import StageLeased, UnstageBlocks
 from common.runtime import logs
 from common.runtime.actor import WorkerState
 from common.runtime.bus import Bus
 from common.runtime.lease_metrics import LeaseMetrics
 from common.runtime.leases import LeaseTable
+from common.transfer.fence import memory_fence
 from common.worker.actor import EngineWorker, OpenEngine
 from services.prefill.config import PrefillConfig
 from services.prefill.scheduler import PrefillScheduler
@@ -84,6 +86,19 @@ class PrefillActor(EngineWorker):
             max_context=self.engine.runner.max_context,
         )
 
+    async def start(self) -> None:
+        await super().start()
+        self.loop.launched = self.launched
+        if not self.engine.tell_progress():
+            progress, fence = self.engine.segment.progress, memory_fence()
+
+            def ran(plan: StepPlan) -> None:
+                if plan.step:  # a probe has none
+                    fence()  # what the step has written comes before the word that says so
+                    progress[0] = plan.step
+
+            self._threads.ran = ran
+
     @property
     def num_obligations(self) -> int:
         return len(self.held) + len(self.leases)
@@ -104,6 +119,8 @@ class PrefillActor(EngineWorker):
             case ReleaseLease():
                 for lease in message.leases:
                     self.end_lease(lease)
+            case KvWatched():
+                self.streams.watched(message.holder, message.streams)
             case RenewLeases():
                 self.leases.renew(message.holder, message.leases, self.clock())
             case Redirect():
@@ -138,6 +155,17 @@ class PrefillActor(EngineWorker):
         advanced = self.scheduler.advanced
         self.traces.committed()
         return lambda: self.report(done, advanced)
+
+    def launched(self, plan: StepPlan, due_s: float) -> None:
+        """A step is on its way: what it will have computed of prompts is promised to decode workers."""
+        for sequence, row in zip(self.scheduler.planned(plan.step), plan.rows, strict=False):
+            decode = self.decode_for.get(sequence.request)
+            if decode is not None and self.is_held(sequence) and sequence.num_steps:
+                self.streams.promise(sequence, decode, row.start + len(row.tokens), plan.step, due_s)
+
+    def step_failed(self) -> None:
+        super().step_failed()
+        self.streams.step_failed()
 
     def report(self, news: list[Sequence], advanced: list[Sequence]) -> None:
         """First tokens and what was read go to their gateways, and KV to the decode workers: of `advanced`, which are not at
@@ -199,7 +227,6 @@ class PrefillActor(EngineWorker):
 
     async def hand_off(self, sequence: Sequence) -> None:
         """Lease the blocks to the decode worker and ask it to take the request."""
-        await self._outbox.passed()  # the first token, and what is copied meanwhile, are on their way before KvReady is made
         decode = self.decode_for.get(sequence.request)
         if decode is None or self.parked.get(sequence.request) is not sequence:
             return

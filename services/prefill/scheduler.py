@@ -150,6 +150,11 @@ class PrefillScheduler:
             sequence.planned_step = self._step
         return StepPlan(step=self._step, rows=rows)
 
+    def planned(self, step: int) -> list[Sequence]:
+        """Return whose rows a step in flight computes, in their order; nobody's if it is none."""
+        index = len(self._flights) - 1 - (self._step - step)
+        return self._flights[index] if 0 <= index < len(self._flights) else []
+
     def _may_decode(self, sequence: Sequence) -> bool:
         """Whether a kept sequence has a token to go on from: the last one, or what the step just before samples."""
         if sequence not in self._kept or sequence.num_unplanned != 1 or not sequence.is_ready or sequence.cancelled:

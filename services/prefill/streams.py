@@ -1,7 +1,9 @@
 """KV of prompts that are still computed, told to decode workers chunk by chunk: the prefill side of a streaming hand-off.
 
-    chunk committed, more to come ─► KvPart: its full blocks, leased from now on ─► … ─► the last: KvPart, KvReady, same lease
-    dropped, refused, lease over  ─► KvWithdrawn; the lease ends, and what is still to be handed off is handed off whole
+    chunk submitted  ─► KvPromise: the full blocks that it will have filled, leased from now on
+                        └ KvWatched: the decode worker copies them when the step has run; KvParts are not needed
+    chunk committed  ─► else KvPart: its full blocks ─► … ─► the last: KvPart, KvReady, same lease
+    dropped, refused, lease over, a step failed ─► KvWithdrawn; the lease ends; what is still handed off is handed off whole
 
 A group that keeps a window takes part with the blocks that KvReady will name, not with those that will have fallen out by then.
 Blocks that were told do not change: a sequence's full blocks stay in its tables until the group lets go of them, and `rewind`
@@ -10,7 +12,7 @@ goes back to computed KV. With `kv_transfer nixl` a part waits for its checksums
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,7 +27,7 @@ from common.engine.sequence_cache import SequenceCache
 from common.engine.timeline import Event
 from common.protocol.handles import GroupBlocks, WorkerRef, new_lease
 from common.protocol.messages import Message
-from common.protocol.stream_messages import MAX_PART_BLOCKS, KvPart, KvWithdrawn
+from common.protocol.stream_messages import MAX_PART_BLOCKS, KvPart, KvPromise, KvWithdrawn
 from common.runtime.leases import LeaseTable
 from common.worker.remote_kv import RemoteKv
 
@@ -44,15 +46,19 @@ class Leased:
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """`num_blocks`: of the block table that have been told. `checksums`: of each group's blocks, by block, where they are
-    needed. `is_over`: the decode worker is told nothing more."""
+    """`num_blocks`: of the block table that parts have told. `num_leased`: that parts or promises have. `checksums`: of each
+    group's blocks, by block, where they are needed. `promised_at`: when the first so many blocks were promised, until a commit
+    follows. `is_watched`: the decode worker needs no parts for what was promised. `is_over`: it is told nothing more."""
 
     name: str
     lease: str
     decode: WorkerRef
     leased: Leased
     num_blocks: int = 0
+    num_leased: int = 0
     checksums: list[dict[int, int]] = field(default_factory=list)
+    promised_at: dict[int, float] = field(default_factory=dict)
+    is_watched: bool = False
     is_over: bool = False
 
 
@@ -81,36 +87,43 @@ class Streams:
     def __len__(self) -> int:
         return len(self._streams)
 
+    def promise(self, sequence: Sequence, decode: WorkerRef, end: int, step: int, due_s: float) -> None:
+        """A step computes a prompt's tokens up to `end`, and has not ended: tell the decode worker what will be readable then.
+
+        step: by which number the segment will say that it has run. due_s: in how many seconds that is expected.
+        """
+        if self._worker.remote.has_checksums:
+            return  # there are none before there is KV
+        stream = self._streams.get(sequence) or self._new(sequence, decode)
+        is_only = stream.num_leased == 0 and end >= len(sequence.tokens)
+        if stream.is_over or stream.decode != decode or (is_only and end < MIN_ONLY_PART_TOKENS):
+            return
+        parts = self._leased(sequence, stream, end // self._worker.cache.block_tokens)
+        for part in parts:
+            self._worker.send(decode, KvPromise(part=part, step=step, due_us=round(1e6 * due_s)))
+        if parts:
+            stream.promised_at[stream.num_leased] = self._worker.clock()
+
     def advance(self, sequence: Sequence, decode: WorkerRef) -> None:
         """A chunk of a prompt was committed, and is not its last: tell the decode worker what is readable now."""
-        worker, stream = self._worker, self._streams.get(sequence)
-        if stream is None:
-            if sequence.sampling.max_tokens <= sequence.num_outputs + 1:
-                return  # it ends with its first token here
-            groups: list[list[int]] = [[] for _ in worker.pool.groups]
-            stream = Stream(new_lease(), new_lease(), decode, Leased(sequence.request, sequence.attempt, groups))
-            stream.checksums = [{} for _ in groups]
-        begin, end = stream.num_blocks, sequence.num_computed // worker.cache.block_tokens
-        parts = [] if stream.is_over else list(self._parts(sequence, stream, begin, end))
-        if not parts:
-            return
-        if sequence not in self._streams:
-            worker.leases.grant(stream.lease, decode, stream.leased, worker.clock())
-            self._streams[sequence] = self._by_lease[stream.lease] = stream
-        stream.num_blocks = end
+        stream = self._streams.get(sequence) or self._new(sequence, decode)
+        end = sequence.num_computed // self._worker.cache.block_tokens
+        promised = min(end, stream.num_leased)
+        parts: list[KvPart] = []
+        if not (stream.is_over or stream.is_watched):
+            parts += self._parts(sequence, stream, stream.num_blocks, promised)
+        parts += self._leased(sequence, stream, end)
+        begin, stream.num_blocks, told_at = stream.num_blocks, end, stream.promised_at.pop(end, None)
         for part in parts:
-            tables: list[list[int]] = [[] for _ in worker.pool.groups]
-            for blocks in part.groups:
-                tables[blocks.group] = blocks.blocks
-                stream.leased.tables[blocks.group].extend(blocks.blocks)
-            worker.pool.lease(tables)
-            if worker.remote.has_checksums:
-                worker.task_group.start_soon(self._send_checked, stream, part)
+            if self._worker.remote.has_checksums:
+                self._worker.task_group.start_soon(self._send_checked, stream, part)
             else:
-                worker.send(decode, part)
-        if sequence.timeline is not None:
-            now, num_tokens = worker.clock(), (end - begin) * worker.cache.block_tokens
-            sequence.timeline.note(Event("part", now, now, num_tokens, decode.id))
+                self._worker.send(stream.decode, part)
+        if parts or told_at is not None:
+            told_at = self._worker.clock() if parts or told_at is None else told_at
+            if sequence.timeline is not None:
+                num_tokens = (end - begin) * self._worker.cache.block_tokens
+                sequence.timeline.note(Event("part", told_at, told_at, num_tokens, stream.decode.id))
 
     def advance_last(self, sequence: Sequence, decode: WorkerRef) -> None:
         """The last chunk was committed, and KvReady is about to be made: the decode worker copies meanwhile what it will name.
@@ -121,6 +134,18 @@ class Streams:
         is_worth_it = sequence.num_computed >= MIN_ONLY_PART_TOKENS if stream is None else stream.decode == decode
         if is_worth_it and not self._worker.remote.has_checksums:
             self.advance(sequence, decode)
+
+    def watched(self, holder: WorkerRef, streams: Iterable[str]) -> None:
+        """The decode worker `holder` copies what it is promised of these when it is there."""
+        for stream in self._by_lease.values():
+            if stream.decode == holder and stream.name in streams:
+                stream.is_watched = True
+
+    def step_failed(self) -> None:
+        """What was promised of steps that have not been committed is not there, and later ones may say they have run."""
+        for stream in list(self._streams.values()):
+            if stream.num_leased > stream.num_blocks:
+                self._over(stream)
 
     def finish(self, sequence: Sequence, decode: WorkerRef) -> Stream | None:
         """The prompt is computed, and is handed off to `decode`: return its stream, whose lease is the caller's from now on."""
@@ -155,6 +180,32 @@ class Streams:
         """All leases have ended, and nobody knows this life of the worker any more."""
         self._streams.clear()
         self._by_lease.clear()
+
+    def _new(self, sequence: Sequence, decode: WorkerRef) -> Stream:
+        """Return a stream that nobody knows of before `_leased` has something to tell."""
+        groups: list[list[int]] = [[] for _ in self._worker.pool.groups]
+        leased = Leased(sequence.request, sequence.attempt, groups)
+        # one that ends with its first token here is not streamed
+        is_over = sequence.sampling.max_tokens <= sequence.num_outputs + 1
+        return Stream(new_lease(), new_lease(), decode, leased, checksums=[{} for _ in groups], is_over=is_over)
+
+    def _leased(self, sequence: Sequence, stream: Stream, end: int) -> list[KvPart]:
+        """Return what is new of the first `end` blocks, as parts whose blocks are leased from now on."""
+        worker = self._worker
+        parts = [] if stream.is_over else list(self._parts(sequence, stream, stream.num_leased, end))
+        if not parts:
+            return []
+        if sequence not in self._streams:
+            worker.leases.grant(stream.lease, stream.decode, stream.leased, worker.clock())
+            self._streams[sequence] = self._by_lease[stream.lease] = stream
+        stream.num_leased = end
+        for part in parts:
+            tables: list[list[int]] = [[] for _ in worker.pool.groups]
+            for blocks in part.groups:
+                tables[blocks.group] = blocks.blocks
+                stream.leased.tables[blocks.group].extend(blocks.blocks)
+            worker.pool.lease(tables)
+        return parts
 
     def _over(self, stream: Stream) -> None:
         if not stream.is_over:

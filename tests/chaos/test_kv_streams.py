@@ -25,6 +25,7 @@ from common.protocol.handles import GroupBlocks
 from common.protocol.messages import Cancel, KvReady, Message, ReleaseLease, RenewLeases
 from common.protocol.stream_messages import KvPart, KvWithdrawn
 from common.runtime.bus import BusMessage
+from common.transfer.awaited import Awaited
 from common.transfer.blocks import LocalBlocks, RemoteBlocks
 from common.transfer.transfer import Transfer
 from services.decode.actor import DecodeActor
@@ -625,10 +626,10 @@ def test_a_copy_that_fails_is_tried_again_behind_the_prompt(
         (decode,) = actors(world, DecodeActor)
         pull, count = decode.transport.pull, [0]
 
-        def failing(source: RemoteBlocks, target: LocalBlocks) -> Transfer:
+        def failing(source: RemoteBlocks, target: LocalBlocks, after: Awaited | None = None) -> Transfer:
             count[0] += 1
             if count[0] != nth + 1:
-                return pull(source, target)
+                return pull(source, target, after)
             transfer = Sometimes(decode.transport.read, source, target)
             transfer.error = error
             return transfer

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import msgspec
 import numpy as np
 import pytest
@@ -20,14 +21,16 @@ from common.cache.retention import KEEP_ALL, Retention
 from common.engine.layer_group import LayerGroup
 from common.engine.load import open as opening
 from common.engine.settings import EngineServiceConfig
-from common.protocol.errors import StaleHandle, TransportUnavailable
+from common.protocol.errors import Cancelled, StaleHandle, TransportUnavailable
 from common.runtime.metrics import Metrics
 from common.transfer import cuda_ipc
-from common.transfer.base import RemoteBlocks
+from common.transfer.awaited import Awaited
+from common.transfer.base import LocalBlocks, RemoteBlocks
 from common.transfer.block_memory import HostBlocks
 from common.transfer.cuda_ipc import CudaDriver, LocalTransport, export_pool
 from common.transfer.segment import Segment
 from common.transfer.shm import ShmTransport
+from common.transfer.transfer import Transfer
 from common.worker.store_client import StoreClient
 
 BLOCK = (2, 2, 4, 1, 8)  # layers, K and V, tokens, heads, head_dim
@@ -382,3 +385,113 @@ def test_another_process_memory_is_read(tmp_path: Path, device: int, monkeypatch
         transport.close()
         owner.stdin.close()
     assert owner.returncode == 0
+
+
+_PROMISING_OWNER = """
+import sys, torch
+from common.engine.gpu.progress import open_progress
+from common.transfer.cuda_ipc import export_pool
+from common.transfer.segment import Segment
+pool = torch.zeros(6, 1024, dtype=torch.float32, device="cuda:0")
+segment = Segment.create(
+    sys.argv[1], "theirs", num_blocks=6, block_bytes=4096, fingerprint="m", device_memory=export_pool(pool)
+)
+progress = open_progress(segment.progress, pool.device)
+work = torch.randn(8192, 8192, device="cuda:0")
+torch.cuda.synchronize()
+print("pinned" if progress is not None else "not pinned", flush=True)
+for step, line in enumerate(sys.stdin, 1):
+    if line == "die\\n":
+        import os, signal
+        os.kill(os.getpid(), signal.SIGKILL)
+    for _ in range(10):
+        work = torch.mm(work, work).clamp_(-1, 1)  # the step takes a while
+    pool.fill_(step)
+    progress.write(step)
+    print("launched", flush=True)
+progress.close()
+segment.close()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("device", range(2))
+async def test_the_gpu_says_itself_that_its_step_has_run(tmp_path: Path, device: int) -> None:
+    if device >= torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    command = [sys.executable, "-c", _PROMISING_OWNER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdin is not None and owner.stdout is not None
+        assert owner.stdout.readline() == "pinned\n"
+        mine = torch.zeros(4, 1024, device=f"cuda:{device}")
+        transport = LocalTransport(str(tmp_path))
+        transport.attach({"m": mine})
+        ran = transport.progress_of(transport.host, "theirs", "m")
+        assert ran is not None and ran() == 0
+        for step in range(1, 20):
+            transfer = transport.pull(
+                remote(transport, [5, 2, 3], [0, 0, 0]),
+                LocalBlocks(NOTHING, [0, 3, 1]),
+                Awaited(step, ran, time.perf_counter()),
+            )
+            async with anyio.create_task_group() as group:
+                group.start_soon(_awaiting, transfer)
+                await anyio.sleep(0.002)
+                print("go", file=owner.stdin, flush=True)
+            assert ran() == step
+            assert (mine.cpu()[[0, 3, 1]] == step).all(), "what the step wrote is there, and what it wrote last"
+        waits = Awaited(20, ran, time.perf_counter())
+        transfer = transport.pull(remote(transport, [1], [0]), LocalBlocks(NOTHING, [0]), waits)
+        async with anyio.create_task_group() as group:
+            group.start_soon(_given_up, transfer)
+            print("die", file=owner.stdin, flush=True)
+            await anyio.sleep(0.2)
+            await transfer.cancel()
+        transport.close()
+
+
+async def _awaiting(transfer: Transfer) -> None:
+    await transfer
+
+
+async def _given_up(transfer: Transfer) -> None:
+    with pytest.raises(Cancelled):
+        await transfer
+
+
+async def test_what_a_promise_names_is_got_ready_and_copied_when_the_word_says_so(
+    transport: LocalTransport, segment: Segment, theirs: torch.Tensor, mine: torch.Tensor, driver: HostDriver
+) -> None:
+    ran = transport.progress_of(transport.host, "theirs", "m")
+    assert ran is not None and transport.progress_of("elsewhere", "theirs", "m") is None
+    assert transport.progress_of(transport.host, "nobody's", "m") is None
+    blocks = LocalBlocks(NOTHING, [0, 1])
+    transfer = transport.pull(remote(transport, [2, 4], [0, 0]), blocks, Awaited(3, ran, time.perf_counter()))
+    async with anyio.create_task_group() as group:
+        group.start_soon(_awaiting, transfer)
+        with anyio.fail_after(10):
+            while not driver.opened:
+                await anyio.sleep(0.001)
+        segment.progress[0] = 2
+        await anyio.sleep(0.02)
+        assert mine.isnan().all(), "nothing is copied before the step has run"
+        theirs[2] = 7.0
+        segment.progress[0] = 3
+    assert torch.equal(mine[:2], theirs[[2, 4]]) and (mine[0] == 7.0).all()
+
+
+async def test_a_promised_block_that_is_reused_meanwhile_is_stale(transport: LocalTransport, segment: Segment) -> None:
+    ran = transport.progress_of(transport.host, "theirs", "m")
+    assert ran is not None
+    transfer = transport.pull(remote(transport, [2], [0]), LocalBlocks(NOTHING, [0]), Awaited(1, ran, time.perf_counter()))
+    async with anyio.create_task_group() as group:
+        group.start_soon(_bump, segment)
+        with pytest.raises(StaleHandle):
+            await transfer
+
+
+async def _bump(segment: Segment) -> None:
+    await anyio.sleep(0.02)
+    segment.generations[2] += 1
+    segment.progress[0] = 1

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 
 from common.engine.gpu.block_tables import MAX_CHANGE_BYTES, BlockTables, max_table_ids
@@ -25,6 +26,7 @@ from common.engine.gpu.graphs import PADDING, ShapeTable, StepGraph, exact_shape
 from common.engine.gpu.lookup import DeviceLookup, LookupReport
 from common.engine.gpu.open_rows import OPEN_WARM_UP, open_rows_of
 from common.engine.gpu.pinned import to_device
+from common.engine.gpu.progress import DeviceProgress, open_progress
 from common.engine.gpu.prompt_plans import run_prompts, with_prompt_kernel
 from common.engine.gpu.reading import places_read, read_rows
 from common.engine.gpu.sampling import DeviceSampler
@@ -121,6 +123,7 @@ class DeviceRunner:
         self._states = self._no_states = torch.empty(0)
         self._last: DeviceStep | None = None
         self._lookup: DeviceLookup | None = None
+        self._progress: DeviceProgress | None = None
         self._no_proposals = torch.zeros(1, MAX_PROPOSAL, dtype=torch.int32, device=self._device)
         if self._on_gpu:
             torch.cuda.synchronize(self._device)  # what was made above was made on another stream
@@ -161,6 +164,8 @@ class DeviceRunner:
             looked_up = self._settle(rows, packed, shape)
             read = places_read(rows, packed, self._device) if is_read else None
             logits = self._forward(shape, _device_rows(packed), read) if graph is None else graph.replay()
+            if self._progress is not None and plan.step:  # a probe has none
+                self._progress.write(plan.step)
             readings = read_rows(self.decoder, rows, self._states) if is_read else ()
             self._states = self._no_states
             logprobs = self._sampler.finish(logits, rows, partial(self._masks, rows)) if special else None
@@ -172,6 +177,12 @@ class DeviceRunner:
                 event.record()
         self._last = DeviceStep(rows, begun, tokens, logprobs, event, readings, looked_up)
         return self._last
+
+    def tell_progress(self, word: np.ndarray) -> Callable[[], None] | None:
+        """From here on the GPU writes the number of each step whose KV is there into `word`, uint64 [1], until what is returned
+        is called. None: it can't."""
+        self._progress = open_progress(word, self._device)
+        return None if self._progress is None else self._progress.close
 
     def look_up(self, max_texts: int) -> None:
         """From here on look up what may follow rows with a `text`, of at most `max_texts` sequences in a step.

@@ -84,7 +84,9 @@ def open_engine(
         if stage is not None:
             stage.close()
         raise
-    return Engine(runner, memory[0], memory[1:], on_gpu=True, identity=identity, files=files, stage=stage)
+    engine = Engine(runner, memory[0], memory[1:], on_gpu=True, identity=identity, files=files, stage=stage)
+    engine.tell = getattr(runner, "tell_progress", engine.tell)
+    return engine
 
 
 def _open_on_cpu(
