@@ -8,7 +8,8 @@ ahead. A copy that held so far goes on as a rule; a text without a match has non
 measured by the length of the match (`hit_rates`), whether it was verified or not.
 
 A text is searched in every step, with no room, while nothing is found in it: that takes microseconds. One in which nothing
-was found for long pauses, and costs nothing; what it grows by meanwhile is sent when it is searched again.
+was found for long pauses, and costs nothing; what it grows by meanwhile is sent when it is searched again. With hundreds of
+rows these microseconds add up to a millisecond or two of each step: then texts pause sooner, and for longer.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ _MAX_NAP = 64
 """Tokens that a text pauses, at first and at most. A copy that begins meanwhile is found so much later."""
 _UNKNOWN_CHANCE = 0.01
 """Of a token behind no match, where all is verified anyway."""
+_MANY_ROWS = 64
+"""Rows from which on texts pause sooner, and for longer, in proportion to their number."""
+_MOST_HASTE = 4.0
 _NONE = -1
 
 
@@ -38,13 +42,13 @@ _NONE = -1
 class _Text:
     """bucket: the class of the match that the next row may go on with, `_NONE` if there is none; ladder: the chances of its
     tokens. planned: the classes of the rows in flight, oldest first, from the first that has one on. idle: tokens since
-    something held; asleep: until a pause ends; nap: how long the next one is. first, later: how the row's own first and later
-    tokens did."""
+    something held, times the haste of the steps; asleep: until a pause ends; nap: how long the next one is. first, later: how
+    the row's own first and later tokens did."""
 
     bucket: int = _NONE
     ladder: list[float] = field(default_factory=list)
     planned: deque[int] = field(default_factory=deque)
-    idle: int = 0
+    idle: float = 0.0
     asleep: int = 0
     nap: int = _FIRST_NAP
     first: Record = field(default_factory=Record)
@@ -60,6 +64,11 @@ class DeviceLookup:
         self.policy = policy
         self._first, self._later = HitRates(), HitRates()
         self._texts: dict[str, _Text] = {}
+        self._haste = 1.0
+
+    def begin_step(self, num_rows: int) -> None:
+        """A step with `num_rows` decoding rows is about to be planned."""
+        self._haste = min(max(1.0, num_rows / _MANY_ROWS), _MOST_HASTE)
 
     def open(self, sequence: Sequence) -> None:
         self._texts[sequence.request] = _Text()
@@ -112,7 +121,7 @@ class DeviceLookup:
         for place in range(1, min(len(came), len(found.tokens), hits + 1)):
             self._later.record(self._bucket(found, place, place), place < hits, text.later)
         if hits and hits == min(len(came), len(found.tokens)):
-            text.idle, text.nap = 0, _FIRST_NAP
+            text.idle, text.nap = 0.0, _FIRST_NAP
             self._expect(text, self._bucket(found, hits, 0), found.length + hits)
             return
         self._expect(text, _NONE, 0)
@@ -120,9 +129,11 @@ class DeviceLookup:
 
     def _idle(self, text: _Text, num_tokens: int) -> None:
         """Nothing held for so many tokens more."""
-        text.idle += num_tokens
+        text.idle += num_tokens * self._haste
         if text.idle >= _PATIENCE and not self.policy.always:
-            text.idle, text.asleep, text.nap = 0, text.nap, min(2 * text.nap, _MAX_NAP)
+            text.idle = _PATIENCE / 2  # behind a pause it is searched for half as long
+            text.asleep = int(text.nap * self._haste)
+            text.nap = min(2 * text.nap, _MAX_NAP)
 
     def _bucket(self, found: LookedUp, num_more: int, place: int) -> int:
         """Return the class of a match that has gone on for `num_more` tokens, for the token at that place of a proposal: behind

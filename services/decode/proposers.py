@@ -120,6 +120,8 @@ class Proposers:
         others: dict[str, float] = {}
         limit = self.policy.max_tokens
         device = self.on_device
+        if device is not None:
+            device.begin_step(len(decoding))
         for sequence in decoding if (self.drafters or device is not None) and limit else ():
             row = self._rows.get(sequence.request)
             if row is None:

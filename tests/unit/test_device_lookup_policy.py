@@ -12,7 +12,6 @@ from common.engine.plan import LookedUp
 from common.engine.sequence import Sequence
 from common.engine.simulated.runner import TokenRule
 from common.protocol.draft_messages import DraftRow, Proposals
-from services.decode import device_lookup
 from services.decode.device_lookup import DeviceLookup
 from services.decode.proposers import DRAFT_WORKER, Proposers
 from services.decode.scheduler import Progress
@@ -143,20 +142,25 @@ def test_matches_that_lead_elsewhere_lose_their_chance() -> None:
     assert rooms[-1] == 0
 
 
-def test_a_text_without_matches_pauses_and_is_searched_again() -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "patience", "share", "longest"), [(1, 64, 0.4, 64), (64, 64, 0.4, 64), (256, 16, 0.06, 256)]
+)
+def test_a_text_without_matches_pauses_and_is_searched_again(num_rows: int, patience: int, share: float, longest: int) -> None:
+    """Where there are many rows it pauses sooner, and for longer."""
     proposers = looking_up()
     s = sequence("a", [1, 2, 3], max_tokens=10_000)
+    others = [sequence(f"b{index}", [1, 2, 3], max_tokens=10) for index in range(num_rows - 1)]
     proposers.open(s)
     awake: list[bool] = []
-    for _ in range(600):
-        proposers.begin_step([s])
+    for _ in range(900):
+        proposers.begin_step([s, *others])
         awake.append(proposers.look_up(s, 4) >= 0)
         s.tokens.append(7)
         proposers.record(Progress(s, s.num_outputs - 1, 0, 0, looked_up=NOTHING if awake[-1] else None))
-    assert all(awake[: device_lookup._PATIENCE])
-    assert 0.4 < sum(awake) / len(awake) < 0.7
+    assert all(awake[:patience]) and not awake[patience]
+    assert 0.7 * share < sum(awake) / len(awake) < 1.3 * share
     naps = "".join("x" if one else "." for one in awake).split("x")
-    assert max(map(len, naps)) == device_lookup._MAX_NAP
+    assert max(map(len, naps)) == longest
 
 
 def test_the_better_offer_is_verified() -> None:
