@@ -37,7 +37,8 @@ class KvPart(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class KvPromise(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """prefill → decode: a step was submitted, and `part` is readable once it has run, so not before. Not answered.
+    """prefill → decode: a step was submitted, and `part` is readable once it has run, so not before. Not answered. Its
+    groups name a prompt's last block also if that is not full.
 
     The number of the last step that has run is in the owner's segment: who can read it there copies the blocks as soon as it is
     `step` or higher, and says so with KvWatched. Anyone else forgets the promise, and is sent a KvPart when the step has run.

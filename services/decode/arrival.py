@@ -21,10 +21,12 @@ MAX_TOLD = 8
 
 @dataclass(slots=True)
 class Block:
-    """One that is being copied (`arrived.is_owned`), or was. `source`: the owner's block and its generation."""
+    """One that is being copied (`arrived.is_owned`), or was. `source`: the owner's block and its generation. `is_full`: else it
+    is a prompt's last one, without a hash."""
 
     arrived: ArrivedBlock
     source: tuple[int, int]
+    is_full: bool = True
 
 
 class Told(NamedTuple):

@@ -89,7 +89,7 @@ class Arrivals:
         worker, arrival = self._worker, self._arrivals.get(part.stream)
         if part.stream in self._ended:
             return False
-        if not self._is_sound(part):
+        if not self._is_sound(part, is_promised=step > 0):
             log.warning("kv_part_refused", request=part.request, owner=part.owner.id, start=part.start)
             return False
         if arrival is None:
@@ -190,13 +190,15 @@ class Arrivals:
             first = theirs.start // cache.block_tokens
             named = list(zip(theirs.blocks, theirs.generations, strict=True))
             end = min(len(hashes), first + len(named))
-            arrived.append(
-                {
-                    index: one.arrived
-                    for index, one in mine.items()
-                    if first <= index < end and named[index - first] == one.source and told[index] == hashes[index]
-                }
-            )
+            usable = {
+                index: one.arrived
+                for index, one in mine.items()
+                if first <= index < end and named[index - first] == one.source and one.is_full and told[index] == hashes[index]
+            }
+            tail = mine.get(len(hashes))  # not full, so without a hash: as good as if it were pulled now
+            if tail is not None and not tail.is_full and named[len(hashes) - first :] == [tail.source]:
+                usable[len(hashes)] = tail.arrived
+            arrived.append(usable)
         return arrived
 
     def take(self, arrival: Arrival, arrived: Arrived) -> None:
@@ -255,7 +257,8 @@ class Arrivals:
             generations = pool.generations_of(taken)
             for i, block, generation in zip(part, taken, generations, strict=True):
                 source_block = (theirs.blocks[i], theirs.generations[i])
-                mine[first + i] = Block(ArrivedBlock(block, generation, is_owned=True), source_block)
+                is_full = (first + i + 1) * cache.block_tokens <= theirs.end
+                mine[first + i] = Block(ArrivedBlock(block, generation, is_owned=True), source_block, is_full)
             after = self._awaited(arrival, told)
             transfer = arrival.transfer = transport.pull(source.pick(part), LocalBlocks(memory, taken), after)
             arrival.awaited_end = first + part[-1] + 1
@@ -348,8 +351,9 @@ class Arrivals:
         while len(self._ended) > MAX_ENDED:
             del self._ended[next(iter(self._ended))]
 
-    def _is_sound(self, part: KvPart) -> bool:
-        """Whether a part can be what it says it is; anything else is nobody's KV."""
+    def _is_sound(self, part: KvPart, *, is_promised: bool) -> bool:
+        """Whether a part can be what it says it is; anything else is nobody's KV. Only a promise names a last block that is not
+        full."""
         cache, count = self._worker.cache, len(part.hashes)
         longest = cache.blocks_for(self._worker.engine.runner.max_context)
         if not 0 < count <= MAX_PART_BLOCKS or not 0 <= part.start <= longest - count:
@@ -361,10 +365,12 @@ class Arrivals:
         size, groups = cache.block_tokens, [theirs.group for theirs in part.groups]
         if len(set(groups)) < len(groups) or not set(groups) <= set(range(len(cache.pool.groups))):
             return False
+        end = (part.start + count) * size
         return all(
-            theirs.start % size == theirs.end % size == 0
-            and part.start * size <= theirs.start < theirs.end <= (part.start + count) * size
-            and len(theirs.blocks) == len(theirs.generations) == (theirs.end - theirs.start) // size
+            theirs.start % size == 0
+            and part.start * size <= theirs.start < theirs.end
+            and ((theirs.end <= end and theirs.end % size == 0) or (is_promised and end < theirs.end < end + size))
+            and len(theirs.blocks) == len(theirs.generations) == cache.blocks_for(theirs.end - theirs.start)
             and len(theirs.checksums) in (0, len(theirs.blocks))
             for theirs in part.groups
         )

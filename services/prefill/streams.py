@@ -98,7 +98,8 @@ class Streams:
         is_only = stream.num_leased == 0 and end >= len(sequence.tokens)
         if stream.is_over or stream.decode != decode or (is_only and end < MIN_ONLY_PART_TOKENS):
             return
-        parts = self._leased(sequence, stream, end // self._worker.cache.block_tokens)
+        num_blocks = end // self._worker.cache.block_tokens
+        parts = self._leased(sequence, stream, num_blocks, end if end >= len(sequence.tokens) else 0)
         for part in parts:
             self._worker.send(decode, KvPromise(part=part, step=step, due_us=round(1e6 * due_s)))
         if parts:
@@ -189,10 +190,10 @@ class Streams:
         is_over = sequence.sampling.max_tokens <= sequence.num_outputs + 1
         return Stream(new_lease(), new_lease(), decode, leased, checksums=[{} for _ in groups], is_over=is_over)
 
-    def _leased(self, sequence: Sequence, stream: Stream, end: int) -> list[KvPart]:
-        """Return what is new of the first `end` blocks, as parts whose blocks are leased from now on."""
+    def _leased(self, sequence: Sequence, stream: Stream, end: int, covered: int = 0) -> list[KvPart]:
+        """Return what is new of the first `end` blocks, as parts whose blocks are leased from now on. covered: see `_parts`."""
         worker = self._worker
-        parts = [] if stream.is_over else list(self._parts(sequence, stream, stream.num_leased, end))
+        parts = [] if stream.is_over else list(self._parts(sequence, stream, stream.num_leased, end, covered))
         if not parts:
             return []
         if sequence not in self._streams:
@@ -216,18 +217,22 @@ class Streams:
         del self._streams[sequence]
         self._by_lease.pop(stream.lease, None)
 
-    def _parts(self, sequence: Sequence, stream: Stream, begin: int, end: int) -> Iterator[KvPart]:
-        """The blocks [begin, end) of the block table, as messages of a bounded size, as far as any group sends some of them."""
+    def _parts(self, sequence: Sequence, stream: Stream, begin: int, end: int, covered: int = 0) -> Iterator[KvPart]:
+        """The blocks [begin, end) of the block table, as messages of a bounded size, as far as any group sends some of them.
+
+        covered: the tokens of a whole prompt, whose last block, though it is not full, goes with the others.
+        """
         worker, size = self._worker, self._worker.cache.block_tokens
         hashes = worker.cache.hash(sequence, end * size)
         for start in range(begin, end, MAX_PART_BLOCKS):
             stop = min(end, start + MAX_PART_BLOCKS)
             groups: list[GroupBlocks] = []
+            last = max(covered, stop * size) if stop == end else stop * size
             for index, (group, table) in enumerate(zip(worker.pool.groups, sequence.tables, strict=True)):
                 first = max(start, worker.cache.first_block(index, len(sequence.tokens)))
-                blocks = table[first:stop]
+                blocks = table[first : worker.cache.blocks_for(last)]
                 if blocks and HOLE not in blocks:
-                    groups.append(GroupBlocks(index, blocks, group.pool.generations_of(blocks), first * size, stop * size))
+                    groups.append(GroupBlocks(index, blocks, group.pool.generations_of(blocks), first * size, last))
             if not groups:
                 continue
             yield KvPart(

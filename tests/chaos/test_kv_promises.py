@@ -6,21 +6,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 
 from common.engine.plan import StepPlan, StepResult
 from common.engine.simulated.runner import SimulatedRunner
+from common.protocol.handles import GroupBlocks
 from common.protocol.messages import KvReady, ReleaseLease
 from common.protocol.stream_messages import KvPart, KvPromise, KvWatched, KvWithdrawn
 from common.transfer.shm import ShmTransport
 from common.transfer.transfer import Transfer
 from services.decode.actor import DecodeActor
+from services.decode.kv_reader import KvReader
 from services.prefill.actor import PrefillActor
 from tests.chaos.test_cache_groups import WINDOWS, play, prompt
 from tests.chaos.test_kv_seen import actors, records
-from tests.chaos.test_kv_streams import BLOCK_BYTES, Groups, _is, heard, streamed, streaming, until
+from tests.chaos.test_kv_streams import BLOCK_BYTES, Groups, _is, heard, made, streamed, streaming, until
 from tests.chaos.world import BLOCK_TOKENS, World
 
 ALL_GROUPS: list[Groups] = [(), *WINDOWS]
@@ -86,6 +89,50 @@ def test_promised_kv_is_copied_without_a_part(tmp_path: Path, windows: Groups, r
         assert len([event for event in told if event.name == "part"]) > 0
 
     play(tmp_path, story, windows, run_ahead=run_ahead)
+
+
+@pytest.mark.parametrize("windows", ALL_GROUPS)
+@pytest.mark.parametrize("length", [197, 198, 199])
+def test_a_last_block_that_is_not_full_is_promised_with_the_others(
+    tmp_path: Path, windows: Groups, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pulled: list[int] = []
+    copy = KvReader._copy_missing
+
+    async def seen(self: KvReader, *given: Any) -> int:
+        pulled.append(await copy(self, *given))
+        return pulled[-1]
+
+    monkeypatch.setattr(KvReader, "_copy_missing", seen)
+
+    async def story(world: World) -> None:
+        promises = heard(world, KvPromise)
+        world.submit(prompt(length), max_tokens=12)
+        await world.all_ended()
+        assert {group.end for group in promises[-1].part.groups} == {length}
+        assert len(promises[-1].part.hashes) == length % 16 // BLOCK_TOKENS, "it has no hash"
+        assert windows or set(pulled) == {0}, "nothing is left to be pulled behind KvReady"
+
+    play(tmp_path, story, windows)
+
+
+@pytest.mark.parametrize("changes", [{"end": 3}, {"end": 23}, {"is_part": True}])
+def test_a_last_block_that_is_wrong_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    async def story(world: World) -> None:
+        (prefill,), (decode,) = actors(world, PrefillActor), actors(world, DecodeActor)
+        end, is_part = changes.get("end", 18), changes.get("is_part", False)
+        blocks = list(range(-(-end // BLOCK_TOKENS)))
+        groups = [GroupBlocks(0, blocks, prefill.pool.groups[0].pool.generations_of(blocks), 0, end)]
+        part = made(prefill, 1, hashes=[bytes([i] * 16) for i in range(4)], groups=groups)
+        prefill.send(decode.ref, part if is_part else KvPromise(part=part, step=1, due_us=0))
+        await anyio.sleep(0.1)
+        assert not len(decode.arrivals)
+        prefill.send(decode.ref, KvPromise(part=made(prefill, 2), step=1 << 40, due_us=0))
+        await anyio.sleep(0.1)
+        assert len(decode.arrivals) == 1, "one that is right"
+        prefill.send(decode.ref, KvWithdrawn(owner=prefill.ref, streams=["stream-2"]))
+
+    play(tmp_path, story, ())
 
 
 @pytest.mark.parametrize("run_ahead", [1, 2])

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -417,9 +418,16 @@ segment.close()
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("device", range(2))
-async def test_the_gpu_says_itself_that_its_step_has_run(tmp_path: Path, device: int) -> None:
+async def test_the_gpu_says_itself_that_its_step_has_run(device: int) -> None:
     if device >= torch.cuda.device_count():
         pytest.skip("needs two GPUs")
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("only pages of a tmpfs are pinned")
+    with TemporaryDirectory(dir="/dev/shm", prefix="penstock-test-") as folder:
+        await _see_steps(Path(folder), device)
+
+
+async def _see_steps(tmp_path: Path, device: int) -> None:
     command = [sys.executable, "-c", _PROMISING_OWNER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdin is not None and owner.stdout is not None
