@@ -119,7 +119,7 @@ class Arrivals:
         if not step and part.start + len(part.hashes) >= arrival.awaited_end and arrival.transfer is not None:
             arrival.transfer.hurry()
         arrival.heard_at = worker.clock()
-        arrival.num_parts += 1
+        arrival.num_parts += part.start + len(part.hashes) - 1 not in arrival.hashes  # a part may follow its promise
         arrival.hashes.update(enumerate(part.hashes, part.start))
         if not arrival.is_over:
             arrival.todo.extend(Told(theirs, arrival.heard_at, step, due_at) for theirs in part.groups)

@@ -38,7 +38,7 @@ async def test_a_streamed_prompt_is_answered_as_one_that_stays_on_its_worker(nat
             handed_off = answer.json()["choices"][0]["text"]
             after = await measured(stack, "decode-0")
             got = {name: after[(name,)] - before[(name,)] for name in ("kv_streamed_bytes_total", "kv_received_bytes_total")}
-            assert 0 < got["kv_streamed_bytes_total"] < got["kv_received_bytes_total"]
+            assert 0 < got["kv_streamed_bytes_total"] <= got["kv_received_bytes_total"]
             (one,) = (await ask(stack.bus, id)).requests
             parts, (received,) = events(one, "prefill", "KV part"), events(one, "decode", "KV received")
             assert len(parts) == received.facts["streamed_parts"] and len(parts) >= 2
