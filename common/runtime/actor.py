@@ -78,8 +78,7 @@ class Actor:
         self._outbox = Outbox(bus, on_dropped=self.metrics.outbox_dropped.inc)
         self._decoded = {kind.__name__: self.metrics.messages_received.labels(kind.__name__) for kind in get_args(Message)}
         self._subscriptions: list[Subscription] = []
-        self._nudge = anyio.Event()
-        self._finished = anyio.Event()
+        self._nudge, self._finished = anyio.Event(), anyio.Event()
         self.on_ready: Callable[[], None] = lambda: None
         self.endpoints: Callable[[], Sequence[Endpoint]] = tuple  # public subjects that it listens to, beside its inbox
         self._running = False
@@ -204,7 +203,7 @@ class Actor:
             return
         log.info("draining", worker=self.ref.id, was=self.state)
         self.state = "draining"
-        self.announce()
+        self.send(subjects.presence(self.role, self.ref.id), self.announcement())  # it is out before the process ends
         self.task_group.start_soon(self._drain_then_stop)
 
     async def stop(self) -> None:
@@ -395,6 +394,7 @@ class Actor:
             self._crash(error)
 
     def _on_peer_lost(self, peer: Presence) -> None:
-        log.warning("peer_lost", worker=self.ref.id, peer=peer.worker.id, epoch=peer.worker.epoch)
-        self.metrics.peers_lost.inc()
+        event, tell = ("peer_left", log.info) if peer.state == "draining" else ("peer_lost", log.warning)
+        tell(event, worker=self.ref.id, peer=peer.worker.id, epoch=peer.worker.epoch)
+        self.metrics.peers_lost.inc(event == "peer_lost")
         self.peer_lost(peer)

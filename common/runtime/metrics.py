@@ -31,7 +31,7 @@ class Metrics:
         self.messages_undecodable = self.counter("messages_undecodable_total", "Messages that could not be decoded")
         self.handler_errors = self.counter("handler_errors_total", "Messages whose handler raised")
         self.outbox_dropped = self.counter("outbox_dropped_total", "Messages dropped because they could not be sent")
-        self.peers_lost = self.counter("peers_lost_total", "Workers that were found dead")
+        self.peers_lost = self.counter("peers_lost_total", "Workers that were found dead; not those that stopped in order")
         self.http_refused = self.counter("http_refused_total", "HTTP requests refused for their Host or Origin", ["code"])
         self.fences = self.counter("fences_total", "Times this process was stopped for so long that others gave it up")
 

@@ -57,6 +57,18 @@ async def test_a_killed_worker_is_noticed_by_a_probe_long_before_its_silence_is_
         worker_bus.kill()
         await until(lambda: [peer.worker for peer in gateway.lost] == [worker.ref], 1.0)
         assert gateway.registry.alive("decode", gateway.clock()) == []
+        assert b"penstock_peers_lost_total 1.0" in gateway.metrics.render()
+
+
+async def test_a_worker_that_stops_in_order_is_gone_and_not_counted_as_dead():
+    _, gateway, worker = pair()
+    async with running(gateway):
+        async with running(worker):
+            await until(lambda: gateway.registry.get(worker.ref.id) is not None)
+            worker.begin_drain()
+            await until(lambda: worker.num_closed == 1)
+        await until(lambda: [peer.worker for peer in gateway.lost] == [worker.ref])
+        assert b"penstock_peers_lost_total 0.0" in gateway.metrics.render()
 
 
 async def test_a_worker_whose_heartbeats_are_lost_but_which_answers_probes_is_not_lost():
