@@ -39,7 +39,8 @@ class Engine:
     """A runner and the memory of its KV blocks: of the first cache group, and of the others in `more`.
     `identity`: what its weights are, see `Presence`. `files`: the model's; None where nothing is known of its tokenizer.
     `head`: the name of what drafts in its steps; empty where nothing does. `looks_up`: whether its steps look up what they
-    verify. `stage`: through which blocks in a GPU's memory pass to and from a kvstore."""
+    verify. `stage`: through which blocks in a GPU's memory pass to and from a kvstore. `tell`: see
+    `DeviceRunner.tell_progress`."""
 
     runner: Runner
     memory: GroupMemory

@@ -18,7 +18,7 @@ import contextlib
 import functools
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -298,7 +298,7 @@ class _DeviceReader:
         from common.ops.kv.block_copy import copy_blocks
 
         count = len(source_blocks)
-        with self._streaming():
+        with self._launching():
             if ids is None and self._stream is not None:
                 if 2 * count > len(self._ids):
                     self._ids = _pinned(4 * count)
@@ -313,19 +313,13 @@ class _DeviceReader:
         """Return int64 [2, count] on the device."""
         import torch
 
-        with self._streaming():
+        with self._launching():
             return torch.from_numpy(np.array([source_blocks, into_blocks], np.int64)).to(self._device)
 
-    @contextlib.contextmanager
-    def _streaming(self) -> Iterator[None]:
-        import torch
+    def _launching(self) -> contextlib.AbstractContextManager[None]:
+        from common.ops.launching import launching
 
-        with torch.inference_mode():
-            if self._stream is None:
-                yield
-                return
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                yield
+        return launching(self._device, self._stream)
 
     def _watch(self) -> None:
         while not self._closed.wait(_LOOK_EVERY_S):

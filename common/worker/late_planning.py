@@ -11,7 +11,7 @@ that has nothing to do costs more than a proposal that comes too late.
 from __future__ import annotations
 
 MARGIN_S = 0.7e-3
-"""Between the submission of a step and the time at which the end of the one before it is known, 0.2 ms after it."""
+"""Between the submission of a step and the time at which the end of the one before it is known, a little after that end."""
 _GROWTH = 0.25
 _MAX_GROWTH_S = 0.5e-3
 _SHRINKAGE = 1.5

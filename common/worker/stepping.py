@@ -41,7 +41,7 @@ LEAD_S = 0.02
 """Seconds before the expected end of the running step at which the next one is planned. A step of a long prompt takes 0.2 s on
 a GPU: planned at its beginning, the next step would make a request that arrives meanwhile wait for both."""
 LAUNCH_S = 0.002
-"""Seconds after which a step has been submitted: until then the thread that does so need not share the interpreter."""
+"""Seconds from the start of a step to `StepLoop.launched`: until then its submitting thread has the interpreter to itself."""
 MIN_PACE_TOKENS = 256
 """A step of fewer tokens says nothing of how fast tokens can be computed: its time goes into reading weights."""
 MAX_SLEEP_S = 0.05
@@ -98,7 +98,7 @@ class EngineThreads:
         self.waiting = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self.sleeping = ThreadPoolExecutor(1, thread_name_prefix="late")
         self.ran: Callable[[StepPlan], None] = lambda plan: None
-        """Called in the second thread as soon as a step has run, before the event loop knows."""
+        """Called in the thread that waits for results as soon as a step has run, before the event loop knows."""
 
     def start(
         self, runner: Runner, plan: StepPlan, on_submitted: Callable[[], None] = lambda: None

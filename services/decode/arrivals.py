@@ -32,7 +32,6 @@ from common.runtime import logs
 from common.transfer.awaited import Awaited
 from common.transfer.base import LocalBlocks, RemoteBlocks
 from common.transfer.transfer import MAX_AWAITING
-from services.decode.arrival import MAX_TOLD as MAX_TOLD
 from services.decode.arrival import Arrival, Block, Told
 from services.decode.kv_source import Reader, is_known, way_to
 

@@ -35,6 +35,7 @@ _UNKNOWN_CHANCE = 0.01
 _MANY_ROWS = 64
 """Rows from which on texts pause sooner, and for longer, in proportion to their number."""
 _MOST_HASTE = 4.0
+"""Times as soon and as long, at most."""
 _NONE = -1
 
 

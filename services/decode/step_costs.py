@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ _OUTLIER = 2.0
 """Times what was expected, or its inverse: more of a measurement is something else, a compilation, another process, or two
 results that were taken together."""
 _LAST = 5
+"""Measurements of a size that are kept."""
 _OFF = 1.25
 """Times what was expected, or its inverse: if the median of the last measurements is that far off, it is right."""
 _DRIFT = 0.02
@@ -52,7 +54,7 @@ class StepCosts:
         if count <= _FIRST:  # any of which may have compiled something
             self._seconds[index] = last.min()
             return
-        expected, lately = self._seconds[index], np.median(last)
+        expected, lately = self._seconds[index], median(last.tolist())
         if not expected / _OFF <= lately <= expected * _OFF:
             self._seconds[index] = lately
             return

@@ -29,7 +29,8 @@ from common.transfer.awaited import Awaited
 from common.transfer.blocks import LocalBlocks, RemoteBlocks
 from common.transfer.transfer import Transfer
 from services.decode.actor import DecodeActor
-from services.decode.arrivals import MAX_TOLD, SILENT_S, Arrival, Arrivals
+from services.decode.arrival import MAX_TOLD, Arrival
+from services.decode.arrivals import SILENT_S, Arrivals
 from services.decode.kv_reader import KvReader
 from services.prefill import streams
 from services.prefill.actor import PrefillActor

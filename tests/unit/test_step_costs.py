@@ -17,7 +17,7 @@ def seconds_of(costs: StepCosts, size: int) -> float:
 
 
 def test_what_compiled_at_first_is_forgotten() -> None:
-    """The first steps with proposals capture and compile: half a second on a card, where a step takes 5.5 ms."""
+    """The first steps with proposals capture and compile: a second on a card, where a step takes 5.5 ms."""
     costs = StepCosts()
     for seconds in (*COMPILED_S, STEP_S):
         costs.observe(2, seconds)

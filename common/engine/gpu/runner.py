@@ -13,9 +13,9 @@ buffer on the device.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import numpy as np
@@ -44,6 +44,7 @@ from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
 from common.ops.attention.work import AttentionWorkspace, plan_device_attention
 from common.ops.attention.work_list import DeviceBatch, DeviceRow
 from common.ops.kv.forms import KvTarget
+from common.ops.launching import launching
 from common.ops.lookup.device_texts import MAX_PROPOSAL
 from common.ops.sampling.open_row_inputs import StepInputs
 from common.ops.sampling.open_rows import pack_open_rows, settle_open_rows
@@ -307,14 +308,8 @@ class DeviceRunner:
         target = KvTarget(pool, fields.slots[group], batch_invariant=self._attention.batch_invariant, **self._kv_forms[group])
         return DeviceAttention(target, plans, fields.positions, self._ropes, dtype)
 
-    @contextlib.contextmanager
-    def _running(self) -> Iterator[None]:
-        with torch.inference_mode():
-            if self._stream is None:
-                yield
-                return
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                yield
+    def _running(self) -> AbstractContextManager[None]:
+        return launching(self._device, self._stream)
 
     def warm_up(self, max_rows: int, token_budget: int) -> None:
         """Runs the largest steps that have no graph, on padding: what they need is compiled, and fits into memory. Then what
