@@ -24,6 +24,7 @@ from common.ops.linear.candidates import (
     invariant_candidate,
     library_scales,
 )
+from common.ops.linear.streaming import is_fastest, linear_streaming, streaming_candidates
 from common.ops.linear.unpacking import linear_unpacking, unpacking_candidates
 from common.ops.linear.weight import GateActivation, LinearWeight
 from common.ops.quant.quantise import quantise_rows
@@ -108,9 +109,12 @@ def options(op: Op, weight: LinearWeight, size: int, quantised: bool) -> list[Ca
     """What may be chosen from, the default first."""
     shape, num_sms = shape_of(op, weight), backend.num_sms(weight.data.get_device())
     found = candidates(shape, size, quantised, num_sms)
-    if weight.grouped is not None and weight.dtype == torch.bfloat16 and backend.has_warpgroup_products(weight.data.device):
+    if weight.grouped is None or weight.dtype != torch.bfloat16:
+        return found
+    if backend.has_warpgroup_products(weight.data.device):
         found += unpacking_candidates(shape, size, num_sms)
-    return found
+    streaming = streaming_candidates(shape, size, num_sms) if backend.pdl(weight.data) else []
+    return streaming if streaming and is_fastest(shape, num_sms) else streaming + found
 
 
 def shape_of(op: Op, weight: LinearWeight) -> Shape:
@@ -157,6 +161,9 @@ def run(op: Op, x: Activation, weight: LinearWeight, chosen: Candidate) -> torch
     if chosen.kind == "unpacking":
         assert isinstance(x, torch.Tensor)
         return linear_unpacking(op, x, weight, chosen)
+    if chosen.kind == "streaming":
+        assert isinstance(x, torch.Tensor)
+        return linear_streaming(op, x, weight, chosen)
     if chosen.kind == "gemv":
         from common.ops.linear.gemv_triton import linear_gemv
 

@@ -27,6 +27,21 @@ INTEGERS = tl.constexpr(
 )
 """A code becomes the last bits of bf16's 128, of which 136 is subtracted: exact."""
 
+SHIFTED_INTEGERS = tl.constexpr(
+    """{
+    .reg .b32 t, u;
+    prmt.b32 t, $4, 0, 0x4140;
+    prmt.b32 u, $4, 0, 0x4342;
+    lop3.b32 $0, t, 0x000f000f, 0x43004300, 0xea;
+    lop3.b32 $1, u, 0x000f000f, 0x43004300, 0xea;
+    shr.b32 t, t, 4;
+    shr.b32 u, u, 4;
+    lop3.b32 $2, t, 0x000f000f, 0x43004300, 0xea;
+    lop3.b32 $3, u, 0x000f000f, 0x43004300, 0xea;
+    }"""
+)
+"""As `INTEGERS`, without the subtraction: 136 more than the number."""
+
 FLOATS = tl.constexpr(
     """{
     .reg .b32 t, w, m;

@@ -1,0 +1,113 @@
+"""Calls of the kernel for a few rows of weights of 4 bits in groups (`stream_gluon.py`)."""
+
+from __future__ import annotations
+
+import torch
+
+from common.ops import backend
+from common.ops.linear.candidates import Candidate, Op, Shape, cdiv
+from common.ops.linear.unpacking import CODES
+from common.ops.linear.weight import LinearWeight
+
+MOST_ROWS = 8
+"""`mma.sync` has eight columns."""
+_ROWS = 16
+"""Weight rows of a warp."""
+_STAGES = {64: 3, 128: 2}
+"""Steps that a warp has under way, by the inputs that share a scale: as many as there are registers for."""
+_REGISTERS = 128
+"""Of a thread, so that `_AT_ONCE` warps fit on a multiprocessor: those of the usual shapes then run all at once."""
+_AT_ONCE = 16
+_FEWEST = 4
+"""Warps for a multiprocessor: fewer ask for too little at once."""
+_MOST_TURNS = 1.12
+"""Times the fewest."""
+_PARTS = (1, 2, 4, 8)
+_MOST_SPLITS = 8
+
+
+def takes_shape(shape: Shape) -> bool:
+    """Can the kernel multiply bf16 activations by such a weight in groups?"""
+    if shape.bits != 4 or shape.group not in _STAGES or shape.activation_bytes != 2:
+        return False
+    return shape.k % (2 * shape.group) == 0 and shape.n % (2 * _ROWS) == 0
+
+
+def streaming_candidates(shape: Shape, rows: int, num_sms: int) -> list[Candidate]:
+    """Return what is worth a measurement for `rows`, a bucket."""
+    if rows > MOST_ROWS or not takes_shape(shape):
+        return []
+    cuts = _cuts(shape, num_sms)
+    if _warps(shape, num_sms, cuts) < _FEWEST:
+        return []
+    return [
+        Candidate("streaming", splits=splits, warps=max(4, parts), stages=_STAGES[shape.group], parts=parts)
+        for parts, splits in _ways(shape, cuts)
+    ]
+
+
+def _cuts(shape: Shape, num_sms: int) -> int:
+    """Into how many pieces inputs are cut: no more than run at once, as many as do not add many turns to all warps' loops."""
+    steps, stages = shape.k // (2 * shape.group), _STAGES[shape.group]
+    at_once = min(int(_AT_ONCE / _warps(shape, num_sms, 1)), steps // stages)
+    turns = {cuts: cuts * cdiv(cdiv(steps, cuts), stages) for cuts in range(1, at_once + 1) if _ways(shape, cuts)}
+    return max((cuts for cuts in turns if turns[cuts] <= _MOST_TURNS * min(turns.values())), default=1)
+
+
+def _ways(shape: Shape, cuts: int) -> list[tuple[int, int]]:
+    """Parts, which a program adds up, and splits, which the next kernel does."""
+    most = 1 if shape.op == "gated" else _MOST_SPLITS
+    return [(parts, cuts // parts) for parts in _PARTS if cuts % parts == 0 and cuts // parts <= most]
+
+
+def is_fastest(shape: Shape, num_sms: int) -> bool:
+    """Is the kernel to be taken without measuring others? In a model it was the fastest where its warps fit on the GPU at once
+    and scales are of 128 inputs; alone, others that read ahead of their turn seem as fast, for time of the kernels before."""
+    return shape.group == 128 and _warps(shape, num_sms, 1) <= _AT_ONCE
+
+
+def _warps(shape: Shape, num_sms: int, cuts: int) -> float:
+    """For a multiprocessor."""
+    return cdiv(shape.n, _ROWS) * cuts / num_sms
+
+
+def linear_streaming(op: Op, x: torch.Tensor, weight: LinearWeight, chosen: Candidate) -> torch.Tensor:
+    """x: bf16 [rows, in_features], at most 8 rows, columns in the weight's order. Returns as `linear_dot` does."""
+    from common.ops.linear.parts_triton import output_of, summed  # needs Triton, which choosing does not
+    from common.ops.linear.stream_gluon import stream_kernel
+
+    grouped = weight.grouped
+    assert grouped is not None
+    rows, depth = x.shape
+    steps = len(grouped.data)
+    each = cdiv(steps, chosen.splits * chosen.parts)
+    splits = cdiv(steps, each * chosen.parts)
+    out = output_of(x, weight, op, splits=splits, partial=splits > 1)
+    pdl = backend.pdl(x)
+    tiles = cdiv(weight.out_features, _ROWS)
+    stream_kernel[(cdiv(tiles, chosen.warps // chosen.parts), splits)](
+        x,
+        grouped.data,
+        grouped.scales,
+        grouped.offsets,
+        grouped.channel,
+        weight.bias,
+        out,
+        rows,
+        weight.out_features,
+        depth,
+        steps,
+        each,
+        RUN=grouped.run,
+        CODE=CODES[grouped.code],
+        GATED=op == "gated",
+        WARPS=chosen.warps,
+        PARTS=chosen.parts,
+        STAGES=chosen.stages,
+        EARLY=op == "gated",
+        PDL=pdl,
+        num_warps=chosen.warps,
+        maxnreg=_REGISTERS,
+        launch_pdl=pdl,
+    )
+    return summed(out, weight, op)

@@ -1,0 +1,56 @@
+"""Which shapes the kernel for few rows of weights in groups takes, and how it cuts them."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.ops.linear.candidates import Op, Shape
+from common.ops.linear.streaming import is_fastest, streaming_candidates
+
+SMS = 132
+
+
+def shape(op: Op, n: int, k: int, group: int = 128) -> Shape:
+    return Shape(op, n, k, 1, "none", group=group, bits=4, offsets=True)
+
+
+@pytest.mark.parametrize(
+    ("op", "n", "k"), [("split", 6144, 4096), ("split", 4096, 4096), ("gated", 28672, 4096), ("split", 4096, 14336)]
+)
+def test_linears_of_8b_have_candidates_that_is_fastest(op: Op, n: int, k: int) -> None:
+    found = streaming_candidates(shape(op, n, k), 1, SMS)
+    assert found
+    assert is_fastest(shape(op, n, k), SMS)
+    first = found[0]
+    assert 8 <= n / 16 * first.parts * first.splits / SMS <= 16
+    assert all(k // 256 % (one.stages * one.parts * one.splits) == 0 for one in found)  # whole turns for every warp
+    assert all(one.warps % one.parts == 0 for one in found)
+
+
+def test_a_gated_product_is_never_in_partial_sums() -> None:
+    assert {one.splits for one in streaming_candidates(shape("gated", 28672, 4096), 8, SMS)} == {1}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        shape("split", 4096, 4096, group=32),
+        shape("split", 4096, 4096 + 128),  # half a step
+        shape("gated", 4096 + 16, 4096),  # half a tile of the gate's rows
+        shape("split", 4096, 4096)._replace(bits=8),
+        shape("split", 4096, 4096)._replace(activation_bytes=4),
+        shape("split", 256, 4096),  # too few for so many multiprocessors
+    ],
+)
+def test_other_shapes_are_left_to_other_kernels(other: Shape) -> None:
+    assert not streaming_candidates(other, 1, SMS)
+
+
+def test_more_rows_than_the_product_has_columns_are_left_to_other_kernels() -> None:
+    assert not streaming_candidates(shape("split", 4096, 4096), 16, SMS)
+
+
+def test_a_large_weight_is_measured_beside_other_kernels() -> None:
+    assert not is_fastest(shape("gated", 57344, 8192), SMS)
+    assert not is_fastest(shape("gated", 28672, 4096, group=64), SMS)
+    assert streaming_candidates(shape("gated", 57344, 8192), 1, SMS)

@@ -1,0 +1,69 @@
+"""The kernel for few rows of weights in groups beside its reference, on a GPU with programmatic dependent launch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from common.ops.linear import device as linear_device
+from common.ops.linear.candidates import Op
+from common.ops.linear.reference import linear_grouped_reference
+from common.ops.linear.streaming import streaming_candidates
+from common.ops.linear.weight import LinearWeight, linear_from_grouped
+from common.ops.quant.grouped import Code, pack_grouped
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)), reason="needs a Hopper GPU or later"
+    ),
+]
+MAX_ERROR = 0.03
+"""In standard deviations of the results, of which bf16's rounding is the most."""
+
+
+def random_weight(code: Code, group: int, size: int, depth: int, *, offsets: bool) -> LinearWeight:
+    codes = torch.randint(0, 16, (size, depth), dtype=torch.uint8, device="cuda")
+    scales = torch.rand(size, -(-depth // group), device="cuda") + 0.5
+    added = 4 * torch.randn_like(scales) if offsets else None
+    bias = torch.randn(size, device="cuda").bfloat16()
+    return linear_from_grouped(pack_grouped(codes, scales, added, code=code, group=group), bias)
+
+
+@pytest.mark.parametrize("op", ["linear", "split", "wide", "gated"])
+@pytest.mark.parametrize(
+    ("code", "group", "offsets"), [("int4", 128, True), ("int4", 128, False), ("int4", 64, True), ("nf4", 64, False)]
+)
+def test_every_candidate(code: Code, group: int, offsets: bool, op: Op) -> None:
+    """Tiles that fill no program, splits of unequal lengths, one row to eight."""
+    torch.manual_seed(0)
+    for size, depth in ((9504, 1792), (2080, 4096)):
+        weight = random_weight(code, group, size, depth, offsets=offsets)
+        assert weight.grouped is not None
+        for rows in (1, 2, 5, 8):
+            x = torch.randn(rows, depth, device="cuda").bfloat16()
+            meant = linear_grouped_reference(x, weight.grouped, weight.bias, torch.float32)
+            if op == "gated":
+                gate, up = meant.chunk(2, 1)
+                meant = torch.nn.functional.silu(gate) * up
+            shape = linear_device.shape_of(op, weight)
+            found = [one for sms in (132, 60, 32) for one in streaming_candidates(shape, rows, sms)]
+            assert found
+            for chosen in found:
+                result = linear_device.run(op, x, weight, chosen)
+                result = (result.sum(0) if result.ndim == 3 else result).float()
+                assert ((result - meant).abs() / (meant.abs() + meant.std())).max() < MAX_ERROR, chosen
+
+
+def test_activations_of_other_rows_change_nothing() -> None:
+    """A row's results are the same, bit for bit, alone and beside others that are not numbers."""
+    torch.manual_seed(0)
+    weight = random_weight("int4", 128, 9504, 1792, offsets=True)
+    chosen = streaming_candidates(linear_device.shape_of("linear", weight), 8, 60)[0]
+    x = torch.full((8, 1792), float("nan"), device="cuda", dtype=torch.bfloat16)
+    x[3] = torch.randn(1792, device="cuda")
+    assert torch.equal(
+        linear_device.run("linear", x, weight, chosen)[3], linear_device.run("linear", x[3:4], weight, chosen)[0]
+    )
