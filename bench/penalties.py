@@ -45,7 +45,7 @@ def measure(rows: int, history: int, steps: int, *, kept: bool) -> tuple[float, 
         begun = time.perf_counter()
         step_rows = [row(index, step) for index in range(rows)]
         planned = counts.plan(step_rows, VOCAB)
-        extras = _extras(step_rows, host, planned)
+        extras = _extras(step_rows, host, planned, torch.device("cpu"))
         times.append(time.perf_counter() - begun)
         for key, end in planned.counted.items():
             counts._slots[key].counted = end  # as `count` does once it has launched its kernels

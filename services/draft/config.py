@@ -6,6 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from common.engine.load.precision import QuantizationSetting
 from common.engine.settings import EngineServiceConfig
 
 
@@ -34,6 +35,13 @@ class DraftConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknown
             "-1: 6 on a GPU, none on a CPU",
         ),
     ] = -1
+    draft_quantization: Annotated[
+        QuantizationSetting,
+        Meta(
+            description="of a draft model's weights, as --quantization; auto: what that says; where it is auto, too, fp8 on a "
+            "GPU that has it, since no answer depends on it"
+        ),
+    ] = "auto"
     draft_branch_tokens: Annotated[int, Meta(ge=1, le=16, description="tokens drafted behind such an answer")] = 4
     max_sequences: Annotated[int, Meta(ge=1, description="sequences mirrored at once")] = 1024
     max_sequence_tokens: Annotated[int, Meta(ge=2, description="tokens of a sequence that are searched: the last ones")] = 65536

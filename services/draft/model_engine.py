@@ -8,13 +8,19 @@ from dataclasses import dataclass
 import msgspec
 
 from common.engine.engine import Engine
+from common.engine.load.layout import EngineConfig
 from common.engine.load.open import open_engine
-from common.models.config import load_config
+from common.engine.load.precision import QuantizationSetting
+from common.engine.load.runners import resolve_device
+from common.models.config import ModelConfig, load_config
 from common.models.draft_folder import lacking
 from common.models.source import resolve
 from common.protocol.errors import ConfigError, UnknownModel
 from common.text.vocabulary import check_same_vocabulary, vocabulary_digest
 from services.draft.config import DraftConfig
+
+_FP8_SINCE = 9, 0
+"""The first GPU whose FP8 kernels are tested here."""
 
 
 @dataclass(slots=True)
@@ -34,6 +40,26 @@ def engine_settings(config: DraftConfig, spec: str, max_context: int) -> DraftCo
     return msgspec.structs.replace(
         config, model=spec, served_model_name="", max_model_len=min(config.max_model_len, max_context)
     )
+
+
+def draft_quantization(config: DraftConfig, model: ModelConfig, capability: tuple[int, int] | None) -> QuantizationSetting:
+    """How the weights of a draft model are held. A wrong draft costs a step's time, so they are FP8 where nobody has said
+    otherwise and nobody else has quantised them. capability: of the GPU; None: a CPU."""
+    if config.draft_quantization != "auto":
+        return config.draft_quantization
+    if config.quantization != "auto" or model.weight_format != "plain" or config.dtype not in ("auto", "bfloat16"):
+        return config.quantization
+    return "fp8" if capability is not None and capability >= _FP8_SINCE else "auto"
+
+
+def _capability(config: DraftConfig) -> tuple[int, int] | None:
+    """:raises ConfigError: see `resolve_device`."""
+    device = resolve_device(EngineConfig.of(config, on_gpu=False))
+    if device == "cpu":
+        return None
+    import torch
+
+    return torch.cuda.get_device_capability(device)
 
 
 def open_draft_engine(config: DraftConfig, segment_name: str, on_progress: Callable[[int, int], None]) -> DraftEngine:
@@ -60,4 +86,5 @@ def open_draft_engine(config: DraftConfig, segment_name: str, on_progress: Calla
         raise ConfigError(f"the tokenizer of the draft model {files.name} can't be read", param="draft_model")
     spec = config.draft_model if files.path == resolve(config.draft_model, weights=False).path else str(files.path)
     settings = engine_settings(config, spec, model.max_context)
+    settings = msgspec.structs.replace(settings, quantization=draft_quantization(config, model, _capability(settings)))
     return DraftEngine(open_engine(settings, segment_name, on_progress, drafts=True), vocabulary)

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from common.engine.gpu.counts import NO_SLOT, PenaltyCounts, PlannedCounts
-from common.engine.gpu.pinned import to_device, to_host
+from common.engine.gpu.logprobs import LogprobLaunches, Logprobs
+from common.engine.gpu.pinned import to_device
 from common.engine.masks import StepMasks
 from common.engine.plan import Constraint, Masks, StepRow
 from common.engine.sampling import forbidden_tokens, penalised
@@ -27,7 +28,6 @@ from common.ops.sampling.adjust_device import (
     apply_adjustments,
     pack_adjustments,
 )
-from common.ops.sampling.logprobs import token_logprobs
 from common.ops.sampling.sample import Draw
 from common.ops.sampling.sample_device import DrawBatch, HostDraws, pack_draws, sample_filtered, sample_plain
 from common.protocol.messages import SamplingParams
@@ -36,12 +36,13 @@ from common.protocol.messages import SamplingParams
 class _Extras(NamedTuple):
     """What a step needs behind its graph. Lists are of samples.
 
-    filtered: drawn again with top-k or top-p. masked: drawn again under a mask, without filters or adjustments; mask_of: which
-    of the step's masks is each one's. adjustments: drawn again from adjusted copies, under masks too if `masks_adjusted`, and
-    with filters if `filters_adjusted`. asking: those whose log-probabilities are taken; num_top: of those, the most.
+    filtered: drawn again with top-k or top-p, int32 on the device. masked: drawn again under a mask, without filters or
+    adjustments; mask_of: which of the step's masks is each one's. adjustments: drawn again from adjusted copies, under masks
+    too if `masks_adjusted`, and with filters if `filters_adjusted`. asking: those whose log-probabilities are taken; num_top:
+    of those, the most.
     """
 
-    filtered: NDArray[np.int32]
+    filtered: torch.Tensor | None
     masked: NDArray[np.int32]
     mask_of: NDArray[np.int32]
     adjustments: HostAdjustments | None
@@ -49,15 +50,6 @@ class _Extras(NamedTuple):
     filters_adjusted: bool
     asking: NDArray[np.int32]
     num_top: int
-
-
-class Logprobs(NamedTuple):
-    """Of the samples `asking`: see `ops.logprobs.token_logprobs`; in pinned memory once the step has run."""
-
-    asking: NDArray[np.int32]
-    chosen: torch.Tensor
-    ids: torch.Tensor
-    values: torch.Tensor
 
 
 class DeviceSampler:
@@ -79,6 +71,9 @@ class DeviceSampler:
         self._counts = PenaltyCounts(max_penalised, device)
         self._turn = 0
         self._packed: list[SamplingParams] = []
+        self._repeated: _Extras | None = None
+        """Of the step before, if this one asks for the same."""
+        self._logprobs = LogprobLaunches(self.sampled)
         self._warm = False
 
     def load(self, rows: Sequence[StepRow]) -> bool:
@@ -96,6 +91,7 @@ class DeviceSampler:
             host.position[: len(positions)] = positions
         else:
             drawn = zip(params, positions, strict=True)
+            self._repeated = None
             self._packed = []  # if packing fails, nothing may be copied from what it leaves
             pack_draws([Draw(p.temperature, p.top_k, p.top_p, p.min_p, p.seed, at) for p, at in drawn], host)
             again = [one is not None or penalised(p) for one, p in zip(_constraints(rows), params, strict=True)]
@@ -125,17 +121,19 @@ class DeviceSampler:
         """Behind the graph: the rows that asked for more than it does. masks: of the step's constrained samples, in a
         `mask_buffer`; called last, since it may wait for the step before."""
         device = self.sampled.device
-        planned = self._counts.plan(rows, logits.shape[1])
-        extras = _extras(rows, self._hosts[self._turn], planned)
-        again = to_device(extras.masked, device)
+        extras, constrained = self._repeated, any(row.is_constrained for row in rows)
+        if extras is None or constrained:
+            planned = self._counts.plan(rows, logits.shape[1])
+            extras = _extras(rows, self._hosts[self._turn], planned, device)
+            self._counts.count(planned, self._previous)
+            self._repeated = extras if not constrained and all(map(_asks_alike, self._packed)) else None
         adjustments = None if extras.adjustments is None else Adjustments.on(device, extras.adjustments)
-        self._counts.count(planned, self._previous)
-        if len(extras.filtered):
-            filtered = to_device(extras.filtered, device)
-            sample_filtered(logits, filtered, self.draws, self.sampled, results=self.results)
+        if extras.filtered is not None:
+            sample_filtered(logits, extras.filtered, self.draws, self.sampled, results=self.results)
+        again = to_device(extras.masked, device) if len(extras.masked) else None
         found = masks()
         words = None if found is None else self._on_device(found)
-        if len(again):
+        if again is not None:
             assert words is not None
             own = words if len(words) == len(again) else words.index_select(0, to_device(extras.mask_of, device))
             sample_plain(logits, self.draws, self.sampled, rows=again, masks=own, results=self.results)
@@ -147,10 +145,7 @@ class DeviceSampler:
                 sample_filtered(adjusted, rows_again, self.draws, self.sampled, compact=True, results=into)
             else:
                 sample_plain(adjusted, self.draws, self.sampled, rows=rows_again, compact=True, results=into)
-        if not len(extras.asking):
-            return None
-        taken = token_logprobs(logits, self.sampled, to_device(extras.asking, device), extras.num_top)
-        return Logprobs(extras.asking, *(to_host(part) for part in taken))
+        return self._logprobs.launch(logits, extras.asking, extras.num_top) if len(extras.asking) else None
 
     def _on_device(self, masks: StepMasks) -> torch.Tensor:
         """A copy beside the forward pass, which the step's stream waits for."""
@@ -185,7 +180,12 @@ def _is_special(params: SamplingParams) -> bool:
     )
 
 
-def _extras(rows: Sequence[StepRow], host: HostDraws, counts: PlannedCounts) -> _Extras:
+def _asks_alike(params: SamplingParams) -> bool:
+    """Does it ask for the same in every step, whatever comes of the steps before?"""
+    return not params.logit_bias and params.min_tokens <= 0 and not penalised(params)
+
+
+def _extras(rows: Sequence[StepRow], host: HostDraws, counts: PlannedCounts, device: torch.device) -> _Extras:
     adjustments: list[Adjustment] = []
     masked: list[int] = []
     mask_of: list[int] = []
@@ -210,8 +210,9 @@ def _extras(rows: Sequence[StepRow], host: HostDraws, counts: PlannedCounts) -> 
                 num_top = max(num_top, params.logprobs)
             index += 1
     adjusted = {one.row for one in adjustments}
+    plainly = np.array(sorted(filtered - adjusted), np.int32)
     return _Extras(
-        filtered=np.array(sorted(filtered - adjusted), np.int32),
+        filtered=to_device(plainly, device) if len(plainly) else None,
         masked=np.array(masked, np.int32),
         mask_of=np.array(mask_of, np.int32),
         adjustments=pack_adjustments(adjustments) if adjustments else None,

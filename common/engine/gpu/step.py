@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from common.engine.gpu.logprobs import Logprobs
 from common.engine.gpu.lookup import LookupReport
 from common.engine.gpu.reading import Reading, put_readings
-from common.engine.gpu.sampling import Logprobs
 from common.engine.plan import RowSamples, RunnerLost, StepResult, StepRow
 from common.protocol.messages import TokenLogprobs
 

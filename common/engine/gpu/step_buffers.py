@@ -19,6 +19,7 @@ from common.engine.plan import StepRow
 from common.protocol.errors import InvalidParameter
 
 _ALIGN = 16
+_MOST_LAYOUTS = 512
 
 
 class StepShape(NamedTuple):
@@ -123,13 +124,15 @@ class StepPacker:
         self._tables = tables
         self._block_tokens = block_tokens
         self._vocab_size = vocab_size
+        self._layouts: dict[tuple[int, StepShape], tuple[NDArray[np.uint8], Fields[NDArray[Any]]]] = {}
+        """By `id` of a buffer, which is kept, so that no other has it."""
 
     def pack(self, rows: Sequence[StepRow], buffer: NDArray[np.uint8], shape: StepShape) -> PackedStep:
         """buffer: pinned memory. `rows` fit `shape`.
 
         :raises InvalidParameter: if a row can't be run; nothing has been launched then.
         """
-        fields = layout(buffer, shape, len(self._tables.num_blocks))
+        fields = self._fields(buffer, shape)
         num_rows = len(rows)
         given = [row.tokens for row in rows]
         lengths = np.fromiter(map(len, given), np.int64, num_rows)
@@ -171,6 +174,15 @@ class StepPacker:
         begin = len(buffer) - len(fields.changes)
         changes = slice(begin, begin + self._tables.write_changes(fields.changes))
         return PackedStep(changes, firsts, lengths, starts, placed.starts)
+
+    def _fields(self, buffer: NDArray[np.uint8], shape: StepShape) -> Fields[NDArray[Any]]:
+        key = id(buffer), shape
+        found = self._layouts.get(key)
+        if found is None:
+            if len(self._layouts) == _MOST_LAYOUTS:  # shapes without a graph come in any number
+                self._layouts.clear()
+            found = self._layouts[key] = buffer, layout(buffer, shape, len(self._tables.num_blocks))
+        return found[1]
 
     def _place(self, slots: NDArray[np.int64], first_blocks: NDArray[np.int64], place: NDArray[np.int64]) -> None:
         """slots: [groups, tokens, padding included]. first_blocks: [groups, tokens]. place: [tokens], their positions.

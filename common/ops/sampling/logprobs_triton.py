@@ -7,6 +7,8 @@ largest integers whatever order they are found in. The largest is taken out as o
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -97,29 +99,66 @@ def logprob_rows_kernel(
             tl.store(found + place * NUM_TOP + index, value - top - rest)
 
 
+class LogprobBuffers(NamedTuple):
+    """What the kernels write for `n` rows. results: uint8, what `results_in` cuts into views. Scratch: keys, tops, totals."""
+
+    results: torch.Tensor
+    keys: torch.Tensor
+    tops: torch.Tensor
+    totals: torch.Tensor
+
+    @classmethod
+    def create(cls, count: int, vocab_size: int, num_top: int, device: torch.device) -> LogprobBuffers:
+        num_top, pieces = rounded_top(num_top), triton.cdiv(vocab_size, PIECE)
+        keys = torch.empty(count, pieces, num_top, dtype=torch.int64, device=device)
+        tops, totals = torch.empty(2, count, pieces, dtype=torch.float32, device=device)
+        results = torch.empty(count * (12 * num_top + 4), dtype=torch.uint8, device=device)
+        return cls(results, keys, tops, totals)
+
+
+def rounded_top(num_top: int) -> int:
+    """Return how many likeliest tokens are found where `num_top`, `MAX_TOP` at most, are wanted."""
+    return next(number for number in TOPS if number >= num_top)
+
+
+def results_in(results: torch.Tensor, count: int, num_top: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Views of the results for `count` rows, or of a copy of them elsewhere; see `token_logprobs`."""
+    wanted, num_top = num_top, rounded_top(num_top)
+    middle, end = 8 * count * num_top, 12 * count * num_top
+    ids = results[:middle].view(torch.int64).view(count, num_top)
+    found = results[middle:end].view(torch.float32).view(count, num_top)
+    return results[end:].view(torch.float32), ids[:, :wanted], found[:, :wanted]
+
+
 def token_logprobs_triton(
-    logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, num_top: int
+    logits: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, num_top: int, buffers: LogprobBuffers | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As `token_logprobs`, shapes checked by it. num_top: of the vocabulary, `MAX_TOP` at most. rows: not empty. Each row of
-    `logits` is contiguous."""
-    vocab_size, count, device = logits.shape[1], len(rows), logits.device
-    wanted, num_top = num_top, next(number for number in TOPS if number >= num_top)
-    pieces = triton.cdiv(vocab_size, PIECE)
-    keys = torch.empty(count, pieces, num_top, dtype=torch.int64, device=device)
-    tops, totals = torch.empty(2, count, pieces, dtype=torch.float32, device=device)
-    chosen = torch.empty(count, dtype=torch.float32, device=device)
-    ids = torch.empty(count, num_top, dtype=torch.int64, device=device)
-    found = torch.empty(count, num_top, dtype=torch.float32, device=device)
+    `logits` is contiguous. With `buffers`, created for as many rows, results are views of theirs."""
+    vocab_size, count = logits.shape[1], len(rows)
+    buffers = buffers or LogprobBuffers.create(count, vocab_size, num_top, logits.device)
+    chosen, ids, found = results_in(buffers.results, count, rounded_top(num_top))
+    pieces, most = buffers.tops.shape[1], ids.shape[1]
     logprob_pieces_kernel[(count, pieces)](
-        logits, rows, keys, tops, totals, logits.stride(0), vocab_size, pieces, PIECE=PIECE, NUM_TOP=num_top, num_warps=8
+        logits,
+        rows,
+        buffers.keys,
+        buffers.tops,
+        buffers.totals,
+        logits.stride(0),
+        vocab_size,
+        pieces,
+        PIECE=PIECE,
+        NUM_TOP=most,
+        num_warps=8,
     )
     logprob_rows_kernel[(count,)](
         logits,
         tokens,
         rows,
-        keys,
-        tops,
-        totals,
+        buffers.keys,
+        buffers.tops,
+        buffers.totals,
         chosen,
         ids,
         found,
@@ -127,8 +166,8 @@ def token_logprobs_triton(
         vocab_size,
         pieces,
         PIECES=triton.next_power_of_2(pieces),
-        KEYS=triton.next_power_of_2(max(1, pieces * num_top)),
-        NUM_TOP=num_top,
+        KEYS=triton.next_power_of_2(max(1, pieces * most)),
+        NUM_TOP=most,
         num_warps=4,
     )
-    return chosen, ids[:, :wanted], found[:, :wanted]
+    return chosen, ids[:, :num_top], found[:, :num_top]

@@ -1,0 +1,101 @@
+"""Log-probabilities behind a step's graph, on their way to the host.
+
+A sequence that asks for them asks in every step. So what is launched for the same samples of the same logits is captured when
+they come again, and replayed from then on: two kernels from Python take as long as a graph with all of a small model's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from common.engine.gpu.pinned import to_device, to_host
+from common.ops.backend import on_device
+from common.ops.sampling.logprobs import token_logprobs
+
+if TYPE_CHECKING:
+    from common.ops.sampling.logprobs_triton import LogprobBuffers
+
+_CAPTURED_AT = 3
+"""Times that samples ask before a graph is worth its capture."""
+_MOST_KNOWN = 24
+_MOST_ASKED = 2048
+"""Likeliest tokens of all samples that memory is kept for, half a megabyte. More take the GPU longer than a launch."""
+
+_Key = tuple[int, tuple[int, ...], torch.dtype, bytes, int]
+
+
+class Logprobs(NamedTuple):
+    """Of the samples `asking`: see `ops.sampling.logprobs.token_logprobs`; in pinned memory once the step has run."""
+
+    asking: NDArray[np.int32]
+    chosen: torch.Tensor
+    ids: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Known:
+    """What was asked before. asking: the samples, on the device."""
+
+    asking: torch.Tensor
+    buffers: LogprobBuffers
+    graph: torch.cuda.CUDAGraph | None = None
+    times: int = 0
+
+
+class LogprobLaunches:
+    """sampled: int64 [max_samples], on the device, the tokens whose log-probabilities are taken."""
+
+    def __init__(self, sampled: torch.Tensor) -> None:
+        self._sampled = sampled
+        self._known: dict[_Key, _Known] = {}
+
+    def launch(self, logits: torch.Tensor, asking: NDArray[np.int32], num_top: int) -> Logprobs:
+        """logits: floats [samples, vocab_size]. asking: not empty."""
+        from common.ops.sampling.logprobs_triton import MAX_TOP, results_in, token_logprobs_triton
+
+        if num_top > MAX_TOP or not on_device(logits) or logits.stride(1) != 1:
+            taken = token_logprobs(logits, self._sampled, to_device(asking, logits.device), num_top)
+            return Logprobs(asking, *map(to_host, taken))
+        num_top = min(num_top, logits.shape[1])
+        known = self._find(logits, asking, num_top)
+        arguments = (logits, self._sampled, known.asking, num_top, known.buffers)
+        known.times += 1
+        if known.times == _CAPTURED_AT and logits.is_cuda:
+            known.graph = torch.cuda.CUDAGraph()
+            known.graph.capture_begin(capture_error_mode="thread_local")  # nothing is allocated meanwhile
+            try:
+                token_logprobs_triton(*arguments)
+            finally:
+                known.graph.capture_end()
+        if known.graph is None:
+            token_logprobs_triton(*arguments)
+        else:
+            known.graph.replay()
+        return Logprobs(asking, *results_in(to_host(known.buffers.results), len(asking), num_top))
+
+    def _find(self, logits: torch.Tensor, asking: NDArray[np.int32], num_top: int) -> _Known:
+        """Return what is known of such a step, or remember it from now on, unless it is large."""
+        from common.ops.sampling.logprobs_triton import LogprobBuffers
+
+        key = (logits.data_ptr(), tuple(logits.shape), logits.dtype, asking.tobytes(), num_top)
+        found = self._known.get(key)
+        if found is None:
+            buffers = LogprobBuffers.create(len(asking), logits.shape[1], num_top, logits.device)
+            found = _Known(to_device(asking, logits.device), buffers)
+            if len(asking) * num_top <= _MOST_ASKED:
+                if len(self._known) == _MOST_KNOWN:
+                    self._forget(logits.device)
+                self._known[key] = found
+        return found
+
+    def _forget(self, device: torch.device) -> None:
+        """Everything, once what was launched has run."""
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        self._known.clear()
