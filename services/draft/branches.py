@@ -55,8 +55,8 @@ class Branches:
         for mirror in mirrors:
             drafted = range(mirror.num_confirmed, len(mirror.text))
             choices = [mirror.choices[index] for index in itertools.takewhile(mirror.choices.__contains__, drafted)]
-            best = likeliest(mirror.num_confirmed, choices, mirror.acceptance, self.count)
-            wanted = {(position, token): chance for chance, position, token in best if chance >= _MIN_CHANCE}
+            best = likeliest(mirror.num_confirmed, choices, mirror.acceptance, self.count, _MIN_CHANCE)
+            wanted = {(position, token): chance for chance, position, token in best}
             for key in [key for key in mirror.branches if key not in wanted]:
                 self.drop(mirror, key)
             found += [(chance, mirror, key) for key, chance in wanted.items() if self._goes_on(mirror.branches.get(key))]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -79,15 +80,18 @@ def _scores(one: Drawn) -> dict[int, float]:
 
 def _choice(token: int, scores: dict[int, float]) -> Choice:
     best = max(scores.values())
-    weights = {one: math.exp(score - best) for one, score in scores.items()}
-    total = sum(weights.values())
-    own = weights.pop(token) / total
-    ordered = sorted(weights.items(), key=lambda item: -item[1])
-    return Choice(own, [(one, weight / total) for one, weight in ordered])
+    weights = [(one, math.exp(score - best)) for one, score in scores.items()]
+    total = sum([weight for _, weight in weights])
+    own = math.exp(scores[token] - best) / total
+    ordered = sorted([(one, weight / total) for one, weight in weights if one != token], key=itemgetter(1), reverse=True)
+    return Choice(own, ordered)
 
 
-def likeliest(start: int, choices: Sequence[Choice], acceptance: float, count: int) -> list[tuple[float, int, int]]:
-    """Return the `count` likeliest first rejections of a draft: (chance, position, the token that comes instead).
+def likeliest(
+    start: int, choices: Sequence[Choice], acceptance: float, count: int, least: float = 0.0
+) -> list[tuple[float, int, int]]:
+    """Return the `count` likeliest first rejections of a draft: (chance, position, the token that comes instead), those with a
+    chance of at least `least`.
 
     choices: of the drafted tokens from index `start` on. acceptance: how often drafted tokens were confirmed so far. Position i
     is reached if all tokens before it hold, so alternatives get fewer by the same factor with each position, where the model
@@ -96,9 +100,14 @@ def likeliest(start: int, choices: Sequence[Choice], acceptance: float, count: i
     found: list[tuple[float, int, int]] = []
     reached = 1.0
     for position, choice in enumerate(choices, start):
-        found += [(reached * chance, position, token) for token, chance in choice.alternatives[:count]]
+        if reached < least:
+            break
+        for token, chance in choice.alternatives[:count]:
+            if reached * chance < least:
+                break
+            found.append((reached * chance, position, token))
         reached *= (choice.chance + acceptance) / 2
-    found.sort(key=lambda one: -one[0])
+    found.sort(key=itemgetter(0), reverse=True)
     return found[:count]
 
 

@@ -34,12 +34,13 @@ class MirrorBlocks:
         :raises OutOfBlocks: nothing has been taken then.
         """
         blocks = -(-end // self.block_tokens)
+        firsts = self._firsts(start)
+        if all(len(table) >= blocks and HOLE not in table[first:blocks] for table, first in zip(tables, firsts, strict=True)):
+            return  # as a rule
         lacking = [
             [index for index in range(first, blocks) if index >= len(table) or table[index] == HOLE]
-            for table, first in zip(tables, self._firsts(start), strict=True)
+            for table, first in zip(tables, firsts, strict=True)
         ]
-        if not any(lacking):
-            return
         for table, indices, fresh in zip(tables, lacking, self.pool.allocate([len(one) for one in lacking]), strict=True):
             if indices:
                 table += [HOLE] * (indices[-1] + 1 - len(table))

@@ -53,7 +53,7 @@ def test_steps_that_ask_for_the_same_again(device: str) -> None:
     """Other logits and tokens in the same memory; more samples and fewer in between, and more ways than are kept."""
     torch.manual_seed(1)
     tokens = torch.zeros(8, dtype=torch.int64, device=device)
-    launches = LogprobLaunches(tokens)
+    launches = LogprobLaunches(tokens, 2)
     memory = torch.empty(8, 300, device=device)
     for step in range(6):
         memory.normal_()
@@ -73,7 +73,7 @@ def test_steps_that_ask_for_the_same_again(device: str) -> None:
 def test_more_than_is_kept(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs_module, "_MOST_ASKED", 4)
     tokens, logits = torch.zeros(2, dtype=torch.int64, device=device), torch.randn(2, 300, device=device)
-    launches = LogprobLaunches(tokens)
+    launches = LogprobLaunches(tokens, 2)
     for _ in range(4):
         check(launches.launch(logits, np.arange(2, dtype=np.int32), 3), logits, tokens, 3)
     assert not launches._known

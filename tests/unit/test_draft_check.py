@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -15,6 +16,10 @@ from common.cli.draft_check import check_draft_model
 from common.cli.fleet import ProcessSpec, processes, settled
 from common.cli.up import _checked
 from common.cli.up_settings import UpSettings
+from common.models.config import load_config
+from common.models.source import resolve
+from services.draft.config import DraftConfig
+from services.draft.model_engine import draft_quantization
 from tests.fixtures.tiny_model import edit_config, write_tiny_model
 
 
@@ -104,3 +109,26 @@ def test_a_draft_model_that_takes_tensors_from_its_target_needs_one_of_its_sizes
     assert not check_draft_model(settings.fleets[0]).reason
     edit_config(other, hidden_size=128)
     assert "a hidden size of 128, and tiny has" in check_draft_model(settings.fleets[0]).reason
+
+
+HOPPER, AMPERE = (9, 0), (8, 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "capability", "expected"),
+    [
+        ({}, HOPPER, "fp8"),
+        ({}, AMPERE, "auto"),
+        ({}, None, "auto"),
+        ({"quantization": "none"}, HOPPER, "none"),
+        ({"quantization": "fp8"}, HOPPER, "fp8"),
+        ({"quantization": "fp8", "draft_quantization": "none"}, HOPPER, "none"),
+        ({"draft_quantization": "fp8"}, AMPERE, "fp8"),
+        ({"dtype": "float32"}, HOPPER, "auto"),
+    ],
+)
+def test_a_draft_model_is_fp8_where_nobody_says_otherwise(
+    model: Path, settings: dict[str, Any], capability: tuple[int, int] | None, expected: str
+) -> None:
+    config = DraftConfig(model=str(model), draft_model=str(model), **settings)
+    assert draft_quantization(config, load_config(resolve(str(model))), capability) == expected

@@ -40,24 +40,28 @@ class Logprobs(NamedTuple):
 
 @dataclass(slots=True)
 class _Known:
-    """What was asked before. asking: the samples, on the device."""
+    """What was asked before. asking: the samples, on the device. answers: as many as steps may be under way, in pinned memory;
+    with each the bytes that it is a view of."""
 
     asking: torch.Tensor
     buffers: LogprobBuffers
+    answers: list[tuple[torch.Tensor, Logprobs]]
     graph: torch.cuda.CUDAGraph | None = None
     times: int = 0
 
 
 class LogprobLaunches:
-    """sampled: int64 [max_samples], on the device, the tokens whose log-probabilities are taken."""
+    """sampled: int64 [max_samples], on the device, the tokens whose log-probabilities are taken. depth: steps under way at
+    once, with the one that is read."""
 
-    def __init__(self, sampled: torch.Tensor) -> None:
+    def __init__(self, sampled: torch.Tensor, depth: int) -> None:
         self._sampled = sampled
+        self._depth = depth
         self._known: dict[_Key, _Known] = {}
 
     def launch(self, logits: torch.Tensor, asking: NDArray[np.int32], num_top: int) -> Logprobs:
         """logits: floats [samples, vocab_size]. asking: not empty."""
-        from common.ops.sampling.logprobs_triton import MAX_TOP, results_in, token_logprobs_triton
+        from common.ops.sampling.logprobs_triton import MAX_TOP, token_logprobs_triton
 
         if num_top > MAX_TOP or not on_device(logits) or logits.stride(1) != 1:
             taken = token_logprobs(logits, self._sampled, to_device(asking, logits.device), num_top)
@@ -77,18 +81,26 @@ class LogprobLaunches:
             token_logprobs_triton(*arguments)
         else:
             known.graph.replay()
-        return Logprobs(asking, *results_in(to_host(known.buffers.results), len(asking), num_top))
+        host, answer = known.answers[known.times % len(known.answers)]
+        host.copy_(known.buffers.results, non_blocking=True)
+        return answer
 
     def _find(self, logits: torch.Tensor, asking: NDArray[np.int32], num_top: int) -> _Known:
         """Return what is known of such a step, or remember it from now on, unless it is large."""
-        from common.ops.sampling.logprobs_triton import LogprobBuffers
+        from common.ops.sampling.logprobs_triton import LogprobBuffers, results_in
 
         key = (logits.data_ptr(), tuple(logits.shape), logits.dtype, asking.tobytes(), num_top)
         found = self._known.get(key)
         if found is None:
+            is_kept = len(asking) * num_top <= _MOST_ASKED
             buffers = LogprobBuffers.create(len(asking), logits.shape[1], num_top, logits.device)
-            found = _Known(to_device(asking, logits.device), buffers)
-            if len(asking) * num_top <= _MOST_ASKED:
+            hosts = [
+                torch.empty_like(buffers.results, device="cpu", pin_memory=logits.is_cuda)
+                for _ in range(self._depth if is_kept else 1)
+            ]
+            answers = [(host, Logprobs(asking, *results_in(host, len(asking), num_top))) for host in hosts]
+            found = _Known(to_device(asking, logits.device), buffers, answers)
+            if is_kept:
                 if len(self._known) == _MOST_KNOWN:
                     self._forget(logits.device)
                 self._known[key] = found

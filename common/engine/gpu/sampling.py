@@ -73,7 +73,7 @@ class DeviceSampler:
         self._packed: list[SamplingParams] = []
         self._repeated: _Extras | None = None
         """Of the step before, if this one asks for the same."""
-        self._logprobs = LogprobLaunches(self.sampled)
+        self._logprobs = LogprobLaunches(self.sampled, depth)
         self._warm = False
 
     def load(self, rows: Sequence[StepRow]) -> bool:

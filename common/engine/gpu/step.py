@@ -85,4 +85,6 @@ def _logprobs_of(logprobs: Logprobs | None) -> dict[int, TokenLogprobs]:
 
 
 def _cut(found: TokenLogprobs, num_top: int) -> TokenLogprobs:
+    if len(found.top_tokens) <= num_top:
+        return found
     return TokenLogprobs(found.logprob, found.top_tokens[:num_top], found.top_logprobs[:num_top])
