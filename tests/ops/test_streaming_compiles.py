@@ -24,7 +24,13 @@ def case(
 ) -> KernelCase:
     signature = {"x": "*bf16", "weight": "*u8", "scales": "*i32", "channel": "*fp32", "N": "i32:16", "K": "i32:16"}
     signature |= dict.fromkeys(SIZES, "i32") | {"out": "*bf16" if gated else "*fp32"}
-    constants: dict[str, int | bool | None] = {"RUN": run, "CODE": code, "GATED": gated, "WARPS": warps, "PARTS": parts}
+    constants: dict[str, int | float | bool | str | None] = {
+        "RUN": run,
+        "CODE": code,
+        "GATED": gated,
+        "WARPS": warps,
+        "PARTS": parts,
+    }
     constants |= {"STAGES": stages, "EARLY": gated, "PDL": True, "bias": None}
     if offsets:
         signature["offsets"] = "*i32"
