@@ -26,7 +26,7 @@ _MOST_KNOWN = 24
 _MOST_ASKED = 2048
 """Likeliest tokens of all samples that memory is kept for, half a megabyte. More take the GPU longer than a launch."""
 
-_Key = tuple[int, tuple[int, ...], torch.dtype, bytes, int]
+_Key = tuple[int, tuple[int, ...], int, torch.dtype, bytes, int]
 
 
 class Logprobs(NamedTuple):
@@ -58,6 +58,7 @@ class LogprobLaunches:
         self._sampled = sampled
         self._depth = depth
         self._known: dict[_Key, _Known] = {}
+        """By where logits lie, how, and what is asked."""
 
     def launch(self, logits: torch.Tensor, asking: NDArray[np.int32], num_top: int) -> Logprobs:
         """logits: floats [samples, vocab_size]. asking: not empty."""
@@ -89,7 +90,7 @@ class LogprobLaunches:
         """Return what is known of such a step, or remember it from now on, unless it is large."""
         from common.ops.sampling.logprobs_triton import LogprobBuffers, results_in
 
-        key = (logits.data_ptr(), tuple(logits.shape), logits.dtype, asking.tobytes(), num_top)
+        key = (logits.data_ptr(), tuple(logits.shape), logits.stride(0), logits.dtype, asking.tobytes(), num_top)
         found = self._known.get(key)
         if found is None:
             is_kept = len(asking) * num_top <= _MOST_ASKED

@@ -111,10 +111,11 @@ def options(op: Op, weight: LinearWeight, size: int, quantised: bool) -> list[Ca
     found = candidates(shape, size, quantised, num_sms)
     if weight.grouped is None or weight.dtype != torch.bfloat16:
         return found
-    if backend.has_warpgroup_products(weight.data.device):
+    is_hopper = backend.has_warpgroup_products(weight.data.device)
+    if is_hopper:
         found += unpacking_candidates(shape, size, num_sms)
     streaming = streaming_candidates(shape, size, num_sms) if backend.pdl(weight.data) else []
-    return streaming if streaming and is_fastest(shape, num_sms) else streaming + found
+    return streaming if streaming and is_hopper and is_fastest(shape, num_sms) else found + streaming
 
 
 def shape_of(op: Op, weight: LinearWeight) -> Shape:

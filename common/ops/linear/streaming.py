@@ -61,8 +61,8 @@ def _ways(shape: Shape, cuts: int) -> list[tuple[int, int]]:
 
 
 def is_fastest(shape: Shape, num_sms: int) -> bool:
-    """Is the kernel to be taken without measuring others? In a model it was the fastest where its warps fit on the GPU at once
-    and scales are of 128 inputs; alone, others that read ahead of their turn seem as fast, for time of the kernels before."""
+    """Is the kernel to be taken on Hopper without measuring others? In a model it was the fastest where its warps fit on the
+    GPU at once and scales are of 128 inputs; alone, others seem as fast: they read ahead while kernels before them run."""
     return shape.group == 128 and _warps(shape, num_sms, 1) <= _AT_ONCE
 
 
