@@ -26,6 +26,8 @@ from services.draft.mirror_blocks import MirrorBlocks
 
 MAX_BRANCHED = 16
 """Mirrors above which none has branches: their own rows fill the steps."""
+MAX_PROMPT_TABLES = 8
+"""Mirrors up to which every step's news of their branches are sent; of more they are too many messages."""
 MAX_TABLE_TOKENS = 96
 """Token ids of a table at most, of up to five bytes each."""
 _MIN_CHANCE = 0.01
@@ -63,9 +65,10 @@ class Branches:
         found.sort(key=lambda one: -one[0])
         return [(mirror, key) for _, mirror, key in found]
 
-    def table(self, mirror: Mirror) -> list[DraftBranch]:
-        """Return the mirror's branches as they are sent, if there is news of them."""
-        if not mirror.table_changed or not (mirror.table_due or self.is_settled(mirror)):
+    def table(self, mirror: Mirror, *, at_once: bool) -> list[DraftBranch]:
+        """Return the mirror's branches as they are sent, if there is news of them. at_once: any; else the first behind an
+        update, and when all are drafted."""
+        if not mirror.table_changed or not (at_once or mirror.table_due or self.is_settled(mirror)):
             return []
         mirror.table_changed = mirror.table_due = False
         return [

@@ -27,7 +27,7 @@ from common.protocol.draft_messages import DraftBranch, DraftSampling
 from common.protocol.errors import OutOfBlocks, ProtocolError
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import SamplingParams
-from services.draft.branches import MAX_BRANCHED, Branches
+from services.draft.branches import MAX_BRANCHED, MAX_PROMPT_TABLES, Branches
 from services.draft.choices import TOP_TOKENS, Choice, drawn_in
 from services.draft.flights import Flights
 from services.draft.mirror import Branch, Mirror
@@ -128,7 +128,8 @@ class Drafter:
     def table(self, key: MirrorKey) -> list[DraftBranch]:
         """See `Proposer.table`."""
         mirror = self._mirrors.get(key)
-        found = [] if mirror is None else self.branches.table(mirror)
+        at_once = len(self._mirrors) <= MAX_PROMPT_TABLES
+        found = [] if mirror is None else self.branches.table(mirror, at_once=at_once)
         if mirror is not None and found:
             mirror.proposed_end = 0  # a table goes with the row that it is about
         return found

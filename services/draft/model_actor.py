@@ -4,7 +4,8 @@
                      └► plan ─► steps in a thread ─► commit one ─► messages that came meanwhile ─► Proposals ─► plan ─► …
 
 Decode never waits: drafts run ahead of what is confirmed, by a proposal's tokens at most, and a proposal covers what is drafted
-behind the confirmed tokens. On a GPU the next step is planned while one runs, and fed with its tokens there. Where a draft may
+behind the confirmed tokens. On a GPU the next step is planned while one runs, and fed with its tokens there, unless an update
+is expected before it would begin (`cadence.py`). Where a draft may
 fail, branches are drafted with what steps leave (`branches.py`). A step that raises costs its mirrors, which are sent whole
 again; several in a row end the process.
 """
@@ -16,14 +17,16 @@ import contextvars
 import time
 from collections import deque
 from collections.abc import Callable
+from statistics import median
 
 import anyio
 import anyio.lowlevel
 import msgspec
 
 from common.engine.plan import RunnerLost, StepPlan, StepResult
+from common.protocol.draft_messages import DraftUpdate
 from common.protocol.errors import PenstockError
-from common.protocol.messages import Presence
+from common.protocol.messages import Message, Presence
 from common.runtime import logs
 from common.runtime.actor import WorkerState
 from common.runtime.bus import Bus
@@ -32,6 +35,7 @@ from common.worker.kv_blocks import KvBlocks
 from common.worker.stepping import EngineThreads
 from common.worker.watchdog import StepWatch
 from services.draft.actor import DraftActor
+from services.draft.cadence import Cadence
 from services.draft.config import DraftConfig
 from services.draft.drafting import Drafter
 from services.draft.model_engine import DraftEngine, OpenDraftEngine
@@ -41,6 +45,10 @@ log = logs.get("draft")
 
 MAX_FAILURES = 3
 """Steps that may fail one after another before the engine is given up."""
+MAX_PACE_TOKENS = 128
+"""Of steps that say how long one takes: others are prompts."""
+MEASURED_STEPS = 9
+"""The last ones, whose median is how long one takes."""
 
 
 class ModelDraftActor(DraftActor):
@@ -57,7 +65,11 @@ class ModelDraftActor(DraftActor):
         self.loaded_share = 0.0
         self._threads = EngineThreads()
         self._steps_in_air: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
-        self._ended = self._woken = clock()
+        self._news: asyncio.Future[None] | None = None
+        """Done when a message comes that a step may be planned by, while one runs."""
+        self.cadence = Cadence()
+        self._ended = self._woken = self._begun = clock()
+        self._paces_s: deque[float] = deque(maxlen=MEASURED_STEPS)
         self._failures = 0
         self._drafted = self.metrics.counter("draft_model_tokens_total", "Tokens drafted by the model")
         self._in_vain = self.metrics.counter("draft_model_tokens_in_vain_total", "Drafted tokens that decode did not confirm")
@@ -134,21 +146,50 @@ class ModelDraftActor(DraftActor):
             self._start_steps()
             self._count()
             if self._steps_in_air:
-                drafted = await self._land(self._steps_in_air.popleft())
+                if await self._has_landed():
+                    drafted = await self._land(self._steps_in_air.popleft())
             elif not self._queue:
                 self._wake = anyio.Event()
                 await self._wake.wait()
                 self._woken = self.clock()
             await anyio.lowlevel.checkpoint()
 
+    def handle(self, message: Message, reply: str) -> None:
+        super().handle(message, reply)
+        if isinstance(message, DraftUpdate):
+            self.cadence.heard(message.decode, self.clock())
+            if self._news is not None and not self._news.done():
+                self._news.set_result(None)
+
+    async def _has_landed(self) -> bool:
+        """Wait for the oldest step in the air. False: an update has come before, and there is room for another step."""
+        assert self.opened is not None
+        running = self._steps_in_air[0][1]
+        if len(self._steps_in_air) < self.opened.engine.runner.run_ahead and not running.done():
+            if not self._queue:
+                self._news = asyncio.get_running_loop().create_future()
+                await asyncio.wait([running, self._news], return_when=asyncio.FIRST_COMPLETED)
+                self._news = None
+            return running.done()
+        return True
+
     def _start_steps(self) -> None:
-        """As many as the engine takes at once."""
+        """As many as the engine takes at once, and are better begun now."""
         if self.drafter is None or self.opened is None:
             return
         runner = self.opened.engine.runner
-        while len(self._steps_in_air) < runner.run_ahead and (plan := self.drafter.plan()) is not None:
+        while len(self._steps_in_air) < runner.run_ahead and not (self._steps_in_air and self._is_early()):
+            if (plan := self.drafter.plan()) is None:
+                break
+            if not self._steps_in_air:
+                self._begun = self.clock()
             self.watch.began(self.clock(), compiling=runner.may_compile(plan))
             self._steps_in_air.append((plan, self._threads.start(runner, plan)))
+
+    def _is_early(self) -> bool:
+        """Whether an update is expected before the step in the air has run, which another one would begin behind."""
+        pace_s = median(self._paces_s) if self._paces_s else 0.0
+        return self.cadence.is_due(max(self._ended, self._begun) + pace_s, self.clock())
 
     async def _land(self, flight: tuple[StepPlan, asyncio.Future[StepResult]]) -> list[MirrorKey]:
         """Wait for a step. Return the mirrors that were drafted further."""
@@ -167,6 +208,8 @@ class ModelDraftActor(DraftActor):
             return self._step_failed(plan, error)
         began, self._ended = max(self._ended, self._woken), self.clock()
         self.watch.ended(self._ended)
+        if plan.num_tokens <= MAX_PACE_TOKENS:
+            self._paces_s.append(self._ended - max(began, self._begun))
         return self._committed(self.drafter, plan, result, self._ended - began)
 
     def _committed(self, drafter: Drafter, plan: StepPlan, result: StepResult, elapsed_s: float) -> list[MirrorKey]:

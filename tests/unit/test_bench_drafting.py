@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.drafting.__main__ import Way, environ_of, flags_of, parse
+from bench.drafting.simulated import Times, simulate
 
 TINY = ["--target", "dummy:tiny-counting", "--draft", "dummy:tiny-1-layers-counting"]
 
@@ -37,3 +38,10 @@ def test_off_is_what_others_are_compared_with(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         parse([*TINY, "--ways", "apart"])
     assert "--ways begin with off" in capsys.readouterr().err
+
+
+def test_simulated_drafts_give_more_the_faster_they_are_and_the_later_they_are_begun() -> None:
+    def ratio(draft_ms: float, *, with_cadence: bool) -> float:
+        return float(simulate(1, 80, Times(5.6, draft_ms, 0.6, 1.0), 300, with_cadence=with_cadence)[2])
+
+    assert ratio(0.6, with_cadence=True) > ratio(1.2, with_cadence=True) > ratio(1.2, with_cadence=False) > 1.5

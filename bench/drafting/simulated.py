@@ -1,0 +1,267 @@
+"""What draft workers with a model would give for other times of steps: `python -m bench.drafting.simulated`.
+
+    python -m bench.drafting.simulated --streams 1,4,8 --draft-ms 1.2,0.8
+    python -m bench.drafting.simulated --streams 1 --no-cadence
+
+The draft worker's own planning (`services/draft/drafting.py`, `branches.py`, `cadence.py`) and the decode worker's own book
+(`services/decode/speculation.py`) in simulated time, without engines, processes or a bus: a target whose steps take
+--target-ms, a draft model whose steps take --draft-ms one after the other, two in flight, and messages that take --message-ms.
+The target's next step is planned --margin-ms before the one that runs ends. Texts count; the draft model is right behind
+--percent of all tokens, and its second choice is behind half of the others.
+
+Columns: tokens per second over those without proposals; steps that verify something; tokens accepted of those, and by step that
+verifies; time from a draft step to the next; its rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.common.table import markdown
+from common.cache.grouped_pool import GroupedPool, PoolGroup
+from common.cache.pool import BlockPool
+from common.cache.retention import KEEP_ALL
+from common.engine.outcomes import accept, proposal_behind, width_of
+from common.engine.plan import RowSamples, StepPlan, StepResult
+from common.protocol.draft_messages import DraftRow, DraftUpdate, Proposals
+from common.protocol.handles import WorkerRef
+from common.protocol.messages import Presence, TokenLogprobs
+from services.decode.speculation import DraftBook
+from services.decode.speculation_policy import SpeculationPolicy
+from services.decode.step_costs import SIZES, StepCosts
+from services.draft.cadence import Cadence
+from services.draft.drafting import Drafter
+from services.draft.proposer import MirrorKey
+
+DRAFT, DECODE = WorkerRef("draft", "draft-0", 1), WorkerRef("decode", "decode-0", 1)
+VOCAB = 1 << 20
+WRONG = VOCAB // 2
+BLOCK_TOKENS = 16
+PROMPT, VERIFIED, DRAFTED, BRANCHES = 128, 7, 16, 6
+VERIFIED_MS = 0.02
+"""What a verified token adds to the target's step."""
+DRAFTED_MS = 0.004
+"""What a token adds to a draft step."""
+WARM_UP = 200
+"""Steps that are not counted."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds."""
+
+    target: float
+    draft: float
+    message: float
+    margin: float
+
+
+class Clock:
+    """Calls in the order of their times."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._calls: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._number = itertools.count()
+
+    def at(self, moment: float, call: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self._calls, (moment, next(self._number), call, arguments))
+
+    def step(self) -> None:
+        self.now, _, call, arguments = heapq.heappop(self._calls)
+        call(*arguments)
+
+
+class Draft:
+    """The draft worker. send: what it says to the decode worker."""
+
+    def __init__(self, clock: Clock, times: Times, percent: float, streams: int, *, with_cadence: bool) -> None:
+        self.send: Callable[[Proposals], None]
+        self.num_steps = self.num_rows = 0
+        self._clock, self._times, self._percent = clock, times, percent
+        self._cadence = Cadence() if with_cadence else None
+        self._drafter = Drafter(
+            GroupedPool(PoolGroup(BlockPool(4096 * streams, BLOCK_TOKENS), KEEP_ALL)),
+            max_sequences=streams * (1 + BRANCHES) + 8,
+            max_drafted=DRAFTED,
+            token_budget=2048,
+            max_context=VOCAB,
+            vocab_size=VOCAB,
+            num_branches=BRANCHES,
+        )
+        self._air: deque[tuple[StepPlan, float]] = deque()
+        self._free_at = 0.0
+        self._samples: list[int] = []
+
+    def hear(self, update: DraftUpdate) -> None:
+        if self._cadence is not None:
+            self._cadence.heard(DECODE, self._clock.now)
+        for row in update.rows:
+            self._drafter.update((DECODE, row.sequence), row.base, row.tokens, update.sampling.get(row.sequence))
+        self._go_on([(DECODE, row.sequence) for row in update.rows])
+
+    def _go_on(self, fresh: Sequence[MirrorKey]) -> None:
+        """As `ModelDraftActor.work`: say what is drafted, and start steps."""
+        drafter, now = self._drafter, self._clock.now
+        tables = {key[1]: table for key in fresh if (table := drafter.table(key))}
+        guesses = zip(fresh, drafter.propose(fresh, DRAFTED), strict=True)
+        rows = [DraftRow(sequence=key[1], base=drafter.length(key), tokens=guess) for key, guess in guesses if guess]
+        if rows:
+            self._clock.at(now + self._times.message, self.send, Proposals(draft=DRAFT, rows=rows, tables=tables))
+        while len(self._air) < 2:
+            if self._air and self._cadence is not None and self._cadence.is_due(self._free_at, now):
+                break
+            if (plan := drafter.plan()) is None:
+                break
+            self._free_at = max(now, self._free_at) + self._times.draft + DRAFTED_MS * plan.num_tokens
+            self._air.append((plan, self._free_at))
+            self.num_steps, self.num_rows = self.num_steps + 1, self.num_rows + len(plan.rows)
+            self._clock.at(self._free_at, self._land)
+
+    def _land(self) -> None:
+        plan, _ = self._air.popleft()
+        samples: list[int] = []
+        rows: list[RowSamples] = []
+        for row in plan.rows:
+            last = self._samples[row.feed] if row.feed >= 0 and len(row.tokens) == 1 else row.tokens[-1]
+            found = RowSamples(tokens=[])
+            if row.num_samples:
+                first, second = choices(last, self._percent)
+                others = range(WRONG - 8, WRONG - 2)
+                said = TokenLogprobs(-0.25, (first, second, *others), (-0.25, -1.7, *(-6.0 - rank for rank in range(6))))
+                found = RowSamples(tokens=[first], logprobs=[said])
+                samples.append(first)
+            rows.append(found)
+        self._samples = samples
+        self._go_on(self._drafter.commit(plan, StepResult(rows=rows, elapsed_s=0.0)))
+
+
+def choices(token: int, percent: float) -> tuple[int, int]:
+    """Return what the draft model says behind a token first and second; the token after it is right."""
+    dice = random.Random(token)
+    right, wrong = (token + 1) % VOCAB, (token + WRONG) % VOCAB
+    if 100 * dice.random() < percent:
+        return right, wrong
+    return wrong, right if dice.random() < 0.5 else (wrong + 1) % VOCAB
+
+
+class Target:
+    """The decode worker."""
+
+    def __init__(self, clock: Clock, times: Times, draft: Draft, streams: int) -> None:
+        self.num_steps = self.num_tokens = self.num_verifying = self.num_verified = self.num_accepted = 0
+        self._clock, self._times, self._draft = clock, times, draft
+        costs = StepCosts(stale_after=1 << 60)
+        for size in SIZES * 9:
+            costs.observe(size, 1e-3 * self._step_ms(size))
+        self._book = DraftBook(SpeculationPolicy(max_tokens=VERIFIED, max_step_tokens=512, costs=costs), vocab_size=VOCAB)
+        self._book.set_workers([Presence(worker=DRAFT, state="ready", model="m", credits=streams)])
+        draft.send = self._book.on_proposals
+        self._texts = {f"s{number}": [number * 10_007 + place for place in range(PROMPT)] for number in range(streams)}
+        for name, text in self._texts.items():
+            self._book.open(name, text)
+        self._verifying: dict[str, list[int]] = {}
+        self._planned: dict[str, list[Any]] = {}
+
+    def _step_ms(self, num_tokens: int) -> float:
+        return self._times.target + VERIFIED_MS * num_tokens
+
+    def plan(self) -> None:
+        """The next step, while one runs."""
+        self._book.begin_step(len(self._texts))
+        for name in self._texts:
+            self._planned[name] = self._book.foresee(name, self._verifying.get(name, []), VERIFIED)
+
+    def end(self) -> None:
+        """A step has run; the next one begins."""
+        self.num_steps += 1
+        for name, text in self._texts.items():
+            verified = self._verifying.get(name, [])
+            came = [(text[-1] + 1 + place) % VOCAB for place in range(len(verified) + 1)]
+            accepted = accept(verified, came)
+            text += came[: accepted + 1]
+            self.num_tokens += accepted + 1
+            self.num_verifying += bool(verified)
+            self.num_verified += len(verified)
+            self.num_accepted += accepted
+            self._verifying[name] = proposal_behind(self._planned.get(name, []), accepted, text[-1])
+            self._book.record(name, len(verified), accepted)
+        size = len(self._texts) + sum(map(width_of, self._planned.values()))
+        ends = self._clock.now + self._step_ms(size)
+        for _, message in self._book.messages(DECODE):
+            assert isinstance(message, DraftUpdate)
+            self._clock.at(self._clock.now + self._times.message, self._draft.hear, message)
+        self._planned = {}
+        self._clock.at(ends - self._times.margin, self.plan)
+        self._clock.at(ends, self.end)
+
+
+def simulate(streams: int, percent: float, times: Times, steps: int, *, with_cadence: bool) -> list[str]:
+    """Return a row of the table."""
+    clock = Clock()
+    draft = Draft(clock, times, percent, streams, with_cadence=with_cadence)
+    target = Target(clock, times, draft, streams)
+    clock.at(0.0, target.end)
+
+    def counts() -> list[float]:
+        counted = (target.num_tokens, target.num_verifying, target.num_verified, target.num_accepted)
+        return [clock.now, *counted, draft.num_steps, draft.num_rows]
+
+    while target.num_steps < WARM_UP:
+        clock.step()
+    before = counts()
+    while target.num_steps < WARM_UP + steps:
+        clock.step()
+    elapsed, tokens, verifying, verified, accepted, draft_steps, draft_rows = (
+        after - one for after, one in zip(counts(), before, strict=True)
+    )
+    plain = streams / (times.target + VERIFIED_MS * streams)
+    return [
+        str(streams),
+        f"{times.draft:g}",
+        f"{tokens / elapsed / plain:.2f}",
+        f"{verifying / steps / streams:.0%}",
+        f"{accepted / max(1, verified):.0%}, {accepted / max(1, verifying):.2f}",
+        f"{elapsed / max(1, draft_steps):.2f}",
+        f"{draft_rows / max(1, draft_steps):.1f}",
+    ]
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.drafting.simulated", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--streams", default="1,8")
+    parser.add_argument("--draft-ms", default="1.2")
+    parser.add_argument("--percent", type=float, default=80)
+    parser.add_argument("--target-ms", type=float, default=5.6)
+    parser.add_argument("--message-ms", type=float, default=0.6)
+    parser.add_argument("--margin-ms", type=float, default=1.0)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--no-cadence", action="store_true", help="draft steps are two in flight whatever is about to come")
+    options = parser.parse_args(argv)
+    rows = [
+        simulate(
+            int(streams),
+            options.percent,
+            Times(options.target_ms, float(draft_ms), options.message_ms, options.margin_ms),
+            options.steps,
+            with_cadence=not options.no_cadence,
+        )
+        for streams in options.streams.split(",")
+        for draft_ms in options.draft_ms.split(",")
+    ]
+    print(markdown(["streams", "draft step, ms", "of off", "verify", "accepted", "each, ms", "rows"], rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
