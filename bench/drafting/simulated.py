@@ -97,7 +97,7 @@ class Draft:
             vocab_size=VOCAB,
             num_branches=BRANCHES,
         )
-        self._air: deque[tuple[StepPlan, float]] = deque()
+        self._air: deque[StepPlan] = deque()
         self._free_at = 0.0
         self._samples: list[int] = []
 
@@ -122,12 +122,12 @@ class Draft:
             if (plan := drafter.plan()) is None:
                 break
             self._free_at = max(now, self._free_at) + self._times.draft + DRAFTED_MS * plan.num_tokens
-            self._air.append((plan, self._free_at))
+            self._air.append(plan)
             self.num_steps, self.num_rows = self.num_steps + 1, self.num_rows + len(plan.rows)
             self._clock.at(self._free_at, self._land)
 
     def _land(self) -> None:
-        plan, _ = self._air.popleft()
+        plan = self._air.popleft()
         samples: list[int] = []
         rows: list[RowSamples] = []
         for row in plan.rows:

@@ -13,10 +13,13 @@ from common.protocol.handles import WorkerRef
 _SLACK = 0.2
 """Of an interval, after which an update is not waited for any longer."""
 _KEPT_S = 60.0
+"""After which a worker that says nothing is forgotten."""
 
 
 @dataclass(slots=True)
 class _Heard:
+    """interval_s: between the last two updates; 0 after the first."""
+
     at: float
     interval_s: float = 0.0
 
@@ -29,6 +32,8 @@ class _Heard:
 
 
 class Cadence:
+    """When updates came, and how often, of each decode worker."""
+
     def __init__(self) -> None:
         self._heard: dict[WorkerRef, _Heard] = {}
 

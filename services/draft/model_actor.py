@@ -66,7 +66,7 @@ class ModelDraftActor(DraftActor):
         self._threads = EngineThreads()
         self._steps_in_air: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
         self._news: asyncio.Future[None] | None = None
-        """Done when a message comes that a step may be planned by, while one runs."""
+        """While a step is waited for: done when an update comes."""
         self.cadence = Cadence()
         self._ended = self._woken = self._begun = clock()
         self._paces_s: deque[float] = deque(maxlen=MEASURED_STEPS)
@@ -146,7 +146,7 @@ class ModelDraftActor(DraftActor):
             self._start_steps()
             self._count()
             if self._steps_in_air:
-                if await self._has_landed():
+                if not await self._hears_first():
                     drafted = await self._land(self._steps_in_air.popleft())
             elif not self._queue:
                 self._wake = anyio.Event()
@@ -161,20 +161,21 @@ class ModelDraftActor(DraftActor):
             if self._news is not None and not self._news.done():
                 self._news.set_result(None)
 
-    async def _has_landed(self) -> bool:
-        """Wait for the oldest step in the air. False: an update has come before, and there is room for another step."""
+    async def _hears_first(self) -> bool:
+        """Where there is room for another step, wait until the oldest one has run or an update has come. Return whether it was
+        the update."""
         assert self.opened is not None
         running = self._steps_in_air[0][1]
-        if len(self._steps_in_air) < self.opened.engine.runner.run_ahead and not running.done():
-            if not self._queue:
-                self._news = asyncio.get_running_loop().create_future()
-                await asyncio.wait([running, self._news], return_when=asyncio.FIRST_COMPLETED)
-                self._news = None
-            return running.done()
-        return True
+        if len(self._steps_in_air) == self.opened.engine.runner.run_ahead:
+            return False
+        if not self._queue and not running.done():
+            self._news = asyncio.get_running_loop().create_future()
+            await asyncio.wait([running, self._news], return_when=asyncio.FIRST_COMPLETED)
+            self._news = None
+        return not running.done()
 
     def _start_steps(self) -> None:
-        """As many as the engine takes at once, and are better begun now."""
+        """As many as the engine takes at once, but none behind another while an update is due."""
         if self.drafter is None or self.opened is None:
             return
         runner = self.opened.engine.runner
@@ -187,7 +188,7 @@ class ModelDraftActor(DraftActor):
             self._steps_in_air.append((plan, self._threads.start(runner, plan)))
 
     def _is_early(self) -> bool:
-        """Whether an update is expected before the step in the air has run, which another one would begin behind."""
+        """Whether an update is expected before the step in the air ends, behind which another one would begin."""
         pace_s = median(self._paces_s) if self._paces_s else 0.0
         return self.cadence.is_due(max(self._ended, self._begun) + pace_s, self.clock())
 

@@ -79,6 +79,26 @@ def test_more_than_is_kept(device: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert not launches._known
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_capture_that_fails_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, logits = torch.zeros(2, dtype=torch.int64, device="cuda"), torch.randn(2, 300, device="cuda")
+    launches, asking = LogprobLaunches(tokens, 2), np.arange(2, dtype=np.int32)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no")
+
+    for launch in range(1, logprobs_module._CAPTURED_AT + 3):
+        with monkeypatch.context() as patch:
+            if launch == logprobs_module._CAPTURED_AT:
+                patch.setattr("common.ops.sampling.logprobs_triton.token_logprobs_triton", fail)
+                with pytest.raises(RuntimeError, match="no"):
+                    launches.launch(logits, asking, 3)
+                continue
+            logits.normal_()
+            check(launches.launch(logits, asking, 3), logits, tokens, 3)
+
+
 ASKING = SamplingParams(temperature=0.0, logprobs=2)
 FILTERED = SamplingParams(temperature=0.9, seed=7, top_k=5)
 AWAITED = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=[1])

@@ -38,8 +38,8 @@ def case(
         constants["offsets"] = None
     return KernelCase(
         name,
-        "common.ops.linear.stream_gluon",
-        "stream_kernel",
+        "common.ops.linear.streaming_gluon",
+        "streaming_kernel",
         signature,
         constants,
         num_warps=warps,

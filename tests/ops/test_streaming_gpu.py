@@ -11,8 +11,8 @@ from common.ops.linear import device as linear_device
 from common.ops.linear.candidates import Op
 from common.ops.linear.reference import linear_grouped_reference
 from common.ops.linear.streaming import streaming_candidates
-from common.ops.linear.weight import LinearWeight, linear_from_grouped
-from common.ops.quant.grouped import Code, pack_grouped
+from common.ops.quant.grouped import Code
+from tests.ops.test_unpacking_gpu import random_weight
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,14 +22,6 @@ pytestmark = [
 ]
 MAX_ERROR = 0.03
 """In standard deviations of the results, of which bf16's rounding is the most."""
-
-
-def random_weight(code: Code, group: int, size: int, depth: int, *, offsets: bool) -> LinearWeight:
-    codes = torch.randint(0, 16, (size, depth), dtype=torch.uint8, device="cuda")
-    scales = torch.rand(size, -(-depth // group), device="cuda") + 0.5
-    added = 4 * torch.randn_like(scales) if offsets else None
-    bias = torch.randn(size, device="cuda").bfloat16()
-    return linear_from_grouped(pack_grouped(codes, scales, added, code=code, group=group), bias)
 
 
 @pytest.mark.parametrize("op", ["linear", "split", "wide", "gated"])

@@ -1,7 +1,8 @@
 """Log-probabilities behind a step's graph, on their way to the host.
 
-A sequence that asks for them asks in every step. So what is launched for the same samples of the same logits is captured when
-they come again, and replayed from then on: two kernels from Python take as long as a graph with all of a small model's.
+A sequence that asks for them asks in every step. So the kernels for the same samples of the same logits are captured in a CUDA
+graph when they are launched again, and replayed from then on: two launches from Python take the host longer than the graph of a
+whole step.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 _CAPTURED_AT = 3
 """Times that samples ask before a graph is worth its capture."""
 _MOST_KNOWN = 24
+"""Steps whose buffers and graphs are kept."""
 _MOST_ASKED = 2048
 """Likeliest tokens of all samples that memory is kept for, half a megabyte. More take the GPU longer than a launch."""
 
@@ -40,8 +42,8 @@ class Logprobs(NamedTuple):
 
 @dataclass(slots=True)
 class _Known:
-    """What was asked before. asking: the samples, on the device. answers: as many as steps may be under way, in pinned memory;
-    with each the bytes that it is a view of."""
+    """What is kept of one key. asking: the samples, on the device. answers: one for each step that may be under way, used in
+    turn, with the pinned bytes that it is a view of. times: launches so far."""
 
     asking: torch.Tensor
     buffers: LogprobBuffers
@@ -58,7 +60,7 @@ class LogprobLaunches:
         self._sampled = sampled
         self._depth = depth
         self._known: dict[_Key, _Known] = {}
-        """By where logits lie, how, and what is asked."""
+        """By the logits' address, shape, stride and dtype, the samples that ask, and for how many tokens."""
 
     def launch(self, logits: torch.Tensor, asking: NDArray[np.int32], num_top: int) -> Logprobs:
         """logits: floats [samples, vocab_size]. asking: not empty."""
@@ -72,12 +74,13 @@ class LogprobLaunches:
         arguments = (logits, self._sampled, known.asking, num_top, known.buffers)
         known.times += 1
         if known.times == _CAPTURED_AT and logits.is_cuda:
-            known.graph = torch.cuda.CUDAGraph()
-            known.graph.capture_begin(capture_error_mode="thread_local")  # nothing is allocated meanwhile
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(capture_error_mode="thread_local")  # nothing is allocated meanwhile
             try:
                 token_logprobs_triton(*arguments)
             finally:
-                known.graph.capture_end()
+                graph.capture_end()
+            known.graph = graph  # a capture that failed is not replayed
         if known.graph is None:
             token_logprobs_triton(*arguments)
         else:

@@ -20,6 +20,7 @@ from common.protocol.errors import InvalidParameter
 
 _ALIGN = 16
 _MOST_LAYOUTS = 512
+"""Views of pinned buffers that are kept."""
 
 
 class StepShape(NamedTuple):
@@ -125,7 +126,7 @@ class StepPacker:
         self._block_tokens = block_tokens
         self._vocab_size = vocab_size
         self._layouts: dict[tuple[int, StepShape], tuple[NDArray[np.uint8], Fields[NDArray[Any]]]] = {}
-        """By `id` of a buffer, which is kept, so that no other has it."""
+        """By the `id` of a buffer and a shape. The buffer is kept with them, so that no other object gets its `id`."""
 
     def pack(self, rows: Sequence[StepRow], buffer: NDArray[np.uint8], shape: StepShape) -> PackedStep:
         """buffer: pinned memory. `rows` fit `shape`.

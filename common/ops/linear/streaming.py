@@ -1,4 +1,4 @@
-"""Calls of the kernel for a few rows of weights of 4 bits in groups (`stream_gluon.py`)."""
+"""Calls of the kernel for a few rows of weights of 4 bits in groups (`streaming_gluon.py`)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ _AT_ONCE = 16
 _FEWEST = 4
 """Warps for a multiprocessor: fewer ask for too little at once."""
 _MOST_TURNS = 1.12
-"""Times the fewest."""
+"""Of all warps' loops, times the fewest."""
 _PARTS = (1, 2, 4, 8)
+"""Warps of a program that may share a tile, each with a part of the inputs."""
 _MOST_SPLITS = 8
+"""Partial sums that the next kernel reads."""
+_WARPS = 4
+"""Of a program, at least."""
 
 
 def takes_shape(shape: Shape) -> bool:
@@ -41,7 +45,7 @@ def streaming_candidates(shape: Shape, rows: int, num_sms: int) -> list[Candidat
     if _warps(shape, num_sms, cuts) < _FEWEST:
         return []
     return [
-        Candidate("streaming", splits=splits, warps=max(4, parts), stages=_STAGES[shape.group], parts=parts)
+        Candidate("streaming", splits=splits, warps=max(_WARPS, parts), stages=_STAGES[shape.group], parts=parts)
         for parts, splits in _ways(shape, cuts)
     ]
 
@@ -74,7 +78,7 @@ def _warps(shape: Shape, num_sms: int, cuts: int) -> float:
 def linear_streaming(op: Op, x: torch.Tensor, weight: LinearWeight, chosen: Candidate) -> torch.Tensor:
     """x: bf16 [rows, in_features], at most 8 rows, columns in the weight's order. Returns as `linear_dot` does."""
     from common.ops.linear.parts_triton import output_of, summed  # needs Triton, which choosing does not
-    from common.ops.linear.stream_gluon import stream_kernel
+    from common.ops.linear.streaming_gluon import streaming_kernel
 
     grouped = weight.grouped
     assert grouped is not None
@@ -85,7 +89,7 @@ def linear_streaming(op: Op, x: torch.Tensor, weight: LinearWeight, chosen: Cand
     out = output_of(x, weight, op, splits=splits, partial=splits > 1)
     pdl = backend.pdl(x)
     tiles = cdiv(weight.out_features, _ROWS)
-    stream_kernel[(cdiv(tiles, chosen.warps // chosen.parts), splits)](
+    streaming_kernel[(cdiv(tiles, chosen.warps // chosen.parts), splits)](
         x,
         grouped.data,
         grouped.scales,

@@ -7,28 +7,7 @@ from __future__ import annotations
 
 import triton.language as tl
 
-INTEGERS = tl.constexpr(
-    """{
-    .reg .b32 t, u, m;
-    mov.b32 m, 0x43084308;
-    prmt.b32 t, $4, 0, 0x4140;
-    prmt.b32 u, $4, 0, 0x4342;
-    lop3.b32 $0, t, 0x000f000f, 0x43004300, 0xea;
-    lop3.b32 $1, u, 0x000f000f, 0x43004300, 0xea;
-    shr.b32 t, t, 4;
-    shr.b32 u, u, 4;
-    lop3.b32 $2, t, 0x000f000f, 0x43004300, 0xea;
-    lop3.b32 $3, u, 0x000f000f, 0x43004300, 0xea;
-    sub.bf16x2 $0, $0, m;
-    sub.bf16x2 $1, $1, m;
-    sub.bf16x2 $2, $2, m;
-    sub.bf16x2 $3, $3, m;
-    }"""
-)
-"""A code becomes the last bits of bf16's 128, of which 136 is subtracted: exact."""
-
-SHIFTED_INTEGERS = tl.constexpr(
-    """{
+_BITS = """
     .reg .b32 t, u;
     prmt.b32 t, $4, 0, 0x4140;
     prmt.b32 u, $4, 0, 0x4342;
@@ -38,9 +17,24 @@ SHIFTED_INTEGERS = tl.constexpr(
     shr.b32 u, u, 4;
     lop3.b32 $2, t, 0x000f000f, 0x43004300, 0xea;
     lop3.b32 $3, u, 0x000f000f, 0x43004300, 0xea;
+"""
+
+SHIFTED_INTEGERS = tl.constexpr("{" + _BITS + "}")
+"""A code becomes the last bits of bf16's 128: 128 + code, 136 more than its number."""
+
+INTEGERS = tl.constexpr(
+    "{"
+    + _BITS
+    + """
+    .reg .b32 m;
+    mov.b32 m, 0x43084308;
+    sub.bf16x2 $0, $0, m;
+    sub.bf16x2 $1, $1, m;
+    sub.bf16x2 $2, $2, m;
+    sub.bf16x2 $3, $3, m;
     }"""
 )
-"""As `INTEGERS`, without the subtraction: 136 more than the number."""
+"""As `SHIFTED_INTEGERS`, of which 136 is subtracted: exact."""
 
 FLOATS = tl.constexpr(
     """{

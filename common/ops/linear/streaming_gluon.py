@@ -211,7 +211,7 @@ def _store(value, out, split, row, column, rows, width, inside):
 
 
 @gluon.jit(do_not_specialize=["rows", "steps", "steps_each"])
-def stream_kernel(
+def streaming_kernel(
     x,  # bf16 [rows, K]
     weight,  # see `GroupedWeight`; this and the next three
     scales,
