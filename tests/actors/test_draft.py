@@ -33,14 +33,15 @@ VOCAB = 1000
 
 
 class Decoder(Actor):
-    """The decode side: keeps what draft workers say."""
+    """The decode side: keeps what draft workers say. always: whatever they propose is verified, right or wrong."""
 
     role: ClassVar[Role] = "decode"
 
-    def __init__(self, broker: MemoryBroker) -> None:
+    def __init__(self, broker: MemoryBroker, *, always: bool = False) -> None:
         self.connection = broker.connect("decode")
         super().__init__(bus=self.connection, config=DECODE)
-        self.book = DraftBook(SpeculationPolicy(max_tokens=4, max_step_tokens=1000, costs=flat_costs()), vocab_size=VOCAB)
+        policy = SpeculationPolicy(max_tokens=4, max_step_tokens=1000, costs=flat_costs(), always=always)
+        self.book = DraftBook(policy, vocab_size=VOCAB)
         self.proposals: list[Proposals] = []
         self.resyncs: list[DraftResync] = []
 
