@@ -2,7 +2,8 @@
 
     python -m bench.elastic                                       the simulated engine, times of an 8B model on two H200s
     python -m bench.elastic --prompt 2048 --output 256 --rate 14,18,22
-    python -m bench.elastic --device cuda --arrangements elastic,fixed      real engines; both workers on one card
+    python -m bench.elastic --device cuda --gpus 2                real engines, each worker on a GPU of its own
+    python -m bench.elastic --rate 8,14 --url http://127.0.0.1:8001,http://127.0.0.1:8002 --model NAME     two servers by turns
 
 Each arrangement is a stack of real processes of its own (`bench.serve`), with the same arrivals: Poisson, at each rate, then
 prompt-heavy and answer-heavy loads by turns. A request is good if its first token comes within --slo-ttft-ms and its others
@@ -39,6 +40,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="python -m bench.elastic", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="", help="cuda: real engines; by default the simulated one")
+    parser.add_argument("--gpus", type=int, default=1, help="with --device cuda: over which the workers are spread")
+    parser.add_argument("--url", default="", help="other servers, asked by turns, in place of all arrangements")
     parser.add_argument("--model", default="dummy:llama-3.1-8b")
     parser.add_argument("--prompt", default="8192")
     parser.add_argument("--output", default="128")
@@ -52,19 +55,22 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--slo-itl-ms", type=float, default=20.0)
     parser.add_argument("--arrangements", default=",".join(ARRANGEMENTS), help=f"of {'; '.join(ARRANGEMENTS)}")
     options = parser.parse_args(argv)
-    options.names = [name.strip() for name in options.arrangements.split(",")]
-    if unknown := [name for name in options.names if name not in ARRANGEMENTS]:
+    options.names = [options.url] if options.url else [name.strip() for name in options.arrangements.split(",")]
+    if not options.url and (unknown := [name for name in options.names if name not in ARRANGEMENTS]):
         parser.error(f"no arrangement {unknown[0]!r}: use some of {'; '.join(ARRANGEMENTS)}")
     return options
 
 
 def flags(options: argparse.Namespace, arrangement: Sequence[str], load: Sequence[str]) -> list[str]:
     """The command line of `bench.serve` for one arrangement and load."""
+    objectives = [f"--slo-ttft-ms={options.slo_ttft_ms}", f"--slo-tpot-ms={options.slo_itl_ms}"]
+    if options.url:
+        return [f"--url={options.url}", *objectives, f"--model={options.model}", "--ttft-probe=3", *load]
     given = [each for each in arrangement if each != "objectives"]
     if "objectives" in arrangement:
         given += [f"--gateway-flag=--slo-ttft-ms={options.slo_ttft_ms}", f"--decode-flag=--slo-itl-ms={options.slo_itl_ms}"]
-    given += [f"--device={options.device}"] if options.device else ["--engine=simulated", "--worker-flag=--kv-cache-mb=600"]
-    objectives = [f"--slo-ttft-ms={options.slo_ttft_ms}", f"--slo-tpot-ms={options.slo_itl_ms}"]
+    simulated = ["--engine=simulated", "--worker-flag=--kv-cache-mb=600"]
+    given += [f"--device={options.device}", f"--gpus={options.gpus}"] if options.device else simulated
     return [*given, *objectives, f"--model={options.model}", "--token-budget=8192", "--ttft-probe=3", *load]
 
 
@@ -110,7 +116,7 @@ async def main(options: argparse.Namespace) -> None:
     points: dict[str, list[Point]] = {}
     for load in loads:
         for name in options.names:
-            points.setdefault(name, []).extend(await measure(flags(options, ARRANGEMENTS[name], load)))
+            points.setdefault(name, []).extend(await measure(flags(options, ARRANGEMENTS.get(name, ()), load)))
     print(render(points))
 
 

@@ -34,6 +34,7 @@ from bench.engine.child import run_child
 from bench.serve.client import Objective, Point
 from bench.serve.load import Phase, Plan
 from bench.serve.report import EngineRate, Report, draw, render
+from common.cli.fleet import placements
 from common.models.config import load_config
 from common.models.source import DEFAULT_MODEL, resolve
 from common.protocol.errors import ConfigError, PenstockError
@@ -59,10 +60,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--url", default="", help="attach to this server instead of starting one")
+    parser.add_argument("--url", default="", help="attach to this server, or by turns to these between commas, and start none")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="as penstock's --model; with --url: the name it is served by")
     parser.add_argument("--engine", choices=["torch", "simulated"], default="torch")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--gpus", type=int, default=1, help="over which workers are spread, with --device cuda")
     parser.add_argument("--decode", type=int, default=1, help="decode workers")
     parser.add_argument("--prefill", type=int, default=0, help="prefill workers; 0: decode workers prefill")
     parser.add_argument("--worker-flag", action="append", default=[], metavar="--NAME=VALUE", help="for decode and prefill")
@@ -108,10 +110,20 @@ def worker_flags(options: argparse.Namespace, role: str) -> list[str]:
     if options.engine == "simulated":
         flags += ["--profile=h200-llama-8b", f"--max-running={max_running(options)}", "--kv-cache-mb=64"]
         return flags + options.worker_flag + role_flags(options, role)
-    flags += [f"--device={options.device}", f"--max-running={max_running(options) if role == 'decode' else 32}"]
-    if options.cuda and options.decode + options.prefill > 1:
-        flags.append(f"--gpu-memory-utilization={GPU_SHARE / (options.decode + options.prefill):.2f}")
+    flags += [f"--max-running={max_running(options) if role == 'decode' else 32}"]
     return flags + options.worker_flag + role_flags(options, role)
+
+
+def places(options: argparse.Namespace) -> list[list[str]]:
+    """The flags that say where each worker runs."""
+    count = options.decode + options.prefill
+    if options.engine == "simulated":
+        return [[]] * count
+    if options.gpus == 1:
+        share = [f"--gpu-memory-utilization={GPU_SHARE / count:.2f}"] if options.cuda and count > 1 else []
+        return [[f"--device={options.device}", *share]] * count
+    spread = placements([range(options.gpus)] * count)
+    return [[f"--device={place.device}", f"--gpu-memory-utilization={place.share:.2f}"] for place in spread]
 
 
 def role_flags(options: argparse.Namespace, role: str) -> list[str]:
@@ -147,9 +159,9 @@ async def start(stack: Stack, options: argparse.Namespace, nats_url: str) -> int
     flags = [*quiet_flags("gateway-bench", nats_url, options.model, ports[0]), *options.gateway_flag]
     stack.start("gateway", "services.gateway", *flags, "--served-model-name=bench")
     workers = [f"{role}-{index}" for role in ("decode", "prefill") for index in range(getattr(options, role))]
-    for worker, port in zip(workers, ports[1:], strict=True):
+    for worker, port, where in zip(workers, ports[1:], places(options), strict=True):
         role = worker.partition("-")[0]
-        flags = [*quiet_flags(worker, nats_url, options.model, port), *worker_flags(options, role)]
+        flags = [*quiet_flags(worker, nats_url, options.model, port), *worker_flags(options, role), *where]
         stack.start(worker, f"services.{role}", *flags, metrics_port=port)
     await stack.wait_ready(ports[0], options.ready_timeout_s)
     return ports[0]
@@ -173,10 +185,9 @@ async def generate(stack: Stack, plan: Plan) -> list[Point]:
     return points
 
 
-def plan_for(options: argparse.Namespace, host: str, port: int, model: str, vocab: int) -> Plan:
+def plan_for(options: argparse.Namespace, servers: list[tuple[str, int]], model: str, vocab: int) -> Plan:
     return Plan(
-        host=host,
-        port=port,
+        servers=servers,
         model=model,
         vocab=vocab,
         prompt=options.prompt,
@@ -199,9 +210,11 @@ async def run(options: argparse.Namespace, folder: Path, report: Report) -> None
     """Fills in `report`. :raises PenstockError: if something does not start, or the load generator fails."""
     async with running(folder) as stack:
         if options.url:
-            address = urlsplit(options.url)
-            model = options.model if options.model != DEFAULT_MODEL else await first_model(options.url)
-            plan = plan_for(options, address.hostname or "127.0.0.1", address.port or 80, model, options.vocab)
+            urls = options.url.split(",")
+            addresses = [urlsplit(url) for url in urls]
+            servers = [(address.hostname or "127.0.0.1", address.port or 80) for address in addresses]
+            model = options.model if options.model != DEFAULT_MODEL else await first_model(urls[0])
+            plan = plan_for(options, servers, model, options.vocab)
             report.points = await generate(stack, plan)
             return
         vocab = load_config(resolve(options.model)).vocab_size
@@ -209,7 +222,7 @@ async def run(options: argparse.Namespace, folder: Path, report: Report) -> None
             stack.watch("nats-server", server.pid)
             port = await start(stack, options, server.url)
             async with stack.sampling():
-                report.points = await generate(stack, plan_for(options, "127.0.0.1", port, "bench", vocab))
+                report.points = await generate(stack, plan_for(options, [("127.0.0.1", port)], "bench", vocab))
             await stack.stop()
     for point in report.points:
         usages = {watched.name: watched.usage(*point.window) for watched in stack.watched}

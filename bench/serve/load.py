@@ -9,6 +9,7 @@ per point. Started by `bench.serve`.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import sys
 import time
@@ -39,11 +40,11 @@ class Plan(msgspec.Struct, kw_only=True):
     """What to do. `streams`: closed loops, a point each. `rates`: Poisson arrivals per second, a point each. `phases`: loads
     that follow one another, `phase_s` each, over and over for `seconds`; a point each.
 
-    `fixed`: an answer has exactly its length; else the model may end it before. `vocab`: ids [10, vocab) are sent.
+    `servers`: hosts and ports, asked by turns. `fixed`: an answer has exactly its length; else the model may end it before.
+    `vocab`: ids [10, vocab) are sent.
     """
 
-    host: str
-    port: int
+    servers: list[tuple[str, int]]
     model: str
     vocab: int
     prompt: Lengths
@@ -68,7 +69,8 @@ class LoadGenerator:
         self.plan = plan
         self._random = random.Random(plan.seed)
         self._outcomes: list[Outcome] = []
-        self._idle: list[TimedStream] = []
+        self._servers = itertools.cycle(plan.servers)
+        self._idle: dict[tuple[str, int], list[TimedStream]] = {server: [] for server in plan.servers}
         self._stopping = False
 
     async def probe(self) -> Point:
@@ -159,11 +161,13 @@ class LoadGenerator:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        stream = self._idle.pop() if self._idle else TimedStream(plan.host, plan.port)
+        server = next(self._servers)
+        idle = self._idle[server]
+        stream = idle.pop() if idle else TimedStream(*server)
         stream.times = []
         answer = await stream.post(PATH, msgspec.json.encode(body), timeout_s=plan.timeout_s)
         outcome = Outcome.of(answer, stream.times, prompt_tokens)
-        self._idle.append(stream)
+        idle.append(stream)
         self._outcomes.append(outcome)
         return outcome
 

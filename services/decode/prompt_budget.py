@@ -3,7 +3,8 @@
     step of rows and a part of a prompt = step of the rows alone + tokens of the part × a token's time
 
 Both are averages of what was measured lately. What a token costs takes up what the first term misses: rows that came, or whose
-contexts grew, since the last step without a prompt.
+contexts grew, since the last step without a prompt. Beside rows, which wait for memory, a token costs less than in a step of
+its own: how fast prompts are computed with and without rows is measured apart.
 
 Where the rows alone come near the objective, or miss it, a part may still double the step: prompts go on, at half the speed of
 the rows at worst, instead of waiting for an objective that cannot be met.
@@ -32,17 +33,23 @@ class PromptBudget:
         self.objective_s = objective_s
         self.step_s = 0.0
         """Of decoding rows alone; 0: unknown."""
-        self._rate = TokenRate(_HORIZON_TOKENS)
+        self._more = TokenRate(_HORIZON_TOKENS)
+        """Of what a part adds to a step of rows."""
+        self._beside, self._alone = TokenRate(_HORIZON_TOKENS), TokenRate(_HORIZON_TOKENS)
+        """Of whole steps with a part, and rows or none."""
 
     @property
     def token_s(self) -> float:
-        """Of a prompt; 0: unknown."""
-        return self._rate.token_s
+        """What a token of a prompt adds to a step; 0: unknown."""
+        return self._more.token_s or self._alone.token_s
 
     def observe(self, *, rows: int, prompt_tokens: int, seconds: float) -> None:
         """A step of so many decoding rows and tokens of prompts took so long."""
-        if prompt_tokens:
-            self._rate.measure(prompt_tokens, max(0.0, seconds - (self.step_s if rows else 0.0)))
+        if prompt_tokens and rows:
+            self._more.measure(prompt_tokens, max(0.0, seconds - self.step_s))
+            self._beside.measure(prompt_tokens, seconds)
+        elif prompt_tokens:
+            self._alone.measure(prompt_tokens, seconds)
         else:
             self.step_s += (_STEP_WEIGHT if self.step_s else 1.0) * (seconds - self.step_s)
 
@@ -62,11 +69,15 @@ class PromptBudget:
 
     def capacity(self, rows: int, *, budget: int, backlog_tokens: int, places: int) -> Capacity:
         """Return what the engine says of itself, with so many decoding rows, tokens of prompts that wait, and free places."""
-        tokens = 0
-        if self.token_s:
-            part = self.limit(rows, budget)
-            step_s = part * self.token_s + (self.step_s if rows else 0.0)
-            tokens = int(part / step_s * WINDOW_MS / 1000)
+        tokens = int(self._per_s(rows, budget) * WINDOW_MS / 1000)
         itl_ms = round(self.step_s * 1000, 3) if rows else 0.0
         is_slow = rows > 0 and self.step_s > self.objective_s > 0
         return Capacity(tokens, backlog_tokens, itl_ms, 0 if is_slow else places)
+
+    def _per_s(self, rows: int, budget: int) -> float:
+        """Return how many tokens of prompts a second are computed beside so many rows; 0: unknown."""
+        measured = self._beside.per_s if rows else self._alone.per_s
+        if measured or not self.token_s:
+            return measured
+        part = self.limit(rows, budget)
+        return part / (part * self.token_s + (self.step_s if rows else 0.0))

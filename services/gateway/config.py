@@ -93,7 +93,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
         float,
         Meta(
             description="objective for the first token, ms: a decode worker computes a long prompt where the prefill pool "
-            "would miss it; 0: only where prefill has had no room for seconds",
+            "would miss it, and prompts that miss it anyhow let others pass; 0: only where prefill has had no room for seconds",
             ge=0,
         ),
     ] = 0.0

@@ -12,8 +12,10 @@ alone.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
+from operator import itemgetter
 
 import msgspec
 
@@ -40,8 +42,11 @@ OVERTAKEN_S = 5.0
 """A sequence too long for the blocks that are free is overtaken by shorter ones for so long."""
 OVERTAKEN = 16
 """Requests too long for the blocks that are free which shorter ones may pass by at once."""
-NEED_DECODE: frozenset[Line] = frozenset({"canary", "direct", "prefill"})
+NEED_DECODE: frozenset[Line] = frozenset({"canary", "direct", "prefill", "late"})
 """Lines whose requests need room at decode."""
+LATE_PATIENCE_S = 30.0
+"""A prompt that misses the objective for first tokens lets others pass for so long; then it has its turn, one of them a second,
+so that those in time still are when there is too much for all."""
 ALONE_PATIENCE_S = 1.0
 """A request that lost a worker waits so long for an idle one, then it may run beside others once more."""
 ALONE_LIMIT_S = 30.0
@@ -53,7 +58,7 @@ class Seat(msgspec.Struct):
     counts as load; which worker computes its prompt, `uncached_tokens` of it; which one is reserved for it. `charged`: tokens
     that its tenant was charged for it, 0 before it was placed; `charged_prompt` of them are the prompt's, which its next
     workers, if it loses some, compute at nobody's cost. keys, prompt: see `Job`.
-    kept: the worker that gets nothing else until it has this request."""
+    kept: the worker that gets nothing else until it has this request. is_overdue: it has let others pass for long enough."""
 
     order: int
     keys: list[int]
@@ -67,6 +72,7 @@ class Seat(msgspec.Struct):
     uncached_tokens: int = 0
     charged: float = 0.0
     charged_prompt: int = 0
+    is_overdue: bool = False
 
 
 class Placement:
@@ -95,6 +101,8 @@ class Placement:
         self._homeless: dict[str, Request] = {}
         self._doubtful = frozenset[str]()
         self._orders = 0
+        self._let_in_at = -math.inf
+        """When one that is late had its turn because it has waited for long."""
 
     @property
     def num_waiting(self) -> int:
@@ -200,8 +208,8 @@ class Placement:
             seat.decode = decode
         computing = request.computing
         if computing != seat.computing:
-            self._count(seat.computing, 0, -seat.uncached_tokens)
-            self._count(computing, 0, seat.uncached_tokens)
+            self._computes(seat.computing, request, -seat.uncached_tokens)
+            self._computes(computing, request, seat.uncached_tokens)
             seat.computing = computing
         reserved = request.alone_on
         if reserved != seat.reserved:
@@ -245,22 +253,27 @@ class Placement:
         unplaced: list[tuple[Line, int, Request]] = []
         num_long = 0
         while (turn := self._next(closed)) is not None:
-            line, _, request = turn
-            if self._headroom.several and line in SHARED and self._must_wait(line, request):
+            line, request_order, request = turn
+            if self._headroom.several and (line in SHARED or line == "late") and self._must_wait(line, request):
                 unplaced.append(turn)
                 self._waiting.hold(request.tenant)
                 continue
             job = self._job(request, now)
             choice = self._choose(line, job)
+            if isinstance(choice, Choice) and self._would_be_late(line, request, choice, now):
+                self._waiting.put_back("late", request_order, request)
+                continue
             if choice is None:
                 unplaced.append(turn)
                 num_long += self.router.is_too_long(job.num_tokens)
                 if line != "canary" and not 0 < num_long <= OVERTAKEN:  # each of those waits for another worker
                     closed.add(line)
                 continue
+            seat = self.seats[request.id]
+            if seat.is_overdue and isinstance(choice, Choice):
+                choice = choice.because("late_for_long")
             self.on_placed(now - request.since)
             self.routes[choice.reason] += 1
-            seat = self.seats[request.id]
             seat.uncached_tokens = choice.uncached_tokens
             if seat.prompt is not None:
                 seat.prompt.forget()
@@ -292,8 +305,19 @@ class Placement:
             elif request.must_be_alone and patient is None:
                 patient = self._job(request, now)
         self._clearing.look(patient)
+        if now - self._let_in_at >= 1.0:
+            self._let_in(now)
 
     # -- inside
+
+    def _let_in(self, now: float) -> None:
+        """Give the oldest of those that are late its turn, if it has let others pass for long."""
+        order, request = min(self._waiting.members("late"), default=(0, None), key=itemgetter(0))
+        if request is not None and now - request.since > LATE_PATIENCE_S:
+            self._let_in_at = now
+            self.seats[request.id].is_overdue = True
+            self._waiting.leave(order)
+            self.rejoin(request, now, not_before=now)
 
     def _next(self, closed: set[Line]) -> tuple[Line, int, Request] | None:
         """Whose turn it is. Nobody's, where there is no room."""
@@ -306,7 +330,18 @@ class Placement:
     def _choose(self, line: Line, job: Job) -> Choice | ReadChoice | None:
         if job.path == "read":
             return self.router.choose_alone_to_read(job) if line == "alone" else self.router.choose_to_read(job)
-        return self.router.choose_alone(job) if line == "alone" else self.router.choose(job)
+        if line == "alone":
+            return self.router.choose_alone(job)
+        choice = self.router.choose(job)
+        if line != "late" or choice is None:
+            return choice
+        return choice.because("late_in_a_gap") if self.router.has_gap(choice, job.now) else None
+
+    def _would_be_late(self, line: Line, request: Request, choice: Choice, now: float) -> bool:
+        """Whether the request is to let others pass: a new one that misses the objective for first tokens wherever it goes."""
+        if line not in SHARED or request.background or request.attempt or self.seats[request.id].is_overdue:
+            return False
+        return self.router.would_be_late(choice, now - request.arrived_at, now)
 
     def _line(self, request: Request, now: float) -> Line:
         """Which line a request that waits is to stand in."""
@@ -322,7 +357,7 @@ class Placement:
         return self._headroom.must_wait(
             request.tenant,
             request.weight,
-            prefill=self.router.prefill if line in ("prefill", "read") else None,
+            prefill=self.router.prefill if line in ("prefill", "read", "late") and self.router.prefill.usable else None,
             decode=None if line == "read" else self.router.decode,
         )
 
@@ -338,6 +373,7 @@ class Placement:
             patient=self.waited_s(request, now) < PREFILL_PATIENCE_S,
             only=request.only,
             request=request.id,
+            now=now,
         )
 
     def _rehome(self, request: Request, now: float) -> Iterator[tuple[Request, Actions]]:
@@ -354,6 +390,10 @@ class Placement:
             del self._homeless[request.id]
             yield request, stranded(request, now)
 
-    def _count(self, worker: WorkerRef | None, requests: int, tokens: int = 0) -> None:
+    def _count(self, worker: WorkerRef | None, requests: int) -> None:
         if worker is not None:
-            self.router.count(worker, requests, tokens)
+            self.router.count(worker, requests)
+
+    def _computes(self, worker: WorkerRef | None, request: Request, tokens: int) -> None:
+        if worker is not None:
+            self.router.count(worker, 0, tokens, yields=request.background, now=request.since)

@@ -9,6 +9,7 @@ A presence is up to a heartbeat old. Counting our own requests keeps a burst fro
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
 
 from common.protocol.handles import WorkerRef
@@ -16,6 +17,9 @@ from common.protocol.messages import Presence
 
 STUCK_MS, STUCK_STEPS = 2000.0, 20.0
 NOTHING_IS_TOO_LONG = 1 << 60
+
+MAX_PART_TOKENS = 8192
+"""Of a longer prompt, what is computed at most before a shorter one has its turn."""
 
 BETWEEN_HOSTS = "between hosts"
 """In a host's place in a `Pair`."""
@@ -46,10 +50,12 @@ class Worker:
     __slots__ = (
         "base",
         "base_tokens",
+        "began_at",
         "credits",
         "kept_for",
         "ours",
         "presence",
+        "prompts",
         "ref",
         "reserved",
         "serial",
@@ -62,6 +68,10 @@ class Worker:
         self.serial = serial
         self.ours = 0
         self.tokens = 0
+        self.prompts: list[int] = []
+        """Tokens of each prompt of ours that it computes, ascending; without those that let others pass."""
+        self.began_at = 0.0
+        """When it got the first of them, or gave the first token of another one."""
         self.reserved = False
         self.kept_for = ""
         """The only request that it gets, one that has waited for its blocks for long; empty: all."""
@@ -124,6 +134,23 @@ class Worker:
         """Tokens of prompts that it is to compute. What was on its way to it when it spoke is in neither of the two numbers: so
         never less than half of what we sent, of which it may have computed some."""
         return max(self.presence.capacity.backlog_tokens + self.tokens - self.base_tokens, self.tokens // 2)
+
+    def ahead_of(self, num_tokens: int) -> int:
+        """Tokens of prompts that it is to compute before a new one with so many: those of ours that are as short, half a part
+        of a longer one, and what others have sent. What it has computed since `began_at` is among them."""
+        theirs = max(0, self.presence.capacity.backlog_tokens - self.base_tokens)
+        place = bisect.bisect_right(self.prompts, num_tokens)
+        longest = self.prompts[-1] if place < len(self.prompts) else 0
+        return theirs + sum(self.prompts[:place]) + min(longest, MAX_PART_TOKENS) // 2
+
+    def computes(self, num_tokens: int, now: float) -> None:
+        """A prompt of ours with so many tokens is there from now on; or, below 0, is computed."""
+        if not self.prompts or num_tokens < 0:
+            self.began_at = now
+        if num_tokens > 0:
+            bisect.insort(self.prompts, num_tokens)
+        elif -num_tokens in self.prompts:
+            self.prompts.remove(-num_tokens)
 
 
 class Pool:

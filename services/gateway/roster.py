@@ -116,12 +116,15 @@ class Roster:
 
     # -- what we sent
 
-    def count(self, ref: WorkerRef, requests: int, tokens: int = 0) -> None:
-        """So many requests of ours are there, and so many tokens of prompts to compute, more than before, or fewer."""
+    def count(self, ref: WorkerRef, requests: int, tokens: int = 0, *, yields: bool = False, now: float = 0.0) -> None:
+        """So many requests of ours are there, and a prompt of so many tokens to compute, more than before, or fewer. `yields`:
+        the prompt lets others pass."""
         worker = self._workers.get(ref)
         if worker is not None:
             worker.ours += requests
             worker.tokens += tokens
+            if tokens and not yields:
+                worker.computes(tokens, now)
             if requests < 0:
                 worker.too_long = NOTHING_IS_TOO_LONG
             self._update(worker)

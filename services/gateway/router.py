@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 
 from common.protocol.handles import WorkerRef
 from services.gateway.actions import Path
-from services.gateway.expected import prompt_s, why_direct
+from services.gateway.expected import GAP, SAFE, first_token_s, gap_s, prompt_s, why_direct
 from services.gateway.pools import Pair, Pool, Worker, pull_s
 from services.gateway.roster import Roster
 from services.gateway.routes import Choice as Choice  # placement takes all three from here
@@ -122,6 +122,8 @@ class Router(Roster):
         direct = self._direct(job, cached)
         if job.path == "direct" or (job.path == "auto" and not self.can_prefill):
             reason = "path_given" if job.path == "direct" else "no_prefill_worker"
+            if direct and direct[1].ttft_s > SAFE * self.ttft_s > 0:
+                direct = self._direct(job, cached, soonest=True) or direct
             return direct[1].because(reason) if direct else None
         if direct and job.path == "auto" and direct[1].uncached_tokens <= self.direct_max_tokens:
             return direct[1].because("short_uncached_prompt")
@@ -143,6 +145,18 @@ class Router(Roster):
             return split[1].because("prefill_is_cheaper", direct[1])
         reason = "long_uncached_prompt" if job.path == "auto" else "path_given"
         return split[1].because(reason, direct[1] if direct else None)
+
+    def would_be_late(self, choice: Choice, waited_s: float, now: float) -> bool:
+        """Whether a prompt of some length, which has waited for so long, is expected to miss the objective there, and to make
+        those late that keep it."""
+        if not self.ttft_s or choice.uncached_tokens <= self.direct_max_tokens:
+            return False
+        return waited_s + choice.ttft_s > self.ttft_s and not self.has_gap(choice, now)
+
+    def has_gap(self, choice: Choice, now: float) -> bool:
+        """Whether the worker that is to compute the prompt has next to no others."""
+        worker = self._workers[choice.prefill or choice.decode]
+        return gap_s(worker, tokens_per_s=self._tokens_per_s, now=now) <= GAP * self.ttft_s
 
     def choose_decode(self, prefill: WorkerRef, job: Job, *, tried: Iterable[str]) -> WorkerRef | None:
         """Another decode worker for KV that `prefill` holds."""
@@ -204,7 +218,7 @@ class Router(Roster):
         costs = [(self._direct_cost(worker, job, cached), worker) for worker in candidates if not (idle and worker.tokens)]
         if not costs:
             return None
-        ttft_s = {worker: self._prompt_s(worker, job, cached) for _, worker in costs}
+        ttft_s = {worker: self._first_token_s(worker, job, cached) for _, worker in costs}
         cost, worker = min(costs, key=(lambda found: ttft_s[found[1]]) if soonest else _cost)
         uncached = job.num_tokens - cached.get(worker.serial, 0)
         return cost, Choice(None, worker.ref, uncached, costed("direct", costs, cached, ttft_s), ttft_s=ttft_s[worker])
@@ -223,7 +237,7 @@ class Router(Roster):
             decode_costs = [(self._decode_cost(w, job, cached), w) for w in self._candidates(decodes, cached, job)]
             if not decode_costs:
                 continue
-            ttft_s = {worker: cost + HANDOFF_S for cost, worker in prefill_costs}
+            ttft_s = {worker: self._first_token_s(worker, job, cached) + HANDOFF_S for _, worker in prefill_costs}
             costs = [*costed("prefill", prefill_costs, cached, ttft_s), *costed("decode", decode_costs, cached)]
             compared += [one for one in costs if one not in compared]  # a worker may be in two pairs
             found = cheapest(prefill_costs, decode_costs)
@@ -238,7 +252,8 @@ class Router(Roster):
         if best is None and failing is not None and (found := cheapest(*failing, working=False)):
             (prefill_cost, prefill), (decode_cost, decode) = found
             uncached = job.num_tokens - cached.get(prefill.serial, 0)
-            choice = Choice(prefill.ref, decode.ref, uncached, compared, "no_working_path", ttft_s=prefill_cost + HANDOFF_S)
+            ttft = self._first_token_s(prefill, job, cached) + HANDOFF_S
+            choice = Choice(prefill.ref, decode.ref, uncached, compared, "no_working_path", ttft_s=ttft)
             return prefill_cost + HANDOFF_S + decode_cost, choice
         return best
 
@@ -278,6 +293,10 @@ class Router(Roster):
     def _prompt_s(self, worker: Worker, job: Job, cached: Mapping[int, int]) -> float:
         uncached = job.num_tokens - cached.get(worker.serial, 0)
         return prompt_s(worker, uncached, tokens_per_s=self._tokens_per_s)
+
+    def _first_token_s(self, worker: Worker, job: Job, cached: Mapping[int, int]) -> float:
+        uncached = job.num_tokens - cached.get(worker.serial, 0)
+        return first_token_s(worker, uncached, tokens_per_s=self._tokens_per_s, now=job.now)
 
     def _decode_cost(self, worker: Worker, job: Job, cached: Mapping[int, int]) -> float:
         copied = job.num_tokens - cached.get(worker.serial, 0)

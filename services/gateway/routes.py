@@ -30,6 +30,8 @@ Reason = Literal[
     "sooner_at_decode",
     "decode_pool_is_full",
     "no_working_path",
+    "late_in_a_gap",
+    "late_for_long",
 ]
 """Why a request took its path: see `WORDS`."""
 
@@ -48,6 +50,8 @@ WORDS: Mapping[Reason, str] = {
     "prefill_would_be_late": "prefill may miss the objective for first tokens, a decode worker keeps it",
     "decode_pool_is_full": "no decode worker has room within its objective, and a prefill worker has no prompts",
     "no_working_path": "the paths between the hosts of prefill and decode workers fail",
+    "late_in_a_gap": "late anyhow, it let prompts pass that keep the objective for first tokens, until a worker had a gap",
+    "late_for_long": "late anyhow, it has let prompts pass for long that keep the objective for first tokens",
     "sooner_at_decode": "the objective for first tokens is missed anyhow, and a decode worker is sooner",
 }
 
@@ -68,7 +72,7 @@ class Job(msgspec.Struct, frozen=True):
 
     keys: of its prompt, see `prefix_keys`. prompt: what is looked up where workers tell what they hold. avoid: ids of workers
     to take only when there is no other. only: the worker whose path this is, prefill or decode. request: its id. patient: it
-    waits for a prefill worker rather than have a decode worker compute its prompt.
+    waits for a prefill worker rather than have a decode worker compute its prompt. now: when it is asked, seconds.
     """
 
     keys: Sequence[int]
@@ -80,6 +84,7 @@ class Job(msgspec.Struct, frozen=True):
     only: WorkerRef | None = None
     request: str = ""
     prompt: Prompt | None = None
+    now: float = 0.0
 
 
 class Choice(msgspec.Struct, frozen=True):

@@ -14,11 +14,11 @@ from common.engine.shares import Shares
 from services.gateway.actions import State
 from services.gateway.requests import Request
 
-Line = Literal["alone", "canary", "direct", "prefill", "read"]
+Line = Literal["alone", "canary", "direct", "prefill", "read", "late"]
 """For a worker that has nothing else to do; for one certain worker; for room at decode; for room at prefill, and at decode
-afterwards; for room at prefill alone."""
+afterwards; for room at prefill alone; for a worker that has next to no prompts."""
 
-_LINES: tuple[Line, ...] = ("alone", "canary", "direct", "prefill", "read")
+_LINES: tuple[Line, ...] = ("alone", "canary", "direct", "prefill", "read", "late")
 _Turn = tuple[float, float, int]
 """Virtual time of the tenant, rank and order of the request."""
 SHARED: tuple[Line, ...] = ("direct", "prefill", "read")
@@ -211,7 +211,8 @@ class WaitingRoom:
 
     def next(self, closed: Collection[Line]) -> tuple[Line, int, Request] | None:
         """Whose turn it is among the lines that are not `closed`: it leaves its line; `put_back` if there is no place for it.
-        Who must run alone comes first, while workers are idle; the others by tenants' shares, and within a tenant by rank."""
+        Who must run alone comes first, while workers are idle; the others by tenants' shares, and within a tenant by rank; who
+        is late comes last."""
         if not self._num_in_line:
             return None
         alone = None if "alone" in closed else self._first("alone")
@@ -226,6 +227,8 @@ class WaitingRoom:
         canary = None if "canary" in closed else self._first("canary")
         if canary is not None and (best is None or canary[1:] < best[1:]):  # nobody's in particular: by rank alone
             best, line = canary, "canary"
+        if best is None and "late" not in closed:
+            best, line = self._first("late"), "late"
         return None if best is None else self._taken(line, best)
 
     def _first(self, line: Line) -> _Turn | None:

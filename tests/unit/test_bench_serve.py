@@ -14,6 +14,7 @@ from bench.common.lengths import Lengths
 from bench.common.machine import Machine
 from bench.common.sse import Answer
 from bench.common.stats import Percentiles
+from bench.elastic import __main__ as elastic
 from bench.serve import __main__ as command
 from bench.serve import load
 from bench.serve.client import Objective, Outcome, Point, TimedStream, summarise
@@ -114,7 +115,7 @@ class Instant(TimedStream):
 
 def plan(**settings: object) -> Plan:
     given: dict[str, object] = {"prompt": Lengths(3, 9), "output": Lengths(2, 4), "seconds": 0.5, "warmup_s": 0.05} | settings
-    return Plan(host="h", port=1, model="m", vocab=50, **given)  # type: ignore[arg-type]
+    return Plan(servers=[("h", 1), ("h", 2)], model="m", vocab=50, **given)  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
@@ -131,6 +132,13 @@ async def test_a_closed_loop_sends_what_it_was_told_to() -> None:
         prompt = body["prompt"]
         assert isinstance(prompt, list) and 3 <= len(prompt) <= 9 and all(10 <= token < 50 for token in prompt)
         assert body["ignore_eos"] is True and body["max_tokens"] in (2, 3, 4) and body["stream"] is True
+
+
+async def test_several_servers_are_asked_by_turns() -> None:
+    generator = LoadGenerator(plan())
+    await generator.closed(3)
+    servers = [server for server, streams in generator._idle.items() if streams]
+    assert servers == [("h", 1), ("h", 2)]
 
 
 async def test_poisson_arrivals_come_at_their_rate() -> None:
@@ -178,9 +186,28 @@ def test_the_plot_is_a_png(tmp_path: Path) -> None:
 
 def test_workers_that_share_a_gpu_share_its_memory() -> None:
     options = command.parse(["--device=cuda", "--prefill=1", "--streams=256"])
-    flags = command.worker_flags(options, "decode")
-    assert "--gpu-memory-utilization=0.45" in flags and f"--max-running={256 + command.HEADROOM}" in flags
-    assert not any("utilization" in flag for flag in command.worker_flags(command.parse(["--device=cuda"]), "decode"))
+    decode, prefill = command.places(options)
+    assert decode == prefill == ["--device=cuda", "--gpu-memory-utilization=0.45"]
+    assert command.places(command.parse(["--device=cuda"])) == [["--device=cuda"]]
+    assert command.places(command.parse(["--engine=simulated", "--decode=2"])) == [[], []]
+
+
+def test_workers_are_spread_over_gpus() -> None:
+    spread = command.places(command.parse(["--device=cuda", "--gpus=2", "--prefill=2"]))
+    assert spread == [
+        ["--device=cuda:0", "--gpu-memory-utilization=0.45"],
+        ["--device=cuda:1", "--gpu-memory-utilization=0.90"],
+        ["--device=cuda:0", "--gpu-memory-utilization=0.45"],
+    ]
+
+
+def test_elastic_asks_other_servers_in_place_of_arrangements() -> None:
+    url = "http://127.0.0.1:8001,http://127.0.0.1:8002"
+    options = elastic.parse([f"--url={url}", "--model=x"])
+    assert options.names == [url]
+    flags = elastic.flags(options, (), ["--rate=5"])
+    assert command.parse(flags).url == url and not any(flag.startswith("--device") for flag in flags)
+    assert elastic.parse(["--device=cuda", "--gpus=2"]).names == list(elastic.ARRANGEMENTS)
 
 
 @pytest.mark.slow

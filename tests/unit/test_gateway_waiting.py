@@ -46,6 +46,15 @@ def test_nobody_waits_for_what_somebody_else_needs() -> None:
     assert len(room) == 2 and turns(room) == ["1", "2"]
 
 
+def test_who_is_late_comes_last() -> None:
+    room = WaitingRoom()
+    lines: list[tuple[int, Line]] = [(1, "late"), (2, "late"), (3, "direct"), (4, "canary"), (5, "prefill")]
+    for order, line in lines:
+        room.join(line, order, request(order))
+    assert turns(room, closed={"late"}) == ["3", "4", "5"]
+    assert turns(room) == ["1", "2"]
+
+
 def test_who_must_run_alone_comes_first() -> None:
     room = WaitingRoom()
     lines: list[tuple[int, Line]] = [(1, "direct"), (2, "alone"), (3, "alone")]

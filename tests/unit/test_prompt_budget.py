@@ -111,3 +111,14 @@ def test_speeds_know_prompts_from_answers() -> None:
     speeds.measure(StepPlan(2, [StepRow([1], 512, [0], 1, SamplingParams(), 512)] * 4), 0.01)
     assert speeds.prefill_tokens_per_s == pytest.approx(25_600)
     assert speeds.tokens_per_s > 0 and speeds.step_ms > 0
+
+
+def test_what_a_token_adds_beside_rows_is_not_taken_for_what_it_takes_alone() -> None:
+    engine = Engine(0.006, 15e-6)
+    engine.settle()  # rows wait for memory, and a part is computed meanwhile
+    for _ in range(4):
+        engine.budget.observe(rows=0, prompt_tokens=2048, seconds=2048 * 25e-6)
+    alone, beside = (engine.budget.capacity(rows, budget=8192, backlog_tokens=0, places=5) for rows in (0, 8))
+    assert alone.prompt_tokens == pytest.approx(4000, rel=0.01)
+    assert beside.prompt_tokens == pytest.approx(768 / (0.006 + 768 * 15e-6) * 0.1, rel=0.02)
+    assert engine.budget.limit(8, 8192) == 768
