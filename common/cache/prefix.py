@@ -14,25 +14,25 @@ TOKEN_BYTES = 4
 
 def keyed_hash(block_tokens: int, *, fingerprint: str, salt: bytes) -> hashlib.blake2b:
     """Return what the hashes of a model's and a tenant's blocks begin with: copy it for each block. `salt` keeps tenants from
-    probing each other's caches."""
+    probing each other's caches. Both are in BLAKE2b's parameters: as a key they would be one more block of each hash."""
     name = fingerprint.encode()
     lengths = struct.pack("<III", block_tokens, len(name), len(salt))
     key = hashlib.blake2b(lengths + name + salt, digest_size=32).digest()
-    return hashlib.blake2b(key=key, digest_size=HASH_BYTES)  # copied per block: the key is absorbed once
+    return hashlib.blake2b(digest_size=HASH_BYTES, salt=key[:16], person=key[16:])
 
 
 def hash_packed(keyed: hashlib.blake2b, packed: bytes | memoryview, block_tokens: int, *, parent: bytes = b"") -> list[bytes]:
     """Return one 16-byte hash per full block of `packed`, tokens as uint32; a partial block at the end has none.
 
-    hash[i] = BLAKE2b(hash[i - 1] + tokens of block i), keyed. To continue a chain, pass its last hash as `parent` and the
-    tokens after it.
+    hash[i] = BLAKE2b(hash[i - 1] + tokens of block i), with the parameters of `keyed`. To continue a chain, pass its last hash
+    as `parent` and the tokens after it.
     """
     stride = TOKEN_BYTES * block_tokens
     hashes: list[bytes] = []
-    for start in range(0, len(packed) // stride * stride, stride):
+    for (tokens,) in struct.iter_unpack(f"{stride}s", packed[: len(packed) // stride * stride]):
         block = keyed.copy()
         block.update(parent)
-        block.update(packed[start : start + stride])
+        block.update(tokens)
         parent = block.digest()
         hashes.append(parent)
     return hashes

@@ -17,8 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import itemgetter
 
-import msgspec
-
 from common.protocol import errors
 from common.protocol import tokens as token_bytes
 from common.protocol.handles import WorkerRef
@@ -29,10 +27,10 @@ from services.gateway.handoff import redirect, stranded
 from services.gateway.headroom import Headroom
 from services.gateway.health import Health
 from services.gateway.prefix_memory import FINE_TOKENS, prefix_keys
-from services.gateway.prompt_chain import Prompt
 from services.gateway.requests import Request
 from services.gateway.router import Choice, Job, ReadChoice, Router
 from services.gateway.routes import Reason
+from services.gateway.seat import Seat
 from services.gateway.waiting import SHARED, ExpectedAnswers, Line, WaitingRoom
 from services.gateway.windows import Windows
 
@@ -51,28 +49,6 @@ ALONE_PATIENCE_S = 1.0
 """A request that lost a worker waits so long for an idle one, then it may run beside others once more."""
 ALONE_LIMIT_S = 30.0
 """One that lost several waits so long, then it is given up."""
-
-
-class Seat(msgspec.Struct):
-    """`order`: the request's age. `waits_since`: when it began to wait for a worker that takes it, 0 while one has it. Where it
-    counts as load; which worker computes its prompt, `uncached_tokens` of it; which one is reserved for it. `charged`: tokens
-    that its tenant was charged for it, 0 before it was placed; `charged_prompt` of them are the prompt's, which its next
-    workers, if it loses some, compute at nobody's cost. keys, prompt: see `Job`.
-    kept: the worker that gets nothing else until it has this request. is_overdue: it has let others pass for long enough."""
-
-    order: int
-    keys: list[int]
-    prompt: Prompt | None = None
-    waits_since: float = 0.0
-    kept: WorkerRef | None = None
-    prefill: WorkerRef | None = None
-    decode: WorkerRef | None = None
-    computing: WorkerRef | None = None
-    reserved: WorkerRef | None = None
-    uncached_tokens: int = 0
-    charged: float = 0.0
-    charged_prompt: int = 0
-    is_overdue: bool = False
 
 
 class Placement:
@@ -351,7 +327,12 @@ class Placement:
             return "alone"
         if request.is_read:
             return "read"
-        return "direct" if self.router.path(self._job(request, now)) == "direct" else "prefill"
+        job = self._job(request, now)
+        if job.path != "auto":
+            return "direct" if job.path == "direct" else "prefill"
+        seat = self.seats[request.id]
+        seat.cached, seat.cached_at = self.router.cached(job), now  # for choosing workers, too, if that follows at once
+        return "direct" if self.router.is_direct(job, seat.cached) else "prefill"
 
     def _must_wait(self, line: Line, request: Request) -> bool:
         return self._headroom.must_wait(
@@ -374,6 +355,7 @@ class Placement:
             only=request.only,
             request=request.id,
             now=now,
+            cached=seat.cached if seat.cached_at == now else None,
         )
 
     def _rehome(self, request: Request, now: float) -> Iterator[tuple[Request, Actions]]:

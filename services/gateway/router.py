@@ -19,7 +19,6 @@ import itertools
 from collections.abc import Iterable, Mapping
 
 from common.protocol.handles import WorkerRef
-from services.gateway.actions import Path
 from services.gateway.expected import GAP, SAFE, first_token_s, gap_s, prompt_s, why_direct
 from services.gateway.pools import Pair, Pool, Worker, pull_s
 from services.gateway.roster import Roster
@@ -64,13 +63,10 @@ class Router(Roster):
 
     # -- choosing
 
-    def path(self, job: Job) -> Path:
-        """The way that the request's prompt should take: which workers it waits for when they are full."""
-        if job.path != "auto":
-            return job.path
-        cached = max(self.prefixes.match(job.keys, job.prompt).values(), default=0)
-        uncached = job.num_tokens - min(cached, job.num_tokens - 1)
-        return "direct" if uncached <= MAX_DIRECT_FACTOR * self.direct_max_tokens or not self.can_prefill else "prefill"
+    def is_direct(self, job: Job, cached: Mapping[int, int]) -> bool:
+        """Whether the request waits for room at decode alone, where workers are full."""
+        uncached = job.num_tokens - max(cached.values(), default=0)
+        return uncached <= MAX_DIRECT_FACTOR * self.direct_max_tokens or not self.can_prefill
 
     def choose_to_clear(self, job: Job) -> WorkerRef | None:
         """The worker that is soonest idle if it gets nothing new. None: others would be left without one."""
@@ -114,7 +110,7 @@ class Router(Roster):
         """None: nobody who could take the request has room now."""
         if not self.has_room:
             return None
-        cached = self._cached(job)
+        cached = self.cached(job)
         if self._decode_is_full and job.path == "auto" and job.only is None and (spilled := self._spill(job, cached)):
             return spilled
         if not self.decode.has_room:
@@ -191,8 +187,10 @@ class Router(Roster):
         """Whether prefill workers may have to decode: with an objective, while no decode worker takes rows within its own."""
         return self.ttft_s > 0 and self.prefill.has_room and (self._decode_is_slow or not self.decode.has_room)
 
-    def _cached(self, job: Job) -> dict[int, int]:
+    def cached(self, job: Job) -> Mapping[int, int]:
         """Tokens of the prompt that each worker is believed to hold, by its serial."""
+        if job.cached is not None:
+            return job.cached
         return {worker: min(tokens, job.num_tokens - 1) for worker, tokens in self.prefixes.match(job.keys, job.prompt).items()}
 
     def _is_busy(self, choice: Choice) -> bool:
@@ -295,6 +293,8 @@ class Router(Roster):
         return prompt_s(worker, uncached, tokens_per_s=self._tokens_per_s)
 
     def _first_token_s(self, worker: Worker, job: Job, cached: Mapping[int, int]) -> float:
+        if not self.ttft_s:
+            return self._prompt_s(worker, job, cached)
         uncached = job.num_tokens - cached.get(worker.serial, 0)
         return first_token_s(worker, uncached, tokens_per_s=self._tokens_per_s, now=job.now)
 

@@ -73,6 +73,7 @@ class Job(msgspec.Struct, frozen=True):
     keys: of its prompt, see `prefix_keys`. prompt: what is looked up where workers tell what they hold. avoid: ids of workers
     to take only when there is no other. only: the worker whose path this is, prefill or decode. request: its id. patient: it
     waits for a prefill worker rather than have a decode worker compute its prompt. now: when it is asked, seconds.
+    cached: tokens of the prompt that each worker holds, by serial, where that is known already.
     """
 
     keys: Sequence[int]
@@ -85,6 +86,7 @@ class Job(msgspec.Struct, frozen=True):
     request: str = ""
     prompt: Prompt | None = None
     now: float = 0.0
+    cached: Mapping[int, int] | None = None
 
 
 class Choice(msgspec.Struct, frozen=True):
