@@ -6,8 +6,8 @@ Both are averages of what was measured lately. What a token costs takes up what 
 contexts grew, since the last step without a prompt. Beside rows, which wait for memory, a token costs less than in a step of
 its own: how fast prompts are computed with and without rows is measured apart.
 
-Where the rows alone come near the objective, or miss it, a part may still double the step: prompts go on, at half the speed of
-the rows at worst, instead of waiting for an objective that cannot be met.
+Where the rows alone come near the objective, a part may still make the step a quarter longer, and where they miss it, twice as
+long: prompts go on, instead of waiting for an objective that cannot be met.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ IDLE_TOKENS = 2048
 """A step without decoding rows computes up to so many tokens all the same: rows that arrive meanwhile wait for it."""
 _MARGIN = 0.9
 """The share of the objective that a step is planned to take: measured times scatter."""
+_NEAR = 0.8
+"""Of the objective, up to which rows alone leave it within reach."""
 _HORIZON_TOKENS = 4096
 _STEP_WEIGHT = 0.2
 
@@ -61,11 +63,17 @@ class PromptBudget:
             return min(budget, IDLE_TOKENS)
         if not self.token_s:
             return min(budget, GRAIN_TOKENS)
-        step_s = max(_MARGIN * self.objective_s, 2 * self.step_s)
+        step_s = max(_MARGIN * self.objective_s, self._growth * self.step_s)
         tokens = int((step_s - self.step_s) / self.token_s)
         if tokens >= GRAIN_TOKENS:
             tokens -= tokens % GRAIN_TOKENS
         return min(budget, max(LEAST_TOKENS, tokens))
+
+    @property
+    def _growth(self) -> float:
+        """By what a part may lengthen a step of rows in any case."""
+        missed = (self.step_s / self.objective_s - _NEAR) / (1 - _NEAR)
+        return 1.25 + 0.75 * min(1.0, max(0.0, missed))
 
     def capacity(self, rows: int, *, budget: int, backlog_tokens: int, places: int) -> Capacity:
         """Return what the engine says of itself, with so many decoding rows, tokens of prompts that wait, and free places."""

@@ -56,6 +56,14 @@ def test_an_objective_that_rows_alone_miss_lets_prompts_double_the_step() -> Non
     assert engine.budget.limit(8, 8192) == 384  # 50 ms of 100 µs each, in whole 128s
 
 
+def test_rows_that_leave_the_objective_within_reach_are_slowed_down_by_no_more_than_it_or_a_quarter() -> None:
+    for rows_ms, step_ms in ((6, 18), (12, 18), (15, 18.75), (16, 20), (18, 29.25), (20, 40), (30, 60)):
+        engine = Engine(rows_ms / 1000, 1e-6)
+        engine.settle()
+        seconds = engine.step(8, engine.budget.limit(8, 1 << 20))
+        assert seconds == pytest.approx(step_ms / 1000, rel=0.02), rows_ms
+
+
 def test_without_an_objective_or_rows_nothing_is_limited_but_what_would_hold_up_a_row_for_long() -> None:
     free = Engine(0.006, 25e-6, objective_s=0.0)
     free.settle()
