@@ -6,7 +6,8 @@
 
 Tenants share workers by what their requests cost in tokens: prompts and answers, the answer guessed at first and corrected at
 its end. Of one tenant, the request that has been here longest is placed first (see `Request.rank`), also when it comes back for
-another attempt; nobody who needs the same overtakes it, so nobody starves. One that lost a worker is placed on an idle one,
+another attempt; nobody who needs the same overtakes it, so nobody starves. With an objective for first tokens, one that misses
+it wherever it goes lets others pass until a worker has a gap, for a while. One that lost a worker is placed on an idle one,
 alone.
 """
 
@@ -251,6 +252,7 @@ class Placement:
             self.on_placed(now - request.since)
             self.routes[choice.reason] += 1
             seat.uncached_tokens = choice.uncached_tokens
+            seat.cached, seat.cached_at = {}, -math.inf
             if seat.prompt is not None:
                 seat.prompt.forget()
             if not seat.charged and request.only is None:

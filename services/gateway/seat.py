@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -32,4 +33,4 @@ class Seat(msgspec.Struct):
     charged_prompt: int = 0
     is_overdue: bool = False
     cached: Mapping[int, int] = {}
-    cached_at: float = -1.0
+    cached_at: float = -math.inf
