@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
+from common.engine.timeline import MOVED
+from common.protocol.errors import StaleHandle, TransportUnavailable
 from common.protocol.kv_messages import KvTraffic
 from common.runtime.metrics import Metrics
 from common.transfer.measured import TransferCounts
@@ -47,6 +49,10 @@ class KvCounts:
         self._recomputed = metrics.counter(
             "kv_recomputed_tokens_total", "Tokens computed although their KV had been computed before, by reason", ["reason"]
         )
+        for outcome in ("ok", TransportUnavailable.code, StaleHandle.code):
+            self._handoffs.labels(outcome)
+        for reason in (PREEMPTED, MOVED):
+            self._recomputed.labels(reason)
         self._by_tier: dict[Tier, int] = dict.fromkeys(get_args(Tier), 0)
         for tier in self._by_tier:
             self._hits.labels(tier)

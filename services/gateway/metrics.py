@@ -25,6 +25,9 @@ from services.gateway.bodies import Usage
 _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 _LONG_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 SUCCESSES = ("stop", "length")
+ALERTING = ("no_workers", "workers_died")
+"""Codes of errors that alerts are about: from the start, since a series that begins with its first error has not increased by
+it."""
 
 
 class Observations:
@@ -90,6 +93,8 @@ class _Families:
             "cached_prompt_tokens_total", "Prompt tokens of ended requests that did not have to be computed", by_model
         )
         self.errors = metrics.counter("request_errors_total", "Refused, failed and cancelled requests", ["edge", "code"])
+        for edge, code in itertools.product(("http", "nats"), ALERTING):
+            self.errors.labels(edge, code)
         self.dropped = metrics.counter("nats_dropped_total", "NATS messages dropped without an answer", ["reason"])
         self.ignored = metrics.counter(
             "ignored_arguments_total",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from common.protocol.explain_messages import RequestContext, WorkerEvent
 from common.runtime.metrics import Metrics
 from common.runtime.request_records import RequestRecords
@@ -24,6 +26,8 @@ class DiskCounts:
         self._evicted = metrics.counter("kvstore_disk_evicted_blocks_total", "Blocks on disk given up for others")
         self._damaged = metrics.counter("kvstore_disk_damaged_blocks_total", "Blocks on disk that failed their checksum")
         self._errors = metrics.counter("kvstore_disk_errors_total", "Reads and writes that the disk refused", ["operation"])
+        for operation in get_args(Operation):  # a series that begins with its first error has not increased by it
+            self._errors.labels(operation)
 
     def hit(self, blocks: int) -> None:
         self.hits += blocks

@@ -74,7 +74,8 @@ async def test_one_line_in_the_log_for_each_answered_request(
     assert "secret" not in str(line) and "private" not in str(line)
     page = core.metrics.render().decode()
     assert f'vllm:request_success_total{{finished_reason="stop",model_name="{MODEL}"}} 1.0' in page
-    assert "penstock_request_errors_total{" not in page
+    errors = [line for line in page.splitlines() if line.startswith("penstock_request_errors_total{")]
+    assert len(errors) == 4 and all(line.endswith(" 0.0") for line in errors)
 
 
 @everywhere
