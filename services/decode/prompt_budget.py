@@ -71,7 +71,7 @@ class PromptBudget:
 
     @property
     def _growth(self) -> float:
-        """By what a part may lengthen a step of rows in any case."""
+        """How many times as long as without it a part may make a step of rows, whatever the objective."""
         missed = (self.step_s / self.objective_s - _NEAR) / (1 - _NEAR)
         return 1.25 + 0.75 * min(1.0, max(0.0, missed))
 

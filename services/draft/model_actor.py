@@ -5,9 +5,8 @@
 
 Decode never waits: drafts run ahead of what is confirmed, by a proposal's tokens at most, and a proposal covers what is drafted
 behind the confirmed tokens. On a GPU the next step is planned while one runs, and fed with its tokens there, unless an update
-is expected before it would begin (`cadence.py`). Where a draft may
-fail, branches are drafted with what steps leave (`branches.py`). A step that raises costs its mirrors, which are sent whole
-again; several in a row end the process.
+is expected before it would begin (`cadence.py`). Where a draft may fail, branches are drafted with what steps leave
+(`branches.py`). A step that raises costs its mirrors, which are sent whole again; several in a row end the process.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def first_token_s(worker: Worker, uncached_tokens: int, *, tokens_per_s: float, 
     return max(0.0, worker.ahead_of(uncached_tokens) / speed - _under_way_s(worker, speed, now)) + uncached_tokens / speed
 
 
-def gap_s(worker: Worker, *, tokens_per_s: float, now: float) -> float:
+def backlog_s(worker: Worker, *, tokens_per_s: float, now: float) -> float:
     """Return the seconds until a worker has computed what it has. tokens_per_s: see `prompt_s`."""
     speed = _speed(worker) or tokens_per_s
     return max(0.0, worker.ahead_of(sys.maxsize) / speed - _under_way_s(worker, speed, now))

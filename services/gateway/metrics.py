@@ -26,8 +26,8 @@ _SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
 _LONG_S = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 SUCCESSES = ("stop", "length")
 ALERTING = ("no_workers", "workers_died")
-"""Codes of errors that alerts are about: from the start, since a series that begins with its first error has not increased by
-it."""
+"""Codes of errors that alerts are about. Their series begin at 0: in one that begins with an error Prometheus sees no
+increase."""
 
 
 class Observations:

@@ -44,8 +44,9 @@ OVERTAKEN = 16
 NEED_DECODE: frozenset[Line] = frozenset({"canary", "direct", "prefill", "late"})
 """Lines whose requests need room at decode."""
 LATE_PATIENCE_S = 30.0
-"""A prompt that misses the objective for first tokens lets others pass for so long; then it has its turn, one of them a second,
-so that those in time still are when there is too much for all."""
+"""A prompt that misses the objective for first tokens lets others pass for so long, then it has its turn."""
+LATE_TURNS_APART_S = 1.0
+"""Between two of these turns: prompts that keep the objective go on keeping it when there is too much for all."""
 ALONE_PATIENCE_S = 1.0
 """A request that lost a worker waits so long for an idle one, then it may run beside others once more."""
 ALONE_LIMIT_S = 30.0
@@ -230,15 +231,15 @@ class Placement:
         unplaced: list[tuple[Line, int, Request]] = []
         num_long = 0
         while (turn := self._next(closed)) is not None:
-            line, request_order, request = turn
-            if self._headroom.several and (line in SHARED or line == "late") and self._must_wait(line, request):
+            line, order, request = turn
+            if self._headroom.several and line in (*SHARED, "late") and self._must_wait(line, request):
                 unplaced.append(turn)
                 self._waiting.hold(request.tenant)
                 continue
             job = self._job(request, now)
             choice = self._choose(line, job)
             if isinstance(choice, Choice) and self._would_be_late(line, request, choice, now):
-                self._waiting.put_back("late", request_order, request)
+                self._waiting.put_back("late", order, request)
                 continue
             if choice is None:
                 unplaced.append(turn)
@@ -249,6 +250,7 @@ class Placement:
             seat = self.seats[request.id]
             if seat.is_overdue and isinstance(choice, Choice):
                 choice = choice.because("late_for_long")
+                seat.is_overdue = False  # a later attempt has reasons of its own
             self.on_placed(now - request.since)
             self.routes[choice.reason] += 1
             seat.uncached_tokens = choice.uncached_tokens
@@ -283,7 +285,7 @@ class Placement:
             elif request.must_be_alone and patient is None:
                 patient = self._job(request, now)
         self._clearing.look(patient)
-        if now - self._let_in_at >= 1.0:
+        if now - self._let_in_at >= LATE_TURNS_APART_S:
             self._let_in(now)
 
     # -- inside
@@ -337,10 +339,11 @@ class Placement:
         return "direct" if self.router.is_direct(job, seat.cached) else "prefill"
 
     def _must_wait(self, line: Line, request: Request) -> bool:
+        needs_prefill = line in ("prefill", "read") or (line == "late" and self.router.can_prefill)
         return self._headroom.must_wait(
             request.tenant,
             request.weight,
-            prefill=self.router.prefill if line in ("prefill", "read", "late") and self.router.prefill.usable else None,
+            prefill=self.router.prefill if needs_prefill else None,
             decode=None if line == "read" else self.router.decode,
         )
 
@@ -380,4 +383,4 @@ class Placement:
 
     def _computes(self, worker: WorkerRef | None, request: Request, tokens: int) -> None:
         if worker is not None:
-            self.router.count(worker, 0, tokens, yields=request.background, now=request.since)
+            self.router.count(worker, 0, tokens, background=request.background, now=request.since)

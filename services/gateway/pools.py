@@ -69,7 +69,7 @@ class Worker:
         self.ours = 0
         self.tokens = 0
         self.prompts: list[int] = []
-        """Tokens of each prompt of ours that it computes, ascending; without those that let others pass."""
+        """Tokens of each prompt of ours that it computes, ascending; without those of batches, which others overtake."""
         self.began_at = 0.0
         """When it got the first of them, or gave the first token of another one."""
         self.reserved = False

@@ -116,14 +116,14 @@ class Roster:
 
     # -- what we sent
 
-    def count(self, ref: WorkerRef, requests: int, tokens: int = 0, *, yields: bool = False, now: float = 0.0) -> None:
-        """So many requests of ours are there, and a prompt of so many tokens to compute, more than before, or fewer. `yields`:
-        the prompt lets others pass."""
+    def count(self, ref: WorkerRef, requests: int, tokens: int = 0, *, background: bool = False, now: float = 0.0) -> None:
+        """So many requests of ours are there, and a prompt of so many tokens to compute, more than before, or fewer.
+        `background`: it is a batch's, and others overtake it there. `now`: when that came to be."""
         worker = self._workers.get(ref)
         if worker is not None:
             worker.ours += requests
             worker.tokens += tokens
-            if tokens and not yields:
+            if tokens and not background:
                 worker.computes(tokens, now)
             if requests < 0:
                 worker.too_long = NOTHING_IS_TOO_LONG

@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 
 from common.protocol.handles import WorkerRef
-from services.gateway.expected import GAP, SAFE, first_token_s, gap_s, prompt_s, why_direct
+from services.gateway.expected import GAP, SAFE, backlog_s, first_token_s, prompt_s, why_direct
 from services.gateway.pools import Pair, Pool, Worker, pull_s
 from services.gateway.roster import Roster
 from services.gateway.routes import Choice as Choice  # placement takes all three from here
@@ -152,7 +152,7 @@ class Router(Roster):
     def has_gap(self, choice: Choice, now: float) -> bool:
         """Whether the worker that is to compute the prompt has next to no others."""
         worker = self._workers[choice.prefill or choice.decode]
-        return gap_s(worker, tokens_per_s=self._tokens_per_s, now=now) <= GAP * self.ttft_s
+        return backlog_s(worker, tokens_per_s=self._tokens_per_s, now=now) <= GAP * self.ttft_s
 
     def choose_decode(self, prefill: WorkerRef, job: Job, *, tried: Iterable[str]) -> WorkerRef | None:
         """Another decode worker for KV that `prefill` holds."""

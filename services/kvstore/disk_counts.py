@@ -26,7 +26,7 @@ class DiskCounts:
         self._evicted = metrics.counter("kvstore_disk_evicted_blocks_total", "Blocks on disk given up for others")
         self._damaged = metrics.counter("kvstore_disk_damaged_blocks_total", "Blocks on disk that failed their checksum")
         self._errors = metrics.counter("kvstore_disk_errors_total", "Reads and writes that the disk refused", ["operation"])
-        for operation in get_args(Operation):  # a series that begins with its first error has not increased by it
+        for operation in get_args(Operation):  # from 0: in a series that begins with an error Prometheus sees no increase
             self._errors.labels(operation)
 
     def hit(self, blocks: int) -> None:

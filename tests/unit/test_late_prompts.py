@@ -220,6 +220,7 @@ def test_what_has_no_objective_of_its_own_or_hardly_any_tokens_is_not_held_back(
     busy = [Arrival(1.0) for _ in range(3)]
     site.run(busy, 1.0)
     assert site.placement.num_waiting == 0
+    more = dict(more)
     attempt = more.pop("attempt", 0)
     arrival = Arrival(1.01, more.pop("num_tokens", 2000), more)
     request = site.request("7", arrival)
