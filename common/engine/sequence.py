@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass, field
 from typing import Any
@@ -167,6 +168,11 @@ class Sequence:
         if self.given:
             return len(self.given) if self.generation.pooling else len(self.given) - 1
         return len(self.tokens) + self.num_awaited
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Tokens that are known, and whose KV is not there yet: one of a sequence that decodes, more of a prompt."""
+        return self.length - self.num_awaited - self.num_computed
 
     @property
     def num_unplanned(self) -> int:
@@ -362,6 +368,11 @@ class Sequence:
             cached_tokens=self.num_cached,
             embedding=self.embedding if finish else b"",
         )
+
+
+def uncomputed_tokens(sequences: Iterable[Sequence]) -> int:
+    """Of the prompts among them; the next token of one that decodes is none."""
+    return sum(left for sequence in sequences if (left := sequence.num_uncomputed) > 1)
 
 
 def _normalised(vector: NDArray[np.floating[Any]]) -> bytes:

@@ -272,11 +272,13 @@ class DecodeActor(EngineWorker):
 
     @property
     def capacity(self) -> Capacity:
-        left = [sequence.length - sequence.num_computed for sequence in self.held.values()]
-        prompts = [tokens for tokens in left if tokens > 1]
-        rows = self.scheduler.num_running - len(prompts)
-        places, budget = self.scheduler.credits, self.scheduler.token_budget
-        return self.prompts.capacity(rows, budget=budget, backlog_tokens=sum(prompts), places=places)
+        scheduler = self.scheduler
+        return self.prompts.capacity(
+            scheduler.num_decoding,
+            budget=scheduler.token_budget,
+            backlog_tokens=scheduler.uncomputed_tokens,
+            places=scheduler.credits,
+        )
 
     def presence(self, state: WorkerState) -> Presence:
         said = super().presence(state)

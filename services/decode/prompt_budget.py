@@ -1,10 +1,14 @@
 """How many prompt tokens a step may compute beside decoding rows, so that these keep their ITL. Pure.
 
-    step of rows and a part of a prompt = step of the rows alone + tokens of the part × a token's time
+    step of rows and a part of a prompt = step of the rows alone + what the usual part adds
+                                          + (tokens of the part - those of the usual part) × a further token's time
 
-Both are averages of what was measured lately. What a token costs takes up what the first term misses: rows that came, or whose
-contexts grew, since the last step without a prompt. Beside rows, which wait for memory, a token costs less than in a step of
-its own: how fast prompts are computed with and without rows is measured apart.
+What a part adds is not proportional to its tokens: with the first ones kernels for a few rows give way to those for many, and
+further ones take what they take to compute. The usual part is the average of the latest steps of about the planned size; what
+it adds takes up what the first term misses: rows that came, or whose contexts grew, since the last step without a prompt. A
+further token is taken to cost as much as in a step of prompts alone. That may be too much, and parts then grow in smaller
+strides, but they grow as long as steps end before the objective. How fast prompts are computed is measured, too, apart with
+rows and without.
 
 Where the rows alone come near the objective, a part may still make the step a quarter longer, and where they miss it, twice as
 long: prompts go on, instead of waiting for an objective that cannot be met.
@@ -17,7 +21,7 @@ from common.protocol.capacity import WINDOW_MS, Capacity
 
 LEAST_TOKENS = 64
 GRAIN_TOKENS = 128
-"""Parts of at least so many tokens are a multiple of it: attention to a prompt's earlier parts takes few pieces then."""
+"""A step of at least twice as many tokens, its rows among them, has a multiple of it: CUDA graphs are padded to that."""
 IDLE_TOKENS = 2048
 """A step without decoding rows computes up to so many tokens all the same: rows that arrive meanwhile wait for it."""
 _MARGIN = 0.9
@@ -26,6 +30,11 @@ _NEAR = 0.8
 """Of the objective, up to which rows alone leave it within reach."""
 _HORIZON_TOKENS = 4096
 _STEP_WEIGHT = 0.2
+_PART_WEIGHT = 0.2
+_STRIDE = 2.0
+"""A part has at most so many times the tokens of the usual one, whose time says little of much longer ones."""
+_FURTHER = 0.7
+"""Of what a token of a part takes on average, what a further one is taken to cost where no prompt has been computed alone."""
 
 
 class PromptBudget:
@@ -35,21 +44,29 @@ class PromptBudget:
         self.objective_s = objective_s
         self.step_s = 0.0
         """Of decoding rows alone; 0: unknown."""
+        self._usual_tokens, self._usual_s = 0.0, 0.0
+        """Of the usual part, and what it adds to a step of rows."""
         self._more = TokenRate(_HORIZON_TOKENS)
-        """Of what a part adds to a step of rows."""
+        """Of what parts add to steps of rows."""
         self._beside, self._alone = TokenRate(_HORIZON_TOKENS), TokenRate(_HORIZON_TOKENS)
         """Of whole steps with a part, and rows or none."""
+        self._planned = 0
+        """Tokens of the part that was planned last beside rows."""
 
     @property
     def token_s(self) -> float:
-        """What a token of a prompt adds to a step; 0: unknown."""
-        return self._more.token_s or self._alone.token_s
+        """What a further token of a prompt adds to a step; 0: unknown."""
+        return self._alone.token_s or _FURTHER * self._more.token_s
 
     def observe(self, *, rows: int, prompt_tokens: int, seconds: float) -> None:
         """A step of so many decoding rows and tokens of prompts took so long."""
         if prompt_tokens and rows:
             self._more.measure(prompt_tokens, max(0.0, seconds - self.step_s))
             self._beside.measure(prompt_tokens, seconds)
+            if 2 * prompt_tokens >= self._planned or seconds > self.objective_s:  # what little a prompt's end adds says little
+                weight = _PART_WEIGHT if self._usual_tokens else 1.0
+                self._usual_tokens += weight * (prompt_tokens - self._usual_tokens)
+                self._usual_s += weight * (seconds - self.step_s - self._usual_s)
         elif prompt_tokens:
             self._alone.measure(prompt_tokens, seconds)
         else:
@@ -61,13 +78,27 @@ class PromptBudget:
             return budget
         if not rows:
             return min(budget, IDLE_TOKENS)
-        if not self.token_s:
-            return min(budget, GRAIN_TOKENS)
-        step_s = max(_MARGIN * self.objective_s, self._growth * self.step_s)
-        tokens = int((step_s - self.step_s) / self.token_s)
-        if tokens >= GRAIN_TOKENS:
-            tokens -= tokens % GRAIN_TOKENS
-        return min(budget, max(LEAST_TOKENS, tokens))
+        self._planned = self._part(rows)
+        return min(budget, self._planned)
+
+    def _part(self, rows: int) -> int:
+        if not self._usual_tokens or not self.token_s:
+            return GRAIN_TOKENS
+        limit_s = max(self.objective_s, self._growth * self.step_s)
+        target_s = max(_MARGIN * self.objective_s, self._growth * self.step_s)
+        tokens = self._tokens_within(target_s)
+        if tokens + rows < 2 * GRAIN_TOKENS:
+            return max(LEAST_TOKENS, tokens)
+        excess = (tokens + rows) % GRAIN_TOKENS
+        longer = tokens + GRAIN_TOKENS - excess
+        if 2 * excess >= GRAIN_TOKENS and longer <= self._tokens_within(limit_s):
+            return longer
+        return max(LEAST_TOKENS, tokens - excess)
+
+    def _tokens_within(self, seconds: float) -> int:
+        """Of the part that makes a step of rows take so long."""
+        tokens = self._usual_tokens + (seconds - self.step_s - self._usual_s) / self.token_s
+        return int(min(tokens, _STRIDE * max(self._usual_tokens, GRAIN_TOKENS)))
 
     @property
     def _growth(self) -> float:
@@ -87,5 +118,7 @@ class PromptBudget:
         measured = self._beside.per_s if rows else self._alone.per_s
         if measured or not self.token_s:
             return measured
-        part = self.limit(rows, budget)
-        return part / (part * self.token_s + (self.step_s if rows else 0.0))
+        if not rows:
+            return self._more.per_s
+        part = min(budget, self._part(rows) if self.objective_s else budget)
+        return part / (self.step_s + self._usual_s + (part - self._usual_tokens) * self.token_s)

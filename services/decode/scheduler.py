@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from common.cache.grouped_pool import Arrived
 from common.engine.outcomes import Outcome, accept, width_of
 from common.engine.plan import PACKED_TOKENS, Drafted, LookedUp, StepPlan, StepResult, StepRow, part_of
-from common.engine.sequence import Sequence
+from common.engine.sequence import Sequence, uncomputed_tokens
 from common.engine.sequence_cache import SequenceCache
 from common.engine.shares import TurnTaking
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
@@ -47,8 +47,7 @@ class Progress:
 
 
 AGING_TOKENS_PER_STEP = 64
-"""Prompts with the fewest tokens left go first. Each step that a prompt waits counts as so many tokens less, so that a long one
-is overtaken by short ones for a while only."""
+"""Prompts with the fewest tokens left go first; each step that one waits counts as so many tokens less: none waits for ever."""
 
 
 class DecodeScheduler:
@@ -78,14 +77,10 @@ class DecodeScheduler:
         watermark: int = 1,
     ) -> None:
         self.cache = cache
-        self.token_budget = token_budget
-        self.max_running = max_running
+        self.token_budget, self.max_running = token_budget, max_running
         self.max_context = min(max_context, cache.longest(spare=watermark))
-        self.propose = propose
-        self.foresee = foresee
-        self.look_up = look_up
-        self.begin_step = begin_step
-        self.wanted = wanted
+        self.propose, self.foresee, self.look_up = propose, foresee, look_up
+        self.begin_step, self.wanted = begin_step, wanted
         self.finishing, self.resumed, self.prompt_limit = finishing, resumed, prompt_limit
         self.watermark = watermark
         self.num_preemptions = 0
@@ -95,12 +90,20 @@ class DecodeScheduler:
         self._flights: deque[list[Sequence]] = deque()
         self._computing = set[bytes]()
         self._turns = TurnTaking()
-        self._step = 0
-        self._arrivals = 0
+        self._step = self._arrivals = 0
 
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def num_decoding(self) -> int:
+        return sum(sequence.num_uncomputed <= 1 for sequence in self._running)
+
+    @property
+    def uncomputed_tokens(self) -> int:
+        """Of prompts to compute, and of preempted sequences, which are computed again; not of one whose KV arrives."""
+        return uncomputed_tokens((*self._running, *self._preempted))
 
     @property
     def num_waiting(self) -> int:
@@ -113,9 +116,8 @@ class DecodeScheduler:
     @property
     def credits(self) -> int:
         """How many more sequences would be taken, at one block each at least; none while preempted ones wait."""
-        if self._preempted:
-            return 0
-        return max(0, min(self.max_running - self.num_held, self.cache.pool.available - self.watermark))
+        room = min(self.max_running - self.num_held, self.cache.pool.available - self.watermark)
+        return 0 if self._preempted else max(0, room)
 
     def admit(self, sequence: Sequence, arrived: Arrived = ()) -> None:
         """Take a sequence and the blocks of its tokens, those that have arrived among them (see `SequenceCache.open`).
@@ -249,9 +251,9 @@ class DecodeScheduler:
                 if sequence.finish is not None:
                     self._leave(sequence)
                 continue
-            proposal, found = sequence.verifying, samples.looked_up
-            if row.room:
-                proposal = found.tokens[: found.num_verified] if found is not None else []
+            found = samples.looked_up
+            looked_up = found.tokens[: found.num_verified] if found is not None else []
+            proposal = looked_up if row.room else sequence.verifying
             accepted = accept(proposal, samples.tokens)
             start = sequence.num_outputs
             sequence.went_on(sequence.append(samples, accepted + 1, max_context=self.max_context))

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Collection
 
 from common.engine.plan import PACKED_TOKENS, StepPlan, StepResult, part_of
-from common.engine.sequence import Sequence
+from common.engine.sequence import Sequence, uncomputed_tokens
 from common.engine.sequence_cache import SequenceCache
 from common.engine.shares import PRIORITY_STEP_S, TurnTaking
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
@@ -63,8 +63,7 @@ class PrefillScheduler:
 
     @property
     def uncomputed_tokens(self) -> int:
-        left = (sequence.length - sequence.num_computed for sequence in (*self._queued, *self._copying))
-        return sum(tokens for tokens in left if tokens > 1)  # the row of one that decodes is no prompt
+        return uncomputed_tokens((*self._queued, *self._copying))
 
     def admit(self, sequence: Sequence, now: float, *, keeps: bool = False) -> None:
         """Take a prompt and the blocks it needs. `keeps`: it decodes here, and has the blocks of its longest answer at once, so
