@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import random
 import sys
 import time
@@ -64,6 +65,12 @@ class Plan(msgspec.Struct, kw_only=True):
     seed: int = 0
 
 
+def arrivals(times: random.Random, rate: float, start_s: float, seconds: float) -> list[float]:
+    """Return when requests are sent, in seconds: Poisson arrivals, given that as many come as on average. So a window of 20 s
+    has the load that it is said to have; by chance it would have a fifth more or less."""
+    return sorted(start_s + times.random() * seconds for _ in range(round(rate * seconds)))
+
+
 class LoadGenerator:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -97,17 +104,19 @@ class LoadGenerator:
         return await self._measured(f"{streams} streams", [client] * streams)
 
     async def poisson(self, rate: float) -> Point:
-        """Requests at random times, `rate` per second on average, however many are still running."""
+        """Requests at random times, `rate` per second of the window, however many are still running."""
+        plan, before_s = self.plan, RAMP_S + self.plan.warmup_s
+        times = random.Random(f"{plan.seed} {rate}")
+        due_s = arrivals(times, rate, 0.0, before_s) + arrivals(times, rate, before_s, plan.seconds)
 
-        async def arrivals() -> None:
+        async def send() -> None:
+            begin = time.perf_counter()
             async with anyio.create_task_group() as group:
-                due = time.perf_counter()
-                while not self._stopping:
-                    due += self._random.expovariate(rate)
-                    await anyio.sleep(max(0.0, due - time.perf_counter()))
+                for due in due_s:
+                    await anyio.sleep(max(0.0, begin + due - time.perf_counter()))
                     group.start_soon(self._request)
 
-        return await self._measured(f"{rate:g} requests/s", [arrivals])
+        return await self._measured(f"{rate:g} requests/s", [send])
 
     async def flipping(self) -> list[Point]:
         """Loads by turns. A request counts for the one in which it was sent, also where it ends in another."""
@@ -118,14 +127,14 @@ class LoadGenerator:
             tokens = phase.prompt.draw(self._random), phase.output.draw(self._random)
             outcomes[phase.name].append(await self._request(*tokens))
 
-        due = end = begin
+        end, times = begin + plan.seconds, random.Random(f"{plan.seed} phases")
         async with anyio.create_task_group() as group:
-            while (passed := due - begin) < plan.seconds:
-                phase = plan.phases[int(passed / plan.phase_s) % len(plan.phases)]
-                await anyio.sleep(max(0.0, due - time.perf_counter()))
-                group.start_soon(one, phase)
-                due += self._random.expovariate(phase.rate)
-            end = time.perf_counter()
+            for turn in range(math.ceil(plan.seconds / plan.phase_s)):
+                phase, start_s = plan.phases[turn % len(plan.phases)], turn * plan.phase_s
+                for due in arrivals(times, phase.rate, start_s, min(plan.phase_s, plan.seconds - start_s)):
+                    await anyio.sleep(max(0.0, begin + due - time.perf_counter()))
+                    group.start_soon(one, phase)
+            await anyio.sleep(max(0.0, end - time.perf_counter()))
         return [
             summarise(phase.name, outcomes[phase.name], begin=begin, end=end, wall=wall, objective=plan.objective)
             for phase in plan.phases

@@ -67,10 +67,12 @@ def default_config(head_dim: int, group: int, dtype: torch.dtype, kind: Kind, *,
     block_m = max(16, _power_of_2(group))
     if dtype == torch.float32:  # no tensor cores
         return AttentionConfig(block_m, 32 if head_dim <= 128 else 16, 8, 2, 2)
-    if kind == "prefill":
-        large = head_dim > 128
-        tile = 32 if large else 128 if row_bytes == 256 else 64
-        return AttentionConfig(max(64 if large else 128, block_m), tile, 8, 3, 2, min_split_keys=1024)
+    if kind == "prefill":  # parts of prompts beside rows, of a few hundred tokens; longer ones go to other kernels
+        if head_dim > 128:
+            return AttentionConfig(max(128, block_m), 32, 8, 3, 1, min_split_keys=1024)
+        if head_dim > 64:
+            return AttentionConfig(max(64, block_m), 64, 4, 3, 2, min_split_keys=1024)
+        return AttentionConfig(max(128, block_m), 64, 8, 3, 2, min_split_keys=1024)
     tile = min(128, max(32, 64 * 256 // row_bytes))
     if rows_per_sm <= 0.6:
         return AttentionConfig(block_m, tile, 4, 3, 3, 64)
