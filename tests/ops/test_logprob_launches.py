@@ -81,6 +81,7 @@ def test_more_than_is_kept(device: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_a_capture_that_fails_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, logits = torch.zeros(2, dtype=torch.int64, device="cuda"), torch.randn(2, 300, device="cuda")
     launches, asking = LogprobLaunches(tokens, 2), np.arange(2, dtype=np.int32)

@@ -1,7 +1,11 @@
-"""How long a step or a KV transfer takes on a named accelerator and model: the larger of memory time and compute time.
+"""How long a step or a KV transfer takes on a named accelerator and model, by bytes and operations.
 
-    step = max((weights + KV read) / HBM bandwidth, FLOPs / peak) + fixed overhead
+    step = max(weights / HBM bandwidth, FLOPs of linears / peak)
+           + KV read / HBM bandwidth + FLOPs of attention / peak + fixed overhead
     link = fixed latency + KV bytes / link bandwidth
+
+Linears read weights while they multiply. Attention comes behind them, and what rows read and what a part of a prompt multiplies
+do not overlap: twelve rows of 8,192 tokens and a part of 500 take 17 to 18.7 ms on an H200, by this 17.3.
 
 `simulated.py` sleeps for these times. The figures are achieved ones (80-95% of the datasheet), not peaks.
 """
@@ -37,9 +41,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         """Seconds of a step of `num_tokens` inputs that reads `kv_tokens` positions of KV and scores `pairs` (query, key)."""
         if not num_tokens:
             return 0.0
-        memory_s = _divide(self.weight_bytes + self.kv_bytes_per_token * kv_tokens, self.hbm_bytes_per_s)
-        compute_s = _divide(2.0 * self.params * num_tokens + self.pair_flops * pairs, self.flops_per_s)
-        return max(memory_s, compute_s) + self.step_overhead_s
+        linears_s = max(
+            _divide(self.weight_bytes, self.hbm_bytes_per_s), _divide(2.0 * self.params * num_tokens, self.flops_per_s)
+        )
+        kv_s = _divide(self.kv_bytes_per_token * kv_tokens, self.hbm_bytes_per_s)
+        return linears_s + kv_s + _divide(self.pair_flops * pairs, self.flops_per_s) + self.step_overhead_s
 
     def transfer_s(self, num_tokens: int) -> float:
         """Seconds to move the KV of `num_tokens` positions over the link."""
