@@ -8,6 +8,7 @@ can be heard, so nobody is lost, and afterwards everybody has `dead_after_s` to 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 
@@ -33,6 +34,8 @@ class Registry:
         self._newly_lost: list[Presence] = []
         self._paused = False
         self._num_by_role: Counter[Role] = Counter()
+        self.on_heard: Callable[[Presence], object] = lambda presence: None
+        """Called with what a life says that is known to be alive."""
         self.num_ignored = 0
         """Heartbeats of workers for whom there was no room."""
 
@@ -49,6 +52,7 @@ class Registry:
         if entry is not None and worker.epoch == entry.presence.worker.epoch:
             entry.presence = presence
             entry.heard_at = now
+            self.on_heard(presence)
             return False
         if entry is not None:
             self._drop(worker.id)

@@ -106,10 +106,10 @@ class GatewayActor(Actor):
             slow_reader_timeout_s=config.slow_reader_timeout_s,
         )
         self.windows, self.telemetry = Windows(), Telemetry(self.metrics)
-        models = models or [Served(config)]
-        names = names_of_workers(models)
+        names = names_of_workers(models := models or [Served(config)])
         self.cores = [ModelCore(self, served, own, clock) for served, own in zip(models, names, strict=True)]
         self._core_of_name = {name: core for core, own in zip(self.cores, names, strict=True) for name in own}
+        self.registry.on_heard = lambda presence: [core.router.heard(presence) for core in self.cores]
         self.intake = Intake(config)
         self.catalog = catalog_of(self.cores, config, self.intake)
         self.usage = UsageReports(self.metrics)

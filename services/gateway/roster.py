@@ -64,6 +64,14 @@ class Roster:
         self._tokens_per_s = usual_tokens_per_s(self._workers.values())
         self._decode_is_slow = all_are_slow(self.decode.members.values())
 
+    def heard(self, presence: Presence) -> None:
+        """What a worker says between two refreshes. One that has become another is left to the next of them."""
+        worker = self._workers.get(presence.worker)
+        if worker is None or worker.presence.state != presence.state or worker.pairs != pairs_of(presence):
+            return
+        worker.observe(presence)
+        self._update(worker)
+
     def remove(self, ref: WorkerRef) -> None:
         """Harmless for one that is not there."""
         worker = self._workers.pop(ref, None)

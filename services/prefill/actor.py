@@ -51,6 +51,7 @@ from common.runtime.lease_metrics import LeaseMetrics
 from common.runtime.leases import LeaseTable
 from common.transfer.fence import memory_fence
 from common.worker.actor import EngineWorker, OpenEngine
+from common.worker.newcomers import Newcomers
 from services.prefill.config import PrefillConfig
 from services.prefill.scheduler import PrefillScheduler
 from services.prefill.streams import Leased, Stream, Streams
@@ -76,6 +77,7 @@ class PrefillActor(EngineWorker):
         self.parked: dict[str, Sequence] = {}
         self.lease_of: dict[str, tuple[int, str]] = {}
         self.streams = Streams(self)
+        self.newcomers = Newcomers(self)
 
     def make_scheduler(self) -> PrefillScheduler:
         limits = self.config.limits(on_gpu=self.engine.on_gpu)
@@ -138,17 +140,20 @@ class PrefillActor(EngineWorker):
         if sequence is not None:
             self.decode_for[sequence.request] = task.decode
             self.prefixes.fetch(sequence)
+            self.newcomers.came(sequence)
 
     def on_decode(self, task: DecodeTask, reply: str) -> None:
         sequence = self.admit(task.generation, reply, lambda s: self.scheduler.admit(s, self.clock(), keeps=True))
         if sequence is not None:
             self.answering.add(sequence.request)
             self.prefixes.fetch(sequence)
+            self.newcomers.came(sequence)
 
     def on_read(self, task: ReadTask, reply: str) -> None:
         sequence = self.admit(task.generation, reply, lambda s: self.scheduler.admit(s, self.clock()))
         if sequence is not None:
             self.prefixes.fetch(sequence)
+            self.newcomers.came(sequence)
 
     def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
         done = self.scheduler.commit(plan, result, self.clock())

@@ -6,6 +6,7 @@ import anyio
 import pytest
 
 from common.protocol import errors
+from common.protocol.capacity import Capacity
 from tests.actors.gateway_site import LONG, SHORT, expected, many, read, read_some, site
 
 pytestmark = pytest.mark.virtual_time
@@ -53,6 +54,19 @@ async def test_holders_are_renewed_while_they_hold_and_no_longer() -> None:
         at.decode[0].renewed.clear()
         await anyio.sleep(0.3)
         assert not at.decode[0].renewed
+
+
+async def test_what_a_worker_says_between_two_heartbeats_of_the_gateway_counts_at_once() -> None:
+    async with site(prefill=0, decode=1, heartbeat_s=0.3) as at:
+        double = at.decode[0]
+        await anyio.sleep(0.31)
+        for backlog in (5000, 0, 700):
+            double.said = {"capacity": Capacity(100, backlog, 0.0, 8)}
+            double.announce()
+            await anyio.sleep(0.01)
+            assert at.core.router.decode.members[double.ref.id].backlog == backlog
+        assert await read(at.generate(LONG)) == expected(LONG, 32)
+        await at.nothing_held()
 
 
 # -- workers say no

@@ -1,0 +1,61 @@
+"""Several gateways on the same workers, in virtual time: what one sends, the others hear of at once."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import anyio
+import pytest
+
+from common.protocol import messages, subjects
+from common.protocol.messages import Presence, SamplingParams
+from common.runtime.bus import BusMessage
+from services.gateway.actor import GatewayActor
+from services.gateway.generation import GenerationRequest
+from tests.chaos.test_cache_groups import play, prompt
+from tests.chaos.world import Outcome, World
+
+
+async def ask(world: World, gateway: str, name: str, tokens: list[int]) -> Outcome:
+    """Through one gateway of several, and wait for the whole answer."""
+    actor = world.processes[gateway].actor
+    assert isinstance(actor, GatewayActor)
+    outcome = Outcome(tokens, SamplingParams(seed=1, max_tokens=4), world.rule)
+    world.outcomes.append(outcome)
+    request = GenerationRequest(id=name, prompt=tokens, sampling=outcome.sampling, deadline_s=60.0)
+    await world._read(actor, request, outcome, None)
+    return outcome
+
+
+@pytest.mark.parametrize("long_tokens", [100, 1000])
+def test_workers_tell_of_long_prompts_once_two_gateways_send(
+    tmp_path: Path, long_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("common.worker.newcomers.LONG_TOKENS", long_tokens)
+    told: list[float] = []
+
+    async def story(world: World) -> None:
+        first = world.alive("gateway")[0]
+        second = await world.start("gateway")
+        listener = world.broker.connect("listener")
+
+        def hear(message: BusMessage) -> None:
+            presence = messages.decode(message.data)
+            assert isinstance(presence, Presence)
+            if presence.worker.role == "prefill":
+                told.append(time.monotonic())
+
+        await listener.subscribe(subjects.presence_of("prefill"), hear)
+        await anyio.sleep(2.0)
+        for number, gateway in enumerate((first, first, second, first)):
+            await anyio.sleep(1.1)
+            before, begun = len(told), time.monotonic()
+            outcome = await ask(world, gateway, f"asked-{number}", prompt(200, 3 + 50 * number))
+            assert outcome.tokens == outcome.expected
+            await anyio.sleep(0.01)
+            extra = [at for at in told[before:] if at - begun < 0.01]
+            assert bool(extra) == (number >= 2 and long_tokens == 100), (number, told[before:])
+        await listener.close()
+
+    play(tmp_path, story, ())
