@@ -19,16 +19,15 @@ pytestmark = pytest.mark.virtual_time
 
 
 class Worker:
-    def __init__(self, task_group: TaskGroup) -> None:
-        self.task_group = task_group
+    def __init__(self, task_group: TaskGroup, heard: list[float]) -> None:
+        self.task_group, self.heard = task_group, heard
         self.begun_at = time.monotonic()
-        self.told: list[float] = []
 
     def clock(self) -> float:
         return time.monotonic()
 
     def announce(self) -> None:
-        self.told.append(round(self.clock() - self.begun_at, 3))
+        self.heard.append(round(self.clock() - self.begun_at, 3))
 
 
 def prompt(gateway: str, num_tokens: int = LONG_TOKENS) -> Sequence:
@@ -46,13 +45,14 @@ def prompt(gateway: str, num_tokens: int = LONG_TOKENS) -> Sequence:
 
 async def told(came: Sized[tuple[float, Sequence]]) -> list[float]:
     """When the worker says something, of prompts that come at these seconds."""
+    heard: list[float] = []
     async with anyio.create_task_group() as group:
-        worker = Worker(group)
+        worker = Worker(group, heard)
         newcomers = Newcomers(worker)
         for at, sequence in came:
             await anyio.sleep(worker.begun_at + at - worker.clock())
             newcomers.came(sequence)
-    return worker.told
+    return heard
 
 
 async def test_one_gateway_knows_what_it_sends() -> None:
