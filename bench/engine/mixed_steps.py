@@ -114,9 +114,8 @@ def main(argv: Sequence[str]) -> int:
     if options.device == "cpu":
         settings.setdefault("num_blocks", 4096)
     steps = Steps(open_runner(options.model, options.precision, **settings), options.context, options.prefix)
-    print(
-        f"{describe()} · {options.model} {options.precision}\n\n    python -m bench.engine.mixed_steps {' '.join(sys.argv[1:])}\n"
-    )
+    print(f"{describe()} · {options.model} {options.precision}\n")
+    print(f"    python -m bench.engine.mixed_steps {' '.join(sys.argv[1:])}\n")
     lines: list[list[str]] = []
     for rows in counts:
         for part in parts:
