@@ -121,4 +121,4 @@ class PromptBudget:
         if not rows:
             return self._more.per_s
         part = min(budget, self._part(rows) if self.objective_s else budget)
-        return part / (self.step_s + self._usual_s + (part - self._usual_tokens) * self.token_s)
+        return part / (self.step_s + part * self.token_s)

@@ -183,6 +183,33 @@ def test_an_objective_parts_prompts_by_what_decodes_beside_them() -> None:
     assert bench.all_given_back()
 
 
+def test_rows_with_a_token_in_flight_are_no_prompts_in_what_is_said_of_the_backlog() -> None:
+    bench = Bench(num_blocks=200)
+    scheduler = scheduler_on(bench, token_budget=16)
+    row = sequence("row", [3, 4], max_tokens=40)
+    scheduler.admit(row)
+    assert (scheduler.num_decoding, scheduler.uncomputed_tokens) == (0, 2)
+    step(bench, scheduler)
+    assert (scheduler.num_decoding, scheduler.uncomputed_tokens) == (1, 0)
+    first, second = scheduler.plan(0.0), scheduler.plan(0.0)
+    assert first is not None and second is not None and row.num_awaited == 2
+    assert (scheduler.num_decoding, scheduler.uncomputed_tokens) == (1, 0)
+    long = sequence("long", list(range(3, 43)), max_tokens=3)
+    scheduler.admit(long)
+    assert (scheduler.num_decoding, scheduler.uncomputed_tokens) == (1, 40)
+    copied = sequence("copied", list(range(103, 143)), max_tokens=3)
+    scheduler.admit(copied)
+    scheduler.begin_copy(copied)
+    assert (scheduler.num_decoding, scheduler.uncomputed_tokens) == (1, 40), "its KV arrives"
+    scheduler.end_copy(copied, 30)
+    assert scheduler.uncomputed_tokens == 40 + 10
+    for plan in (first, second):
+        scheduler.commit(plan, bench.runner.execute(plan), 0.0)
+    run(bench, scheduler)
+    assert (scheduler.num_decoding, scheduler.uncomputed_tokens) == (0, 0)
+    assert bench.all_given_back()
+
+
 @given(st.integers(0, 100_000), st.integers(1, 100_000), st.integers(1, 40_000))
 def test_a_part_is_most_of_the_room_and_ends_where_attention_has_few_pieces(start: int, left: int, budget: int) -> None:
     part = part_of(start, left, budget)
