@@ -2,6 +2,7 @@
 
     python -m bench.elastic                                       the simulated engine, times of an 8B model on two H200s
     python -m bench.elastic --prompt 2048 --output 256 --rate 14,18,22
+    python -m bench.elastic --scale 2 --gateways 3 --rate 10      twice the workers, three gateways asked by turns
     python -m bench.elastic --device cuda --gpus 2                real engines, each worker on a GPU of its own
     python -m bench.elastic --rate 8,14 --url http://127.0.0.1:8001,http://127.0.0.1:8002 --model NAME     two servers by turns
 
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import anyio
 
@@ -27,11 +29,17 @@ from bench.serve.client import Point
 from common.protocol.errors import PenstockError
 from common.runtime import logs, parent_death
 
+
+class Arrangement(NamedTuple):
+    workers: dict[str, int]
+    has_objectives: bool = False
+
+
 ARRANGEMENTS = {
-    "fixed": ("--prefill=1", "--decode=1"),
-    "aggregated": ("--prefill=0", "--decode=2"),
-    "aggregated with objectives": ("--prefill=0", "--decode=2", "objectives"),
-    "elastic": ("--prefill=1", "--decode=1", "objectives"),
+    "fixed": Arrangement({"prefill": 1, "decode": 1}),
+    "aggregated": Arrangement({"prefill": 0, "decode": 2}),
+    "aggregated with objectives": Arrangement({"prefill": 0, "decode": 2}, True),
+    "elastic": Arrangement({"prefill": 1, "decode": 1}, True),
 }
 
 
@@ -41,6 +49,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--device", default="", help="cuda: real engines; by default the simulated one")
     parser.add_argument("--gpus", type=int, default=1, help="with --device cuda: over which the workers are spread")
+    parser.add_argument("--gateways", type=int, default=1, help="asked by turns")
+    parser.add_argument("--scale", type=int, default=1, help="so many times the workers of an arrangement")
     parser.add_argument("--url", default="", help="other servers, asked by turns, in place of all arrangements")
     parser.add_argument("--model", default="dummy:llama-3.1-8b")
     parser.add_argument("--prompt", default="8192")
@@ -61,16 +71,17 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def flags(options: argparse.Namespace, arrangement: Sequence[str], load: Sequence[str]) -> list[str]:
+def flags(options: argparse.Namespace, arrangement: Arrangement, load: Sequence[str]) -> list[str]:
     """The command line of `bench.serve` for one arrangement and load."""
     objectives = [f"--slo-ttft-ms={options.slo_ttft_ms}", f"--slo-tpot-ms={options.slo_itl_ms}"]
     if options.url:
         return [f"--url={options.url}", *objectives, f"--model={options.model}", "--ttft-probe=3", *load]
-    given = [each for each in arrangement if each != "objectives"]
-    if "objectives" in arrangement:
+    given = [f"--{role}={options.scale * count}" for role, count in arrangement.workers.items()]
+    if arrangement.has_objectives:
         given += [f"--gateway-flag=--slo-ttft-ms={options.slo_ttft_ms}", f"--decode-flag=--slo-itl-ms={options.slo_itl_ms}"]
     simulated = ["--engine=simulated", "--worker-flag=--kv-cache-mb=600"]
     given += [f"--device={options.device}", f"--gpus={options.gpus}"] if options.device else simulated
+    given += [f"--gateways={options.gateways}"]
     return [*given, *objectives, f"--model={options.model}", "--token-budget=8192", "--ttft-probe=3", *load]
 
 
@@ -116,7 +127,7 @@ async def main(options: argparse.Namespace) -> None:
     points: dict[str, list[Point]] = {}
     for load in loads:
         for name in options.names:
-            points.setdefault(name, []).extend(await measure(flags(options, ARRANGEMENTS.get(name, ()), load)))
+            points.setdefault(name, []).extend(await measure(flags(options, ARRANGEMENTS.get(name, Arrangement({})), load)))
     print(render(points))
 
 

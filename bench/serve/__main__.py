@@ -65,6 +65,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--engine", choices=["torch", "simulated"], default="torch")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--gpus", type=int, default=1, help="over which workers are spread, with --device cuda")
+    parser.add_argument("--gateways", type=int, default=1, help="asked by turns")
     parser.add_argument("--decode", type=int, default=1, help="decode workers")
     parser.add_argument("--prefill", type=int, default=0, help="prefill workers; 0: decode workers prefill")
     parser.add_argument("--worker-flag", action="append", default=[], metavar="--NAME=VALUE", help="for decode and prefill")
@@ -153,18 +154,22 @@ def engine_alone(options: argparse.Namespace) -> EngineRate | None:
     return EngineRate(rows=rows, tok_s=found[0].tok_s, source=f"in process, {found[0].seconds:.0f} s with all rows taken")
 
 
-async def start(stack: Stack, options: argparse.Namespace, nats_url: str) -> int:
-    """Start gateway and workers; the gateway's port once it is ready."""
-    ports = free_ports(1 + options.decode + options.prefill)
-    flags = [*quiet_flags("gateway-bench", nats_url, options.model, ports[0]), *options.gateway_flag]
-    stack.start("gateway", "services.gateway", *flags, "--served-model-name=bench")
+async def start(stack: Stack, options: argparse.Namespace, nats_url: str) -> list[int]:
+    """Start gateways and workers; the gateways' ports once all are ready."""
+    ports = free_ports(options.gateways + options.decode + options.prefill)
+    gateways, ports = ports[: options.gateways], ports[options.gateways :]
+    for index, port in enumerate(gateways):
+        name = f"gateway-{index}" if index else "gateway"
+        flags = [*quiet_flags(f"{name}-bench", nats_url, options.model, port), *options.gateway_flag]
+        stack.start(name, "services.gateway", *flags, "--served-model-name=bench")
     workers = [f"{role}-{index}" for role in ("decode", "prefill") for index in range(getattr(options, role))]
-    for worker, port, where in zip(workers, ports[1:], places(options), strict=True):
+    for worker, port, where in zip(workers, ports, places(options), strict=True):
         role = worker.partition("-")[0]
         flags = [*quiet_flags(worker, nats_url, options.model, port), *worker_flags(options, role), *where]
         stack.start(worker, f"services.{role}", *flags, metrics_port=port)
-    await stack.wait_ready(ports[0], options.ready_timeout_s)
-    return ports[0]
+    for port in gateways:
+        await stack.wait_ready(port, options.ready_timeout_s)
+    return gateways
 
 
 async def generate(stack: Stack, plan: Plan) -> list[Point]:
@@ -220,9 +225,9 @@ async def run(options: argparse.Namespace, folder: Path, report: Report) -> None
         vocab = load_config(resolve(options.model)).vocab_size
         async with nats_server.start(store_dir=folder / "nats") as server:
             stack.watch("nats-server", server.pid)
-            port = await start(stack, options, server.url)
+            servers = [("127.0.0.1", port) for port in await start(stack, options, server.url)]
             async with stack.sampling():
-                report.points = await generate(stack, plan_for(options, [("127.0.0.1", port)], "bench", vocab))
+                report.points = await generate(stack, plan_for(options, servers, "bench", vocab))
             await stack.stop()
     for point in report.points:
         usages = {watched.name: watched.usage(*point.window) for watched in stack.watched}
