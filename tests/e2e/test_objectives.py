@@ -67,7 +67,8 @@ async def test_prompts_that_prefill_would_be_late_for_give_the_same_text_from_de
     await check(oracle, cases, await run(stack, cases, gateway="gateway-0", spread_s=0.3, model="llama"))
     taken = await routes(stack)
     assert taken.get("long_uncached_prompt", 0) > 0, taken
-    assert taken.get("prefill_would_be_late", 0) + taken.get("sooner_at_decode", 0) > 0, taken
+    reasons = ("prefill_would_be_late", "sooner_at_decode", "late_in_a_gap")  # where workers are slow, all wait for gaps
+    assert sum(taken.get(reason, 0) for reason in reasons) > 0, taken
     await stack.clean()
 
 
