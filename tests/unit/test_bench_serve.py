@@ -205,7 +205,7 @@ def test_elastic_asks_other_servers_in_place_of_arrangements() -> None:
     url = "http://127.0.0.1:8001,http://127.0.0.1:8002"
     options = elastic.parse([f"--url={url}", "--model=x"])
     assert options.names == [url]
-    flags = elastic.flags(options, (), ["--rate=5"])
+    flags = elastic.flags(options, elastic.Arrangement({}), ["--rate=5"])
     assert command.parse(flags).url == url and not any(flag.startswith("--device") for flag in flags)
     assert elastic.parse(["--device=cuda", "--gpus=2"]).names == list(elastic.ARRANGEMENTS)
 
