@@ -16,6 +16,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from bench.common.machine import describe
@@ -65,16 +66,16 @@ def theirs(options: argparse.Namespace) -> Seconds:
     return lambda cell: peer.seconds(cell.lengths(), cell.out)
 
 
-def table_of(cell: Cell, seconds: Seconds, count: int) -> str:
-    """Markdown: the `count` kernels that took longest, then all of them."""
+def table_of(name: object, run: Callable[[], float], count: int) -> str:
+    """Markdown: the `count` kernels that took longest, then all of them. run: returns the seconds that it took."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     on_card = torch.cuda.is_available()
-    seconds(cell)
-    alone = statistics.median(seconds(cell) for _ in range(TIMES))
+    run()
+    alone = statistics.median(run() for _ in range(TIMES))
     with profile(activities=[ProfilerActivity.CUDA if on_card else ProfilerActivity.CPU]) as profiler:
-        profiled = seconds(cell)
+        profiled = run()
 
     def spent_us(event: Any) -> float:
         return event.self_device_time_total if on_card else event.self_cpu_time_total
@@ -92,7 +93,7 @@ def table_of(cell: Cell, seconds: Seconds, count: int) -> str:
         for event in events[:count]
     ]
     rows.append([number(total_us / 1e3, 2), percent(1, 1), number(sum(event.count for event in events)), "—", "all"])
-    said = f"{cell}: {alone * 1e3:.1f} ms alone, {profiled * 1e3:.1f} ms in the profiler"
+    said = f"{name}: {alone * 1e3:.1f} ms alone, {profiled * 1e3:.1f} ms in the profiler"
     return f"{said}\n\n{markdown(['ms', 'share', 'calls', 'µs each', 'kernel'], rows)}\n"
 
 
@@ -101,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
     seconds = theirs(options) if options.peer_folder else ours(options)
     print(f"{describe()} · {'vLLM' if options.peer_folder else options.model} {options.precision}\n")
     for cell in options.cells:
-        print(table_of(cell, seconds, options.kernels), flush=True)
+        print(table_of(cell, partial(seconds, cell), options.kernels), flush=True)
     return 0
 
 

@@ -16,10 +16,10 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from bench.common.machine import describe
-from bench.common.table import markdown, number, percent
+from bench.common.table import markdown, number
+from bench.engine.by_kernel import table_of
 from bench.engine.measure import settings_of
 from bench.engine.opening import PRECISIONS, Opening, open_runner
 from common.cache.block_table import BlockTable
@@ -29,6 +29,7 @@ from common.runtime import parent_death
 
 STEPS = 20
 TIMES = 5
+KERNELS = 14
 SAMPLING = SamplingParams(temperature=0.0)
 
 
@@ -58,12 +59,13 @@ class Steps:
         self._next = 0
 
     def _row(self, name: object, start: int, num_tokens: int, sampled: int) -> StepRow:
-        groups = len(getattr(self.runner, "groups", "1"))
+        groups = getattr(self.runner, "groups", None)
+        sizes = [len(group.pool) for group in groups] if groups else [self.runner.num_blocks]
         count = -(-(start + num_tokens) // self.runner.block_tokens)
-        tables = self._tables.setdefault(name, [BlockTable() for _ in range(groups)])
+        tables = self._tables.setdefault(name, [BlockTable() for _ in sizes])
         missing = max(0, count - len(tables[0]))
-        for table in tables:
-            table += range(self._next, self._next + missing)
+        for table, size in zip(tables, sizes, strict=True):  # a window's blocks serve again: only times count
+            table += [block % size for block in range(self._next, self._next + missing)]
         self._next += missing
         blocks, *more = tables
         return StepRow([7] * num_tokens, start, blocks, sampled, SAMPLING, start + num_tokens, more_blocks=more)
@@ -88,23 +90,6 @@ class Steps:
         if pending is not None:
             pending.result()
         return (time.perf_counter() - begun) / times
-
-
-def by_kernel(steps: Steps, rows: int, part: int) -> str:
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        steps.run(rows, part)
-
-    def spent_us(event: Any) -> float:
-        return event.self_device_time_total / STEPS
-
-    events = sorted(profiler.key_averages(), key=spent_us, reverse=True)[:14]
-    total_us = sum(map(spent_us, profiler.key_averages()))
-    table = [
-        [number(spent_us(e) / 1e3, 2), percent(spent_us(e), total_us), number(e.count / STEPS), e.key[:80]] for e in events
-    ]
-    return markdown(["ms a step", "share", "calls", f"kernel, {rows} rows, part of {part}"], table)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -133,7 +118,9 @@ def main(argv: Sequence[str]) -> int:
     if options.by_kernel:
         for rows in counts:
             for part in parts:
-                print("\n" + by_kernel(steps, rows, part))
+                if rows + part:
+                    name = f"{STEPS} steps of {rows} rows and a part of {part}"
+                    print("\n" + table_of(name, lambda rows=rows, part=part: STEPS * steps.run(rows, part), KERNELS))
     return 0
 
 

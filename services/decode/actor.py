@@ -33,7 +33,7 @@ from common.text.vocabulary import vocabulary_digest
 from common.transfer.base import Transport
 from common.transfer.measured import MeasuredTransport
 from common.worker.actor import EngineWorker, OpenEngine
-from common.worker.newcomers import Newcomers
+from common.worker.early_heartbeats import EarlyHeartbeats
 from services.decode.arrivals import Arrivals
 from services.decode.config import DecodeConfig
 from services.decode.device_lookup import DeviceLookup
@@ -74,7 +74,7 @@ class DecodeActor(EngineWorker):
         super().__init__(bus=bus, config=config, open_engine=open_engine, clock=clock)
         self.transport = MeasuredTransport(transport, self.kv.transfers)
         self.kv_reader = KvReader(self)
-        self.newcomers = Newcomers(self)
+        self.early_heartbeats = EarlyHeartbeats(self)
         self.vocabulary = ""
 
     async def start(self) -> None:
@@ -156,13 +156,13 @@ class DecodeActor(EngineWorker):
         if sequence is not None:
             self.speculate(sequence)
             self.prefixes.fetch(sequence)
-            self.newcomers.came(sequence)
+            self.early_heartbeats.admitted(sequence)
 
     def on_read(self, task: ReadTask, reply: str) -> None:
         sequence = self.admit(task.generation, reply, self.scheduler.admit)
         if sequence is not None:
             self.prefixes.fetch(sequence)
-            self.newcomers.came(sequence)
+            self.early_heartbeats.admitted(sequence)
 
     def on_kv_ready(self, ready: KvReady, reply: str) -> None:
         heard_at = self.clock()

@@ -63,7 +63,7 @@ class PromptBudget:
         if prompt_tokens and rows:
             self._more.measure(prompt_tokens, max(0.0, seconds - self.step_s))
             self._beside.measure(prompt_tokens, seconds)
-            if 2 * prompt_tokens >= self._planned or seconds > self.objective_s:  # what little a prompt's end adds says little
+            if 2 * prompt_tokens >= self._planned or seconds > self.objective_s:  # a prompt's end says little of whole parts
                 weight = _PART_WEIGHT if self._usual_tokens else 1.0
                 self._usual_tokens += weight * (prompt_tokens - self._usual_tokens)
                 self._usual_s += weight * (seconds - self.step_s - self._usual_s)

@@ -51,7 +51,7 @@ from common.runtime.lease_metrics import LeaseMetrics
 from common.runtime.leases import LeaseTable
 from common.transfer.fence import memory_fence
 from common.worker.actor import EngineWorker, OpenEngine
-from common.worker.newcomers import Newcomers
+from common.worker.early_heartbeats import EarlyHeartbeats
 from services.prefill.config import PrefillConfig
 from services.prefill.scheduler import PrefillScheduler
 from services.prefill.streams import Leased, Stream, Streams
@@ -77,7 +77,7 @@ class PrefillActor(EngineWorker):
         self.parked: dict[str, Sequence] = {}
         self.lease_of: dict[str, tuple[int, str]] = {}
         self.streams = Streams(self)
-        self.newcomers = Newcomers(self)
+        self.early_heartbeats = EarlyHeartbeats(self)
 
     def make_scheduler(self) -> PrefillScheduler:
         limits = self.config.limits(on_gpu=self.engine.on_gpu)
@@ -140,20 +140,20 @@ class PrefillActor(EngineWorker):
         if sequence is not None:
             self.decode_for[sequence.request] = task.decode
             self.prefixes.fetch(sequence)
-            self.newcomers.came(sequence)
+            self.early_heartbeats.admitted(sequence)
 
     def on_decode(self, task: DecodeTask, reply: str) -> None:
         sequence = self.admit(task.generation, reply, lambda s: self.scheduler.admit(s, self.clock(), keeps=True))
         if sequence is not None:
             self.answering.add(sequence.request)
             self.prefixes.fetch(sequence)
-            self.newcomers.came(sequence)
+            self.early_heartbeats.admitted(sequence)
 
     def on_read(self, task: ReadTask, reply: str) -> None:
         sequence = self.admit(task.generation, reply, lambda s: self.scheduler.admit(s, self.clock()))
         if sequence is not None:
             self.prefixes.fetch(sequence)
-            self.newcomers.came(sequence)
+            self.early_heartbeats.admitted(sequence)
 
     def commit(self, plan: StepPlan, result: StepResult) -> Callable[[], None]:
         done = self.scheduler.commit(plan, result, self.clock())

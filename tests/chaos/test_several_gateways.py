@@ -32,7 +32,7 @@ async def ask(world: World, gateway: str, name: str, tokens: list[int]) -> Outco
 def test_workers_tell_of_long_prompts_once_two_gateways_send(
     tmp_path: Path, long_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("common.worker.newcomers.LONG_TOKENS", long_tokens)
+    monkeypatch.setattr("common.worker.early_heartbeats.LONG_TOKENS", long_tokens)
     told: list[float] = []
 
     async def story(world: World) -> None:

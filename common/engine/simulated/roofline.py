@@ -4,8 +4,8 @@
            + KV read / HBM bandwidth + FLOPs of attention / peak + fixed overhead
     link = fixed latency + KV bytes / link bandwidth
 
-Linears read weights while they multiply. Attention comes behind them, and what rows read and what a part of a prompt multiplies
-do not overlap: twelve rows of 8,192 tokens and a part of 500 take 17 to 18.7 ms on an H200, by this 17.3.
+Linears read weights while they multiply. Attention follows them, and what rows read and what a part of a prompt multiplies do
+not overlap: twelve rows of 8,192 tokens and a part of 500 take 17 to 18.7 ms on an H200, by this 17.3.
 
 `simulated.py` sleeps for these times. The figures are achieved ones (80-95% of the datasheet), not peaks.
 """

@@ -13,7 +13,7 @@ from common.engine.sequence import Sequence
 from common.protocol import tokens as token_bytes
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Generation, SamplingParams
-from common.worker.newcomers import APART_S, LONG_TOKENS, Newcomers
+from common.worker.early_heartbeats import APART_S, LONG_TOKENS, EarlyHeartbeats
 
 pytestmark = pytest.mark.virtual_time
 
@@ -48,10 +48,10 @@ async def told(came: Sized[tuple[float, Sequence]]) -> list[float]:
     heard: list[float] = []
     async with anyio.create_task_group() as group:
         worker = Worker(group, heard)
-        newcomers = Newcomers(worker)
+        early = EarlyHeartbeats(worker)
         for at, sequence in came:
             await anyio.sleep(worker.begun_at + at - worker.clock())
-            newcomers.came(sequence)
+            early.admitted(sequence)
     return heard
 
 
