@@ -58,6 +58,7 @@ IDLE = "idle"
 WAYS = ("off", "apart", "shared", IDLE)
 PATH = "/v1/completions"
 DRAFT_STEPS = "penstock_draft_model_steps_total"
+DRAFT_READY_S = 90.0
 SPELT_FROM = 256
 """Ids below stand for single bytes; those from here on are words, a blank and the number (`shapes.byte_tokenizer`)."""
 
@@ -185,6 +186,19 @@ async def accepted(system: System) -> list[Reading]:
     return readings
 
 
+async def drafting(system: System) -> None:
+    """Ask until the draft worker drafts: `penstock up` is ready before that is.
+
+    :raises SystemExit: if it has drafted nothing after `DRAFT_READY_S`.
+    """
+    deadline = anyio.current_time() + DRAFT_READY_S
+    while not any(one.counts[Key(DRAFT_STEPS)] for one in await accepted(system)):
+        if anyio.current_time() > deadline:
+            raise SystemExit(f"{system.way}: its draft worker has drafted nothing; is there memory for all? See --kv-mb")
+        await anyio.sleep(1)
+        await check(system, SPELT_FROM + 300, 64)
+
+
 async def opened(way: Way, url: str) -> System:
     async with httpx.AsyncClient(base_url=url, timeout=60) as http:
         return System(way, url, await model_of(http))
@@ -227,8 +241,8 @@ async def measure(options: argparse.Namespace, urls: Sequence[str], vocab: int) 
     more: list[list[str]] = []
     for system in systems:
         await check(system, SPELT_FROM + 300, 64)
-        if system.way.percent and not any(one.counts[Key(DRAFT_STEPS)] for one in await accepted(system)):
-            raise SystemExit(f"{system.way}: its draft worker has drafted nothing; is there memory for all? See --kv-mb")
+        if system.way.percent:
+            await drafting(system)
     for streams in options.streams:
         rates: dict[Way, list[float]] = {system.way: [] for system in systems}
         before = {system.way: await accepted(system) for system in systems}

@@ -6,8 +6,8 @@
 The draft worker's own planning (`services/draft/drafting.py`, `branches.py`, `cadence.py`) and the decode worker's own book
 (`services/decode/speculation.py`) in simulated time, without engines, processes or a bus: a target whose steps take
 --target-ms, a draft model whose steps take --draft-ms one after the other, two in flight, and messages that take --message-ms.
-The target's next step is planned --margin-ms before the one that runs ends. Texts count; the draft model is right behind
---percent of all tokens, and its second choice is behind half of the others.
+The target's next step takes what has come --margin-ms before the one that runs ends. Texts count; the draft model is right
+behind --percent of all tokens, and its second choice is behind half of the others.
 
 Columns: tokens per second over those without proposals; steps that verify something; tokens accepted of those, and by step that
 verifies; time from a draft step to the next; its rows.
@@ -175,7 +175,7 @@ class Target:
         return self._times.target + VERIFIED_MS * num_tokens
 
     def plan(self) -> None:
-        """The next step, while one runs."""
+        """What the next step takes, while one runs."""
         self._book.begin_step(len(self._texts))
         for name in self._texts:
             self._planned[name] = self._book.foresee(name, self._verifying.get(name, []), VERIFIED)
@@ -244,7 +244,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--percent", type=float, default=80)
     parser.add_argument("--target-ms", type=float, default=5.6)
     parser.add_argument("--message-ms", type=float, default=0.6)
-    parser.add_argument("--margin-ms", type=float, default=1.0)
+    parser.add_argument("--margin-ms", type=float, default=0.05)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--no-cadence", action="store_true", help="draft steps are two in flight whatever is about to come")
     options = parser.parse_args(argv)

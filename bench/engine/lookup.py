@@ -120,7 +120,7 @@ def generate(runner: Any, case: Case, proposers: Proposers | None, token_budget:
     texts = [text_of(case, i, vocab_size=runner.vocab_size, max_context=runner.max_context) for i in range(case.rows)]
     if proposers is not None:
         scheduler.propose, scheduler.foresee = proposers.propose, proposers.foresee
-        scheduler.look_up, scheduler.begin_step = proposers.look_up, proposers.begin_step
+        scheduler.room_for, scheduler.begin_step = proposers.room_for, proposers.begin_step
     for text in texts:
         scheduler.admit(text)
         if proposers is not None:

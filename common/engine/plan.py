@@ -45,6 +45,18 @@ NO_TOKEN = -1
 """In the place of a sample whose logits were not all finite."""
 
 
+class Room(NamedTuple):
+    """How many tokens of a row the device may choose: by looking up what may follow its text, which is searched for that, or
+    from what is posted on its board. A text may also be searched where the row takes nothing from there."""
+
+    num_tokens: int = 0
+    is_searched: bool = False
+    is_posted: bool = False
+
+
+NO_ROOM = Room()
+
+
 class StepRow(msgspec.Struct):
     """One sequence's share of a step.
 
@@ -77,6 +89,10 @@ class StepRow(msgspec.Struct):
     device proposes up to `room` tokens, for which `tokens` has zeros behind the first; `outcomes` are empty then. What the
     row behind such a one verifies is known to the device alone: its `verified` is as many `UNKNOWN` as there was room for.
 
+    `board` >= 0: the slot of the sequence on the runner's board, if it has one. With `is_posted` the row is fed, and takes up
+    to `room` tokens that are posted there when the step begins (`engine/board.py`), in place of `outcomes` and of what is
+    looked up. As there, the next row's `verified` is `UNKNOWN`s.
+
     `serial` >= 0 names the sequence to a head that drafts from hidden states: it notes those of this row. `drafts`: how many
     tokens it proposes behind the row's samples at most; with 1 or more it also computes what it has noted. It stops behind a
     token where the chance of all so far, as it sees it, is below `least_chance`. A runner without a head passes over these.
@@ -103,15 +119,17 @@ class StepRow(msgspec.Struct):
     serial: int = -1
     drafts: int = 0
     least_chance: float = 0.0
+    board: int = -1
+    is_posted: bool = False
 
     @property
     def is_open(self) -> bool:
         """Whether its inputs behind the first token, or their positions, depend on the outcome of the step before."""
-        return bool(self.verified or self.outcomes)
+        return bool(self.verified or self.outcomes or self.is_posted)
 
     @property
-    def follows_lookup(self) -> bool:
-        """Whether what the step before verifies of its sequence was looked up on the device."""
+    def follows_device(self) -> bool:
+        """Whether the device chose what the step before verifies of its sequence."""
         return bool(self.verified) and self.verified[0] == UNKNOWN
 
     @property
@@ -150,6 +168,13 @@ class LookedUp(NamedTuple):
     tokens: list[int]
 
 
+class Taken(NamedTuple):
+    """What a row took from the board: `tokens`, which it verifies; there were `num_there` that it could have."""
+
+    tokens: list[int]
+    num_there: int
+
+
 class DraftPass(NamedTuple):
     """What a head computed in one go: `num_tokens` of all rows, in `seconds`. The first of a step takes the target's states."""
 
@@ -162,7 +187,8 @@ class RowSamples(msgspec.Struct):
 
     Of a row that is read: `scores` of its `targets`, with as many alternatives as its `sampling.logprobs` says; or `total`, its
     hidden states added up, int64 [hidden_size] in units of `FIXED_POINT`, so that the order of adding changes nothing.
-    `drafted`: of a row with `drafts`. `looked_up`: of a row with a `text`, unless that is not on the device yet.
+    `drafted`: of a row with `drafts`. `looked_up`: of a row with a `text`, unless that is not on the device yet. `taken`: of a
+    row that `is_posted`.
     """
 
     tokens: list[int]
@@ -171,6 +197,13 @@ class RowSamples(msgspec.Struct):
     total: NDArray[np.int64] | None = None
     drafted: Drafted | None = None
     looked_up: LookedUp | None = None
+    taken: Taken | None = None
+
+    def chosen(self, row: StepRow) -> list[int]:
+        """Return what the device chose to verify for a row with `room`."""
+        if row.is_posted:
+            return [] if self.taken is None else self.taken.tokens
+        return [] if self.looked_up is None else self.looked_up.tokens[: self.looked_up.num_verified]
 
 
 class StepResult(msgspec.Struct):

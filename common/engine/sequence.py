@@ -32,7 +32,7 @@ from common.engine.history import History
 from common.engine.known_tokens import KnownTokens
 from common.engine.matcher import Matcher
 from common.engine.outcomes import Outcome, proposal_behind, width_of
-from common.engine.plan import FIXED_POINT, NO_TOKEN, UNKNOWN, RowSamples, StepRow
+from common.engine.plan import FIXED_POINT, NO_ROOM, NO_TOKEN, UNKNOWN, Room, RowSamples, StepRow
 from common.engine.timeline import Timeline
 from common.protocol import tokens as token_bytes
 from common.protocol.errors import ContextLengthExceeded, EmptyPrompt, ProtocolError
@@ -48,11 +48,11 @@ class Sequence:
     group that were promised to it (see `SequenceCache`). `ends_at`: the request's deadline in seconds of the worker's clock.
     `matcher`: the state of the request's grammar, once that is compiled. `num_reported`: outputs of a sequence that is read
     which its gateway has, or is being sent. `is_broken`: logits of it were not finite: it has no next token. `verifying`: what
-    the oldest step in flight that samples it verifies; `UNKNOWN`s where the device looks that up. `num_open`: steps in flight
+    the oldest step in flight that samples it verifies; `UNKNOWN`s where the device chooses that. `num_open`: steps in flight
     that may give several tokens. `shift`: tokens beyond the first that the step before the oldest in flight gave: positions of
     that step's row are as many higher than planned. `newest`: the row that was planned last, in step `planned_step`.
     `timeline`: what has happened to it here, since it was admitted. `serial`: its number among all of this process. `arrival`,
-    `admitted_step`: its number among those admitted, and the step before which it was.
+    `admitted_step`: its number among those admitted, and the step before which it was. `board`: see `StepRow`.
     """
 
     generation: Generation
@@ -88,6 +88,7 @@ class Sequence:
     newest: StepRow | None = None
     planned_step: int = 0
     serial: int = field(default_factory=itertools.count().__next__)
+    board: int = -1
 
     @classmethod
     def of(cls, generation: Generation, *, vocab_size: int, max_context: int, prefix: KnownTokens | None = None) -> Sequence:
@@ -205,12 +206,12 @@ class Sequence:
         self.num_computed = self.num_planned = num_tokens
 
     def plan(
-        self, num_tokens: int, proposal: Sized[int], num_samples: int, outcomes: Sized[Outcome] = (), room: int = -1
+        self, num_tokens: int, proposal: Sized[int], num_samples: int, outcomes: Sized[Outcome] = (), room: Room = NO_ROOM
     ) -> StepRow:
         """The next `num_tokens` tokens, then `proposal`, as a step's row; sampled when it reaches the end.
 
         num_samples: of the step's rows before this one. outcomes: instead of `proposal`, of a row that is fed. room: instead of
-        both, tokens that the device may look up; 0: it only searches; -1: it does not.
+        both, if it has tokens.
         """
         if self.given:
             return self._plan_reading(num_tokens)
@@ -220,11 +221,11 @@ class Sequence:
         if feed < 0:
             inputs = [*self.tokens[start:end], *proposal]
             self.verifying, self.shift = [*proposal], 0
-            if room > 0:
-                inputs += [0] * room
-                self.verifying = [UNKNOWN] * room
+            if room.num_tokens:
+                inputs += [0] * room.num_tokens
+                self.verifying = [UNKNOWN] * room.num_tokens
         else:
-            inputs = [UNKNOWN, *[0] * (room if room > 0 else width_of(outcomes))]
+            inputs = [UNKNOWN, *[0] * (room.num_tokens or width_of(outcomes))]
             verified = self.verifying
         history: list[int] | History = []
         if sampled and _needs_history(self.sampling):
@@ -244,6 +245,7 @@ class Sequence:
             self.last_sample = num_samples
         row_samples = len(inputs) - num_tokens + 1 if sampled else 0
         self.num_open += row_samples > 1
+        before = self.newest if feed >= 0 else None
         self.newest = StepRow(
             tokens=inputs,
             start=start,
@@ -259,9 +261,11 @@ class Sequence:
             output_start=output_start,
             verified=verified,
             outcomes=outcomes,
-            room=max(0, room),
+            room=room.num_tokens,
+            board=self.board,
+            is_posted=room.is_posted,
         )
-        if room >= 0 or self.newest.follows_lookup:
+        if room.is_searched or (before is not None and before.room and not before.is_posted):
             self.newest.text = History(self.serial, self.tokens, len(self.tokens), [])
         return self.newest
 

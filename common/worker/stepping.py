@@ -12,7 +12,6 @@ nobody succeeds in between.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,13 +20,12 @@ from typing import Protocol
 
 import anyio
 
-from common.engine.plan import Runner, RunnerLost, StepPlan, StepResult, StepRow
+from common.engine.plan import PendingStep, Runner, RunnerLost, StepPlan, StepResult, StepRow
 from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
 from common.protocol.errors import OutOfBlocks
 from common.protocol.messages import SamplingParams
 from common.runtime import logs
-from common.worker.late_planning import LatePlanning
 from common.worker.watchdog import StepWatch
 
 log = logs.get("engine")
@@ -44,22 +42,19 @@ LAUNCH_S = 0.002
 """Seconds from the start of a step to `StepLoop.launched`: until then its submitting thread has the interpreter to itself."""
 MIN_PACE_TOKENS = 256
 """A step of fewer tokens says nothing of how fast tokens can be computed: its time goes into reading weights."""
-MAX_SLEEP_S = 0.05
-"""Waits that are longer are left to the event loop's timers: nobody can end a thread's sleep."""
+SENDING_TURNS = 4
+"""Of the event loop, in which what is told of a step gets through the outbox and the bus into the socket."""
 PACE_DECAY = 1.02
 """Growth, per step, of the best pace that was seen, so that an engine which has become slower is expected to be."""
 
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A step on its way. is_late: it was planned as late as the step before it allowed. due_at: when it should have run, at the
-    best pace seen lately. submitted_at: when the engine had it; 0 before."""
+    """A step on its way. due_at: when it should have run, at the best pace seen lately."""
 
     plan: StepPlan
-    is_late: bool
     due_at: float
     running: asyncio.Future[StepResult] = field(init=False)
-    submitted_at: float = 0.0
 
 
 class Scheduler(Protocol):
@@ -90,44 +85,37 @@ class Steps(Protocol):
 
 
 class EngineThreads:
-    """The threads of an engine: one that submits steps, and opened it, one that waits for their results, and one that sleeps
-    for less than timers of an event loop can tell, a millisecond in uvloop."""
+    """The threads of an engine: one that submits steps, and opened it, and one that waits for their results."""
 
     def __init__(self) -> None:
         self.submitting = ThreadPoolExecutor(1, thread_name_prefix="submit")
         self.waiting = ThreadPoolExecutor(1, thread_name_prefix="engine")
-        self.sleeping = ThreadPoolExecutor(1, thread_name_prefix="late")
+        self._runner: Runner | None = None
         self.ran: Callable[[StepPlan], None] = lambda plan: None
         """Called in the thread that waits for results as soon as a step has run, before the event loop knows."""
 
-    def start(
-        self, runner: Runner, plan: StepPlan, on_submitted: Callable[[], None] = lambda: None
-    ) -> asyncio.Future[StepResult]:
-        """A step on its way, behind those that are. on_submitted: called in the submitting thread when the engine has taken or
-        refused the step; never for a runner that does not run ahead."""
+    def start(self, runner: Runner, plan: StepPlan) -> asyncio.Future[StepResult]:
+        """A step on its way, behind those that are."""
         loop = asyncio.get_running_loop()
         if runner.run_ahead == 1:
             return loop.run_in_executor(self.waiting, lambda: self._ended(plan, runner.execute(plan)))
-        submitted = self.submitting.submit(runner.submit, plan)
-        submitted.add_done_callback(lambda _: on_submitted())
+        submitted = self.submitting.submit(self._submit, runner, plan)
         return loop.run_in_executor(self.waiting, lambda: self._ended(plan, submitted.result().result()))
+
+    def _submit(self, runner: Runner, plan: StepPlan) -> PendingStep:
+        if self._runner is not runner:
+            self._runner = runner
+            getattr(runner, "own_thread", _nothing)()
+        return runner.submit(plan)
 
     def _ended(self, plan: StepPlan, result: StepResult) -> StepResult:
         self.ran(plan)
         return result
 
-    async def wait(self, running: asyncio.Future[StepResult], seconds: float, *, precisely: bool) -> None:
-        """Until a step has ended, or so many seconds have passed. precisely: to about a tenth of a millisecond."""
-        if not precisely:
-            await asyncio.wait([running], timeout=seconds)
-            return
-        sleeping = asyncio.get_running_loop().run_in_executor(self.sleeping, time.sleep, seconds)
-        await asyncio.wait([running, sleeping], return_when=asyncio.FIRST_COMPLETED)
-
     def close(self) -> bool:
         """Wait for the threads to end, but not for one that hangs. Returns whether all have ended."""
         last: list[Future[None]] = []
-        for executor in (self.submitting, self.waiting, self.sleeping):
+        for executor in (self.submitting, self.waiting):
             last.append(executor.submit(_nothing))
             executor.shutdown(wait=False)
         try:
@@ -141,7 +129,8 @@ class EngineThreads:
 class StepLoop:
     """`run` it in a task; `wake` it when something can be planned that could not be before.
 
-    plans_late: whether the next step should be planned as late as the running one allows (`late_planning.py`).
+    tells_first: whether others wait for what a step gave, so that they are told before the next one is planned, if an engine
+    that runs ahead has one to go on with.
     launched: called soon after a step was started, with the seconds until its end as far as they can be estimated; not called
     if it has ended by then.
     """
@@ -163,9 +152,8 @@ class StepLoop:
         self._watch = watch
         self._clock = clock
         self._flights: deque[Flight] = deque()
-        self.plans_late: Callable[[], bool] = lambda: False
+        self.tells_first: Callable[[], bool] = lambda: False
         self.launched: Callable[[StepPlan, float], None] | None = None
-        self._late = LatePlanning()
         self._wake = anyio.Event()
         self._report: Callable[[], None] = _nothing
         self._ended = clock()
@@ -179,13 +167,16 @@ class StepLoop:
         """:raises RunnerLost: no later step can run, or each would fail."""
         while True:
             room = len(self._flights) < self._runner.run_ahead
-            is_late = room and bool(self._flights) and self.plans_late()
-            if room and (early_s := self._early_s(is_late)) > 0:
+            if room and self._flights and self.tells_first():
                 self._tell()
-                await self._threads.wait(self._flights[0].running, early_s, precisely=is_late and early_s < MAX_SLEEP_S)
+                for _ in range(SENDING_TURNS):
+                    await asyncio.sleep(0)
+            if room and (early_s := self._early_s()) > 0:
+                self._tell()
+                await asyncio.wait([self._flights[0].running], timeout=early_s)
                 room = not self._flights[0].running.done()
             if room and (plan := self._scheduler.plan(self._clock())) is not None:
-                self._flights.append(self._start(plan, is_late))
+                self._flights.append(self._start(plan))
                 continue
             self._tell()
             if not self._flights:
@@ -193,10 +184,10 @@ class StepLoop:
                 await self._wake.wait()
                 self._ended = self._clock()
                 continue
-            if not await self._land(self._flights.popleft(), is_missed=is_late and not room):
+            if not await self._land(self._flights.popleft()):
                 await self._isolate()
 
-    def _early_s(self, is_late: bool) -> float:
+    def _early_s(self) -> float:
         """Return how many seconds it is too early to plan the step after those in flight.
 
         Their end is expected after the time that their tokens would take at the best pace seen lately: rather too soon than too
@@ -205,23 +196,18 @@ class StepLoop:
         if not self._flights:
             return 0.0
         tokens = sum(flight.plan.num_tokens for flight in self._flights)
-        wait_s = self._late.wait_s if is_late else 0.0
-        return self._ended + max(tokens * self._pace_s - LEAD_S, wait_s) - self._clock()
+        return self._ended + tokens * self._pace_s - LEAD_S - self._clock()
 
     def _measure(self, num_tokens: int, elapsed_s: float) -> None:
         if num_tokens >= MIN_PACE_TOKENS:
             pace_s = elapsed_s / num_tokens
             self._pace_s = min(pace_s, PACE_DECAY * self._pace_s) if self._pace_s else pace_s
 
-    def _start(self, plan: StepPlan, is_late: bool = False) -> Flight:
+    def _start(self, plan: StepPlan) -> Flight:
         self._watch.began(self._clock(), compiling=self._runner.may_compile(plan))
         num_tokens = plan.num_tokens + sum(ahead.plan.num_tokens for ahead in self._flights)
-        flight = Flight(plan, is_late, self._ended + num_tokens * self._pace_s)
-
-        def submitted() -> None:
-            flight.submitted_at = self._clock()
-
-        flight.running = self._threads.start(self._runner, plan, submitted)
+        flight = Flight(plan, self._ended + num_tokens * self._pace_s)
+        flight.running = self._threads.start(self._runner, plan)
         if self.launched is not None:
             asyncio.get_running_loop().call_later(LAUNCH_S, self._launched, flight)
         return flight
@@ -230,9 +216,8 @@ class StepLoop:
         if self.launched is not None and not flight.running.done():
             self.launched(flight.plan, max(0.0, flight.due_at - self._clock()))
 
-    async def _land(self, flight: Flight, *, is_missed: bool = False) -> bool:
-        """Wait for a step and commit it. False if it failed, and with it those submitted after it. is_missed: it ended
-        before the planned wait was over, so that no step is behind it."""
+    async def _land(self, flight: Flight) -> bool:
+        """Wait for a step and commit it. False if it failed, and with it those submitted after it."""
         plan = flight.plan
         try:
             result = await flight.running
@@ -250,11 +235,6 @@ class StepLoop:
         began, self._ended = self._ended, self._clock()
         self._watch.ended(self._ended)
         self._measure(plan.num_tokens, self._ended - began)
-        if is_missed:
-            self._late.missed(self._ended - began)
-        elif self._flights and self._flights[0].is_late:
-            submitted_at = self._flights[0].submitted_at
-            self._late.ended(self._ended - submitted_at if submitted_at else 0.0)
         self._steps.step_ended(plan, self._ended - began)
         self._report = self._steps.commit(plan, result)
         self._num_fruitless = 0

@@ -41,6 +41,7 @@ from services.decode.draft_trial import DraftTrial
 from services.decode.head_drafts import HeadDrafts
 from services.decode.kv_reader import KvReader, covered_blocks
 from services.decode.lookup import Lookup
+from services.decode.posting import Posting
 from services.decode.prompt_budget import PromptBudget
 from services.decode.proposers import Proposers
 from services.decode.scheduler import DecodeScheduler, Progress
@@ -79,7 +80,7 @@ class DecodeActor(EngineWorker):
 
     async def start(self) -> None:
         await super().start()
-        self.loop.plans_late = lambda: self.drafts.expects_proposals
+        self.loop.tells_first = lambda: self.drafts.expects_proposals
         if self.config.speculation_tokens and self.engine.files is not None:
             self.vocabulary = await anyio.to_thread.run_sync(
                 vocabulary_digest, self.engine.files, self.engine.runner.vocab_size
@@ -94,7 +95,9 @@ class DecodeActor(EngineWorker):
         self.drafts = DraftBook(policy, vocab_size=self.engine.runner.vocab_size, trial=DraftTrial(enabled=not always))
         head = HeadDrafts(policy) if self.engine.head and self.config.speculation_tokens else None
         lookup = [self.make_lookup(limits.max_running)] if self.looks_up else []
-        self.proposers = Proposers(self.drafts, lookup, head, DeviceLookup(policy) if self.engine.looks_up else None)
+        on_device = DeviceLookup(policy) if self.engine.looks_up else None
+        posting = None if self.engine.board is None else Posting(self.engine.board, self.drafts)
+        self.proposers = Proposers(self.drafts, lookup, head, on_device, posting)
         self.speculation = SpeculationTelemetry(self.metrics, self.config.served_name, self.proposers)
         self.prompts = PromptBudget(self.config.slo_itl_ms / 1000)
         self.arrivals = Arrivals(self, max_streams=limits.max_running)
@@ -110,7 +113,7 @@ class DecodeActor(EngineWorker):
             finishing=lambda sequence: self.prefixes.offer_soon(sequence),
             resumed=self.traces.resumed,
             foresee=self.proposers.foresee,
-            look_up=self.proposers.look_up,
+            room_for=self.proposers.room_for,
         )
 
     @property
@@ -252,7 +255,7 @@ class DecodeActor(EngineWorker):
 
     def on_proposals(self, message: Proposals) -> None:
         self.speculation.answered(message, self.clock())
-        self.drafts.on_proposals(message)
+        self.proposers.on_proposals(message)
 
     def speculate(self, sequence: Sequence) -> None:
         if self.config.speculation_tokens:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from common.engine.outcomes import Outcome
+from common.engine.plan import Room
 from common.engine.sequence import Sequence
 
 Propose = Callable[[Sequence, int], list[int]]
@@ -12,9 +13,9 @@ Propose = Callable[[Sequence, int], list[int]]
 Foresee = Callable[[Sequence, int], list[Outcome]]
 """`foresee(sequence, limit)`: at most `limit` token ids that may follow each likely outcome of the step in flight that verifies
 `sequence.verifying`; [] for none."""
-LookUp = Callable[[Sequence, int], int]
-"""`look_up(sequence, limit)`: how many tokens, at most `limit`, the device may look up and verify in the sequence's row; 0: it
-only searches its text, -1: it does not."""
+RoomFor = Callable[[Sequence, int], Room]
+"""`room_for(sequence, limit)`: how many tokens, at most `limit`, the device may choose and verify in the sequence's row, and
+from where. What is posted is only for a row that is fed."""
 Wanted = Callable[[Sequence], tuple[int, float]]
 """`wanted(sequence)`: how many tokens the engine's head drafts behind the sequence's row of this step, and the chance below
 which it stops (`StepRow.least_chance`); -1 tokens where it need not even note hidden states."""

@@ -9,41 +9,52 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from common.engine.outcomes import Outcome
-from common.engine.plan import UNKNOWN
+from common.engine.plan import NO_ROOM, UNKNOWN, Room
 from common.engine.sequence import Sequence
-from common.protocol.draft_messages import DraftSampling
+from common.protocol.draft_messages import DraftSampling, Proposals
 from common.protocol.explain_messages import RequestContext
 from common.protocol.handles import WorkerRef
 from services.decode.device_lookup import DeviceLookup
 from services.decode.drafter import Drafter, Foreseen, Guess
 from services.decode.head_drafts import HeadDrafts
+from services.decode.posting import Posting
 from services.decode.scheduler import Progress
-from services.decode.speculation import DraftBook, SpeculationCounters
+from services.decode.speculation import DraftBook
+from services.decode.speculation_counters import SpeculationCounters
 
 DRAFT_WORKER = "draft worker"
+
+
+class _Chosen(NamedTuple):
+    """What the engine's step would choose itself, by looking it up or from its board, and the chances of that."""
+
+    chances: list[float]
+    is_posted: bool = False
 
 
 @dataclass(slots=True)
 class _Row:
     """verifying: who proposed what the step in flight verifies. foreseen: by outcome, what the step behind it may.
 
-    offer: the best of a drafter here, for the step that is being planned, and `drafter`, its name; a list is the chances of
-    what the engine's step would look up. verified: tokens verified, and accepted, by drafter.
+    offer: the best for the step that is being planned, if that is not the latest proposal of a draft worker, and `drafter`, the
+    name of who makes it. verified: tokens verified, and accepted, by drafter.
     """
 
     verifying: str = ""
     foreseen: list[tuple[str, Outcome]] = field(default_factory=list)
     drafter: str = ""
-    offer: Guess | Foreseen | list[float] | None = None
+    offer: Guess | Foreseen | _Chosen | None = None
     verified: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class Proposers:
-    """The scheduler's `begin_step`, `propose`, `foresee` and `look_up`.
+    """The scheduler's `begin_step`, `propose`, `foresee` and `room_for`.
 
-    head: of the engine, one of the drafters. on_device: what is known of lookup in the engine's steps. `by_source`: what was
+    head: of the engine, one of the drafters. on_device: what is known of lookup in the engine's steps. posting: of what draft
+    workers propose, on the engine's board. `by_source`: what was
     verified, by the name of its drafter. `num_sequence_steps`: steps that gave tokens to a sequence, counted once for each.
     """
 
@@ -53,8 +64,10 @@ class Proposers:
         drafters: Sized[Drafter] = (),
         head: HeadDrafts | None = None,
         on_device: DeviceLookup | None = None,
+        posting: Posting | None = None,
     ) -> None:
         self.drafts = drafts
+        self.posting = posting
         self.drafters: Sized[Drafter] = drafters if head is None else [*drafters, head]
         self.head = head
         self.on_device = on_device
@@ -64,6 +77,7 @@ class Proposers:
         if on_device is not None:
             self.by_source.setdefault(on_device.name, SpeculationCounters())
         self._rows: dict[str, _Row] = {}
+        self._offered: list[_Row] = []
 
     @property
     def num_draft_tokens(self) -> int:
@@ -99,6 +113,8 @@ class Proposers:
     def close(self, sequence: Sequence) -> None:
         """Harmless twice."""
         self._rows.pop(sequence.request, None)
+        if self.posting is not None:
+            self.posting.close(sequence)
         self.drafts.close(sequence.request)
         for drafter in self.drafters:
             drafter.close(sequence)
@@ -108,6 +124,8 @@ class Proposers:
     def reset(self) -> None:
         """Forget everything and tell nobody."""
         self._rows.clear()
+        if self.posting is not None:
+            self.posting.reset()
         self.drafts.reset()
         for drafter in self.drafters:
             drafter.reset()
@@ -122,16 +140,25 @@ class Proposers:
         device = self.on_device
         if device is not None:
             device.begin_step(len(decoding))
-        for sequence in decoding if (self.drafters or device is not None) and limit else ():
+        posting = self.posting if self.drafts.asks_for_few else None
+        asks = self.drafters or device is not None or posting is not None
+        for row in self._offered:
+            row.offer = None
+        self._offered.clear()
+        for sequence in decoding if asks and limit else ():
             row = self._rows.get(sequence.request)
             if row is None:
                 continue
-            row.offer = None
             ladder = device.chances(sequence) if device is not None else []
-            if not ladder and not self.drafters:
+            posted = posting.chances(sequence)[:limit] if posting is not None else []
+            if not ladder and not posted and not self.drafters:
                 continue
+            self._offered.append(row)
+            if posted:
+                row.drafter, row.offer = DRAFT_WORKER, _Chosen(posted, is_posted=True)
+                chances[sequence.request] = posted
             behind = len(sequence.verifying) + 1 if sequence.num_awaited else 0
-            most = self.drafts.expected(sequence.request, behind)
+            most = sum(posted) if posted else self.drafts.expected(sequence.request, behind)
             for drafter in self.drafters:
                 if drafter is self.head:
                     others[sequence.request] = most
@@ -140,7 +167,7 @@ class Proposers:
                     most, row.drafter, row.offer = sum(offer.chances), drafter.name, offer
                     chances[sequence.request] = offer.chances
             if device is not None and sum(ladder) > most and sequence.may_be_open:
-                row.drafter, row.offer = device.name, ladder
+                row.drafter, row.offer = device.name, _Chosen(ladder)
                 chances[sequence.request] = ladder
         self.drafts.begin_step(len(decoding), chances)
         if self.head is not None and limit:
@@ -150,19 +177,23 @@ class Proposers:
         """See `scheduler.Wanted`."""
         return (-1, 0.0) if self.head is None else self.head.wanted(sequence)
 
-    def look_up(self, sequence: Sequence, limit: int) -> int:
-        """At most `limit` tokens that the engine's step may look up and verify; see `scheduler.LookUp`."""
+    def room_for(self, sequence: Sequence, limit: int) -> Room:
+        """At most `limit` tokens that the engine's step may choose and verify; see `hooks.RoomFor`."""
         row, device = self._rows.get(sequence.request), self.on_device
-        if row is None or device is None or not self.policy.max_tokens or not device.is_awake(sequence):
-            return -1
-        room = self._fit(row.offer, limit) if isinstance(row.offer, list) else 0
-        if room:
+        if row is None or not self.policy.max_tokens:
+            return NO_ROOM
+        is_searched, is_posted = device is not None and device.is_awake(sequence), False
+        room = 0
+        if isinstance(row.offer, _Chosen) and (is_searched or row.offer.is_posted):
+            is_posted = row.offer.is_posted
+            room = self._fit(row.offer.chances, limit)
             self.policy.spend(room)
-            row.foreseen = [(device.name, Outcome(0, UNKNOWN, [UNKNOWN] * room))]
+            row.foreseen = [(row.drafter, Outcome(0, UNKNOWN, [UNKNOWN] * room))] if room else []
             if not sequence.num_awaited:
-                row.verifying, row.foreseen = device.name, []
-        device.planned(sequence)
-        return room
+                row.verifying, row.foreseen = row.drafter if room else "", []
+        if device is not None and is_searched:
+            device.planned(sequence)
+        return Room(room, is_searched, is_posted)
 
     def propose(self, sequence: Sequence, limit: int) -> list[int]:
         """At most `limit` tokens to verify after the sequence's own."""
@@ -218,9 +249,18 @@ class Proposers:
         else:
             self.by_source[source].record(done.proposed, done.accepted)
             self.drafts.record(request, 0, 0)
+        if self.posting is not None:
+            self.posting.record(done.sequence, done.taken)
         for drafter in self.drafters:
             if drafter is not self.head:
                 drafter.record(done.sequence)
+
+    def on_proposals(self, message: Proposals) -> None:
+        """A draft worker has said what may follow."""
+        self.drafts.on_proposals(message)
+        if self.posting is not None:
+            for row in message.rows:
+                self.posting.post(row.sequence)
 
     def tidy(self) -> None:
         """Do what can wait, while a step runs."""

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 
 from common.cache.grouped_pool import Arrived
 from common.engine.outcomes import Outcome, accept, width_of
-from common.engine.plan import PACKED_TOKENS, Drafted, LookedUp, StepPlan, StepResult, StepRow, part_of
+from common.engine.plan import NO_ROOM, PACKED_TOKENS, Drafted, LookedUp, Room, StepPlan, StepResult, StepRow, Taken, part_of
 from common.engine.sequence import Sequence, uncomputed_tokens
 from common.engine.sequence_cache import SequenceCache
 from common.engine.shares import TurnTaking
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
-from services.decode.hooks import Foresee, LookUp, PromptLimit, Propose, Wanted
+from services.decode.hooks import Foresee, PromptLimit, Propose, RoomFor, Wanted
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Progress:
     """What a step did for a sequence: new tokens from output index `start` on, `proposed` of which `accepted` held.
 
     `forced`: a grammar proposed them, not a draft worker. `drafted`: what the engine's head proposes for the next step.
-    `looked_up`: what the device found for the row.
+    `looked_up`: what the device found for the row; `taken`: what it took from its board.
     """
 
     sequence: Sequence
@@ -44,6 +44,7 @@ class Progress:
     forced: bool = False
     drafted: Drafted | None = None
     looked_up: LookedUp | None = None
+    taken: Taken | None = None
 
 
 AGING_TOKENS_PER_STEP = 64
@@ -68,7 +69,7 @@ class DecodeScheduler:
         max_context: int,
         propose: Propose = lambda sequence, limit: [],
         foresee: Foresee = lambda sequence, limit: [],
-        look_up: LookUp = lambda sequence, limit: -1,
+        room_for: RoomFor = lambda sequence, limit: NO_ROOM,
         begin_step: Callable[[list[Sequence]], None] = lambda decoding: None,
         wanted: Wanted = lambda sequence: (-1, 0.0),
         finishing: Callable[[Sequence], None] = lambda sequence: None,
@@ -79,11 +80,10 @@ class DecodeScheduler:
         self.cache = cache
         self.token_budget, self.max_running = token_budget, max_running
         self.max_context = min(max_context, cache.longest(spare=watermark))
-        self.propose, self.foresee, self.look_up = propose, foresee, look_up
+        self.propose, self.foresee, self.room_for = propose, foresee, room_for
         self.begin_step, self.wanted = begin_step, wanted
         self.finishing, self.resumed, self.prompt_limit = finishing, resumed, prompt_limit
-        self.watermark = watermark
-        self.num_preemptions = 0
+        self.watermark, self.num_preemptions = watermark, 0
         self._running: dict[Sequence, None] = {}
         self._copying: dict[Sequence, None] = {}
         self._preempted: list[Sequence] = []
@@ -171,8 +171,7 @@ class DecodeScheduler:
         ahead = bool(self._flights)
         self._resume()
         candidates = [s for s in self._running if s.is_ready and (only is None or s in only)]
-        ready = [s for s in candidates if s.num_unplanned == 1 and not s.is_read]
-        decoding = [s for s in ready if not ahead or self._may_follow(s)]
+        decoding = [s for s in candidates if s.num_unplanned == 1 and not s.is_read and (not ahead or self._may_follow(s))]
         if ahead and not all(self._has_room(sequence) for sequence in decoding):
             return None
         rows: list[StepRow] = []
@@ -185,9 +184,10 @@ class DecodeScheduler:
                 continue
             room = self._room(sequence, budget)
             if sequence.num_awaited:
-                row = sequence.plan(1, [], num_samples, [] if room > 0 else self._outcomes(sequence, budget), room)
+                outcomes = [] if room.num_tokens or room.is_posted else self._outcomes(sequence, budget)
+                row = sequence.plan(1, [], num_samples, outcomes, room)
             else:  # a grammar is read by the step that runs
-                is_settled = room > 0 or (ahead and sequence.matcher is not None)
+                is_settled = room.num_tokens > 0 or (ahead and sequence.matcher is not None)
                 row = sequence.plan(1, [] if is_settled else self._proposal(sequence, budget), num_samples, (), room)
                 self._ask(sequence, row)
             rows.append(row)
@@ -251,14 +251,14 @@ class DecodeScheduler:
                 if sequence.finish is not None:
                     self._leave(sequence)
                 continue
-            found = samples.looked_up
-            looked_up = found.tokens[: found.num_verified] if found is not None else []
-            proposal = looked_up if row.room else sequence.verifying
+            proposal = samples.chosen(row) if row.room else sequence.verifying
             accepted = accept(proposal, samples.tokens)
             start = sequence.num_outputs
             sequence.went_on(sequence.append(samples, accepted + 1, max_context=self.max_context))
             forced = sequence.matcher is not None and sequence.matcher.was_forced(proposal, accepted)
-            progress.append(Progress(sequence, start, len(proposal), accepted, forced, samples.drafted, found))
+            progress.append(
+                Progress(sequence, start, len(proposal), accepted, forced, samples.drafted, samples.looked_up, samples.taken)
+            )
             if sequence.is_broken:
                 self._abandon(sequence)
                 continue
@@ -312,8 +312,7 @@ class DecodeScheduler:
             row.serial, row.drafts = sequence.serial, max(0, min(count, left))
 
     def _proposal(self, sequence: Sequence, budget: int) -> list[int]:
-        remaining = sequence.sampling.max_tokens - sequence.num_outputs - 1
-        limit = min(budget, remaining, self.max_context - len(sequence.tokens) - 1)
+        limit = self._limit(sequence, budget)
         if limit <= 0:
             return []
         proposal = self._guess(sequence, limit)
@@ -335,24 +334,25 @@ class DecodeScheduler:
         proposal = self.propose(sequence, limit)
         return proposal[: matcher.allowed(output, proposal, start=start)] if proposal else proposal
 
-    def _room(self, sequence: Sequence, budget: int) -> int:
-        """See `LookUp`. What depends on the tokens themselves, as penalties and grammars do, is not looked up on the device."""
+    def _room(self, sequence: Sequence, budget: int) -> Room:
+        """See `RoomFor`. The device chooses nothing where penalties or grammars depend on what that is."""
         if not sequence.may_be_open:
-            return -1
-        outputs = sequence.num_outputs + sequence.num_awaited
-        limit = min(budget, sequence.sampling.max_tokens - outputs - 1, self.max_context - sequence.longest - 1)
-        room = self.look_up(sequence, max(0, limit))
-        if room > 0:
+            return NO_ROOM
+        room = self.room_for(sequence, max(0, self._limit(sequence, budget)))
+        if room.num_tokens:
             try:
-                self.cache.grow(sequence, sequence.longest + room)
+                self.cache.grow(sequence, sequence.longest + room.num_tokens)
             except OutOfBlocks:
-                return 0
+                return room._replace(num_tokens=0)
         return room
+
+    def _limit(self, sequence: Sequence, budget: int) -> int:
+        outputs = sequence.num_outputs + sequence.num_awaited
+        return min(budget, sequence.sampling.max_tokens - outputs - 1, self.max_context - sequence.longest - 1)
 
     def _outcomes(self, sequence: Sequence, budget: int) -> list[Outcome]:
         """What may be proposed behind the step that samples the sequence's next tokens."""
-        outputs = sequence.num_outputs + sequence.num_awaited
-        limit = min(budget, sequence.sampling.max_tokens - outputs - 1, self.max_context - sequence.longest - 1)
+        limit = self._limit(sequence, budget)
         if limit <= 0 or sequence.num_steps > 1 or not sequence.may_be_open:
             return []
         outcomes = self.foresee(sequence, limit)

@@ -21,6 +21,7 @@ from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
 from services.decode.draft_trial import DraftTrial
 from services.decode.exchange import Exchange
+from services.decode.speculation_counters import SpeculationCounters
 from services.decode.speculation_policy import Pace, SpeculationPolicy
 
 MAX_PROPOSAL = 64
@@ -28,7 +29,7 @@ MAX_PROPOSAL = 64
 MAX_BRANCHES = 16
 """Entries of an outcome table that are kept."""
 FEW_SEQUENCES = 16
-"""Decoded at once, at most, where planning is put off until proposals have come."""
+"""Speculated for at once, at most, where steps take what is posted when they begin: posting takes the host's time."""
 RESYNC_TOKENS = 16
 """A sequence is sent whole again only after this many new tokens, and twice as many each time."""
 
@@ -48,41 +49,6 @@ def _holds(base: int, proposal: Sequence[int], tokens: Sequence[int]) -> bool:
     """Whether none of a proposal's tokens that are decided was decided otherwise."""
     late = max(0, min(len(tokens) - base, len(proposal)))
     return all(tokens[base + i] == proposal[i] for i in range(late))
-
-
-@dataclass(slots=True)
-class SpeculationCounters:
-    """vLLM's `spec_decode_num_drafts`, `_draft_tokens`, `_accepted_tokens` and `_accepted_tokens_per_pos`.
-
-    `num_received`: proposals with tokens that draft workers sent. `num_late`: those of which every token was already decided
-    when they arrived. `num_table_hits`: failed proposals whose
-    outcome table had what came instead; `num_table_misses`: those whose table had not. `proposals_of_length[k]`: verified
-    proposals of k + 1 tokens.
-    """
-
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_received: int = 0
-    num_late: int = 0
-    num_table_hits: int = 0
-    num_table_misses: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)
-    proposals_of_length: list[int] = field(default_factory=list)
-
-    def record(self, proposed: int, accepted: int) -> None:
-        if not proposed:
-            return
-        self.num_drafts += 1
-        self.num_draft_tokens += proposed
-        self.num_accepted_tokens += accepted
-        missing = proposed - len(self.accepted_per_position)
-        if missing > 0:
-            self.accepted_per_position += [0] * missing
-            self.proposals_of_length += [0] * missing
-        self.proposals_of_length[proposed - 1] += 1
-        for position in range(accepted):
-            self.accepted_per_position[position] += 1
 
 
 @dataclass(slots=True)
@@ -141,10 +107,14 @@ class DraftBook:
         return any(mirror.worker is not None for mirror in self._mirrors.values())
 
     @property
+    def asks_for_few(self) -> bool:
+        """Are draft workers told what is decoded, of a few sequences?"""
+        return self.trial.asking and 0 < len(self._mirrors) <= FEW_SEQUENCES and self.policy.max_tokens > 0
+
+    @property
     def expects_proposals(self) -> bool:
-        """Are draft workers at work on a few sequences? What they propose may come at any time."""
-        few = self.trial.asking and len(self._mirrors) <= FEW_SEQUENCES
-        return few and any(mirror.sent and not mirror.pace.asleep for mirror in self._mirrors.values())
+        """Are draft workers at work on a few sequences? They wait for what each step gives."""
+        return self.asks_for_few and any(self.rate_of(sequence) for sequence in self._mirrors)
 
     def worker_of(self, sequence: str) -> WorkerRef | None:
         mirror = self._mirrors.get(sequence)
@@ -240,16 +210,30 @@ class DraftBook:
         self.policy.spend(len(usable))
         return usable
 
+    def rate_of(self, sequence: str) -> float:
+        """Return how often tokens proposed for the sequence are right; 0: nothing is proposed for it."""
+        mirror = self._mirrors.get(sequence)
+        return mirror.pace.rate if mirror is not None and mirror.sent and not mirror.pace.asleep else 0.0
+
+    def lines(self, sequence: str) -> list[list[int]]:
+        """Return what may follow the sequence's tokens: the latest proposal, then the entries of its table, without those that
+        have failed."""
+        mirror = self._mirrors.get(sequence)
+        if mirror is None or not mirror.proposal:
+            return []
+        self._turn(mirror)
+        lines = [align(mirror.base, mirror.proposal, mirror.tokens)]
+        lines += [align(mirror.table_base, one, mirror.tokens) for one in mirror.table]
+        return [line for line in lines if line]
+
     def foresee(self, sequence: str, verifying: Sequence[int], limit: int) -> list[Outcome]:
         """At most `limit` tokens to verify behind the step in flight, which verifies `verifying`: if that ends as the latest
         proposal says, and as its table says it may."""
         mirror = self._mirrors.get(sequence)
         if mirror is None or not mirror.proposal:
             return []
-        self._turn(mirror)
+        lines = self.lines(sequence)
         room = max(0, min(limit, self.policy.length(mirror.pace)))
-        lines = [align(mirror.base, mirror.proposal, mirror.tokens)]
-        lines += [align(mirror.table_base, one, mirror.tokens) for one in mirror.table]
         outcomes: dict[tuple[int, int], Outcome] = {}
         for usable in lines:
             accepted = accept(verifying, usable)

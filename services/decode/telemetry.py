@@ -15,7 +15,7 @@ from common.protocol.draft_messages import DraftRow, DraftUpdate, Proposals
 from common.protocol.messages import Presence
 from common.runtime.metrics import MODEL_LABEL, Metrics
 from services.decode.proposers import Proposers
-from services.decode.speculation import SpeculationCounters
+from services.decode.speculation_counters import SpeculationCounters
 
 DRAFTER_LABEL = "drafter"
 NGRAMS = "n-grams"

@@ -11,7 +11,7 @@ import pytest
 
 from common.engine.engine import Engine
 from services.decode.actor import DecodeActor
-from services.decode.speculation import SpeculationCounters
+from services.decode.speculation_counters import SpeculationCounters
 from tests.chaos.test_one_world import prompt
 from tests.chaos.world import World
 from tests.fixtures import virtual_time

@@ -25,7 +25,7 @@ from common.engine.gpu import lookup as gpu_lookup
 from common.engine.gpu.runner import DeviceRunner
 from common.engine.gpu.step_buffers import StepShape, layout
 from common.engine.outcomes import Outcome
-from common.engine.plan import UNKNOWN, StepPlan
+from common.engine.plan import UNKNOWN, Room, StepPlan
 from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
 from common.models.source import ModelFiles
@@ -34,7 +34,6 @@ from common.ops.linear.candidates import Candidate
 from common.protocol import tokens as token_bytes
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Generation, SamplingParams
-from services.decode.hooks import LookUp
 from services.decode.scheduler import DecodeScheduler, Progress
 from tests.models.oracles import build, save
 from tests.models.test_device_runner import device_runner
@@ -149,16 +148,22 @@ def sequence_of(index: int, sampling: SamplingParams = GREEDY, length: int = 5, 
     return Sequence.of(generation, vocab_size=VOCAB, max_context=256)
 
 
+LookUp = Callable[[Sequence, int], int]
+"""How many tokens a row may look up; 0: its text is only searched; -1: nor that."""
+
+
 def nothing(sequence: Sequence, limit: int) -> int:
     return -1
 
 
 @dataclass
 class World:
-    """A decode scheduler and a runner, as a worker's loop runs them: a step is planned while the one before it runs."""
+    """A decode scheduler and a runner, as a worker's loop runs them: a step is planned while the one before it runs. planned:
+    called before a planned step begins."""
 
     runner: Any
     look_up: LookUp = nothing
+    planned: Callable[[], None] = lambda: None
     num_blocks: int = 60
     watermark: int = 1
     flights: deque[tuple[StepPlan, Any]] = field(default_factory=deque)
@@ -173,13 +178,18 @@ class World:
             token_budget=64,
             max_running=8,
             max_context=256,
-            look_up=self.look_up,
+            room_for=self.room_for,
             watermark=self.watermark,
         )
+
+    def room_for(self, sequence: Sequence, limit: int) -> Room:
+        found = self.look_up(sequence, limit)
+        return Room(max(0, found), is_searched=found >= 0)
 
     def step(self) -> bool:
         """Plan and submit a step, or take the oldest one's result. Return whether there was anything to do."""
         if len(self.flights) < self.runner.run_ahead and (plan := self.scheduler.plan(0.0)) is not None:
+            self.planned()
             self.flights.append((plan, self.runner.submit(plan)))
             return True
         if not self.flights:
@@ -293,7 +303,7 @@ def test_steps_that_fail_are_run_again(files: ModelFiles) -> None:
     sequences = [sequence_of(index, sampling) for index in range(2)]
     for sequence in sequences:
         world.scheduler.admit(sequence)
-    turn, texts = 0, world.runner._lookup
+    turn, texts = 0, world.runner._settling.lookup
     while world.step():
         turn += 1
         if turn % 7 < 2 and len(world.flights) == 2:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
+from common.engine.board import ProposalBoard
 from common.ops import backend
+from common.ops.sampling.board_layout import BOARD_WORDS, LINE_TOKENS, LINES, TAKEN_WORDS
 from common.ops.sampling.open_row_inputs import MAX_VERIFIED, StepInputs
 from common.ops.sampling.open_rows import OpenRow, pack_open_rows, settle_open_rows
 
@@ -31,7 +35,19 @@ def inputs(num_tokens: int, num_rows: int, sampled: list[int], rng: random.Rando
         block_tokens=BLOCK_TOKENS,
         proposals=torch.tensor([[rng.randrange(4) for _ in range(8)] for _ in range(6)], dtype=torch.int32),
         num_proposed=torch.tensor([rng.choice([0, 1, 3, 8]) for _ in range(6)], dtype=torch.int32),
+        board=torch.tensor(posted(rng, [5, 9, 9]), dtype=torch.int32),
+        taken=torch.full((3, TAKEN_WORDS), 7, dtype=torch.int32),
     )
+
+
+def posted(rng: random.Random, starts: list[int]) -> NDArray[np.int32]:
+    """Return a board with a random number of random lines in each slot, of few different tokens."""
+    words = np.zeros((len(starts), BOARD_WORDS), np.int32)
+    board = ProposalBoard(words)
+    for start in starts:
+        lines = [[rng.randrange(4) for _ in range(rng.randrange(9))] for _ in range(rng.randrange(1 + LINES))]
+        board.post(board.take(), start, lines)
+    return words
 
 
 def settled(rows: list[OpenRow], given: StepInputs, *, on_kernel: bool) -> StepInputs:
@@ -83,7 +99,7 @@ def test_the_outcome_that_came_true_counts(on_kernel: bool) -> None:
 
 def test_the_kernel_writes_what_the_reference_writes() -> None:
     rng = random.Random(3)
-    for _ in range(12):
+    for _ in range(40):
         num_rows = rng.randrange(1, 6)
         sampled = [rng.randrange(4) for _ in range(200)]
         rows: list[OpenRow] = []
@@ -96,11 +112,51 @@ def test_the_kernel_writes_what_the_reference_writes() -> None:
             ]
             slot = row if rng.random() < 0.4 else -1  # looked up on the device
             lists = [] if slot >= 0 else verified
-            rows.append(OpenRow(row, first, length, first + row % 2, rng.randrange(90), feed, lists, outcomes, slot))
+            start, on_board, keep = rng.randrange(90), -1, 0
+            if row < 3 and rng.random() < 0.6:
+                start, on_board, keep, outcomes = rng.choice([5, 9]), row, 5 - row, []
+            rows.append(OpenRow(row, first, length, first + row % 2, start, feed, lists, outcomes, slot, on_board, keep))
             first, feed = first + length + 1, feed + 25
         given = inputs(first + 2, num_rows, sampled, rng)
         for kernel, reference in zip(settled(rows, given, on_kernel=True), settled(rows, given, on_kernel=False), strict=True):
             assert torch.equal(torch.as_tensor(kernel), torch.as_tensor(reference))
+
+
+@pytest.mark.parametrize("on_kernel", [False, True])
+def test_a_row_takes_what_is_posted_for_what_came(on_kernel: bool) -> None:
+    sampled = [11, 12, 13, 14, 90, 91]
+    given = inputs(12, 3, sampled, random.Random(1))
+    words = np.zeros((3, BOARD_WORDS), np.int32)
+    board = ProposalBoard(words)
+    slots = [board.take() for _ in range(3)]
+    board.post(slots[0], 9, [[11, 12, 99, 1, 2, 3], [11, 12, 13, 20], [11, 12, 13, 21, 22, 23], [11, 12, 13, 24]])
+    board.post(slots[1], 3, [[90, 30, 31]])
+    board.post(slots[2], 4, [[90, 40, 41]])  # of a text that is longer
+    given = given._replace(board=torch.from_numpy(words))
+    rows = [
+        OpenRow(0, first=0, length=3, sample=0, start=9, feed=0, verified=[11, 12, 55], outcomes=[], posted=slots[0], keep=4),
+        OpenRow(1, first=4, length=4, sample=4, start=3, feed=4, verified=[], outcomes=[], posted=slots[1], keep=5),
+        OpenRow(2, first=9, length=2, sample=9, start=3, feed=4, verified=[], outcomes=[], posted=slots[2], keep=3),
+    ]
+    found = settled(rows, given, on_kernel=on_kernel)
+    assert found.tokens.tolist() == [13, 21, 22, 7, 90, 30, 31, 0, 7, 90, 0, 7]
+    assert found.positions.tolist() == [11, 12, 13, 7, 3, 4, 5, 6, 7, 3, 4, 7]
+    assert found.num_proposed[3:].tolist() == [0, 2, 2]
+    assert found.proposals[4, :2].tolist() == [21, 22]
+    assert found.proposals[5, :2].tolist() == [30, 31]
+    assert [found.taken[slot, :5].tolist() for slot in slots] == [[2, 3, 21, 22, 23], [2, 2, 30, 31, 7], [0, 0, 7, 7, 7]]
+
+
+def test_a_board_has_so_many_slots() -> None:
+    words = np.zeros((2, BOARD_WORDS), np.int32)
+    board = ProposalBoard(words)
+    first, second = board.take(), board.take()
+    assert board.take() == -1
+    board.post(first, 3, [[1] * (LINE_TOKENS + 1)] * (LINES + 1))
+    assert words[first, 1 : 1 + LINES].tolist() == [LINE_TOKENS] * LINES
+    board.give_back(first)
+    assert board.take() == first != second
+    assert not words[first].any()
 
 
 def test_lists_that_are_too_long_are_refused() -> None:

@@ -35,7 +35,7 @@ class LookingUpRunner(SimulatedRunner):
         before: dict[int, list[int]] = getattr(self, "_verified", {})
         sampled, rows = self._sampled, list(plan.rows)
         for index, row in enumerate(rows):
-            if row.follows_lookup:
+            if row.follows_device:
                 assert row.text is not None
                 rows[index] = msgspec.structs.replace(row, verified=before[row.text.key], tokens=[*row.tokens])
         resolved = resolve_feeds(StepPlan(plan.step, rows), sampled)

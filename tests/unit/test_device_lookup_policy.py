@@ -34,7 +34,7 @@ def looking_up(*drafters: Any, costs: StepCosts | None = None, max_tokens: int =
 def world_of(proposers: Proposers, *, depth: int = 2, num_blocks: int = 100, rule: TokenRule | None = LOOPING) -> World:
     world = World(proposers, depth=depth, num_blocks=num_blocks, rule=rule)
     look_up_in(world.bench)
-    world.scheduler.look_up = proposers.look_up
+    world.scheduler.room_for = proposers.room_for
     return world
 
 
@@ -102,7 +102,7 @@ def test_where_each_token_costs_as_much_as_the_first_nothing_is_verified() -> No
 
 def searched(proposers: Proposers, s: Sequence, came: list[int], found: LookedUp) -> None:
     """A step of one row."""
-    assert proposers.look_up(s, 4) >= 0
+    assert proposers.room_for(s, 4).is_searched
     start = s.num_outputs
     s.tokens += came
     proposers.record(Progress(s, start, 0, 0, looked_up=found))
@@ -118,14 +118,14 @@ def test_a_row_has_room_once_a_copy_has_held_and_as_long_as_it_does() -> None:
     s = sequence("a", [1, 2, 3], max_tokens=100)
     proposers.open(s)
     proposers.begin_step([s])
-    assert proposers.look_up(s, 4) == 0
+    assert proposers.room_for(s, 4).num_tokens == 0
     searched(proposers, s, [50], MATCH)
-    assert proposers.look_up(s, 4) == 4
-    assert proposers.look_up(s, 2) == 2
+    assert proposers.room_for(s, 4).num_tokens == 4
+    assert proposers.room_for(s, 2).num_tokens == 2
     searched(proposers, s, [60], MATCH)
-    assert proposers.look_up(s, 4) == 0, "the match led elsewhere"
+    assert proposers.room_for(s, 4).num_tokens == 0, "the match led elsewhere"
     searched(proposers, s, [61], NOTHING)
-    assert proposers.look_up(s, 4) == 0
+    assert proposers.room_for(s, 4).num_tokens == 0
 
 
 def test_matches_that_lead_elsewhere_lose_their_chance() -> None:
@@ -136,7 +136,7 @@ def test_matches_that_lead_elsewhere_lose_their_chance() -> None:
     rooms: list[int] = []
     for _ in range(60):
         searched(proposers, s, [50], MATCH)  # what held once does not go on
-        rooms.append(proposers.look_up(s, 4))
+        rooms.append(proposers.room_for(s, 4).num_tokens)
         searched(proposers, s, [60], MATCH)
     assert rooms[0] > 0
     assert rooms[-1] == 0
@@ -154,7 +154,7 @@ def test_a_text_without_matches_pauses_and_is_searched_again(num_rows: int, pati
     awake: list[bool] = []
     for _ in range(900):
         proposers.begin_step([s, *others])
-        awake.append(proposers.look_up(s, 4) >= 0)
+        awake.append(proposers.room_for(s, 4).is_searched)
         s.tokens.append(7)
         proposers.record(Progress(s, s.num_outputs - 1, 0, 0, looked_up=NOTHING if awake[-1] else None))
     assert all(awake[:patience]) and not awake[patience]
@@ -177,9 +177,9 @@ def test_the_better_offer_is_verified() -> None:
         return proposers, s
 
     proposers, s = offered(20, [70, 71])
-    assert proposers.look_up(s, 4) == 4, "a long match"
+    assert proposers.room_for(s, 4).num_tokens == 4, "a long match"
     proposers, s = offered(2, [70, 71, 72, 73])
-    assert proposers.look_up(s, 4) == 0, "a short one"
+    assert proposers.room_for(s, 4).num_tokens == 0, "a short one"
     assert proposers.propose(s, 4) == [70, 71, 72, 73]
 
 
@@ -192,7 +192,7 @@ def test_a_draft_workers_outcomes_hold_behind_a_row_that_was_looked_up() -> None
     proposers.open(s)
     proposers.drafts.messages(DECODE)
     searched(proposers, s, [50], MATCH)
-    room = proposers.look_up(s, 4)
+    room = proposers.room_for(s, 4)
     s.plan(1, [], 0, room=room)
     proposers.drafts.on_proposals(Proposals(draft=worker.worker, rows=[DraftRow("a", 3, [50, 80, 81, 82])]))
     (outcome,) = proposers.drafts.foresee("a", s.verifying, 4)

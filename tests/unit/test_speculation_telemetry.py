@@ -12,7 +12,8 @@ from common.runtime.metrics import Metrics
 from services.decode.draft_trial import FIRST, DraftTrial
 from services.decode.lookup import Lookup
 from services.decode.proposers import DRAFT_WORKER, Proposers
-from services.decode.speculation import DraftBook, SpeculationCounters
+from services.decode.speculation import DraftBook
+from services.decode.speculation_counters import SpeculationCounters
 from services.decode.speculation_policy import SpeculationPolicy
 from services.decode.telemetry import SpeculationTelemetry, verified
 from tests.unit.speculating import flat_costs

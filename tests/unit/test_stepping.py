@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import anyio
 import pytest
@@ -239,6 +240,30 @@ class LongSteps:
     def step_ended(self, plan: StepPlan, elapsed_s: float) -> None: ...
     def step_failed(self) -> None: ...
     def sequence_failed(self, sequence: Sequence) -> None: ...
+
+
+@pytest.mark.parametrize("tells_first", [False, True])
+async def test_others_are_told_before_the_next_step_is_planned_if_they_wait_for_it(tells_first: bool) -> None:
+    site = Site(lambda plan: False, run_ahead=2)
+    order: list[str] = []
+    plan = site.scheduler.plan
+
+    def planned(now: float, only: Any = None) -> StepPlan | None:
+        found = plan(now, only)
+        if found is not None:
+            order.append(f"plan {found.step}")
+        return found
+
+    def commit(done: StepPlan, result: StepResult) -> Callable[[], None]:
+        site.scheduler.commit(done, result, 0.0)
+        return lambda: order.append(f"tell {done.step}")
+
+    site.scheduler.plan, site.commit = planned, commit  # type: ignore[method-assign]
+    site.loop.tells_first = lambda: tells_first
+    await site.run(site.admit([3, 4, 5]))
+    assert order[:2] == ["plan 1", "plan 2"], "an engine without a step to go on with gets one first"
+    told, after = order.index("tell 3"), order.index("plan 5")
+    assert (told < after) == tells_first, order
 
 
 async def test_a_long_step_is_planned_shortly_before_the_one_before_it_ends() -> None:

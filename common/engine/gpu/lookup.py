@@ -84,14 +84,21 @@ class LookupReport(NamedTuple):
 
 class DeviceLookup:
     """num_slots: texts that are kept; a step has no more rows with one. max_context: tokens of the longest sequence. depth:
-    steps under way at once, so many pinned reports are used in turn."""
+    steps under way at once, so many pinned reports are used in turn. more_proposals: see `new_texts`."""
 
     def __init__(
-        self, *, num_slots: int, max_context: int, depth: int, device: torch.device, max_bytes: int = MAX_BYTES
+        self,
+        *,
+        num_slots: int,
+        max_context: int,
+        depth: int,
+        device: torch.device,
+        max_bytes: int = MAX_BYTES,
+        more_proposals: int = 0,
     ) -> None:
         """:raises ValueError: if `max_bytes` are too few for so many texts."""
         capacity = min(capacity_within(max_bytes, num_slots), 1 << max(6, (max_context - 1).bit_length()))
-        self.texts = new_texts(num_slots, capacity, device)
+        self.texts = new_texts(num_slots, capacity, device, more_proposals=more_proposals)
         self._report = torch.zeros(num_slots, REPORT_WORDS, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         self._reports = [torch.zeros(num_slots, REPORT_WORDS, dtype=torch.int32, pin_memory=pinned) for _ in range(depth)]
@@ -99,6 +106,10 @@ class DeviceLookup:
         self._step = 0
         self._slots: OrderedDict[int, _Slot] = OrderedDict()
         """By key of the sequence, that used longest ago first."""
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._report)
 
     def plan(self, rows: Sequence[StepRow], packed: PackedStep) -> PlannedLookup:
         """Find the texts of a step's rows, and what the device lacks of them. Call it for each step that is launched, in order.
@@ -121,9 +132,10 @@ class DeviceLookup:
         for index, row, text in asking:
             slot, known = self._slot_of(text.key), len(text)
             is_next = slot.step == self._step - 1
-            if slot.is_verified and is_next and row.follows_lookup:
+            if slot.is_verified and is_next and row.follows_device:
                 verified_slots[index] = slot.index
-            feed, room, tokens, begin, is_first, is_whole = row.feed, min(row.room, MAX_PROPOSAL), (), 0, False, True
+            room = 0 if row.is_posted else min(row.room, MAX_PROPOSAL)
+            feed, tokens, begin, is_first, is_whole = row.feed, (), 0, False, True
             if feed < 0 or not is_next or not slot.is_followed:
                 is_first = known < slot.known or slot.known < 0 or (slot.is_fed and known == slot.known)
                 if is_first:

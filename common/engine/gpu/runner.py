@@ -21,15 +21,17 @@ from functools import partial
 import numpy as np
 import torch
 
+from common.engine.board import BOARD_SLOTS, ProposalBoard
 from common.engine.gpu.block_tables import MAX_CHANGE_BYTES, BlockTables, max_table_ids
 from common.engine.gpu.graphs import PADDING, ShapeTable, StepGraph, exact_shape
-from common.engine.gpu.lookup import DeviceLookup, LookupReport
-from common.engine.gpu.open_rows import OPEN_WARM_UP, open_rows_of
+from common.engine.gpu.lookup import DeviceLookup
+from common.engine.gpu.open_rows import OPEN_WARM_UP
 from common.engine.gpu.pinned import to_device
 from common.engine.gpu.progress import DeviceProgress, open_progress
 from common.engine.gpu.prompt_plans import run_prompts, with_prompt_kernel
 from common.engine.gpu.reading import places_read, read_rows
 from common.engine.gpu.sampling import DeviceSampler
+from common.engine.gpu.settling import Settling
 from common.engine.gpu.step import DeviceStep, lost_if_broken
 from common.engine.gpu.step_buffers import Fields, PackedStep, StepPacker, StepShape, buffer_bytes, layout, step_tokens
 from common.engine.gpu.warm_up import WARM_UP, warm_up_rows
@@ -44,8 +46,7 @@ from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
 from common.ops.attention.work import AttentionWorkspace, plan_device_attention
 from common.ops.attention.work_list import DeviceBatch, DeviceRow
 from common.ops.kv.forms import KvTarget
-from common.ops.launching import launching
-from common.ops.lookup.device_texts import MAX_PROPOSAL
+from common.ops.launching import OwnThread
 from common.ops.sampling.open_row_inputs import StepInputs
 from common.ops.sampling.open_rows import pack_open_rows, settle_open_rows
 from common.ops.tensors import Feed
@@ -95,6 +96,7 @@ class DeviceRunner:
         self._device = pool.device
         self._on_gpu = pool.is_cuda
         self._stream = torch.cuda.Stream(self._device) if self._on_gpu else None
+        self._thread = OwnThread(self._device, self._stream)
         self._max_tokens = max_tokens = step_tokens(max_rows, token_budget)
         longest = min(config.max_context, *(group.longest for group in groups))
         longest_blocks = -(-longest // self.block_tokens)
@@ -123,9 +125,8 @@ class DeviceRunner:
         self._launched_sizes: set[tuple[int, int, bool]] = set()
         self._states = self._no_states = torch.empty(0)
         self._last: DeviceStep | None = None
-        self._lookup: DeviceLookup | None = None
         self._progress: DeviceProgress | None = None
-        self._no_proposals = torch.zeros(1, MAX_PROPOSAL, dtype=torch.int32, device=self._device)
+        self._settling = Settling(depth=_DEPTH, device=self._device)
         if self._on_gpu:
             torch.cuda.synchronize(self._device)  # what was made above was made on another stream
             if graphs:
@@ -162,7 +163,7 @@ class DeviceRunner:
             self._buffer[used].copy_(self._staging[turn][used], non_blocking=True)
             self._tables.apply(self._buffer[packed.changes])
             special = self._sampler.load(rows)
-            looked_up = self._settle(rows, packed, shape)
+            reports = self._settling.launch(rows, packed, partial(self._step_inputs, shape))
             read = places_read(rows, packed, self._device) if is_read else None
             logits = self._forward(shape, _device_rows(packed), read) if graph is None else graph.replay()
             if self._progress is not None and plan.step:  # a probe has none
@@ -176,7 +177,7 @@ class DeviceRunner:
             event = torch.cuda.Event(blocking=True) if self._on_gpu else None
             if event is not None:
                 event.record()
-        self._last = DeviceStep(rows, begun, tokens, logprobs, event, readings, looked_up)
+        self._last = DeviceStep(rows, begun, tokens, logprobs, event, readings, reports)
         return self._last
 
     def tell_progress(self, word: np.ndarray) -> Callable[[], None] | None:
@@ -193,35 +194,28 @@ class DeviceRunner:
         assert max_texts <= self._max_tokens
         try:
             with self._running():
-                lookup = DeviceLookup(num_slots=max_texts, max_context=self.max_context, depth=_DEPTH, device=self._device)
+                lookup = DeviceLookup(
+                    num_slots=max_texts,
+                    max_context=self.max_context,
+                    depth=_DEPTH,
+                    device=self._device,
+                    more_proposals=BOARD_SLOTS,
+                )
                 lookup.warm_up(self._step_inputs(StepShape(PADDING, 1, 1, 1)))
                 if self._stream is not None:
                     self._stream.synchronize()
         except torch.OutOfMemoryError as error:
             raise ConfigError("no GPU memory is left for texts to look up in: use --lookup off", param="lookup") from error
-        self._lookup = lookup
+        self._settling.lookup = lookup
 
-    def _settle(self, rows: Sequence[StepRow], packed: PackedStep, shape: StepShape) -> LookupReport | None:
-        """Launches what turns open rows into the ones that the outcome of the step before makes of them, and what looks up the
-        proposals of this step. Returns what the latter will say."""
-        planned = None if self._lookup is None else self._lookup.plan(rows, packed)
-        open_rows = open_rows_of(rows, packed, {} if planned is None else planned.verified_slots)
-        if not open_rows and (planned is None or not planned.followed):
-            return None
-        inputs = self._step_inputs(shape)
-        if open_rows:
-            settle_open_rows(to_device(pack_open_rows(open_rows), self._device), len(open_rows), inputs)
-        if self._lookup is None or planned is None:
-            return None
-        try:
-            return self._lookup.launch(planned, inputs)
-        except BaseException:
-            self._lookup.forget()
-            raise
+    @property
+    def board(self) -> ProposalBoard:
+        """Where what rows with `is_posted` verify is posted."""
+        return self._settling.board.posted
 
     def _step_inputs(self, shape: StepShape) -> StepInputs:
         fields = layout(self._buffer, shape, len(self.groups))
-        texts = None if self._lookup is None else self._lookup.texts
+        proposals, num_proposed = self._settling.proposals
         return StepInputs(
             sampled=self._sampler.sampled,
             tokens=fields.tokens,
@@ -233,8 +227,10 @@ class DeviceRunner:
             block_ids=self._tables.ids,
             block_starts=fields.block_starts,
             block_tokens=self.block_tokens,
-            proposals=self._no_proposals if texts is None else texts.proposals,
-            num_proposed=self._no_proposals[0] if texts is None else texts.num_proposed,
+            proposals=proposals,
+            num_proposed=num_proposed,
+            board=self._settling.board.words,
+            taken=self._settling.board.taken,
         )
 
     def _masks(self, rows: Sequence[StepRow]) -> StepMasks | None:
@@ -308,8 +304,12 @@ class DeviceRunner:
         target = KvTarget(pool, fields.slots[group], batch_invariant=self._attention.batch_invariant, **self._kv_forms[group])
         return DeviceAttention(target, plans, fields.positions, self._ropes, dtype)
 
+    def own_thread(self) -> None:
+        """The calling thread submits all steps from here on, and launches nothing else."""
+        self._thread.take()
+
     def _running(self) -> AbstractContextManager[None]:
-        return launching(self._device, self._stream)
+        return self._thread.launching()
 
     def warm_up(self, max_rows: int, token_budget: int) -> None:
         """Runs the largest steps that have no graph, on padding: what they need is compiled, and fits into memory. Then what

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
+from common.engine.gpu.board import TakenReport
 from common.engine.gpu.logprobs import Logprobs
 from common.engine.gpu.lookup import LookupReport
 from common.engine.gpu.reading import Reading, put_readings
@@ -27,9 +28,9 @@ class DeviceStep:
         logprobs: Logprobs | None = None,
         event: torch.cuda.Event | None = None,
         readings: Sequence[Reading] = (),
-        looked_up: LookupReport | None = None,
+        reports: Sequence[LookupReport | TakenReport] = (),
     ) -> None:
-        self._looked_up = looked_up
+        self._reports = reports
         self._readings = readings
         self._rows = rows
         self._begun = begun
@@ -60,8 +61,8 @@ class DeviceStep:
             rows.append(RowSamples(tokens=tokens[at : at + row.num_samples], logprobs=found))
             at += row.num_samples
         put_readings(self._readings, rows)
-        if self._looked_up is not None:
-            self._looked_up.put_into(rows)
+        for report in self._reports:
+            report.put_into(rows)
         return StepResult(rows=rows, elapsed_s=time.perf_counter() - self._begun)
 
 

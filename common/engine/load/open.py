@@ -86,6 +86,7 @@ def open_engine(
         raise
     engine = Engine(runner, memory[0], memory[1:], on_gpu=True, identity=identity, files=files, stage=stage)
     engine.tell = getattr(runner, "tell_progress", engine.tell)
+    engine.board = getattr(runner, "board", None)
     return engine
 
 

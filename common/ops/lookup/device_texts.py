@@ -40,7 +40,7 @@ class DeviceTexts(NamedTuple):
     tokens, links: [slots, capacity], by position % capacity. heads: [slots, capacity], by hash of a pair. lengths: [slots],
     tokens of each text so far. lags: [slots], how far behind the end the last proposal was copied from; 0: nowhere.
     proposals: [slots, MAX_PROPOSAL], what the last search of each slot proposed; num_proposed: [slots], how many of these the
-    row of that search verifies.
+    row of that search verifies; there may be more of both, behind the texts', for proposals that come from elsewhere.
     """
 
     tokens: torch.Tensor
@@ -78,8 +78,11 @@ def capacity_within(max_bytes: int, num_slots: int) -> int:
     return capacity
 
 
-def new_texts(num_slots: int, capacity: int, device: torch.device | str) -> DeviceTexts:
-    """Return empty texts. :raises ValueError: if `capacity` is no power of two of at least two blocks."""
+def new_texts(num_slots: int, capacity: int, device: torch.device | str, *, more_proposals: int = 0) -> DeviceTexts:
+    """Return empty texts, with room for the proposals of `more_proposals` rows without one.
+
+    :raises ValueError: if `capacity` is no power of two of at least two blocks.
+    """
     if capacity < 2 * BLOCK or capacity & (capacity - 1):
         raise ValueError(f"a text keeps a power of two of tokens, at least {2 * BLOCK}, not {capacity}")
 
@@ -92,8 +95,8 @@ def new_texts(num_slots: int, capacity: int, device: torch.device | str) -> Devi
         heads=make(num_slots, capacity, value=NONE),
         lengths=make(num_slots),
         lags=make(num_slots),
-        proposals=make(num_slots, MAX_PROPOSAL),
-        num_proposed=make(num_slots),
+        proposals=make(num_slots + more_proposals, MAX_PROPOSAL),
+        num_proposed=make(num_slots + more_proposals),
     )
 
 

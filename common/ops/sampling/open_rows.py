@@ -6,6 +6,9 @@ writes first tokens, positions, lengths, slots and proposals where the step read
 The step ahead verified tokens of the same sequences. A row begins behind those that equal what was sampled, with the sample
 that came next; and verifies what was proposed for that outcome, if anything was. What was proposed for no outcome that came
 true is zeros: those samples are dropped by whoever planned the row, who finds the same outcome in the same samples.
+
+A row may take its proposal from the board instead (`engine/board.py`): of the lines that go on as the step ahead did, from the
+one that has most tokens behind that. What it took is reported.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from common.ops.backend import on_device
+from common.ops.sampling.board_layout import LINE_TOKENS, LINES
 from common.ops.sampling.open_row_inputs import HEADER, MAX_VERIFIED, StepInputs
 
 
@@ -26,7 +30,8 @@ class OpenRow(NamedTuple):
     the first token if nothing is accepted. feed: index of the samples of the step ahead that its row there begins with.
 
     verified: what was proposed there. outcomes: (accepted, token, proposal), of which the first that came true counts. slot: if
-    not negative, what was proposed there is in `StepInputs.proposals`, and `verified` is empty.
+    not negative, what was proposed there is in `StepInputs.proposals`, and `verified` is empty. posted: if not negative, the
+    row's proposal is what is on the board there, in place of `outcomes`, and goes to slot `keep` for the next step.
     """
 
     row: int
@@ -38,6 +43,8 @@ class OpenRow(NamedTuple):
     verified: Sequence[int]
     outcomes: Sequence[tuple[int, int, Sequence[int]]]
     slot: int = -1
+    posted: int = -1
+    keep: int = 0
 
 
 def pack_open_rows(rows: Sequence[OpenRow]) -> NDArray[np.int32]:
@@ -56,7 +63,7 @@ def pack_open_rows(rows: Sequence[OpenRow]) -> NDArray[np.int32]:
             raise ValueError(f"a proposal has no place in a row of {one.length} tokens")
         begin = headers.size + len(lists)
         numbers = len(one.verified), len(one.outcomes)
-        header[:] = one.row, one.first, one.length, one.sample, one.start, one.feed, *numbers, begin, one.slot
+        header[:] = one.row, one.first, one.length, one.sample, one.start, one.feed, *numbers, begin, *one[-3:]
         lists += one.verified
         lists += [accepted for accepted, _, _ in one.outcomes]
         lists += [token for _, token, _ in one.outcomes]
@@ -80,7 +87,7 @@ def settle_open_rows_reference(words: torch.Tensor, num_rows: int, inputs: StepI
     """As `settle_open_rows`."""
     given: list[int] = words.tolist()
     for index in range(num_rows):
-        row, first, length, sample, start, feed, num_verified, num_outcomes, at, slot = given[
+        row, first, length, sample, start, feed, num_verified, num_outcomes, at, slot, posted, keep = given[
             index * (HEADER) : (index + 1) * (HEADER)
         ]
         verified = given[at : at + num_verified]
@@ -97,6 +104,8 @@ def settle_open_rows_reference(words: torch.Tensor, num_rows: int, inputs: StepI
                 begin = at + 3 * num_outcomes + outcome * (length - 1)
                 proposal = given[begin : begin + length - 1]
                 break
+        if posted >= 0:
+            proposal = _take(inputs, posted, keep, start, sampled[: accepted + 1], length - 1)
         span, begin = slice(first, first + length), start + accepted
         place = torch.arange(begin, begin + length, device=inputs.positions.device)
         inputs.tokens[span] = torch.tensor([sampled[accepted], *proposal], device=inputs.tokens.device)
@@ -107,3 +116,20 @@ def settle_open_rows_reference(words: torch.Tensor, num_rows: int, inputs: StepI
         for slots, starts in zip(inputs.slots, inputs.block_starts, strict=True):
             blocks = inputs.block_ids[int(starts[row]) + place // inputs.block_tokens].long()
             slots[span] = blocks * inputs.block_tokens + place % inputs.block_tokens
+
+
+def _take(inputs: StepInputs, posted: int, keep: int, start: int, came: list[int], room: int) -> list[int]:
+    """Return what a row verifies of what is on the board, with zeros behind it, and report it."""
+    words: list[int] = inputs.board[posted].tolist()
+    behind: list[int] = []
+    for number, length in enumerate(words[1 : 1 + LINES]):
+        begin = 1 + LINES + number * LINE_TOKENS
+        line = words[begin : begin + length]
+        if words[0] == start and line[: len(came)] == came and len(line) - len(came) > len(behind):
+            behind = line[len(came) :]
+    taken = behind[:room]
+    inputs.proposals[keep, : len(taken)] = torch.tensor(taken, dtype=torch.int32)
+    inputs.num_proposed[keep] = len(taken)
+    report = [len(taken), len(behind), *behind]
+    inputs.taken[posted, : len(report)] = torch.tensor(report, dtype=torch.int32)
+    return [*taken, *[0] * (room - len(taken))]

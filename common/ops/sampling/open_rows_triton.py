@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from common.ops.sampling.board_layout import BOARD_WORDS, LINE_TOKENS, LINES, TAKEN_HEADER, TAKEN_WORDS
 from common.ops.sampling.open_row_inputs import HEADER, MAX_VERIFIED, StepInputs
 
 
@@ -26,11 +27,18 @@ def settle_open_rows_kernel(
     start_stride,
     proposals,  # [slots, PROPOSAL]
     num_proposed,
+    board,  # [slots, BOARD_WORDS]
+    taken,  # [slots, TAKEN_WORDS]
     NUM_GROUPS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     HEADER: tl.constexpr,
     BLOCK: tl.constexpr,
     PROPOSAL: tl.constexpr,
+    LINES: tl.constexpr,
+    LINE_TOKENS: tl.constexpr,
+    BOARD_WORDS: tl.constexpr,
+    TAKEN_HEADER: tl.constexpr,
+    TAKEN_WORDS: tl.constexpr,
 ):
     header = words + tl.program_id(0) * HEADER
     row = tl.load(header)
@@ -63,6 +71,32 @@ def settle_open_rows_kernel(
     proposal = outcomes + 3 * num_outcomes + came_true * (length - 1)
     is_there = (i < length - 1) & (came_true < BLOCK)
     tl.store(tokens + first + 1 + i, tl.load(proposal + i, mask=is_there, other=0).to(tl.int64), mask=i < length - 1)
+    posted = tl.load(header + 10)
+    if posted >= 0:
+        keep = tl.load(header + 11)
+        board += posted * BOARD_WORDS
+        taken += posted * TAKEN_WORDS
+        line = tl.arange(0, LINES)
+        j = tl.arange(0, LINE_TOKENS)
+        lengths = tl.load(board + 1 + line)
+        lengths = tl.where(tl.load(board) == start, tl.minimum(lengths, LINE_TOKENS), 0)
+        texts = tl.load(board + 1 + LINES + line[:, None] * LINE_TOKENS + j[None, :])
+        came = tl.load(sampled + feed + j, mask=j <= accepted, other=0)
+        differs = (j[None, :] <= accepted) & (texts != came[None, :])
+        left = tl.where(tl.max(differs.to(tl.int32), 1) == 0, tl.maximum(lengths - accepted - 1, 0), 0)
+        best = tl.max(left * LINES + LINES - 1 - line)
+        num_there = best // LINES
+        chosen = LINES - 1 - best % LINES
+        num_taken = tl.minimum(num_there, length - 1)
+        behind = tl.load(
+            board + 1 + LINES + chosen * LINE_TOKENS + accepted + 1 + i, mask=(i < num_there) & (i < LINE_TOKENS), other=0
+        )
+        tl.store(tokens + first + 1 + i, tl.where(i < num_taken, behind, 0).to(tl.int64), mask=i < length - 1)
+        tl.store(proposals + keep * PROPOSAL + i, behind, mask=i < num_taken)
+        tl.store(num_proposed + keep, num_taken)
+        tl.store(taken, num_taken)
+        tl.store(taken + 1, num_there)
+        tl.store(taken + TAKEN_HEADER + i, behind, mask=i < num_there)
     tl.store(tokens + first, token)
     tl.store(feeds + first, tl.full((), -1, tl.int64))
 
@@ -95,10 +129,17 @@ def settle_open_rows_triton(words: torch.Tensor, num_rows: int, inputs: StepInpu
         start_stride=inputs.block_starts.stride(0),
         proposals=inputs.proposals,
         num_proposed=inputs.num_proposed,
+        board=inputs.board,
+        taken=inputs.taken,
         NUM_GROUPS=len(inputs.slots),
         BLOCK_TOKENS=inputs.block_tokens,
         HEADER=HEADER,
         BLOCK=MAX_VERIFIED,
         PROPOSAL=inputs.proposals.shape[1],
+        LINES=LINES,
+        LINE_TOKENS=LINE_TOKENS,
+        BOARD_WORDS=BOARD_WORDS,
+        TAKEN_HEADER=TAKEN_HEADER,
+        TAKEN_WORDS=TAKEN_WORDS,
         num_warps=1,
     )

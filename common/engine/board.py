@@ -1,0 +1,53 @@
+"""What draft workers propose, where a device reads it when a step begins, not when it is planned. Pure.
+
+    host     plan a row that takes what is posted ──► … post, post, post …
+    device   the step before runs ─────────────────────────────────────────► copy the board, settle the row: what is posted then
+
+Each sequence has a slot with a few lines: tokens that may follow the first `start` ones of its text. The device knows what the
+step before has sampled behind these, and goes on with a line that agrees (`ops/sampling/open_rows.py`). A line that is half
+written, or about another beginning, is no harm: proposals are verified, whatever they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from common.ops.sampling.board_layout import BOARD_WORDS, LINE_TOKENS, LINES
+
+BOARD_SLOTS = 16
+"""Sequences that have a slot at once."""
+
+
+class ProposalBoard:
+    """words: int32 [slots, BOARD_WORDS], which the device copies whenever a step of it begins."""
+
+    def __init__(self, words: NDArray[np.int32]) -> None:
+        self._words = words
+        self._free = list(range(len(words)))[::-1]
+
+    def take(self) -> int:
+        """Return a slot with nothing on it; -1: none is free."""
+        if not self._free:
+            return -1
+        slot = self._free.pop()
+        self._words[slot] = 0
+        return slot
+
+    def give_back(self, slot: int) -> None:
+        """Nobody posts there any more; a step in flight may still read it."""
+        self._free.append(slot)
+
+    def post(self, slot: int, start: int, lines: Sequence[Sequence[int]]) -> None:
+        """Put `lines` in the place of those before, the likeliest first: tokens of the vocabulary behind the first `start`
+        tokens of the slot's text. What does not fit is left out."""
+        lines = lines[:LINES]
+        words = self._words[slot]
+        words[0] = start
+        words[1 : 1 + LINES] = [len(line) if len(line) < LINE_TOKENS else LINE_TOKENS for line in lines] + [0] * (
+            LINES - len(lines)
+        )
+        for begin, line in zip(range(1 + LINES, BOARD_WORDS, LINE_TOKENS), lines, strict=False):
+            words[begin : begin + min(len(line), LINE_TOKENS)] = line[:LINE_TOKENS]
