@@ -107,12 +107,13 @@ class DeviceLookup:
         if found is not None and not found.length and not text.planned and not text.ladder:  # as a rule, where there are many
             self._idle(text, sequence.num_outputs - start)
             return
-        came = sequence.tokens[sequence.generation.prompt_tokens + start :]
         if found is None:
-            text.asleep = max(0, text.asleep - len(came))
-            text.planned.clear()
-            self._expect(text, _NONE, 0)
+            text.asleep = max(0, text.asleep - (sequence.num_outputs - start))
+            if text.planned or text.bucket != _NONE:
+                text.planned.clear()
+                self._expect(text, _NONE, 0)
             return
+        came = sequence.tokens[sequence.generation.prompt_tokens + start :]
         bucket = _NONE
         while len(text.planned) > sequence.num_awaited:  # more than one: those before are of steps that failed
             bucket = text.planned.popleft()

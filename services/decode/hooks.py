@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from common.engine.outcomes import Outcome
 from common.engine.plan import Room
 from common.engine.sequence import Sequence
 
+BeginStep = Callable[[list[Sequence]], Collection[Sequence] | None]
+"""`begin_step(decoding)`: a step that decodes these is about to be planned. Returns those for which the others below are asked;
+None: all of them."""
 Propose = Callable[[Sequence, int], list[int]]
 """`propose(sequence, limit)`: at most `limit` token ids that may follow; [] for none. `begin_step(decoding)` comes before."""
 Foresee = Callable[[Sequence, int], list[Outcome]]

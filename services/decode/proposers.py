@@ -7,6 +7,7 @@ much of which is verified. What is not chosen is compared with what came all the
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -132,8 +133,9 @@ class Proposers:
         if self.on_device is not None:
             self.on_device.reset()
 
-    def begin_step(self, decoding: Sized[Sequence]) -> None:
-        """A step that decodes these sequences is about to be planned."""
+    def begin_step(self, decoding: Sized[Sequence]) -> Collection[Sequence] | None:
+        """A step that decodes these sequences is about to be planned. Return those for which anything may be proposed, or whose
+        texts are searched; None: all. With hundreds of rows, asking each of them costs a part of the step."""
         chances: dict[str, list[float]] = {}
         others: dict[str, float] = {}
         limit = self.policy.max_tokens
@@ -145,11 +147,15 @@ class Proposers:
         for row in self._offered:
             row.offer = None
         self._offered.clear()
+        prospects: set[Sequence] = set()
         for sequence in decoding if asks and limit else ():
             row = self._rows.get(sequence.request)
             if row is None:
                 continue
-            ladder = device.chances(sequence) if device is not None else []
+            ladder: list[float] = []
+            if device is not None and device.is_awake(sequence):
+                prospects.add(sequence)
+                ladder = device.chances(sequence)
             posted = posting.chances(sequence)[:limit] if posting is not None else []
             if not ladder and not posted and not self.drafters:
                 continue
@@ -157,6 +163,7 @@ class Proposers:
             if posted:
                 row.drafter, row.offer = DRAFT_WORKER, _Chosen(posted, is_posted=True)
                 chances[sequence.request] = posted
+                prospects.add(sequence)
             behind = len(sequence.verifying) + 1 if sequence.num_awaited else 0
             most = sum(posted) if posted else self.drafts.expected(sequence.request, behind)
             for drafter in self.drafters:
@@ -169,9 +176,12 @@ class Proposers:
             if device is not None and sum(ladder) > most and sequence.may_be_open:
                 row.drafter, row.offer = device.name, _Chosen(ladder)
                 chances[sequence.request] = ladder
-        self.drafts.begin_step(len(decoding), chances)
+        proposing = self.drafts.begin_step(len(decoding), chances)
         if self.head is not None and limit:
             self.head.begin_step(decoding, others)
+        if self.drafters:
+            return None
+        return prospects.union(s for s in decoding if s.request in proposing) if proposing else prospects
 
     def wanted(self, sequence: Sequence) -> tuple[int, float]:
         """See `scheduler.Wanted`."""

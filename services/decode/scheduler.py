@@ -26,7 +26,7 @@ from common.engine.sequence import Sequence, uncomputed_tokens
 from common.engine.sequence_cache import SequenceCache
 from common.engine.shares import TurnTaking
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
-from services.decode.hooks import Foresee, PromptLimit, Propose, RoomFor, Wanted
+from services.decode.hooks import BeginStep, Foresee, PromptLimit, Propose, RoomFor, Wanted
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class DecodeScheduler:
         propose: Propose = lambda sequence, limit: [],
         foresee: Foresee = lambda sequence, limit: [],
         room_for: RoomFor = lambda sequence, limit: NO_ROOM,
-        begin_step: Callable[[list[Sequence]], None] = lambda decoding: None,
+        begin_step: BeginStep = lambda decoding: None,
         wanted: Wanted = lambda sequence: (-1, 0.0),
         finishing: Callable[[Sequence], None] = lambda sequence: None,
         prompt_limit: PromptLimit = lambda rows, budget: budget,
@@ -80,9 +80,8 @@ class DecodeScheduler:
         self.cache = cache
         self.token_budget, self.max_running = token_budget, max_running
         self.max_context = min(max_context, cache.longest(spare=watermark))
-        self.propose, self.foresee, self.room_for = propose, foresee, room_for
-        self.begin_step, self.wanted = begin_step, wanted
-        self.finishing, self.resumed, self.prompt_limit = finishing, resumed, prompt_limit
+        self.begin_step, self.propose, self.foresee, self.room_for = begin_step, propose, foresee, room_for
+        self.wanted, self.finishing, self.resumed, self.prompt_limit = wanted, finishing, resumed, prompt_limit
         self.watermark, self.num_preemptions = watermark, 0
         self._running: dict[Sequence, None] = {}
         self._copying: dict[Sequence, None] = {}
@@ -177,18 +176,19 @@ class DecodeScheduler:
         rows: list[StepRow] = []
         planned: list[Sequence] = []
         num_samples = 0
-        self.begin_step(decoding)
+        prospects = self.begin_step(decoding)
         budget = self.token_budget
         for sequence in decoding:
             if sequence not in self._running or not self._make_room(sequence, planned):
                 continue
-            room = self._room(sequence, budget)
+            asks = prospects is None or sequence in prospects
+            room = self._room(sequence, budget) if asks else NO_ROOM
             if sequence.num_awaited:
-                outcomes = [] if room.num_tokens or room.is_posted else self._outcomes(sequence, budget)
+                outcomes = self._outcomes(sequence, budget) if asks and not (room.num_tokens or room.is_posted) else []
                 row = sequence.plan(1, [], num_samples, outcomes, room)
             else:  # a grammar is read by the step that runs
-                is_settled = room.num_tokens > 0 or (ahead and sequence.matcher is not None)
-                row = sequence.plan(1, [] if is_settled else self._proposal(sequence, budget), num_samples, (), room)
+                asks = not room.num_tokens and (asks if sequence.matcher is None else not ahead)
+                row = sequence.plan(1, self._proposal(sequence, budget) if asks else [], num_samples, (), room)
                 self._ask(sequence, row)
             rows.append(row)
             planned.append(sequence)

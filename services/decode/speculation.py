@@ -10,7 +10,7 @@ wrong or hostile: it costs speed, never a token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -176,17 +176,18 @@ class DraftBook:
                 self._leave(sequence, mirror)
                 self._assign(mirror)
 
-    def begin_step(self, num_rows: int, better: Mapping[str, Sequence[float]] = MappingProxyType({})) -> None:
-        """A step with `num_rows` decoding rows is about to be planned.
+    def begin_step(self, num_rows: int, better: Mapping[str, Sequence[float]] = MappingProxyType({})) -> Collection[str]:
+        """A step with `num_rows` decoding rows is about to be planned. Return the sequences that have a proposal.
 
         better: for sequences that have a better proposal than a draft worker's, the chances of its tokens.
         """
-        rates = [
-            mirror.pace.rate
+        rates = {
+            sequence: mirror.pace.rate
             for sequence, mirror in self._mirrors.items()
             if mirror.proposal and not mirror.pace.asleep and sequence not in better
-        ]
-        self.policy.begin_step(num_rows, rates, list(better.values()))
+        }
+        self.policy.begin_step(num_rows, list(rates.values()), list(better.values()))
+        return rates.keys()
 
     def expected(self, sequence: str, ahead: int = 0) -> float:
         """How many tokens of the latest proposal would be accepted if it were verified, `ahead` tokens from now."""

@@ -535,6 +535,30 @@ def test_right_guesses_behind_steps_in_flight_take_as_few_steps_as_guesses_that_
     assert steps[1] <= steps[0] + 1 and steps[0] < 30
 
 
+def test_only_those_are_asked_for_proposals_that_may_have_any() -> None:
+    bench = Bench()
+    scheduler = scheduler_on(bench, token_budget=64)
+    running = [sequence(name, [3, 4, 5, 6 + at], max_tokens=12) for at, name in enumerate("abc")]
+    asked: set[str] = set()
+
+    def propose(s: Sequence, limit: int) -> list[int]:
+        asked.add(s.request)
+        return []
+
+    def foresee(s: Sequence, limit: int) -> list[Outcome]:
+        asked.add(s.request)
+        return []
+
+    scheduler.propose, scheduler.foresee = propose, foresee
+    scheduler.begin_step = lambda decoding: [s for s in decoding if s.request == "b"]
+    for s in running:
+        scheduler.admit(s)
+    Pipeline(bench, scheduler, depth=2).run()
+    for s in running:
+        assert_right(bench, s)
+    assert asked == {"b"}
+
+
 def test_a_failed_step_takes_those_planned_after_it_along() -> None:
     bench = Bench()
     scheduler = scheduler_on(bench)

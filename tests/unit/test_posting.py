@@ -75,6 +75,16 @@ def test_a_row_has_room_before_anything_is_proposed_and_what_comes_is_posted() -
     assert site.lines(s.board) == [[6]], "the table has what came instead"
 
 
+def test_rows_are_asked_while_a_draft_worker_may_propose_for_them() -> None:
+    site = Site()
+    running = [site.awaited(name) for name in ("a", "b")]
+    assert site.proposers.begin_step(running) == set(running)
+    site.drafts.trial.asking = False  # type: ignore[misc]
+    assert site.proposers.begin_step(running) == set()
+    site.propose(DraftRow("b", 3, [7, 8]))
+    assert site.proposers.begin_step(running) == {running[1]}
+
+
 def test_room_follows_what_was_there_when_steps_began() -> None:
     """Each token of a step costs a tenth of a row: one that is never there is not given room."""
     site = Site(costs=costs_of(lambda size: 0.01 + 0.001 * size))
