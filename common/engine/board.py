@@ -22,7 +22,7 @@ BOARD_SLOTS = 16
 
 
 class ProposalBoard:
-    """words: int32 [slots, BOARD_WORDS], which the device copies whenever a step of it begins."""
+    """words: int32 [slots, BOARD_WORDS], which the device copies when a step begins that takes something from it."""
 
     def __init__(self, words: NDArray[np.int32]) -> None:
         self._words = words
@@ -43,11 +43,9 @@ class ProposalBoard:
     def post(self, slot: int, start: int, lines: Sequence[Sequence[int]]) -> None:
         """Put `lines` in the place of those before, the likeliest first: tokens of the vocabulary behind the first `start`
         tokens of the slot's text. What does not fit is left out."""
-        lines = lines[:LINES]
+        kept = [line[:LINE_TOKENS] for line in lines[:LINES]]
         words = self._words[slot]
         words[0] = start
-        words[1 : 1 + LINES] = [len(line) if len(line) < LINE_TOKENS else LINE_TOKENS for line in lines] + [0] * (
-            LINES - len(lines)
-        )
-        for begin, line in zip(range(1 + LINES, BOARD_WORDS, LINE_TOKENS), lines, strict=False):
-            words[begin : begin + min(len(line), LINE_TOKENS)] = line[:LINE_TOKENS]
+        words[1 : 1 + LINES] = [*map(len, kept), *[0] * (LINES - len(kept))]
+        for begin, line in zip(range(1 + LINES, BOARD_WORDS, LINE_TOKENS), kept, strict=False):
+            words[begin : begin + len(line)] = line

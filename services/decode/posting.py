@@ -57,6 +57,8 @@ class Posting:
             sequence.board = self._board.take()
             if sequence.board < 0:
                 return False
+            if (earlier := self._posted.get(sequence.request)) is not None:  # another attempt at the request
+                self.close(earlier.sequence)
             self._posted[sequence.request] = _Posted(sequence)
             self.post(sequence.request)
         return True
@@ -77,7 +79,9 @@ class Posting:
         self.post(sequence.request)
 
     def close(self, sequence: Sequence) -> None:
-        if self._posted.pop(sequence.request, None) is not None:
+        posted = self._posted.get(sequence.request)
+        if posted is not None and posted.sequence is sequence:
+            del self._posted[sequence.request]
             self._board.give_back(sequence.board)
             sequence.board = -1
 

@@ -118,6 +118,21 @@ def test_slots_come_back_and_others_do_without() -> None:
     assert [site.proposers.posting._board.take() for _ in range(BOARD_SLOTS)].count(-1) == 0
 
 
+def test_a_later_attempt_at_a_request_has_a_slot_of_its_own_and_keeps_it() -> None:
+    site = Site()
+    first = site.awaited("a")
+    site.proposers.begin_step([first])
+    second = site.awaited("a")
+    site.proposers.begin_step([second])
+    assert first.board == -1 and second.board >= 0
+    posting = site.proposers.posting
+    assert posting is not None
+    posting.close(first)
+    assert second.board >= 0
+    posting.close(second)
+    assert sorted(posting._board.take() for _ in range(BOARD_SLOTS)) == list(range(BOARD_SLOTS))
+
+
 def test_who_must_know_what_is_verified_takes_nothing_from_the_board() -> None:
     site = Site()
     for name, sampling in (("penalised", {"repetition_penalty": 1.2}), ("short", {"min_tokens": 9})):
