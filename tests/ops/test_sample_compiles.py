@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from common.ops.lookup.device_texts import MAX_PROPOSAL
+from common.ops.sampling.board_layout import BOARD_WORDS, LINE_TOKENS, LINES, TAKEN_HEADER, TAKEN_WORDS
+from common.ops.sampling.open_row_inputs import HEADER, MAX_VERIFIED
 from tests.ops.compiling import ARCHITECTURES, Builds, KernelCase, check, compile_cases
 
 _PDL = ("griddepcontrol.wait", "griddepcontrol.launch_dependents")
@@ -179,7 +182,10 @@ _COUNT = {
 }
 _OPEN_ROWS = dict.fromkeys(("sampled", "tokens", "feeds", "positions", "draws", "slots"), "*i64")
 _OPEN_ROWS |= dict.fromkeys(("words", "context_lens", "block_ids", "block_starts", "proposals", "num_proposed"), "*i32")
-_OPEN_ROWS |= {"slot_stride": "i32", "start_stride": "i32"}
+_OPEN_ROWS |= {"board": "*i32", "taken": "*i32", "slot_stride": "i32", "start_stride": "i32"}
+_OPEN_ROW_SIZES = {"BLOCK_TOKENS": 16, "HEADER": HEADER, "BLOCK": MAX_VERIFIED, "PROPOSAL": MAX_PROPOSAL}
+_OPEN_ROW_SIZES |= {"LINES": LINES, "LINE_TOKENS": LINE_TOKENS, "BOARD_WORDS": BOARD_WORDS}
+_OPEN_ROW_SIZES |= {"TAKEN_HEADER": TAKEN_HEADER, "TAKEN_WORDS": TAKEN_WORDS}
 _EDIT = {"out": "*fp32", "edit_rows": "*i32", "edit_tokens": "*i32", "count": "i32", "vocab": "i32:16"}
 
 CASES = [
@@ -191,7 +197,7 @@ CASES = [
             "common.ops.sampling.open_rows_triton",
             "settle_open_rows_kernel",
             _OPEN_ROWS,
-            {"NUM_GROUPS": groups, "BLOCK_TOKENS": 16, "HEADER": 10, "BLOCK": 64, "PROPOSAL": 32},
+            {"NUM_GROUPS": groups, **_OPEN_ROW_SIZES},
             num_warps=1,
             forbids=("atom", "griddepcontrol.wait"),
             max_registers=96,
