@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from common.ops.sampling.board_layout import BOARD_WORDS, LINE_TOKENS, LINES
 
 BOARD_SLOTS = 16
-"""Sequences that have a slot at once."""
+"""Sequences that have a slot at once: posting for more takes too much of the host's time."""
 
 
 class ProposalBoard:

@@ -43,7 +43,7 @@ LAUNCH_S = 0.002
 MIN_PACE_TOKENS = 256
 """A step of fewer tokens says nothing of how fast tokens can be computed: its time goes into reading weights."""
 SENDING_TURNS = 4
-"""Of the event loop, in which what is told of a step gets through the outbox and the bus into the socket."""
+"""Of the event loop, in which a message gets through the outbox and the bus into the socket."""
 PACE_DECAY = 1.02
 """Growth, per step, of the best pace that was seen, so that an engine which has become slower is expected to be."""
 
@@ -169,8 +169,7 @@ class StepLoop:
             room = len(self._flights) < self._runner.run_ahead
             if room and self._flights and self.tells_first():
                 self._tell()
-                for _ in range(SENDING_TURNS):
-                    await asyncio.sleep(0)
+                await sent()
             if room and (early_s := self._early_s()) > 0:
                 self._tell()
                 await asyncio.wait([self._flights[0].running], timeout=early_s)
@@ -295,6 +294,12 @@ class StepLoop:
             self._watch.ended(self._clock())
             pool.release(tables)
         return True
+
+
+async def sent() -> None:
+    """Let go of the event loop until messages that were just sent are in the socket: what comes next would hold them up."""
+    for _ in range(SENDING_TURNS):
+        await asyncio.sleep(0)
 
 
 def _halves(sequences: list[Sequence]) -> list[list[Sequence]]:

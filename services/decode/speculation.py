@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from common.engine.board import BOARD_SLOTS
 from common.engine.outcomes import Outcome, accept, width_of
 from common.protocol.draft_messages import DraftBranch, DraftClose, DraftResync, DraftRow, DraftSampling, DraftUpdate, Proposals
 from common.protocol.explain_messages import RequestContext
@@ -28,8 +29,8 @@ MAX_PROPOSAL = 64
 """Tokens of one proposal that are kept; more would be stale before it is used."""
 MAX_BRANCHES = 16
 """Entries of an outcome table that are kept."""
-FEW_SEQUENCES = 16
-"""Speculated for at once, at most, where steps take what is posted when they begin: posting takes the host's time."""
+FEW_SEQUENCES = BOARD_SLOTS
+"""Speculated for at once, at most, where steps take what is posted when they begin, and draft workers are told first."""
 RESYNC_TOKENS = 16
 """A sequence is sent whole again only after this many new tokens, and twice as many each time."""
 

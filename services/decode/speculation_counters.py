@@ -10,9 +10,8 @@ class SpeculationCounters:
     """vLLM's `spec_decode_num_drafts`, `_draft_tokens`, `_accepted_tokens` and `_accepted_tokens_per_pos`.
 
     `num_received`: proposals with tokens that draft workers sent. `num_late`: those of which every token was already decided
-    when they arrived. `num_table_hits`: failed proposals whose
-    outcome table had what came instead; `num_table_misses`: those whose table had not. `proposals_of_length[k]`: verified
-    proposals of k + 1 tokens.
+    when they arrived. `num_table_hits`: failed proposals whose outcome table had what came instead; `num_table_misses`: those
+    whose table had not. `proposals_of_length[k]`: verified proposals of k + 1 tokens.
     """
 
     num_drafts: int = 0

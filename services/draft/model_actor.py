@@ -31,7 +31,7 @@ from common.runtime.actor import WorkerState
 from common.runtime.bus import Bus
 from common.transfer.fence import memory_fence
 from common.worker.kv_blocks import KvBlocks
-from common.worker.stepping import SENDING_TURNS, EngineThreads
+from common.worker.stepping import EngineThreads, sent
 from common.worker.watchdog import StepWatch
 from services.draft.actor import DraftActor
 from services.draft.cadence import Cadence
@@ -142,9 +142,8 @@ class ModelDraftActor(DraftActor):
         while True:
             self.serve(drafted)
             drafted = []
-            if self._steps_in_air:  # what was said is in the socket before another step takes the interpreter
-                for _ in range(SENDING_TURNS):
-                    await asyncio.sleep(0)
+            if self._steps_in_air:
+                await sent()  # before another step takes the interpreter
             self._start_steps()
             self._count()
             if self._steps_in_air:
