@@ -7,14 +7,18 @@ What a part adds is not proportional to its tokens: with the first ones kernels 
 further ones take what they take to compute. The usual part is the average of the latest steps of about the planned size; what
 it adds takes up what the first term misses: rows that came, or whose contexts grew, since the last step without a prompt. A
 further token is taken to cost as much as in a step of prompts alone. That may be too much, and parts then grow in smaller
-strides, but they grow as long as steps end before the objective. How fast prompts are computed is measured, too, apart with
-rows and without.
+strides, but they grow as long as steps end before the objective. How fast prompts are computed beside rows follows from the
+same: the part that would be planned now, by the step that it makes. So it goes with the rows, and not with what they took when
+a prompt was computed last. A worker that is taken for slow gets no prompts that would correct it; hence a step that takes much
+longer than expected, since something was set up or collected in it, counts as one that takes twice as long.
 
 Where the rows alone come near the objective, a part may still make the step a quarter longer, and where they miss it, twice as
 long: prompts go on, instead of waiting for an objective that cannot be met.
 """
 
 from __future__ import annotations
+
+import math
 
 from common.engine.speeds import TokenRate
 from common.protocol.capacity import WINDOW_MS, Capacity
@@ -33,8 +37,11 @@ _STEP_WEIGHT = 0.2
 _PART_WEIGHT = 0.2
 _STRIDE = 2.0
 """A part has at most so many times the tokens of the usual one, whose time says little of much longer ones."""
+_MOST = 2.0
+"""Times its expected seconds are the most that a step with a part counts for."""
 _FURTHER = 0.7
-"""Of what a token of a part takes on average, what a further one is taken to cost where no prompt has been computed alone."""
+"""Of what a token of a part takes on average, what a further one is taken to cost where no prompt has been computed alone. And
+of what one takes alone, what one in a part takes at least: rows wait for memory, and leave time to compute."""
 
 
 class PromptBudget:
@@ -48,8 +55,8 @@ class PromptBudget:
         """Of the usual part, and what it adds to a step of rows."""
         self._more = TokenRate(_HORIZON_TOKENS)
         """Of what parts add to steps of rows."""
-        self._beside, self._alone = TokenRate(_HORIZON_TOKENS), TokenRate(_HORIZON_TOKENS)
-        """Of whole steps with a part, and rows or none."""
+        self._alone = TokenRate(_HORIZON_TOKENS)
+        """Of steps of prompts without rows."""
         self._planned = 0
         """Tokens of the part that was planned last beside rows."""
 
@@ -61,12 +68,12 @@ class PromptBudget:
     def observe(self, *, rows: int, prompt_tokens: int, seconds: float) -> None:
         """A step of so many decoding rows and tokens of prompts took so long."""
         if prompt_tokens and rows:
-            self._more.measure(prompt_tokens, max(0.0, seconds - self.step_s))
-            self._beside.measure(prompt_tokens, seconds)
+            added_s = min(seconds, _MOST * self._expected_s(prompt_tokens)) - self.step_s
+            self._more.measure(prompt_tokens, max(0.0, added_s))
             if 2 * prompt_tokens >= self._planned or seconds > self.objective_s:  # a prompt's end says little of whole parts
                 weight = _PART_WEIGHT if self._usual_tokens else 1.0
                 self._usual_tokens += weight * (prompt_tokens - self._usual_tokens)
-                self._usual_s += weight * (seconds - self.step_s - self._usual_s)
+                self._usual_s += weight * (added_s - self._usual_s)
         elif prompt_tokens:
             self._alone.measure(prompt_tokens, seconds)
         else:
@@ -100,6 +107,14 @@ class PromptBudget:
         tokens = self._usual_tokens + (seconds - self.step_s - self._usual_s) / self.token_s
         return int(min(tokens, _STRIDE * max(self._usual_tokens, GRAIN_TOKENS)))
 
+    def _step_with(self, tokens: int) -> float:
+        """Return the seconds of a step of rows with a part of so many tokens; the cost of a token is known."""
+        return self.step_s + max(0.0, self._usual_s + (tokens - self._usual_tokens) * self.token_s)
+
+    def _expected_s(self, tokens: int) -> float:
+        """As `_step_with`; infinite as long as nothing is known of parts."""
+        return self._step_with(tokens) if self._usual_tokens and self.token_s else math.inf
+
     @property
     def _growth(self) -> float:
         """How many times as long as without it a part may make a step of rows, whatever the objective."""
@@ -115,10 +130,9 @@ class PromptBudget:
 
     def _per_s(self, rows: int, budget: int) -> float:
         """Return how many tokens of prompts a second are computed beside so many rows; 0: unknown."""
-        measured = self._beside.per_s if rows else self._alone.per_s
-        if measured or not self.token_s:
-            return measured
         if not rows:
-            return self._more.per_s
+            return self._alone.per_s or self._more.per_s
+        if not self.token_s:
+            return 0.0
         part = min(budget, self._part(rows) if self.objective_s else budget)
-        return part / (self.step_s + part * self.token_s)
+        return part / max(self._step_with(part), _FURTHER * part * self.token_s)

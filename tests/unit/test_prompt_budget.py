@@ -158,3 +158,61 @@ def test_the_end_of_a_prompt_says_little_of_whole_parts() -> None:
     for _ in range(50):
         engine.step(8, 20)
     assert engine.budget.limit(8, 8192) < whole, "unless the objective is missed even so"
+
+
+def per_s(engine: Engine, rows: int = 8) -> float:
+    """Tokens of prompts a second that the engine says it computes beside so many rows."""
+    return engine.budget.capacity(rows, budget=8192, backlog_tokens=0, places=1).prompt_tokens_per_s
+
+
+@pytest.mark.parametrize("pause_s", [0.1, 1.0, 10.0])
+def test_one_step_in_which_something_else_took_long_hardly_makes_the_engine_slow(pause_s: float) -> None:
+    engine = Engine(0.006, 20e-6, any_s=0.005)
+    engine.settle()
+    before, part = per_s(engine), engine.budget.limit(8, 8192)
+    engine.budget.observe(rows=8, prompt_tokens=part, seconds=pause_s)
+    assert per_s(engine) > 0.5 * before
+    for _ in range(12):
+        engine.step(8, engine.budget.limit(8, 8192))
+    assert per_s(engine) == pytest.approx(before, rel=0.06)
+
+
+def test_steps_that_take_longer_from_now_on_make_the_engine_slow() -> None:
+    engine = Engine(0.006, 20e-6, any_s=0.005)
+    engine.settle()
+    engine.any_s = 0.5
+    for _ in range(40):
+        engine.step(8, engine.budget.limit(8, 8192))
+    assert engine.budget.limit(8, 8192) == LEAST_TOKENS
+    assert per_s(engine) == pytest.approx(LEAST_TOKENS / 0.507, rel=0.15)
+
+
+def test_how_fast_prompts_are_computed_goes_with_the_rows_though_none_is_computed_meanwhile() -> None:
+    engine = Engine(0.014, 20e-6)
+    engine.settle()
+    slow = per_s(engine)
+    engine.base_s = 0.006
+    for _ in range(30):
+        engine.step(8, 0)
+    fast = per_s(engine)
+    engine.settle()
+    assert fast > 1.5 * slow
+    assert fast == pytest.approx(per_s(engine), rel=0.35), "by parts of two strides at most"
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 40), st.integers(0, 8192), st.floats(1e-5, 2.0)).filter(lambda step: step[0] + step[1]),
+        max_size=30,
+    ),
+    st.sampled_from([0.0, 0.005, 0.02]),
+)
+def test_whatever_steps_take_what_it_says_is_within_reason(steps: list[tuple[int, int, float]], objective_s: float) -> None:
+    budget = PromptBudget(objective_s)
+    for rows, prompt_tokens, seconds in steps:
+        budget.observe(rows=rows, prompt_tokens=prompt_tokens, seconds=seconds)
+        for beside in (0, 8):
+            said = budget.capacity(beside, budget=8192, backlog_tokens=0, places=1)
+            assert said.prompt_tokens >= 0
+            assert not beside or not budget.token_s or said.prompt_tokens_per_s <= 1.5 / budget.token_s
+            assert 0 < budget.limit(beside, 8192) <= 8192
