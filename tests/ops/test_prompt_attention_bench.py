@@ -7,9 +7,10 @@ import torch
 
 from bench.engine import prompt_attention
 from common.ops import backend
+from tests.fixtures.slow import some_slow
 
 
-@pytest.mark.parametrize("lengths", [[48, 48], [20], [5, 70, 33]])
+@pytest.mark.parametrize("lengths", some_slow([[48, 48], [20], [5, 70, 33]], quick=[[20], [5, 70, 33]]))
 def test_our_ways_agree_with_the_reference_and_what_is_not_there_says_so(lengths: list[int]) -> None:
     torch.manual_seed(3)
     with backend.interpreted():

@@ -169,6 +169,7 @@ def test_float32_results_may_be_off_by_what_fp8_loses_and_no_more() -> None:
     assert check.allowed("linear", weight, torch.bfloat16) == check.TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.slow
 def test_every_kernel_is_checked_beside_its_reference(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
     from tests.ops.interpreter import act_as_a_gpu
