@@ -2,6 +2,7 @@
 
     python -m bench.peer.model_folder dummy:llama-3.1-8b-counting /tmp/target
     python -m bench.peer.model_folder dummy:llama-3.2-1b-counting-80 /tmp/draft
+    python -m bench.peer.model_folder --config-only dummy:llama-3.1-8b /tmp/llama    for a peer with --load-format dummy
 
 Safetensors in bf16, a file for each layer, made on a GPU if there is one; config.json and the tokenizer beside them. For peers
 that would make up weights of their own, of which a draft model guesses nothing.
@@ -21,8 +22,18 @@ import torch
 from bench.peer.model_config import hugging_face_config
 from common.models.config import load_config
 from common.models.registry import open_weights
-from common.models.source import resolve
+from common.models.source import ModelFiles, resolve
 from common.models.weights.upload import Upload
+
+
+def write_config(files: ModelFiles, folder: Path) -> None:
+    """Write config.json and the tokenizer.
+
+    :raises OSError: if they can't be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(hugging_face_config(files), indent=1))
+    shutil.copy(files.path / "tokenizer.json", folder)
 
 
 def write(name: str, folder: Path, device: torch.device) -> int:
@@ -35,9 +46,7 @@ def write(name: str, folder: Path, device: torch.device) -> int:
     files = resolve(name)
     config = load_config(files)
     source = open_weights(files, config)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(hugging_face_config(files), indent=1))
-    shutil.copy(files.path / "tokenizer.json", folder)
+    write_config(files, folder)
     parts: dict[str, list[str]] = {}
     for tensor in source.shapes:
         layer = tensor.removeprefix(f"{config.names.layers}.").partition(".")[0]
@@ -61,7 +70,11 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("model", help="a dummy model of a plain format")
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--config-only", action="store_true", help="no weights: config.json and the tokenizer")
     options = parser.parse_args(argv)
+    if options.config_only:
+        write_config(resolve(options.model, weights=False), options.folder)
+        return 0
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     print(f"{write(options.model, options.folder, device) / 1e9:.2f} GB in {options.folder}")
     return 0

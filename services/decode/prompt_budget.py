@@ -7,10 +7,12 @@ What a part adds is not proportional to its tokens: with the first ones kernels 
 further ones take what they take to compute. The usual part is the average of the latest steps of about the planned size; what
 it adds takes up what the first term misses: rows that came, or whose contexts grew, since the last step without a prompt. A
 further token is taken to cost as much as in a step of prompts alone. That may be too much, and parts then grow in smaller
-strides, but they grow as long as steps end before the objective. How fast prompts are computed beside rows follows from the
-same: the part that would be planned now, by the step that it makes. So it goes with the rows, and not with what they took when
-a prompt was computed last. A worker that is taken for slow gets no prompts that would correct it; hence a step that takes much
-longer than expected, since something was set up or collected in it, counts as one that takes twice as long.
+strides, but they grow as long as steps end before the objective.
+
+Prompt throughput beside rows is predicted with the same formula: the part that would be planned now, divided by the step that
+it would make. The prediction follows the decoding rows even while no prompt is computed. The router sends no prompts to a
+worker that looks slow, and without prompts nothing would correct its measurements. So a single long step, for example one that
+compiles a kernel or collects garbage, is counted as at most twice its predicted duration.
 
 Where the rows alone come near the objective, a part may still make the step a quarter longer, and where they miss it, twice as
 long: prompts go on, instead of waiting for an objective that cannot be met.
@@ -37,11 +39,12 @@ _STEP_WEIGHT = 0.2
 _PART_WEIGHT = 0.2
 _STRIDE = 2.0
 """A part has at most so many times the tokens of the usual one, whose time says little of much longer ones."""
-_MOST = 2.0
-"""Times its expected seconds are the most that a step with a part counts for."""
+_MAX_TIMES_PREDICTED = 2.0
+"""A step with a part is counted as at most so many times its predicted duration."""
 _FURTHER = 0.7
-"""Of what a token of a part takes on average, what a further one is taken to cost where no prompt has been computed alone. And
-of what one takes alone, what one in a part takes at least: rows wait for memory, and leave time to compute."""
+"""Of what a token of a part takes on average, what a further one is taken to cost where no prompt has been computed alone. Also
+the least that a token of a part is predicted to cost, as a share of `token_s`: decoding rows are bound by memory bandwidth, so
+a part beside them can be cheaper by the token than a prompt alone."""
 
 
 class PromptBudget:
@@ -56,7 +59,7 @@ class PromptBudget:
         self._more = TokenRate(_HORIZON_TOKENS)
         """Of what parts add to steps of rows."""
         self._alone = TokenRate(_HORIZON_TOKENS)
-        """Of steps of prompts without rows."""
+        """Of steps that compute prompts and no rows."""
         self._planned = 0
         """Tokens of the part that was planned last beside rows."""
 
@@ -68,7 +71,9 @@ class PromptBudget:
     def observe(self, *, rows: int, prompt_tokens: int, seconds: float) -> None:
         """A step of so many decoding rows and tokens of prompts took so long."""
         if prompt_tokens and rows:
-            added_s = min(seconds, _MOST * self._expected_s(prompt_tokens)) - self.step_s
+            is_predicted = self._usual_tokens and self.token_s
+            max_s = _MAX_TIMES_PREDICTED * self._predicted_s(prompt_tokens) if is_predicted else math.inf
+            added_s = min(seconds, max_s) - self.step_s
             self._more.measure(prompt_tokens, max(0.0, added_s))
             if 2 * prompt_tokens >= self._planned or seconds > self.objective_s:  # a prompt's end says little of whole parts
                 weight = _PART_WEIGHT if self._usual_tokens else 1.0
@@ -107,13 +112,9 @@ class PromptBudget:
         tokens = self._usual_tokens + (seconds - self.step_s - self._usual_s) / self.token_s
         return int(min(tokens, _STRIDE * max(self._usual_tokens, GRAIN_TOKENS)))
 
-    def _step_with(self, tokens: int) -> float:
-        """Return the seconds of a step of rows with a part of so many tokens; the cost of a token is known."""
+    def _predicted_s(self, tokens: int) -> float:
+        """Return the predicted seconds of a step of rows with a part of `tokens` tokens; `token_s` must be known."""
         return self.step_s + max(0.0, self._usual_s + (tokens - self._usual_tokens) * self.token_s)
-
-    def _expected_s(self, tokens: int) -> float:
-        """As `_step_with`; infinite as long as nothing is known of parts."""
-        return self._step_with(tokens) if self._usual_tokens and self.token_s else math.inf
 
     @property
     def _growth(self) -> float:
@@ -135,4 +136,4 @@ class PromptBudget:
         if not self.token_s:
             return 0.0
         part = min(budget, self._part(rows) if self.objective_s else budget)
-        return part / max(self._step_with(part), _FURTHER * part * self.token_s)
+        return part / max(self._predicted_s(part), _FURTHER * part * self.token_s)

@@ -161,7 +161,7 @@ def test_the_end_of_a_prompt_says_little_of_whole_parts() -> None:
 
 
 def per_s(engine: Engine, rows: int = 8) -> float:
-    """Tokens of prompts a second that the engine says it computes beside so many rows."""
+    """Return the prompt tokens a second that the budget tells the router it computes beside `rows` decoding rows."""
     return engine.budget.capacity(rows, budget=8192, backlog_tokens=0, places=1).prompt_tokens_per_s
 
 
@@ -197,7 +197,7 @@ def test_how_fast_prompts_are_computed_goes_with_the_rows_though_none_is_compute
     fast = per_s(engine)
     engine.settle()
     assert fast > 1.5 * slow
-    assert fast == pytest.approx(per_s(engine), rel=0.35), "by parts of two strides at most"
+    assert fast == pytest.approx(per_s(engine), rel=0.35), "less, since parts grow by no more than a factor of two at once"
 
 
 @given(
