@@ -35,7 +35,10 @@ Spans = list[tuple[int, int]]  # (start, count) by row
 
 
 @pytest.fixture(autouse=True)
-def _on_the_interpreter() -> Iterator[None]:
+def _on_the_interpreter(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.node.get_closest_marker("gpu"):
+        yield
+        return
     with backend.interpreted():
         yield
 

@@ -113,7 +113,10 @@ def _unpack(
     W_STAGES: gl.constexpr, X_STAGES: gl.constexpr, AHEAD: gl.constexpr, OWN: gl.constexpr, UNPACKERS: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Chunks OWN, OWN + UNPACKERS, … of each tile."""
+    """Unpack every UNPACKERS-th chunk, from chunk OWN on. Chunks are counted across tiles, so that two groups take turns.
+
+    If each tile's first chunk were group 0's, group 1 would fill two chunks less after a tile with an odd number of them, and
+    could be two turns of the ring ahead of the consumers. A barrier has one bit for its turn and would let it write there."""
     codes, scales, offsets = weight
     num_items, rows, N, n_tiles, splits, steps, chunks_per_split = sizes
     code_ring, scale_ring, offset_ring = code_rings
@@ -131,6 +134,7 @@ def _unpack(
     if PDL and tiles is not None:
         gl.inline_asm_elementwise(AWAIT, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     done = 0  # steps of all tiles before
+    chunks_done = 0
     turn_of_tile = 0
     for index in range(gl.program_id(0), num_items, gl.num_programs(0)):
         expert, first, count, tile, split = _item(tiles, index, rows, n_tiles, splits, T)
@@ -138,6 +142,7 @@ def _unpack(
             begin = split * chunks_per_split
             end = gl.minimum(begin + chunks_per_split, chunks)
             last = gl.minimum(2 * end, steps)
+            own = (OWN + chunks_done) % UNPACKERS
             row = gl.expand_dims(weight_row(copied_row, tile, N, GATED), 1).to(gl.int64)
             code_rows = codes + row * (RUN // 4) + (lane % 8 if RUN == 32 else lane)
             own_row = weight_row(flat_row, tile, N, GATED).to(gl.int64)
@@ -152,7 +157,7 @@ def _unpack(
                     offset_rows += expert.to(gl.int64) * words * N
             thread_barrier()  # codes of the tile before may still be read
             for ahead in gl.static_range(AHEAD - 1):
-                early = begin + OWN + ahead * UNPACKERS
+                early = begin + own + ahead * UNPACKERS
                 if early < end:
                     copy_chunk(
                         code_rows, scale_rows, offset_rows, is_right, early, code_steps, N, code_rings, OWN * AHEAD + ahead,
@@ -166,7 +171,7 @@ def _unpack(
                 for step in gl.static_range(X_STAGES - W_STAGES):
                     if 2 * begin + step < last:
                         _load(x, first, 2 * begin + step, done + step, rings, RUN, T, X_STAGES)
-            for chunk in range(begin + OWN, end, UNPACKERS):
+            for chunk in range(begin + own, end, UNPACKERS):
                 async_copy.wait_group(AHEAD - 2)
                 thread_barrier()
                 turn = (chunk - begin) // UNPACKERS
@@ -204,6 +209,7 @@ def _unpack(
                     _hand_over(other, x, first, 2 * chunk + 1, last, at + 1, rings, RUN, T, W_STAGES, X_STAGES)
             async_copy.wait_group(0)
             done += last - 2 * begin
+            chunks_done += end - begin
             turn_of_tile ^= 1
 
 
