@@ -85,25 +85,41 @@ class Steps(Protocol):
 
 
 class EngineThreads:
-    """The threads of an engine: one that submits steps, and opened it, and one that waits for their results."""
+    """The threads of an engine: one that submits steps, and opened it, and one that waits for their results.
 
-    def __init__(self) -> None:
+    submits_here: steps of an engine that runs ahead are submitted by the event loop's own thread, where that takes no longer
+    than handing them over. Steps that compile kernels are `aside`: the submitting thread has them.
+    """
+
+    def __init__(self, *, submits_here: bool = False) -> None:
+        self._submits_here = submits_here
         self.submitting = ThreadPoolExecutor(1, thread_name_prefix="submit")
         self.waiting = ThreadPoolExecutor(1, thread_name_prefix="engine")
         self._runner: Runner | None = None
+        self._submitted: Future[PendingStep] | None = None
+        """The last one of the submitting thread."""
         self.ran: Callable[[StepPlan], None] = lambda plan: None
         """Called in the thread that waits for results as soon as a step has run, before the event loop knows."""
 
-    def start(self, runner: Runner, plan: StepPlan) -> asyncio.Future[StepResult]:
+    def start(self, runner: Runner, plan: StepPlan, *, aside: bool = False) -> asyncio.Future[StepResult]:
         """A step on its way, behind those that are."""
         loop = asyncio.get_running_loop()
         if runner.run_ahead == 1:
             return loop.run_in_executor(self.waiting, lambda: self._ended(plan, runner.execute(plan)))
-        submitted = self.submitting.submit(self._submit, runner, plan)
+        submitted: Future[PendingStep]
+        if self._submits_here and not aside and (self._submitted is None or self._submitted.done()):
+            submitted = Future()
+            try:
+                submitted.set_result(self._submit(runner, plan, owns=True))
+            except Exception as error:
+                submitted.set_exception(error)
+        else:
+            submitted = self._submitted = self.submitting.submit(self._submit, runner, plan, owns=not self._submits_here)
         return loop.run_in_executor(self.waiting, lambda: self._ended(plan, submitted.result().result()))
 
-    def _submit(self, runner: Runner, plan: StepPlan) -> PendingStep:
-        if self._runner is not runner:
+    def _submit(self, runner: Runner, plan: StepPlan, *, owns: bool) -> PendingStep:
+        """owns: whether this thread submits all steps as a rule."""
+        if owns and self._runner is not runner:
             self._runner = runner
             getattr(runner, "own_thread", _nothing)()
         return runner.submit(plan)

@@ -24,8 +24,6 @@ from services.draft.flights import Flights
 from services.draft.mirror import Branch, BranchKey, Mirror
 from services.draft.mirror_blocks import MirrorBlocks
 
-MAX_BRANCHED = 16
-"""Mirrors above which none has branches: their own rows fill the steps."""
 MAX_PROMPT_TABLES = 8
 """Mirrors up to which every step's news of their branches are sent; of more they are too many messages."""
 MAX_TABLE_TOKENS = 96
@@ -34,7 +32,7 @@ _MIN_CHANCE = 0.01
 
 
 class Branches:
-    """count: of a mirror at most; 0: none. length: tokens drafted behind a branch's first one. step_tokens: of all branches in
+    """count: of all mirrors together, in equal shares; 0: none. length: tokens drafted behind a branch's first one. step_tokens: of all branches in
     a step at most."""
 
     def __init__(
@@ -51,13 +49,19 @@ class Branches:
 
     # -- what there is
 
-    def wanting(self, mirrors: Iterable[Mirror]) -> list[tuple[Mirror, BranchKey]]:
-        """Drop the branches that others are likelier than. Return those to begin or to go on with, the likeliest first."""
+    def share(self, num_mirrors: int) -> int:
+        """Return how many a mirror has at most. A step takes longer with each row, most of it on the host, and where there are
+        many mirrors, their next tokens are worth more than what branches save."""
+        return self.count // max(1, num_mirrors)
+
+    def wanting(self, mirrors: Iterable[Mirror], share: int) -> list[tuple[Mirror, BranchKey]]:
+        """Drop the branches that others are likelier than, or that are beyond a mirror's share. Return those to begin or to go
+        on with, the likeliest first."""
         found: list[tuple[float, Mirror, BranchKey]] = []
         for mirror in mirrors:
             drafted = range(mirror.num_confirmed, len(mirror.text))
             choices = [mirror.choices[index] for index in itertools.takewhile(mirror.choices.__contains__, drafted)]
-            best = likeliest(mirror.num_confirmed, choices, mirror.acceptance, self.count, _MIN_CHANCE)
+            best = likeliest(mirror.num_confirmed, choices, mirror.acceptance, share, _MIN_CHANCE)
             wanted = {(position, token): chance for chance, position, token in best}
             for key in [key for key in mirror.branches if key not in wanted]:
                 self.drop(mirror, key)

@@ -27,7 +27,7 @@ from common.protocol.draft_messages import DraftBranch, DraftSampling
 from common.protocol.errors import OutOfBlocks, ProtocolError
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import SamplingParams
-from services.draft.branches import MAX_BRANCHED, MAX_PROMPT_TABLES, Branches
+from services.draft.branches import MAX_PROMPT_TABLES, Branches
 from services.draft.choices import TOP_TOKENS, Choice, drawn_in
 from services.draft.flights import Flights
 from services.draft.mirror import Branch, Mirror
@@ -48,7 +48,7 @@ class Drafter:
     mirror that is as long, or fills the pool, is not drafted further.
     Where blocks run out, branches go first, and then the mirror that was updated least recently.
 
-    num_branches: of a mirror, with `branch_tokens` tokens each behind the first; they have at most `branch_step_tokens` tokens
+    num_branches: of all mirrors, with `branch_tokens` tokens each behind the first; they have at most `branch_step_tokens` tokens
     of a step. branches_beside: whether they run beside the mirrors' rows, where a larger step takes no longer, or only in steps
     of their own.
     """
@@ -350,21 +350,21 @@ class Drafter:
             blocks=mirror.tables[0],
             more_blocks=mirror.tables[1:],
             num_samples=int(sampled),
-            sampling=mirror.asking if self._may_branch else mirror.sampling,
+            sampling=mirror.asking if self._branches_each else mirror.sampling,
             prompt_tokens=mirror.prompt_tokens,
         )
 
     @property
-    def _may_branch(self) -> bool:
-        return self.branches.count > 0 and len(self._mirrors) <= MAX_BRANCHED
+    def _branches_each(self) -> int:
+        return self.branches.share(len(self._mirrors))
 
     def _branch_rows(self, budget: int, *, alone: bool) -> list[StepRow]:
         """Return rows of at most `budget` tokens. alone: the step has no others."""
         rows: list[StepRow] = []
-        if not self._may_branch or not (alone or self.branches_beside):
+        if not (share := self._branches_each) or not (alone or self.branches_beside):
             return rows
         mirrors = [mirror for mirror in self._mirrors.values() if mirror.is_whole and not mirror.is_broken]
-        for mirror, key in self.branches.wanting(mirrors):
+        for mirror, key in self.branches.wanting(mirrors, share):
             if len(self.flights.planning.entries) >= self.max_sequences:
                 break
             if row := self.branches.row(mirror, key, budget):

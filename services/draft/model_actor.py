@@ -62,7 +62,7 @@ class ModelDraftActor(DraftActor):
         self.drafter: Drafter | None = None
         self.watch = StepWatch(floor_s=config.step_timeout_s, compile_s=config.compile_timeout_s)
         self.loaded_share = 0.0
-        self._threads = EngineThreads()
+        self._threads = EngineThreads(submits_here=True)
         self._steps_in_air: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
         self._news: asyncio.Future[None] | None = None
         """While a step is waited for: done when an update comes."""
@@ -185,8 +185,9 @@ class ModelDraftActor(DraftActor):
                 break
             if not self._steps_in_air:
                 self._begun = self.clock()
-            self.watch.began(self.clock(), compiling=runner.may_compile(plan))
-            self._steps_in_air.append((plan, self._threads.start(runner, plan)))
+            compiling = runner.may_compile(plan)
+            self.watch.began(self.clock(), compiling=compiling)
+            self._steps_in_air.append((plan, self._threads.start(runner, plan, aside=compiling)))
 
     def _is_early(self) -> bool:
         """Whether an update is expected before the step in the air ends, behind which another one would begin."""

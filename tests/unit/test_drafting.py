@@ -21,7 +21,7 @@ from common.protocol.draft_messages import DraftBranch, DraftRow, DraftSampling,
 from common.protocol.errors import ProtocolError
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import SamplingParams
-from services.draft.branches import MAX_BRANCHED, Branches
+from services.draft.branches import Branches
 from services.draft.drafting import Drafter
 from services.draft.flights import Flights
 from services.draft.proposer import MirrorKey
@@ -436,13 +436,29 @@ def test_a_mirror_that_ends_while_its_branches_run_frees_their_blocks_when_the_s
     assert site.pool.usage().free == site.pool.usage().total
 
 
-def test_with_many_mirrors_none_has_branches() -> None:
+@pytest.mark.parametrize(("num_mirrors", "each"), [(1, 4), (2, 2), (3, 1), (4, 1), (5, 0)])
+def test_mirrors_have_equal_shares_of_the_branches(num_mirrors: int, each: int) -> None:
     site = Site(num_blocks=256, max_sequences=64, num_branches=4)
-    for index in range(MAX_BRANCHED + 1):
+    for index in range(num_mirrors):
         site.drafter.update(key(index), 0, [index + 1], sampling(index))
     site.settle()
-    assert site.drafter.branches.num_tokens == 0
-    assert all(row.sampling.logprobs < 0 for plan in site.plans for row in plan.rows)
+    mirrors = site.drafter._mirrors.values()
+    assert max(len(mirror.branches) for mirror in mirrors) == each
+    assert bool(site.drafter.branches.num_tokens) == bool(each)
+    asked = {row.sampling.logprobs >= 0 for plan in site.plans for row in plan.rows}
+    assert asked == {each > 0}, "the likeliest tokens are asked for where they are of use"
+
+
+def test_branches_beyond_a_share_go_when_another_mirror_comes() -> None:
+    site = Site(num_blocks=256, max_sequences=64, num_branches=4)
+    site.drafter.update(key(0), 0, [1], sampling(0))
+    site.settle()
+    first = site.drafter._mirrors[key(0)]
+    assert len(first.branches) == 4
+    site.drafter.update(key(1), 0, [2], sampling(1))
+    site.settle()
+    assert len(first.branches) == 2
+    site.drafter.check()
 
 
 def test_a_proposal_with_its_table_takes_less_than_a_kilobyte() -> None:
