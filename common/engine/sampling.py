@@ -79,6 +79,11 @@ def penalised(params: SamplingParams) -> bool:
     return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
 
 
+def asks_alike(params: SamplingParams) -> bool:
+    """Return whether a row asks for the same in every step, whatever comes of the steps before."""
+    return not params.logit_bias and params.min_tokens <= 0 and not penalised(params)
+
+
 def _adjust(logits: torch.Tensor, row: StepRow, end: int) -> None:
     """Changes `logits` [vocab] for the token at position `end`; proposed tokens before it count as output."""
     params = row.sampling

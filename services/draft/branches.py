@@ -32,8 +32,8 @@ _MIN_CHANCE = 0.01
 
 
 class Branches:
-    """count: of all mirrors together, in equal shares; 0: none. length: tokens drafted behind a branch's first one. step_tokens: of all branches in
-    a step at most."""
+    """count: of all mirrors together, in equal shares; 0: none. length: tokens drafted behind a branch's first one.
+    step_tokens: of all branches in a step at most."""
 
     def __init__(
         self, blocks: MirrorBlocks, flights: Flights, *, count: int, length: int, step_tokens: int, max_context: int

@@ -31,8 +31,8 @@ class DraftConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknown
         Meta(
             ge=-1,
             le=16,
-            description="answers drafted for places where a draft model's proposal may fail, of all sequences together, in equal "
-            "shares; 0: none; -1: 6 on a GPU, none on a CPU",
+            description="answers drafted for places where a draft model's proposal may fail, of all sequences together, in "
+            "equal shares; 0: none; -1: 6 on a GPU, none on a CPU",
         ),
     ] = -1
     draft_quantization: Annotated[

@@ -48,9 +48,9 @@ class Drafter:
     mirror that is as long, or fills the pool, is not drafted further.
     Where blocks run out, branches go first, and then the mirror that was updated least recently.
 
-    num_branches: of all mirrors, with `branch_tokens` tokens each behind the first; they have at most `branch_step_tokens` tokens
-    of a step. branches_beside: whether they run beside the mirrors' rows, where a larger step takes no longer, or only in steps
-    of their own.
+    num_branches: of all mirrors, each with `branch_tokens` tokens behind the first; they have at most `branch_step_tokens`
+    tokens of a step. branches_beside: whether they run beside the mirrors' rows, where a larger step takes no longer, or only
+    in steps of their own.
     """
 
     def __init__(

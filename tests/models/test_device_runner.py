@@ -17,9 +17,9 @@ from common.cache.spec import LayerCache, attention_layout
 from common.engine.gpu import prompt_plans
 from common.engine.gpu.block_tables import BlockTables
 from common.engine.gpu.graphs import ShapeTable, borrowed, exact_shape
-from common.engine.gpu.runner import DeviceRunner, _device_rows
+from common.engine.gpu.runner import DeviceRunner
 from common.engine.gpu.sampling import DeviceSampler
-from common.engine.gpu.step_buffers import StepPacker, StepShape, layout
+from common.engine.gpu.step_buffers import StepPacker, StepShape, device_rows, layout
 from common.engine.history import History
 from common.engine.layer_group import LayerGroup
 from common.engine.outcomes import Outcome
@@ -419,7 +419,7 @@ def test_a_plan_has_the_blocks_that_were_packed() -> None:
     upload = np.zeros(1 << 16, np.uint8)
     packed = StepPacker(tables, block_tokens=16, vocab_size=100).pack(rows, upload, shape)
     blocks.append(11)
-    (planned,) = _device_rows(packed)
+    (planned,) = device_rows(packed)
     tables.apply(torch.from_numpy(upload)[packed.changes])
     assert [row[:3] for row in planned] == [(0, 1, 40), (1, 24, 32)]
     held = [tables.ids[row.first_block : row.first_block + 4].tolist() for row in planned]

@@ -186,6 +186,9 @@ _OPEN_ROWS |= {"board": "*i32", "taken": "*i32", "slot_stride": "i32", "start_st
 _OPEN_ROW_SIZES = {"BLOCK_TOKENS": 16, "HEADER": HEADER, "BLOCK": MAX_VERIFIED, "PROPOSAL": MAX_PROPOSAL}
 _OPEN_ROW_SIZES |= {"LINES": LINES, "LINE_TOKENS": LINE_TOKENS, "BOARD_WORDS": BOARD_WORDS}
 _OPEN_ROW_SIZES |= {"TAKEN_HEADER": TAKEN_HEADER, "TAKEN_WORDS": TAKEN_WORDS}
+_ADVANCE = dict.fromkeys(("feeds", "positions", "draws", "slots"), "*i64")
+_ADVANCE |= dict.fromkeys(("context_lens", "block_ids", "block_starts"), "*i32")
+_ADVANCE |= dict.fromkeys(("num_rows", "slot_stride", "start_stride"), "i32")
 _EDIT = {"out": "*fp32", "edit_rows": "*i32", "edit_tokens": "*i32", "count": "i32", "vocab": "i32:16"}
 
 CASES = [
@@ -213,6 +216,19 @@ CASES = [
     _rows(1024, 128, "bf16"),
     _rows(4096, 32, "bf16"),
     _rows(4096, 32, "fp32"),
+    *(
+        KernelCase(
+            f"{groups} groups",
+            "common.ops.sampling.advance_rows_triton",
+            "advance_rows_kernel",
+            _ADVANCE,
+            {"NUM_GROUPS": groups, "BLOCK_TOKENS": 16, "BLOCK": 64},
+            num_warps=1,
+            forbids=("atom", "griddepcontrol.wait"),
+            max_registers=64,
+        )
+        for groups in (1, 2)
+    ),
     *(_logprob_pieces(num_top, dtype) for num_top in (0, 8, 20) for dtype in ("bf16", "fp32")),
     *(_logprob_rows(num_top, keys, "fp32") for num_top, keys in ((0, 1), (8, 256), (20, 1024))),
     _maxima("bf16"),

@@ -5,7 +5,7 @@ Libraries plan each shape, and may refuse some on some cards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from common.models.decoder import Decoder
 from common.ops import backend
 from common.ops.attention.configs import has_parts, has_ragged
+from common.ops.attention.form import AttentionForm, FormKind
 from common.ops.attention.parts import attend_part, planned_parts
 from common.ops.attention.prefill import attend_run, planned_lengths, ragged_is_right
 from common.ops.attention.prompt import prompts_are_right, takes_prompts
@@ -23,11 +24,17 @@ from common.runtime import logs
 log = logs.get("engine")
 
 
+def forms_of(decoder: Decoder, layers: Iterable[int]) -> dict[FormKind, AttentionForm]:
+    """Return a form of each kind among some layers."""
+    forms = [decoder.layers[layer].mixer.form for layer in layers]
+    return {form.kind: form for form in forms}
+
+
 def with_prompt_kernel(settings: AttentionSettings, decoder: Decoder) -> AttentionSettings:
     """Return the settings with the prompt kernel in cuDNN's place, where the card has what it needs and it computes what it
     should for one of the decoder's kinds of layers."""
     config, dtype, device = decoder.config, decoder.dtype, decoder.device
-    forms = {layer.mixer.form.kind: layer.mixer.form for layer in decoder.layers}
+    forms = forms_of(decoder, range(len(decoder.layers)))
     forms = {kind: form for kind, form in forms.items() if takes_prompts(config.head_dim, dtype, kind)}
     hopper = backend.has_warpgroup_products(device)
     if settings.prefill_backend != "cudnn" or settings.batch_invariant or not forms or not hopper:

@@ -23,17 +23,19 @@ import torch
 
 from common.engine.board import BOARD_SLOTS, ProposalBoard
 from common.engine.gpu.block_tables import MAX_CHANGE_BYTES, BlockTables, max_table_ids
+from common.engine.gpu.board import TakenReport
+from common.engine.gpu.continuing import Continuing, Known
 from common.engine.gpu.graphs import PADDING, ShapeTable, StepGraph, exact_shape
-from common.engine.gpu.lookup import DeviceLookup
+from common.engine.gpu.lookup import DeviceLookup, LookupReport
 from common.engine.gpu.open_rows import OPEN_WARM_UP
 from common.engine.gpu.pinned import to_device
 from common.engine.gpu.progress import DeviceProgress, open_progress
-from common.engine.gpu.prompt_plans import run_prompts, with_prompt_kernel
+from common.engine.gpu.prompt_plans import forms_of, run_prompts, with_prompt_kernel
 from common.engine.gpu.reading import places_read, read_rows
 from common.engine.gpu.sampling import DeviceSampler
 from common.engine.gpu.settling import Settling
 from common.engine.gpu.step import DeviceStep, lost_if_broken
-from common.engine.gpu.step_buffers import Fields, PackedStep, StepPacker, StepShape, buffer_bytes, layout, step_tokens
+from common.engine.gpu.step_buffers import Fields, StepPacker, StepShape, blank, buffer_bytes, device_rows, layout, step_tokens
 from common.engine.gpu.warm_up import WARM_UP, warm_up_rows
 from common.engine.layer_group import GroupedAttention, LayerGroup, check_groups
 from common.engine.masks import StepMasks, fill_masks
@@ -41,7 +43,7 @@ from common.engine.plan import StepPlan, StepResult, StepRow
 from common.engine.sampling import penalised
 from common.models.attention import DeviceAttention
 from common.models.decoder import Decoder, Inputs
-from common.ops.attention.form import AttentionForm, FormKind
+from common.ops.attention.form import FormKind
 from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
 from common.ops.attention.work import AttentionWorkspace, plan_device_attention
 from common.ops.attention.work_list import DeviceBatch, DeviceRow
@@ -112,13 +114,14 @@ class DeviceRunner:
         self._staging = [torch.zeros(size, dtype=torch.uint8, pin_memory=self._on_gpu) for _ in range(_DEPTH)]
         self._host = [staging.numpy() for staging in self._staging]
         self._tokens = [torch.zeros(max_tokens, dtype=torch.int64, pin_memory=self._on_gpu) for _ in range(_DEPTH)]
+        self._events = [torch.cuda.Event(blocking=True) for _ in range(_DEPTH)] if self._on_gpu else []
         self._turn = 0
         self._packer = StepPacker(self._tables, block_tokens=self.block_tokens, vocab_size=config.vocab_size)
         self._sampler = DeviceSampler(max_tokens, self._device, _DEPTH, max_penalised=max_rows)
         self._workspace = AttentionWorkspace(self._device)
         self._attention = with_prompt_kernel(attention, decoder)
         self._ropes = {rope: table.table(longest) for rope, table in decoder.ropes.items()}
-        self._kinds = [_kinds(decoder, group) for group in groups]
+        self._kinds = [forms_of(decoder, group.layers) for group in groups]
         self._kv_forms = [decoder.kv_form(group.pool.dtype, group.layers) for group in groups]
         self._shapes = ShapeTable(max_rows, max_tokens, layer_parameters=decoder.layer_parameters)
         self._graphs: dict[StepShape, StepGraph] = {}
@@ -127,6 +130,7 @@ class DeviceRunner:
         self._last: DeviceStep | None = None
         self._progress: DeviceProgress | None = None
         self._settling = Settling(depth=_DEPTH, device=self._device)
+        self._continuing = Continuing(self._tables, block_tokens=self.block_tokens, inputs_of=self._step_inputs)
         if self._on_gpu:
             torch.cuda.synchronize(self._device)  # what was made above was made on another stream
             if graphs:
@@ -148,6 +152,9 @@ class DeviceRunner:
         for row in rows:
             if row.num_samples and penalised(row.sampling) and len(row.history) < row.start + len(row.tokens):
                 raise InvalidParameter(f"penalties need a row's history, not {len(row.history)} tokens of it")
+        known = self._continuing.follow(rows) if self._settling.lookup is None else None
+        if known is not None and (again := self._sampler.load_again()) is not None:
+            return self._go_on(plan, known, begun, special=again)
         is_read = any(row.num_read for row in rows)
         shape = None if is_read else self._shapes.choose(rows)
         graph = self._graphs.get(shape) if shape is not None else None
@@ -165,18 +172,46 @@ class DeviceRunner:
             special = self._sampler.load(rows)
             reports = self._settling.launch(rows, packed, partial(self._step_inputs, shape))
             read = places_read(rows, packed, self._device) if is_read else None
-            logits = self._forward(shape, _device_rows(packed), read) if graph is None else graph.replay()
-            if self._progress is not None and plan.step:  # a probe has none
-                self._progress.write(plan.step)
-            readings = read_rows(self.decoder, rows, self._states) if is_read else ()
-            self._states = self._no_states
-            logprobs = self._sampler.finish(logits, rows, partial(self._masks, rows)) if special else None
-            num_samples = sum(row.num_samples for row in rows)
-            tokens = self._tokens[self._turn][:num_samples]
-            tokens.copy_(self._sampler.results[:num_samples], non_blocking=True)
-            event = torch.cuda.Event(blocking=True) if self._on_gpu else None
-            if event is not None:
-                event.record()
+            logits = self._forward(shape, device_rows(packed), read) if graph is None else graph.replay()
+            step = self._behind(plan, begun, logits, special=special, is_read=is_read, reports=reports)
+        self._continuing.note(Known(rows, shape, packed))
+        return step
+
+    def _go_on(self, plan: StepPlan, known: Known, begun: float, *, special: bool) -> DeviceStep:
+        """Submit a step that goes on with the one before."""
+        graph = self._graphs.get(known.shape)
+        self._turn = (self._turn + 1) % _DEPTH
+        with self._running(), lost_if_broken():
+            self._tables.apply(self._buffer[:0])
+            self._continuing.advance(known.shape, is_captured=graph is not None)
+            logits = self._forward(known.shape, device_rows(known.packed)) if graph is None else graph.replay()
+            step = self._behind(plan, begun, logits, special=special)
+        self._continuing.note(known)
+        return step
+
+    def _behind(
+        self,
+        plan: StepPlan,
+        begun: float,
+        logits: torch.Tensor,
+        *,
+        special: bool,
+        is_read: bool = False,
+        reports: Sequence[LookupReport | TakenReport] = (),
+    ) -> DeviceStep:
+        """Launch what comes behind a step's forward pass."""
+        rows = plan.rows
+        if self._progress is not None and plan.step:  # a probe has none
+            self._progress.write(plan.step)
+        readings = read_rows(self.decoder, rows, self._states) if is_read else ()
+        self._states = self._no_states
+        logprobs = self._sampler.finish(logits, rows, partial(self._masks, rows)) if special else None
+        num_samples = sum(row.num_samples for row in rows)
+        tokens = self._tokens[self._turn][:num_samples]
+        tokens.copy_(self._sampler.results[:num_samples], non_blocking=True)
+        event = self._events[self._turn] if self._on_gpu else None
+        if event is not None:
+            event.record()
         self._last = DeviceStep(rows, begun, tokens, logprobs, event, readings, reports)
         return self._last
 
@@ -326,7 +361,7 @@ class DeviceRunner:
                 for index, samples in enumerate(WARM_UP):
                     start = self.block_tokens * (index % 2)  # a prompt's first part, and one after a prefix
                     rows = warm_up_rows(samples)
-                    self._blank(shape)
+                    blank(self._buffer, shape, len(self.groups))
                     self._sampler.load(rows)
                     logits = self._forward(shape, [[DeviceRow(0, prompt_tokens, start, 0)]] * len(self.groups))
                     self._sampler.finish(logits, rows, partial(self._masks, rows))
@@ -355,28 +390,9 @@ class DeviceRunner:
         with self._running():
             memory = torch.cuda.graph_pool_handle()
             for done, shape in enumerate(shapes):
-                self._blank(shape)
+                blank(self._buffer, shape, len(self.groups))
                 self._forward(shape)
                 self._graphs[shape] = StepGraph(lambda shape=shape: self._forward(shape), memory, self._stream)
                 on_progress(done + 1, len(shapes))
             self._stream.synchronize()
             torch.cuda.empty_cache()  # what the steps before the captures had is not for graphs
-
-    def _blank(self, shape: StepShape) -> None:
-        """A step of nothing but padding."""
-        self._buffer.zero_()
-        fields = layout(self._buffer, shape, len(self.groups))
-        fields.slots.fill_(-1)
-        fields.feeds.fill_(-1)
-
-
-def _kinds(decoder: Decoder, group: LayerGroup) -> dict[FormKind, AttentionForm]:
-    """Return a form of each kind among a group's layers."""
-    forms = [decoder.layers[layer].mixer.form for layer in group.layers]
-    return {form.kind: form for form in forms}
-
-
-def _device_rows(packed: PackedStep) -> list[list[DeviceRow]]:
-    """Of each cache group."""
-    firsts, lengths, starts = packed.firsts.tolist(), packed.lengths.tolist(), packed.starts.tolist()
-    return [list(map(DeviceRow, firsts, lengths, starts, blocks)) for blocks in packed.first_blocks.tolist()]

@@ -19,7 +19,7 @@ from common.engine.gpu.logprobs import LogprobLaunches, Logprobs
 from common.engine.gpu.pinned import to_device
 from common.engine.masks import StepMasks
 from common.engine.plan import Constraint, Masks, StepRow
-from common.engine.sampling import forbidden_tokens, penalised
+from common.engine.sampling import asks_alike, forbidden_tokens, penalised
 from common.ops.sampling.adjust_device import (
     ANEW,
     Adjustment,
@@ -28,6 +28,7 @@ from common.ops.sampling.adjust_device import (
     apply_adjustments,
     pack_adjustments,
 )
+from common.ops.sampling.gumbel import GREEDY_BELOW
 from common.ops.sampling.sample import Draw
 from common.ops.sampling.sample_device import DrawBatch, HostDraws, pack_draws, sample_filtered, sample_plain
 from common.protocol.messages import SamplingParams
@@ -74,7 +75,7 @@ class DeviceSampler:
         self._repeated: _Extras | None = None
         """Of the step before, if this one asks for the same."""
         self._logprobs = LogprobLaunches(self.sampled, depth)
-        self._warm = False
+        self._warm = self._special = False
 
     def load(self, rows: Sequence[StepRow]) -> bool:
         """Before the graph: how each sample is drawn, on its way to the device. Returns whether `finish` has work."""
@@ -89,6 +90,10 @@ class DeviceSampler:
         if len(params) == len(self._packed) and all(map(_same, params, self._packed)):
             host.copy_from(before)
             host.position[: len(positions)] = positions
+        elif len(params) <= host.rows and all(p.temperature < GREEDY_BELOW for p in params):
+            host.temperature[:] = host.first_temperature[:] = 0  # whatever else the fields say
+            self._repeated = None
+            self._packed = params
         else:
             drawn = zip(params, positions, strict=True)
             self._repeated = None
@@ -103,7 +108,13 @@ class DeviceSampler:
         self._warm = warm
         if any(map(penalised, params)):
             self._previous.copy_(self.sampled)
-        return any(map(_is_special, params)) or any(row.is_constrained for row in rows)
+        self._special = any(map(_is_special, params)) or any(row.is_constrained for row in rows)
+        return self._special
+
+    def load_again(self) -> bool | None:
+        """Instead of `load`, for the samples of the step before, each a token further, whose positions the device advances. As
+        that; None: they have to be loaded."""
+        return None if self._special and self._repeated is None else self._special
 
     def mask_buffer(self, count: int, words: int) -> Masks:
         """After `load`: pinned memory for this step's masks, int32 [count, words]."""
@@ -126,7 +137,7 @@ class DeviceSampler:
             planned = self._counts.plan(rows, logits.shape[1])
             extras = _extras(rows, self._hosts[self._turn], planned, device)
             self._counts.count(planned, self._previous)
-            self._repeated = extras if not constrained and all(map(_asks_alike, self._packed)) else None
+            self._repeated = extras if not constrained and all(map(asks_alike, self._packed)) else None
         adjustments = None if extras.adjustments is None else Adjustments.on(device, extras.adjustments)
         if extras.filtered is not None:
             sample_filtered(logits, extras.filtered, self.draws, self.sampled, results=self.results)
@@ -178,11 +189,6 @@ def _is_special(params: SamplingParams) -> bool:
         or params.min_tokens > 0
         or penalised(params)
     )
-
-
-def _asks_alike(params: SamplingParams) -> bool:
-    """Does it ask for the same in every step, whatever comes of the steps before?"""
-    return not params.logit_bias and params.min_tokens <= 0 and not penalised(params)
 
 
 def _extras(rows: Sequence[StepRow], host: HostDraws, counts: PlannedCounts, device: torch.device) -> _Extras:

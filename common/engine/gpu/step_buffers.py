@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from common.engine.gpu.block_tables import MAX_CHANGE_BYTES, BlockTables, max_table_ids, table_bytes
 from common.engine.plan import StepRow
+from common.ops.attention.work_list import DeviceRow
 from common.protocol.errors import InvalidParameter
 
 _ALIGN = 16
@@ -116,6 +117,20 @@ class PackedStep(NamedTuple):
     lengths: NDArray[np.int64]
     starts: NDArray[np.int64]
     first_blocks: NDArray[np.int64]
+
+
+def device_rows(packed: PackedStep) -> list[list[DeviceRow]]:
+    """Return the rows of a step in each cache group."""
+    firsts, lengths, starts = packed.firsts.tolist(), packed.lengths.tolist(), packed.starts.tolist()
+    return [list(map(DeviceRow, firsts, lengths, starts, blocks)) for blocks in packed.first_blocks.tolist()]
+
+
+def blank(buffer: torch.Tensor, shape: StepShape, num_groups: int) -> None:
+    """Make it a step of nothing but padding."""
+    buffer.zero_()
+    fields = layout(buffer, shape, num_groups)
+    fields.slots.fill_(-1)
+    fields.feeds.fill_(-1)
 
 
 class StepPacker:

@@ -1,0 +1,95 @@
+"""Steps that go on with each row of the step before by the token that it sampled.
+
+    rows ─► follow? ─► their tables' new blocks, if any ─► advance the step's inputs on the device ─► the graph again
+
+Nothing is packed for such a step, and but for new blocks nothing is sent: its inputs are those of the step before, a token
+further (`ops/sampling/advance_rows.py`). That takes the host a third of the time. Whatever else a row brings, a proposal, a
+penalty, a text to look up, is packed as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from common.engine.gpu.block_tables import BlockTables
+from common.engine.gpu.step_buffers import PackedStep, StepShape
+from common.engine.plan import StepRow
+from common.engine.sampling import asks_alike
+from common.ops.sampling.advance_rows import advance_rows
+from common.ops.sampling.open_row_inputs import StepInputs
+
+
+class Known(NamedTuple):
+    """The step whose inputs are on the device."""
+
+    rows: Sequence[StepRow]
+    shape: StepShape
+    packed: PackedStep
+
+
+class Continuing:
+    """inputs_of: where a step of a shape has its inputs; at the same addresses each time."""
+
+    def __init__(self, tables: BlockTables, *, block_tokens: int, inputs_of: Callable[[StepShape], StepInputs]) -> None:
+        self._tables = tables
+        self._block_tokens = block_tokens
+        self._inputs_of = inputs_of
+        self._known: Known | None = None
+        self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
+
+    def note(self, step: Known) -> None:
+        """A step was launched, and nothing but `advance` has changed its inputs since they were packed."""
+        self._known = step if all(map(_is_plain, step.rows)) else None
+
+    def follow(self, rows: Sequence[StepRow]) -> Known | None:
+        """Return the step of `rows`, if that only goes on with the known one, which is forgotten.
+
+        :raises InvalidParameter: see `BlockTables.place`.
+        """
+        known, self._known = self._known, None
+        if known is None or len(rows) != len(known.rows):
+            return None
+        for index, (row, before) in enumerate(zip(rows, known.rows, strict=True)):
+            if row.feed != index or row.start != before.start + 1 or row.sampling is not before.sampling:
+                return None
+            if not _is_plain(row) or not self._has_room(row):
+                return None
+        placed = self._tables.place(rows)
+        if (placed.starts != known.packed.first_blocks).any():
+            return None
+        return Known(rows, known.shape, known.packed._replace(starts=known.packed.starts + 1))
+
+    def advance(self, shape: StepShape, *, is_captured: bool) -> None:
+        """Launch it. is_captured: whether steps of this shape are a graph; then this becomes one, too."""
+        graph = self._graphs.get(shape)
+        if graph is not None:
+            graph.replay()
+            return
+        inputs = self._inputs_of(shape)
+        advance_rows(inputs)
+        if is_captured:
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(capture_error_mode="thread_local")  # nothing is allocated meanwhile
+            try:
+                advance_rows(inputs)
+            finally:
+                graph.capture_end()
+            self._graphs[shape] = graph  # a capture that failed is not replayed
+
+    def _has_room(self, row: StepRow) -> bool:
+        block = row.start // self._block_tokens
+        return all(block < len(table) and table[block] >= 0 for table in (row.blocks, *row.more_blocks))
+
+
+def _is_plain(row: StepRow) -> bool:
+    return (
+        len(row.tokens) == 1
+        and row.num_samples == 1
+        and not (row.is_open or row.text is not None or row.num_read or row.drafts)
+        and row.serial < 0
+        and row.constraint is None
+        and asks_alike(row.sampling)
+    )
