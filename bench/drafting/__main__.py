@@ -58,7 +58,7 @@ IDLE = "idle"
 WAYS = ("off", "apart", "shared", IDLE)
 PATH = "/v1/completions"
 DRAFT_STEPS = "penstock_draft_model_steps_total"
-DRAFT_READY_S = 90.0
+DRAFT_READY_S = 180.0
 """How long a draft worker may take to draft behind the time at which `penstock up` is ready."""
 SPELT_FROM = 256
 """Ids below stand for single bytes; those from here on are words, a blank and the number (`shapes.byte_tokenizer`)."""

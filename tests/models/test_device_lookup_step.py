@@ -22,6 +22,7 @@ from bench.engine import lookup as bench
 from common.cache.grouped_pool import GroupedPool, PoolGroup
 from common.cache.pool import BlockPool
 from common.engine.gpu import lookup as gpu_lookup
+from common.engine.gpu.continuing import Continuing
 from common.engine.gpu.runner import DeviceRunner
 from common.engine.gpu.step_buffers import StepShape, layout
 from common.engine.outcomes import Outcome
@@ -241,6 +242,27 @@ def test_greedy_and_seeded_texts_are_those_without_lookup(files: ModelFiles) -> 
     found = world.run(sequences(), lambda index: 4 * index)
     assert found == plain(files, sequences())
     assert world.accepted > 5
+
+
+def test_texts_are_found_again_behind_steps_that_only_go_on(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No row is searched in four steps of six: those behind the first are advanced on the device, and the texts lack their
+    tokens."""
+    turns: list[int] = []
+    world = World(looking_up(files), lambda sequence, limit: min(limit, 3) if len(turns) % 6 >= 4 else -1)
+    world.planned = lambda: turns.append(1)
+    went_on: list[int] = []
+    go_on = DeviceRunner._go_on
+    monkeypatch.setattr(DeviceRunner, "_go_on", lambda *a, **k: (went_on.append(1), go_on(*a, **k))[1])
+    params = [SamplingParams(temperature=0.0, max_tokens=40), SamplingParams(temperature=0.6, seed=5, max_tokens=40)]
+
+    def sequences() -> list[Sequence]:
+        return [sequence_of(index, one, 5 + 4 * index) for index, one in enumerate(params)]
+
+    found = world.run(sequences())
+    assert len(went_on) > 8
+    assert world.accepted > 5
+    monkeypatch.setattr(Continuing, "follow", lambda *_: None)
+    assert found == plain(files, sequences())
 
 
 def test_a_copy_takes_a_fraction_of_the_steps(files: ModelFiles) -> None:

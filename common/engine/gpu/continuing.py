@@ -40,9 +40,10 @@ class Continuing:
         self._known: Known | None = None
         self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
 
-    def note(self, step: Known) -> None:
-        """A step was launched, and nothing but `advance` has changed its inputs since they were packed."""
-        self._known = step if all(map(_is_plain, step.rows)) else None
+    def packed(self, step: Known) -> None:
+        """A step was launched, and nothing but `advance` will change its inputs."""
+        is_plain = all(_is_plain(row) and asks_alike(row.sampling) for row in step.rows)
+        self._known = step if is_plain else None
 
     def follow(self, rows: Sequence[StepRow]) -> Known | None:
         """Return the step of `rows`, if that only goes on with the known one, which is forgotten.
@@ -52,15 +53,23 @@ class Continuing:
         known, self._known = self._known, None
         if known is None or len(rows) != len(known.rows):
             return None
+        block_tokens = self._block_tokens
         for index, (row, before) in enumerate(zip(rows, known.rows, strict=True)):
-            if row.feed != index or row.start != before.start + 1 or row.sampling is not before.sampling:
+            start = row.start
+            if row.feed != index or start != before.start + 1 or row.sampling is not before.sampling or not _is_plain(row):
                 return None
-            if not _is_plain(row) or not self._has_room(row):
-                return None
+            block = start // block_tokens
+            for table in (row.blocks, *row.more_blocks):
+                if block >= len(table) or table[block] < 0:
+                    return None
         placed = self._tables.place(rows)
         if (placed.starts != known.packed.first_blocks).any():
             return None
         return Known(rows, known.shape, known.packed._replace(starts=known.packed.starts + 1))
+
+    def went_on(self, step: Known) -> None:
+        """A step that `follow` returned was launched."""
+        self._known = step
 
     def advance(self, shape: StepShape, *, is_captured: bool) -> None:
         """Launch it. is_captured: whether steps of this shape are a graph; then this becomes one, too."""
@@ -79,17 +88,18 @@ class Continuing:
                 graph.capture_end()
             self._graphs[shape] = graph  # a capture that failed is not replayed
 
-    def _has_room(self, row: StepRow) -> bool:
-        block = row.start // self._block_tokens
-        return all(block < len(table) and table[block] >= 0 for table in (row.blocks, *row.more_blocks))
-
 
 def _is_plain(row: StepRow) -> bool:
+    """Return whether a row computes and samples one token, whatever its sampling."""
     return (
         len(row.tokens) == 1
         and row.num_samples == 1
-        and not (row.is_open or row.text is not None or row.num_read or row.drafts)
+        and row.text is None
+        and not row.verified
+        and not row.outcomes
+        and not row.is_posted
         and row.serial < 0
         and row.constraint is None
-        and asks_alike(row.sampling)
+        and not row.num_read
+        and not row.drafts
     )

@@ -111,6 +111,10 @@ class DeviceLookup:
     def num_slots(self) -> int:
         return len(self._report)
 
+    def passed(self) -> None:
+        """A step is launched whose rows have no texts: as `plan` without anything to find."""
+        self._step += 1
+
     def plan(self, rows: Sequence[StepRow], packed: PackedStep) -> PlannedLookup:
         """Find the texts of a step's rows, and what the device lacks of them. Call it for each step that is launched, in order.
 

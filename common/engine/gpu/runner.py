@@ -152,7 +152,7 @@ class DeviceRunner:
         for row in rows:
             if row.num_samples and penalised(row.sampling) and len(row.history) < row.start + len(row.tokens):
                 raise InvalidParameter(f"penalties need a row's history, not {len(row.history)} tokens of it")
-        known = self._continuing.follow(rows) if self._settling.lookup is None else None
+        known = self._continuing.follow(rows)
         if known is not None and (again := self._sampler.load_again()) is not None:
             return self._go_on(plan, known, begun, special=again)
         is_read = any(row.num_read for row in rows)
@@ -174,7 +174,7 @@ class DeviceRunner:
             read = places_read(rows, packed, self._device) if is_read else None
             logits = self._forward(shape, device_rows(packed), read) if graph is None else graph.replay()
             step = self._behind(plan, begun, logits, special=special, is_read=is_read, reports=reports)
-        self._continuing.note(Known(rows, shape, packed))
+        self._continuing.packed(Known(rows, shape, packed))
         return step
 
     def _go_on(self, plan: StepPlan, known: Known, begun: float, *, special: bool) -> DeviceStep:
@@ -183,10 +183,11 @@ class DeviceRunner:
         self._turn = (self._turn + 1) % _DEPTH
         with self._running(), lost_if_broken():
             self._tables.apply(self._buffer[:0])
+            self._settling.passed()
             self._continuing.advance(known.shape, is_captured=graph is not None)
             logits = self._forward(known.shape, device_rows(known.packed)) if graph is None else graph.replay()
             step = self._behind(plan, begun, logits, special=special)
-        self._continuing.note(known)
+        self._continuing.went_on(known)
         return step
 
     def _behind(

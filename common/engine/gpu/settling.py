@@ -38,6 +38,11 @@ class Settling:
             return self.board.proposals, self.board.num_proposed
         return self.lookup.texts.proposals, self.lookup.texts.num_proposed
 
+    def passed(self) -> None:
+        """Call it instead of `launch` for a step that has nothing to settle, and whose rows have no texts."""
+        if self.lookup is not None:
+            self.lookup.passed()
+
     def launch(
         self, rows: Sequence[StepRow], packed: PackedStep, inputs_of: Callable[[], StepInputs]
     ) -> list[LookupReport | TakenReport]:
