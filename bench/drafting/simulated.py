@@ -45,7 +45,7 @@ DRAFT, DECODE = WorkerRef("draft", "draft-0", 1), WorkerRef("decode", "decode-0"
 VOCAB = 1 << 20
 WRONG = VOCAB // 2
 BLOCK_TOKENS = 16
-PROMPT, VERIFIED, DRAFTED, BRANCHES = 128, 7, 16, 6
+PROMPT, VERIFIED, DRAFTED, BRANCHES, BRANCH_TOKENS = 128, 7, 16, 6, 8
 VERIFIED_MS = 0.02
 """What a verified token adds to the target's step."""
 DRAFTED_MS = 0.004
@@ -96,6 +96,7 @@ class Draft:
             max_context=VOCAB,
             vocab_size=VOCAB,
             num_branches=BRANCHES,
+            branch_tokens=BRANCH_TOKENS,
         )
         self._air: deque[StepPlan] = deque()
         self._free_at = 0.0

@@ -223,8 +223,9 @@ class DecodeActor(EngineWorker):
             self.drafts.trial.step(rows, gained, self.step_s)
 
     def report(self, progress: list[Progress]) -> None:
-        """Tell the gateways and the draft workers what a step did."""
+        """Tell the draft workers, whose time it is that counts, and then the gateways what a step did."""
         self.fail_broken([done.sequence for done in progress])
+        self.tell_drafts()
         for done in progress:
             if done.sequence.is_read and self.is_held(done.sequence):
                 self.outflow.read(done.sequence)
@@ -242,11 +243,15 @@ class DecodeActor(EngineWorker):
             if done.sequence.finish is not None:
                 self.traces.finished(done.sequence)
                 self.dropped(done.sequence)
+        if any(done.sequence.finish is not None for done in progress):
+            self.tell_drafts()
+        self.proposers.tidy()
+
+    def tell_drafts(self) -> None:
         for worker, message in self.drafts.messages(self.ref):
             self.send(worker, message)
             if isinstance(message, DraftUpdate):
                 self.speculation.asked(message, self.clock())
-        self.proposers.tidy()
 
     def may_draft(self, draft: Presence) -> bool:
         """Whether a draft worker's proposals are in this model's vocabulary: it serves the model, and if it has a model of its

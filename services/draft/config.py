@@ -42,7 +42,7 @@ class DraftConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknown
             "GPU that has it, since no answer depends on it"
         ),
     ] = "auto"
-    draft_branch_tokens: Annotated[int, Meta(ge=1, le=16, description="tokens drafted behind such an answer")] = 4
+    draft_branch_tokens: Annotated[int, Meta(ge=1, le=16, description="tokens drafted behind such an answer")] = 8
     max_sequences: Annotated[int, Meta(ge=1, description="sequences mirrored at once")] = 1024
     max_sequence_tokens: Annotated[int, Meta(ge=2, description="tokens of a sequence that are searched: the last ones")] = 65536
     min_match: Annotated[int, Meta(ge=2, le=64, description="tokens that must agree before a guess is made")] = 2
