@@ -1,7 +1,7 @@
 """The draft worker with a model: mirrors are drafted by steps of an engine of its own.
 
     open the engine ─┬► the model can't be used: one line in the log; no mirrors are taken, serving goes on
-                     └► plan ─► steps in a thread ─► commit one ─► messages that came meanwhile ─► Proposals ─► plan ─► …
+                     └► plan ─► steps ─► commit one ─► messages that came meanwhile ─► Proposals ─► plan ─► …
 
 Decode never waits: drafts run ahead of what is confirmed, by a proposal's tokens at most, and a proposal covers what is drafted
 behind the confirmed tokens. On a GPU the next step is planned while one runs, and fed with its tokens there, unless an update

@@ -199,6 +199,49 @@ async def test_threads_are_waited_for_unless_they_hang() -> None:
         released.set()
 
 
+class Submitting:
+    """Notes which thread submits which step; step 3 can't be submitted. `gate`: step 2 waits for it there."""
+
+    run_ahead = 2
+
+    def __init__(self) -> None:
+        self.by_step: dict[int, str] = {}
+        self.owners: list[str] = []
+        self.gate = threading.Event()
+
+    def own_thread(self) -> None:
+        self.owners.append(threading.current_thread().name)
+
+    def submit(self, plan: StepPlan) -> Submitting:
+        self.by_step[plan.step] = threading.current_thread().name.partition("_")[0]
+        if plan.step == 2:
+            assert self.gate.wait(5)
+        if plan.step == 3:
+            raise ValueError("no such step")
+        return self
+
+    def result(self) -> StepResult:
+        return StepResult(rows=[], elapsed_s=0.0)
+
+
+async def test_the_event_loop_submits_what_is_not_aside_and_steps_keep_their_order() -> None:
+    runner, threads = Submitting(), EngineThreads(submits_here=True)
+    here = threading.current_thread().name
+    steps: Any = runner
+    await threads.start(steps, StepPlan(1, []))
+    compiling = threads.start(steps, StepPlan(2, []), aside=True)
+    behind = threads.start(steps, StepPlan(4, []))  # not before the one that the other thread still submits
+    runner.gate.set()
+    await compiling
+    await behind
+    await threads.start(steps, StepPlan(5, []))
+    assert runner.by_step == {1: here, 2: "submit", 4: "submit", 5: here}
+    assert runner.owners == [here], "what is aside leaves the event loop the owner"
+    with pytest.raises(ValueError, match="no such step"):
+        await threads.start(steps, StepPlan(3, []))
+    assert threads.close()
+
+
 class LongSteps:
     """Steps of 300 tokens that take 0.1 s each, five of them; `planned_at` and `ended_at` on the event loop's clock."""
 

@@ -49,6 +49,7 @@ from common.ops.attention.work import AttentionWorkspace, plan_device_attention
 from common.ops.attention.work_list import DeviceBatch, DeviceRow
 from common.ops.kv.forms import KvTarget
 from common.ops.launching import OwnThread
+from common.ops.sampling.advance_rows import advance_rows
 from common.ops.sampling.open_row_inputs import StepInputs
 from common.ops.sampling.open_rows import pack_open_rows, settle_open_rows
 from common.ops.tensors import Feed
@@ -66,8 +67,7 @@ class DeviceRunner:
 
     groups: a pool for each cache group, in the decoder's dtype or float8_e4m3fn; each layer is in one of them.
     `max_rows`: sequences a step samples at most; `token_budget`: tokens of prompts and proposals in a step at most, beside a
-    token of each other row. With `graphs`, shapes that
-    `ShapeTable` lists are compiled and captured here, which takes seconds.
+    token of each other row. With `graphs`, shapes that `ShapeTable` lists are compiled and captured here, which takes seconds.
 
     :raises ConfigError: if the pools' shapes or dtypes are not the model's.
     """
@@ -363,6 +363,7 @@ class DeviceRunner:
                     start = self.block_tokens * (index % 2)  # a prompt's first part, and one after a prefix
                     rows = warm_up_rows(samples)
                     blank(self._buffer, shape, len(self.groups))
+                    advance_rows(self._step_inputs(shape))
                     self._sampler.load(rows)
                     logits = self._forward(shape, [[DeviceRow(0, prompt_tokens, start, 0)]] * len(self.groups))
                     self._sampler.finish(logits, rows, partial(self._masks, rows))
