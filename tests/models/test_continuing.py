@@ -70,25 +70,26 @@ def advanced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("params", "leaves", "expected"),
+    ("params", "steps", "leaves", "expected"),
     [
-        pytest.param([GREEDY, SAID], 99, [2] * 5, id="greedy"),
-        pytest.param([FREE, FILTERED, GREEDY], 4, [3, 3, 2, 2], id="one leaves", marks=pytest.mark.slow),
-        pytest.param([GREEDY, PENALISED], 99, [], id="penalised", marks=pytest.mark.slow),
+        pytest.param([GREEDY, SAID], 4, 99, [2] * 3, id="greedy"),
+        pytest.param([FREE, FILTERED, GREEDY], 6, 4, [3, 3, 2, 2], id="one leaves", marks=pytest.mark.slow),
+        pytest.param([GREEDY, PENALISED], 6, 99, [], id="penalised", marks=pytest.mark.slow),
     ],
 )
 def test_steps_that_go_on_are_those_that_are_packed(
     llama: tuple[Any, ModelFiles],
     advanced: list[int],
     params: list[SamplingParams],
+    steps: int,
     leaves: int,
     expected: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = decode(device_runner(llama[1]), params, 6, leaves=leaves)
+    found = decode(device_runner(llama[1]), params, steps, leaves=leaves)
     assert advanced == expected
     monkeypatch.setattr(continuing.Continuing, "follow", lambda *_: None)
-    packed = decode(device_runner(llama[1]), params, 6, leaves=leaves)
+    packed = decode(device_runner(llama[1]), params, steps, leaves=leaves)
     assert len(advanced) == len(expected), "the other runner advances none"
     assert found == packed
 
