@@ -3,8 +3,8 @@
     rows ─► follow? ─► their tables' new blocks, if any ─► advance the step's inputs on the device ─► the graph again
 
 Nothing is packed for such a step, and but for new blocks nothing is sent: its inputs are those of the step before, a token
-further (`ops/sampling/advance_rows.py`). That takes the host a third of the time. Whatever else a row brings, a proposal, a
-penalty, a text to look up, is packed as ever.
+further (`ops/sampling/advance_rows.py`). Packing takes the host longer than launching the graph. Whatever else a row brings,
+a proposal, a penalty, a text to look up, is packed as ever.
 """
 
 from __future__ import annotations

@@ -112,8 +112,8 @@ class DeviceSampler:
         return self._special
 
     def load_again(self) -> bool | None:
-        """Instead of `load`, for the samples of the step before, each a token further, whose positions the device advances. As
-        that; None: they have to be loaded."""
+        """Call it instead of `load` where samples are those of the step before, a token further, and the device has advanced
+        their positions. Return what `load` would; None where they have to be loaded."""
         return None if self._special and self._repeated is None else self._special
 
     def mask_buffer(self, count: int, words: int) -> Masks:
