@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import anyio
 import pytest
 
+from bench.drafting import emulated
 from bench.drafting.__main__ import Way, environ_of, flags_of, parse
 from bench.drafting.simulated import Times, simulate
 
@@ -45,3 +47,19 @@ def test_simulated_drafts_give_more_the_faster_they_are_and_the_later_they_are_b
         return float(simulate(1, 80, Times(5.6, draft_ms, 0.6, 1.0), 300, with_cadence=with_cadence)[2])
 
     assert ratio(0.6, with_cadence=True) > ratio(1.2, with_cadence=True) > ratio(1.2, with_cadence=False) > 1.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", [1, 4])
+def test_a_draft_worker_with_an_emulated_engine_drafts_for_an_emulated_target(streams: int) -> None:
+    found = anyio.run(emulated.measure, ["--seconds=1.5", "--target-ms=20"], streams)
+    assert found.tokens > 1.3 * streams * found.steps
+    assert 0 < found.accepted <= found.verified and 0 < found.verifying <= streams * found.steps
+    assert found.round_trip_ms > 0
+    assert emulated.row_of(streams, found, emulated.times_of(emulated.parse(["--target-ms=20"])))[0] == str(streams)
+
+
+def test_times_of_an_emulation_are_those_that_are_given() -> None:
+    times = emulated.times_of(emulated.parse(["--submit-ms", "0.5,0.1", "--target-ms", "4", "--verified-ms", "0.5"]))
+    assert (times.submit, times.submit_row) == (0.5, 0.1)
+    assert times.step_s(2) == pytest.approx(0.005)
