@@ -21,6 +21,7 @@ from bench.common.stats import Usage, slope_per_min
 from common.cli.net import free_ports as free_ports  # benchmarks take it from here
 from common.protocol.errors import ConfigError
 from common.runtime import parent_death
+from common.runtime.nats_server import find_binary
 
 ROOT = Path(__file__).parents[2]
 SAMPLE_S = 1.0
@@ -108,6 +109,10 @@ class Stack:
         self.children.append(child)
         self.watch(name, process.pid, metrics_port=metrics_port)
         return child
+
+    def start_nats(self, port: int) -> Child:
+        """A nats-server without credentials; it ends with this process."""
+        return self.start("nats", "common.runtime.parent_death", "SIGKILL", str(find_binary()), "-a=127.0.0.1", f"-p={port}")
 
     def watch(self, name: str, pid: int, *, metrics_port: int = 0) -> None:
         self.watched.append(Watched(name, pid, metrics_port))

@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
@@ -30,25 +29,20 @@ import anyio
 import msgspec
 
 from bench.common.machine import describe
-from bench.common.stack import Stack, free_ports, running
+from bench.common.stack import free_ports, running
 from bench.common.table import markdown
-from bench.drafting.simulated import BLOCK_TOKENS, PROMPT, VERIFIED, VOCAB, WRONG, choices
+from bench.drafting.counting import BLOCK_TOKENS, VERIFIED, VOCAB, Counts, choices, draft_book, samples, texts
 from common.cache.grouped_pool import GroupedPool, PoolGroup
 from common.cache.pool import BlockPool
 from common.cache.retention import KEEP_ALL
-from common.engine.outcomes import accept
 from common.engine.plan import RowSamples, StepPlan, StepResult
 from common.protocol.draft_messages import DraftClose, DraftResync, DraftUpdate, Proposals
 from common.protocol.handles import WorkerRef
-from common.protocol.messages import Message, TokenLogprobs
+from common.protocol.messages import Message
 from common.runtime import logs, nats_bus
 from common.runtime.actor import Actor, Role
-from common.runtime.nats_server import find_binary
 from common.runtime.service import SWITCH_INTERVAL_S
 from services.decode.config import DecodeConfig
-from services.decode.speculation import DraftBook
-from services.decode.speculation_policy import SpeculationPolicy
-from services.decode.step_costs import SIZES, StepCosts
 from services.draft.config import DraftConfig
 from services.draft.model_actor import ModelDraftActor
 from services.draft.model_engine import DraftEngine
@@ -58,10 +52,15 @@ MODEL = "dummy:llama-3.2-1b-counting"
 NUM_BLOCKS = 40_000
 WARM_UP_S = 1.5
 READY_S = 20.0
+LATE_S = 5e-4
+"""A step of the target that begins later than this behind the one before begins a new schedule."""
 
 
 class Times(msgspec.Struct, frozen=True):
-    """Milliseconds; `lag` is that of the target's word."""
+    """Milliseconds. lag: from the end of a target's step to its message.
+
+    percent: of all tokens, those behind which the draft model is right.
+    """
 
     target: float
     verified: float
@@ -77,15 +76,11 @@ class Times(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct):
-    """What the target's side prints: counts, of all streams, in so many seconds."""
+    """What the target's side prints: what it counted in so many seconds, and the median round trip."""
 
+    counts: Counts
     seconds: float
-    tokens: int = 0
-    steps: int = 0
-    verifying: int = 0
-    verified: int = 0
-    accepted: int = 0
-    round_trip_ms: float = 0.0
+    round_trip_ms: float
 
 
 # ── the draft worker's engine ────────────────────────────────────────────────────────────────────────────────────────────
@@ -94,21 +89,12 @@ class Found(msgspec.Struct):
 class TimedStep:
     """A step on its way; see `plan.PendingStep`."""
 
-    def __init__(self, plan: StepPlan, samples: Sequence[tuple[int, int]], ends_at: float) -> None:
-        self._plan, self._samples, self._ends_at = plan, samples, ends_at
+    def __init__(self, rows: list[RowSamples], ends_at: float) -> None:
+        self._rows, self._ends_at = rows, ends_at
 
     def result(self) -> StepResult:
         time.sleep(max(0.0, self._ends_at - time.perf_counter()))
-        samples, rows = iter(self._samples), []
-        for row in self._plan.rows:
-            rows.append(_drawn(*next(samples), asked=row.sampling.logprobs >= 0) if row.num_samples else RowSamples([]))
-        return StepResult(rows=rows, elapsed_s=0.0)
-
-
-def _drawn(first: int, second: int, *, asked: bool) -> RowSamples:
-    others = range(WRONG - 8, WRONG - 2)
-    said = TokenLogprobs(-0.25, (first, second, *others), (-0.25, -1.7, *(-6.0 - rank for rank in range(6))))
-    return RowSamples([first], logprobs=[said] if asked else None)
+        return StepResult(rows=self._rows, elapsed_s=0.0)
 
 
 class TimedRunner:
@@ -120,23 +106,23 @@ class TimedRunner:
     def __init__(self, times: Times) -> None:
         self._times = times
         self._free_at = 0.0
-        self._samples: list[tuple[int, int]] = []
+        self._samples: list[int] = []
 
     def may_compile(self, plan: StepPlan) -> bool:
         return False
 
     def submit(self, plan: StepPlan) -> TimedStep:
         over_at = time.perf_counter() + 1e-3 * (self._times.submit + self._times.submit_row * len(plan.rows))
-        samples: list[tuple[int, int]] = []
+        rows: list[RowSamples] = []
         for row in plan.rows:
-            last = self._samples[row.feed][0] if row.feed >= 0 and len(row.tokens) == 1 else row.tokens[-1]
-            if row.num_samples:
-                samples.append(choices(last, self._times.percent))
-        while time.perf_counter() < over_at:  # as Python that packs
+            last = self._samples[row.feed] if row.feed >= 0 and len(row.tokens) == 1 else row.tokens[-1]
+            drawn = choices(last, self._times.percent)
+            rows.append(samples(*drawn, with_logprobs=row.sampling.logprobs >= 0) if row.num_samples else RowSamples([]))
+        self._samples = [token for row in rows for token in row.tokens]
+        while time.perf_counter() < over_at:  # the interpreter is held, as while a step is packed
             pass
-        self._samples = samples
         self._free_at = max(self._free_at, time.perf_counter()) + 1e-3 * self._times.draft
-        return TimedStep(plan, samples, self._free_at)
+        return TimedStep(rows, self._free_at)
 
 
 class TimedEngine:
@@ -171,17 +157,15 @@ class Target(Actor):
 
     def __init__(self, bus: nats_bus.NatsBus, nats: str, times: Times, streams: int, seconds: float) -> None:
         super().__init__(bus=bus, config=DecodeConfig(nats_url=nats, model=MODEL, heartbeat_s=0.5))
-        costs = StepCosts(stale_after=1 << 60)
-        for size in SIZES * 9:
-            costs.observe(size, times.step_s(size))
         self._times, self._seconds = times, seconds
-        self._book = DraftBook(SpeculationPolicy(max_tokens=VERIFIED, max_step_tokens=512, costs=costs), vocab_size=VOCAB)
-        self._texts = {f"s{number}": [number * 10_007 + place for place in range(PROMPT)] for number in range(streams)}
+        self._book = draft_book(times.step_s)
+        self._texts = texts(streams)
+        self._counts = Counts()
+        self._ends_at = 0.0
         self._asked_at: dict[tuple[str, int], float] = {}
         self._trips_s: list[float] = []
         self._drafted = anyio.Event()
-        self.found = Found(0.0)
-        self.done = anyio.Event()
+        self.found: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
 
     def handle(self, message: Message, reply: str) -> None:
         if isinstance(message, Proposals):
@@ -203,40 +187,25 @@ class Target(Actor):
             await self._drafted.wait()
         for name, text in self._texts.items():
             self._book.open(name, text)
-        begun = ended = counted_from = self.clock()
-        while self.clock() < begun + WARM_UP_S + self._seconds:
-            if not self.found.seconds and self.clock() > begun + WARM_UP_S:
-                counted_from, self.found = self.clock(), Found(1.0)
-                self._trips_s.clear()
+        await self._step_for(WARM_UP_S)
+        self._counts = Counts()
+        self._trips_s.clear()
+        seconds = await self._step_for(self._seconds)
+        self.found.set_result(Found(self._counts, seconds, 1e3 * median(self._trips_s) if self._trips_s else 0.0))
+
+    async def _step_for(self, seconds: float) -> float:
+        """Return how many seconds the steps took."""
+        begun = self.clock()
+        while self.clock() < begun + seconds:
             self._book.begin_step(len(self._texts))
             verifying = {name: (self._book.lines(name) or [[]])[0][:VERIFIED] for name in self._texts}
             size = len(self._texts) + sum(map(len, verifying.values()))
-            ended = max(ended, self.clock() - 5e-4) + self._times.step_s(size)
-            await anyio.sleep(max(0.0, ended - self.clock()))
-            self._end(verifying)
-        self.found.seconds = self.clock() - counted_from
-        self.found.round_trip_ms = 1e3 * median(self._trips_s) if self._trips_s else 0.0
-        self.done.set()
-
-    def _end(self, verifying: Mapping[str, Sequence[int]]) -> None:
-        """A step has run."""
-        found = self.found
-        found.steps += 1
-        for name, text in self._texts.items():
-            verified = verifying[name]
-            came = [(text[-1] + 1 + place) % VOCAB for place in range(len(verified) + 1)]
-            accepted = accept(verified, came)
-            text += came[: accepted + 1]
-            found.tokens += accepted + 1
-            found.verifying += bool(verified)
-            found.verified += len(verified)
-            found.accepted += accepted
-            self._book.record(name, len(verified), accepted)
-        messages = list(self._book.messages(self.ref))
-        if self._times.lag:
+            self._ends_at = max(self._ends_at, self.clock() - LATE_S) + self._times.step_s(size)
+            await anyio.sleep(max(0.0, self._ends_at - self.clock()))
+            self._counts.end_step(self._book, self._texts, verifying)
+            messages = self._book.messages(self.ref)
             asyncio.get_running_loop().call_later(1e-3 * self._times.lag, self._tell, messages)
-        else:
-            self._tell(messages)
+        return self.clock() - begun
 
     def _tell(self, messages: Sequence[tuple[WorkerRef, DraftUpdate | DraftClose]]) -> None:
         for worker, message in messages:
@@ -251,8 +220,7 @@ async def target_side(nats: str, times: Times, streams: int, seconds: float) -> 
     target = Target(bus, nats, times, streams, seconds)
     async with anyio.create_task_group() as group:
         await group.start(target.run)
-        await target.done.wait()
-        sys.stdout.write(msgspec.json.encode(target.found).decode() + "\n")
+        sys.stdout.write(msgspec.json.encode(await target.found).decode() + "\n")
         group.cancel_scope.cancel()
 
 
@@ -290,43 +258,30 @@ def times_of(options: argparse.Namespace) -> Times:
     )
 
 
-@contextlib.contextmanager
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as name:
-        yield Path(name)
-
-
 async def measure(argv: Sequence[str], streams: int) -> Found:
     """:raises SystemExit: if the target found nothing."""
     (port,) = free_ports(1)
     nats = f"nats://127.0.0.1:{port}"
-    with folder() as logs_folder:
-        async with running(logs_folder) as stack:
-            start_nats(stack, port)
+    with tempfile.TemporaryDirectory() as folder:
+        async with running(Path(folder)) as stack:
+            stack.start_nats(port)
             flags = [*argv, f"--nats={nats}", f"--streams={streams}"]
             stack.start("draft", "bench.drafting.emulated", *flags, "--side=draft")
             target = stack.start("target", "bench.drafting.emulated", *flags, "--side=target")
             await anyio.to_thread.run_sync(target.process.wait)
             said = target.log.read_text().splitlines()
-            found = [line for line in said if line.startswith('{"seconds"')]
+            found = [line for line in said if line.startswith('{"counts"')]
             if not found:
                 raise SystemExit(f"the target ended with {target.process.returncode}: {said[-1:]}")
             return msgspec.json.decode(found[0], type=Found)
 
 
-def start_nats(stack: Stack, port: int) -> None:
-    stack.start("nats", "common.runtime.parent_death", "SIGKILL", str(find_binary()), "-a=127.0.0.1", f"-p={port}")
-
-
 def row_of(streams: int, found: Found, times: Times) -> list[str]:
     """Return a row of the table."""
-    plain = streams / times.step_s(streams)
     return [
         str(streams),
-        f"{found.tokens / found.seconds / plain:.2f}",
-        f"{found.verifying / found.steps / streams:.0%}",
-        f"{found.accepted / max(1, found.verified):.0%}, {found.accepted / max(1, found.verifying):.2f}",
-        f"{1e3 * found.seconds / found.steps:.2f}",
+        *found.counts.cells(streams, found.seconds, times.step_s(streams)),
+        f"{1e3 * found.seconds / found.counts.steps:.2f}",
         f"{found.round_trip_ms:.2f}",
     ]
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
-import random
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,26 +25,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.common.table import markdown
+from bench.drafting.counting import BLOCK_TOKENS, VERIFIED, VOCAB, Counts, choices, draft_book, samples, texts
 from common.cache.grouped_pool import GroupedPool, PoolGroup
 from common.cache.pool import BlockPool
 from common.cache.retention import KEEP_ALL
-from common.engine.outcomes import accept, proposal_behind, width_of
+from common.engine.outcomes import proposal_behind, width_of
 from common.engine.plan import RowSamples, StepPlan, StepResult
 from common.protocol.draft_messages import DraftRow, DraftUpdate, Proposals
 from common.protocol.handles import WorkerRef
-from common.protocol.messages import Presence, TokenLogprobs
-from services.decode.speculation import DraftBook
-from services.decode.speculation_policy import SpeculationPolicy
-from services.decode.step_costs import SIZES, StepCosts
+from common.protocol.messages import Presence
 from services.draft.cadence import Cadence
 from services.draft.drafting import Drafter
 from services.draft.proposer import MirrorKey
 
 DRAFT, DECODE = WorkerRef("draft", "draft-0", 1), WorkerRef("decode", "decode-0", 1)
-VOCAB = 1 << 20
-WRONG = VOCAB // 2
-BLOCK_TOKENS = 16
-PROMPT, VERIFIED, DRAFTED, BRANCHES, BRANCH_TOKENS = 128, 7, 16, 6, 8
+DRAFTED, BRANCHES, BRANCH_TOKENS = 16, 6, 8
 VERIFIED_MS = 0.02
 """What a verified token adds to the target's step."""
 DRAFTED_MS = 0.004
@@ -129,44 +123,29 @@ class Draft:
 
     def _land(self) -> None:
         plan = self._air.popleft()
-        samples: list[int] = []
+        drawn: list[int] = []
         rows: list[RowSamples] = []
         for row in plan.rows:
             last = self._samples[row.feed] if row.feed >= 0 and len(row.tokens) == 1 else row.tokens[-1]
             found = RowSamples(tokens=[])
             if row.num_samples:
-                first, second = choices(last, self._percent)
-                others = range(WRONG - 8, WRONG - 2)
-                said = TokenLogprobs(-0.25, (first, second, *others), (-0.25, -1.7, *(-6.0 - rank for rank in range(6))))
-                found = RowSamples(tokens=[first], logprobs=[said])
-                samples.append(first)
+                found = samples(*choices(last, self._percent), with_logprobs=True)
+                drawn += found.tokens
             rows.append(found)
-        self._samples = samples
+        self._samples = drawn
         self._go_on(self._drafter.commit(plan, StepResult(rows=rows, elapsed_s=0.0)))
-
-
-def choices(token: int, percent: float) -> tuple[int, int]:
-    """Return what the draft model says behind a token first and second; the token after it is right."""
-    dice = random.Random(token)
-    right, wrong = (token + 1) % VOCAB, (token + WRONG) % VOCAB
-    if 100 * dice.random() < percent:
-        return right, wrong
-    return wrong, right if dice.random() < 0.5 else (wrong + 1) % VOCAB
 
 
 class Target:
     """The decode worker."""
 
     def __init__(self, clock: Clock, times: Times, draft: Draft, streams: int) -> None:
-        self.num_steps = self.num_tokens = self.num_verifying = self.num_verified = self.num_accepted = 0
+        self.counts = Counts()
         self._clock, self._times, self._draft = clock, times, draft
-        costs = StepCosts(stale_after=1 << 60)
-        for size in SIZES * 9:
-            costs.observe(size, 1e-3 * self._step_ms(size))
-        self._book = DraftBook(SpeculationPolicy(max_tokens=VERIFIED, max_step_tokens=512, costs=costs), vocab_size=VOCAB)
+        self._book = draft_book(lambda size: 1e-3 * self._step_ms(size))
         self._book.set_workers([Presence(worker=DRAFT, state="ready", model="m", credits=streams)])
         draft.send = self._book.on_proposals
-        self._texts = {f"s{number}": [number * 10_007 + place for place in range(PROMPT)] for number in range(streams)}
+        self._texts = texts(streams)
         for name, text in self._texts.items():
             self._book.open(name, text)
         self._verifying: dict[str, list[int]] = {}
@@ -183,18 +162,10 @@ class Target:
 
     def end(self) -> None:
         """A step has run; the next one begins."""
-        self.num_steps += 1
-        for name, text in self._texts.items():
-            verified = self._verifying.get(name, [])
-            came = [(text[-1] + 1 + place) % VOCAB for place in range(len(verified) + 1)]
-            accepted = accept(verified, came)
-            text += came[: accepted + 1]
-            self.num_tokens += accepted + 1
-            self.num_verifying += bool(verified)
-            self.num_verified += len(verified)
-            self.num_accepted += accepted
-            self._verifying[name] = proposal_behind(self._planned.get(name, []), accepted, text[-1])
-            self._book.record(name, len(verified), accepted)
+        accepted = self.counts.end_step(self._book, self._texts, self._verifying)
+        self._verifying = {
+            name: proposal_behind(self._planned.get(name, []), accepted[name], text[-1]) for name, text in self._texts.items()
+        }
         size = len(self._texts) + sum(map(width_of, self._planned.values()))
         ends = self._clock.now + self._step_ms(size)
         for _, message in self._book.messages(DECODE):
@@ -212,25 +183,16 @@ def simulate(streams: int, percent: float, times: Times, steps: int, *, with_cad
     target = Target(clock, times, draft, streams)
     clock.at(0.0, target.end)
 
-    def counts() -> list[float]:
-        counted = (target.num_tokens, target.num_verifying, target.num_verified, target.num_accepted)
-        return [clock.now, *counted, draft.num_steps, draft.num_rows]
-
-    while target.num_steps < WARM_UP:
+    while target.counts.steps < WARM_UP:
         clock.step()
-    before = counts()
-    while target.num_steps < WARM_UP + steps:
+    target.counts, began, draft_steps, draft_rows = Counts(), clock.now, draft.num_steps, draft.num_rows
+    while target.counts.steps < steps:
         clock.step()
-    elapsed, tokens, verifying, verified, accepted, draft_steps, draft_rows = (
-        after - one for after, one in zip(counts(), before, strict=True)
-    )
-    plain = streams / (times.target + VERIFIED_MS * streams)
+    elapsed, draft_steps, draft_rows = clock.now - began, draft.num_steps - draft_steps, draft.num_rows - draft_rows
     return [
         str(streams),
         f"{times.draft:g}",
-        f"{tokens / elapsed / plain:.2f}",
-        f"{verifying / steps / streams:.0%}",
-        f"{accepted / max(1, verified):.0%}, {accepted / max(1, verifying):.2f}",
+        *target.counts.cells(streams, elapsed, times.target + VERIFIED_MS * streams),
         f"{elapsed / max(1, draft_steps):.2f}",
         f"{draft_rows / max(1, draft_steps):.1f}",
     ]

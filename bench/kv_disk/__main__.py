@@ -39,7 +39,6 @@ from bench.common.stack import Child, Stack, free_ports, quiet_flags, running
 from bench.common.table import markdown
 from bench.kv_disk import rates
 from common.protocol.errors import ConfigError
-from common.runtime.nats_server import find_binary
 
 MODEL = "smollm2-135m-instruct"
 TAIL_TOKENS = 24
@@ -64,9 +63,7 @@ class System:
         self._prefill: Child | None = None
 
     async def start(self) -> None:
-        self._stack.start(
-            "nats", "common.runtime.parent_death", "SIGKILL", str(find_binary()), "-a=127.0.0.1", f"-p={self._nats}"
-        )
+        self._stack.start_nats(self._nats)
         self._stack.start("gateway", "services.gateway", *self._flags("gateway", self._http), "--direct-max-tokens=-1")
         self._stack.start("decode", "services.decode", *self._flags("decode"), "--lookup=off")
         self.start_prefill()

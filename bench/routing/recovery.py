@@ -13,7 +13,6 @@ import msgspec
 
 from bench.common.stack import Child, Stack, free_ports, quiet_flags, running
 from common.protocol.errors import ConfigError
-from common.runtime.nats_server import find_binary
 
 MODEL = "smollm2-135m-instruct"
 KILLED_FOR_S = 5.0
@@ -45,9 +44,7 @@ class System:
         self._gateway: Child | None = None
 
     async def start(self) -> None:
-        self._stack.start(
-            "nats", "common.runtime.parent_death", "SIGKILL", str(find_binary()), "-a=127.0.0.1", f"-p={self._nats}"
-        )
+        self._stack.start_nats(self._nats)
         engine = ("--engine=simulated", "--profile=h200-llama-8b")
         for number in range(self._num_prefill):
             self._stack.start(f"prefill-{number}", "services.prefill", *self._flags(f"prefill-{number}"), *engine)

@@ -87,8 +87,8 @@ class Steps(Protocol):
 class EngineThreads:
     """The threads of an engine: one that submits steps, and opened it, and one that waits for their results.
 
-    submits_here: steps of an engine that runs ahead are submitted by the event loop's own thread, where that takes no longer
-    than handing them over. Steps that compile kernels are `aside`: the submitting thread has them.
+    submits_here: the event loop submits the steps of an engine that runs ahead itself, which suits steps that are submitted
+    sooner than handed to another thread. Only those that are started `aside`, as they may compile kernels, go to that thread.
     """
 
     def __init__(self, *, submits_here: bool = False) -> None:

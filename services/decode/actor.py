@@ -223,7 +223,7 @@ class DecodeActor(EngineWorker):
             self.drafts.trial.step(rows, gained, self.step_s)
 
     def report(self, progress: list[Progress]) -> None:
-        """Tell the draft workers, whose time it is that counts, and then the gateways what a step did."""
+        """Tell the draft workers and then the gateways what a step did. A proposal that comes later may miss the next step."""
         self.fail_broken([done.sequence for done in progress])
         self.tell_drafts()
         for done in progress:

@@ -1,4 +1,4 @@
-"""Steps that go on with the step before are not packed, and give what packed ones give."""
+"""Steps that continue the one before are not packed, and give what packed ones give."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def advanced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         pytest.param([GREEDY, PENALISED], 6, 99, [], id="penalised", marks=pytest.mark.slow),
     ],
 )
-def test_steps_that_go_on_are_those_that_are_packed(
+def test_steps_that_continue_give_what_packed_ones_give(
     llama: tuple[Any, ModelFiles],
     advanced: list[int],
     params: list[SamplingParams],
@@ -94,7 +94,7 @@ def test_steps_that_go_on_are_those_that_are_packed(
     assert found == packed
 
 
-def test_a_step_that_could_not_be_launched_is_not_gone_on_with(
+def test_a_step_that_could_not_be_launched_is_not_continued(
     llama: tuple[Any, ModelFiles], advanced: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, table = device_runner(llama[1]), BlockTable([3])
@@ -116,7 +116,7 @@ def test_a_step_that_could_not_be_launched_is_not_gone_on_with(
 
 
 @pytest.mark.parametrize("change", ["start", "feed", "sampling", "tokens", "table", "room"])
-def test_what_does_not_go_on_is_packed(
+def test_what_does_not_continue_is_packed(
     llama: tuple[Any, ModelFiles], advanced: list[int], change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner, table = device_runner(llama[1]), BlockTable([3])

@@ -244,22 +244,22 @@ def test_greedy_and_seeded_texts_are_those_without_lookup(files: ModelFiles) -> 
     assert world.accepted > 5
 
 
-def test_texts_are_found_again_behind_steps_that_only_go_on(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_are_found_again_behind_steps_that_are_not_packed(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """No row is searched in four steps of six: those behind the first are advanced on the device, and the texts lack their
     tokens."""
     turns: list[int] = []
     world = World(looking_up(files), lambda sequence, limit: min(limit, 3) if len(turns) % 6 >= 4 else -1)
     world.planned = lambda: turns.append(1)
-    went_on: list[int] = []
-    go_on = DeviceRunner._go_on
-    monkeypatch.setattr(DeviceRunner, "_go_on", lambda *a, **k: (went_on.append(1), go_on(*a, **k))[1])
+    continued: list[int] = []
+    continues = DeviceRunner._continue
+    monkeypatch.setattr(DeviceRunner, "_continue", lambda *a, **k: (continued.append(1), continues(*a, **k))[1])
     params = [SamplingParams(temperature=0.0, max_tokens=40), SamplingParams(temperature=0.6, seed=5, max_tokens=40)]
 
     def sequences() -> list[Sequence]:
         return [sequence_of(index, one, 5 + 4 * index) for index, one in enumerate(params)]
 
     found = world.run(sequences())
-    assert len(went_on) > 8
+    assert len(continued) > 8
     assert world.accepted > 5
     monkeypatch.setattr(Continuing, "follow", lambda *_: None)
     assert found == plain(files, sequences())

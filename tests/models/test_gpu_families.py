@@ -68,7 +68,7 @@ def test_the_text_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     runner = on_gpu(save(model, tmp_path))
     for request in ahead(runner):
         assert request.output == greedy_choices(model, request.prompt, request.output), len(request.prompt)
-    assert runner._continuing._graphs, "no step went on with the one before"  # type: ignore[attr-defined]
+    assert runner._continuing._graphs, "no step continued the one before"  # type: ignore[attr-defined]
     requests = [
         Request(oracle_prompt(seed=i, length=n), 8, chunk=(1 << 30, 24)[i % 2], begins=i) for i, n in enumerate(LENGTHS)
     ]

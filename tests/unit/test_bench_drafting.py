@@ -53,8 +53,9 @@ def test_simulated_drafts_give_more_the_faster_they_are_and_the_later_they_are_b
 @pytest.mark.parametrize("streams", [1, 4])
 def test_a_draft_worker_with_an_emulated_engine_drafts_for_an_emulated_target(streams: int) -> None:
     found = anyio.run(emulated.measure, ["--seconds=1.5", "--target-ms=20"], streams)
-    assert found.tokens > 1.3 * streams * found.steps
-    assert 0 < found.accepted <= found.verified and 0 < found.verifying <= streams * found.steps
+    counts = found.counts
+    assert counts.tokens > 1.3 * streams * counts.steps
+    assert 0 < counts.accepted <= counts.verified and 0 < counts.verifying <= streams * counts.steps
     assert found.round_trip_ms > 0
     assert emulated.row_of(streams, found, emulated.times_of(emulated.parse(["--target-ms=20"])))[0] == str(streams)
 

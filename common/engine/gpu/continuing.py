@@ -1,10 +1,11 @@
-"""Steps that go on with each row of the step before by the token that it sampled.
+"""Decode steps whose inputs the device derives from those of the step before, instead of the host.
 
-    rows ─► follow? ─► their tables' new blocks, if any ─► advance the step's inputs on the device ─► the graph again
+    rows ─► follow? ─► new blocks of their tables, if any ─► advance the inputs on the device ─► replay the graph
 
-Nothing is packed for such a step, and but for new blocks nothing is sent: its inputs are those of the step before, a token
-further (`ops/sampling/advance_rows.py`). Packing takes the host longer than launching the graph. Whatever else a row brings,
-a proposal, a penalty, a text to look up, is packed as ever.
+A step continues the one before it if it has the same rows in the same order, and each computes the one token that it sampled
+there. Its inputs are then those of the step before, one position further (`ops/sampling/advance_rows.py`): nothing is packed,
+and only new blocks are sent. Packing takes the host longer than launching the graph. Rows with proposals, penalties, masks or
+texts to look up depend on more than the last sample; their steps are packed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from common.ops.sampling.open_row_inputs import StepInputs
 
 
 class Known(NamedTuple):
-    """The step whose inputs are on the device."""
+    """A step whose inputs are on the device."""
 
     rows: Sequence[StepRow]
     shape: StepShape
@@ -41,12 +42,12 @@ class Continuing:
         self._graphs: dict[StepShape, torch.cuda.CUDAGraph] = {}
 
     def packed(self, step: Known) -> None:
-        """A step was launched, and nothing but `advance` will change its inputs."""
+        """A step was packed and launched. It can be continued if all of its rows are plain."""
         is_plain = all(_is_plain(row) and asks_alike(row.sampling) for row in step.rows)
         self._known = step if is_plain else None
 
     def follow(self, rows: Sequence[StepRow]) -> Known | None:
-        """Return the step of `rows`, if that only goes on with the known one, which is forgotten.
+        """Return the step of `rows` if it continues the one that was launched last; None: pack it. That one is forgotten.
 
         :raises InvalidParameter: see `BlockTables.place`.
         """
@@ -67,12 +68,13 @@ class Continuing:
             return None
         return Known(rows, known.shape, known.packed._replace(starts=known.packed.starts + 1))
 
-    def went_on(self, step: Known) -> None:
+    def continued(self, step: Known) -> None:
         """A step that `follow` returned was launched."""
         self._known = step
 
     def advance(self, shape: StepShape, *, is_captured: bool) -> None:
-        """Launch it. is_captured: whether steps of this shape are a graph; then this becomes one, too."""
+        """Launch the advance of the inputs of a step of this shape. is_captured: whether such steps are CUDA graphs; then the
+        advance becomes one, too."""
         graph = self._graphs.get(shape)
         if graph is not None:
             graph.replay()

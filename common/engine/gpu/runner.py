@@ -153,8 +153,8 @@ class DeviceRunner:
             if row.num_samples and penalised(row.sampling) and len(row.history) < row.start + len(row.tokens):
                 raise InvalidParameter(f"penalties need a row's history, not {len(row.history)} tokens of it")
         known = self._continuing.follow(rows)
-        if known is not None and (again := self._sampler.load_again()) is not None:
-            return self._go_on(plan, known, begun, special=again)
+        if known is not None and (special := self._sampler.load_again()) is not None:
+            return self._continue(plan, known, begun, special=special)
         is_read = any(row.num_read for row in rows)
         shape = None if is_read else self._shapes.choose(rows)
         graph = self._graphs.get(shape) if shape is not None else None
@@ -177,8 +177,8 @@ class DeviceRunner:
         self._continuing.packed(Known(rows, shape, packed))
         return step
 
-    def _go_on(self, plan: StepPlan, known: Known, begun: float, *, special: bool) -> DeviceStep:
-        """Submit a step that goes on with the one before."""
+    def _continue(self, plan: StepPlan, known: Known, begun: float, *, special: bool) -> DeviceStep:
+        """Submit a step that continues the one before it; see `continuing.py`."""
         graph = self._graphs.get(known.shape)
         self._turn = (self._turn + 1) % _DEPTH
         with self._running(), lost_if_broken():
@@ -187,7 +187,7 @@ class DeviceRunner:
             self._continuing.advance(known.shape, is_captured=graph is not None)
             logits = self._forward(known.shape, device_rows(known.packed)) if graph is None else graph.replay()
             step = self._behind(plan, begun, logits, special=special)
-        self._continuing.went_on(known)
+        self._continuing.continued(known)
         return step
 
     def _behind(

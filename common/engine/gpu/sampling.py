@@ -91,7 +91,7 @@ class DeviceSampler:
             host.copy_from(before)
             host.position[: len(positions)] = positions
         elif len(params) <= host.rows and all(p.temperature < GREEDY_BELOW for p in params):
-            host.temperature[:] = host.first_temperature[:] = 0  # whatever else the fields say
+            host.temperature[:] = host.first_temperature[:] = 0  # of greedy rows nothing else is read
             self._repeated = None
             self._packed = params
         else:
@@ -112,8 +112,10 @@ class DeviceSampler:
         return self._special
 
     def load_again(self) -> bool | None:
-        """Call it instead of `load` where samples are those of the step before, a token further, and the device has advanced
-        their positions. Return what `load` would; None where they have to be loaded."""
+        """Call it instead of `load` for the samples of the step before, one position further, which the device advances itself.
+
+        Return what `load` would; None where they have to be loaded.
+        """
         return None if self._special and self._repeated is None else self._special
 
     def mask_buffer(self, count: int, words: int) -> Masks:

@@ -39,7 +39,7 @@ class Settling:
         return self.lookup.texts.proposals, self.lookup.texts.num_proposed
 
     def passed(self) -> None:
-        """Call it instead of `launch` for a step that has nothing to settle, and whose rows have no texts."""
+        """Call it instead of `launch` for a step without open rows and without texts."""
         if self.lookup is not None:
             self.lookup.passed()
 

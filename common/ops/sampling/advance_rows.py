@@ -1,9 +1,9 @@
-"""The inputs of a step become those of the next one, where each row goes on by the token that was sampled for it.
+"""Turns the inputs of a decode step into those of the next one, where each row computes the token that was sampled for it.
 
-advance_rows(inputs)    positions, lengths, slots and draws of rows that are one token each, a token further
+advance_rows(inputs)    feeds, positions, context lengths, slots and draws of rows of one token, one position further
 
-What a host would pack for such a step the device knows already: the token is in `StepInputs.sampled`, its place follows the one
-before, and the block is in the row's table.
+The device has all that a host would pack for such a step: the token is in `StepInputs.sampled`, the position is the next one,
+and the block is in the row's table.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from common.ops.sampling.open_row_inputs import StepInputs
 
 
 def advance_rows(inputs: StepInputs) -> None:
-    """Write to `inputs`, of a step with one token and one sample a row, in order; waits for nothing. The rows' tables have room
-    for one token more. What has no slot in the first cache group is padding, and stays."""
+    """inputs: of a step with one token and one sample a row, sample i being that of row i; changed in place. The rows' tables
+    must hold a block for the next token. Rows without a slot in the first cache group are padding, and stay. Waits for nothing.
+    """
     if on_device(inputs.positions):
         from common.ops.sampling.advance_rows_triton import advance_rows_triton
 

@@ -1,4 +1,4 @@
-"""Rows advanced by a token, some of them a program."""
+"""`advance_rows` in Triton: a program advances `_BLOCK` rows."""
 
 # pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 from __future__ import annotations
