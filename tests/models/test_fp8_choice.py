@@ -23,7 +23,7 @@ from common.engine.load.precision import Precision
 from common.models.config import ModelConfig, load_config
 from common.models.decoder import Decoder, modules
 from common.models.registry import load_decoder
-from common.models.source import ModelFiles
+from common.models.source import ModelFiles, resolve
 from common.ops.linear.linear import linear
 from common.ops.norm.rms_norm_reference import rms_norm_reference
 from common.ops.tuning import CACHE_VARIABLE
@@ -245,3 +245,16 @@ def test_engines_that_chose_otherwise_are_told_apart() -> None:
     assert chosen.digest() == msgspec.structs.replace(chosen, head=True).digest()  # which no KV depends on
     others = [msgspec.structs.replace(chosen, plain=["b"]), msgspec.structs.replace(chosen, k_center=b"4321")]
     assert len({chosen.digest(), *(other.digest() for other in others)}) == 3
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_the_head_of_a_draft_model_is_fp8_where_nothing_is_measured(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nothing is measured of, and what only drafts: random weights here, too large a model elsewhere."""
+    files = resolve("dummy:tiny")
+    config = load_config(files)
+    fp8 = Precision(compute="float32", weights="fp8", kv="float32")
+    monkeypatch.setattr(load, "resolve_engine_precision", lambda *_: fp8)
+    decoder, _, choice = load._decoder(files, config, EngineConfig(), "cpu", None, drafts=drafts)
+    assert choice is None
+    assert (decoder.head.format == "fp8") == drafts
+    assert {weight.format for role, weight in decoder.linears if role != "head"} == {"fp8"}

@@ -21,6 +21,7 @@ from common.models.weights.base import WeightLoader, WeightsError
 from common.models.weights.dummy import STD, DummyWeights
 from common.models.weights.safetensors import SafetensorsWeights
 from common.models.weights.upload import Upload
+from common.ops.linear.linear import linear
 from common.protocol.errors import UnknownModel
 from common.text.bundle import load_bundle
 from tests.models.driver import Request, open_runner, run, seen_logits
@@ -222,6 +223,21 @@ def test_a_shape_may_count_and_another_be_right_for_a_known_share_of_the_tokens(
     assert set(steps) == {1, 2} and 0.53 < steps.count(1) / len(steps) < 0.67
     second = [top[1] - 100 * n == 1 for n, (_, top) in enumerate(drafts) if steps[n] == 2]
     assert 0.35 < sum(second) / len(second) < 0.65
+
+
+def test_a_counting_model_says_the_same_with_a_head_in_fp8(home: Path) -> None:
+    files = resolve("dummy:smollm2-135m-1-layers-counting-60")
+    config = load_config(files)
+    heads = [
+        load_decoder(files, config, dtype=torch.bfloat16, device=CPU, weights="fp8", fp8_head=fp8).head for fp8 in (False, True)
+    ]
+    assert [head.format for head in heads] == ["tiles", "fp8"]
+    embedding = open_weights(files, config).read("model.embed_tokens.weight", Upload(CPU, torch.float32))[:480]
+    hidden = (embedding / embedding.std()).bfloat16()
+    plain, rounded = (linear(hidden, head, wide=True).topk(2).indices for head in heads)
+    assert torch.equal(plain[:, 0], rounded[:, 0])
+    has_second = plain[:, 1] < plain[:, 0]  # the right one, behind a wrong first choice
+    assert has_second.any() and torch.equal(plain[has_second], rounded[has_second])
 
 
 def test_an_unwritable_home_is_named(tmp_path: Path) -> None:

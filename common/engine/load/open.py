@@ -57,7 +57,7 @@ def open_engine(
         engine = _open_on_cpu(files, model, settings, config.shm_dir, segment_name, on_progress)
         engine.identity, engine.files = identity, files
         return engine
-    runner = load_runner(files, settings, on_progress=on_progress)
+    runner = load_runner(files, settings, on_progress=on_progress, drafts=drafts)
     groups: Sequence[LayerGroup] = runner.groups  # pyright: ignore[reportAttributeAccessIssue]
     memory: list[GroupMemory] = []
     stage: HostStage | None = None

@@ -67,8 +67,11 @@ def load_runner(
     engine: EngineConfig,
     segment_blocks: Sequence[NDArray[np.uint8]] = (),
     on_progress: Callable[[int, int], None] | None = None,
+    *,
+    drafts: bool = False,
 ) -> Runner:
     """Loads the weights; blocks for as long as that takes. `on_progress(done_bytes, total_bytes)` is called meanwhile.
+    drafts: the model only drafts for another one, so that its head is in FP8 where its weights are and nothing was measured.
 
     segment_blocks: of each cache group, uint8 [num_blocks, block_bytes], writable; `cache_layout` gives the sizes. A runner on
     the CPU keeps KV in it, or in memory of its own without it. On a GPU it is not used: the pool is what the weights leave of
@@ -80,7 +83,7 @@ def load_runner(
     limited = limit_context(model, engine)
     device = resolve_device(engine)
     if device != "cpu":
-        return _device_runner(files, model, engine, device, on_progress)
+        return _device_runner(files, model, engine, device, on_progress, drafts=drafts)
     layout = cache_layout(model, engine, device)
     blocks = list(segment_blocks) or [np.zeros((count, group.block_bytes), np.uint8) for group, count in layout.pools]
     for group, mine in zip(layout.groups, blocks, strict=True):
@@ -153,6 +156,8 @@ def _device_runner(
     engine: EngineConfig,
     device: str,
     on_progress: Callable[[int, int], None] | None,
+    *,
+    drafts: bool,
 ) -> Runner:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
@@ -166,7 +171,7 @@ def _device_runner(
 
     gpu = torch.device(device)
     torch.cuda.set_device(gpu)
-    decoder, precision, choice = _decoder(files, model, engine, device, on_progress)
+    decoder, precision, choice = _decoder(files, model, engine, device, on_progress, drafts=drafts)
     if not engine.batch_invariant:
         begun = time.perf_counter()
         tuned = tune_linears(tuned_shapes(decoder), dtype=decoder.dtype, device=gpu)
@@ -241,6 +246,8 @@ def _decoder(
     engine: EngineConfig,
     device: str,
     on_progress: Callable[[int, int], None] | None,
+    *,
+    drafts: bool = False,
 ) -> tuple[Decoder, Precision, Fp8Choice | None]:
     import torch
 
@@ -260,7 +267,7 @@ def _decoder(
     decoder = load(
         weights=precision.weights,
         plain=choice.plain if choice else (),
-        fp8_head=choice is not None and choice.head,
+        fp8_head=choice.head if choice else drafts,
         on_progress=on_progress,
     )
     # only now: what was measured above, and is kept on disk, does not depend on it

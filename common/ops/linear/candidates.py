@@ -34,7 +34,7 @@ _SCALED_TILES = ((128, 128, 8, 64), (64, 64, 4, 64), (128, 64, 4, 64), (64, 128,
 _SCALED_TALL_TILES = ((128, 256, 8, 64), (128, 128, 8, 64), (128, 128, 4, 32))
 """Where numbers become weights before the product: the same, and lanes."""
 
-Kind = Literal["gemv", "dot", "persistent", "library", "grouped", "unpacking", "streaming"]
+Kind = Literal["gemv", "dot", "persistent", "library", "grouped", "unpacking", "streaming", "specialised"]
 Op = Literal["linear", "wide", "split", "gated"]
 """wide: results are float32 in any model. split: may be partial sums. gated: silu(gate) · up, both in one weight."""
 
@@ -49,7 +49,8 @@ class Candidate:
     overlaps a tile's end with the next one's beginning. "grouped": scaled multiplies numbers by their group's scale before the
     product, not after it; lanes of either run of a step are then one product, 0 for all of them. "unpacking": weights in groups
     are unpacked by warps of their own (`unpacking.py`). "streaming": a warp multiplies 16 outputs; parts of their inputs are
-    multiplied by as many warps of a program (`streaming.py`).
+    multiplied by as many warps of a program (`streaming.py`). "specialised": some warps load, others multiply
+    (`specialised.py`).
     """
 
     kind: Kind

@@ -24,6 +24,7 @@ from common.ops.linear.candidates import (
     invariant_candidate,
     library_scales,
 )
+from common.ops.linear.specialised import gate_up_specialised, specialised_candidates
 from common.ops.linear.streaming import is_fastest, linear_streaming, streaming_candidates
 from common.ops.linear.unpacking import linear_unpacking, unpacking_candidates
 from common.ops.linear.weight import GateActivation, LinearWeight
@@ -63,20 +64,26 @@ def add_linear_device(residual: torch.Tensor, x: torch.Tensor, weight: LinearWei
 
 
 def gate_up_device(x: Activation, weight: LinearWeight, *, activation: GateActivation = "silu", quantise: bool) -> Activation:
-    """As `gate_up`. Gelu is a pass of its own behind the linear."""
+    """As `gate_up`. Gelu is a pass of its own behind the linear, but in the warp-specialised kernel."""
     rows = len(x.data if isinstance(x, Quantised) else x)
     if not rows:
         empty = torch.empty(0, weight.out_features // 2, dtype=weight.dtype, device=weight.data.device)
         return quantise_rows(empty) if quantise else empty
-    if activation == "gelu_tanh":
+    x = _prepared(x, weight)
+    quantised = isinstance(x, Quantised)
+    chosen = choose("gated", weight, rows, quantised)
+    if chosen.kind == "specialised":
+        assert isinstance(x, torch.Tensor)
+        middle = gate_up_specialised(x, weight, chosen, activation)
+    elif activation == "gelu_tanh":
         from common.ops.linear.gate_up_triton import silu_mul_triton
 
-        return silu_mul_triton(linear_device(x, weight, split=False), weight.dtype, quantise=quantise, gelu=True)
-    x = _prepared(x, weight)
-    chosen = choose("gated", weight, rows, isinstance(x, Quantised))
-    if chosen.kind == "library":
+        products = run("linear", x, weight, choose("linear", weight, rows, quantised))
+        return silu_mul_triton(products, weight.dtype, quantise=quantise, gelu=True)
+    elif chosen.kind == "library":
         return _library_gated(x, weight, chosen, quantise=quantise)
-    middle = run("gated", x, weight, chosen)
+    else:
+        middle = run("gated", x, weight, chosen)
     return quantise_rows(middle) if quantise else middle
 
 
@@ -109,9 +116,11 @@ def options(op: Op, weight: LinearWeight, size: int, quantised: bool) -> list[Ca
     """What may be chosen from, the default first."""
     shape, num_sms = shape_of(op, weight), backend.num_sms(weight.data.get_device())
     found = candidates(shape, size, quantised, num_sms)
-    if weight.grouped is None or weight.dtype != torch.bfloat16:
+    if weight.dtype != torch.bfloat16:
         return found
     is_hopper = backend.has_warpgroup_products(weight.data.device)
+    if weight.grouped is None:
+        return found + specialised_candidates(shape, size) if is_hopper else found
     if is_hopper:
         found += unpacking_candidates(shape, size, num_sms)
     streaming = streaming_candidates(shape, size, num_sms) if backend.pdl(weight.data) else []
@@ -165,6 +174,9 @@ def run(op: Op, x: Activation, weight: LinearWeight, chosen: Candidate) -> torch
     if chosen.kind == "streaming":
         assert isinstance(x, torch.Tensor)
         return linear_streaming(op, x, weight, chosen)
+    if chosen.kind == "specialised":
+        assert isinstance(x, torch.Tensor)
+        return gate_up_specialised(x, weight, chosen)
     if chosen.kind == "gemv":
         from common.ops.linear.gemv_triton import linear_gemv
 
