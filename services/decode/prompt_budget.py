@@ -14,6 +14,10 @@ it would make. The prediction follows the decoding rows even while no prompt is 
 worker that looks slow, and without prompts nothing would correct its measurements. So a single long step, for example one that
 compiles a kernel or collects garbage, is counted as at most twice its predicted duration.
 
+A short prompt says little of a long one: most of its step goes into reading the weights, which rows alone take as long for. That
+is taken off, or a worker that has computed short prompts only would look slow, get no long one, and never show how fast it is.
+Before the first part beside rows, its size is predicted by what a token takes alone.
+
 Where the rows alone come near the objective, a part may still make the step a quarter longer, and where they miss it, twice as
 long: prompts go on, instead of waiting for an objective that cannot be met.
 """
@@ -37,6 +41,10 @@ _NEAR = 0.8
 _HORIZON_TOKENS = 4096
 _STEP_WEIGHT = 0.2
 _PART_WEIGHT = 0.2
+_SHORT_TOKENS = 512
+"""Fewer in a step of prompts alone take hardly less time than the step's weights take to be read."""
+_LEAST_SHARE = 0.25
+"""Of a short prompt's step, what its tokens take at least."""
 _STRIDE = 2.0
 """A part has at most so many times the tokens of the usual one, whose time says little of much longer ones."""
 _MAX_TIMES_PREDICTED = 2.0
@@ -80,7 +88,8 @@ class PromptBudget:
                 self._usual_tokens += weight * (prompt_tokens - self._usual_tokens)
                 self._usual_s += weight * (added_s - self._usual_s)
         elif prompt_tokens:
-            self._alone.measure(prompt_tokens, seconds)
+            fixed_s = self.step_s if prompt_tokens < _SHORT_TOKENS else 0.0
+            self._alone.measure(prompt_tokens, max(seconds - fixed_s, _LEAST_SHARE * seconds))
         else:
             self.step_s += (_STEP_WEIGHT if self.step_s else 1.0) * (seconds - self.step_s)
 
@@ -106,6 +115,14 @@ class PromptBudget:
         if 2 * excess >= GRAIN_TOKENS and longer <= self._tokens_within(limit_s):
             return longer
         return max(LEAST_TOKENS, tokens - excess)
+
+    def _expected_part(self, rows: int) -> int:
+        """Return the tokens of parts beside so many rows; `token_s` must be known. Before there was one, of those that follow the
+        first few."""
+        if self._usual_tokens:
+            return self._part(rows)
+        seconds = max(_MARGIN * self.objective_s, self._growth * self.step_s)
+        return max(GRAIN_TOKENS, int((seconds - self.step_s) / self.token_s))
 
     def _tokens_within(self, seconds: float) -> int:
         """Of the part that makes a step of rows take so long."""
@@ -135,5 +152,5 @@ class PromptBudget:
             return self._alone.per_s or self._more.per_s
         if not self.token_s:
             return 0.0
-        part = min(budget, self._part(rows) if self.objective_s else budget)
+        part = min(budget, self._expected_part(rows) if self.objective_s else budget)
         return part / max(self._predicted_s(part), _FURTHER * part * self.token_s)

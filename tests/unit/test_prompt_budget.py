@@ -200,6 +200,22 @@ def test_how_fast_prompts_are_computed_goes_with_the_rows_though_none_is_compute
     assert fast == pytest.approx(per_s(engine), rel=0.35), "less, since parts grow by no more than a factor of two at once"
 
 
+@pytest.mark.parametrize("rows", [0, 2])
+def test_a_worker_that_has_computed_short_prompts_only_does_not_look_slow(rows: int) -> None:
+    """An 8B model on an H200: 4 ms to read its weights, 8 ms for a prompt of 128 tokens, 52 ms for a part of 2,048."""
+    engine = Engine(0.004, 25e-6, any_s=0.0008)
+    for _ in range(10):
+        engine.budget.observe(rows=0, prompt_tokens=128, seconds=0.0048 + 128 * 25e-6)
+        for _ in range(7):
+            engine.step(1, 0)
+    said = per_s(engine, rows)
+    for _ in range(4):
+        engine.budget.observe(rows=0, prompt_tokens=2048, seconds=0.0008 + 2048 * 25e-6)
+    for _ in range(50):
+        engine.step(2, engine.budget.limit(2, 8192))
+    assert said == pytest.approx(per_s(engine, rows), rel=0.25)
+
+
 @given(
     st.lists(
         st.tuples(st.integers(0, 40), st.integers(0, 8192), st.floats(1e-5, 2.0)).filter(lambda step: step[0] + step[1]),
