@@ -14,9 +14,10 @@ it would make. The prediction follows the decoding rows even while no prompt is 
 worker that looks slow, and without prompts nothing would correct its measurements. So a single long step, for example one that
 compiles a kernel or collects garbage, is counted as at most twice its predicted duration.
 
-A short prompt says little of a long one: most of its step goes into reading the weights, which rows alone take as long for. That
-is taken off, or a worker that has computed short prompts only would look slow, get no long one, and never show how fast it is.
-Before the first part beside rows, its size is predicted by what a token takes alone.
+Throughput is not measured with short prompts as they are: most of such a step goes into reading the weights, as in a step of
+rows alone, whose time is subtracted. Otherwise a worker that has computed short prompts only would look slow, get no long
+prompt, and never show how fast it is. Before the first part beside rows, the prediction is for the part that fills the
+objective, by what a token costs in steps of prompts alone.
 
 Where the rows alone come near the objective, a part may still make the step a quarter longer, and where they miss it, twice as
 long: prompts go on, instead of waiting for an objective that cannot be met.
@@ -117,8 +118,8 @@ class PromptBudget:
         return max(LEAST_TOKENS, tokens - excess)
 
     def _expected_part(self, rows: int) -> int:
-        """Return the tokens of parts beside so many rows; `token_s` must be known. Before there was one, of those that follow the
-        first few."""
+        """Return the tokens of parts beside so many rows; `token_s` must be known. Before the first part, the tokens of those
+        that follow the first few."""
         if self._usual_tokens:
             return self._part(rows)
         seconds = max(_MARGIN * self.objective_s, self._growth * self.step_s)

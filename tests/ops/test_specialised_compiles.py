@@ -42,7 +42,6 @@ CASES = [
     case("bf16-bias", 192, 256, bias=True),
     case("bf16-gelu", 192, 256, activation="gelu_tanh"),
     case("bf16-lower", 128, 256),
-    case("bf16-narrow", 128, 128),
 ]
 
 

@@ -36,7 +36,7 @@ def made(size: int, depth: int, *, bias: bool = False) -> LinearWeight:
 
 
 def candidates(weight: LinearWeight, rows: int) -> list[Candidate]:
-    return specialised_candidates(linear_device.shape_of("gated", weight), linear_device.bucket(rows))
+    return specialised_candidates(linear_device.shape_of("gated", weight), max(1024, linear_device.bucket(rows)))
 
 
 @pytest.fixture(autouse=True)

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-"""Triton 3.9 has it under another name."""
+from common.ops.hopper_gluon import load_box
+
 WORDS = gl.constexpr(4)
 """Of a tile in the list."""
 

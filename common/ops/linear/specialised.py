@@ -12,15 +12,14 @@ from common.ops.linear.weight import GateActivation, LinearWeight
 
 PART = 64
 """Activation rows of a consumer."""
-STAGES = {(128, 128): 6, (128, 256): 4, (192, 256): 3}
+STAGES = {(192, 256): 3, (128, 256): 4}
 """By the activation rows and the weight rows of a tile: as many steps as fit into shared memory, of 128 bytes a row, beside
 what turns results."""
 GROUP = 16
 """Tiles of activations that go through all weights side by side."""
 _STEP = 64
-_FEWEST_ROWS = 128
-_NARROW_ROWS = 512
-"""Up to which tiles of 128 weight rows may fill more multiprocessors."""
+_FEWEST_ROWS = 1024
+"""Fewer were not measured in a model."""
 
 
 def takes_shape(shape: Shape) -> bool:
@@ -33,8 +32,7 @@ def specialised_candidates(shape: Shape, rows: int) -> list[Candidate]:
     """Return what is worth a measurement for `rows`, a bucket."""
     if rows < _FEWEST_ROWS or not takes_shape(shape):
         return []
-    tiles = ((128, 256), (128, 128)) if rows <= _NARROW_ROWS else ((192, 256), (128, 256))
-    return [Candidate("specialised", False, n, m, _STEP, 1, 4 * (m // PART + 1), STAGES[m, n]) for m, n in tiles]
+    return [Candidate("specialised", False, n, m, _STEP, 1, 4 * (m // PART + 1), stages) for (m, n), stages in STAGES.items()]
 
 
 def gate_up_specialised(

@@ -21,15 +21,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
+from common.ops.hopper_gluon import AWAIT, LET_NEXT, load_box
 from common.ops.linear.store_gluon import activated
 
-load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-"""Triton 3.9 has it under another name."""
-LET_NEXT = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
-AWAIT = gl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
-"""Programmatic dependent launch: what follows may start; what came before is over, and may be read or overwritten."""
 PART = gl.constexpr(64)
 """Activation rows of a consumer."""
 
@@ -131,7 +127,7 @@ def specialised_kernel(
     n_tiles,
     steps,
     CONSUMERS: gl.constexpr,  # 2 or 3
-    WIDTH: gl.constexpr,  # outputs of a tile: 64 or 128
+    WIDTH: gl.constexpr,  # outputs of a tile
     BK: gl.constexpr,  # inputs of a step
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,  # tiles of activations that go through all weights side by side

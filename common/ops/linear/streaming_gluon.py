@@ -26,8 +26,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from common.ops.hopper_gluon import AWAIT, LET_NEXT
 from common.ops.linear.unpack_code import FLOATS, NORMAL_FLOATS, SHIFTED_INTEGERS
-from common.ops.linear.unpacking_gluon import AWAIT, LET_NEXT
 
 LESS = gl.constexpr(-136.0)
 """A code's number, less its `SHIFTED_INTEGERS`."""

@@ -28,21 +28,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from common.ops.hopper_gluon import AWAIT, LET_NEXT, load_box
 from common.ops.linear.store_gluon import activated, store_results
 from common.ops.linear.unpack_gluon import K, M, copy_chunk, side_by_side, weight_row, weights_of
 
-load_box = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-"""Triton 3.9 has it under another name."""
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 """Triton 3.7 has it under another name."""
-LET_NEXT = gl.constexpr("griddepcontrol.launch_dependents; mov.b32 $0, 0;")
-AWAIT = gl.constexpr("griddepcontrol.wait; mov.b32 $0, 0;")
-"""Programmatic dependent launch: what follows may start; what came before is over, and may be read or overwritten."""
 PAIRS = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2))
 """Where pairs of bf16 weights lie: 32 of them are a row of 128 bytes, as 64 bf16 are."""
 GROUP_TILES = gl.constexpr(8)
