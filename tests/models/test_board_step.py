@@ -6,7 +6,7 @@ As in `test_device_lookup_step`, whose runner has a table of what follows which 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,28 +15,13 @@ from common.engine.board import BOARD_SLOTS
 from common.engine.plan import Room
 from common.engine.sequence import Sequence
 from common.models.source import ModelFiles
-from common.ops.backend import interpreted
-from common.ops.linear.candidates import Candidate
 from common.ops.sampling.board_layout import LINE_TOKENS
 from common.protocol.messages import SamplingParams
-from tests.models.oracles import build, save
 from tests.models.test_device_lookup_step import World, chained, looking_up, plain, sequence_of
-from tests.ops.interpreter import act_as_a_gpu
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 LONG = SamplingParams(temperature=0.0, max_tokens=40)
-
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("common.ops.linear.device._choose", lambda *_: Candidate("library"))
-    act_as_a_gpu()
-    with interpreted():
-        yield
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
-    return save(build("llama"), tmp_path_factory.mktemp("llama"))
 
 
 @dataclass

@@ -16,9 +16,9 @@ from common.protocol.errors import InvalidParameter
 from common.protocol.messages import SamplingParams
 from tests.models.driver import GREEDY
 from tests.models.oracles import oracle_prompt
-from tests.models.test_device_runner import device_runner, kernels, llama
+from tests.models.test_device_runner import device_runner
 
-__all__ = ["kernels", "llama"]
+pytestmark = pytest.mark.usefixtures("kernels")
 
 FREE = SamplingParams(temperature=0.9, seed=11)
 FILTERED = SamplingParams(temperature=1.1, top_k=5, seed=12)

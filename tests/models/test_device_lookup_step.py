@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -30,33 +30,18 @@ from common.engine.plan import UNKNOWN, Room, StepPlan
 from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
 from common.models.source import ModelFiles
-from common.ops.backend import interpreted
-from common.ops.linear.candidates import Candidate
 from common.protocol import tokens as token_bytes
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Generation, SamplingParams
 from services.decode.scheduler import DecodeScheduler, Progress
-from tests.models.oracles import build, save
 from tests.models.test_device_runner import device_runner
-from tests.ops.interpreter import act_as_a_gpu
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 VOCAB = 120
 SYMBOLS = 12
 """Tokens that a text has as a rule."""
-
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("common.ops.linear.device._choose", lambda *_: Candidate("library"))
-    act_as_a_gpu()
-    with interpreted():
-        yield
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> ModelFiles:
-    return save(build("llama"), tmp_path_factory.mktemp("llama"))
 
 
 class Chain:

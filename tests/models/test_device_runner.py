@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +28,15 @@ from common.models.registry import load_decoder
 from common.models.source import ModelFiles
 from common.models.weights.base import LinearFormat
 from common.ops.attention.settings import DEFAULT_SETTINGS, AttentionSettings
-from common.ops.backend import interpreted
 from common.ops.kv.hadamard_reference import hadamard
-from common.ops.linear.candidates import Candidate
 from common.protocol.errors import InvalidParameter
 from common.protocol.messages import SamplingParams
 from tests.fixtures.slow import some_slow
 from tests.models.driver import GREEDY, Request, Whims, open_runner, run
 from tests.models.oracles import build, greedy_choices, oracle_prompt, save
 from tests.models.test_weights_groups import Checkpoint
-from tests.ops.interpreter import act_as_a_gpu
 
-
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Linears are the library's: their kernels have tests of their own, and are slow to interpret. Prompts add to the residual
-    what they multiply, decoding rows leave it to the next norm."""
-    monkeypatch.setattr("common.ops.linear.device._choose", lambda *_: Candidate("library"))
-    monkeypatch.setattr("common.ops.linear.device._ADDED_ROWS", 12)
-    act_as_a_gpu()
-    with interpreted():
-        yield
+pytestmark = pytest.mark.usefixtures("kernels")
 
 
 def device_runner(
@@ -153,12 +140,6 @@ def test_weights_in_groups_give_the_text_of_the_dequantised_model(name: str, tmp
     quantised = device_runner(checkpoint.files, weights="groups")
     assert {weight.format for role, weight in quantised.decoder.linears if role != "head"} == {"grouped"}
     assert tokens(quantised) == tokens(device_runner(checkpoint.meant_files))
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ModelFiles]:
-    model = build("llama")
-    return model, save(model, tmp_path_factory.mktemp("llama"))
 
 
 @pytest.mark.slow

@@ -27,12 +27,6 @@ TOP = SamplingParams(temperature=0.0, logprobs=3)
 OTHERS = [StepRow(oracle_prompt(seed=9, length=n), 0, [50 + n], 1, GREEDY, n) for n in (1, 12)]
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, ModelFiles]:
-    model = build("llama")
-    return model, save(model, tmp_path_factory.mktemp("llama"))
-
-
 def chunks_of(runner: Runner, rows: list[StepRow], chunk: int, beside: list[StepRow]) -> Iterator[list[RowSamples]]:
     """What each of `rows` gives, of which each step runs `chunk` tokens, and `beside` besides."""
     for start in range(0, max(len(row.tokens) for row in rows), chunk):
