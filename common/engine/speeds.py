@@ -9,16 +9,19 @@ from common.engine.plan import StepPlan
 
 _WEIGHT = 0.1
 _PREFILL_SHARE = 4
-"""Tokens a row, from which on a step counts as prefill."""
+"""Tokens of prompts a row, from which on a step counts as prefill."""
 
 _HORIZON_TOKENS = 8192
 """A rate is that of about so many tokens, the latest: short prompts, whose steps are slow by the token, count for little."""
 _LEAST_TOKENS = 256
-"""A few tokens, a canary's for instance, say nothing of how fast prompts are computed."""
+_LEAST_STEP_TOKENS = 32
+"""A step of fewer tokens, of a canary or of what a cached prefix leaves, says nothing of how fast prompts are computed. An idle
+worker gets a canary every half minute, and would look slower with each."""
 
 
 class TokenRate:
-    """Tokens a second, of the latest `horizon` tokens; 0 where less than a few hundred were measured."""
+    """Tokens a second, of the latest `horizon` tokens; 0 where less than a few hundred were measured. Steps of a few tokens do
+    not count."""
 
     def __init__(self, horizon: int = _HORIZON_TOKENS) -> None:
         self.horizon = horizon
@@ -26,6 +29,8 @@ class TokenRate:
         self._seconds = 0.0
 
     def measure(self, tokens: int, seconds: float) -> None:
+        if tokens < _LEAST_STEP_TOKENS:
+            return
         kept = math.exp(-tokens / self.horizon)
         self._tokens = kept * self._tokens + tokens
         self._seconds = kept * self._seconds + seconds
@@ -58,5 +63,6 @@ class Speeds:
         sampled = sum(row.num_samples for row in plan.rows)
         self.step_ms += _WEIGHT * (elapsed_s * 1000 - self.step_ms)
         self.tokens_per_s += _WEIGHT * (sampled / elapsed_s - self.tokens_per_s)
-        if plan.num_tokens >= _PREFILL_SHARE * len(plan.rows):
+        prompts = sum(len(row.tokens) for row in plan.rows if len(row.tokens) > max(1, row.num_samples))
+        if prompts >= _PREFILL_SHARE * len(plan.rows):
             self.prefill.measure(plan.num_tokens, elapsed_s)

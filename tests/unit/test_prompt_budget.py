@@ -103,12 +103,25 @@ def test_a_rate_is_that_of_the_latest_tokens_and_short_prompts_count_for_little(
     assert rate.per_s == rate.token_s == 0.0, "a canary says nothing"
     for _ in range(8):
         rate.measure(2048, 0.05)
-    rate.measure(16, 0.005)
+    rate.measure(64, 0.005)
     assert rate.per_s == pytest.approx(2048 / 0.05, rel=0.05)
     for _ in range(20):
         rate.measure(2048, 0.1)
     assert rate.per_s == pytest.approx(2048 / 0.1, rel=0.02)
     assert rate.token_s == pytest.approx(1 / rate.per_s)
+
+
+def test_canaries_of_a_day_do_not_make_an_idle_worker_look_slow() -> None:
+    """Four tokens every half minute, 6 ms each, are what an idle worker computes."""
+    rate, engine = TokenRate(), Engine(0.006, 25e-6)
+    engine.settle()
+    engine.budget.observe(rows=0, prompt_tokens=2048, seconds=0.05)
+    rate.measure(2048, 0.05)
+    before = rate.per_s, per_s(engine, 0), per_s(engine, 8)
+    for _ in range(2 * 60 * 24):
+        engine.budget.observe(rows=0, prompt_tokens=4, seconds=0.006)
+        rate.measure(4, 0.006)
+    assert (rate.per_s, per_s(engine, 0), per_s(engine, 8)) == before
 
 
 def test_speeds_know_prompts_from_answers() -> None:
@@ -119,6 +132,10 @@ def test_speeds_know_prompts_from_answers() -> None:
     speeds.measure(StepPlan(2, [StepRow([1], 512, [0], 1, SamplingParams(), 512)] * 4), 0.01)
     assert speeds.prefill_tokens_per_s == pytest.approx(25_600)
     assert speeds.tokens_per_s > 0 and speeds.step_ms > 0
+    verifying = StepRow([1] * 8, 512, [0], 8, SamplingParams(), 512)
+    for step in range(3, 90):
+        speeds.measure(StepPlan(step, [verifying] * 8), 0.006)
+    assert speeds.prefill_tokens_per_s == pytest.approx(25_600)
 
 
 def test_what_a_token_adds_beside_rows_is_not_taken_for_what_it_takes_alone() -> None:
