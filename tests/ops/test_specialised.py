@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.engine.in_turns import without
 from common.ops import backend
 from common.ops.linear import device as linear_device
 from common.ops.linear.candidates import SHARED_BYTES, Candidate, Op
@@ -39,6 +40,14 @@ def test_gate_and_up_of_many_rows_on_hopper() -> None:
 @pytest.mark.usefixtures("hopper")
 def test_what_is_chosen_unmeasured_stays_what_it_is() -> None:
     assert linear_device.options("gated", weight(), 2048, False)[0].kind != "specialised"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_the_benchmark_compares_it_with_the_first_of_another_kind() -> None:
+    own, other = offered(weight(), 4096)[0], Candidate("persistent")
+    first = linear_device.options("gated", weight(), 4096, False)[0]
+    assert without("specialised", lambda *_: own)("gated", weight(), 4096, False) == first != own
+    assert without("specialised", lambda *_: other)("gated", weight(), 4096, False) is other
 
 
 def test_other_gpus_have_it_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch")
 
 from bench.engine import __main__ as command
-from bench.engine import accuracy, check, gpu_session, kernels, table, timing
+from bench.engine import accuracy, check, gpu_session, in_turns, kernels, table, timing
 from bench.engine.cells import Failed
 from bench.engine.child import run_child
 from bench.engine.observe import Observed, Scored
@@ -28,6 +28,19 @@ from common.models.source import resolve
 from common.ops.quant.quantise import quantise_rows
 from common.ops.quant.quantise_reference import dequantise_weight_reference
 from tests.unit.cards import H200
+
+# -- choices
+
+
+def test_cells_are_timed_in_turns(capsys: pytest.CaptureFixture[str]) -> None:
+    """On a CPU nothing is chosen, and both ways are the same."""
+    usual = in_turns.linear_device._choose
+    flags = ["--model", "dummy:tiny", "--precision", "fp32", "--device", "cpu", "--cells", "1x16,2x16x2", "--turns", "1"]
+    assert in_turns.main(flags) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert [row.split("|")[1].strip() for row in rows[2:]] == ["1x16", "2x16x2"]
+    assert in_turns.linear_device._choose is usual
+
 
 # -- processes
 
