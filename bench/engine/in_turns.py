@@ -2,10 +2,11 @@
 
     python -m bench.engine.in_turns --model dummy:llama-3.1-8b-uniform --without specialised --cells 1x8192,8x4096
 
-A kernel that is faster alone need not make a model faster: at a card's power limit others pay for what it draws. "with" takes
-what was the fastest when the model was loaded, "without" the first choice of another kind (`common/ops/linear/candidates.py`).
-Steps that run in CUDA graphs, of up to 2,048 tokens, keep what they were captured with: cells are to have longer ones. Prints
-milliseconds of whole cells, the median of the turns, and how many times as fast "with" is.
+A kernel that is faster alone need not make a model faster: at a card's power limit, a kernel that draws more power slows the
+others down. "with" runs the candidates that were the fastest when the model was loaded; "without" replaces those of one kind by
+the first candidate of another (`common/ops/linear/candidates.py`). Steps of up to 2,048 tokens run in CUDA graphs that were
+captured with the fastest, so only cells with longer steps show a difference. Prints the median milliseconds of whole cells,
+and how many times as fast "with" is.
 """
 
 from __future__ import annotations

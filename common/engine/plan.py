@@ -123,6 +123,11 @@ class StepRow(msgspec.Struct):
     is_posted: bool = False
 
     @property
+    def is_prompt_part(self) -> bool:
+        """Whether it computes tokens of a prompt, and not the next token of an answer or proposed ones."""
+        return len(self.tokens) > max(1, self.num_samples)
+
+    @property
     def is_open(self) -> bool:
         """Whether its inputs behind the first token, or their positions, depend on the outcome of the step before."""
         return bool(self.verified or self.outcomes or self.is_posted)

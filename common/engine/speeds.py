@@ -20,7 +20,7 @@ worker gets a canary every half minute, and would look slower with each."""
 
 
 class TokenRate:
-    """Tokens a second, of the latest `horizon` tokens; 0 where less than a few hundred were measured. Steps of a few tokens do
+    """Prompt tokens a second, of the latest `horizon` tokens; 0 until a few hundred were measured. Steps of fewer than 32 do
     not count."""
 
     def __init__(self, horizon: int = _HORIZON_TOKENS) -> None:
@@ -63,6 +63,6 @@ class Speeds:
         sampled = sum(row.num_samples for row in plan.rows)
         self.step_ms += _WEIGHT * (elapsed_s * 1000 - self.step_ms)
         self.tokens_per_s += _WEIGHT * (sampled / elapsed_s - self.tokens_per_s)
-        prompts = sum(len(row.tokens) for row in plan.rows if len(row.tokens) > max(1, row.num_samples))
+        prompts = sum(len(row.tokens) for row in plan.rows if row.is_prompt_part)
         if prompts >= _PREFILL_SHARE * len(plan.rows):
             self.prefill.measure(plan.num_tokens, elapsed_s)

@@ -1,4 +1,4 @@
-"""What kernels in Gluon share: names that differ between versions of Triton, and two instructions."""
+"""What kernels in Gluon share from Hopper on: bulk copies under either of their names, and programmatic dependent launch."""
 
 # pyright: basic, reportAttributeAccessIssue=false
 

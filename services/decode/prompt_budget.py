@@ -43,9 +43,9 @@ _HORIZON_TOKENS = 4096
 _STEP_WEIGHT = 0.2
 _PART_WEIGHT = 0.2
 _SHORT_TOKENS = 512
-"""Fewer in a step of prompts alone take hardly less time than the step's weights take to be read."""
+"""A prompt with fewer tokens is short: reading the weights, as in a step of rows alone, is a large share of its step."""
 _LEAST_SHARE = 0.25
-"""Of a short prompt's step, what its tokens take at least."""
+"""The share of a short prompt's step that its tokens are taken to cost at least."""
 _STRIDE = 2.0
 """A part has at most so many times the tokens of the usual one, whose time says little of much longer ones."""
 _MAX_TIMES_PREDICTED = 2.0
@@ -107,8 +107,7 @@ class PromptBudget:
         if not self._usual_tokens or not self.token_s:
             return GRAIN_TOKENS
         limit_s = max(self.objective_s, self._growth * self.step_s)
-        target_s = max(_MARGIN * self.objective_s, self._growth * self.step_s)
-        tokens = self._tokens_within(target_s)
+        tokens = self._tokens_within(self._target_s)
         if tokens + rows < 2 * GRAIN_TOKENS:
             return max(LEAST_TOKENS, tokens)
         excess = (tokens + rows) % GRAIN_TOKENS
@@ -118,12 +117,11 @@ class PromptBudget:
         return max(LEAST_TOKENS, tokens - excess)
 
     def _expected_part(self, rows: int) -> int:
-        """Return the tokens of parts beside so many rows; `token_s` must be known. Before the first part, the tokens of those
-        that follow the first few."""
+        """Return how many tokens the next part beside so many rows is predicted to have; `token_s` must be known. Until one has
+        been measured: how many parts will have once they have grown."""
         if self._usual_tokens:
             return self._part(rows)
-        seconds = max(_MARGIN * self.objective_s, self._growth * self.step_s)
-        return max(GRAIN_TOKENS, int((seconds - self.step_s) / self.token_s))
+        return max(GRAIN_TOKENS, int((self._target_s - self.step_s) / self.token_s))
 
     def _tokens_within(self, seconds: float) -> int:
         """Of the part that makes a step of rows take so long."""
@@ -133,6 +131,11 @@ class PromptBudget:
     def _predicted_s(self, tokens: int) -> float:
         """Return the predicted seconds of a step of rows with a part of `tokens` tokens; `token_s` must be known."""
         return self.step_s + max(0.0, self._usual_s + (tokens - self._usual_tokens) * self.token_s)
+
+    @property
+    def _target_s(self) -> float:
+        """What a step of rows with a part is planned to take."""
+        return max(_MARGIN * self.objective_s, self._growth * self.step_s)
 
     @property
     def _growth(self) -> float:

@@ -71,7 +71,7 @@ def load_runner(
     drafts: bool = False,
 ) -> Runner:
     """Loads the weights; blocks for as long as that takes. `on_progress(done_bytes, total_bytes)` is called meanwhile.
-    drafts: the model only drafts for another one, so that its head is in FP8 where its weights are and nothing was measured.
+    drafts: the model only drafts for another one. Its head is FP8 then where its weights are and FP8's cost was not measured.
 
     segment_blocks: of each cache group, uint8 [num_blocks, block_bytes], writable; `cache_layout` gives the sizes. A runner on
     the CPU keeps KV in it, or in memory of its own without it. On a GPU it is not used: the pool is what the weights leave of

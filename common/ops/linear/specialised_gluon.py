@@ -1,11 +1,11 @@
 """Gate and up of many rows on Hopper, with their activation: warp-specialised, in Gluon.
 
     loader            boxes of activations and weights into a ring in shared memory, by the bulk-copy engine
-    consumers 0 to 2  64 activation rows of a tile each, times its weight rows of the gate, and those of the up
+    2 or 3 consumers  multiply 64 activation rows of a tile each, by the tile's weight rows of the gate and of the up
 
-Sums stay in registers until the activation is applied to them: half as many numbers are written, and none is read again.
-Tiles are as large as registers allow, since a card at its power limit is as fast as the work costs little energy, and what
-goes from L2 to shared memory costs more than products: 192 activation rows times 128 of the gate and as many of the up.
+The activation is applied to sums in registers, so gate and up are neither written to memory nor read again. Tiles are as large
+as registers allow, 192 activation rows with three consumers times 128 weight rows each of the gate and the up: the larger they
+are, the less has to be copied to shared memory. Copies cost energy, and a card at its power limit runs at a lower clock for it.
 
 A program stays on its multiprocessor and goes through a list of tiles; the loader fills the ring for the next one while
 results of this one are stored. GROUP tiles of activations go through all weights before others do: L2 holds both.
@@ -150,10 +150,10 @@ def specialised_kernel(
     if CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (_multiply, (bias, out, sizes, rings, 0, ACTIVATION, 3, WIDTH, STAGES, GROUP, PDL)),
-                (_multiply, (bias, out, sizes, rings, 1, ACTIVATION, 3, WIDTH, STAGES, GROUP, PDL)),
-                (_multiply, (bias, out, sizes, rings, 2, ACTIVATION, 3, WIDTH, STAGES, GROUP, PDL)),
-                (_load, (x, weight, sizes, rings, 3, WIDTH, BK, STAGES, GROUP, PDL)),
+                (_multiply, (bias, out, sizes, rings, 0, ACTIVATION, CONSUMERS, WIDTH, STAGES, GROUP, PDL)),
+                (_multiply, (bias, out, sizes, rings, 1, ACTIVATION, CONSUMERS, WIDTH, STAGES, GROUP, PDL)),
+                (_multiply, (bias, out, sizes, rings, 2, ACTIVATION, CONSUMERS, WIDTH, STAGES, GROUP, PDL)),
+                (_load, (x, weight, sizes, rings, CONSUMERS, WIDTH, BK, STAGES, GROUP, PDL)),
             ],
             [4, 4, 1],
             [160, 160, 24],
@@ -161,9 +161,9 @@ def specialised_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (bias, out, sizes, rings, 0, ACTIVATION, 2, WIDTH, STAGES, GROUP, PDL)),
-                (_multiply, (bias, out, sizes, rings, 1, ACTIVATION, 2, WIDTH, STAGES, GROUP, PDL)),
-                (_load, (x, weight, sizes, rings, 2, WIDTH, BK, STAGES, GROUP, PDL)),
+                (_multiply, (bias, out, sizes, rings, 0, ACTIVATION, CONSUMERS, WIDTH, STAGES, GROUP, PDL)),
+                (_multiply, (bias, out, sizes, rings, 1, ACTIVATION, CONSUMERS, WIDTH, STAGES, GROUP, PDL)),
+                (_load, (x, weight, sizes, rings, CONSUMERS, WIDTH, BK, STAGES, GROUP, PDL)),
             ],
             [4, 1],
             [232, 40],

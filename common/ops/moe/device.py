@@ -24,7 +24,7 @@ from common.ops.moe.packed_weight import PackedWeight
 from common.ops.tuning import Table
 
 _OPS = Path(__file__).parents[1]
-_SOURCES = ("*.py", "linear/*_triton.py", "linear/unpack*.py", "moe/*.py")
+_SOURCES = ("*.py", "linear/*_triton.py", "linear/unpack*.py", "linear/store_gluon.py", "moe/*.py")
 TABLE = Table("experts", ExpertCandidate, sorted(path for pattern in _SOURCES for path in _OPS.glob(pattern)))
 """An edit of any source whose kernels are timed, or that they are made of, measures again."""
 
