@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 
 import torch
 
@@ -54,7 +56,11 @@ def gpu_answers() -> bool:
 
 
 def ready_for_threads() -> None:
-    """Before several threads launch their first kernels at once: Triton makes its driver, with a C compiler, only once then."""
+    """Call before several threads launch their first kernels at once. Triton then makes its driver, with a C compiler, only once,
+    and one thread imports Gluon: its modules import each other, and of two threads that begin with different ones, one can get a
+    deadlock error. A tuning table would hold that against the candidate, and be kept."""
+    if find_spec("triton") is not None:
+        import_module("triton.experimental.gluon")
     if torch.cuda.is_available():
         from triton.runtime import driver
 
