@@ -42,4 +42,4 @@ def proposal_behind(outcomes: Sequence[Outcome], accepted: int, token: int) -> l
 
 def width_of(outcomes: Sequence[Outcome]) -> int:
     """Tokens that a row must have room for, to verify whatever is proposed."""
-    return max((len(outcome.proposal) for outcome in outcomes), default=0)
+    return max([len(outcome.proposal) for outcome in outcomes]) if outcomes else 0

@@ -151,7 +151,7 @@ class StepPlan(msgspec.Struct):
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(row.tokens) for row in self.rows)
+        return sum([len(row.tokens) for row in self.rows])  # faster than a generator, with hundreds of rows
 
 
 class Drafted(msgspec.Struct):

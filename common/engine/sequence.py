@@ -190,7 +190,8 @@ class Sequence:
         What a grammar or penalties allow, and the end of a minimum length, depend on tokens, not on their number alone: such a
         sequence waits for the outcome of a verification.
         """
-        if self.num_outputs + self.num_awaited >= self.sampling.max_tokens or self.length >= max_context:
+        generation, length = self.generation, self.length  # for each sequence of each step: few properties
+        if length - generation.prompt_tokens >= generation.sampling.max_tokens or length >= max_context:
             return False
         return not self.num_open or (self.num_steps == 1 and self.may_be_open)
 
@@ -225,7 +226,9 @@ class Sequence:
                 inputs += [0] * room.num_tokens
                 self.verifying = [UNKNOWN] * room.num_tokens
         else:
-            inputs = [UNKNOWN, *[0] * (room.num_tokens or width_of(outcomes))]
+            inputs = [UNKNOWN]
+            if width := room.num_tokens or width_of(outcomes):
+                inputs += [0] * width
             verified = self.verifying
         history: list[int] | History = []
         if sampled and _needs_history(self.sampling):
@@ -246,28 +249,30 @@ class Sequence:
         row_samples = len(inputs) - num_tokens + 1 if sampled else 0
         self.num_open += row_samples > 1
         before = self.newest if feed >= 0 else None
-        self.newest = StepRow(
+        row = self.newest = StepRow(
             tokens=inputs,
             start=start,
             blocks=self.blocks,
             more_blocks=self.more_blocks,
             num_samples=row_samples,
-            sampling=self.sampling,
+            sampling=self.generation.sampling,
             prompt_tokens=self.generation.prompt_tokens,
-            history=history,
             feed=feed,
-            constraint=self.matcher,
-            output=output,
-            output_start=output_start,
-            verified=verified,
-            outcomes=outcomes,
-            room=room.num_tokens,
             board=self.board,
-            is_posted=room.is_posted,
         )
+        if history:
+            row.history = history
+        if self.matcher is not None:
+            row.constraint, row.output, row.output_start = self.matcher, output, output_start
+        if verified:
+            row.verified = verified
+        if outcomes:
+            row.outcomes = outcomes
+        if room is not NO_ROOM:
+            row.room, row.is_posted = room.num_tokens, room.is_posted
         if room.is_searched or (before is not None and before.room and not before.is_posted):
-            self.newest.text = History(self.serial, self.tokens, len(self.tokens), [])
-        return self.newest
+            row.text = History(self.serial, self.tokens, len(self.tokens), [])
+        return row
 
     def _plan_reading(self, num_tokens: int) -> StepRow:
         start, end = self.num_planned, self.num_planned + num_tokens

@@ -43,14 +43,14 @@ _NONE = -1
 class _Text:
     """bucket: the class of the match that the next row may go on with, `_NONE` if there is none; ladder: the chances of its
     tokens. planned: the classes of the rows in flight, oldest first, from the first that has one on. idle: tokens since
-    something held, times the haste of the steps; asleep: until a pause ends; nap: how long the next one is. first, later: how
-    the row's own first and later tokens did."""
+    something held, times the haste of the steps; wakes_at: the number of the sequence's tokens at which a pause ends; nap: how
+    long the next one is. first, later: how the row's own first and later tokens did."""
 
     bucket: int = _NONE
     ladder: list[float] = field(default_factory=list)
     planned: deque[int] = field(default_factory=deque)
     idle: float = 0.0
-    asleep: int = 0
+    wakes_at: int = 0
     nap: int = _FIRST_NAP
     first: Record = field(default_factory=Record)
     later: Record = field(default_factory=Record)
@@ -65,6 +65,7 @@ class DeviceLookup:
         self.policy = policy
         self._first, self._later = HitRates(), HitRates()
         self._texts: dict[str, _Text] = {}
+        self._hopeful: set[str] = set()
         self._haste = 1.0
 
     def begin_step(self, num_rows: int) -> None:
@@ -77,20 +78,26 @@ class DeviceLookup:
     def close(self, sequence: Sequence) -> None:
         """Harmless twice."""
         self._texts.pop(sequence.request, None)
+        self._hopeful.discard(sequence.request)
 
     def reset(self) -> None:
         self._texts.clear()
+        self._hopeful.clear()
 
     def is_awake(self, sequence: Sequence) -> bool:
         """Whether the sequence's text is searched in the step that is planned."""
-        text = self._texts.get(sequence.request)
-        return text is not None and not text.asleep
+        return self.chances(sequence) is not None
 
-    def chances(self, sequence: Sequence) -> list[float]:
+    def chances(self, sequence: Sequence) -> list[float] | None:
         """Return the chance of each token that a row may look up, that it is found, and holds with all before it; [] where
-        nothing is to be expected."""
-        text = self._texts.get(sequence.request)
-        return [] if text is None or text.asleep else text.ladder
+        nothing is to be expected, None where the text is not searched."""
+        text = self._texts.get(sequence.generation.request)
+        return None if text is None or len(sequence.tokens) < text.wakes_at else text.ladder
+
+    def expects(self, request: str) -> bool:
+        """Whether something was found for the sequence that its next rows may go on with: then a step that did not search its
+        text is to be recorded, too."""
+        return request in self._hopeful
 
     def planned(self, sequence: Sequence) -> None:
         """The step that is planned searches the sequence's text."""
@@ -105,13 +112,12 @@ class DeviceLookup:
         if text is None:
             return
         if found is not None and not found.length and not text.planned and not text.ladder:  # as a rule, where there are many
-            self._idle(text, sequence.num_outputs - start)
+            self._idle(text, sequence, sequence.num_outputs - start)
             return
         if found is None:
-            text.asleep = max(0, text.asleep - (sequence.num_outputs - start))
-            if text.planned or text.bucket != _NONE:
-                text.planned.clear()
-                self._expect(text, _NONE, 0)
+            text.planned.clear()
+            self._expect(text, _NONE, 0)
+            self._hopeful.discard(sequence.request)
             return
         came = sequence.tokens[sequence.generation.prompt_tokens + start :]
         bucket = _NONE
@@ -125,16 +131,19 @@ class DeviceLookup:
         if hits and hits == min(len(came), len(found.tokens)):
             text.idle, text.nap = 0.0, _FIRST_NAP
             self._expect(text, self._bucket(found, hits, 0), found.length + hits)
+            self._hopeful.add(sequence.request)
             return
         self._expect(text, _NONE, 0)
-        self._idle(text, len(came))
+        if not text.planned:
+            self._hopeful.discard(sequence.request)
+        self._idle(text, sequence, len(came))
 
-    def _idle(self, text: _Text, num_tokens: int) -> None:
+    def _idle(self, text: _Text, sequence: Sequence, num_tokens: int) -> None:
         """Nothing held for so many tokens more."""
         text.idle += num_tokens * self._haste
         if text.idle >= _PATIENCE and not self.policy.always:
             text.idle = _PATIENCE / 2  # behind a pause it is searched for half as long
-            text.asleep = int(text.nap * self._haste)
+            text.wakes_at = len(sequence.tokens) + int(text.nap * self._haste)
             text.nap = min(2 * text.nap, _MAX_NAP)
 
     def _bucket(self, found: LookedUp, num_more: int, place: int) -> int:

@@ -149,13 +149,12 @@ class Proposers:
         self._offered.clear()
         prospects: set[Sequence] = set()
         for sequence in decoding if asks and limit else ():
-            row = self._rows.get(sequence.request)
+            row = self._rows.get(sequence.generation.request)
             if row is None:
                 continue
-            ladder: list[float] = []
-            if device is not None and device.is_awake(sequence):
+            ladder = device.chances(sequence) if device is not None else None
+            if ladder is not None:
                 prospects.add(sequence)
-                ladder = device.chances(sequence)
             posted = posting.chances(sequence)[:limit] if posting is not None else []
             if not ladder and not posted and not self.drafters:
                 continue
@@ -173,7 +172,7 @@ class Proposers:
                 if sum(offer.chances) > most:
                     most, row.drafter, row.offer = sum(offer.chances), drafter.name, offer
                     chances[sequence.request] = offer.chances
-            if device is not None and sum(ladder) > most and sequence.may_be_open:
+            if device is not None and ladder and sum(ladder) > most and sequence.may_be_open:
                 row.drafter, row.offer = device.name, _Chosen(ladder)
                 chances[sequence.request] = ladder
         proposing = self.drafts.begin_step(len(decoding), chances)
@@ -236,8 +235,8 @@ class Proposers:
 
     def record(self, done: Progress) -> None:
         """A step ran for a sequence; its tokens are there."""
-        request = done.sequence.request
-        self.num_sequence_steps += not done.sequence.is_read
+        request = done.sequence.generation.request
+        self.num_sequence_steps += not done.sequence.given
         row, source = self._rows.get(request), ""
         if row is not None and (row.verifying or row.foreseen):
             source = row.verifying
@@ -246,8 +245,9 @@ class Proposers:
             row.foreseen = []
         if self.head is not None:
             self.head.record(done.sequence, done.drafted)
-        if self.on_device is not None:
-            self.on_device.record(done.sequence, done.start, done.looked_up)
+        device = self.on_device
+        if device is not None and (done.looked_up is not None or device.expects(request)):
+            device.record(done.sequence, done.start, done.looked_up)
         if done.forced:
             return
         if done.proposed and row is not None:

@@ -169,9 +169,17 @@ class DecodeScheduler:
         """
         ahead = bool(self._flights)
         self._resume()
-        candidates = [s for s in self._running if s.is_ready and (only is None or s in only)]
-        decoding = [s for s in candidates if s.num_unplanned == 1 and not s.is_read and (not ahead or self._may_follow(s))]
-        if ahead and not all(self._has_room(sequence) for sequence in decoding):
+        decoding: list[Sequence] = []
+        prompts: list[Sequence] = []
+        for sequence in self._running:
+            if not sequence.is_ready or (only is not None and sequence not in only):
+                continue
+            left = sequence.num_unplanned
+            if left > 1 or (left and sequence.is_read):
+                prompts.append(sequence)
+            elif left and (not ahead or self._may_follow(sequence)):
+                decoding.append(sequence)
+        if ahead and not all(self._fits(sequence, sequence.longest) for sequence in decoding):
             return None
         rows: list[StepRow] = []
         planned: list[Sequence] = []
@@ -179,8 +187,8 @@ class DecodeScheduler:
         prospects = self.begin_step(decoding)
         budget = self.token_budget
         for sequence in decoding:
-            if sequence not in self._running or not self._make_room(sequence, planned):
-                continue
+            if not ahead and (sequence not in self._running or not self._make_room(sequence, planned)):
+                continue  # ahead, all have room
             asks = prospects is None or sequence in prospects
             room = self._room(sequence, budget) if asks else NO_ROOM
             if sequence.num_awaited:
@@ -196,7 +204,7 @@ class DecodeScheduler:
             budget -= row.num_samples - 1
         computing = self._computing if ahead else set[bytes]()
         before = frozenset(computing)
-        prompts = [s for s in candidates if s in self._running and s.num_unplanned > (0 if s.is_read else 1)]
+        prompts = [sequence for sequence in prompts if sequence in self._running]
         for sequence in prompts:
             self.cache.catch_up(sequence)
         num_prompt_tokens, budget = 0, self.prompt_limit(len(rows), budget)
@@ -252,7 +260,7 @@ class DecodeScheduler:
                     self._leave(sequence)
                 continue
             proposal = samples.chosen(row) if row.room else sequence.verifying
-            accepted = accept(proposal, samples.tokens)
+            accepted = accept(proposal, samples.tokens) if proposal else 0
             start = sequence.num_outputs
             sequence.went_on(sequence.append(samples, accepted + 1, max_context=self.max_context))
             forced = sequence.matcher is not None and sequence.matcher.was_forced(proposal, accepted)
@@ -316,11 +324,7 @@ class DecodeScheduler:
         if limit <= 0:
             return []
         proposal = self._guess(sequence, limit)
-        try:
-            self.cache.grow(sequence, len(sequence.tokens) + len(proposal))
-        except OutOfBlocks:
-            return []
-        return proposal
+        return proposal if not proposal or self._fits(sequence, len(sequence.tokens) + len(proposal)) else []
 
     def _guess(self, sequence: Sequence, limit: int) -> list[int]:
         """What a grammar forces, else as much of what is proposed as a grammar allows."""
@@ -339,12 +343,8 @@ class DecodeScheduler:
         if not sequence.may_be_open:
             return NO_ROOM
         room = self.room_for(sequence, max(0, self._limit(sequence, budget)))
-        if room.num_tokens:
-            try:
-                self.cache.grow(sequence, sequence.longest + room.num_tokens)
-            except OutOfBlocks:
-                return room._replace(num_tokens=0)
-        return room
+        is_too_much = room.num_tokens and not self._fits(sequence, sequence.longest + room.num_tokens)
+        return room._replace(num_tokens=0) if is_too_much else room
 
     def _limit(self, sequence: Sequence, budget: int) -> int:
         outputs = sequence.num_outputs + sequence.num_awaited
@@ -356,22 +356,19 @@ class DecodeScheduler:
         if limit <= 0 or sequence.num_steps > 1 or not sequence.may_be_open:
             return []
         outcomes = self.foresee(sequence, limit)
-        try:
-            self.cache.grow(sequence, sequence.longest + width_of(outcomes))
-        except OutOfBlocks:
-            return []
-        return outcomes
+        return outcomes if not outcomes or self._fits(sequence, sequence.longest + width_of(outcomes)) else []
 
-    def _has_room(self, sequence: Sequence) -> bool:
+    def _fits(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Give the sequence blocks for so many tokens. False: there are not enough."""
         try:
-            self.cache.grow(sequence, sequence.longest)
+            self.cache.grow(sequence, num_tokens)
         except OutOfBlocks:
             return False
         return True
 
     def _make_room(self, sequence: Sequence, planned: list[Sequence]) -> bool:
         """A block for the next token, if need be from the newest sequence that is not in this step yet."""
-        while not self._has_room(sequence):
+        while not self._fits(sequence, sequence.longest):
             victim = next(s for s in reversed(self._running) if s not in planned)
             self._preempt(victim)
             if victim is sequence:

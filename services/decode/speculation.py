@@ -33,6 +33,9 @@ FEW_SEQUENCES = BOARD_SLOTS
 """Speculated for at once, at most, where steps take what is posted when they begin, and draft workers are told first."""
 RESYNC_TOKENS = 16
 """A sequence is sent whole again only after this many new tokens, and twice as many each time."""
+QUIET_SHARE, QUIET_TOKENS = 8, 16
+"""Where there are more than FEW_SEQUENCES, a sequence that was sent N tokens since anything was proposed for it is sent further
+ones N / QUIET_SHARE together, QUIET_TOKENS at most: sending each of hundreds of rows every token takes a part of the step."""
 
 
 def align(base: int, proposal: Sequence[int], tokens: Sequence[int], length: int | None = None) -> list[int]:
@@ -56,7 +59,7 @@ def _holds(base: int, proposal: Sequence[int], tokens: Sequence[int]) -> bool:
 class _Mirror:
     """`worker` mirrors this sequence and was sent its first `sent` tokens. `tokens` is the sequence's own, growing list, of
     which `known` were there after the last step. `table`: whole proposals behind `table_base`, each for a place where the
-    proposal may fail."""
+    proposal may fail. `quiet`: tokens sent since anything was proposed."""
 
     tokens: Sequence[int]
     sampling: DraftSampling
@@ -69,6 +72,7 @@ class _Mirror:
     table: Sequence[Sequence[int]] = ()
     whole_at: int = 0
     resync_tokens: int = RESYNC_TOKENS
+    quiet: int = 0
     known: int = 0
     exchange: Exchange = field(default_factory=Exchange)
 
@@ -276,6 +280,8 @@ class DraftBook:
             if mirror is None or mirror.worker != message.draft or not mirror.base <= row.base <= mirror.sent:
                 continue
             proposal = self._known(row.tokens)
+            if proposal:
+                mirror.quiet = 0
             is_late = bool(proposal) and len(mirror.tokens) - row.base >= len(proposal)
             self.counters.num_received += bool(proposal)
             self.counters.num_late += is_late
@@ -339,9 +345,11 @@ class DraftBook:
         sampling: dict[WorkerRef, dict[str, DraftSampling]] = {}
         contexts: dict[WorkerRef, dict[str, RequestContext]] = {}
         room: dict[WorkerRef, int] = {}
+        are_many = len(self._mirrors) > FEW_SEQUENCES
         for sequence, mirror in self._mirrors.items() if self.trial.asking else ():
             worker, sent = mirror.worker, mirror.sent
-            if worker is None or mirror.pace.asleep > 1 or len(mirror.tokens) <= sent:
+            fewest = min(QUIET_TOKENS, mirror.quiet // QUIET_SHARE) if are_many and sent else 1
+            if worker is None or mirror.pace.asleep > 1 or len(mirror.tokens) - sent < max(fewest, 1):
                 continue
             left = room.get(worker, self.max_update_tokens)
             if left <= 0:
@@ -352,6 +360,8 @@ class DraftBook:
                 sampling.setdefault(worker, {})[sequence] = mirror.sampling
                 contexts.setdefault(worker, {})[sequence] = mirror.exchange.context
                 mirror.exchange.opened(worker)
+            else:
+                mirror.quiet += len(fresh)
             mirror.exchange.num_updates += 1
             mirror.sent = sent + len(fresh)
             room[worker] = left - len(fresh)
@@ -374,7 +384,7 @@ class DraftBook:
             return
         self._rooms[worker] -= 1
         mirror.worker = worker
-        mirror.sent = mirror.whole_at = 0
+        mirror.sent = mirror.whole_at = mirror.quiet = 0
         mirror.base, mirror.proposal, mirror.table = 0, (), ()
 
     def _leave(self, sequence: str, mirror: _Mirror) -> None:

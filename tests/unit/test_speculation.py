@@ -15,7 +15,7 @@ from common.engine.simulated.runner import BYTES_PER_TOKEN, SimulatedRunner, Tok
 from common.protocol.draft_messages import DraftBranch, DraftClose, DraftResync, DraftRow, DraftSampling, DraftUpdate, Proposals
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence, SamplingParams
-from services.decode.speculation import RESYNC_TOKENS, DraftBook, align
+from services.decode.speculation import FEW_SEQUENCES, QUIET_TOKENS, RESYNC_TOKENS, DraftBook, align
 from services.decode.speculation_policy import SpeculationPolicy
 from tests.unit.speculating import flat_costs
 
@@ -69,6 +69,39 @@ def test_leading_matches_are_accepted() -> None:
     assert accept([1, 2, 3], [1, 2, 3, 4]) == 3
     assert accept([1], [2, 1]) == 0
     assert accept([], [5]) == 0
+
+
+def test_of_many_sequences_those_with_no_proposals_are_sent_several_tokens_together() -> None:
+    worker = drafter("draft-1")
+    book = make_book(worker)
+    texts = {f"s{index}": [1, 2, 3] for index in range(FEW_SEQUENCES + 1)}
+    for name, tokens in texts.items():
+        book.open(name, tokens)
+    updates(book)
+    sent: list[DraftRow] = []
+    for step in range(400):
+        for tokens in texts.values():
+            tokens.append(step)
+        sent += [row for row in updates(book).get(worker.worker, []) if row.sequence == "s0"]
+    assert [token for row in sent for token in row.tokens] == texts["s0"][3 : 3 + sum(len(row.tokens) for row in sent)]
+    assert len(texts["s0"]) - (sent[-1].base + len(sent[-1].tokens)) < QUIET_TOKENS
+    assert max(len(row.tokens) for row in sent) == QUIET_TOKENS and len(sent) < 60
+    offer(book, worker, "s0", sent[-1].base + len(sent[-1].tokens), [399, 400])
+    texts["s0"].append(400)
+    assert [row.tokens[-1] for row in updates(book)[worker.worker] if row.sequence == "s0"] == [400]
+
+
+def test_few_sequences_are_sent_every_token_at_once() -> None:
+    worker = drafter("draft-1")
+    book = make_book(worker)
+    texts = {f"s{index}": [1, 2, 3] for index in range(FEW_SEQUENCES)}
+    for name, tokens in texts.items():
+        book.open(name, tokens)
+    updates(book)
+    for step in range(200):
+        for tokens in texts.values():
+            tokens.append(step)
+        assert [row.tokens for row in updates(book)[worker.worker]] == [[step]] * FEW_SEQUENCES
 
 
 def test_each_step_sends_one_update_with_what_is_new() -> None:
