@@ -18,6 +18,7 @@ from common.models.json_files import read_object, read_object_if_any
 from common.models.naming import DUMMY_PREFIX
 from common.models.source import ModelFiles
 from common.models.spec import ExpertsSpec, LayerSpec, ModelSpec, RopeSpec
+from common.models.weights.files import weight_files
 from common.models.weights.gguf_metadata import read_metadata
 from common.protocol.errors import ConfigError
 
@@ -44,7 +45,7 @@ def load_config(files: ModelFiles) -> ModelConfig:
         config = config_from_json(
             read_object(files.path / "config.json"), read_object_if_any(files.path / "generation_config.json")
         )
-        weights = sorted(files.path.glob("*.safetensors"))
+        weights = weight_files(files.path)
     return msgspec.structs.replace(config, identity=_identity(config, weights))
 
 

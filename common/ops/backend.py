@@ -56,9 +56,9 @@ def gpu_answers() -> bool:
 
 
 def ready_for_threads() -> None:
-    """Call before several threads launch their first kernels at once. Triton then makes its driver, with a C compiler, only once,
-    and one thread imports Gluon: its modules import each other, and of two threads that begin with different ones, one can get a
-    deadlock error. A tuning table would hold that against the candidate, and be kept."""
+    """Call before several threads launch their first kernels at once. Triton then makes its driver, with a C compiler, only
+    once, and one thread imports Gluon: its modules import each other, and of two threads that begin with different ones, one
+    can get a deadlock error. A tuning table would hold that against the candidate, and be kept."""
     if find_spec("triton") is not None:
         import_module("triton.experimental.gluon")
     if torch.cuda.is_available():

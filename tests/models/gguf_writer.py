@@ -61,8 +61,11 @@ _EXPERT = re.compile(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight"
 _ROLES = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
-def write_model(path: Path, model: Any, *, experts: Type = Type.F32, extra: dict[str, Any] | None = None) -> ModelFiles:
-    """`model` in F32, its experts as `experts`. extra: further metadata below the architecture's prefix."""
+def write_model(
+    path: Path, model: Any, *, experts: Type = Type.F32, extra: dict[str, Any] | None = None, parts: int = 1
+) -> ModelFiles:
+    """`model` in F32, its experts as `experts`. extra: further metadata below the architecture's prefix. parts: how many files
+    there are, says this one."""
     config = model.config
     model.save_pretrained(path.parent / f"{path.stem}-safetensors")
     tensors = load_file(path.parent / f"{path.stem}-safetensors" / "model.safetensors")
@@ -70,6 +73,8 @@ def write_model(path: Path, model: Any, *, experts: Type = Type.F32, extra: dict
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in (_metadata(config, architecture) | (extra or {})).items():
         _add(writer, f"{architecture}.{key}", value)
+    if parts > 1:
+        _add(writer, "split.count", parts)
     for name, values in _tensors(config, architecture, tensors).items():
         if "_exps.weight" in name:
             writer.add_tensor(name, quantize(values, experts), raw_dtype=experts)

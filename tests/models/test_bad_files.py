@@ -35,6 +35,8 @@ from tests.models.test_weights_experts import Checkpoint as ExpertsCheckpoint
 from tests.models.test_weights_groups import FORMATS, UP
 from tests.models.test_weights_groups import Checkpoint as GroupsCheckpoint
 
+STATE = "weight.quant_state.bitsandbytes__nf4"
+
 
 def inspect(files: ModelFiles) -> None:
     take_inventory(files, load_config(files))
@@ -77,6 +79,18 @@ def _nan(x: torch.Tensor) -> torch.Tensor:
         ("mxfp4", "weight_scale", lambda x: x | 255, "holds a scale that is NaN"),
         ("nf4", "weight.absmax", None, "lack .*absmax"),
         ("nf4", "weight.absmax", _nan, "NaN or infinite"),
+        ("nf4", "weight.absmax", lambda x: x[:3], r"absmax holds 3 numbers, \d+ are expected"),
+        ("nf4", "weight.quant_map", _nan, "holds a value that is NaN"),
+        ("nf4", STATE, lambda x: x[:5], "is damaged: JSONDecodeError"),
+        ("nf4", STATE, lambda x: torch.tensor(list(b'{"blocksize": 48}'), dtype=torch.uint8), "blocks of 48 do not divide"),
+        ("nf4", "weight", lambda x: x.flatten().view(torch.bfloat16), "weight is BF16, and the format has U8"),
+        ("int8", "weight_scale", None, r"up_proj\.weight is I8, and floats are expected: its scale is missing"),
+        ("int8", "weight_scale", lambda x: -x, "holds a negative scale"),
+        ("awq", "qweight", lambda x: x.float(), "qweight is F32, and the format has I32"),
+        ("awq", "scales", lambda x: x.int(), "scales is I32, and floats are expected"),
+        ("packed", "weight_scale", lambda x: -x, "holds a negative scale"),
+        ("packed", "weight_shape", lambda x: x + 1, r"weight_shape is \[129, 65\], the configuration asks for \[128, 64\]"),
+        ("packed-zeros", "weight_zero_point", lambda x: x[:3], "weight_zero_point has shape"),
     ],
 )
 def test_damage_shows_before_anything_is_loaded(tmp_path: Path, name: str, last: str, change: Any, message: str) -> None:
@@ -87,6 +101,57 @@ def test_damage_shows_before_anything_is_loaded(tmp_path: Path, name: str, last:
     checkpoint.write()
     with pytest.raises(WeightsError, match=message):
         inspect(checkpoint.files)
+
+
+@pytest.mark.parametrize(
+    ("added", "message"),
+    [
+        ({"model.norm.weight": torch.ones(64, dtype=torch.int8)}, r"model\.norm\.weight is I8, and floats are expected"),
+        ({"model.layers.9.mlp.up_proj.weight": torch.ones(128, 64)}, r"does not have: model\.layers\.9\.mlp\.up_proj\.weight"),
+        ({f"{UP}.bias": torch.ones(128)}, r"up_proj\.bias is not 0"),
+        ({f"{UP}.output_scale": torch.ones(1)}, r"does not have: .*output_scale"),
+        ({f"{UP}.weight_zero_point": torch.ones(128, 1, dtype=torch.int8)}, "INT8 weights with zero points"),
+        ({"model.layers.0.self_attn.k_scale": torch.tensor(float("nan"))}, "k_scale holds a scale that is NaN"),
+    ],
+)
+def test_tensors_that_are_too_much_or_of_another_type_show_before_anything_is_loaded(
+    tmp_path: Path, added: dict[str, torch.Tensor], message: str
+) -> None:
+    checkpoint = GroupsCheckpoint(tmp_path, "int8")
+    checkpoint.tensors |= added
+    checkpoint.write()
+    with pytest.raises(WeightsError, match=message):
+        inspect(checkpoint.files)
+
+
+def test_a_module_that_is_left_alone_and_quantised_all_the_same_is_an_error(tmp_path: Path) -> None:
+    checkpoint = GroupsCheckpoint(tmp_path, "int8", ignore=["re:.*up_proj"])
+    with pytest.raises(WeightsError, match="is I8, and floats are expected"):
+        inspect(checkpoint.files)
+    with pytest.raises(WeightsError, match="is int8, and floats are expected"):
+        load_decoder(checkpoint.files, load_config(checkpoint.files), dtype=torch.float32, device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", ["awq", "packed", "int8", "nf4", "mxfp4"])
+def test_a_format_that_no_tensor_has_is_an_error(tmp_path: Path, name: str) -> None:
+    checkpoint = GroupsCheckpoint(tmp_path, name)
+    checkpoint.tensors = checkpoint.meant
+    checkpoint.write()
+    with pytest.raises(WeightsError, match=f"says {name}, and no weight is in that format"):
+        inspect(checkpoint.files)
+
+
+def test_copies_and_adapters_beside_the_weights_are_not_theirs(tmp_path: Path) -> None:
+    files = save(build("mistral"), tmp_path / "whole")
+    shards = save(build("mistral"), tmp_path / "shards", shard_bytes=60_000)
+    counted = take_inventory(files, load_config(files)), load_config(files).identity
+    for one in (files, shards):
+        before = take_inventory(one, load_config(one))
+        for name in ("consolidated.safetensors", "adapter_model.safetensors"):
+            save_file({"layers.0.attention.wq.weight": np.zeros((64, 64), np.int64)}, one.path / name)
+        assert take_inventory(one, load_config(one)) == before
+        load_decoder(one, load_config(one), dtype=torch.float32, device=torch.device("cpu"))
+    assert counted == (take_inventory(files, load_config(files)), load_config(files).identity)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +232,12 @@ def test_gguf_cut_in_any_section_is_refused(tmp_path: Path) -> None:
         files.path.write_bytes(whole[:cut])
         with pytest.raises(ConfigError, match=r"model\.gguf"):
             inspect(files)
+
+
+def test_a_part_of_a_gguf_file_is_named_as_such(tmp_path: Path) -> None:
+    files = write_model(tmp_path / "model-00001-of-00003.gguf", build("qwen3"), parts=3)
+    with pytest.raises(WeightsError, match="is one of 3 parts"):
+        inspect(files)
 
 
 def test_gguf_without_a_tensor_or_with_another_shape_is_refused(tmp_path: Path) -> None:

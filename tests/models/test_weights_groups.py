@@ -31,6 +31,7 @@ from common.models.formats.scheme import WeightScheme
 from common.models.registry import open_weights
 from common.models.source import DEFAULT_MODEL, ModelFiles, resolve
 from common.models.weights.base import LinearFormat, WeightLoader, WeightsError
+from common.models.weights.inventory import take_inventory
 from common.ops.quant.grouped import dequantise_grouped
 from common.protocol.errors import ConfigError
 from tests.models.driver import Request, open_runner, run
@@ -71,17 +72,26 @@ UP, GATE = "model.layers.1.mlp.up_proj", "model.layers.1.mlp.gate_proj"
 
 class Checkpoint:
     """A tiny Llama in one format, and beside it the dequantised model that it means, in float32. plain: parts of names that
-    stay as they are."""
+    stay as they are. more: parts of names that are quantised, too. changes: of the configuration."""
 
-    def __init__(self, folder: Path, name: str, plain: tuple[str, ...] = (), ignore: list[str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        plain: tuple[str, ...] = (),
+        ignore: list[str] | None = None,
+        *,
+        more: tuple[str, ...] = (),
+        **changes: Any,
+    ) -> None:
         quantization, write = FORMATS[name]
         torch.manual_seed(3)
-        self.meant_files = save(build("llama"), folder / "meant")
-        self.files = save(build("llama"), folder / "stored")
+        self.meant_files = save(build("llama", **changes), folder / "meant")
+        self.files = save(build("llama", **changes), folder / "stored")
         self.meant = load_file(self.meant_files.path / "model.safetensors")
         self.tensors: dict[str, torch.Tensor] = {}
         for key, tensor in list(self.meant.items()):
-            if "_proj." not in key or any(part in key for part in plain):
+            if not any(part in key for part in ("_proj.", *more)) or any(part in key for part in plain):
                 self.tensors[key] = tensor
                 continue
             module = key.removesuffix(".weight")
@@ -129,6 +139,16 @@ def test_greedy_tokens_are_those_of_the_dequantised_model(tmp_path: Path, name: 
         return run(open_runner(files), [Request(prompt, 6, chunk=16) for prompt in prompts])
 
     assert tokens(checkpoint.files) == tokens(checkpoint.meant_files)
+
+
+@pytest.mark.parametrize("name", ["int8", "gptq", "packed", "nf4"])
+def test_a_head_that_is_quantised_is_read(tmp_path: Path, name: str) -> None:
+    checkpoint = Checkpoint(tmp_path, name, ignore=[], more=("lm_head",), tie_word_embeddings=False)
+    assert "lm_head.weight" not in checkpoint.tensors or checkpoint.tensors["lm_head.weight"].dtype != torch.float32
+    take_inventory(checkpoint.files, load_config(checkpoint.files))
+    for weights in ("none", "groups"):
+        head = checkpoint.loader(weights).take("lm_head.weight", *checkpoint.meant["lm_head.weight"].shape)
+        torch.testing.assert_close(head, checkpoint.meant["lm_head.weight"], atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("ignore", [["model.layers.0.self_attn.k_proj"], [r"re:.*layers\.0\.self_attn\.k_proj"], ["k_proj"]])

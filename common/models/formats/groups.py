@@ -112,14 +112,6 @@ class GroupFormat(Protocol):
         ...
 
 
-COMPANIONS = (
-    *("qzeros", "scales", "g_idx", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
-    *("weight_global_scale", "input_global_scale", "weight_scale_2", "input_scale", "input_zero_point"),
-    *("absmax", "quant_map", "nested_absmax", "nested_quant_map", "bitsandbytes__nf4"),
-)
-"""Last parts of names of tensors that belong to a quantised module."""
-
-
 def checked_scales(name: str, scales: torch.Tensor) -> torch.Tensor:
     """float32. :raises WeightsError: if a scale is NaN, infinite or negative."""
     scales = scales.float()

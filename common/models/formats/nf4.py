@@ -9,12 +9,12 @@ X.weight.quant_state.bitsandbytes__nf4    JSON as bytes: blocksize, shape, neste
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
 
 from common.models.formats.groups import Groups, Tensors, checked_scales
+from common.models.formats.nf4_state import parse_state
 from common.models.formats.scheme import ShardUnits, WeightScheme
 from common.models.weights.errors import WeightsError
 from common.ops.quant.grouped import NF4
@@ -30,12 +30,9 @@ class Nf4:
         return f"{module}.weight.quant_state.bitsandbytes__nf4"
 
     def load(self, tensors: Tensors, module: str, outputs: int, inputs: int, scheme: WeightScheme) -> Groups:
-        state = _state(tensors, self.main(module))
+        name = self.main(module)
+        state = parse_state(name, bytes(tensors(name).cpu().tolist()), (outputs, inputs))
         block = state["blocksize"]
-        if inputs % block:
-            raise WeightsError(f"{module}: blocks of {block} do not divide {inputs} inputs")
-        if tuple(state.get("shape", (outputs, inputs))) != (outputs, inputs):
-            raise WeightsError(f"{module} has shape {state['shape']}, the configuration asks for {[outputs, inputs]}")
         weight = f"{module}.weight"
         packed = tensors(weight)
         if packed.dtype != torch.uint8 or packed.numel() * 2 != outputs * inputs:
@@ -47,17 +44,6 @@ class Nf4:
         codes = torch.stack([flat >> 4, flat & 15], -1).view(outputs, inputs)
         scales = _scales(tensors, weight, state, outputs * inputs // block)
         return Groups(codes, checked_scales(f"{weight}.absmax", scales).view(outputs, -1), None, "nf4", block)
-
-
-def _state(tensors: Tensors, name: str) -> dict[str, Any]:
-    try:
-        state = json.loads(bytes(tensors(name).cpu().tolist()))
-        sizes = [state["blocksize"], *([state["nested_blocksize"]] if "nested_blocksize" in state else [])]
-        if not all(isinstance(size, int) and size > 0 for size in sizes):
-            raise ValueError(f"blocks of {sizes}")
-    except (ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"{name} is damaged: {error!r}") from error
-    return state
 
 
 def _scales(tensors: Tensors, weight: str, state: dict[str, Any], blocks: int) -> torch.Tensor:

@@ -16,11 +16,13 @@ from typing import Literal
 
 import torch
 
+from common.models.formats.companions import is_companion
 from common.models.formats.groups import Groups
 from common.models.formats.registry import format_of
 from common.models.formats.scheme import WeightScheme
-from common.models.weights.fp8 import Fp8Weight, dequantise_fp8, find_scale, fused_fp8, is_companion, kv_scales
+from common.models.weights.fp8 import Fp8Weight, dequantise_fp8, find_scale, fused_fp8, kv_scales
 from common.models.weights.prefetch import Prefetch
+from common.models.weights.required import not_floats
 from common.models.weights.source import Progress, WeightsError, WeightSource
 from common.models.weights.upload import Upload
 from common.ops.linear.weight import LinearWeight, linear_from_grouped, pack_linear
@@ -87,10 +89,12 @@ class WeightLoader:
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """`name` as a tensor of `shape`, in `dtype` (the loader's) on `device`.
 
-        :raises WeightsError: if it is missing or has another shape.
+        :raises WeightsError: if it is missing, has another shape, or is integers.
         """
-        tensor = self._take(name, shape)
-        return self._plain(name, tensor, dtype or self.dtype)
+        module = name.removesuffix(".weight")
+        if self._format is not None and len(shape) == 2 and module != name and self._in_groups(module):
+            return self._groups(module, *shape).dequantise().to(dtype or self.dtype)
+        return self._plain(name, self._take(name, shape), dtype or self.dtype)
 
     def take_stored(self, module: str, size: int, inputs: int) -> Groups | Fp8Weight | torch.Tensor:
         """The weight [size, inputs] of `module` (a name without `.weight`) as the files hold it; floats in `dtype`.
@@ -261,6 +265,8 @@ class WeightLoader:
     def _plain(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if tensor.dtype == torch.float8_e4m3fn:
             return dequantise_fp8(tensor, self._scale(name, tensor), dtype)
+        if not tensor.is_floating_point():
+            raise WeightsError(not_floats(name, str(tensor.dtype).removeprefix("torch.")))
         return tensor.to(dtype)
 
     def read_stored(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:

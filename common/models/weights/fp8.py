@@ -14,14 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from common.models.formats.detect import FP8_BLOCK as BLOCK
-from common.models.formats.groups import COMPANIONS, checked_scales
+from common.models.formats.groups import checked_scales
 from common.models.weights.source import WeightsError, WeightSource
 from common.models.weights.upload import Upload
 from common.ops.linear.weight import LinearWeight, linear_from_fp8
-
-_COMPANIONS = ("weight_scale", "weight_scale_inv", "input_scale", "input_scale_ub", "activation_scale")
-_COMPANIONS += ("q_scale", "k_scale", "v_scale", "kv_scale", "prob_scale")
-_COMPANIONS += COMPANIONS
 
 
 @dataclass(slots=True, frozen=True)
@@ -35,11 +31,6 @@ class Fp8Weight:
     def dequantise(self) -> torch.Tensor:
         """Return [out, in] in `dtype`."""
         return dequantise_fp8(self.data, self.scale, self.dtype)
-
-
-def is_companion(name: str) -> bool:
-    """Does `name` belong to another tensor, which asks for it or knows better?"""
-    return name.rpartition(".")[2] in _COMPANIONS
 
 
 def find_scale(source: WeightSource, upload: Upload, name: str, shape: torch.Size) -> torch.Tensor:

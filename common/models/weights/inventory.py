@@ -15,12 +15,13 @@ from common.models.families.wrappers import text_names
 from common.models.source import ModelFiles
 from common.models.weights.errors import WeightsError
 from common.models.weights.expected import TARGET_OFFSETS, decoder_shapes
+from common.models.weights.files import read_index, weight_files
+from common.models.weights.gguf_metadata import read_metadata
 from common.models.weights.gguf_tensors import check_type, map_file, read_tensors
 from common.models.weights.gguf_values import check_gguf_values
-from common.models.weights.required import check_shapes
+from common.models.weights.required import FLOATS, FP8, check_tensors
 from common.models.weights.values import check_values
 
-_SAFETENSORS_TYPES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3"})
 _INTEGERS = frozenset({"I64", "I32", "I8", "U8"})
 """What codes of quantised weights are in."""
 
@@ -44,17 +45,18 @@ def take_inventory(files: ModelFiles, config: ModelConfig) -> Inventory:
         shapes = _gguf_shapes(files.path)
         embedding = shapes.get(f"{config.names.embedding}.weight")
         counted = _counted(shapes, config, files.path)
-        check_shapes(({f"{config.names.head}.weight": embedding} if embedding else {}) | shapes, config)
+        check_tensors(({f"{config.names.head}.weight": embedding} if embedding else {}) | shapes, config, {})
         check_gguf_values(files.path)
         return counted
     in_groups = config.weight_format == "groups"
-    shapes, fp8 = _safetensors_shapes(files.path, _SAFETENSORS_TYPES | (_INTEGERS if in_groups else frozenset()))
+    table = _Table(files.path, FLOATS | {FP8} | (_INTEGERS if in_groups else frozenset()))
+    shapes = table.shapes
     # where several codes are one number of a tensor, the shapes of the files say less than those of the model
     counted = _counted(decoder_shapes(config) if in_groups else shapes, config, files.path)
-    check_shapes(shapes, config, fp8=fp8)
+    contents = {table.stored[name]: content for name, content in check_tensors(shapes, config, table.types).items()}
     if config.quantization.name != "plain":
-        for path in sorted(files.path.glob("*.safetensors")):
-            check_values(path, config.quantization.group)
+        for path in weight_files(files.path):
+            check_values(path, config.quantization.group, contents)
     return counted
 
 
@@ -67,6 +69,9 @@ def _counted(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, path: P
 
 
 def _gguf_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    if (parts := read_metadata(path).get("split.count", 1)) != 1:
+        hint = "llama.cpp's `llama-gguf-split --merge` makes one file of them"
+        raise WeightsError(f"{path} is one of {parts} parts, and parts are not read: {hint}")
     tensors = read_tensors(path, map_file(path))
     for kind in {tensor.kind for tensor in tensors.values()}:
         try:
@@ -76,25 +81,28 @@ def _gguf_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def _safetensors_shapes(folder: Path, types: frozenset[str]) -> tuple[dict[str, tuple[int, ...]], frozenset[str]]:
-    """Return the shapes of the tensors, and which of them are float8."""
-    fp8: set[str] = set()
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="np") as file:
-                opened: Any = file
-                for name in opened.keys():  # noqa: SIM118 — a safe_open handle is no mapping
-                    view = opened.get_slice(name)
-                    if view.get_dtype() in types or (name == TARGET_OFFSETS and view.get_dtype() == "I64"):
-                        if view.get_dtype() == "F8_E4M3":
-                            fp8.add(name)
-                        shapes[name] = tuple(view.get_shape())
-                    else:
-                        raise WeightsError(f"{name} in {path} is {view.get_dtype()}; floating-point weights are supported")
-        except (OSError, SafetensorError) as error:
-            raise WeightsError(f"{path} can't be read, it may be cut short: {error}") from error
-    names = text_names(shapes)
-    return {name: shapes[stored] for name, stored in names.items()}, frozenset(
-        name for name, stored in names.items() if stored in fp8
-    )
+class _Table:
+    """The tensors of a folder's *.safetensors files, by the names of a model of text alone: their shapes, types, and the names
+    that the files have."""
+
+    def __init__(self, folder: Path, allowed: frozenset[str]) -> None:
+        """:raises WeightsError: if a file is damaged or cut short, or holds a type that is not allowed."""
+        index = read_index(folder)
+        entries: dict[str, tuple[tuple[int, ...], str]] = {}
+        for path in weight_files(folder):
+            try:
+                with safe_open(path, framework="np") as file:
+                    opened: Any = file
+                    for name in opened.keys():  # noqa: SIM118 — a safe_open handle is no mapping
+                        if index and index.get(name) != path.name:
+                            continue
+                        view = opened.get_slice(name)
+                        kind = view.get_dtype()
+                        if kind not in allowed and not (name == TARGET_OFFSETS and kind == "I64"):
+                            raise WeightsError(f"{name} in {path} is {kind}; floating-point weights are supported")
+                        entries[name] = tuple(view.get_shape()), kind
+            except (OSError, SafetensorError) as error:
+                raise WeightsError(f"{path} can't be read, it may be cut short: {error}") from error
+        self.stored = text_names(entries)
+        self.shapes = {name: entries[stored][0] for name, stored in self.stored.items()}
+        self.types = {name: entries[stored][1] for name, stored in self.stored.items()}

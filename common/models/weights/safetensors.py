@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection
 from pathlib import Path
@@ -15,12 +14,12 @@ from safetensors import SafetensorError, safe_open
 from common.models.families.wrappers import text_names
 from common.models.formats.groups import Groups
 from common.models.weights.expected import TARGET_OFFSETS
+from common.models.weights.files import INDEX, read_index, weight_files
 from common.models.weights.source import WeightsError
 from common.models.weights.upload import Upload
 
 log = structlog.get_logger()
 
-_INDEX = "model.safetensors.index.json"
 _FP8 = "F8_E4M3"
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, _FP8: 1, "I64": 8, "I32": 4, "I8": 1, "U8": 1}
 _INTEGERS = ("I64", "I32", "I8", "U8")
@@ -38,14 +37,13 @@ class SafetensorsWeights:
         self._files: dict[str, Any] = {}
         self._bytes: dict[str, int] = {}
         self.holds_fp8 = False
-        index = _read_index(folder)
-        names = sorted(set(index.values())) if index else sorted(path.name for path in folder.glob("*.safetensors"))
-        if not names:
+        index, paths = read_index(folder), weight_files(folder)
+        if not paths:
             raise WeightsError(f"{folder} holds no .safetensors file")
-        for name in names:
-            self._open(folder / name, index)
+        for path in paths:
+            self._open(path, index)
         if missing := sorted(set(index) - set(self.shapes)):
-            raise WeightsError(f"{_INDEX} names {missing[0]} ({len(missing)} tensors) that no shard holds")
+            raise WeightsError(f"{INDEX} names {missing[0]} ({len(missing)} tensors) that no shard holds")
         self._stored = text_names(self.shapes)
         skipped = self._bytes.keys() - self._stored.values()
         if skipped:
@@ -83,15 +81,3 @@ class SafetensorsWeights:
             return upload(self._files[stored].get_tensor(stored))
         except (OSError, SafetensorError) as error:
             raise WeightsError(f"{name} can't be read: {error}") from error
-
-
-def _read_index(folder: Path) -> dict[str, str]:
-    """Tensor name → file name; empty when the weights are not sharded."""
-    path = folder / _INDEX
-    if not path.is_file():
-        return {}
-    try:
-        weight_map = json.loads(path.read_bytes())["weight_map"]
-        return {str(name): Path(file).name for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{path} is damaged: {error!r}") from error

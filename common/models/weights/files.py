@@ -1,0 +1,39 @@
+"""Which *.safetensors files of a folder hold a model's weights. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from common.models.weights.errors import WeightsError
+
+INDEX = "model.safetensors.index.json"
+_OTHERS = ("consolidated", "adapter_model")
+"""How files begin that hold the weights in another form, or an adapter."""
+
+
+def read_index(folder: Path) -> dict[str, str]:
+    """Return each tensor's file; empty when the weights are not sharded.
+
+    :raises WeightsError: if the index is damaged.
+    """
+    path = folder / INDEX
+    if not path.is_file():
+        return {}
+    try:
+        weight_map = json.loads(path.read_bytes())["weight_map"]
+        return {str(name): Path(file).name for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise WeightsError(f"{path} is damaged: {error!r}"[:300]) from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the shards that the index names; without one all *.safetensors files, but for those that hold something else where
+    there are others.
+
+    :raises WeightsError: if the index is damaged.
+    """
+    if index := read_index(folder):
+        return [folder / name for name in sorted(set(index.values()))]
+    found = sorted(folder.glob("*.safetensors"))
+    return [path for path in found if not path.name.startswith(_OTHERS)] or found
