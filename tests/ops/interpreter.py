@@ -14,6 +14,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+from tests.ops.interpreter_overhead import reduce_overhead
 from tests.ops.tensor_guard import guard_kernels
 
 _FLOATS: dict[Any, tuple[torch.dtype, type[np.generic]]] = {
@@ -63,6 +64,7 @@ def _dot_of_halves(builder: Any, a: Any, b: Any, *rest: Any) -> Any:
 def act_as_a_gpu() -> None:
     """From here on, in this process."""
     guard_kernels()
+    reduce_overhead()
     interpreter._patch_lang_tensor = _patch_with_bounds
     _Builder.cast_impl = _cast_rounding
     _Builder.create_dot = _dot_of_halves
