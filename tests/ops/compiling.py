@@ -198,9 +198,8 @@ def _compile(case: dict[str, Any], arch: int, directory: Path | None) -> Build:
     instructions = {name: len(re.findall(pattern, ptx)) for name, pattern in INSTRUCTIONS.items()}
     before, waits, _ = ptx.partition("griddepcontrol.wait")
     early = [name for name in _WRITES if waits for _ in re.finditer(INSTRUCTIONS[name], before)]
-    return Build(
-        registers, stack, compiled.metadata.shared, instructions, len(early), _overwritten_operands(cubin) if arch == 90 else 0
-    )
+    overwritten = _overwritten_operands(cubin) if instructions["wgmma"] else 0  # to disassemble takes half a second
+    return Build(registers, stack, compiled.metadata.shared, instructions, len(early), overwritten)
 
 
 _NO_ANSWER = ("ST", "RED", "LDGSTS", "HGMMA", "WARP", "BAR", "BRA", "DEPBAR", "LDGDEPBAR", "UTMA", "SYNCS", "CCTL", "NOP")
