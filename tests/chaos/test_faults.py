@@ -33,6 +33,8 @@ POISON = 0
 POISONED: dict[str, Any] = {"prompt": [5, 6, 7, POISON], "max_tokens": 8, "ignore_eos": True}
 CLIENTS = 8
 STEP_TIMEOUT_S = 2
+STREAM_TOKENS = range(60, 120)
+LONG_STREAM_TOKENS = range(120, 240)
 
 
 def chaos(faults: str) -> dict[str, str]:
@@ -47,7 +49,7 @@ async def site(tmp_path: Path, smollm2: ModelFiles) -> AsyncIterator[Site]:
     flags = (*SIMULATED_ENGINE, "--step-timeout-s", str(STEP_TIMEOUT_S))
     try:
         async with Stack(server.url, tmp_path, engine_flags=flags) as stack:
-            yield Site(stack, server, simulated_jobs(smollm2, tokens=range(120, 240)), clients=CLIENTS)
+            yield Site(stack, server, simulated_jobs(smollm2, tokens=STREAM_TOKENS), clients=CLIENTS)
     finally:
         server.stop()
 
@@ -178,7 +180,8 @@ async def test_wall_clocks_may_be_off(site: Site, decode_s: int, prefill_s: int)
     await site.clean()
 
 
-async def test_a_gateway_that_was_stopped_goes_on_with_every_stream(site: Site) -> None:
+async def test_a_gateway_that_was_stopped_goes_on_with_every_stream(site: Site, smollm2: ModelFiles) -> None:
+    site.jobs = simulated_jobs(smollm2, tokens=LONG_STREAM_TOKENS)  # decode workers send tokens while it is stopped
     await start(site, decode={})
     async with site.crowd(32) as crowd:
         await crowd.streaming()

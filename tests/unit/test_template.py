@@ -36,10 +36,10 @@ def template(bundle: TextBundle) -> ChatTemplate:
     return bundle.template
 
 
-def test_smollm2_renders_as_in_transformers(bundle: TextBundle, template: ChatTemplate, smollm2: ModelFiles) -> None:
-    from transformers import AutoTokenizer
-
-    theirs = AutoTokenizer.from_pretrained(str(smollm2.path.parent), gguf_file=smollm2.path.name)
+def test_smollm2_renders_as_in_transformers(
+    bundle: TextBundle, template: ChatTemplate, smollm2_tokenizer_in_transformers: Any
+) -> None:
+    theirs = smollm2_tokenizer_in_transformers
     for messages in CONVERSATIONS:
         for prompt in (True, False):
             expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
