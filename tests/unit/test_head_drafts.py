@@ -21,6 +21,7 @@ from services.decode.scheduler import DecodeScheduler, Progress
 from services.decode.speculation import DraftBook
 from services.decode.speculation_policy import SpeculationPolicy
 from services.decode.step_costs import SIZES, StepCosts
+from tests.fixtures.slow import pairs_quick
 from tests.unit.scheduling import MAX_CONTEXT, VOCAB, Bench, sequence
 from tests.unit.speculating import flat_costs
 from tests.unit.test_decode_scheduler import assert_right
@@ -95,9 +96,7 @@ def simulate(
     return tokens / seconds, head
 
 
-@pytest.mark.parametrize("name", CURVES)
-@pytest.mark.parametrize("rows", [1, 4, 16])
-@pytest.mark.parametrize("quality", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(("name", "rows", "quality"), pairs_quick(list(CURVES), [1, 4, 16], [0.0, 0.4, 1.0]))
 def test_a_head_is_never_slower_and_nearly_as_fast_as_the_best_depth(name: str, rows: int, quality: float) -> None:
     found, head = simulate(rows, CURVES[name], quality)
     steps = 1500 if rows < 16 else 400  # a fixed depth learns nothing: many rows need fewer steps

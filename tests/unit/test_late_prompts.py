@@ -22,6 +22,7 @@ from services.gateway.health import Health
 from services.gateway.placement import LATE_PATIENCE_S, Placement
 from services.gateway.requests import Request
 from services.gateway.router import Choice, Router
+from tests.fixtures.slow import some_slow
 from tests.unit.presences import presence
 
 GATEWAY = WorkerRef("gateway", "gateway-0", 1)
@@ -185,7 +186,9 @@ def test_more_prompts_keep_the_objective_where_those_that_miss_it_let_them_pass(
     assert all(ours > others for ours, others in zip(kept[Router], kept[OldestFirst], strict=True)), kept
 
 
-@pytest.mark.parametrize(("prefill", "decode", "gateways"), [(1, 1, 2), (2, 2, 2), (2, 2, 3)])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "gateways"), some_slow([(1, 1, 2), (2, 2, 2), (2, 2, 3)], quick=[(1, 1, 2), (2, 2, 3)])
+)
 def test_several_gateways_keep_the_objective_more_often_where_workers_tell_of_prompts_at_once(
     prefill: int, decode: int, gateways: int
 ) -> None:

@@ -7,6 +7,7 @@ import json
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -93,6 +94,22 @@ def ids(samples: list[Sample]) -> torch.Tensor:
     return torch.from_numpy(choose_ids(answer_counts(samples, SHAPE.vocab_size), 48, {0, 63}))
 
 
+class Trained(NamedTuple):
+    """A trainer whose run has ended, the losses of its steps, and the acceptance before the first one."""
+
+    trainer: EagleTrainer
+    losses: list[float]
+    before: list[float]
+
+
+@pytest.fixture(scope="module")
+def trained(target: Target, ids: torch.Tensor, samples: list[Sample]) -> Trained:
+    """Read by the tests that need a trained head: training takes seconds."""
+    trainer = EagleTrainer(target, ids, samples, SETTINGS)
+    before = survival(starts_of(samples, 4, 32), eagle_proposer(trainer.draft, target))
+    return Trained(trainer, [float(one["cross_entropy_0"]) for one in trainer.run(NEVER_S)], before)
+
+
 @pytest.fixture
 def head(target: Target, ids: torch.Tensor) -> EagleHead:
     """A head with weights that are nobody's, and with scales."""
@@ -148,16 +165,11 @@ def test_residuals_are_those_that_enter_the_layers(target: Target) -> None:
     assert default_layer_ids(30) == (2, 15, 27)
 
 
-def test_training_lowers_the_loss_and_raises_acceptance(target: Target, ids: torch.Tensor, samples: list[Sample]) -> None:
-    trainer = EagleTrainer(target, ids, samples, SETTINGS)
-    starts = starts_of(samples, 4, 32)
-    propose = eagle_proposer(trainer.draft, target)
-    before = survival(starts, propose)
-    losses = [float(one["cross_entropy_0"]) for one in trainer.run(NEVER_S)]
-    after = survival(starts, propose)
-    assert len(losses) == 150
-    assert np.mean(losses[-10:]) < 0.8 * losses[0]
-    assert mean_accepted(after, 4) > mean_accepted(before, 4) + 0.2
+def test_training_lowers_the_loss_and_raises_acceptance(target: Target, samples: list[Sample], trained: Trained) -> None:
+    after = survival(starts_of(samples, 4, 32), eagle_proposer(trained.trainer.draft, target))
+    assert len(trained.losses) == 150
+    assert np.mean(trained.losses[-10:]) < 0.8 * trained.losses[0]
+    assert mean_accepted(after, 4) > mean_accepted(trained.before, 4) + 0.2
 
 
 def test_a_run_continued_from_its_checkpoint_equals_one_without_a_break(
@@ -178,29 +190,26 @@ def test_a_run_continued_from_its_checkpoint_equals_one_without_a_break(
 
 
 def test_acceptance_counts_what_step_by_step_drafts_would_have_accepted(
-    target: Target, ids: torch.Tensor, samples: list[Sample]
+    target: Target, samples: list[Sample], trained: Trained
 ) -> None:
-    trainer = EagleTrainer(target, ids, samples, msgspec.structs.replace(SETTINGS, steps=60))
-    list(trainer.run(NEVER_S))
+    draft = trained.trainer.draft
     starts = [start for start in starts_of(samples, 5, 32) if start.sample.temperature == 0]
     expected = np.zeros(4)
     with torch.no_grad():
         for start in starts:
             context = torch.from_numpy(start.sample.tokens[: start.context].astype(np.int64))
-            residuals, _ = target.states(context[None, :-1], trainer.draft.layer_ids)
-            _, proposed = draft_step_by_step(trainer.draft, residuals[0], context, 4)
+            residuals, _ = target.states(context[None, :-1], draft.layer_ids)
+            _, proposed = draft_step_by_step(draft, residuals[0], context, 4)
             equal = np.array(proposed) == start.sample.tokens[start.context : start.context + 4]
             expected += np.logical_and.accumulate(equal)
-    found = survival(starts, eagle_proposer(trainer.draft, target, batch_tokens=70), 4)
+    found = survival(starts, eagle_proposer(draft, target, batch_tokens=70), 4)
     assert found == pytest.approx((expected / len(starts)).tolist())
     assert 0 < found[0] < 1
 
 
-def test_drafts_are_judged_with_the_noise_of_the_answers(target: Target, ids: torch.Tensor, samples: list[Sample]) -> None:
+def test_drafts_are_judged_with_the_noise_of_the_answers(target: Target, samples: list[Sample], trained: Trained) -> None:
     """With noise of other seeds fewer proposals are accepted, at T = 0.7 only."""
-    trainer = EagleTrainer(target, ids, samples, SETTINGS)
-    list(trainer.run(NEVER_S))
-    propose = eagle_proposer(trainer.draft, target)
+    propose = eagle_proposer(trained.trainer.draft, target)
 
     def accepted(samples: list[Sample], temperature: float) -> float:
         starts = [start for start in starts_of(samples, 8, 32) if start.sample.temperature == temperature]

@@ -10,6 +10,7 @@ import pytest
 
 from services.decode.speculation_policy import Pace, SpeculationPolicy
 from services.decode.step_costs import SIZES, StepCosts
+from tests.fixtures.slow import pairs_quick
 from tests.unit.speculating import costs_of, flat_costs
 
 CURVES: dict[str, Callable[[int], float]] = {
@@ -64,9 +65,7 @@ def run(
     return tokens / seconds, policy
 
 
-@pytest.mark.parametrize("name", CURVES)
-@pytest.mark.parametrize("rows", [1, 8, 40])
-@pytest.mark.parametrize("accuracy", [0.0, 0.3, 0.8])
+@pytest.mark.parametrize(("name", "rows", "accuracy"), pairs_quick(list(CURVES), [1, 8, 40], [0.0, 0.3, 0.8]))
 def test_speculation_is_never_slower_and_nearly_as_fast_as_the_best_depth(name: str, rows: int, accuracy: float) -> None:
     curve = CURVES[name]
     found, _ = run(rows, curve, accuracy)
