@@ -101,7 +101,8 @@ async def test_a_store_killed_while_it_writes_never_changes_a_token(
 ) -> None:
     """Five kills, each while blocks are being written. Answers are known beforehand."""
     chance = random.Random(11)
-    jobs = list(itertools.islice((job for job in simulated_jobs(smollm2, 11) if len(job.body["prompt"]) >= 200), 16))
+    asked = simulated_jobs(smollm2, 11, tokens=range(8, 16))  # it is prompts that are written
+    jobs = list(itertools.islice((job for job in asked if len(job.body["prompt"]) >= 200), 16))
     engine = ("--engine", "simulated", "--kv-cache-mb", "8")
     async with Stack(nats_server, tmp_path, flags=("--model", smollm2.name), engine_flags=engine) as stack:
         await stack.start("gateway", "--direct-max-tokens", "-1")

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from common.models.source import ModelFiles
-from tests.chaos.site import SIMULATED_ENGINE
+from tests.chaos.site import FASTER_ENGINE, SIMULATED_ENGINE
 from tests.e2e.stack import Reply, Stack
 from tests.fixtures.slow import some_slow
 
@@ -31,7 +31,7 @@ PERSON = {
 }
 CHOICE = {"anyOf": [{"type": "null"}, {"const": "none"}, {"type": "array", "items": PERSON, "maxItems": 2}]}
 PATTERN = "[A-Z]{2}-[0-9]{3}( (or|and) [a-z]{3,9}){0,2}"
-ENGINES = {"simulated": SIMULATED_ENGINE, "torch": ("--dtype", "float32", "--kv-cache-mb", "128", "--token-budget", "128")}
+ENGINES = {"simulated": FASTER_ENGINE, "torch": ("--dtype", "float32", "--kv-cache-mb", "128", "--token-budget", "128")}
 
 
 def asked(schema: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import jsonschema
 import pytest
 
 from common.protocol import subjects
-from tests.chaos.site import SIMULATED_ENGINE
+from tests.chaos.site import FASTER_ENGINE
 from tests.e2e.stack import Stack
 from tests.e2e.tiny import save_byte_tokenizer
 from tests.fixtures.slow import some_slow
@@ -36,8 +35,7 @@ TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": schema, "strict": True}} for name, schema in SCHEMAS.items()
 ]
 NAMED = {"type": "function", "function": {"name": "weather"}}
-SIMULATED = tuple("0.2" if before == "--time-scale" else flag for before, flag in pairwise(("", *SIMULATED_ENGINE)))
-ENGINES = {"simulated": SIMULATED, "torch": ("--dtype", "float32", "--num-blocks", "200")}
+ENGINES = {"simulated": FASTER_ENGINE, "torch": ("--dtype", "float32", "--num-blocks", "200")}
 ANSWER = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
 FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": ANSWER}}}
 Message = dict[str, Any]
