@@ -38,6 +38,7 @@ from services.prefill.streams import Streams
 from tests.chaos.test_cache_groups import WINDOWS, play, prompt
 from tests.chaos.test_kv_seen import actors, records, traffic, value
 from tests.chaos.world import BLOCK_TOKENS, World
+from tests.fixtures.slow import pairs_quick
 
 Groups = tuple[tuple[Retention, int], ...]
 ALL_GROUPS: list[Groups] = [(), *WINDOWS]
@@ -86,7 +87,10 @@ async def streaming(world: World, parts: int = 3) -> DecodeActor:
     return found[0]
 
 
-@pytest.fixture(params=[0.003, 0.05, 0.2])
+COPY_S = [0.003, 0.05, 0.2]
+
+
+@pytest.fixture(params=COPY_S)
 def copy_s(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
     """Each copy of a stream takes so long, writes at its very end and can't be stopped. Copies behind KvReady may take less."""
     dice, is_behind, copy = random.Random(7), ContextVar("is_behind", default=False), KvReader._copy
@@ -646,8 +650,9 @@ def test_a_copy_that_fails_is_tried_again_behind_the_prompt(
     play(tmp_path, story, windows)
 
 
-@pytest.mark.parametrize("windows", ALL_GROUPS)
-@pytest.mark.parametrize("num_blocks", [64, 72, 96])
+@pytest.mark.parametrize(
+    ("windows", "num_blocks", "copy_s"), pairs_quick(ALL_GROUPS, [64, 72, 96], COPY_S), indirect=["copy_s"]
+)
 def test_a_small_pool_serves_all_whatever_is_streamed(tmp_path: Path, windows: Groups, num_blocks: int, copy_s: float) -> None:
     async def story(world: World) -> None:
         await world.start("prefill")
