@@ -120,8 +120,6 @@ class Stack:
         command += ["--http-port", "0", "--shm-dir", str(self.shm_dir), *self.flags]
         if role in ("prefill", "decode"):
             command += ["--threads", "1", *self.engine_flags]
-        if role == "decode" and "simulated" in self.engine_flags:
-            command += ["--head", "off"]  # it has none anyway, and imports torch to know that
         with (self.directory / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
                 [*command, *flags],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -39,7 +40,7 @@ def _runner_of(engine: Engine, *, is_asked_for: bool) -> CpuRunner | None:
 
     :raises ConfigError: if it can't, and a head was asked for.
     """
-    if not engine.on_gpu:
+    if not engine.on_gpu and "common.engine.cpu.runner" in sys.modules:  # simulated engines start without torch
         from common.engine.cpu.runner import CpuRunner
 
         if isinstance(engine.runner, CpuRunner):
