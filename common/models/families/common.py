@@ -8,14 +8,15 @@ from typing import Any
 
 import msgspec
 
-from common.models.families.fields import Fields
+from common.models.families.fields import MAX_SIZE, Fields
 from common.models.families.harmless import JSON, JSON_DEFAULTS
 from common.models.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, RopeSpec, RopeType
 from common.protocol.errors import ConfigError
 
 SCALED: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
 _DEFAULT_CONTEXT = 2048
-_ROPE_TYPES: dict[str, RopeType] = {kind: kind for kind in (*SCALED, "longrope")}
+_ROPE_TYPES: dict[str, RopeType] = {"su": "longrope", **{kind: kind for kind in (*SCALED, "longrope")}}
+"""By the name in the files; "su" is what the first Phi-3 models called it."""
 
 
 def read_rope(
@@ -34,28 +35,28 @@ def read_rope(
     """
     old: dict[str, Any] = fields.get("rope_scaling", {})
     found: dict[str, Any] = fields.get("rope_parameters", old)
-    if layer_type and layer_type in found:
+    if layer_type and isinstance(found, dict) and layer_type in found:
         found = found[layer_type]
     if not isinstance(found, dict):
         raise ConfigError(f"the rotary parameters in {fields.where} must be an object, not {found!r}")
     get = Fields(found, "rope_parameters")
-    kind = _ROPE_TYPES.get(get.get("rope_type", get.get("type", "default")))
+    named = get.get("rope_type", get.get("type", "default"))
+    kind = _ROPE_TYPES.get(named) if isinstance(named, str) else None
     if kind is None or kind not in kinds:
-        named = get.get("rope_type", get.get("type"))
         raise ConfigError(f"rope type {named!r} is not supported; supported are {', '.join(kinds)}")
-    share = get.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    if share != 1.0 and not partial:
+    share = get.positive("partial_rotary_factor", fields.positive("partial_rotary_factor", 1.0))
+    if share > 1.0 or (share != 1.0 and not partial):
         raise ConfigError("rotary embedding over a part of the head is not supported for this family")
     context = fields.size("max_position_embeddings", _DEFAULT_CONTEXT)
     rope = RopeSpec(
         type=kind,
-        theta=get.number("rope_theta", fields.number("rope_theta", theta)),
-        factor=get.number("factor", 1.0),
-        low_freq_factor=get.number("low_freq_factor", 1.0),
-        high_freq_factor=get.number("high_freq_factor", 4.0),
+        theta=get.positive("rope_theta", fields.positive("rope_theta", theta)),
+        factor=get.positive("factor", 1.0),
+        low_freq_factor=get.positive("low_freq_factor", 1.0),
+        high_freq_factor=get.positive("high_freq_factor", 4.0),
         original_max_context=get.size("original_max_position_embeddings", context),
-        beta_fast=get.number("beta_fast", 32.0),
-        beta_slow=get.number("beta_slow", 1.0),
+        beta_fast=get.positive("beta_fast", 32.0),
+        beta_slow=get.positive("beta_slow", 1.0),
         attention_factor=get.number("attention_factor", 0.0),
         mscale=get.number("mscale", 0.0),
         mscale_all_dim=get.number("mscale_all_dim", 0.0),
@@ -63,8 +64,24 @@ def read_rope(
         short_factors=get.numbers("short_factor"),
         long_factors=get.numbers("long_factor"),
     )
-    get.check_read((), {})
+    # transformers, whose results are the reference, ignores YaRN's attn_factor (it reads attention_factor); vLLM applies it
+    get.check_read(("attn_factor",) if kind == "yarn" else (), {"attn_factor": 1.0})
+    check_yarn(rope, fields.where)
     return rope
+
+
+def check_yarn(rope: RopeSpec, where: str) -> None:
+    """:raises ConfigError: if it is YaRN whose formula divides by the logarithm of 1 or by 0."""
+    if rope.type != "yarn":
+        return
+    if rope.theta <= 1.0:
+        raise ConfigError(f"rope_theta in {where} must be more than 1 for YaRN, not {rope.theta:g}")
+    try:
+        attention = rope.yarn_attention
+    except ZeroDivisionError:
+        attention = 0.0
+    if attention <= 0:
+        raise ConfigError(f"mscale, mscale_all_dim and attention_factor in {where} give YaRN no scale above 0")
 
 
 def read_attention(fields: Fields, rope: RopeSpec | None, *, head_dim: int | None = None, **others: Any) -> AttentionSpec:
@@ -105,6 +122,7 @@ def read_model(fields: Fields, architecture: str, layers: list[LayerSpec], *, ti
     :raises ConfigError: if a key with a value is left that nobody read.
     """
     context = fields.size("max_position_embeddings", _DEFAULT_CONTEXT)
+    fields.same_as("max_sequence_length", "max_position_embeddings", context)  # Vicuna's
     spec = ModelSpec(
         architecture=architecture,
         layers=tuple(layers),
@@ -115,15 +133,22 @@ def read_model(fields: Fields, architecture: str, layers: list[LayerSpec], *, ti
         tie_embeddings=fields.flag("tie_word_embeddings", tied),
         bos_id=fields.get("bos_token_id"),
     )
-    fields.get("quantization_config")  # `formats.detect` reads it
+    for key in ("quantization_config", "compression_config"):  # `formats.detect` reads them
+        fields.get(key)
     fields.check_read(JSON, JSON_DEFAULTS)
     return msgspec.structs.replace(spec, **others)
 
 
 def extended_context(context: int, layers: list[LayerSpec]) -> int:
-    """Return the tokens that the positions reach: YaRN stretches the context that the model was first trained for."""
+    """Return the tokens that the positions reach: YaRN stretches the context that the model was first trained for.
+
+    :raises ConfigError: if they are far too many.
+    """
     for layer in layers:
         rope = layer.mixer.rope
         if rope is not None and rope.type == "yarn":
-            context = max(context, math.floor(rope.factor * rope.original_max_context))
+            reached = rope.factor * rope.original_max_context
+            if reached > MAX_SIZE:
+                raise ConfigError(f"YaRN by a factor of {rope.factor:g} reaches more than {MAX_SIZE:,} tokens")
+            context = max(context, math.floor(reached))
     return context

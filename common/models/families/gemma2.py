@@ -25,7 +25,9 @@ def from_json(fields: Fields) -> ModelSpec:
     rope = read_rope(fields)
     soft_cap = read_cap(fields, "attn_logit_softcapping", 50.0)
     kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(fields.size("num_hidden_layers"))]
-    windows = read_windows(fields, kinds, window=fields.size("sliding_window", _WINDOW))
+    window = fields.size("sliding_window", _WINDOW)
+    fields.same_as("sliding_window_size", "sliding_window", window)  # of the first published files
+    windows = read_windows(fields, kinds, window=window)
     layers = [gemma_layer(fields, gemma_attention(fields, rope, window=one, soft_cap=soft_cap)) for one in windows]
     return gemma_model(fields, "gemma2", layers, logit_soft_cap=read_cap(fields, "final_logit_softcapping", 30.0))
 
@@ -38,7 +40,7 @@ def read_cap(fields: Fields, name: str, default: float) -> float:
 def gemma_attention(fields: Fields, rope: RopeSpec, **others: Any) -> AttentionSpec:
     """Return attention whose scale is a field of its own. others: fields of `AttentionSpec`."""
     bias = fields.flag("attention_bias")
-    scale = fields.number("query_pre_attn_scalar", 256) ** -0.5
+    scale = fields.positive("query_pre_attn_scalar", 256) ** -0.5
     return read_attention(fields, rope, head_dim=_HEAD_DIM, scale=scale, qkv_bias=bias, output_bias=bias, **others)
 
 

@@ -46,8 +46,9 @@ def from_json(fields: Fields) -> ModelSpec:
 
 def _local_rope(fields: Fields) -> RopeSpec:
     """Files of transformers 4 have a theta for the local layers, which no scaling touches."""
-    theta = fields.number("rope_local_base_freq", _LOCAL_THETA)
-    if "sliding_attention" in fields.get("rope_parameters", {}):
+    theta = fields.positive("rope_local_base_freq", _LOCAL_THETA)
+    parameters = fields.get("rope_parameters", {})
+    if isinstance(parameters, dict) and "sliding_attention" in parameters:
         return read_rope(fields, theta=theta, layer_type="sliding_attention")
     return msgspec.structs.replace(RopeSpec(theta=theta), original_max_context=fields.size("max_position_embeddings", 131_072))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from common.models.families.common import extended_context
+from common.models.families.common import check_yarn, extended_context
 from common.models.families.fields import Fields
 from common.models.families.harmless import GGUF, GGUF_DEFAULTS
 from common.models.spec import (
@@ -97,12 +97,15 @@ def gguf_rope(fields: Fields) -> RopeSpec:
         raise ConfigError(f"rope.scaling.attn_factor {attention} is supported with YaRN only")
     rope = RopeSpec(
         type=kind,
-        theta=fields.number("rope.freq_base", 10_000.0),
+        theta=fields.positive("rope.freq_base", 10_000.0),
         factor=1.0 if kind == "default" else factor,
         original_max_context=fields.size("rope.scaling.original_context_length", fields.size("context_length")),
-        beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
-        beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
+        beta_fast=fields.positive("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=fields.positive("rope.scaling.yarn_beta_slow", 1.0),
     )
+    if factor <= 0:
+        raise ConfigError(f"rope.scaling.factor in {fields.where} must be more than 0, not {factor:g}")
+    check_yarn(rope, fields.where)
     return msgspec.structs.replace(rope, attention_factor=attention * rope.yarn_attention) if attention != 1.0 else rope
 
 

@@ -14,6 +14,7 @@ JSON = frozenset(
         "label2id",
         "model_type",
         "name",
+        "num_labels",
         "task_specific_params",
         "tokenizer_class",
         "torch_dtype",
@@ -30,6 +31,7 @@ JSON = frozenset(
         "hidden_dropout",
         "hidden_dropout_prob",
         "initializer_range",
+        "neftune_noise_alpha",
         "output_router_logits",
         "resid_pdrop",
         "router_aux_loss_coef",
@@ -70,6 +72,7 @@ JSON = frozenset(
         # how transformers runs it
         "_attn_implementation",
         "_attn_implementation_autoset",
+        "_flash_attn_2_enabled",
         "attn_implementation",
         "cache_implementation",
         "chunk_size_feed_forward",
@@ -85,6 +88,7 @@ JSON_DEFAULTS: dict[str, object] = {
     "full_attn_mod": 1,
     "interpolate_factor": 1,
     "is_decoder": True,
+    "is_llama_config": True,
     "num_nextn_predict_layers": 0,
 }
 

@@ -44,7 +44,7 @@ def from_json(fields: Fields) -> ModelSpec:
     )
     experts = ExpertsSpec(router=router, intermediate_size=expert.intermediate_size, shared_size=expert.intermediate_size)
     step = fields.size("interleave_moe_layer_step", 1)
-    sparse = fields.get("moe_layers", list(range(step - 1, num_layers, step)))
+    sparse = fields.layers("moe_layers", list(range(step - 1, num_layers, step)))
     layers = [
         LayerSpec(mixer=mixer, mlp=experts if layer in sparse else dense)
         for layer, mixer in enumerate(_mixers(fields, num_layers))
@@ -61,8 +61,9 @@ def _mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
     kinds = fields.per_layer("layer_types", num_layers, ["chunked_attention" if one else "full_attention" for one in has_rope])
     chunk = fields.size("attention_chunk_size", 8192)
     chunks = {"chunked_attention": chunk, "full_attention": 0}
-    if unknown := set(kinds) - set(chunks):
-        raise ConfigError(f"layer type {sorted(unknown)[0]!r} is not supported; {' and '.join(chunks)} are")
+    for kind in kinds:
+        if not isinstance(kind, str) or kind not in chunks:
+            raise ConfigError(f"layer type {kind!r} is not supported; {' and '.join(chunks)} are")
     normed = fields.flag("use_qk_norm", True)
     temperature = QueryTemperature(scale=fields.number("attn_scale", 0.1), floor=fields.number("floor_scale", 8192))
     tuned = fields.flag("attn_temperature_tuning", True)

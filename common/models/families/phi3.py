@@ -39,6 +39,8 @@ def _rope(fields: Fields, head_dim: int) -> RopeSpec:
     pairs = (rope.dims or head_dim) // 2
     if len(rope.short_factors) != pairs or len(rope.long_factors) != pairs:
         raise ConfigError(f"longrope needs a short and a long factor for each of {pairs} pairs of dimensions")
+    if rope.original_max_context < 2:
+        raise ConfigError("longrope needs an original context of more than one token")
     factor = parameters.get("factor") or fields.size("max_position_embeddings") / rope.original_max_context
     attention = math.sqrt(1 + math.log(factor) / math.log(rope.original_max_context)) if factor > 1 else 1.0
     return msgspec.structs.replace(rope, factor=factor, attention_factor=rope.attention_factor or attention)

@@ -17,7 +17,7 @@ def from_json(fields: Fields) -> ModelSpec:
 
 def last_windows(fields: Fields) -> list[int]:
     """Return each layer's window: the layers from `max_window_layers` on have one, if `use_sliding_window` says so."""
-    layers, first = fields.size("num_hidden_layers"), fields.get("max_window_layers", 28)
+    layers, first = fields.size("num_hidden_layers"), fields.number("max_window_layers", 28)
     used = fields.flag("use_sliding_window")
     window = fields.get("sliding_window") and fields.size("sliding_window") if used else fields.get("sliding_window", 0) and 0
     kinds = ["sliding_attention" if window and layer >= first else "full_attention" for layer in range(layers)]

@@ -13,6 +13,7 @@ HEAD_DIM = 128
 
 def from_json(fields: Fields) -> ModelSpec:
     """:raises ConfigError: if a field is missing, wrong or unknown."""
+    fields.only("use_qk_norm", True)
     rope, mlp, bias = read_rope(fields), read_silu_mlp(fields), fields.flag("attention_bias")
     layers = [
         LayerSpec(

@@ -12,6 +12,7 @@ from common.models.spec import ExpertsSpec, LayerSpec, ModelSpec, RouterSpec
 
 def from_json(fields: Fields) -> ModelSpec:
     """:raises ConfigError: if a field is missing, wrong or unknown."""
+    fields.only("use_qk_norm", True)
     rope, dense, bias = read_rope(fields), read_silu_mlp(fields), fields.flag("attention_bias")
     # older files say num_experts
     num_experts = fields.size("num_experts", fields.size("num_local_experts", 128))
@@ -19,7 +20,7 @@ def from_json(fields: Fields) -> ModelSpec:
         num_experts=num_experts, top_k=fields.size("num_experts_per_tok", 8), renormalise=fields.flag("norm_topk_prob")
     )
     experts = ExpertsSpec(router=router, intermediate_size=fields.size("moe_intermediate_size", 768))
-    step, without = fields.size("decoder_sparse_step", 1), fields.get("mlp_only_layers", [])
+    step, without = fields.size("decoder_sparse_step", 1), fields.layers("mlp_only_layers", [])
     layers = [
         LayerSpec(
             mixer=read_attention(
