@@ -87,8 +87,6 @@ def config_from_json(data: Mapping[str, Any], generation: Mapping[str, Any] | No
         data.pop(key, None)
     read = reader_of(data.get("model_type"), JSON_FAMILIES, "model_type")
     spec = read(Fields(data, "config.json"))
-    if isinstance(quantization := data.get("quantization_config"), Mapping) and quantization.get("transform_config"):
-        raise ConfigError("quantization_config.transform_config is not supported: its weights are rotated")
     eos = (generation or {}).get("eos_token_id", data.get("eos_token_id"))
     reduced = _reduced_vocabulary(draft_vocab_size, spec)
     return _checked(msgspec.structs.replace(spec, eos_ids=_ids(eos), quantization=detect(data), draft_vocab_size=reduced))

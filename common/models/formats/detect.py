@@ -14,48 +14,58 @@ Activations are quantised per token where a format's kernel wants them so, never
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from common.models.families.fields import Fields
+from common.models.formats import harmless
 from common.models.formats.scheme import FormatName, WeightScheme
 from common.protocol.errors import ConfigError
 
 FP8_BLOCK = 128
 _GROUPS = (16, 32, 64)
+_MAX_PATTERN, _MAX_QUANTIFIERS, _MAX_PATTERN_GROUPS = 1000, 5, 8
+"""Of a regular expression that names modules. With no repeated group, so many quantifiers bound the steps of a match of a
+name of n characters by about n^5: what `re` does with nested ones grows exponentially."""
 _GGUF_BITS = {2: 4, 3: 4, 7: 8, 14: 4, 15: 4, 18: 8, 38: 4}
 """By llama.cpp's `llama_ftype`: Q4_0, Q4_1, Q8_0, Q4_K_S, Q4_K_M, Q6_K, MXFP4 of experts."""
+_LAYOUTS = ("float-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized")
 _METHODS = "awq, bitsandbytes, compressed-tensors, fbgemm_fp8, fp8, gptq, modelopt and mxfp4"
 
 
 def detect(config: Mapping[str, Any]) -> WeightScheme:
     """`config` is config.json. Which tensors are quantised is up to the files: each format leaves some of them alone.
 
-    :raises ConfigError: for a format that is not supported.
+    :raises ConfigError: for a format that is not supported, or a key that its reader does not know.
     """
-    found = config.get("quantization_config")
-    if found is None:
+    data = _quantization_of(config)
+    if data is None:
         return WeightScheme()
-    if not isinstance(found, Mapping):
-        raise ConfigError(f"quantization_config must be an object, not {found!r}")
-    match found.get("quant_method"):
-        case "compressed-tensors":
-            return _compressed_tensors(found)
-        case "fbgemm_fp8":
-            return WeightScheme(name="fp8", bits=8, ignore=_ignored(found))
-        case "fp8":
-            return _fp8(found)
-        case "awq":
-            return _awq(found)
-        case "gptq":
-            return _gptq(found)
-        case "bitsandbytes":
-            return _bitsandbytes(found)
-        case "mxfp4":
-            return WeightScheme(name="mxfp4", bits=4, group=32, ignore=_ignored(found))
-        case "modelopt":
-            return _modelopt(found)
-        case other:
-            raise ConfigError(f"quant_method {other!r} is not supported; supported are {_METHODS}")
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"quantization_config must be an object, not {data!r}")
+    found = _fields(data, "quantization_config")
+    method = data.get("quant_method")
+    reader = _READERS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        raise ConfigError(f"quant_method {method!r} is not supported; supported are {_METHODS}")
+    return reader(found)
+
+
+def _quantization_of(config: Mapping[str, Any]) -> Any:
+    """What compressed-tensors called `compression_config` at first has the same keys.
+
+    :raises ConfigError: if the two are there and differ.
+    """
+    found, older = config.get("quantization_config"), config.get("compression_config")
+    if older is None or older == found:
+        return found
+    if found is not None:
+        raise ConfigError("config.json has a quantization_config and a compression_config, which differ")
+    return {"quant_method": "compressed-tensors", **older} if isinstance(older, Mapping) else older
+
+
+def _fields(data: Mapping[str, Any], where: str) -> Fields:
+    return Fields(data, where, "this format's reader")
 
 
 def gguf_scheme(metadata: Mapping[str, Any]) -> WeightScheme:
@@ -65,119 +75,189 @@ def gguf_scheme(metadata: Mapping[str, Any]) -> WeightScheme:
     return WeightScheme() if bits is None else WeightScheme(name="gguf", bits=bits, group=32)
 
 
-def _fp8(found: Mapping[str, Any]) -> WeightScheme:
-    if found.get("fmt", "e4m3") != "e4m3":
-        raise ConfigError(f"FP8 weights of format {found['fmt']!r} are not supported; only e4m3 is")
+def _fp8(found: Fields) -> WeightScheme:
+    found.only("fmt", "e4m3")
+    found.only("expert_dtype", "fp8")
     block = found.get("weight_block_size")
-    if block is None:
-        return WeightScheme(name="fp8", bits=8, ignore=_ignored(found))
-    _check_block(block)
-    return WeightScheme(name="fp8_blocks", bits=8, ignore=_ignored(found))
+    if block is not None:
+        _check_block(block)
+    ignore = _ignored(found)
+    found.check_read(harmless.FP8, {})
+    return WeightScheme(name="fp8" if block is None else "fp8_blocks", bits=8, ignore=ignore)
 
 
-def _awq(found: Mapping[str, Any]) -> WeightScheme:
-    version = str(found.get("version", "gemm")).lower()
+def _mxfp4(found: Fields) -> WeightScheme:
+    ignore = _ignored(found)
+    found.check_read(harmless.MXFP4, {})
+    return WeightScheme(name="mxfp4", bits=4, group=32, ignore=ignore)
+
+
+def _awq(found: Fields) -> WeightScheme:
+    version = str(found.get("version", found.get("format", "gemm"))).lower()
     if version != "gemm":
         raise ConfigError(f"AWQ weights of version {version!r} are not supported; only gemm is")
-    if found.get("bits", found.get("w_bit", 4)) != 4:
-        raise ConfigError(f"AWQ weights of {found.get('bits', found.get('w_bit'))} bits are not supported; 4 are")
+    bits = found.size("bits", found.size("w_bit", 4))
+    if bits != 4:
+        raise ConfigError(f"AWQ weights of {bits} bits are not supported; 4 are")
     group = found.get("group_size", found.get("q_group_size", 128))
-    return WeightScheme(name="awq", bits=4, group=_group_size(group), ignore=_ignored(found))
+    ignore = _ignored(found)
+    found.check_read(harmless.AWQ, {})
+    return WeightScheme(name="awq", bits=4, group=_group_size(group), ignore=ignore)
 
 
-def _gptq(found: Mapping[str, Any]) -> WeightScheme:
-    bits = found.get("bits", 4)
+def _gptq(found: Fields) -> WeightScheme:
+    bits = found.size("bits", 4)
     if bits not in (4, 8):
         raise ConfigError(f"GPTQ weights of {bits} bits are not supported; 4 and 8 are")
-    layout = found.get("checkpoint_format", "gptq")
+    layout = found.get("checkpoint_format", found.get("format", "gptq"))
     if layout not in ("gptq", "gptq_v2"):
         raise ConfigError(f"GPTQ weights of checkpoint_format {layout!r} are not supported; gptq and gptq_v2 are")
-    if found.get("dynamic"):
-        raise ConfigError("GPTQ weights with settings of their own for some modules (dynamic) are not supported")
+    if found.get("lm_head"):
+        raise ConfigError("GPTQ weights with a quantised output head (lm_head) are not supported")
+    found.only("pack_dtype", "int32")
+    group, act_order = found.get("group_size", 128), found.flag("desc_act")
+    ignore = tuple(dict.fromkeys(_ignored(found) + _excluded(found)))
+    found.check_read(harmless.GPTQ, {})
     return WeightScheme(
         name="gptq",
         bits=bits,
-        group=_group_size(found.get("group_size", 128)),
+        group=_group_size(group),
         zero_offset=1 if layout == "gptq" else 0,
-        act_order=bool(found.get("desc_act")),
-        ignore=_ignored(found),
+        act_order=act_order,
+        ignore=ignore,
     )
 
 
-def _bitsandbytes(found: Mapping[str, Any]) -> WeightScheme:
+def _excluded(found: Fields) -> tuple[str, ...]:
+    """Return the modules that GPTQModel's `dynamic` excludes, as patterns.
+
+    :raises ConfigError: if it has settings of their own for some modules.
+    """
+    dynamic = found.get("dynamic", {})
+    if not isinstance(dynamic, Mapping) or any(not name.startswith("-:") or value for name, value in dynamic.items()):
+        raise ConfigError("GPTQ weights with settings of their own for some modules (dynamic) are not supported")
+    patterns = tuple(f"re:{name.removeprefix('-:')}" for name in dynamic)
+    _check_patterns("dynamic", patterns)
+    return patterns
+
+
+def _bitsandbytes(found: Fields) -> WeightScheme:
     if not (found.get("load_in_4bit") or found.get("_load_in_4bit")):
         raise ConfigError("bitsandbytes weights are supported as NF4 only (load_in_4bit)")
-    if found.get("bnb_4bit_quant_type", "fp4") != "nf4":
-        raise ConfigError(f"bitsandbytes weights of type {found.get('bnb_4bit_quant_type', 'fp4')!r} are not supported; nf4 is")
-    return WeightScheme(name="nf4", bits=4, group=64, ignore=_ignored(found))
+    kind = found.get("bnb_4bit_quant_type", "fp4")
+    if kind != "nf4":
+        raise ConfigError(f"bitsandbytes weights of type {kind!r} are not supported; nf4 is")
+    ignore = _ignored(found)
+    found.check_read(harmless.BITSANDBYTES, {})
+    return WeightScheme(name="nf4", bits=4, group=64, ignore=ignore)
 
 
-def _modelopt(found: Mapping[str, Any]) -> WeightScheme:
-    match found.get("quant_algo"):
-        case "NVFP4":
-            return WeightScheme(name="nvfp4", bits=4, group=16, ignore=_wildcards(_ignored(found)))
-        case "FP8":
-            return WeightScheme(name="fp8", bits=8, ignore=_wildcards(_ignored(found)))
-        case other:
-            raise ConfigError(f"modelopt weights of quant_algo {other!r} are not supported; NVFP4 and FP8 are")
+def _modelopt(found: Fields) -> WeightScheme:
+    algorithm = found.get("quant_algo")
+    if algorithm not in ("NVFP4", "FP8"):
+        raise ConfigError(f"modelopt weights of quant_algo {algorithm!r} are not supported; NVFP4 and FP8 are")
+    bits, size = (4, 16) if algorithm == "NVFP4" else (8, 0)
+    for weights in _groups(found, ""):
+        weights.only("num_bits", bits)
+        weights.only("type", "float")
+        if size:
+            weights.only("group_size", size)
+        weights.check_read(harmless.WEIGHTS, {})
+    if size:
+        found.only("group_size", size)
+    ignore = _ignored(found)
+    found.check_read(harmless.MODELOPT, {})
+    return WeightScheme(name="nvfp4" if size else "fp8", bits=bits, group=size, ignore=ignore)
 
 
-def _compressed_tensors(found: Mapping[str, Any]) -> WeightScheme:
+def _compressed_tensors(found: Fields) -> WeightScheme:
     if found.get("transform_config"):
-        raise ConfigError("compressed-tensors with a transform_config are not supported")
+        raise ConfigError("quantization_config.transform_config is not supported: its weights are rotated")
+    _check_dense(found.get("sparsity_config", {}))
     layout = found.get("format")
-    groups = found.get("config_groups")
-    if layout not in ("float-quantized", "int-quantized", "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized"):
-        raise ConfigError(
-            f"compressed-tensors of format {layout!r} is not supported; float-quantized, int-quantized, pack-quantized, "
-            "nvfp4-pack-quantized and mxfp4-pack-quantized are"
-        )
-    if not isinstance(groups, Mapping) or not groups:
+    if layout not in _LAYOUTS:
+        raise ConfigError(f"compressed-tensors of format {layout!r} is not supported; {', '.join(_LAYOUTS)} are")
+    ignore = _ignored(found)
+    schemes = {_compressed_group(weights, layout, ignore) for weights in _groups(found, layout)}
+    if not schemes:
         raise ConfigError("quantization_config has no config_groups")
-    schemes = {_compressed_group(group, layout, _ignored(found)) for group in groups.values()}
     if len(schemes) > 1:
         raise ConfigError("compressed-tensors groups of different strategies are not supported")
+    found.check_read(harmless.COMPRESSED_TENSORS, {})
     return schemes.pop()
 
 
-def _compressed_group(group: Any, layout: str, ignore: tuple[str, ...]) -> WeightScheme:
-    weights = group.get("weights") if isinstance(group, Mapping) else None
-    if not isinstance(weights, Mapping):
-        raise ConfigError("a group of quantization_config has no weights")
-    kind, strategy = weights.get("type"), weights.get("strategy")
+def _check_dense(sparsity: Any) -> None:
+    """:raises ConfigError: unless a `sparsity_config` says that weights are stored in full."""
+    if not isinstance(sparsity, Mapping):
+        raise ConfigError(f"sparsity_config of quantization_config must be an object, not {sparsity!r}")
+    found = _fields(sparsity, "quantization_config.sparsity_config")
+    layout = found.get("format", "dense")
+    if layout != "dense":
+        raise ConfigError(f"a sparsity_config of format {layout!r} is not supported: its weights are stored compressed")
+    found.check_read(harmless.SPARSITY, {})
+
+
+def _groups(found: Fields, layout: str) -> Iterator[Fields]:
+    """Yield the weights of each of `config_groups`. layout: the format that a group may name; "" for any.
+
+    :raises ConfigError: if a group is of another format, or has no weights.
+    """
+    groups = found.get("config_groups", {})
+    if not isinstance(groups, Mapping):
+        raise ConfigError(f"config_groups of quantization_config must be an object, not {groups!r}")
+    for name, data in groups.items():
+        where = f"quantization_config.config_groups.{name}"
+        group = _fields(data if isinstance(data, Mapping) else {}, where)
+        weights = group.get("weights")
+        if not isinstance(weights, Mapping):
+            raise ConfigError("a group of quantization_config has no weights")
+        if layout:
+            group.only("format", layout)
+        group.check_read(harmless.GROUP, {})
+        yield _fields(weights, f"{where}.weights")
+
+
+def _compressed_group(weights: Fields, layout: str, ignore: tuple[str, ...]) -> WeightScheme:
+    weights.only("dynamic", False)
+    kind, strategy, size = weights.get("type"), weights.get("strategy"), weights.get("group_size")
     bits: Any = weights.get("num_bits")
+    act_order = weights.get("actorder") in (True, "group", "dynamic")  # "weight", "static": the inputs stay in their order
+    block = weights.get("block_structure")
+    weights.check_read(harmless.WEIGHTS, {})
+    if act_order and layout not in ("int-quantized", "pack-quantized"):
+        raise ConfigError(f"compressed-tensors {layout} weights with an actorder are not supported")
     if layout == "float-quantized":
         if (kind, bits) != ("float", 8):
             raise ConfigError("compressed-tensors weights are supported as 8-bit floats only")
-        return WeightScheme(name=_float_strategy(weights), bits=8, ignore=ignore)
+        return WeightScheme(name=_float_strategy(strategy, block), bits=8, ignore=ignore)
     if layout in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
-        name, size = ("nvfp4", 16) if layout.startswith("nvfp4") else ("mxfp4", 32)
-        if (kind, bits) != ("float", 4) or weights.get("group_size", size) != size:
-            raise ConfigError(f"{layout} weights are 4-bit floats in groups of {size}, not {kind} of {bits} bits")
-        return WeightScheme(name=name, bits=4, group=size, ignore=ignore)
+        name, wanted = ("nvfp4", 16) if layout.startswith("nvfp4") else ("mxfp4", 32)
+        if (kind, bits) != ("float", 4) or size not in (None, wanted):
+            raise ConfigError(f"{layout} weights are 4-bit floats in groups of {wanted}, not {kind} of {bits} bits")
+        return WeightScheme(name=name, bits=4, group=wanted, ignore=ignore)
     if kind != "int" or bits not in ((8,) if layout == "int-quantized" else (4, 8)):
         raise ConfigError(f"compressed-tensors {layout} weights of type {kind!r} and {bits} bits are not supported")
     if strategy not in ("channel", "group", "tensor") or (layout == "int-quantized" and strategy == "group"):
         raise ConfigError(f"compressed-tensors strategy {strategy!r} is not supported for {layout}")
-    size = _group_size(weights.get("group_size")) if strategy == "group" else 0
-    act_order = weights.get("actorder") in (True, "group", "dynamic")  # "weight", "static": the inputs stay in their order
+    group = _group_size(size) if strategy == "group" else 0
     name = "int8" if layout == "int-quantized" else "packed"
-    return WeightScheme(name=name, bits=bits, group=size, act_order=act_order, ignore=ignore)
+    return WeightScheme(name=name, bits=bits, group=group, act_order=act_order, ignore=ignore)
 
 
-def _float_strategy(weights: Mapping[str, Any]) -> FormatName:
-    match weights.get("strategy"):
+def _float_strategy(strategy: Any, block: Any) -> FormatName:
+    match strategy:
         case "tensor" | "channel":
             return "fp8"
         case "block":
-            _check_block(weights.get("block_structure"))
+            _check_block(block)
             return "fp8_blocks"
         case other:
             raise ConfigError(f"compressed-tensors strategy {other!r} is not supported; tensor, channel and block are")
 
 
 def _check_block(block: Any) -> None:
-    if block != [FP8_BLOCK, FP8_BLOCK]:
+    if block not in ([FP8_BLOCK, FP8_BLOCK], f"{FP8_BLOCK}x{FP8_BLOCK}"):
         raise ConfigError(f"FP8 weights in blocks of {block} are not supported; blocks of {FP8_BLOCK}×{FP8_BLOCK} are")
 
 
@@ -190,26 +270,45 @@ def _group_size(size: Any) -> int:
     raise ConfigError(f"weights in groups of {size!r} are not supported; groups of 16, 32, 64 and multiples of 128 are")
 
 
-def _ignored(found: Mapping[str, Any]) -> tuple[str, ...]:
+def _ignored(found: Fields) -> tuple[str, ...]:
     """What is not quantised, under any of its names.
 
     :raises ConfigError: if it is no list of names, or a pattern can't be read."""
+    names: dict[str, None] = {}
     for key in ("ignore", "modules_to_not_convert", "llm_int8_skip_modules", "ignored_layers", "exclude_modules"):
-        listed = found.get(key)
-        if listed is None:
-            continue
+        listed = found.get(key, [])
         if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
             raise ConfigError(f"{key} of quantization_config must be a list of names, not {listed!r}")
-        for pattern in listed:
-            if pattern.startswith("re:"):
-                try:
-                    re.compile(pattern[3:])
-                except re.error as error:
-                    raise ConfigError(f"{pattern!r} in {key} is no regular expression: {error}") from error
-        return tuple(listed)
-    return ()
+        _check_patterns(key, listed)
+        names |= dict.fromkeys(listed)
+    return tuple(names)
 
 
-def _wildcards(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Names in which * stands for anything, as patterns."""
-    return tuple(f"re:{re.escape(name).replace(re.escape('*'), '.*')}$" if "*" in name else name for name in names)
+def _check_patterns(key: str, names: Iterable[str]) -> None:
+    """:raises ConfigError: if one is no regular expression, or one that might take forever (see `_MAX_QUANTIFIERS`)."""
+    for name in names:
+        if not name.startswith("re:"):
+            continue
+        pattern = re.sub(r"\\.|\[\^?\]?[^]]*\]", "x", name[3:])  # without escapes and sets of characters
+        quantifiers = len(re.findall(r"[*+{]|(?<!\()\?", pattern))
+        if len(name) > _MAX_PATTERN or quantifiers > _MAX_QUANTIFIERS or pattern.count("(") > _MAX_PATTERN_GROUPS:
+            raise ConfigError(f"{name[:80]!r} in {key} is not supported: it is too long or has too many quantifiers or groups")
+        if re.search(r"\)[*+{]", pattern):
+            raise ConfigError(f"{name[:80]!r} in {key} is not supported: it repeats a group")
+        try:
+            re.compile(name[3:])
+        except (re.error, OverflowError) as error:
+            raise ConfigError(f"{name[:80]!r} in {key} is no regular expression: {error}") from error
+
+
+_READERS: dict[str, Callable[[Fields], WeightScheme]] = {
+    "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
+    "compressed-tensors": _compressed_tensors,
+    "fbgemm_fp8": _fp8,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "modelopt": _modelopt,
+    "mxfp4": _mxfp4,
+}
+"""By `quant_method`."""

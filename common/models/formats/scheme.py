@@ -27,7 +27,8 @@ class WeightScheme(msgspec.Struct, frozen=True, kw_only=True):
     """name: of the format. bits: of a code. group: inputs that share a scale; 0: all of an output's.
 
     zero_offset: what is added to the zero points that the files hold. act_order: whether inputs may be sorted by group. ignore:
-    modules whose weights are as they were: names, parts of names, or patterns that begin with "re:".
+    modules whose weights are as they were: names or parts of names, in which * stands for anything, or regular expressions
+    that begin with "re:".
     """
 
     name: FormatName = "plain"
@@ -55,6 +56,13 @@ class WeightScheme(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _matches(pattern: str, module: str) -> bool:
+    """Whether it fits from the beginning (a regular expression), or any whole parts of the name, between dots."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
-    return f".{pattern}." in f".{module}."
+    name, begin = f".{module}.", 0
+    for piece in f".{pattern}.".split("*"):
+        found = name.find(piece, begin)
+        if found < 0:
+            return False
+        begin = found + len(piece)
+    return True
