@@ -13,6 +13,7 @@ import msgspec
 from common.models.families.fields import Fields
 from common.models.families.registry import GGUF_FAMILIES, JSON_FAMILIES, reader_of
 from common.models.families.wrappers import unwrapped
+from common.models.formats.beside import quantization_beside
 from common.models.formats.detect import detect, gguf_scheme
 from common.models.json_files import read_object, read_object_if_any
 from common.models.naming import DUMMY_PREFIX
@@ -43,7 +44,7 @@ def load_config(files: ModelFiles) -> ModelConfig:
         weights = [files.path]
     else:
         config = config_from_json(
-            read_object(files.path / "config.json"), read_object_if_any(files.path / "generation_config.json")
+            _read_config(files.path / "config.json"), read_object_if_any(files.path / "generation_config.json")
         )
         weights = weight_files(files.path)
     return msgspec.structs.replace(config, identity=_identity(config, weights))
@@ -51,7 +52,17 @@ def load_config(files: ModelFiles) -> ModelConfig:
 
 def check_config_file(path: Path) -> None:
     """:raises ConfigError: if this config.json is no supported model's; see `load_config`."""
-    config_from_json(read_object(path))
+    config_from_json(_read_config(path))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Return config.json, with the quantization_config of a file beside it if it has none."""
+    data = read_object(path)
+    text = data.get("text_config")
+    parts = (data, text) if isinstance(text, Mapping) else (data,)
+    if not any(part.get(key) for part in parts for key in ("quantization_config", "compression_config")):
+        data |= quantization_beside(path.parent)
+    return data
 
 
 def weights_identity(files: ModelFiles, config: ModelConfig, *, dummy: bool = False) -> str:
