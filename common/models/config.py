@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from safetensors import SafetensorError, safe_open
 
 from common.models.families.fields import Fields
 from common.models.families.registry import GGUF_FAMILIES, JSON_FAMILIES, reader_of
-from common.models.families.wrappers import unwrapped
+from common.models.families.wrappers import text_names, tying_is_unsure, unwrapped
 from common.models.formats.beside import quantization_beside
 from common.models.formats.detect import detect, gguf_scheme
 from common.models.json_files import read_object, read_object_if_any
@@ -43,10 +44,11 @@ def load_config(files: ModelFiles) -> ModelConfig:
         config = config_from_gguf(metadata | _rope_factors(files.path, metadata))
         weights = [files.path]
     else:
-        config = config_from_json(
-            _read_config(files.path / "config.json"), read_object_if_any(files.path / "generation_config.json")
-        )
         weights = weight_files(files.path)
+        data = _read_config(files.path / "config.json")
+        if tying_is_unsure(data) and _hold_head(weights):
+            data["tie_word_embeddings"] = False
+        config = config_from_json(data, read_object_if_any(files.path / "generation_config.json"))
     return msgspec.structs.replace(config, identity=_identity(config, weights))
 
 
@@ -63,6 +65,19 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not any(part.get(key) for part in parts for key in ("quantization_config", "compression_config")):
         data |= quantization_beside(path.parent)
     return data
+
+
+def _hold_head(weights: list[Path]) -> bool:
+    """:raises ConfigError: if a file can't be read."""
+    for path in weights:
+        try:
+            with safe_open(path, framework="numpy") as file:
+                names = dict.fromkeys(file.keys())
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path} can't be read: {error}") from error
+        if any(name.startswith("lm_head.") for name in text_names(names)):
+            return True
+    return False
 
 
 def weights_identity(files: ModelFiles, config: ModelConfig, *, dummy: bool = False) -> str:

@@ -74,6 +74,63 @@ def test_gemma_3_as_transformers_saves_it(tmp_path: Path) -> None:
     assert output == greedy_choices(text, prompt, output)
 
 
+def mistral3(*, top: bool, text: bool) -> Any:
+    """A model as transformers makes it: the wrapper and its text part say by themselves whether the head is the embedding."""
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration, PixtralVisionConfig
+
+    part = build("mistral", head_dim=16, tie_word_embeddings=text).config
+    vision = PixtralVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = Mistral3Config(text_config=part, vision_config=vision, tie_word_embeddings=top)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    return Mistral3ForConditionalGeneration(config).eval()
+
+
+def first_choices(model: Any, prompt: list[int], output: list[int]) -> list[int]:
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0]
+    return logits[len(prompt) - 1 :].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("top", [False, True])
+@pytest.mark.parametrize("text", [False, True])
+def test_the_wrapper_says_whether_the_head_is_the_embedding(tmp_path: Path, top: bool, text: bool) -> None:
+    model = mistral3(top=top, text=text)
+    files = save(model, tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_bytes())
+    assert (saved["tie_word_embeddings"], saved["text_config"]["tie_word_embeddings"]) == (top, text)
+    take_inventory(files, load_config(files))
+    prompt = oracle_prompt()[:30]
+    output = run(open_runner(files), [Request(prompt, 6)])[0]
+    assert output == first_choices(model, prompt, output)
+
+
+def test_a_head_in_the_files_is_read_though_the_wrapper_denies_it(tmp_path: Path) -> None:
+    """As transformers 5 saves a model of 4 that says it in the text part alone."""
+    model = mistral3(top=False, text=False)
+    files = save(model, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"tie_word_embeddings": True}))
+    assert not load_config(files).tie_embeddings
+    prompt = oracle_prompt()[:30]
+    output = run(open_runner(files), [Request(prompt, 6)])[0]
+    assert output == first_choices(model, prompt, output)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"model\.safetensors can't be read"):
+        load_config(files)
+
+
+def test_the_text_part_says_it_where_the_wrapper_does_not() -> None:
+    text = {"model_type": "mistral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 99}
+    text |= {"num_attention_heads": 4}
+    for tied in (False, True):
+        found = config_from_json({"model_type": "mistral3", "text_config": text | {"tie_word_embeddings": tied}})
+        assert found.tie_embeddings == tied
+    assert not config_from_json({"model_type": "mistral3", "text_config": text}).tie_embeddings
+
+
 def test_published_gemma_3_leaves_defaults_out() -> None:
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 34}
     text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}

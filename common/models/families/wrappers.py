@@ -30,7 +30,8 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 _PREFIXES = (("language_model.model.", "model."), ("language_model.", ""), ("model.language_model.", "model."))
 _OTHERS = ("vision_tower.", "vision_model.", "multi_modal_projector.")
-_SHARED = ("quantization_config", "eos_token_id", "bos_token_id", "tie_word_embeddings")
+_TIED = "tie_word_embeddings"
+_SHARED = ("quantization_config", "eos_token_id", "bos_token_id", _TIED)
 _IMAGES = frozenset(
     {
         "boi_token_index",
@@ -52,6 +53,8 @@ _IMAGES = frozenset(
 def unwrapped(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return config.json of the text part, or `data` itself where it wraps nothing.
 
+    Of the two places that may say whether the head is the embedding, the wrapper's counts, as it does for transformers 5.
+
     :raises ConfigError: if there is no text part, or it is of another family.
     """
     kind = data.get("model_type")
@@ -66,7 +69,17 @@ def unwrapped(data: Mapping[str, Any]) -> Mapping[str, Any]:
     shared = {name: data[name] for name in _SHARED if data.get(name) is not None}
     # what neither is about images nor in the text part might change the computation: the family's reader judges it
     others = {name: value for name, value in data.items() if name not in _IMAGES and name not in (*_SHARED, "text_config")}
-    return {**others, **defaults, **shared, **text, "model_type": family}
+    tied = {_TIED: shared[_TIED]} if _TIED in shared else {}
+    return {**others, **defaults, **shared, **text, **tied, "model_type": family}
+
+
+def tying_is_unsure(data: Mapping[str, Any]) -> bool:
+    """Whether the wrapper says that the head is the embedding, and its text part does not. transformers 5 writes that by
+    default, also of models that have a head: if the files hold one, it is read."""
+    kind, text = data.get("model_type"), data.get("text_config")
+    if not isinstance(kind, str) or kind not in WRAPPERS or not isinstance(text, Mapping):
+        return False
+    return bool(data.get(_TIED)) and not text.get(_TIED)
 
 
 def text_names(names: Mapping[str, Any]) -> dict[str, str]:
