@@ -98,6 +98,8 @@ def test_yarn_of_gguf_metadata_without_a_meaning_is_refused() -> None:
         config_from_gguf({**metadata, "llama.rope.freq_base": 1.0})
     with pytest.raises(ConfigError, match=r"factor .* more than 0"):
         config_from_gguf({**metadata, "llama.rope.scaling.factor": -4.0})
+    with pytest.raises(ConfigError, match=r"rope scaling \[\] is not supported"):
+        config_from_gguf({**metadata, "llama.rope.scaling.type": []})
     with pytest.raises(ConfigError, match=r"block_count .* at most 10,000"):
         config_from_gguf({**metadata, "llama.block_count": 10**9})
 

@@ -89,7 +89,7 @@ def gguf_rope(fields: Fields) -> RopeSpec:
     """
     factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 0.0)) or 1.0
     named = fields.get("rope.scaling.type", "none" if factor == 1.0 else "linear")
-    kind = _TYPES.get(named)
+    kind = _TYPES.get(named) if isinstance(named, str) else None
     if kind is None:
         raise ConfigError(f"rope scaling {named!r} is not supported; supported are {', '.join(_TYPES)}")
     attention = fields.number("rope.scaling.attn_factor", 1.0)

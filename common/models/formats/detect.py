@@ -65,7 +65,7 @@ def _quantization_of(config: Mapping[str, Any]) -> Any:
 
 
 def _fields(data: Mapping[str, Any], where: str) -> Fields:
-    return Fields(data, where, "this format's reader")
+    return Fields(data, where, "this server")
 
 
 def gguf_scheme(metadata: Mapping[str, Any]) -> WeightScheme:
