@@ -26,7 +26,8 @@ from common.ops.moe.candidates import ExpertCandidate, bucket
 from common.ops.moe.experts_reference import experts_reference
 from common.ops.moe.experts_tuning import BUDGET_S, TunedExperts, tune_experts, uniform_routing
 from common.ops.moe.form import ExpertActivation, ExpertWeights, Routing
-from common.ops.moe.grouped_weight import GroupedFormat, GroupedWeight
+from common.ops.moe.grouped_weight import GroupedWeight
+from common.ops.moe.packed_layout import GroupedFormat
 
 CHECKED_ROWS = 8
 MAX_ERROR = 0.01

@@ -32,7 +32,8 @@ from common.ops.linear.candidates import Candidate, Kind, Op
 from common.ops.linear.linear_tuning import LinearShape, tune_linears
 from common.ops.linear.reference import linear_grouped_reference
 from common.ops.linear.weight import LinearWeight, Role, linear_from_grouped
-from common.ops.quant.grouped import Code, pack_grouped
+from common.ops.quant.group_layout import Code
+from common.ops.quant.grouped import pack_grouped
 from common.ops.tuning import CACHE_VARIABLE
 from common.runtime import parent_death
 

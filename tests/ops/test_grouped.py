@@ -17,7 +17,8 @@ from common.ops.linear.linear import linear
 from common.ops.linear.linear_tuning import tune_linears, tuned_format
 from common.ops.linear.reference import linear_grouped_reference
 from common.ops.linear.weight import LinearWeight, linear_from_grouped
-from common.ops.quant.grouped import Code, codes_of, dequantise_grouped, join_grouped, pack_grouped, table_of
+from common.ops.quant.group_layout import Code
+from common.ops.quant.grouped import codes_of, dequantise_grouped, join_grouped, pack_grouped, table_of
 
 
 @pytest.fixture

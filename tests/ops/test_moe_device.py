@@ -12,7 +12,8 @@ from common.ops.moe.candidates import LIBRARY, ExpertCandidate, bucket
 from common.ops.moe.experts import experts
 from common.ops.moe.experts_reference import experts_reference
 from common.ops.moe.form import ActivationKind, ExpertActivation, ExpertWeights, RouterForm, Routing
-from common.ops.moe.grouped_weight import FP8_BLOCK, GroupedFormat, GroupedWeight
+from common.ops.moe.grouped_weight import FP8_BLOCK, GroupedWeight
+from common.ops.moe.packed_layout import GroupedFormat
 from common.ops.moe.packed_weight import packed_weight
 from common.ops.moe.route import route
 from common.ops.moe.route_reference import route_reference

@@ -11,7 +11,7 @@ from common.ops.linear import device as linear_device
 from common.ops.linear.candidates import Op
 from common.ops.linear.reference import linear_grouped_reference
 from common.ops.linear.streaming import streaming_candidates
-from common.ops.quant.grouped import Code
+from common.ops.quant.group_layout import Code
 from tests.ops.test_unpacking_gpu import random_weight
 
 pytestmark = [

@@ -17,7 +17,8 @@ from common.ops.linear.weight import LinearWeight, linear_from_grouped
 from common.ops.moe import device as experts_device
 from common.ops.moe.grouped_weight import GroupedWeight
 from common.ops.moe.packed_weight import PackedWeight, packed_weight
-from common.ops.quant.grouped import Code, pack_grouped
+from common.ops.quant.group_layout import Code
+from common.ops.quant.grouped import pack_grouped
 
 
 def weight(code: Code = "int4", group: int = 128, *, size: int = 512, depth: int = 1024) -> LinearWeight:

@@ -15,7 +15,8 @@ from common.ops.moe.candidates import ExpertCandidate
 from common.ops.moe.experts_reference import experts_reference
 from common.ops.moe.form import ActivationKind, ExpertActivation, ExpertWeights, Routing
 from common.ops.moe.grouped_weight import GroupedWeight
-from common.ops.quant.grouped import Code, pack_grouped
+from common.ops.quant.group_layout import Code
+from common.ops.quant.grouped import pack_grouped
 
 pytestmark = [
     pytest.mark.gpu,

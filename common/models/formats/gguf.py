@@ -19,7 +19,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from common.models.formats.groups import Groups
 from common.models.weights.gguf_blocks import e8m0, half, k_nibbles, k_scales, nibbles, q6_k_values
-from common.ops.quant.grouped import Code
+from common.ops.quant.group_layout import Code
 
 _Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Codes [blocks, values], scales and offsets [blocks, groups]."""

@@ -10,7 +10,8 @@ import torch
 
 from common.models.formats.scheme import ShardUnits, WeightScheme
 from common.models.weights.errors import WeightsError
-from common.ops.quant.grouped import MIN_RUN, Code, GroupedWeight, can_group, pack_grouped, table_of
+from common.ops.quant.group_layout import Code, can_pack
+from common.ops.quant.grouped import GroupedWeight, pack_grouped, table_of
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,7 +47,7 @@ class Groups:
 
     def pack(self) -> GroupedWeight | None:
         """For the kernels; None where there is none for this group."""
-        if not can_group(self.group, self.codes.shape[1]) or (self.offsets is not None and self.group < MIN_RUN):
+        if not can_pack(self.group, self.codes.shape[1], offsets=self.offsets is not None):
             return None
         return pack_grouped(
             self.codes,

@@ -16,7 +16,7 @@ from common.models.formats.groups import Groups
 from common.models.shapes import Numbers
 from common.models.weights.expected import TARGET_OFFSETS, decoder_shapes
 from common.models.weights.upload import Upload
-from common.ops.quant.grouped import Code
+from common.ops.quant.group_layout import Code
 
 STD = 0.02
 UNIFORM = 1e-3

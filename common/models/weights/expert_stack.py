@@ -15,8 +15,8 @@ import torch
 
 from common.models.formats.groups import Groups
 from common.models.weights.fp8 import Fp8Weight
-from common.ops.moe.grouped_weight import GroupedFormat, GroupedWeight
-from common.ops.moe.packed_weight import SCALE_BLOCK
+from common.ops.moe.grouped_weight import GroupedWeight
+from common.ops.moe.packed_layout import SCALE_BLOCK, GroupedFormat
 
 _HALF = 8
 _E8M0_BIAS = 127

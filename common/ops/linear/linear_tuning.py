@@ -17,7 +17,8 @@ import torch
 from common.ops.linear import device as linear_device
 from common.ops.linear.candidates import ROW_BUCKETS, Candidate, Op
 from common.ops.linear.weight import FP8_BLOCK, LinearWeight, Role, linear_from_grouped
-from common.ops.quant.grouped import MIN_RUN, Code, GroupedWeight
+from common.ops.quant.group_layout import MIN_RUN, Code
+from common.ops.quant.grouped import GroupedWeight
 from common.ops.quant.quantise import quantise_rows
 from common.ops.tensors import Activation
 from common.ops.tuning import Case, Tuned, launches_for, tune

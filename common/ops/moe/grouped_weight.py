@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-GroupedFormat = Literal["plain", "fp8", "mxfp4", "int4"]
+from common.ops.moe.packed_layout import GroupedFormat
+
 FP8_BLOCK = 128
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

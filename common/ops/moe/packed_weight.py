@@ -11,11 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from common.ops.moe.grouped_weight import GroupedFormat, GroupedWeight
-
-MIN_RUN = 32
-SCALE_BLOCK = 128
-_RUNS = (128, 64, MIN_RUN)
+from common.ops.moe.grouped_weight import GroupedWeight
+from common.ops.moe.packed_layout import MIN_RUN, GroupedFormat, int4_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,7 @@ def packed_weight(weight: GroupedWeight, *, batch_invariant: bool = False) -> Pa
             run=MIN_RUN,
             batch_invariant=invariant,
         )
-    run = next((run for run in _RUNS if weight.group % run == 0 and weight.k % (2 * run) == 0), MIN_RUN)
+    run = int4_run(weight.group, weight.k)
     per_run = scale.float().repeat_interleave(weight.group // run, 2)
     channel = per_run.abs().amax(2).clamp(min=torch.finfo(torch.float32).tiny)
     per_run = per_run / channel[:, :, None]

@@ -11,17 +11,11 @@ needs only one scale. Groups larger than 128 are stored as several of 128; two g
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
-Code = Literal["int4", "nf4", "fp4", "int8"]
-"""How a code becomes a number."""
-
-MAX_GROUP = 128
-MIN_RUN = 32
-GROUPS = (16, 32, 64, 128)
+from common.ops.quant.group_layout import MIN_RUN, Code, GroupLayout, can_group, run_of
 
 NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
@@ -59,19 +53,18 @@ class GroupedWeight:
         return self.data.shape[-2]
 
     @property
+    def layout(self) -> GroupLayout:
+        return GroupLayout(self.code, self.group, self.in_features, self.order is not None)
+
+    @property
     def run(self) -> int:
         """Inputs of half a step."""
-        return max(MIN_RUN, self.group)
+        return run_of(self.group)
 
     @property
     def nbytes(self) -> int:
         """Bytes that a product reads."""
         return sum(part.nbytes for part in (self.data, self.scales, self.offsets, self.channel) if part is not None)
-
-
-def can_group(group: int, in_features: int) -> bool:
-    """Whether groups of `group` inputs can be packed: of 16, 32, 64, a multiple of 128, or all inputs at once."""
-    return group in GROUPS or group % MAX_GROUP == 0 or group >= in_features
 
 
 def pack_grouped(
@@ -98,11 +91,10 @@ def pack_grouped(
             raise ValueError(f"groups of {group} inputs have scales {[out_features, groups]}, not {list(given.shape)}")
     if not can_group(group, in_features):
         raise ValueError(f"groups of {group} inputs can't be packed; 16, 32, 64 and multiples of 128 can")
-    stored = group if group in GROUPS else MAX_GROUP
+    layout = GroupLayout.of(code, group, in_features)
+    stored, run, steps = layout.group, run_of(layout.group), layout.steps
     if offsets is not None and stored < MIN_RUN:
         raise ValueError(f"groups of {group} inputs can't have offsets")
-    run = max(MIN_RUN, stored)
-    steps = -(-in_features // (2 * run))
     padding = 2 * steps * run - in_features
     filled = F.pad(codes, (0, padding), value=8 if code == "int4" else 0)
     halves = filled.view(out_features, steps, 2, run)
@@ -123,9 +115,7 @@ def join_grouped(parts: list[GroupedWeight]) -> GroupedWeight | None:
     """Weights below each other as one; None where they differ in group, code, or order of their inputs."""
     first = parts[0]
     for other in parts[1:]:
-        if (first.code, first.group, first.in_features) != (other.code, other.group, other.in_features):
-            return None
-        if (first.order is None) != (other.order is None):
+        if first.layout != other.layout:
             return None
         if first.order is not None and other.order is not None and not torch.equal(first.order, other.order):
             return None
