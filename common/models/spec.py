@@ -162,6 +162,9 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     norms: NormPlacement = "pre"
 
 
+EACH_EXPERT = ("gate_proj", "up_proj", "down_proj")
+
+
 class LayerNames(msgspec.Struct, frozen=True, kw_only=True):
     """What the files call a layer's modules, below the layer's own prefix.
 
@@ -183,7 +186,7 @@ class LayerNames(msgspec.Struct, frozen=True, kw_only=True):
     mlp_norms: tuple[str, str] = ("post_attention_layernorm", "")
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
-    each_expert: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    each_expert: tuple[str, ...] = EACH_EXPERT
     interleaved_gate_up: bool = False
     shared_gate_up: tuple[str, ...] = ()
     shared_down: str = ""

@@ -18,8 +18,8 @@ import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from common.models.formats.groups import Groups
+from common.models.formats.stored import BLOCK_FORMS
 from common.models.weights.gguf_blocks import e8m0, half, k_nibbles, k_scales, nibbles, q6_k_values
-from common.ops.quant.group_layout import Code
 
 _Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """Codes [blocks, values], scales and offsets [blocks, groups]."""
@@ -27,22 +27,21 @@ _Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 def can_group_blocks(kind: GGMLQuantizationType) -> bool:
     """Whether weights of this type stay as they are on a GPU."""
-    return kind in _KINDS
+    return kind.name in BLOCK_FORMS
 
 
 def groups_of_blocks(raw: torch.Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> Groups:
     """raw: uint8 [bytes] of a weight of `shape` [out, in], on any device."""
     outputs, inputs = shape
     _, num_bytes = GGML_QUANT_SIZES[kind]
-    parts, group = _KINDS[kind]
-    codes, scales, offsets = parts(raw.view(-1, num_bytes))
-    code: Code = "fp4" if kind is GGMLQuantizationType.MXFP4 else "int8" if codes.dtype == torch.int8 else "int4"
+    form = BLOCK_FORMS[kind.name]
+    codes, scales, offsets = _PARTS[kind](raw.view(-1, num_bytes))
     return Groups(
         codes.reshape(outputs, inputs),
-        scales.reshape(outputs, inputs // group),
-        None if offsets is None else offsets.reshape(outputs, inputs // group),
-        code,
-        group,
+        scales.reshape(outputs, inputs // form.group),
+        None if offsets is None else offsets.reshape(outputs, inputs // form.group),
+        form.code,
+        form.group,
     )
 
 
@@ -72,11 +71,11 @@ def _q6_k(blocks: torch.Tensor) -> _Parts:
     return q6_k_values(blocks), half(blocks, 208) * blocks[:, 192:208].contiguous().view(torch.int8).float(), None
 
 
-_KINDS: dict[GGMLQuantizationType, tuple[Callable[[torch.Tensor], _Parts], int]] = {
-    GGMLQuantizationType.Q4_0: (_q4_0, 32),
-    GGMLQuantizationType.Q4_1: (_q4_1, 32),
-    GGMLQuantizationType.Q4_K: (_q4_k, 32),
-    GGMLQuantizationType.Q8_0: (_q8_0, 32),
-    GGMLQuantizationType.Q6_K: (_q6_k, 16),
-    GGMLQuantizationType.MXFP4: (_mxfp4, 32),
+_PARTS: dict[GGMLQuantizationType, Callable[[torch.Tensor], _Parts]] = {
+    GGMLQuantizationType.Q4_0: _q4_0,
+    GGMLQuantizationType.Q4_1: _q4_1,
+    GGMLQuantizationType.Q4_K: _q4_k,
+    GGMLQuantizationType.Q8_0: _q8_0,
+    GGMLQuantizationType.MXFP4: _mxfp4,
+    GGMLQuantizationType.Q6_K: _q6_k,
 }

@@ -1,9 +1,7 @@
 """The linears of all experts as one tensor for a GPU: quantised where the kernels read the format, else in the model's dtype.
 
-kept       FP8 with a scale for each output or block of 128 × 128, MXFP4, and INT4 in groups of a multiple of 32 with whole zero
-           points
-not kept   FP8 whose parts are no whole number of blocks, INT8, NF4, NVFP4, INT4 in groups of 16 or sorted (act-order), and
-           minima that are no zero points
+Which formats they read is a rule of `formats/stored.py`. Two things only the values tell: whether scales of MXFP4 are powers of
+two, and whether offsets of INT4 are whole zero points.
 """
 
 from __future__ import annotations
@@ -14,13 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from common.models.formats.groups import Groups
+from common.models.formats.stored import Fp8Form, GroupsForm, experts_format
 from common.models.weights.fp8 import Fp8Weight
 from common.ops.moe.grouped_weight import GroupedWeight
-from common.ops.moe.packed_layout import SCALE_BLOCK, GroupedFormat
+from common.ops.moe.packed_layout import GroupedFormat
 
 _HALF = 8
 _E8M0_BIAS = 127
-_MIN_GROUP = 32
 
 
 Stored = Groups | Fp8Weight | torch.Tensor
@@ -86,23 +84,20 @@ def _kind(part: _Kept) -> tuple[GroupedFormat, torch.Size]:
 
 def _keep_fp8(part: Fp8Weight) -> _Kept | None:
     """Blocks lie below each other only where each part has whole ones."""
-    whole = len(part.data) % SCALE_BLOCK == 0 and part.scale.shape == (
-        len(part.data) // SCALE_BLOCK,
-        -(-part.data.shape[1] // SCALE_BLOCK),
-    )
-    return _Kept("fp8", part.data.view(torch.uint8), part.scale) if part.scale.ndim == 1 or whole else None
+    kept = experts_format(Fp8Form(part.scale.ndim == 2), *part.data.shape) == "fp8"
+    return _Kept("fp8", part.data.view(torch.uint8), part.scale) if kept else None
 
 
 def _keep_groups(part: Groups) -> _Kept | None:
-    inputs = part.codes.shape[1]
-    if part.order is not None or part.channel is not None or part.group % _MIN_GROUP or inputs % part.group:
+    offsets = "none" if part.offsets is None else "zeros"
+    form = GroupsForm(part.code, part.group, offsets, part.order is not None, part.channel is not None)
+    format = experts_format(form, *part.codes.shape)
+    if format == "plain":
         return None
     packed = part.codes[:, ::2] | (part.codes[:, 1::2] << 4)
-    if part.code == "fp4" and part.group == _MIN_GROUP and part.offsets is None:
+    if format == "mxfp4":
         exponents = _exponents(part.scales)
         return None if exponents is None else _Kept("mxfp4", packed, exponents)
-    if part.code != "int4":
-        return None
     if part.offsets is None:
         return _Kept("int4", packed, part.scales)
     zeros = _HALF - part.offsets / part.scales.clamp_min(torch.finfo(torch.float32).tiny)

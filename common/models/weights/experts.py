@@ -4,7 +4,7 @@
     experts.gate_up_proj, down_proj     floats [experts, inputs, outputs]
     experts.X_blocks, X_scales          MXFP4 of gpt-oss, bytes [experts, outputs, inputs / 32, 16] and [experts, outputs, …]
 
-On a GPU they stay quantised where the kernels read the format (`weights/expert_stack.py`); on a CPU they are dequantised, one
+On a GPU they stay quantised where the kernels read the format (`formats/stored.py`); on a CPU they are dequantised, one
 expert at a time. No more than one layer's experts are there twice.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 
 from common.models.formats.mxfp4 import GROUP, experts_reference
-from common.models.spec import ExpertsSpec, LayerNames
+from common.models.spec import EACH_EXPERT, ExpertsSpec, LayerNames
 from common.models.weights.base import WeightLoader
 from common.models.weights.errors import WeightsError
 from common.models.weights.expert_stack import Stored, plain, stack_experts
@@ -25,7 +25,6 @@ from common.ops.moe.experts import pack_experts
 from common.ops.moe.form import ExpertWeights
 from common.ops.moe.grouped_weight import GroupedWeight
 
-EACH_EXPERT = ("gate_proj", "up_proj", "down_proj")
 _NAN = 255
 
 

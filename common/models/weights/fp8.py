@@ -15,6 +15,7 @@ import torch
 
 from common.models.formats.detect import FP8_BLOCK as BLOCK
 from common.models.formats.groups import checked_scales
+from common.models.formats.stored import can_join_fp8
 from common.models.weights.source import WeightsError, WeightSource
 from common.models.weights.upload import Upload
 from common.ops.linear.weight import LinearWeight, linear_from_fp8
@@ -75,8 +76,7 @@ def fused_fp8(
 
     batch_invariant: see `LinearWeight`.
     """
-    kinds = {scale.ndim for scale in scales}
-    if len(kinds) > 1 or (2 in kinds and any(part.shape[0] % BLOCK for part in parts[:-1])):
+    if not can_join_fp8([scale.ndim == 2 for scale in scales], [len(part) for part in parts]):
         return None
     # torch joins float8 tensors as bytes only
     data = parts[0] if len(parts) == 1 else torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
