@@ -228,6 +228,7 @@ def check_footprint(spec: str, environ: Mapping[str, str]) -> list[Finding]:
     from common.engine.load.layout import EngineConfig, cache_layout, limit_context, resolve_engine_precision
     from common.models.config import load_config
     from common.models.source import resolve
+    from common.models.weights.gguf_tensors import read_types
     from common.models.weights.inventory import take_inventory
 
     try:
@@ -237,16 +238,17 @@ def check_footprint(spec: str, environ: Mapping[str, str]) -> list[Finding]:
         model = limit_context(load_config(files), engine)
         precision = resolve_engine_precision(model, engine, "cuda")
         made_up = engine.load_format == "dummy" or files.format == "dummy"
-        inventory = take_inventory(msgspec.structs.replace(files, format="dummy") if made_up else files, model)
+        take_inventory(msgspec.structs.replace(files, format="dummy") if made_up else files, model)
+        block_types = read_types(files.path) if files.format == "gguf" and not made_up else None
         layout = cache_layout(model, msgspec.structs.replace(engine, num_blocks=1), "cuda")
     except PenstockError:
         return []  # `check_model` says why
-    found = footprint.footprint(model, precision, inventory, layout)
+    found = footprint.footprint(model, precision, layout, block_types)
     kv = f"{precision.kv}; {footprint.describe_kv(found, model.max_context)}"
-    weights = {"none": precision.compute, "groups": model.quantization.name}.get(precision.weights, precision.weights)
+    weights = footprint.describe_weights(model, precision, found)
     return [
         Finding("ok", "kv on a gpu", kv),
-        Finding("ok", "on a gpu", f"{weights} weights; {footprint.describe_cards(found)}"),
+        Finding("ok", "on a gpu", f"{weights}; {footprint.describe_cards(found)}"),
     ]
 
 

@@ -8,7 +8,8 @@ Prompts, and whatever is no reading, come on top.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -16,8 +17,9 @@ from common.cache.retention import Retention
 from common.cache.spec import CacheLayout
 from common.engine.load.precision import Precision
 from common.engine.load.step_weights import Experts, step_weights
+from common.engine.load.stored_weights import ITEM_BYTES
 from common.models.config import ModelConfig
-from common.models.weights.inventory import Inventory
+from common.models.weights.expected import decoder_shapes
 
 ACHIEVED = 0.88
 """Share of a datasheet's bandwidth that a plain copy reaches: 4.24 of 4.8 TB/s on an H200 (docs/performance.md)."""
@@ -27,7 +29,6 @@ USABLE = 0.9
 """Share of a card's memory for weights and KV: the default of gpu_memory_utilization."""
 
 _GIB = 1 << 30
-_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0}
 
 
 class Card(msgspec.Struct, frozen=True):
@@ -90,13 +91,17 @@ class Footprint(msgspec.Struct, frozen=True):
         return rows * ACHIEVED * card.bytes_per_s / (self.read_bytes(rows) + rows * self.kv_bytes(CONTEXT))
 
 
-def footprint(model: ModelConfig, precision: Precision, inventory: Inventory, layout: CacheLayout) -> Footprint:
-    """Return what `model` takes in `precision`. `layout`: its KV groups, with KV in that precision."""
-    compute = _BYTES[precision.compute]
-    linear = model.quantization.weight_bytes if precision.weights == "groups" else compute
-    linear = _BYTES.get(precision.weights, linear)
-    head = model.vocab_size * model.hidden_size * compute
-    linears = linear * inventory.others
+def footprint(
+    model: ModelConfig, precision: Precision, layout: CacheLayout, block_types: Mapping[str, str] | None = None
+) -> Footprint:
+    """Return what `model` takes in `precision`. layout: its KV groups, with KV in that precision. block_types: of a GGUF file,
+    the type of each tensor by the tensor's name."""
+    step = step_weights(model, precision, block_types)
+    shapes = decoder_shapes(model)
+    vectors = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) == 1 or name.endswith("bias"))
+    read = step.always + sum(experts.bytes for experts in step.experts) + ITEM_BYTES[precision.compute] * vectors
+    is_head = model.tie_embeddings and precision.weights != "int8"  # a step reads the whole embedding then
+    looked_up = 0 if is_head else ITEM_BYTES[precision.compute] * model.vocab_size * model.hidden_size
     groups = [
         GroupFootprint(
             group.name,
@@ -106,8 +111,15 @@ def footprint(model: ModelConfig, precision: Precision, inventory: Inventory, la
         )
         for group in layout.groups
     ]
-    experts = step_weights(model, precision).experts
-    return Footprint(linears + compute * inventory.embedding, linears + head, groups, experts)
+    return Footprint(read + looked_up, read, groups, step.experts)
+
+
+def describe_weights(model: ModelConfig, precision: Precision, found: Footprint) -> str:
+    """Return what the weights are: their format, and the dtype of experts that do not stay in it."""
+    kept = {"none": precision.compute, "groups": model.quantization.name}.get(precision.weights, precision.weights)
+    plain = step_weights(model, msgspec.structs.replace(precision, weights="none")).experts
+    dequantised = found.experts and found.experts == plain and precision.weights != "none"
+    return f"{kept} weights, experts in {precision.compute}" if dequantised else f"{kept} weights"
 
 
 def describe_kv(found: Footprint, max_context: int) -> str:

@@ -62,15 +62,23 @@ _ROLES = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "up_proj"
 
 
 def write_model(
-    path: Path, model: Any, *, experts: Type = Type.F32, extra: dict[str, Any] | None = None, parts: int = 1
+    path: Path,
+    model: Any,
+    *,
+    experts: Type = Type.F32,
+    extra: dict[str, Any] | None = None,
+    parts: int = 1,
+    file_type: int | None = None,
 ) -> ModelFiles:
     """`model` in F32, its experts as `experts`. extra: further metadata below the architecture's prefix. parts: how many files
-    there are, says this one."""
+    there are, says this one. file_type: llama.cpp's `llama_ftype`."""
     config = model.config
     model.save_pretrained(path.parent / f"{path.stem}-safetensors")
     tensors = load_file(path.parent / f"{path.stem}-safetensors" / "model.safetensors")
     architecture = ARCHITECTURES[config.model_type]
     writer = gguf.GGUFWriter(path, architecture)
+    if file_type is not None:
+        writer.add_file_type(file_type)
     for key, value in (_metadata(config, architecture) | (extra or {})).items():
         _add(writer, f"{architecture}.{key}", value)
     if parts > 1:

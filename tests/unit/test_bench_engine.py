@@ -117,7 +117,8 @@ def test_a_long_prompt_is_bound_by_arithmetic_and_a_short_one_by_memory() -> Non
 
 def test_fp8_halves_the_layers_but_not_the_head() -> None:
     limits = Limits(llama_8b(), FP8, H200)
-    assert limits.weights.bytes_of(1) == limits.weights.layer_params + 2 * limits.weights.head_params
+    size = limits.weights.layer_params + 2 * limits.weights.head_params
+    assert limits.weights.bytes_of(1) == pytest.approx(size, rel=0.001)  # and a scale for each output
     assert limits.kv_bytes == 65_536 and limits.linear_peak == 1400e12 and limits.attention_peak == 751e12
 
 

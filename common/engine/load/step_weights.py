@@ -6,14 +6,13 @@ n · (1 - (1 - k / n)^r) on average, if all experts are as likely and tokens cho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import msgspec
 
 from common.engine.load.precision import Precision
-from common.models.spec import DenseSpec, ExpertsSpec, LayerSpec, ModelSpec
-
-_ITEM_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0}
+from common.engine.load.stored_weights import StoredWeights
+from common.models.spec import DenseSpec, ModelSpec
 
 
 class Experts(msgspec.Struct, frozen=True):
@@ -42,45 +41,38 @@ class StepWeights(msgspec.Struct, frozen=True):
         return self.always + sum(one.bytes * one.touched(rows) for one in self.experts)
 
 
-def step_weights(model: ModelSpec, precision: Precision) -> StepWeights:
-    """Return what a step reads of `model` in `precision`. Norms and biases count as nothing."""
-    item, hidden, names = _item_bytes(model, precision), model.hidden_size, model.names.layer
-    always, params = model.vocab_size * hidden * _ITEM_BYTES[precision.compute], 0
+def step_weights(model: ModelSpec, precision: Precision, block_types: Mapping[str, str] | None = None) -> StepWeights:
+    """Return what a step reads of `model` in `precision`. Norms and biases count as nothing.
+
+    block_types: see `StoredWeights`.
+    """
+    stored, hidden, names = StoredWeights(model, precision, block_types), model.hidden_size, model.names.layer
+    always, params = stored.head(), 0
     experts: dict[tuple[int, int], float] = {}
     for index, layer in enumerate(model.layers):
         mixer, mlp, prefix = layer.mixer, layer.mlp, f"{model.names.layers}.{index}"
-        parts = {
-            names.qkv[0]: hidden * (mixer.query_size + 2 * mixer.kv_size),
-            names.output: mixer.query_size * hidden,
-        }
+        linears: list[_Linear] = [
+            (names.qkv, (mixer.query_size, mixer.kv_size, mixer.kv_size), hidden),
+            ((names.output,), (hidden,), mixer.query_size),
+        ]
         if isinstance(mlp, DenseSpec):
-            parts[names.down] = 3 * hidden * mlp.intermediate_size
+            linears += _feed_forward(names.gate_up, names.down, mlp.intermediate_size, hidden)
         else:
-            parts[names.shared_down] = 3 * hidden * mlp.shared_size
-            one = 3 * hidden * mlp.intermediate_size
             count, top_k = mlp.router.num_experts, mlp.router.top_k
-            size = count * one * item(f"{prefix}.{names.experts}", layer)
-            experts[count, top_k] = experts.get((count, top_k), 0.0) + size
-            always += count * hidden * _ITEM_BYTES[precision.compute]
-            params += count * hidden + top_k * one
-        always += sum(numbers * item(f"{prefix}.{name}", layer) for name, numbers in parts.items())
-        params += sum(parts.values())
+            experts[count, top_k] = experts.get((count, top_k), 0.0) + stored.experts(prefix, mlp)
+            always += stored.floats(count * hidden)
+            params += count * hidden + top_k * 3 * hidden * mlp.intermediate_size
+            if mlp.shared_size:
+                linears += _feed_forward(names.shared_gate_up, names.shared_down, mlp.shared_size, hidden)
+        always += sum(stored.linear(prefix, *linear) for linear in linears)
+        params += sum(sum(outputs) * inputs for _, outputs, inputs in linears)
     stacked = tuple(Experts(count, top_k, size) for (count, top_k), size in experts.items())
-    return StepWeights(always, stacked, params, model.vocab_size * hidden)
+    return StepWeights(always, stacked, params, model.head_size * hidden)
 
 
-def _item_bytes(model: ModelSpec, precision: Precision) -> Callable[[str, LayerSpec], float]:
-    """Return what says how many bytes a number of a module takes."""
-    scheme, compute = model.quantization, _ITEM_BYTES[precision.compute]
+_Linear = tuple[tuple[str, ...], tuple[int, ...], int]
+"""Names of the parts, their outputs, and the inputs."""
 
-    def bytes_of(module: str, layer: LayerSpec) -> float:
-        of_experts = isinstance(layer.mlp, ExpertsSpec) and module.endswith(model.names.layer.experts)
-        if precision.weights == "none" or (precision.weights != "int8" and scheme.leaves_alone(module)):
-            return compute
-        if precision.weights == "groups":
-            return scheme.weight_bytes
-        if of_experts and scheme.kind not in ("fp8", "fp8_blocks"):  # quantisation at load leaves experts as they are
-            return compute
-        return _ITEM_BYTES[precision.weights]
 
-    return bytes_of
+def _feed_forward(gate_up: tuple[str, ...], down: str, middle: int, hidden: int) -> list[_Linear]:
+    return [(gate_up, (middle, middle), hidden), ((down,), (hidden,), middle)]

@@ -83,6 +83,14 @@ def read_tensors(path: Path, data: np.ndarray[Any, np.dtype[np.uint8]]) -> dict[
     return named
 
 
+def read_types(path: Path) -> dict[str, str]:
+    """The name of each tensor's type, by the tensor's Hugging Face name.
+
+    :raises InvalidGguf, WeightsError: see `read_tensors`.
+    """
+    return {name: tensor.kind.name for name, tensor in read_tensors(path, map_file(path)).items()}
+
+
 def read_floats(path: Path, names: Collection[str]) -> dict[str, list[float]]:
     """The values of those of `names` that the file has, which must be few and F32.
 
