@@ -31,7 +31,7 @@ def with_weights(quantization: dict[str, Any], **changes: Any) -> dict[str, Any]
     return quantization | {"config_groups": {"group_0": group | {"weights": group["weights"] | changes}}}
 
 
-@pytest.mark.parametrize("change", [{"rotation": "hadamard"}, {"rotate": True}, {"lm_head": True}, {"odd": 1}])
+@pytest.mark.parametrize("change", [{"rotation": "hadamard"}, {"rotate": True}, {"odd": 1}])
 @pytest.mark.parametrize("name", EVERY)
 def test_a_key_that_no_reader_knows_is_named(name: str, change: dict[str, Any]) -> None:
     (key,) = change
@@ -57,7 +57,6 @@ def test_a_key_of_a_group_that_no_reader_knows_is_named(name: str, change: dict[
         (MODELOPT | {"group_size": 32}, "group_size 32 is not supported"),
         (MODELOPT | {"config_groups": {"g": {"weights": {"num_bits": 8}}}}, "num_bits 8 is not supported"),
         (MODELOPT | {"quantized_layers": {"a": {}}}, "quantized_layers"),
-        (GPTQ | {"lm_head": True}, "quantised output head"),
         (GPTQ | {"pack_dtype": "int64"}, "pack_dtype 'int64' is not supported"),
         (GPTQ | {"is_marlin_format": True}, "is_marlin_format"),
         (GPTQ | {"dynamic": {"-:.*gate": {}, "+:.*up_proj": {"bits": 8}}}, "dynamic"),
@@ -108,7 +107,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "GPTQModel": (
         GPTQ,
-        {"checkpoint_format": "gptq", "lm_head": False, "meta": {"quantizer": ["gptqmodel:2.2"]}, "pack_dtype": "int32"}
+        {"checkpoint_format": "gptq", "lm_head": True, "meta": {"quantizer": ["gptqmodel:2.2"]}, "pack_dtype": "int32"}
         | {"dynamic": {}, "rotation": None},
     ),
     "AutoAWQ": (AWQ, {"do_fuse": True, "exllama_config": {"version": 2}, "fuse_max_seq_len": 9, "backend": "autoawq"}),

@@ -112,8 +112,6 @@ def _gptq(found: Fields) -> WeightScheme:
     layout = found.get("checkpoint_format", found.get("format", "gptq"))
     if layout not in ("gptq", "gptq_v2"):
         raise ConfigError(f"GPTQ weights of checkpoint_format {layout!r} are not supported; gptq and gptq_v2 are")
-    if found.get("lm_head"):
-        raise ConfigError("GPTQ weights with a quantised output head (lm_head) are not supported")
     found.only("pack_dtype", "int32")
     group, act_order = found.get("group_size", 128), found.flag("desc_act")
     ignore = tuple(dict.fromkeys(_ignored(found) + _excluded(found)))

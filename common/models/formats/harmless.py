@@ -30,7 +30,8 @@ GPTQ = COMMON | {
     "sym",  # zero points are in the files, of symmetric weights too
     "tokenizer",
     "true_sequential",
-    # names
+    # names, and modules that are quantised, which are seen by their tensors
+    "lm_head",
     "model_file_base_name",
     "model_name_or_path",
     # kernels

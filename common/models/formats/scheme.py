@@ -12,10 +12,6 @@ WeightFormat = Literal["plain", "fp8", "fp8_blocks", "groups"]
 """How linears are multiplied where nothing else is asked for; "groups": `common/ops/quant/grouped.py`."""
 
 
-_MAX_GROUP, _SCALE_BYTES = 128, 2
-"""As `common/ops/quant/grouped.py` stores them."""
-
-
 class ShardUnits(NamedTuple):
     """How a weight can be cut for tensor parallelism: outputs in multiples of `outputs`, inputs of `inputs`; 0: not at all."""
 
@@ -41,12 +37,6 @@ class WeightScheme(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def kind(self) -> WeightFormat:
         return self.name if self.name in ("plain", "fp8", "fp8_blocks") else "groups"
-
-    @property
-    def weight_bytes(self) -> float:
-        """Bytes that a number of a linear takes on a GPU, about: its code and its share of a scale."""
-        group, scale = min(self.group or _MAX_GROUP, _MAX_GROUP), 1 if self.name == "mxfp4" else _SCALE_BYTES
-        return self.bits / 8 + (scale / group if self.kind == "groups" else 0)
 
     def leaves_alone(self, module: str) -> bool:
         """Whether the configuration says that `module` (a name without `.weight`) is not quantised."""
