@@ -230,17 +230,6 @@ class Sequence:
             if width := room.num_tokens or width_of(outcomes):
                 inputs += [0] * width
             verified = self.verifying
-        history: list[int] | History = []
-        if sampled and _needs_history(self.sampling):
-            known, tail = (end, [*proposal]) if feed < 0 else (len(self.tokens), [UNKNOWN])
-            history = History(self.serial, self.tokens, known, tail)
-        output: list[int] = []
-        output_start = 0
-        if sampled and self.matcher is not None:
-            output_start = self.matcher.num_settled
-            output = self.tokens[self.generation.prompt_tokens + output_start :]
-            if feed >= 0:
-                output.append(UNKNOWN)
         self.num_planned = end
         self.num_steps += 1
         if sampled:
@@ -260,10 +249,14 @@ class Sequence:
             feed=feed,
             board=self.board,
         )
-        if history:
-            row.history = history
+        if sampled and _needs_history(row.sampling):
+            known, tail = (end, [*proposal]) if feed < 0 else (len(self.tokens), [UNKNOWN])
+            row.history = History(self.serial, self.tokens, known, tail)
         if self.matcher is not None:
-            row.constraint, row.output, row.output_start = self.matcher, output, output_start
+            row.constraint = self.matcher
+            if sampled:
+                row.output_start = self.matcher.num_settled
+                row.output = self.tokens[row.prompt_tokens + row.output_start :] + [UNKNOWN] * (feed >= 0)
         if verified:
             row.verified = verified
         if outcomes:
