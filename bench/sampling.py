@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from common.ops.sampling.adjust_device import Adjustment, Adjustments, apply_adjustments, pack_adjustments
+from common.ops.sampling.adjust_device import apply_adjustments
+from common.ops.sampling.adjustments import Adjustment, Adjustments, pack_adjustments
 from common.ops.sampling.logprobs import token_logprobs, top_logprobs
 from common.ops.sampling.penalties import apply_penalties
 from common.ops.sampling.sample import Draw, sample_tokens

@@ -10,6 +10,8 @@ import anyio
 
 from common.protocol.errors import ConfigError
 
+_SHORT_BYTES = 4096
+
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
     """Whether a server could listen there now."""
@@ -67,13 +69,22 @@ def reachable(host: str) -> str:
 
 async def http_status(port: int, path: str, *, host: str = "127.0.0.1", timeout_s: float = 2.0) -> int:
     """The status of `GET path`; 0 when nothing answers."""
+    return (await http_reply(port, path, host=host, timeout_s=timeout_s))[0]
+
+
+async def http_reply(port: int, path: str, *, host: str = "127.0.0.1", timeout_s: float = 2.0) -> tuple[int, str]:
+    """The status of `GET path` and the first line of a short answer; 0 when nothing answers."""
+    answer = b""
     request = f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n"
     try:
         with anyio.fail_after(timeout_s):
             async with await anyio.connect_tcp(host, port) as stream:
                 await stream.send(request.encode())
-                line = await stream.receive(64)
+                while len(answer) < _SHORT_BYTES:
+                    answer += await stream.receive(_SHORT_BYTES)
     except (OSError, TimeoutError, anyio.EndOfStream, anyio.BrokenResourceError):
-        return 0
-    parts = line.split(b" ")
-    return int(parts[1]) if len(parts) > 1 and parts[1].isdigit() else 0
+        pass  # what has come counts
+    head, _, body = answer.partition(b"\r\n\r\n")
+    parts = head.split(b" ", 2)
+    status = int(parts[1]) if len(parts) > 1 and parts[1].isdigit() else 0
+    return status, body.decode(errors="replace").partition("\n")[0]

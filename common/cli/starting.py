@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from common.cli.client import connected, decode_presence
 from common.cli.console import err
 from common.cli.fleet import ProcessSpec, UpConfig
-from common.cli.net import http_status, reachable
+from common.cli.net import http_reply, reachable
 from common.protocol import subjects
 from common.protocol.messages import Presence, ServedModel
 from common.runtime.bus import BusMessage
@@ -30,6 +30,8 @@ class Starting:
 
     def __init__(self, specs: Sequence[ProcessSpec], models: Sequence[ServedModel]) -> None:
         self.models = models
+        self.obstacle = ""
+        """Why the gateway is not ready, as it says."""
         self._expected = Counter(spec.role for spec in specs)
         self._heard: dict[str, Presence] = {}
 
@@ -74,7 +76,8 @@ class Starting:
             if silent > 0:
                 parts.append(f"{role} to start" if count == 1 else f"{silent} of {count} {role} to start")
         of_models = f" of {', '.join(self.models_to_come)}" if self.models_to_come else ""
-        return ", ".join(parts) or f"the gateway's canary: a request through every path{of_models}"
+        why = f" ({self.obstacle})" if self.obstacle else ""
+        return ", ".join(parts) or f"the gateway's canary: a request through every path{of_models}{why}"
 
 
 def _stage(beat: Presence) -> str:
@@ -99,11 +102,11 @@ async def wait_ready(config: UpConfig, specs: Sequence[ProcessSpec], models: Seq
         async with connected(config.nats_url, "up", login=config.bus_login, timeout_s=BUS_START_TIMEOUT_S) as bus:
             await bus.subscribe(subjects.any_presence(), heard)
             host = reachable(config.http_host)
-            while (
-                starting.num_gateways_ready < config.gateway
-                or starting.models_to_come
-                or await http_status(config.http_port, "/ready", host=host) != 200
-            ):
+            while True:
+                status, said = await http_reply(config.http_port, "/ready", host=host)
+                starting.obstacle = said.partition("; ")[2]
+                if starting.num_gateways_ready >= config.gateway and not starting.models_to_come and status == 200:
+                    break
                 bar.update(task, completed=min(starting.progress, len(specs)))
                 await anyio.sleep(POLL_S)
                 tell(starting.waiting_for(), time.monotonic())

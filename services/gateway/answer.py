@@ -66,6 +66,15 @@ class Core(Protocol):
     def generate(self, request: GenerationRequest) -> OutputStream: ...
 
 
+class OfferedCore(Core, Protocol):
+    """Of one model."""
+
+    @property
+    def obstacle(self) -> str:
+        """Why a request would not be answered now, as far as it is known."""
+        ...
+
+
 class _Choice:
     def __init__(self, stream: OutputStream, text: ChoiceText | ChoiceEvents, echo: str, prompt: int) -> None:
         self.stream = stream

@@ -38,7 +38,8 @@ Generate = Callable[[GenerationRequest, Path, WorkerRef], Stream]
 
 
 class Canary:
-    """`passed` says whether a canary, or a client's request, went through by each path, and there has been a worker since."""
+    """`passed` says whether a canary, or a client's request, went through by each path, and there has been a worker since.
+    `failure`: of the latest canary, until all is well."""
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Canary:
         model: str = "",
     ) -> None:
         """`model`: its name, for the log."""
-        self.passed = False
+        self.passed, self.failure = False, ""
         self._model = model
         self._router = router
         self._health = health
@@ -76,7 +77,7 @@ class Canary:
             self.passed = False
         if not self.passed and self._every_path():
             log.info("canary_passed", model=self._model)
-            self.passed = True
+            self.passed, self.failure = True, ""
 
     async def run(self) -> None:
         """Send canaries to whom they are due, for ever."""
@@ -119,6 +120,7 @@ class Canary:
         except PenstockError as error:
             self._not_before[worker] = self._clock() + TRY_AGAIN_S
             self._health.failed(worker, self._clock(), strikes=STRIKES)  # it can't be the canary's fault
+            self.failure = f"{worker.id}: {error}"
             log.warning("canary_failed", worker=worker.id, code=error.code, reason=str(error))
         else:
             log.debug("canary_came_back", worker=worker.id, elapsed_ms=round((self._clock() - began) * 1000, 1))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from common.protocol.errors import InvalidParameter, RequestError, UnknownModel
 from common.text.bundle import TextBundle
-from services.gateway.answer import Core
+from services.gateway.answer import OfferedCore
 from services.gateway.arguments import Notes
 from services.gateway.config import GatewayConfig
 from services.gateway.intake import Intake
@@ -39,7 +39,7 @@ MAX_LISTED = 32
 class OfferedModel:
     """One model as the edges see it. `core` runs its requests; `config` is that of a gateway which serves it alone."""
 
-    def __init__(self, core: Core, bundle: TextBundle, config: GatewayConfig, intake: Intake) -> None:
+    def __init__(self, core: OfferedCore, bundle: TextBundle, config: GatewayConfig, intake: Intake) -> None:
         self.core = core
         self.bundle = bundle
         self.name = bundle.name
@@ -67,7 +67,7 @@ class Catalog:
         self._longest_prompt = max(model.bundle.max_context for model in models) - 1
 
     @classmethod
-    def of_one(cls, core: Core, bundle: TextBundle, config: GatewayConfig, intake: Intake | None = None) -> Catalog:
+    def of_one(cls, core: OfferedCore, bundle: TextBundle, config: GatewayConfig, intake: Intake | None = None) -> Catalog:
         """The catalog of a gateway with one model."""
         intake = intake or Intake(config)
         return cls([OfferedModel(core, bundle, config, intake)], config, intake)

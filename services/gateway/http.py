@@ -159,10 +159,13 @@ class _Api:
         return JSONResponse({"status": "ok", "worker": self._gateway.ref.id, "models": models})
 
     async def is_ready(self, request: Request) -> Response:
-        """Whether `?model=` could be served now, by default any model."""
+        """Whether `?model=` could be served now, by default any model; if not, why, as far as it is known."""
         name = request.query_params.get("model")
-        ready = self._gateway.ready if name is None else self.catalog.find(name).core.ready
-        return PlainTextResponse("ready\n") if ready else PlainTextResponse("not ready\n", status_code=503)
+        cores = [model.core for model in self.catalog.models] if name is None else [self.catalog.find(name).core]
+        if self._gateway.ready if name is None else cores[0].ready:
+            return PlainTextResponse("ready\n")
+        text = "; ".join(["not ready", *(core.obstacle for core in cores if core.obstacle)])
+        return PlainTextResponse(f"{text}\n", status_code=503)
 
     async def metrics_page(self, request: Request) -> Response:
         """Without a key, unless there are tenants: their names and what they use are in it."""

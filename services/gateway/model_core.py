@@ -134,6 +134,11 @@ class ModelCore:
         return self._host.serving and self.canary.passed
 
     @property
+    def obstacle(self) -> str:
+        """Why a request would not be answered now, as far as a canary has shown."""
+        return "" if self.canary.passed else self.canary.failure
+
+    @property
     def room_behind(self) -> int:
         """How many more requests decode workers would take now that nobody waits for: a quarter of their places stays free for
         those who do."""

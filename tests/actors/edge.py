@@ -22,7 +22,7 @@ from common.runtime.tracing import OFF
 from common.text.bundle import TextBundle
 from common.text.template import ChatTemplate
 from common.text.tokenizer import Tokenizer
-from services.gateway.answer import Core
+from services.gateway.answer import OfferedCore
 from services.gateway.catalog import Catalog
 from services.gateway.config import GatewayConfig
 from services.gateway.door import Door
@@ -54,12 +54,14 @@ def small_bundle() -> TextBundle:
     )
 
 
-def app_of(core: Core, config: GatewayConfig, *, bundle: TextBundle | None = None, intake: Intake | None = None) -> ASGIApp:
+def app_of(
+    core: OfferedCore, config: GatewayConfig, *, bundle: TextBundle | None = None, intake: Intake | None = None
+) -> ASGIApp:
     """The HTTP edge of a gateway with one model."""
     return create_app(core, Catalog.of_one(core, bundle or BUNDLE, config, intake), config)
 
 
-def front_of(core: Core, bus: Bus, config: GatewayConfig, *, bundle: TextBundle | None = None) -> NatsFront:
+def front_of(core: OfferedCore, bus: Bus, config: GatewayConfig, *, bundle: TextBundle | None = None) -> NatsFront:
     """The NATS edge of a gateway with one model."""
     return NatsFront(core, Catalog.of_one(core, bundle or BUNDLE, config), bus, config, Door(config))
 
@@ -120,7 +122,7 @@ class ScriptedCore:
         self.ref = WorkerRef("gateway", "gateway-1", 1)
         self.metrics = Metrics(role="gateway")
         self.tracing = OFF
-        self.ready = True
+        self.ready, self.obstacle = True, ""
         self.draining = False
         self.capacity = capacity
         self.streams: list[ScriptedStream] = []

@@ -26,6 +26,10 @@ async def test_not_ready_while_requests_fail() -> None:
         at.decode[0].mute = True
         await anyio.sleep(0.6)
         assert not at.gateway.ready
+        assert at.gateway.cores[0].obstacle.startswith("decode-")
+        at.decode[0].mute = False
+        await at.until(lambda: at.gateway.ready)
+        assert not at.gateway.cores[0].obstacle
 
 
 async def test_not_ready_without_decode_workers_or_bus_and_ready_again_with_them() -> None:

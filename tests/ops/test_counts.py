@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from common.ops import backend
-from common.ops.sampling.adjust_device import PENDING, Adjustment, Adjustments, apply_adjustments, pack_adjustments
+from common.ops.sampling.adjust_device import apply_adjustments
+from common.ops.sampling.adjustments import PENDING, Adjustment, Adjustments, pack_adjustments
 from common.ops.sampling.counts_device import Addition, CountUpdate, add_counts, pack_additions
 from common.ops.sampling.penalties import apply_penalties
 

@@ -20,14 +20,8 @@ from common.engine.gpu.pinned import to_device
 from common.engine.masks import StepMasks
 from common.engine.plan import Constraint, Masks, StepRow
 from common.engine.sampling import asks_alike, forbidden_tokens, penalised
-from common.ops.sampling.adjust_device import (
-    ANEW,
-    Adjustment,
-    Adjustments,
-    HostAdjustments,
-    apply_adjustments,
-    pack_adjustments,
-)
+from common.ops.sampling.adjust_device import apply_adjustments
+from common.ops.sampling.adjustments import ANEW, Adjustment, Adjustments, HostAdjustments, pack_adjustments
 from common.ops.sampling.gumbel import GREEDY_BELOW
 from common.ops.sampling.sample import Draw
 from common.ops.sampling.sample_device import DrawBatch, HostDraws, pack_draws, sample_filtered, sample_plain

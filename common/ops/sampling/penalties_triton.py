@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from common.ops.sampling.adjustments import Adjustments
+
 BLOCK = 1024
 
 
@@ -113,56 +115,44 @@ def edit_kernel(
 
 def penalise_triton(
     logits: torch.Tensor,
-    rows: torch.Tensor,
+    adjustments: Adjustments,
+    previous: torch.Tensor,
     *,
     table: torch.Tensor | None,
-    slots: torch.Tensor,
-    targets: torch.Tensor,
-    ids: torch.Tensor,
-    starts: torch.Tensor,
-    outputs: torch.Tensor,
-    feeds: torch.Tensor,
-    previous: torch.Tensor,
-    presence: torch.Tensor,
-    frequency: torch.Tensor,
-    repetition: torch.Tensor,
-    longest: int,
     masks: torch.Tensor | None,
-    mask_of: torch.Tensor,
     block: int = BLOCK,
 ) -> torch.Tensor:
-    """Returns float32 [n, vocab]; longest: ids of the longest history that is counted here, 0 if there are none. table: None if
-    no row has a slot; masks: None if all of `mask_of` are -1."""
-    count, vocab = len(rows), logits.shape[1]
+    """Returns float32 [n, vocab]. table: None if no row has a slot; masks: None if no row has one."""
+    count, vocab = len(adjustments.rows), logits.shape[1]
     out = torch.empty(count, vocab, dtype=torch.float32, device=logits.device)
     counts: torch.Tensor | None = None
-    if longest:
+    if adjustments.longest:
         counts = torch.zeros(count, vocab, dtype=torch.int32, device=logits.device)
         count_triton(
             counts,
-            targets,
-            ids=ids,
-            starts=starts,
-            outputs=outputs,
-            feeds=feeds,
+            adjustments.targets,
+            ids=adjustments.ids,
+            starts=adjustments.starts,
+            outputs=adjustments.outputs,
+            feeds=adjustments.feeds,
             previous=previous,
-            longest=longest,
+            longest=adjustments.longest,
             block=block,
         )
     penalise_kernel[(triton.cdiv(vocab, block), count)](
         logits=logits,
-        rows=rows,
+        rows=adjustments.rows,
         # where one is missing, no row is in it; the kernel is the same
         counts=table if counts is None else counts,
         table=counts if table is None else table,
-        slots=slots,
-        ids=ids,
-        starts=starts,
-        presence=presence,
-        frequency=frequency,
-        repetition=repetition,
-        masks=mask_of if masks is None else masks,
-        mask_of=mask_of,
+        slots=adjustments.slots,
+        ids=adjustments.ids,
+        starts=adjustments.starts,
+        presence=adjustments.presence,
+        frequency=adjustments.frequency,
+        repetition=adjustments.repetition,
+        masks=adjustments.masks if masks is None else masks,
+        mask_of=adjustments.masks,
         out=out,
         row_stride=logits.stride(0),
         words=0 if masks is None else masks.stride(0),
