@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 from safetensors import SafetensorError, safe_open
 
-from common.models.families.fields import Fields
 from common.models.families.registry import GGUF_FAMILIES, JSON_FAMILIES, reader_of
 from common.models.families.wrappers import text_names, tying_is_unsure, unwrapped
+from common.models.fields import Fields
 from common.models.formats.beside import quantization_beside
 from common.models.formats.detect import detect, gguf_scheme
 from common.models.json_files import read_object, read_object_if_any

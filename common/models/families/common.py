@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from common.models.families.fields import MAX_SIZE, Fields
 from common.models.families.harmless import JSON, JSON_DEFAULTS
+from common.models.fields import MAX_SIZE, Fields
 from common.models.spec import AttentionSpec, DenseSpec, LayerSpec, ModelSpec, RopeSpec, RopeType
 from common.protocol.errors import ConfigError
 

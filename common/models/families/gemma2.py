@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from common.models.families.common import read_attention, read_model, read_rope, read_windows
-from common.models.families.fields import Fields
 from common.models.families.gguf import SANDWICH_NORMS, gguf_attention, gguf_mlp, gguf_model, gguf_windows
+from common.models.fields import Fields
 from common.models.spec import AttentionSpec, DenseSpec, LayerNames, LayerSpec, ModelSpec, RopeSpec, WeightNames
 
 NAMES = WeightNames(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from common.models.families.common import read_rope, read_windows
-from common.models.families.fields import Fields
 from common.models.families.gemma2 import (
     gemma_attention,
     gemma_layer,
@@ -15,6 +14,7 @@ from common.models.families.gemma2 import (
     read_cap,
 )
 from common.models.families.gguf import gguf_rope, gguf_windows
+from common.models.fields import Fields
 from common.models.spec import ModelSpec, RopeSpec
 
 _GLOBAL_THETA, _LOCAL_THETA = 1_000_000.0, 10_000.0

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from common.models.families.common import check_yarn, extended_context
-from common.models.families.fields import Fields
 from common.models.families.harmless import GGUF, GGUF_DEFAULTS
+from common.models.fields import Fields
 from common.models.spec import (
     AttentionSpec,
     DenseSpec,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from common.models.families.common import read_attention, read_model, read_rope, read_windows
-from common.models.families.fields import Fields
 from common.models.families.gguf import gguf_attention, gguf_experts, gguf_model, gguf_rope, gguf_windows
+from common.models.fields import Fields
 from common.models.spec import ExpertsSpec, LayerNames, LayerSpec, ModelSpec, RouterSpec, WeightNames
 
 _NAMES = WeightNames(layer=LayerNames(router="mlp.router", each_expert=(), interleaved_gate_up=True))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from common.models.families.common import read_attention, read_model, read_rope, read_silu_mlp
-from common.models.families.fields import Fields
 from common.models.families.gguf import PAIRED, gguf_attention, gguf_experts, gguf_mlp, gguf_model
+from common.models.fields import Fields
 from common.models.spec import LayerSpec, ModelSpec, RouterSpec
 from common.protocol.errors import ConfigError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from common.models.families.common import read_attention, read_model, read_rope, read_silu_mlp
-from common.models.families.fields import Fields
+from common.models.fields import Fields
 from common.models.spec import (
     AttentionSpec,
     ExpertsSpec,

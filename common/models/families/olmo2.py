@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from common.models.families.common import read_attention, read_model, read_rope, read_silu_mlp
-from common.models.families.fields import Fields
 from common.models.families.gguf import POST_NORMS, gguf_attention, gguf_mlp, gguf_model
+from common.models.fields import Fields
 from common.models.spec import LayerNames, LayerSpec, ModelSpec, WeightNames
 
 _NAMES = WeightNames(

@@ -7,8 +7,8 @@ import math
 import msgspec
 
 from common.models.families.common import SCALED, read_attention, read_model, read_rope, read_silu_mlp
-from common.models.families.fields import Fields
 from common.models.families.gguf import gguf_attention, gguf_mlp, gguf_model, gguf_rope
+from common.models.fields import Fields
 from common.models.spec import LayerNames, LayerSpec, ModelSpec, RopeSpec, WeightNames
 from common.protocol.errors import ConfigError
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from common.models.families.common import read_attention, read_model, read_rope, read_silu_mlp
-from common.models.families.fields import Fields
 from common.models.families.gguf import gguf_attention, gguf_mlp, gguf_model
 from common.models.families.qwen2 import last_windows
+from common.models.fields import Fields
 from common.models.spec import LayerSpec, ModelSpec
 
 HEAD_DIM = 128

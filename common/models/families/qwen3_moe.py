@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from common.models.families.common import read_attention, read_model, read_rope, read_silu_mlp
-from common.models.families.fields import Fields
 from common.models.families.gguf import gguf_attention, gguf_experts, gguf_model
 from common.models.families.qwen2 import last_windows
 from common.models.families.qwen3 import HEAD_DIM
+from common.models.fields import Fields
 from common.models.spec import ExpertsSpec, LayerSpec, ModelSpec, RouterSpec
 
 

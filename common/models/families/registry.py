@@ -18,8 +18,8 @@ from common.models.families import (
     qwen3,
     qwen3_moe,
 )
-from common.models.families.fields import Fields
 from common.models.families.wrappers import WRAPPERS
+from common.models.fields import Fields
 from common.models.spec import ModelSpec
 from common.protocol.errors import ConfigError
 

@@ -17,7 +17,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from common.models.families.fields import Fields
+from common.models.fields import Fields
 from common.models.formats import harmless
 from common.models.formats.scheme import FormatName, WeightScheme
 from common.protocol.errors import ConfigError

@@ -22,7 +22,7 @@ from common.models.formats.registry import format_of
 from common.models.formats.scheme import WeightScheme
 from common.models.weights.fp8 import Fp8Weight, dequantise_fp8, find_scale, fused_fp8, kv_scales
 from common.models.weights.prefetch import Prefetch
-from common.models.weights.required import not_floats
+from common.models.weights.required import not_floats, refuse_others
 from common.models.weights.source import Progress, WeightsError, WeightSource
 from common.models.weights.upload import Upload
 from common.ops.linear.weight import LinearWeight, linear_from_grouped, pack_linear
@@ -169,12 +169,9 @@ class WeightLoader:
             self._on_progress(self._done, self._total)
 
     def finish(self) -> None:
-        """:raises WeightsError: if tensors are left over: this is another model than its configuration says."""
+        """:raises WeightsError: if tensors are left over."""
         self._prefetch.close()
-        if self._left:
-            names = sorted(self._left)
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise WeightsError(f"the weights hold tensors that this model does not have: {', '.join(names[:3])}{more}")
+        refuse_others(self._left)
 
     def _in_groups(self, module: str) -> bool:
         """Whether `module`'s weight has scales for groups, by the files and by what the configuration leaves alone."""

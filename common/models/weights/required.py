@@ -7,7 +7,7 @@ The loader checks the same again as it reads; see `common/models/formats` for wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, NamedTuple
 
 from common.models.formats.companions import is_companion
@@ -71,7 +71,17 @@ def not_floats(name: str, kind: str) -> str:
     return f"{name} is {kind}, and floats are expected{reason}"
 
 
+def refuse_others(names: Iterable[str]) -> None:
+    """:raises WeightsError: if there are tensors that nobody asked for: this is another model than its configuration says."""
+    left = sorted(names)
+    if left:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        raise WeightsError(f"the weights hold tensors that this model does not have: {', '.join(left[:3])}{more}")
+
+
 class _Check:
+    """Asks `found` for one tensor after the other, and at the end for what nobody asked for: see `check_tensors`."""
+
     def __init__(self, found: Shapes, model: ModelSpec, types: Mapping[str, str]) -> None:
         self.contents: dict[str, Content] = {}
         self._found, self._model, self._types, self._scheme = found, model, types, model.quantization
@@ -97,10 +107,7 @@ class _Check:
             raise WeightsError(f"quantization_config says {self._scheme.name}, and no weight is in that format")
         optional = {f"{names.head}.weight", _ROPE_FACTORS}  # some files hold the tied copy too, some what is computed here
         optional |= {f"{names.layers}.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(self._model.num_layers)}
-        left = sorted(name for name in self._found.keys() - self._used - optional if not is_companion(name))
-        if left:
-            more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-            raise WeightsError(f"the weights hold tensors that this model does not have: {', '.join(left[:3])}{more}")
+        refuse_others(name for name in self._found.keys() - self._used - optional if not is_companion(name))
 
     def _linear(self, module: str, shape: Shape) -> None:
         name, main = f"{module}.weight", self._main(module)
