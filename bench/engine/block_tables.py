@@ -19,6 +19,7 @@ import torch
 from common.cache.block_table import BlockTable
 from common.engine.gpu.block_tables import MAX_CHANGE_BYTES, BlockTables, max_table_ids
 from common.engine.gpu.graphs import ShapeTable, exact_shape
+from common.engine.gpu.layer_cost import LayerCost
 from common.engine.gpu.step_buffers import StepPacker, buffer_bytes
 from common.engine.plan import StepRow
 from common.protocol.messages import SamplingParams
@@ -113,7 +114,7 @@ def measure(case: Case, steps: int, *, kept: bool) -> tuple[float, float, float]
     packer = StepPacker(tables, block_tokens=BLOCK_TOKENS, vocab_size=128256)
     size = buffer_bytes(MAX_TOKENS, MAX_TOKENS, MAX_CHANGE_BYTES, case.groups)
     buffers = [np.zeros(size, np.uint8) for _ in range(3)]
-    shapes = ShapeTable(MAX_ROWS, MAX_TOKENS, layer_parameters=200_000_000)
+    shapes = ShapeTable(MAX_ROWS, MAX_TOKENS, cost=LayerCost(0.7e-6, 0.0))
     seconds: list[float] = []
     uploaded: list[int] = []
     for step in range(steps):

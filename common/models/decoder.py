@@ -169,13 +169,6 @@ class Decoder:
             yield from layer.linears.items()
         yield "head", self.head
 
-    @property
-    def layer_parameters(self) -> int:
-        """Numbers in the linears of a layer that a token goes through."""
-        layer = self.layers[0]
-        experts = layer.mlp.parameters if isinstance(layer.mlp, ExpertsBlock) else 0
-        return experts + sum(weight.parameters for weight in layer.linears.values())
-
     def kv_form(self, pool: torch.dtype, layers: Sequence[int] | None = None) -> KvForm:
         """Return how `layers` (None: all) keep KV in a pool of that dtype: in 8 bits it is scaled, centred and mixed.
 

@@ -16,6 +16,7 @@ from common.cache.spec import LayerCache, attention_layout
 from common.engine.gpu import prompt_plans
 from common.engine.gpu.block_tables import BlockTables
 from common.engine.gpu.graphs import ShapeTable, borrowed, exact_shape
+from common.engine.gpu.layer_cost import LayerCost, layer_cost
 from common.engine.gpu.runner import DeviceRunner
 from common.engine.gpu.sampling import DeviceSampler
 from common.engine.gpu.step_buffers import StepPacker, StepShape, device_rows, layout
@@ -425,12 +426,33 @@ def test_a_prompt_among_decoding_rows_takes_the_smallest_graph_that_holds_both()
     assert chosen(table, 200, 1900) is chosen(table, 257, 10) is None
 
 
-@pytest.mark.parametrize(("layer_parameters", "longest"), [(490_000_000, 1024), (218_000_000, 1024), (61_000_000, 2048)])
-def test_a_long_prompt_has_a_graph_where_launching_takes_longer_than_computing(layer_parameters: int, longest: int) -> None:
-    table = ShapeTable(256, 2112, layer_parameters=layer_parameters)
+@pytest.mark.parametrize(("linears", "longest"), [(1.6e-6, 1024), (0.7e-6, 1664), (0.4e-6, 2048)])
+def test_a_long_prompt_has_a_graph_where_launching_takes_longer_than_computing(linears: float, longest: int) -> None:
+    table = ShapeTable(256, 2112, cost=LayerCost(linears, 0.0))
     for rows in (1, 17, 64):
         assert chosen(table, rows, longest - rows + 1) is not None
-        assert chosen(table, rows, longest - rows + 2) is None  # not that of 256 rows either
+        assert chosen(table, rows, longest - rows + 60) is None  # not that of 256 rows either
+
+
+def test_a_part_behind_a_long_prefix_is_launched_since_its_attention_takes_longer() -> None:
+    table = ShapeTable(256, 2304, cost=LayerCost(0.4e-6, 2.7e-11))
+
+    def shape(start: int, tokens: int) -> StepShape | None:
+        return table.choose([StepRow([1] * tokens, start, list(range(4096)), 1, GREEDY, start + tokens)])
+
+    assert shape(0, 2048) == StepShape(2048, 16, 2048, 16)
+    assert shape(4096, 2048) is not None
+    assert shape(16384, 2048) is None
+    assert shape(16384, 1024) is not None, "as ever where few tokens read a prefix"
+
+
+def test_the_cost_of_a_layer_is_that_of_its_weights_and_of_attention_to_all_keys(llama: tuple[Any, ModelFiles]) -> None:
+    decoder = device_runner(llama[1]).decoder
+    spec, cost = decoder.layers[0].mixer.spec, layer_cost(decoder)
+    parameters = sum(weight.parameters for weight in decoder.layers[0].linears.values())
+    assert cost == pytest.approx(LayerCost(2 * parameters / 6e14, 4 * spec.num_heads * spec.head_dim / 6e14))
+    rows = [StepRow([1] * 10, 30, [0], 1, GREEDY, 40), StepRow([1], 7, [0], 1, GREEDY, 8)]
+    assert cost.seconds(rows) == pytest.approx(11 * cost.linears + (10 * 35 + 7.5) * cost.attention)
 
 
 def test_draws_that_cannot_be_packed_leave_nothing_for_the_next_step() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from common.engine.gpu.layer_cost import LayerCost
 from common.engine.gpu.step_buffers import StepShape
 from common.engine.plan import StepRow
 
@@ -19,14 +20,12 @@ _FEW_ROWS = 64
 _MANY_ROWS = 256
 _FEW_ROWS_TOKENS = 1024
 _MOST_TOKENS = 2048
-"""Of prompts, in a mixture with a graph. Launching one kernel by kernel takes half a millisecond and more a layer, and the
-interpreter's lock from the thread that plans. Many rows bring several prompts at once. With few, beyond 1024 tokens the GPU
-is the slower one if the model is large; then attention over a fresh prompt is faster without a graph, which reads it from
-the pool."""
-_LAYER_LAUNCH_S = 0.6e-3
-"""Launching a layer kernel by kernel."""
-_FLOPS = 6e14
-"""A second, of linears in bfloat16 on an H200."""
+"""Of prompts, in a mixture with a graph. Many rows bring several prompts at once; with few rows, steps of more than 1024 tokens
+have a graph where launching them takes longer than computing them."""
+_LAYER_LAUNCH_S = 1.2e-3
+"""Launching a layer kernel by kernel, which also takes the interpreter's lock from the thread that plans: 0.9 to 1.4 ms on some
+hosts of H100s, half as long on faster ones. Where the GPU takes longer, attention to a prompt is faster without a graph, whose
+kernel reads keys from the pool."""
 _VERIFY_QUERIES = 8
 _VERIFY_SIZES = (2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Tokens of steps that verify. Up to some hundreds a step takes hardly longer for more of them: reading weights takes the
@@ -37,16 +36,17 @@ PADDING = 16
 class ShapeTable:
     """The shapes that have graphs: decoding rows, verified rows, and short prompts among decoding rows.
 
-    `max_tokens`: no shape has more, since the step's buffers hold no more. `layer_parameters`: of a layer's linears; small ones
-    are computed in less time than they are launched in.
+    `max_tokens`: no shape has more, since the step's buffers hold no more. `cost`: of a layer; None: launching is taken to be
+    the faster part of steps of more than 1024 tokens with few rows.
     """
 
-    def __init__(self, max_rows: int, max_tokens: int, *, layer_parameters: int = 0, verify: bool = True) -> None:
+    def __init__(self, max_rows: int, max_tokens: int, *, cost: LayerCost | None = None, verify: bool = True) -> None:
         sizes = decode_sizes(max_rows)
         self.decode = [StepShape(size, size, 1, size) for size in sizes]
         largest = min(max_tokens, _VERIFY_QUERIES * max_rows) if verify else 0
         self.verify = [StepShape(size, size, _VERIFY_QUERIES, size) for size in _VERIFY_SIZES if size <= largest]
-        launched = int(_LAYER_LAUNCH_S * _FLOPS / (2 * layer_parameters)) if layer_parameters else 0
+        self._cost = cost
+        launched = 0 if cost is None else int(_LAYER_LAUNCH_S / cost.linears)
         self._few_rows_tokens = few = min(_MOST_TOKENS + _MIXED_STEP, max(_FEW_ROWS_TOKENS, launched))
         mixtures = {
             16: (32, 64, *range(_MIXED_STEP, few + 1, _MIXED_STEP)),
@@ -77,9 +77,15 @@ class ShapeTable:
                 if found is not None:
                     return found
         num_rows = max(len(rows), num_samples)
-        if num_rows <= _FEW_ROWS and num_tokens > self._few_rows_tokens:
+        if num_rows <= _FEW_ROWS and num_tokens > _FEW_ROWS_TOKENS and not self._is_launched_slowly(rows, num_tokens):
             return None
         return next((shape for shape in self.mixed if shape.tokens >= num_tokens and shape.rows >= num_rows), None)
+
+    def _is_launched_slowly(self, rows: Sequence[StepRow], num_tokens: int) -> bool:
+        """Whether launching these few rows kernel by kernel takes longer than computing them."""
+        if self._cost is None or num_tokens > self._few_rows_tokens:
+            return False
+        return self._cost.seconds(rows) <= _LAYER_LAUNCH_S
 
 
 def decode_sizes(max_rows: int) -> list[int]:

@@ -26,6 +26,7 @@ from common.engine.gpu.block_tables import MAX_CHANGE_BYTES, BlockTables, max_ta
 from common.engine.gpu.board import TakenReport
 from common.engine.gpu.continuing import Continuing, Known
 from common.engine.gpu.graphs import PADDING, ShapeTable, StepGraph, exact_shape
+from common.engine.gpu.layer_cost import layer_cost
 from common.engine.gpu.lookup import DeviceLookup, LookupReport
 from common.engine.gpu.open_rows import OPEN_WARM_UP
 from common.engine.gpu.pinned import to_device
@@ -123,7 +124,7 @@ class DeviceRunner:
         self._ropes = {rope: table.table(longest) for rope, table in decoder.ropes.items()}
         self._kinds = [forms_of(decoder, group.layers) for group in groups]
         self._kv_forms = [decoder.kv_form(group.pool.dtype, group.layers) for group in groups]
-        self._shapes = ShapeTable(max_rows, max_tokens, layer_parameters=decoder.layer_parameters)
+        self._shapes = ShapeTable(max_rows, max_tokens, cost=layer_cost(decoder))
         self._graphs: dict[StepShape, StepGraph] = {}
         self._launched_sizes: set[tuple[int, int, bool]] = set()
         self._states = self._no_states = torch.empty(0)
@@ -297,8 +298,7 @@ class DeviceRunner:
         fields = layout(self._buffer, shape, len(self.groups))
         attentions = [self._attend(fields, shape, group, rows[group] if rows else None) for group in range(len(self.groups))]
         attention = attentions[0] if len(attentions) == 1 else GroupedAttention(self.groups, attentions)
-        every = shape.samples == shape.tokens
-        samples = None if every else fields.samples
+        samples = None if shape.samples == shape.tokens else fields.samples
         feed = Feed(fields.feeds, self._sampler.sampled)
         if read is not None:  # then not every token is sampled: those that are read are not
             samples = torch.cat((fields.samples, read))
