@@ -34,12 +34,13 @@ KINDS = (
 )
 
 
-@pytest.fixture(params=["cpu", "device"])
+@pytest.fixture(params=["cpu", "int8 nan", "int8 inf", "device"])
 def runner(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     files = save(build("llama-untied-biases"), tmp_path)
-    if request.param == "cpu":
-        runner = open_runner(files)
-        runner.decoder.embedding[BAD] = torch.nan  # type: ignore[attr-defined]
+    if request.param != "device":
+        is_int8 = request.param != "cpu"
+        runner = open_runner(files, dtype="auto", threads=2) if is_int8 else open_runner(files)
+        runner.decoder.embedding[BAD] = torch.inf if request.param == "int8 inf" else torch.nan  # type: ignore[attr-defined]
         yield runner
         return
     monkeypatch.setattr("common.ops.linear.device._choose", lambda *_: Candidate("library"))

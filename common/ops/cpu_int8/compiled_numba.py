@@ -83,10 +83,15 @@ def has_feature(name: str) -> bool:
 
 def compiled(*, fastmath: frozenset[str] = frozenset(), kept: bool = False) -> Callable[[Callable[..., Any]], Any]:
     """Compiled at the first call. kept: on disk, with all that it calls; where no folder can be written to, every start
-    compiles, and gets the same code."""
+    compiles, and gets the same code.
+
+    Divisions follow IEEE 754. Numba's other error model raises ZeroDivisionError where a divisor is 0 or NaN, and a thread that
+    leaves its part of a step unfinished makes all others wait for ever (`team_numba`).
+    """
 
     def decorate(kernel: Callable[..., Any]) -> Any:
-        options: dict[str, Any] = {"nogil": True, "boundscheck": False, "fastmath": set(fastmath) or False}
+        flags = set(fastmath) or False
+        options: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy", "fastmath": flags}
         if kept:
             options["pipeline_class"] = _ClosedCompiler
         try:

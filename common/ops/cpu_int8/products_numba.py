@@ -189,12 +189,26 @@ def _to_integers(x, integers):
 
 
 @compiled()
+def _is_finite(x):
+    """Return whether no number of float32 x is NaN or infinite: by its bits, which fast-math flags say nothing about."""
+    bits = x.view(np.int32)
+    largest = np.int32(0)
+    for i in range(len(bits)):
+        largest = max(largest, bits[i] & np.int32(0x7FFFFFFF))
+    return largest < np.int32(0x7F800000)
+
+
+@compiled()
 def quantise_row(x, row, rows, data, row_scale):
     """x: float32 [size], row `row` of `rows`. data: int32 [≥ rows · pairs], pairs of 16 bits, see above; pairs: half of `size`,
-    rounded up to `PAIRS`. row_scale: float32 [≥ rows]."""
+    rounded up to `PAIRS`. row_scale: float32 [≥ rows]; NaN where x is not finite, so that all products of the row are NaN."""
     pairs = -(-len(x) // (2 * PAIRS)) * PAIRS
     integers = np.empty(2 * pairs, np.int16)
-    row_scale[row] = _to_integers(x, integers)
+    if _is_finite(x):
+        row_scale[row] = _to_integers(x, integers)
+    else:
+        integers[:] = 0
+        row_scale[row] = np.float32(np.nan)
     first, count = products_group(row, rows)
     place = first * pairs + row - first
     both = integers.view(np.int32)
