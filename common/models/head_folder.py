@@ -7,6 +7,7 @@ from the files alone: `penstock up` asks before it starts anything. Torch-free.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,28 +86,29 @@ def _read_spec(config: Mapping[str, Any], folder: Path) -> HeadSpec:
         return ConfigError(f"{folder / 'config.json'}: {what}", param="head")
 
     def number(name: str, kind: type = int, default: object = None) -> Any:
-        value = config.get(name, default)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, (int, float))
-            or value <= 0
-            or (kind is int and value != int(value))
-        ):
+        value = default if config.get(name) is None else config[name]
+        if not _is_positive(value) or (kind is int and value != int(value)):
             raise wrong(f"{name} must be a positive number, not {str(value)[:40]!r}")
         return kind(value)
 
+    def fields(name: str) -> dict[str, Any]:
+        value = config.get(name) or {}
+        if not isinstance(value, dict):
+            raise wrong(f"{name} must be an object, not {str(value)[:40]!r}")
+        return value
+
     if config.get("architectures") != [ARCHITECTURE]:
         raise wrong(f"architectures must be [{ARCHITECTURE!r}]; other models draft as --draft-model")
-    if (scaling := config.get("rope_scaling")) and scaling.get("rope_type", "default") != "default":
+    rope = fields("rope_parameters")
+    if any(each.get("rope_type", "default") != "default" for each in (fields("rope_scaling"), rope)):
         raise wrong("rope_scaling is not supported in a head")
-    rope = config.get("rope_parameters") or {}
     layers = config.get("eagle_aux_hidden_state_layer_ids")
     if not isinstance(layers, list) or len(layers) != STATES or sorted(set(map(str, layers))) != sorted(map(str, layers)):
         raise wrong(f"eagle_aux_hidden_state_layer_ids must be {STATES} different layers")
     if any(not isinstance(layer, int) or layer < 0 for layer in layers) or sorted(layers) != layers:
         raise wrong("eagle_aux_hidden_state_layer_ids must be rising numbers of layers")
     heads, hidden = number("num_attention_heads"), number("hidden_size")
-    target = config.get("target") or {}
+    target = fields("target")
     return HeadSpec(
         hidden_size=hidden,
         intermediate_size=number("intermediate_size"),
@@ -122,6 +124,11 @@ def _read_spec(config: Mapping[str, Any], folder: Path) -> HeadSpec:
         head_from_target=config.get("head_from_target") is True,
         target=(str(target.get("name", "")), str(target.get("revision", ""))),
     )
+
+
+def _is_positive(value: object) -> bool:
+    """Return whether a value of a JSON file is a positive number that a float can hold."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def head_shapes(spec: HeadSpec) -> Shapes:
@@ -176,7 +183,7 @@ def check_head(head: HeadFiles, target: ModelSpec, target_name: str) -> None:
         _check_file(head.path / "model.safetensors", head_shapes(spec), spec)
     except ConfigError as error:
         raise wrong(str(error)) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise wrong(f"can't be read: {head.path / 'model.safetensors'}: {error}") from error
 
 
@@ -184,6 +191,8 @@ def _check_file(path: Path, shapes: Shapes, spec: HeadSpec) -> None:
     data = np.memmap(path, np.uint8, mode="r")
     length = int.from_bytes(data[:8].tobytes(), "little")
     header: dict[str, Any] = json.loads(data[8 : 8 + length].tobytes())
+    if not isinstance(header, dict):
+        raise ValueError("its header is no JSON object")
     for name, shape in shapes.items():
         entry = header.get(name)
         if entry is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from common.cli.up import _checked
 from common.cli.up_settings import UpSettings
 from common.engine.engine import Engine
 from common.engine.load.head import attach_head
+from common.engine.plan import StepPlan, StepRow
 from common.models import head_folder
 from common.models.config import load_config
 from common.models.head_folder import check_head, find_head, open_head
 from common.models.source import ModelFiles, resolve
 from common.protocol.errors import ConfigError
+from common.protocol.messages import SamplingParams
 from tests.fixtures.head import edit_tensors, head_config, write_head
 from tests.fixtures.tiny_model import write_tiny_model
 from tests.models.driver import open_runner
@@ -41,7 +44,10 @@ def reason(folder: Path, model: ModelFiles) -> str:
 
 
 def test_a_whole_folder_is_fine(model: ModelFiles, tmp_path: Path) -> None:
-    check_head(open_head(write_head(tmp_path / "head", model)), load_config(model), model.name)
+    folder = write_head(tmp_path / "head", model)
+    check_head(open_head(folder), load_config(model), model.name)
+    (folder / "config.json").write_text(json.dumps(head_config(model, head_dim=None, rope_scaling=None)))
+    check_head(open_head(folder), load_config(model), model.name)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +62,13 @@ def test_a_whole_folder_is_fine(model: ModelFiles, tmp_path: Path) -> None:
         ({"num_attention_heads": "many"}, "num_attention_heads must be a positive number, not 'many'"),
         ({"rms_norm_eps": -1}, "rms_norm_eps"),
         ({"draft_vocab_size": 1 << 20}, "draft_vocab_size"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps must be a positive number, not 'nan'"),
+        ({"hidden_size": math.inf}, "hidden_size must be a positive number, not 'inf'"),
+        ({"rope_theta": 1 << 2000}, "rope_theta must be a positive number, not '1148"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling"),
+        ({"rope_scaling": "yarn"}, "rope_scaling must be an object, not 'yarn'"),
+        ({"rope_parameters": [1]}, "rope_parameters must be an object, not '[1]'"),
+        ({"target": "smollm2"}, "target must be an object, not 'smollm2'"),
         ({"intermediate_size": 32}, "mlp.gate_proj.weight of [64, 64], and [32, 64] is what its config.json says"),
     ],
 )
@@ -84,7 +96,22 @@ def test_wrong_tensors_are_one_line(model: ModelFiles, tmp_path: Path, changes: 
     assert why in reason(folder, model)
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff" * 100, b"\x10\0\0\0\0\0\0\0{"])
+def _with_header(said: bytes) -> bytes:
+    return len(said).to_bytes(8, "little") + said
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff" * 100,
+        b"\x10\0\0\0\0\0\0\0{",
+        _with_header(b"[1]"),
+        _with_header(b"[" * 100_000),
+        _with_header(b'{"fc.weight": 1}'),
+    ],
+    ids=["empty", "binary", "cut", "list", "nested", "number"],
+)
 def test_a_damaged_file_is_one_line(model: ModelFiles, tmp_path: Path, content: bytes) -> None:
     folder = write_head(tmp_path / "head", model)
     (folder / "model.safetensors").write_bytes(content)
@@ -151,3 +178,16 @@ def test_a_worker_serves_on_without_a_head_that_is_damaged(model: ModelFiles, tm
     assert runner.head is None and not engine.head
     attach_head(engine, str(write_head(folder, model)), max_sequences=2)
     assert runner.head is not None and engine.head == "head"
+
+
+def test_a_head_whose_numbers_overflow_proposes_nothing(model: ModelFiles, tmp_path: Path) -> None:
+    folder = write_head(tmp_path / "head", model)
+    edit_tensors(folder, fc__weight=torch.full((64, 192), 3e38).bfloat16())
+    for dtype in ("float32", "auto"):
+        runner: Any = open_runner(model, num_blocks=20, dtype=dtype, threads=2)
+        engine = Engine(runner, None, files=model)  # type: ignore[arg-type]
+        attach_head(engine, str(folder), max_sequences=4)
+        assert engine.head == "head"
+        row = StepRow([3, 4, 5], 0, [0], 1, SamplingParams(temperature=0.0), 3, serial=0, drafts=2)
+        (found,) = runner.execute(StepPlan(0, [row])).rows
+        assert found.tokens[0] >= 0 and found.drafted is not None and not found.drafted.tokens
