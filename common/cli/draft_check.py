@@ -11,7 +11,7 @@ from common.cli.preflight import Servable, check_model
 from common.cli.pull import ensure
 from common.engine.load.layout import EngineConfig
 from common.models.config import load_config
-from common.models.draft_folder import check_fits, lacking
+from common.models.draft_folder import check_fits, check_whole, lacking
 from common.models.source import resolve
 from common.protocol.errors import PenstockError
 from common.text.vocabulary import check_same_vocabulary
@@ -39,7 +39,8 @@ def check_draft_model(fleet: ModelFleet) -> DraftCheck:
         files = resolve(name, weights=not dummy)
         target = resolve(fleet.config.model, weights=False)
         if any(lacking(files)):
-            check_fits(files, target)  # each draft worker completes it, which takes torch
+            check_fits(files, target)
+            check_whole(files)  # each draft worker completes it, which takes torch
             return DraftCheck()
         check_same_vocabulary(target, files)
         on_gpu = bool(fleet.gpus) and settings.engine != "simulated"

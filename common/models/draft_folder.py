@@ -13,6 +13,8 @@ from typing import NamedTuple
 from common.models.config import load_config
 from common.models.json_files import read_object_if_any
 from common.models.source import ModelFiles
+from common.models.weights.expected import decoder_shapes
+from common.models.weights.inventory import take_inventory
 from common.protocol.errors import ConfigError
 
 
@@ -43,3 +45,13 @@ def check_fits(draft: ModelFiles, target: ModelFiles) -> None:
             f"size of {ours.hidden_size}, and {target.name} has {theirs.vocab_size} and {theirs.hidden_size}",
             param="draft_model",
         )
+
+
+def check_whole(draft: ModelFiles) -> None:
+    """Check that a draft model's files hold everything that it does not leave to its target.
+
+    :raises ConfigError: if a file is damaged, or a tensor is missing or of another shape or type.
+    """
+    wanted, ours = lacking(draft), load_config(draft)
+    left = {f"{name}.weight" for name, is_left in zip((ours.names.embedding, ours.names.head), wanted, strict=True) if is_left}
+    take_inventory(draft, ours, {name: shape for name, shape in decoder_shapes(ours).items() if name in left})

@@ -48,7 +48,9 @@ def check_same_vocabulary(target: ModelFiles, draft: ModelFiles) -> None:
             param="draft_model",
         )
     digests = [vocabulary_digest(files, sizes[0]) for files in (target, draft)]
-    if not digests[1] or digests[0] != digests[1]:
+    if not digests[1]:
+        raise ConfigError(f"the tokenizer of the draft model {draft.name} is missing or can't be read", param="draft_model")
+    if digests[0] != digests[1]:
         raise ConfigError(
             f"the draft model {draft.name} has another tokenizer than {target.name}: they must be the same", param="draft_model"
         )

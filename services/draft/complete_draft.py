@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from common.models.config import load_config
@@ -24,6 +24,7 @@ from common.models.registry import open_weights
 from common.models.source import ModelFiles, default_cache_dir
 from common.models.spec import ModelSpec
 from common.models.weights.base import WeightLoader
+from common.models.weights.errors import WeightsError
 from common.models.weights.expected import TARGET_OFFSETS
 from common.protocol.errors import ConfigError
 from common.text.tokenizer import load_tokenizer
@@ -99,13 +100,14 @@ def _rows(draft: ModelFiles, ours: ModelSpec, name: str) -> torch.Tensor | None:
     if not ours.draft_vocab_size:
         return None
     for path in sorted(draft.path.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            opened: Any = file
-            if name in opened.keys():  # noqa: SIM118 — a safe_open handle is no mapping
-                offsets = opened.get_tensor(name)
-                if tuple(offsets.shape) != (ours.draft_vocab_size,):
-                    raise ConfigError(
-                        f"{name} has {list(offsets.shape)} entries, and draft_vocab_size is {ours.draft_vocab_size}"
-                    )
-                return offsets
+        try:
+            with safe_open(path, framework="pt") as file:
+                opened: Any = file
+                offsets = opened.get_tensor(name) if name in opened.keys() else None  # noqa: SIM118 — no mapping
+        except SafetensorError as error:
+            raise WeightsError(f"{path} can't be read, it may be cut short: {error}") from error
+        if offsets is not None:
+            if tuple(offsets.shape) != (ours.draft_vocab_size,):
+                raise ConfigError(f"{name} has {list(offsets.shape)} entries, and draft_vocab_size is {ours.draft_vocab_size}")
+            return offsets
     raise ConfigError(f"{draft.path} has a draft_vocab_size, and no tensor {name}")

@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
+from safetensors.numpy import load_file, save_file
 
 from common.cli import up_settings
 from common.cli.draft_check import check_draft_model
@@ -18,8 +20,9 @@ from common.cli.up import _checked
 from common.cli.up_settings import UpSettings
 from common.models.config import load_config
 from common.models.source import resolve
+from common.models.weights.errors import WeightsError
 from services.draft.config import DraftConfig
-from services.draft.model_engine import draft_quantization
+from services.draft.model_engine import draft_quantization, open_draft_engine
 from tests.fixtures.tiny_model import edit_config, write_tiny_model
 
 
@@ -76,6 +79,7 @@ def other_tokens(folder: Path) -> None:
     ("damage", "flags", "says"),
     [
         (other_tokens, ["--draft=1"], "another tokenizer"),
+        (lambda folder: (folder / "tokenizer.json").unlink(), ["--draft=1"], "tokenizer of the draft model other is missing"),
         (lambda folder: edit_config(folder, vocab_size=400), ["--draft=1"], "a vocabulary of 400"),
         (lambda folder: (folder / "model.safetensors").write_bytes(b"no"), ["--draft=1"], "model.safetensors"),
         (lambda folder: None, ["--draft=0"], "add --draft 1"),
@@ -102,9 +106,34 @@ def _processes(settings: UpSettings) -> list[ProcessSpec]:
     return processes(settings.config, cores=2, passed=settings.passed, services=settings.services, fleets=settings.fleets)
 
 
+def leave_to_the_target(folder: Path, *, but: str = "") -> None:
+    """Make a draft model's folder lack embedding, head and tokenizer, and the tensor `but`, which is not the target's."""
+    own = {"embedding_from_target": True, "head_from_target": True, "tie_word_embeddings": False}
+    edit_config(folder, **own, draft_vocab_size=100)
+    (folder / "tokenizer.json").unlink()
+    tensors = load_file(folder / "model.safetensors") | {"d2t": np.zeros(100, np.int64)}
+    del tensors["model.embed_tokens.weight"]
+    tensors.pop(but, None)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_a_damaged_draft_model_that_takes_tensors_from_its_target_is_found_before_the_start(model: Path, other: Path) -> None:
+    whole = shutil.copytree(other, other.with_name("whole"))
+    leave_to_the_target(other, but="model.norm.weight")
+    settings = asked(model, "--draft=1", f"--draft-model={other}", "--kv-cache-mb=16")
+    assert check_draft_model(settings.fleets[0]).reason == "the weights lack model.norm.weight"
+    leave_to_the_target(whole)
+    settings = asked(model, "--draft=1", f"--draft-model={whole}", "--kv-cache-mb=16")
+    assert not check_draft_model(settings.fleets[0]).reason
+    weights = whole / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert "model.safetensors can't be read" in check_draft_model(settings.fleets[0]).reason
+    with pytest.raises(WeightsError, match=r"model\.safetensors can't be read"):
+        open_draft_engine(DraftConfig(model=str(model), draft_model=str(whole)), "damaged", lambda done, total: None)
+
+
 def test_a_draft_model_that_takes_tensors_from_its_target_needs_one_of_its_sizes(model: Path, other: Path) -> None:
-    edit_config(other, embedding_from_target=True, head_from_target=True, tie_word_embeddings=False)
-    (other / "tokenizer.json").unlink()
+    leave_to_the_target(other)
     settings = asked(model, "--draft=1", f"--draft-model={other}", "--kv-cache-mb=16")
     assert not check_draft_model(settings.fleets[0]).reason
     edit_config(other, hidden_size=128)

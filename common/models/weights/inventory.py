@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -33,8 +34,12 @@ class Inventory(msgspec.Struct, frozen=True):
     others: int
 
 
-def take_inventory(files: ModelFiles, config: ModelConfig) -> Inventory:
+def take_inventory(
+    files: ModelFiles, config: ModelConfig, given: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+) -> Inventory:
     """Count the weights of a model.
+
+    given: tensors of a folder's model that are not in its files, and come from elsewhere.
 
     :raises WeightsError, InvalidGguf: if a file is damaged or cut short, a tensor is missing or has another shape or a type
         that can't be computed with, or a scale is NaN or infinite.
@@ -50,7 +55,7 @@ def take_inventory(files: ModelFiles, config: ModelConfig) -> Inventory:
         return counted
     in_groups = config.weight_format == "groups"
     table = _Table(files.path, FLOATS | {FP8} | (_INTEGERS if in_groups else frozenset()))
-    shapes = table.shapes
+    shapes = {**table.shapes, **given}
     # where several codes are one number of a tensor, the shapes of the files say less than those of the model
     counted = _counted(decoder_shapes(config) if in_groups else shapes, config, files.path)
     contents = {table.stored[name]: content for name, content in check_tensors(shapes, config, table.types).items()}
