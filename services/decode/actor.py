@@ -236,7 +236,7 @@ class DecodeActor(EngineWorker):
             self.counters.generation_tokens.inc(done.sequence.num_outputs - done.start)
             if done.start == 0 and not self.cache.keeps_all:
                 self.prefixes.offer_soon(done.sequence)  # windows leave their tail behind the prompt as the answer grows
-            if done.proposed:
+            if done.proposed and not done.forced:  # as in vLLM, what a grammar forces is no draft
                 self.counters.drafts.inc()
                 self.counters.draft_tokens.inc(done.proposed)
                 self.counters.accepted_tokens.inc(done.accepted)

@@ -13,6 +13,7 @@ from common.engine.matcher import Matcher
 from common.protocol.messages import TokenFrame
 from common.text.grammar import GrammarCompiler
 from common.worker.actor import EngineWorker
+from services.decode.actor import DecodeActor
 from tests.actors.edge import BUNDLE
 from tests.chaos.test_one_world import prompt
 from tests.chaos.test_prompts_that_are_read import slow_steps
@@ -88,3 +89,27 @@ def test_tokens_that_no_grammar_allowed_are_not_sent(
     virtual_time.run(main)
     assert "grammar_failed" in caplog.text
     assert ("kumquat" in caplog.text) is not zero_retention
+
+
+def test_tokens_that_a_grammar_forces_are_not_counted_as_drafts(tmp_path: Path) -> None:
+    """Each figure of speculation counts the same proposals: those of drafters."""
+
+    async def main() -> None:
+        async with anyio.create_task_group() as task_group:
+            world = World(task_group, tmp_path)
+            await started(world)
+            worker = worker_of(world, "decode")
+            assert isinstance(worker, DecodeActor)
+            compiler = GrammarCompiler(BUNDLE.tokenizer, vocab_size=worker.engine.runner.vocab_size)
+            worker.constraints.grammars._compilers = [compiler]  # pyright: ignore[reportPrivateUsage]
+            steps = worker.proposers.num_sequence_steps
+            asked = world.submit(prompt(20), max_tokens=40, grammar=r"start: /This text has no choice about it at all\./")
+            await world.all_ended()
+            assert asked.error is None and worker.proposers.num_sequence_steps - steps < len(asked.tokens), "some are forced"
+            counters = worker.counters
+            counted = [one._value.get() for one in (counters.drafts, counters.draft_tokens, counters.accepted_tokens)]  # pyright: ignore[reportPrivateUsage]
+            assert counted == [0, 0, 0] and worker.proposers.num_draft_tokens == 0
+            await world.end()
+            task_group.cancel_scope.cancel()
+
+    virtual_time.run(main)
