@@ -81,6 +81,7 @@ class HeadDrafts:
         self.policy = policy
         self.num_probes = 0
         self.num_drafted = 0
+        self.num_invalid = 0
         self.seconds = 0.0
         self._first_costs, self._later_costs = StepCosts(), StepCosts()
         self._by_sureness = RateTable([*_FIRST_SURE] * 2 * _PLACES)
@@ -163,7 +164,10 @@ class HeadDrafts:
         if text.base >= 0:
             self._compare(text, tokens[text.base :])
         text.base, text.offer = -1, NO_GUESS
-        if drafted is not None and drafted.tokens:
+        if drafted is not None and not drafted.tokens:  # its logits were not finite
+            self.num_invalid += 1
+            self._by_place.record(0, False, text.by_place)
+        elif drafted is not None:
             self.num_drafted += len(drafted.tokens)
             is_sampled = sequence.sampling.temperature > 0
             text.buckets = [_bucket(place, chance, sampled=is_sampled) for place, chance in enumerate(drafted.chances)]

@@ -181,6 +181,11 @@ class SpeculationTelemetry(Collector):
             ("penstock_speculation_head_seconds", "Time in which the head drafted, within steps", head.seconds),
             ("penstock_speculation_head_tokens", "Tokens that the head drafted, verified or not", head.num_drafted),
             ("penstock_speculation_head_probes", "Drafts made to see whether drafting pays by now", head.num_probes),
+            (
+                "penstock_speculation_head_invalid_logits",
+                "Drafts without a token since logits were not finite",
+                head.num_invalid,
+            ),
         ):
             family = CounterMetricFamily(name, description, labels=[MODEL_LABEL])
             family.add_metric([self._model], value)

@@ -73,9 +73,8 @@ class Drafter:
         self.token_budget = token_budget
         self.max_context = min(max_context, self.blocks.longest)
         self.vocab_size = vocab_size
-        self.num_tokens_drafted = 0
-        self.num_tokens_in_vain = 0
-        self.num_evicted = 0
+        self.num_tokens_drafted = self.num_tokens_in_vain = 0
+        self.num_evicted = self.num_broken = 0
         self.flights = Flights()
         self.branches = Branches(
             self.blocks,
@@ -227,6 +226,7 @@ class Drafter:
                 self.num_tokens_drafted += 1
             else:
                 mirror.is_broken, mirror.num_computed = True, mirror.num_computed - 1
+                self.num_broken += 1
                 mirror.air.void()
         kept = min(mirror.num_computed, mirror.num_confirmed - 1)
         if self.branches.count:

@@ -77,6 +77,9 @@ class ModelDraftActor(DraftActor):
             "draft_model_branches_taken_total", "Branches that said what decode said where the draft was wrong"
         )
         self._evicted = self.metrics.counter("draft_model_evictions_total", "Mirrors dropped for lack of KV blocks or room")
+        self._broken = self.metrics.counter(
+            "draft_model_invalid_logits_total", "Mirrors that are drafted no further since the model's logits were not finite"
+        )
         self._steps = self.metrics.counter("draft_model_steps_total", "Steps of the draft model's engine")
         self._step_s = self.metrics.counter(
             "draft_model_step_seconds_total", "Seconds spent in steps; its rate is the utilisation of the draft model's engine"
@@ -240,11 +243,12 @@ class ModelDraftActor(DraftActor):
             self._drafted.inc(drafter.num_tokens_drafted)
             self._in_vain.inc(drafter.num_tokens_in_vain)
             self._evicted.inc(drafter.num_evicted)
+            self._broken.inc(drafter.num_broken)
             branches = drafter.branches
             self._branch_tokens.inc(branches.num_tokens)
             self._branches_taken.inc(branches.num_taken)
             branches.num_tokens = branches.num_taken = 0
-            drafter.num_tokens_drafted = drafter.num_tokens_in_vain = drafter.num_evicted = 0
+            drafter.num_tokens_drafted = drafter.num_tokens_in_vain = drafter.num_evicted = drafter.num_broken = 0
 
     # -- heartbeat
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from common.cache.grouped_pool import GroupedPool, PoolGroup
 from common.cache.pool import BlockPool
 from common.cache.retention import KEEP_ALL, Retention
-from common.engine.plan import StepPlan, StepResult
+from common.engine.plan import NO_TOKEN, RowSamples, StepPlan, StepResult
 from common.engine.simulated.runner import BYTES_PER_TOKEN, SimulatedRunner, TokenRule
 from common.protocol.draft_messages import DraftBranch, DraftRow, DraftSampling, Proposals
 from common.protocol.errors import ProtocolError
@@ -339,6 +339,17 @@ def test_what_would_fail_a_step_is_refused(tokens: list[int], said: DraftSamplin
     with pytest.raises(ProtocolError):
         site.drafter.update(key(0), 0, tokens, said)
     assert len(site.drafter) == 0 and site.step() is None
+
+
+def test_logits_that_are_not_finite_are_counted_and_end_a_mirrors_drafts() -> None:
+    drafter, tokens = Site().drafter, [3, 1, 4]
+    assert drafter.update(key(0), 0, tokens)
+    plan = drafter.plan()
+    assert plan is not None
+    assert not drafter.commit(plan, StepResult(rows=[RowSamples([NO_TOKEN])]))
+    assert drafter.num_broken == 1 and drafter.plan() is None
+    assert drafter.update(key(0), 3, [1]) and drafter.plan() is None
+    assert drafter.update(key(0), 0, tokens) and drafter.plan() is not None, "opened anew"
 
 
 def test_it_drafts_no_further_ahead_than_it_may() -> None:

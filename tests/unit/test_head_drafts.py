@@ -111,6 +111,22 @@ def test_a_head_that_is_always_wrong_is_hardly_asked() -> None:
     assert head.num_probes < 20
 
 
+def test_a_head_whose_logits_are_not_finite_is_hardly_asked() -> None:
+    policy = SpeculationPolicy(max_tokens=4, max_step_tokens=256, costs=flat_costs())
+    head, asked = HeadDrafts(policy), list[int]()
+    s = sequence("a", [1, 2, 3])
+    head.open(s)
+    for step in range(500):
+        head.begin_step([s], {})
+        is_asked = head.wanted(s)[0] > 0
+        asked += [step] * is_asked
+        head.ran([DraftPass(1, 0.001)] if is_asked else [])
+        s.tokens.append(4)
+        head.record(s, Drafted([], []) if is_asked else None)
+        assert not head.guess(s, 4).tokens
+    assert head.num_invalid == len(asked) and sum(step >= 100 for step in asked) < 40
+
+
 def test_a_head_that_is_often_right_is_asked_in_every_step() -> None:
     found, head = simulate(1, CURVES["SmolLM2 on two cores"], 1.0)
     assert found > 1.4 * simulate(1, CURVES["SmolLM2 on two cores"], 1.0, depth=0)[0]
