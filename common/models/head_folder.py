@@ -18,7 +18,9 @@ import numpy as np
 from common.models.json_files import read_object
 from common.models.source import ModelFiles
 from common.models.spec import ModelSpec
+from common.models.weights.errors import WeightsError
 from common.models.weights.expected import TARGET_OFFSETS, Shapes
+from common.models.weights.offsets import check_offsets
 from common.protocol.errors import ConfigError
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -205,9 +207,10 @@ def _check_file(path: Path, shapes: Shapes, spec: HeadSpec) -> None:
         if (name == TARGET_OFFSETS) != (entry["dtype"] == "I64") or len(raw) != item * int(np.prod(shape)):
             raise ConfigError(f"has {name} of type {entry['dtype']}, or not all of it")
         if name == TARGET_OFFSETS:
-            ids = np.frombuffer(raw.tobytes(), np.int64) + np.arange(len(raw) // 8)
-            if ids[0] < 0 or ids[-1] >= spec.vocab_size or (np.diff(ids) <= 0).any():
-                raise ConfigError(f"has {TARGET_OFFSETS} that does not name the target's tokens in increasing order, each once")
+            try:
+                check_offsets(np.frombuffer(raw.tobytes(), np.int64), spec.vocab_size)
+            except WeightsError as error:
+                raise ConfigError(f"can't be used: {error}") from error
         elif not _is_finite(raw, entry["dtype"]):
             raise ConfigError(f"has {name} with numbers that are NaN or infinite")
 

@@ -20,6 +20,7 @@ from common.models.weights.files import read_index, weight_files
 from common.models.weights.gguf_metadata import read_metadata
 from common.models.weights.gguf_tensors import check_type, map_file, read_tensors
 from common.models.weights.gguf_values import check_gguf_values
+from common.models.weights.offsets import check_offsets
 from common.models.weights.required import FLOATS, FP8, check_tensors
 from common.models.weights.values import check_values
 
@@ -59,10 +60,21 @@ def take_inventory(
     # where several codes are one number of a tensor, the shapes of the files say less than those of the model
     counted = _counted(decoder_shapes(config) if in_groups else shapes, config, files.path)
     contents = {table.stored[name]: content for name, content in check_tensors(shapes, config, table.types).items()}
+    if config.draft_vocab_size:
+        _check_offsets(files.path, config)
     if config.quantization.name != "plain":
         for path in weight_files(files.path):
             check_values(path, config.quantization.group, contents)
     return counted
+
+
+def _check_offsets(folder: Path, config: ModelConfig) -> None:
+    """:raises WeightsError: if a reduced vocabulary's tokens are none of the target's."""
+    for path in weight_files(folder):
+        with safe_open(path, framework="np") as file:
+            opened: Any = file
+            if TARGET_OFFSETS in opened.keys():  # noqa: SIM118 — a safe_open handle is no mapping
+                check_offsets(opened.get_tensor(TARGET_OFFSETS), config.vocab_size)
 
 
 def _counted(shapes: Mapping[str, tuple[int, ...]], config: ModelConfig, path: Path) -> Inventory:
