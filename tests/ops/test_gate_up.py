@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,6 +90,20 @@ def test_on_a_cpu_it_is_linear_then_silu_mul() -> None:
     torch.testing.assert_close(
         gate_up(x, weight).float(), gate_up_reference(x.float(), plain.float(), None), atol=2e-2, rtol=2e-2
     )
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_on_a_cpu_a_row_has_the_same_bits_in_any_company(activation: Any) -> None:
+    """Of so many rows that threads share them."""
+    weight, threads = pack_linear(torch.randn(2 * 2048, 64)), torch.get_num_threads()
+    x = torch.randn(50, 64)
+    try:
+        torch.set_num_threads(3)
+        together = gate_up(x, weight, activation=activation)
+        for row in range(50):
+            assert torch.equal(gate_up(x[row : row + 1], weight, activation=activation)[0], together[row])
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("size", [64, 2500, 17000])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.ops.moe.experts import experts, pack_experts
-from common.ops.moe.experts_reference import experts_reference
+from common.ops.moe.experts_reference import activate_reference, experts_reference
 from common.ops.moe.form import ExpertActivation, RouterForm, Routing
 from common.ops.moe.route import route
 
@@ -65,6 +65,30 @@ def test_a_token_does_not_depend_on_its_company() -> None:
     for rows in (slice(0, 1), slice(7, 8), slice(3, 20)):
         alone = experts(x[rows], Routing(routing.ids[rows], routing.weights[rows]), packed, ExpertActivation())
         assert torch.equal(alone, together[rows])
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "clamped_swiglu"])
+def test_an_activation_does_not_depend_on_its_company(kind: Any) -> None:
+    """Of a width at whose end torch takes another function, and of so many rows that threads share them."""
+    activation, threads = ExpertActivation(kind, 1.702, 7.0), torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        for size, rows in ((20, 9), (2048, 50)):
+            middle = 3 * torch.randn(rows, 2 * size, generator=torch.Generator().manual_seed(3))
+            together = activate_reference(middle, activation)
+            for row in range(rows):
+                assert torch.equal(activate_reference(middle[row : row + 1], activation)[0], together[row])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax_selected"])
+def test_a_routing_does_not_depend_on_its_company(scoring: Any) -> None:
+    logits, form = 3 * torch.randn(30, 20, generator=torch.Generator().manual_seed(4)), RouterForm(top_k=5, scoring=scoring)
+    together = route(logits, form)
+    for row in range(30):
+        alone = route(logits[row : row + 1], form)
+        assert torch.equal(alone.ids[0], together.ids[row]) and torch.equal(alone.weights[0], together.weights[row])
 
 
 def test_all_tokens_may_go_to_one_expert_and_no_token_may_come() -> None:

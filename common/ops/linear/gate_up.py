@@ -42,5 +42,6 @@ def gate_up(x: Activation, weight: LinearWeight, *, activation: GateActivation =
         middle = silu_mul(products)
     else:
         gate, up = products.chunk(2, -1)
-        middle = F.gelu(gate, approximate="tanh").mul_(up)
+        # rounded from float64, as in silu_mul: a row's bits must not depend on its place among others
+        middle = F.gelu(gate.double(), approximate="tanh").to(gate.dtype).mul_(up)
     return quantise_rows(middle) if quantise else middle

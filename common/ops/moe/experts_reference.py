@@ -9,12 +9,17 @@ from common.ops.moe.form import ExpertActivation, Routing
 
 
 def activate_reference(middle: torch.Tensor, activation: ExpertActivation) -> torch.Tensor:
-    """middle: [rows, 2 * intermediate], gate before up. Returns [rows, intermediate]."""
+    """middle: [rows, 2 * intermediate], gate before up. Returns [rows, intermediate].
+
+    Activations are rounded from float64: torch computes the last few numbers of a thread's share with another function than the
+    others, and the two differ in float32.
+    """
     gate, up = middle.chunk(2, dim=-1)
     if activation.kind == "clamped_swiglu":
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-        return (up + 1) * gate * torch.sigmoid(activation.alpha * gate)
-    return (F.silu(gate) if activation.kind == "silu" else F.gelu(gate, approximate="tanh")) * up
+        return (up + 1) * gate * torch.sigmoid((activation.alpha * gate).double()).to(gate.dtype)
+    wide = gate.double()
+    return (F.silu(wide) if activation.kind == "silu" else F.gelu(wide, approximate="tanh")).to(gate.dtype) * up
 
 
 def experts_reference(

@@ -9,7 +9,7 @@ from common.ops.moe.form import RouterForm, Routing
 
 def route_reference(logits: torch.Tensor, form: RouterForm, bias: torch.Tensor | None = None) -> Routing:
     """See `route`."""
-    scores = {"softmax": _softmax, "sigmoid": torch.sigmoid, "softmax_selected": _as_they_are}[form.scoring](logits.float())
+    scores = {"softmax": _softmax, "sigmoid": _sigmoid, "softmax_selected": _as_they_are}[form.scoring](logits.float())
     choice = scores if bias is None else scores + bias.float()
     if form.groups > 1:
         rows, experts = choice.shape
@@ -28,6 +28,11 @@ def route_reference(logits: torch.Tensor, form: RouterForm, bias: torch.Tensor |
 
 def _softmax(logits: torch.Tensor) -> torch.Tensor:
     return torch.softmax(logits, dim=-1)
+
+
+def _sigmoid(logits: torch.Tensor) -> torch.Tensor:
+    """Rounded from float64: in float32 torch's result depends on a number's place in the tensor."""
+    return torch.sigmoid(logits.double()).float()
 
 
 def _as_they_are(logits: torch.Tensor) -> torch.Tensor:
