@@ -76,6 +76,7 @@ def command(
         lambda: check_stale(Path(shm_dir)),
         lambda: check_model(model, Path(shm_dir), os.environ),
         *(lambda finding=finding: finding for finding in check_head(model, os.environ)),
+        *(lambda finding=finding: finding for finding in check_draft(model, os.environ)),
         *(lambda finding=finding: finding for finding in check_footprint(model, os.environ)),
         lambda: check_port(http_port),
         lambda: run(lambda: check_bus(nats_url)),
@@ -220,6 +221,23 @@ def check_head(spec: str, environ: Mapping[str, str]) -> list[Finding]:
     if found.reason:
         return [Finding("warning", "head", "none", found.reason)]
     return [Finding("ok", "head", head_check.describe(found.head))] if found.head is not None else []
+
+
+def check_draft(spec: str, environ: Mapping[str, str]) -> list[Finding]:
+    """What draft workers would run; nothing where no draft model is named."""
+    from common.cli import draft_check, up_settings  # slow to import
+
+    try:
+        asked = up_settings.read([f"--model={spec}"], environ)
+    except PenstockError:
+        return []  # `check_model` says why
+    draft_model = getattr(asked.services["draft"], "draft_model", "") if asked is not None else ""
+    if asked is None or not draft_model:
+        return []
+    found = draft_check.check_draft_model(asked.fleets[0], fetch=False)
+    if found.reason:
+        return [Finding("warning", "draft model", "none", found.reason)]
+    return [Finding("ok", "draft model", draft_model if found.servable is None else str(found.servable))]
 
 
 def check_footprint(spec: str, environ: Mapping[str, str]) -> list[Finding]:

@@ -25,8 +25,8 @@ class DraftCheck(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-def check_draft_model(fleet: ModelFleet) -> DraftCheck:
-    """Check the draft model of a fleet, if it has one."""
+def check_draft_model(fleet: ModelFleet, *, fetch: bool = True) -> DraftCheck:
+    """Check the draft model of a fleet, if it has one. fetch: download it first if it is not on this machine."""
     settings: Any = fleet.services.get("draft")
     name = getattr(settings, "draft_model", "")
     if not name:
@@ -34,7 +34,8 @@ def check_draft_model(fleet: ModelFleet) -> DraftCheck:
     if not fleet.config.draft:
         return DraftCheck(reason=f"--draft-model {name} needs a draft worker: add --draft 1")
     try:
-        ensure(name)
+        if fetch:
+            ensure(name)
         dummy = settings.load_format == "dummy"
         files = resolve(name, weights=not dummy)
         target = resolve(fleet.config.model, weights=False)

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from safetensors.numpy import load_file, save_file
 
 from common.cli import up_settings
+from common.cli.doctor import check_draft
 from common.cli.draft_check import check_draft_model
 from common.cli.fleet import ProcessSpec, processes, settled
 from common.cli.up import _checked
@@ -113,6 +114,17 @@ def _settled(settings: UpSettings) -> UpSettings:
 
 def _processes(settings: UpSettings) -> list[ProcessSpec]:
     return processes(settings.config, cores=2, passed=settings.passed, services=settings.services, fleets=settings.fleets)
+
+
+def test_doctor_checks_the_draft_model_that_variables_name(model: Path, other: Path) -> None:
+    assert not check_draft(str(model), {})
+    (finding,) = check_draft(str(model), {"PENSTOCK_DRAFT": "1", "PENSTOCK_DRAFT_MODEL": str(other)})
+    assert finding.level == "ok" and finding.found.startswith("other: llama, 2 layers")
+    other_tokens(other)
+    (finding,) = check_draft(str(model), {"PENSTOCK_DRAFT": "1", "PENSTOCK_DRAFT_MODEL": str(other)})
+    assert finding.level == "warning" and "another tokenizer than tiny" in finding.advice
+    (finding,) = check_draft(str(model), {"PENSTOCK_DRAFT": "1", "PENSTOCK_DRAFT_MODEL": "no-such/model"})
+    assert "run `penstock pull no-such/model`" in finding.advice, "nothing is fetched"
 
 
 def leave_to_the_target(folder: Path, *, but: str = "") -> None:
