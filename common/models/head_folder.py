@@ -88,7 +88,7 @@ def _read_spec(config: Mapping[str, Any], folder: Path) -> HeadSpec:
         return ConfigError(f"{folder / 'config.json'}: {what}", param="head")
 
     def number(name: str, kind: type = int, default: object = None) -> Any:
-        value = default if config.get(name) is None else config[name]
+        value: Any = default if config.get(name) is None else config[name]
         if not _is_positive(value) or (kind is int and value != int(value)):
             raise wrong(f"{name} must be a positive number, not {str(value)[:40]!r}")
         return kind(value)
