@@ -50,7 +50,8 @@ class EngineServiceConfig(NixlSettings, frozen=True, kw_only=True, forbid_unknow
     profile: Annotated[str, Meta(description="roofline profile of the simulated engine")] = "instant"
     time_scale: Annotated[float, Meta(ge=0, description="simulated engine: 1 real time, 0 no waiting")] = 1.0
     kv_cache_mb: Annotated[
-        int, Meta(ge=0, description="memory for KV blocks, MiB; 0: 1024 on a CPU, gpu-memory-utilization on a GPU")
+        int,
+        Meta(ge=0, le=1 << 30, description="memory for KV blocks, MiB; 0: 1024 on a CPU, gpu-memory-utilization on a GPU"),
     ] = 0
     gpu_memory_utilization: Annotated[
         float, Meta(gt=0, le=1, description="share of a GPU's memory for this worker: weights, workspace, KV")

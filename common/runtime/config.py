@@ -36,6 +36,8 @@ Tables = Mapping[str, Mapping[str, Any]]
 CONFIG_VARIABLE = ENV_PREFIX + "CONFIG"
 MODEL_TABLES = "models"
 """`[[models]]`: what is served, where it is more than one model."""
+MAX_NUMBER = 2**53
+"""The largest number of any setting, with either sign: more milliseconds, or blocks, fit no message."""
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -219,7 +221,10 @@ def convert(field: Field, given: Given) -> Any:
     if given.is_text and field.is_collection:
         value = [item.strip() for item in value.split(",") if item.strip()]
     try:
-        return msgspec.convert(value, field.type, strict=not given.is_text, dec_hook=_decode_path)
+        converted = msgspec.convert(value, field.type, strict=not given.is_text, dec_hook=_decode_path)
+        if isinstance(converted, int | float) and not abs(converted) <= MAX_NUMBER:  # so for nan
+            raise ValueError(f"expected a number of at most {MAX_NUMBER}")
+        return converted
     except (msgspec.ValidationError, ValueError) as error:
         got = "" if field.secret else f", got {given.value!r}"
         raise ConfigError(f"{given.source}: {_sentence(error, field)}{got}", param=field.name) from error

@@ -52,7 +52,9 @@ class ServiceConfig(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fie
         tuple[str, ...], Meta(description="web pages of other hosts that may send requests: https://chat.example.com, or `*`")
     ] = ()
     http_reuse_port: Annotated[bool, Meta(description="the port is shared: connections are spread over its processes")] = False
-    slow_reader_timeout_s: Annotated[float, Meta(gt=0, description="a connection nobody reads for so long is cut off")] = 30.0
+    slow_reader_timeout_s: Annotated[
+        float, Meta(gt=0, le=86400, description="a connection nobody reads for so long is cut off")
+    ] = 30.0
     shm_dir: Annotated[str, Meta(description="where shared-memory segments live")] = "/dev/shm"
     heartbeat_s: Annotated[float, Meta(gt=0, le=60, description="between presence heartbeats")] = 0.25
     dead_after_s: Annotated[float, Meta(gt=0, le=600, description="silence after which a worker counts as dead")] = 2.0

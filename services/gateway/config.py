@@ -117,7 +117,8 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
     canary_timeout_s: Annotated[float, Meta(description="deadline of one canary request", gt=0)] = 30.0
 
     batch_storage_mb: Annotated[
-        int, Meta(description="MiB that files and batches may take of the NATS server's disk, with all gateways", ge=16)
+        int,
+        Meta(description="MiB that files and batches may take of the NATS server's disk, with all gateways", ge=16, le=1 << 30),
     ] = 2048
     batch_retention_s: Annotated[float, Meta(description="files, batches and results are removed at this age", ge=60)] = (
         30 * 24 * 3600.0

@@ -18,6 +18,7 @@ class KvstoreConfig(NixlSettings, frozen=True, kw_only=True, forbid_unknown_fiel
         int,
         Meta(
             ge=0,
+            le=1 << 30,
             description="MiB of shared memory for KV blocks, at most; 0: 1024, and with GPUs a quarter of the free memory",
         ),
     ] = 0

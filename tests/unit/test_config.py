@@ -10,7 +10,9 @@ import pytest
 from msgspec import Meta
 
 from common.protocol.errors import ConfigError
+from common.protocol.handles import Role
 from common.runtime import config
+from common.runtime.sections import config_type
 from common.runtime.settings import ServiceConfig
 
 
@@ -108,6 +110,17 @@ def test_what_is_wrong_names_where_it_was_given(tmp_path: Path):
     assert "is not valid TOML" in fails(path=path)
 
 
+@pytest.mark.parametrize("value", ["1e22", "-1e22", "inf", "nan"])
+def test_a_number_that_fits_no_message_is_refused(value: str):
+    """A gateway with such a deadline ended at its first request, and a kvstore with such a capacity as it started."""
+    assert fails("--threshold", value).startswith("--threshold: expected a number of at most 9007199254740992")
+
+
+def test_an_integer_that_fits_no_message_is_refused():
+    assert fails("--num-blocks", str(10**22)).startswith("--num-blocks: expected a number of at most 9007199254740992")
+    assert load("--num-blocks", str(2**53)).num_blocks == 2**53
+
+
 def test_a_required_setting_that_is_missing_is_named():
     with pytest.raises(ConfigError, match="--target is required"):
         config.load(Needy, section="up", argv=[], environ={})
@@ -121,3 +134,17 @@ def test_help_shows_every_field_with_its_default(capsys: pytest.CaptureFixture[s
     assert ended.value.code == 0
     assert "--num-blocks" in shown and "KV blocks; 0: from kv_cache_mb (default: 0)" in shown
     assert "--dtype" in shown and "--config FILE" in shown and "default: true" in shown
+
+
+@pytest.mark.parametrize(
+    ("role", "flag"),
+    [
+        ("kvstore", "--capacity-mb"),
+        ("decode", "--kv-cache-mb"),
+        ("gateway", "--batch-storage-mb"),
+        ("gateway", "--slow-reader-timeout-s"),
+    ],
+)
+def test_a_size_that_no_system_call_takes_is_refused(role: Role, flag: str):
+    with pytest.raises(ConfigError, match=f"{flag}: expected (int|float) <= "):
+        config.load(config_type(role), section=role, argv=[flag, str(2**53)], environ={})
