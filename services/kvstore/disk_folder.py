@@ -141,7 +141,7 @@ class DiskFolder:
 
     def _save_last(self) -> None:
         if (error := self._try_to_save(self.index.take_changes(), [])) is not None:
-            log.warning("kv_disk_index_not_saved", reason=str(error))
+            log.warning("kv_disk_index_not_saved", reason=error.strerror or str(error))
 
     def _write_one(self, copy: Copy, buffer: bytearray) -> None:
         copy.segment.read_block(copy.segment_slot, buffer)

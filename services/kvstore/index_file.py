@@ -7,6 +7,7 @@ process that reads them. So a process of its own reads a file that an earlier ru
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -23,6 +24,8 @@ MAX_HASH_BYTES = 64
 NO_COPY = 3
 """The exit status of a process that could read the index, and not write a copy: the disk is full."""
 _HEAD_BYTES = 64 << 20
+_FULL_BYTES = 128 << 10
+"""A disk with less free space is full."""
 _DATABASES = (b"files", b"blocks")
 
 
@@ -39,6 +42,7 @@ class IndexFile:
 
     def __init__(self, path: Path, capacity_bytes: int) -> None:
         """:raises OSError: it can't be opened or made."""
+        self._path = path
         try:
             self._environment = _open(path, _map_bytes(capacity_bytes))
             self._files, self._blocks = (self._environment.open_db(name) for name in _DATABASES)
@@ -61,7 +65,8 @@ class IndexFile:
         return files, blocks
 
     def save(self, files: Mapping[bytes, FileRecord | None], blocks: Mapping[bytes, bytes | None]) -> None:
-        """Write records, or delete those that are None, all or none of them. :raises OSError: nothing was written."""
+        """Write records, or delete those that are None, all or none of them. :raises OSError: nothing was written; ENOSPC or
+        EDQUOT: the disk is full."""
         try:
             with self._environment.begin(write=True) as transaction:
                 for key, value in files.items():
@@ -75,7 +80,13 @@ class IndexFile:
                     else:
                         transaction.put(key, record, db=self._blocks)
         except lmdb.Error as error:
-            raise OSError(f"the index can't be written: {error}") from error
+            raise OSError(self._errno_of(error), f"the index can't be written: {error}") from error
+
+    def _errno_of(self, error: lmdb.Error) -> int:
+        """Return the error number that LMDB names in its message. It says EIO as well where only some of its pages fit."""
+        said = next((code for code in (errno.ENOSPC, errno.EDQUOT) if os.strerror(code) in str(error)), errno.EIO)
+        disk = os.statvfs(self._path)
+        return errno.ENOSPC if said == errno.EIO and disk.f_bavail * disk.f_frsize < _FULL_BYTES else said
 
     def close(self) -> None:
         self._environment.close()

@@ -37,6 +37,7 @@ RETRY_S = 30.0
 """Seconds after a full or failing disk in which nothing grows there, or is written."""
 HEADROOM_BYTES = 128 << 10
 """Given back where the disk is full, so that the index can still be written."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
 NOBODY = RequestContext()
 
 
@@ -94,10 +95,11 @@ class WriteBack:
     async def run(self) -> None:
         """Write what is queued, until cancelled."""
         while True:
-            if not self._unsaved and (not self._queue or self._clock() < self._no_write_before):
+            rests = self._clock() < self._no_write_before  # what comes meanwhile is no reason to try again
+            if not self._unsaved and (rests or not self._queue):
                 self._queued = anyio.Event()
                 with anyio.move_on_after(SAVE_EVERY_S):
-                    await self._queued.wait()
+                    await (anyio.sleep_forever() if rests else self._queued.wait())
             await self._yield_to_reads()
             await self._write()
 
@@ -191,7 +193,7 @@ class WriteBack:
         while."""
         self._counts.failed("write")
         now, folder, index = self._clock(), self._folder, self._folder.index
-        if error.errno == errno.ENOSPC or "No space left" in str(error):
+        if error.errno in FULL:
             is_new = now >= self._limited_until
             index.limit_bytes, self._limited_until = max(0, index.used_bytes - HEADROOM_BYTES), now + RETRY_S
             index.shrink_to_limit()
@@ -200,7 +202,7 @@ class WriteBack:
                 return
             if done:
                 return
-        else:
+        elif now >= self._no_write_before:
             log.error("kv_disk_not_written", folder=str(folder.path), reason=error.strerror or str(error), again_in_s=RETRY_S)
         self._no_write_before = now + RETRY_S
 

@@ -22,6 +22,7 @@ from services.kvstore import promotion, write_back
 from services.kvstore.actor import KvstoreActor
 from services.kvstore.disk_files import SlotFile, slot_bytes_of
 from services.kvstore.disk_folder import DiskFolder
+from services.kvstore.index_file import IndexFile
 from tests.actors.kvstore_site import BLOCK_BYTES, CHAIN, Site, Worker, grant_of, lease_of, running, temporary_site, until
 from tests.fixtures.tmpfs import small_tmpfs
 
@@ -220,6 +221,26 @@ async def test_a_disk_that_fails_is_one_line_and_the_store_goes_on(
     said = caplog.text
     assert said.count("kv_disk_not_written") == said.count("kv_disk_not_read") == 1
     assert giver.blocks.any()
+
+
+async def test_an_index_that_cannot_be_written_is_one_line_however_much_is_offered(
+    site: Site, kv: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def broken(*_: Any) -> None:
+        raise OSError("the index can't be written: mdb_txn_commit: Input/output error")
+
+    store, worker = store_on(site, kv), site.make_worker(fill=1)
+    async with running(store, worker):
+        await worker.store.offer(CHAIN[:1], range(1))
+        await on_disk(store, 1)
+        monkeypatch.setattr(IndexFile, "save", broken)
+        for number in range(5):
+            # found in memory, so its record changes; and a new block waits to be written
+            assert await worker.store.fetch(CHAIN[:1], range(1)) == 1
+            await worker.store.offer([b"late-%011d" % number], range(1))
+            await anyio.sleep(0.05)
+        await until(lambda: store.usage().cached == 6)
+    assert caplog.text.count("kv_disk_not_written") == 1
 
 
 @pytest.mark.parametrize("trouble", ["file", "format", "lock"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import random
 import tempfile
 import zlib
@@ -266,3 +268,21 @@ def test_a_full_disk_is_an_error_that_keeps_what_was_written(tmp_path: Path, seg
         again = opened(small / "kv")
         assert read(again, segment, HASHES) == HASHES[: again.index.num_blocks]
         again.close()
+
+
+def test_a_disk_without_room_for_the_index_is_full(tmp_path: Path, segment: Segment):
+    """LMDB calls it an I/O error where some of its pages still fit; it is a disk that has to get room."""
+    with small_tmpfs(tmp_path / "small", size=1 << 20) as small:
+        folder = opened(small / "kv", capacity_bytes=64 << 10)
+        assert write(folder, segment, HASHES[:4]).error is None
+        with (small / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+            while True:
+                filler.write(bytes(4096))
+        with (small / "filler").open("r+b") as filler:
+            filler.truncate((small / "filler").stat().st_size - 4096)
+        records = {("m", b"%064d" % number): bytes(1000) for number in range(8)}
+        outcome, saved = folder.write([], [], [], records)
+        assert not saved and outcome.error is not None and outcome.error.errno == errno.ENOSPC
+        (small / "filler").unlink()
+        assert folder.write([], [], [], records)[1]
+        folder.close()
