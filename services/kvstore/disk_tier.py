@@ -107,8 +107,13 @@ class DiskTier:
         log.info("kv_disk_open", folder=str(self.folder.path), blocks=self.num_blocks, mib=self.used_bytes >> 20, took_s=took_s)
 
     def _opened(self) -> DiskFolder:
+        """:raises DiskUnavailable: the folder can't be used."""
+        try:
+            path = Path(self._config.kv_disk).expanduser().absolute()
+        except RuntimeError as error:  # ~user, and there is no such user
+            raise DiskUnavailable(f"{self._config.kv_disk} can't be used: {error}") from error
         return DiskFolder.open(
-            Path(self._config.kv_disk).expanduser().absolute(),
+            path,
             capacity_bytes=self._config.kv_disk_gb << 30,
             clock=self._clock,
             active_s=self._config.forget_after_s,

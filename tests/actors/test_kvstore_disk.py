@@ -266,6 +266,15 @@ async def test_a_folder_that_cannot_be_used_is_one_line_and_the_store_goes_on(
     assert caplog.text.count("kv_disk_off") == 1
 
 
+async def test_a_folder_of_a_user_who_is_not_there_is_one_line_and_the_store_goes_on(
+    site: Site, caplog: pytest.LogCaptureFixture
+):
+    store = store_on(site, Path("~nobody-of-that-name/kv"))
+    async with running(store):
+        assert "~nobody-of-that-name/kv can't be used" in store.presence("ready").tiers[1].problem
+    assert caplog.text.count("kv_disk_off") == 1
+
+
 async def test_nobody_waits_for_a_disk_that_hangs(
     site: Site, kv: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
