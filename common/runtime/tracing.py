@@ -90,7 +90,7 @@ def is_asked_for(environ: Mapping[str, str]) -> bool:
 def problem_of(environ: Mapping[str, str], is_installed: Callable[[str], bool]) -> str:
     """Return why traces that are asked for can't be exported; empty if they can."""
     name, endpoint = _first(ENDPOINTS, environ)
-    if not endpoint.startswith(("http://", "https://")) or not urlsplit(endpoint).netloc:
+    if not _is_url(endpoint):
         return f"{name} must be a URL such as http://localhost:4318"  # without the value, which may hold a password
     spoken, protocol = _first(PROTOCOLS, environ)
     if protocol.lower() not in ("", "http/protobuf"):
@@ -98,6 +98,13 @@ def problem_of(environ: Mapping[str, str], is_installed: Callable[[str], bool]) 
     if not all(map(is_installed, PACKAGES)):
         return f"{name} is set, but OpenTelemetry is not installed: pip install 'penstock[otel]'"
     return ""
+
+
+def _is_url(endpoint: str) -> bool:
+    try:
+        return endpoint.startswith(("http://", "https://")) and bool(urlsplit(endpoint).netloc)
+    except ValueError:  # brackets of an IPv6 address that do not match
+        return False
 
 
 def _first(names: Iterable[str], environ: Mapping[str, str]) -> tuple[str, str]:
