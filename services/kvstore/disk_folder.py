@@ -203,10 +203,11 @@ class DiskFolder:
         self._recorded = set(files)
         if gone or lost:
             log.warning("kv_disk_blocks_of_no_use", folder=str(self.path), other_version=len(gone), damaged=lost)
-        self._records.save(dict.fromkeys(blocks), gone)
-        for path in self.path.glob(f"*{SUFFIX}"):
-            if path.name.removesuffix(SUFFIX) not in {identity.hex() for identity in files}:
+        known = {identity.hex() for identity in files}
+        for path in self.path.glob(f"*{SUFFIX}"):  # first: on a full disk the index needs their room to become smaller
+            if path.name.removesuffix(SUFFIX) not in known:
                 path.unlink()
+        self._records.save(dict.fromkeys(blocks), gone)
         self.index.shrink_to_limit()
 
 

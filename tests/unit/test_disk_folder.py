@@ -286,3 +286,21 @@ def test_a_disk_without_room_for_the_index_is_full(tmp_path: Path, segment: Segm
         (small / "filler").unlink()
         assert folder.write([], [], [], records)[1]
         folder.close()
+
+
+def test_a_full_disk_with_blocks_of_another_version_gets_its_room_back(
+    tmp_path: Path, segment: Segment, monkeypatch: pytest.MonkeyPatch
+):
+    with small_tmpfs(tmp_path / "small", size=1 << 20) as small:
+        with monkeypatch.context() as earlier:
+            earlier.setattr(disk_folder, "version", lambda: "0.0.1")
+            folder = opened(small / "kv")
+            assert write(folder, segment, HASHES).error is None
+            folder.close()
+        with (small / "filler").open("wb", buffering=0) as filler, contextlib.suppress(OSError):
+            while True:
+                filler.write(bytes(4096))
+        folder = opened(small / "kv")
+        assert folder.index.num_blocks == 0
+        assert write(folder, segment, HASHES[:4]).done == 4
+        folder.close()
