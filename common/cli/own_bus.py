@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from common.cli.fleet import UpConfig
+from common.models.naming import expanded
 from common.models.source import default_cache_dir
 from common.protocol.errors import ConfigError
 from common.runtime import api_keys
@@ -90,7 +91,7 @@ def data_folder(config: UpConfig, port: int) -> Iterator[Path | None]:
         yield None
         return
     folder = (
-        Path(config.data_dir).expanduser().resolve()
+        expanded(config.data_dir, "data_dir").resolve()
         if config.data_dir
         else default_cache_dir() / "data" / run_folder(port).name
     )

@@ -31,6 +31,7 @@ from common.cli.starting import Starting, wait_ready
 from common.cli.supervisor import Command, Supervisor, python_module
 from common.cli.up_settings import UpSettings
 from common.engine.settings import check_objectives
+from common.models.naming import expanded
 from common.protocol.errors import ConfigError
 from common.protocol.handles import Role
 from common.protocol.messages import ServedModel
@@ -232,7 +233,7 @@ async def _watch_signals(
 def _log_dir(config: UpConfig) -> Path:
     if not config.log_dir:
         return Path(tempfile.mkdtemp(prefix="penstock-logs-"))
-    folder = Path(config.log_dir).expanduser().resolve()
+    folder = expanded(config.log_dir, "log_dir").resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

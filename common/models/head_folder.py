@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from common.models.json_files import read_object
+from common.models.naming import local_path
 from common.models.source import ModelFiles
 from common.models.spec import ModelSpec
 from common.models.weights.errors import WeightsError
@@ -68,7 +69,7 @@ def find_head(setting: str, target: ModelFiles) -> HeadFiles | None:
     if setting == "off":
         return None
     if setting != "auto":
-        return open_head(Path(setting).expanduser())
+        return open_head(local_path(setting))
     for path in sorted(SHIPPED.glob("*/config.json")):
         head = open_head(path.parent)
         if head.spec.target == (target.name, target.revision):

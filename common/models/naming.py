@@ -13,6 +13,8 @@ import os
 import re
 from pathlib import Path
 
+from common.protocol.errors import ConfigError
+
 DUMMY_PREFIX = "dummy:"
 HUB_ID = re.compile(r"(?P<repo>[\w.-]{1,96}/[\w.-]{1,96})(@(?P<revision>[\w./-]{1,128}))?")
 GGUF_SUFFIX = ".gguf"
@@ -24,6 +26,14 @@ def local_path(spec: str) -> Path:
         return Path(spec).expanduser()
     except RuntimeError:
         return Path(spec)
+
+
+def expanded(folder: str, setting: str) -> Path:
+    """`folder`, the value of a setting, as a path with `~` expanded. :raises ConfigError: there is no such user."""
+    try:
+        return Path(folder).expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{setting} is {folder!r}, and there is no such user: write the folder out", param=setting) from error
 
 
 def is_gguf(path: Path) -> bool:

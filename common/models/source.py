@@ -27,7 +27,7 @@ from typing import Literal
 
 import msgspec
 
-from common.models.naming import DUMMY_PREFIX, hub_id, is_gguf, local_path, model_name
+from common.models.naming import DUMMY_PREFIX, expanded, hub_id, is_gguf, local_path, model_name
 from common.models.shapes import SHAPES, folder_name, shape, write_model
 from common.protocol.errors import PenstockError, UnknownModel
 
@@ -83,9 +83,9 @@ _POLL_S = 0.2
 
 
 def default_cache_dir() -> Path:
-    """$PENSTOCK_HOME, else ~/.cache/penstock."""
+    """$PENSTOCK_HOME, else ~/.cache/penstock. :raises ConfigError: it begins with an unknown user's home."""
     home = os.environ.get("PENSTOCK_HOME")
-    return Path(home).expanduser() if home else Path.home() / ".cache" / "penstock"
+    return expanded(home, "PENSTOCK_HOME") if home else Path.home() / ".cache" / "penstock"
 
 
 def resolve(spec: str, *, cache_dir: Path | None = None, weights: bool = True) -> ModelFiles:

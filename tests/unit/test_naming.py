@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from common.models.naming import model_name
-from common.models.source import resolve
+from common.models.naming import expanded, model_name
+from common.models.source import default_cache_dir, resolve
 from common.protocol import subjects
+from common.protocol.errors import ConfigError
 from common.runtime.settings import ServiceConfig
 
 
@@ -90,3 +91,13 @@ def test_every_name_has_a_subject_of_its_own() -> None:
     others = [subjects.slug(name) for name in ("模型", "另一个", "模型-7b", "另一个-7b", "é" * 300, "é" * 301)]
     assert len(set(others)) == len(others)
     assert all(subjects.chat(slug) for slug in others)
+
+
+def test_a_folder_of_a_user_who_is_not_there_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(here))
+    assert expanded("~/kv", "data_dir") == here / "kv"
+    with pytest.raises(ConfigError, match="data_dir is '~nobody-of-that-name/x', and there is no such user"):
+        expanded("~nobody-of-that-name/x", "data_dir")
+    monkeypatch.setenv("PENSTOCK_HOME", "~nobody-of-that-name")
+    with pytest.raises(ConfigError, match="PENSTOCK_HOME is"):
+        default_cache_dir()
