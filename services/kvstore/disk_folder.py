@@ -71,6 +71,7 @@ class DiskFolder:
         self._slot_files: dict[bytes, SlotFile] = {}
         self._recorded: set[bytes] = set()
         self._opening = threading.Lock()
+        self._keeps_space = False
 
     @classmethod
     def open(cls, path: Path, *, capacity_bytes: int, clock: Callable[[], float], active_s: float) -> DiskFolder:
@@ -109,10 +110,7 @@ class DiskFolder:
         the changes were saved."""
         problem = self._try_to_save(changes, empty)
         for file, slots in clear:
-            try:
-                self._slots_of(file).clear(slots)
-            except OSError as error:
-                log.warning("kv_disk_space_not_given_back", file=file.identity.hex(), reason=error.strerror)
+            self._clear(file, slots)
         if problem is not None and clear:  # the disk may have been full
             problem = self._try_to_save(changes, empty)
         outcome = Outcome(error=problem)
@@ -159,6 +157,16 @@ class DiskFolder:
                 self._slot_files[file.identity] = SlotFile(self.path, file)
             return self._slot_files[file.identity]
 
+    def _clear(self, file: DiskFile, slots: Sequence[int]) -> None:
+        """Give the space of slots back, where the file system can do that."""
+        try:
+            self._slots_of(file).clear(slots)
+        except OSError as error:
+            if self._keeps_space:
+                return
+            self._keeps_space = True  # said once: it is the file system's way
+            log.warning("kv_disk_space_not_given_back", file=file.identity.hex(), reason=error.strerror)
+
     def _try_to_save(self, changes: Changes, empty: Sequence[DiskFile]) -> OSError | None:
         try:
             self._save(changes, empty)
@@ -197,7 +205,7 @@ class DiskFolder:
             assert found is not None
             slots = self._slots_of(found)
             lost += self.index.restore(found, blocks.pop(identity, {}), slots.num_slots)
-            slots.clear(found.free)
+            self._clear(found, found.free)
         for identity, others in blocks.items():
             gone |= {identity + block_hash: None for block_hash in others}
         self._recorded = set(files)

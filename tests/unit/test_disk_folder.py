@@ -14,7 +14,7 @@ import pytest
 
 from common.transfer.segment import Segment
 from services.kvstore import disk_folder
-from services.kvstore.disk_files import slot_bytes_of
+from services.kvstore.disk_files import SlotFile, slot_bytes_of
 from services.kvstore.disk_folder import Copy, DiskFolder, DiskUnavailable, Outcome
 from services.kvstore.disk_index import DiskFile
 from services.kvstore.index_file import NAME
@@ -304,3 +304,20 @@ def test_a_full_disk_with_blocks_of_another_version_gets_its_room_back(
         assert folder.index.num_blocks == 0
         assert write(folder, segment, HASHES[:4]).done == 4
         folder.close()
+
+
+def test_a_file_system_that_takes_no_space_back_keeps_its_blocks_over_a_restart(
+    tmp_path: Path, segment: Segment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    folder = opened(tmp_path / "kv")
+    write(folder, segment, HASHES[:4])
+    folder.index.forget(file_of(folder), HASHES[1])
+    folder.close()
+    monkeypatch.setattr(SlotFile, "clear", refuse)
+    again = opened(tmp_path / "kv")
+    assert read(again, segment, HASHES) == [HASHES[0], *HASHES[2:4]]
+    assert caplog.text.count("kv_disk_space_not_given_back") == 1
+    again.close()
