@@ -30,7 +30,11 @@ def handoff_failed(request: Request, worker: WorkerRef, attempt: int, code: str,
     request.decode = None
     request.holders.discard(refused)
     request.enter(State.HANDING_OFF, now)
-    if isinstance(errors.from_wire(code, ""), (errors.OutOfCredits, errors.OutOfBlocks)):
+    error = errors.from_wire(code, "")
+    request.is_too_long = isinstance(error, errors.ContextLengthExceeded)
+    if request.is_too_long:  # one with a larger pool may take it
+        return [Reroute()]
+    if isinstance(error, (errors.OutOfCredits, errors.OutOfBlocks)):
         request.tried.discard(refused.id)
         return [Reroute()]
     # its answer may have been lost; and it must not be tried again, for this cancel would refuse this very attempt
@@ -48,5 +52,10 @@ def redirect(request: Request, decode: WorkerRef, now: float) -> Actions:
 
 
 def stranded(request: Request, now: float) -> Actions:
-    """Begin again elsewhere: no other decode worker can ever read this KV."""
+    """Begin again elsewhere: no other decode worker can ever read this KV. One that is too long for them ends here, as where a
+    worker that computes the prompt itself says so: each attempt would give a token and fail again."""
+    if request.is_too_long:
+        if request.tokens:
+            return request.end("length", None)
+        return request.end(None, errors.ContextLengthExceeded("the prompt is longer than any decode worker's KV cache"))
     return request.next_attempt(errors.WorkerLost("no decode worker is left beside the KV"), now, counted=False)

@@ -82,7 +82,7 @@ class Request:
         self.is_read = request.is_read
         self.path: Path = path
         self.only = only
-        self.alone = self.is_unsettled = self.stuck = False
+        self.alone = self.is_unsettled = self.stuck = self.is_too_long = False
         self.arrived_at = self.since = now
         self.deadline = now + request.deadline_s
         self.deadline_ms = wall_ms + int(request.deadline_s * 1000)

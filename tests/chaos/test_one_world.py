@@ -204,3 +204,23 @@ def test_a_pool_too_small_for_all_still_serves_all(tmp_path: Path) -> None:
         assert all(outcome.finish == "length" for outcome in world.outcomes)
 
     play(tmp_path, story, num_blocks=24)
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["all too small", "one of two too small"])
+def test_a_hand_off_that_a_decode_worker_can_never_hold_is_not_tried_again_and_again(tmp_path: Path, large: bool) -> None:
+    """It ends where the context of decode workers does, or goes to one that has room; each token had an attempt of its own."""
+
+    async def story(world: World) -> None:
+        world.num_blocks = 24
+        await world.start("decode")
+        if large:
+            world.num_blocks = 256
+            await world.start("decode")
+        await anyio.sleep(3)
+        outcomes = [world.submit(prompt(120, index), max_tokens=20) for index in range(4)]
+        await world.all_ended(within_s=10)
+        assert [(outcome.error, outcome.finish) for outcome in outcomes] == [(None, "length")] * 4
+        assert [len(outcome.tokens) for outcome in outcomes] == [20 if large else 1] * 4
+        assert world.gateway.cores[0].dispatcher.stats.retries == 0
+
+    play(tmp_path, story, roles=("prefill", "gateway"))

@@ -331,6 +331,6 @@ class World:
             assert outcome.tokens == outcome.expected[: len(outcome.tokens)]
             if outcome.finish is not None:
                 longest = min(MAX_CONTEXT, self.keeps.longest(self.num_blocks - 1, BLOCK_TOKENS))
-                room = longest - len(outcome.prompt)
+                room = max(longest - len(outcome.prompt), 1)  # the first token is of prefill
                 assert outcome.finish == "length"
                 assert len(outcome.tokens) == min(outcome.sampling.max_tokens, room)

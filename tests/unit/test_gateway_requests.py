@@ -8,7 +8,7 @@ from common.protocol import errors
 from common.protocol import tokens as token_bytes
 from common.protocol.messages import DecodeTask, PrefillTask
 from services.gateway.actions import Ended, Free, Requeue, Reroute, State
-from services.gateway.handoff import handed_off, handoff_failed, redirect
+from services.gateway.handoff import handed_off, handoff_failed, redirect, stranded
 from services.gateway.patience import tick
 from tests.unit.gateway_request import D1, D2, HOLDERS, P1, P2, PROMPT, frame, freed, in_state, kinds, make, next_task
 
@@ -87,6 +87,16 @@ def test_a_decode_worker_whose_answer_was_lost_is_freed_and_its_frames_are_dropp
     redirect(request, D2, 0.2)
     assert request.frame(D1, frame(request, 1, [101]), 0.3) == [Free(D1, 1)]
     assert request.tokens == [100]
+
+
+def test_a_handoff_that_is_too_long_for_one_goes_to_another_and_ends_where_it_is_for_all() -> None:
+    request = in_state(State.HANDING_OFF)
+    assert handoff_failed(request, P1, 1, "context_length_exceeded", 0.1) == [Reroute()]
+    assert D1.id in request.tried
+    redirect(request, D2, 0.2)
+    handoff_failed(request, P1, 1, "context_length_exceeded", 0.3)
+    assert freed(stranded(request, 0.4)) == {P1}
+    assert (request.state, request.transcript.take().finish, request.tokens) == (State.DONE, "length", [100])
 
 
 def test_a_handoff_that_nobody_takes_ends_in_another_attempt() -> None:
