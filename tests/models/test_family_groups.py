@@ -102,6 +102,14 @@ def test_windows_alone_hold_a_sequence_of_any_length() -> None:
     assert check_pool(model, settings, cache_layout(model, settings)) == 64
 
 
+def test_blocks_that_hold_no_sequence_are_refused() -> None:
+    """Such a worker was ready, and what it was given waited until its deadline."""
+    settings = EngineConfig(num_blocks=1)
+    model = tiny("mistral", sliding_window=None)
+    with pytest.raises(ConfigError, match="num_blocks 1 holds no sequence"):
+        check_pool(model, settings, cache_layout(model, settings))
+
+
 def test_memory_that_holds_no_useful_context_is_an_error_that_says_how_much_would() -> None:
     shape = {"num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 65_536, "num_hidden_layers": 32}
     settings = EngineConfig(kv_cache_mb=12, dtype="float32")

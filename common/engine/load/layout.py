@@ -192,7 +192,8 @@ def _blocks_of(layout: CacheLayout, engine: EngineConfig, memory_bytes: int, max
 def check_pool(model: ModelConfig, engine: EngineConfig, layout: CacheLayout) -> int:
     """Return the longest sequence, in tokens, that a pool of `layout` holds: at most the model's context.
 
-    :raises ConfigError: if that is too little to be useful, and `num_blocks` does not ask for exactly that.
+    :raises ConfigError: if that is too little to be useful, and `num_blocks` does not ask for exactly that; if it is
+        nothing.
     """
     longest = min(model.max_context, layout.longest_sequence)
     least = min(model.max_context, MIN_CONTEXT_TOKENS)
@@ -203,4 +204,7 @@ def check_pool(model: ModelConfig, engine: EngineConfig, layout: CacheLayout) ->
             f"kv_cache_mb to {-(-needed // _MIB)} or more ({model.max_context} tokens need {-(-whole // _MIB)})",
             param="kv_cache_mb",
         )
+    if longest < 1:
+        problem = f"num_blocks {engine.num_blocks} holds no sequence beside the block that is kept free"
+        raise ConfigError(problem, param="num_blocks")
     return longest
