@@ -10,6 +10,7 @@ from common.protocol import tokens as wire_tokens
 
 HASH_BYTES = 16
 TOKEN_BYTES = 4
+OWNER_BYTES = 8
 
 
 def keyed_hash(block_tokens: int, *, fingerprint: str, salt: bytes) -> hashlib.blake2b:
@@ -19,6 +20,11 @@ def keyed_hash(block_tokens: int, *, fingerprint: str, salt: bytes) -> hashlib.b
     lengths = struct.pack("<III", block_tokens, len(name), len(salt))
     key = hashlib.blake2b(lengths + name + salt, digest_size=32).digest()
     return hashlib.blake2b(digest_size=HASH_BYTES, salt=key[:16], person=key[16:])
+
+
+def owner_of(tenant: str) -> bytes:
+    """Return what a kvstore knows a tenant by, which does not tell its name; empty: nobody in particular."""
+    return hashlib.blake2b(tenant.encode(), digest_size=OWNER_BYTES, person=b"kv owner").digest() if tenant else b""
 
 
 def hash_packed(keyed: hashlib.blake2b, packed: bytes | memoryview, block_tokens: int, *, parent: bytes = b"") -> list[bytes]:

@@ -49,8 +49,17 @@ class BlockLease(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     num_from_disk: int = 0
 
 
+class BlockOwner(msgspec.Struct, frozen=True, array_like=True):
+    """Whose request blocks were computed for. `name`: see `cache.prefix.owner_of`; empty: nobody's in particular. Owners share
+    a store by `weight`."""
+
+    name: bytes = b""
+    weight: float = 1.0
+
+
 class BlockOffer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
-    """worker → kvstore: I can give you these blocks. Answered by BlockGrant. `lease` and `context` as in BlockLookup."""
+    """worker → kvstore: I can give you these blocks. Answered by BlockGrant. `lease` and `context` as in BlockLookup. `cost_s`:
+    seconds that computing a block again takes; 0: not known."""
 
     holder: WorkerRef
     fingerprint: str
@@ -58,6 +67,8 @@ class BlockOffer(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     hashes: list[bytes]
     lease: str = ""
     context: RequestContext = RequestContext()
+    owner: BlockOwner = BlockOwner()
+    cost_s: float = 0.0
 
 
 class BlockGrant(msgspec.Struct, tag=True, frozen=True, kw_only=True):

@@ -44,3 +44,7 @@ class FetchChoice:
     def measured(self, path: KvPath, block_bytes: int, num_blocks: int, seconds: float, num_asked: int) -> None:
         """So many blocks came over a path in so many seconds, of those that were asked for."""
         self._rates.measure(path, num_blocks * block_bytes, seconds, self._clock(), asked_bytes=num_asked * block_bytes)
+
+    def compute_s(self, num_tokens: int) -> float:
+        """See `FetchRates.compute_s`."""
+        return self._rates.compute_s(num_tokens)

@@ -57,6 +57,11 @@ class FetchRates:
         ]
         return statistics.median(speeds) if len(speeds) >= MIN_FETCHES else 0.0
 
+    def compute_s(self, num_tokens: int) -> float:
+        """Return how long computing so many tokens of prompts takes; 0 where it is not known."""
+        tokens_per_s = self._prefill_tokens_per_s()
+        return num_tokens / tokens_per_s if tokens_per_s > 0 else 0.0
+
     def pays(self, path: KvPath, num_bytes: int, num_tokens: int, now: float, *, tested_bytes_per_s: float = 0.0) -> bool:
         """Whether fetching `num_bytes` over `path` takes no longer than computing the `num_tokens` whose KV they are.
 

@@ -8,15 +8,17 @@ from typing import Protocol
 from anyio.abc import TaskGroup
 
 from common.cache.grouped_pool import HOLE, GroupedPool
+from common.cache.prefix import owner_of
 from common.engine.sequence import Sequence
 from common.engine.sequence_cache import SequenceCache
+from common.protocol.cache_messages import BlockOwner
 from common.protocol.errors import OutOfBlocks
 from common.protocol.explain_messages import RequestContext
 from common.protocol.handles import WorkerRef
 from common.protocol.trace_context import child_of
 from common.worker.kv_counts import KvCounts
 from common.worker.metrics import EngineMetrics
-from common.worker.store_client import StoreClient
+from common.worker.store_client import Origin, StoreClient
 from common.worker.store_lookups import Search
 from common.worker.traces import WorkerTraces
 
@@ -161,15 +163,17 @@ class Prefixes:
         if sequence.timeline is not None:
             sequence.timeline.asked(worker.store.keepers(hashes))
         worker.pool.retain(tables)
-        worker.task_group.start_soon(self._offer, tables, hashes, self._context(sequence))
+        owner = BlockOwner(owner_of(sequence.tenant), sequence.generation.weight)
+        origin = Origin(self._context(sequence), owner, worker.cache.block_tokens)
+        worker.task_group.start_soon(self._offer, tables, hashes, origin)
 
-    async def _offer(self, tables: list[list[int]], hashes: list[bytes], context: RequestContext) -> None:
+    async def _offer(self, tables: list[list[int]], hashes: list[bytes], origin: Origin) -> None:
         """Give full blocks to the kvstore. They were retained, and are released here, whatever happens."""
         try:
             for index, table in enumerate(tables):
                 held = [(block_hash, block) for block_hash, block in zip(hashes, table, strict=True) if block != HOLE]
                 await self._worker.store.offer(
-                    [block_hash for block_hash, _ in held], [block for _, block in held], index, context
+                    [block_hash for block_hash, _ in held], [block for _, block in held], index, origin
                 )
         finally:
             self._worker.pool.release(tables)

@@ -19,7 +19,7 @@ import anyio.to_thread
 import numpy as np
 
 from common.cache.spec import group_name
-from common.protocol.cache_messages import BlockCommit, BlockGrant, BlockLease, BlockOffer
+from common.protocol.cache_messages import BlockCommit, BlockGrant, BlockLease, BlockOffer, BlockOwner
 from common.protocol.errors import PenstockError, ProtocolError, StaleHandle
 from common.protocol.explain_messages import RequestContext
 from common.protocol.handles import WorkerRef, new_lease
@@ -46,6 +46,17 @@ MAX_OFFERS = 4
 
 DISK_WAIT_S = 1.0
 """A fetch waits so long in all for answers of stores that read from a disk."""
+
+
+class Origin(NamedTuple):
+    """What offered blocks were computed for, whose request that was, and the tokens of a block (0: not said)."""
+
+    context: RequestContext = RequestContext()
+    owner: BlockOwner = BlockOwner()
+    block_tokens: int = 0
+
+
+NOBODYS = Origin()
 
 
 class _GroupBlocks(NamedTuple):
@@ -173,7 +184,7 @@ class StoreClient:
         hashes: Sequence[bytes],
         blocks: Sequence[int],
         group: int = 0,
-        context: RequestContext = RequestContext(),  # noqa: B008 (it is frozen)
+        origin: Origin = NOBODYS,
     ) -> None:
         """Give the store what it lacks of a hash chain whose KV is in `blocks` of a group. Best effort."""
         keepers = self.keepers(hashes)
@@ -185,7 +196,8 @@ class StoreClient:
             end, before = 0, -1
             while before < end < len(hashes):  # the store takes memory bit by bit, so it may grant less than there is
                 start, before = max(end - 1, 0), end  # the rest follows on the last of those before
-                last = await self._offer_to(self._pools[group], store, list(hashes[start:]), blocks[start:], context)
+                offer = self._offer(group, list(hashes[start:]), origin)
+                last = await self._offer_to(self._pools[group], store, offer, blocks[start:])
                 end = start + last + 1 if last is not None else end
         except PenstockError as error:
             self.lookups.failed(store, error)
@@ -250,23 +262,23 @@ class StoreClient:
 
     # -- offer
 
-    async def _offer_to(
-        self,
-        pool: _GroupBlocks,
-        store: WorkerRef,
-        hashes: list[bytes],
-        blocks: Sequence[int],
-        context: RequestContext,
-    ) -> int | None:
-        """Returns the index of the last block that the store took; None: none."""
-        offer = BlockOffer(
+    def _offer(self, group: int, hashes: list[bytes], origin: Origin) -> BlockOffer:
+        pool = self._pools[group]
+        return BlockOffer(
             holder=self.actor.ref,
             fingerprint=pool.fingerprint,
             block_bytes=pool.memory.block_bytes,
             hashes=hashes,
             lease=new_lease(),
-            context=context,
+            context=origin.context,
+            owner=origin.owner,
+            # what computes a token again makes its KV of all groups
+            cost_s=self.choice.compute_s(origin.block_tokens) * pool.memory.block_bytes / sum(self.block_bytes),
         )
+
+    async def _offer_to(self, pool: _GroupBlocks, store: WorkerRef, offer: BlockOffer, blocks: Sequence[int]) -> int | None:
+        """Returns the index of the last block that the store took; None: none."""
+        hashes = offer.hashes
         grant = await self.lookups.ask(store, offer)
         if not isinstance(grant, BlockGrant):
             raise ProtocolError(f"{type(grant).__name__} in answer to an offer")

@@ -14,6 +14,7 @@ anything: a store that is full, slow or dead costs its workers a computation the
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
+from common.cache.prefix import OWNER_BYTES
 from common.protocol.cache_messages import BlockCommit, BlockGrant, BlockLease, BlockLookup, BlockOffer, KvTier
 from common.protocol.errors import InvalidParameter, PenstockError, ShuttingDown
 from common.protocol.explain_messages import Explain, WorkerEvent
@@ -75,6 +77,7 @@ class KvstoreActor(Actor):
             max_arenas=config.max_fingerprints,
             clock=clock,
             on_evicted=self._count_evicted,
+            active_s=config.forget_after_s,
         )
         self.growth = Growth(self.arenas)
         self.transfers = TransferCounts(self.metrics)
@@ -287,10 +290,15 @@ class KvstoreActor(Actor):
         )
 
     def _grant(self, offer: BlockOffer) -> BlockGrant:
-        """:raises PenstockError: there is no memory for this fingerprint."""
+        """:raises PenstockError: there is no memory for this fingerprint, or the offer's numbers can't be."""
+        owner = offer.owner
+        if not 0 < owner.weight < math.inf or not 0 <= offer.cost_s < math.inf or len(owner.name) not in (0, OWNER_BYTES):
+            raise InvalidParameter(f"an owner is {OWNER_BYTES} bytes with a weight above 0", param="owner")
         arena = self.arenas.of(offer.fingerprint, offer.block_bytes)
         lease = self._name(offer)
-        granted = arena.reserve(offer.hashes)
+        self.arenas.owners.weigh(owner.name, owner.weight)
+        arena.index.order.measured(offer.cost_s)
+        granted = arena.reserve(offer.hashes, owner.name)
         if not granted:
             return BlockGrant(store=self.ref, lease="", indices=[], blocks=[])
         self.growth.granted(arena)

@@ -7,14 +7,16 @@ raised before it is granted to a writer and before it loses its memory, so that 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from common.protocol.errors import InvalidParameter
 from common.runtime import logs
 from common.transfer.segment import Segment
 from common.transfer.store_segment import slot_bytes
+from services.kvstore.eviction import EvictionClock, LeafOrder
 from services.kvstore.index import BlockIndex
+from services.kvstore.owners import Owners
 
 log = logs.get("kvstore")
 
@@ -26,7 +28,7 @@ taken before costs nothing."""
 
 class Arena:
     """Slots for blocks of `block_bytes` each, as many as `capacity_bytes` could hold. Each gets memory by `grow`, and gives it
-    back by `shrink`. `make_room` and `clock`: see `BlockIndex`."""
+    back by `shrink`. `make_room`: see `BlockIndex`. `clock`, `owners`: what orders and counts blocks of all arenas."""
 
     def __init__(
         self,
@@ -36,8 +38,9 @@ class Arena:
         fingerprint: str,
         block_bytes: int,
         capacity_bytes: int,
-        make_room: Callable[[Arena], bool],
-        clock: Iterator[int],
+        make_room: Callable[[Arena, bytes], bool],
+        clock: EvictionClock,
+        owners: Owners,
         now: float,
     ) -> None:
         """:raises InvalidParameter: no block fits. :raises ConfigError: the directory has no room for the segment."""
@@ -52,7 +55,8 @@ class Arena:
             directory, name, num_blocks=num_slots, block_bytes=self.slot_bytes, fingerprint=fingerprint, sparse=True
         )
         self._table_bytes = self.segment.memory_bytes
-        self.index = BlockIndex(num_slots, make_room=lambda: make_room(self), clock=clock)
+        order = LeafOrder(clock, owners, self.slot_bytes)
+        self.index = BlockIndex(num_slots, make_room=lambda owner: make_room(self, owner), order=order)
 
     @property
     def memory_bytes(self) -> int:
@@ -69,11 +73,11 @@ class Arena:
         usage = self.index.usage()
         return not usage.owned and not usage.leased and not self.index.num_growing
 
-    def reserve(self, hashes: Sequence[bytes]) -> list[tuple[int, int]]:
+    def reserve(self, hashes: Sequence[bytes], owner: bytes = b"") -> list[tuple[int, int]]:
         """See `BlockIndex.reserve`; the slots have new generations. It ends early when the arena has taken memory
         for `MAX_GROWTH_S`."""
         before, end = self.memory_bytes, time.perf_counter() + MAX_GROWTH_S
-        granted = self.index.reserve(hashes, lambda: self.memory_bytes > before and time.perf_counter() >= end)
+        granted = self.index.reserve(hashes, lambda: self.memory_bytes > before and time.perf_counter() >= end, owner)
         for _, slot in granted:
             self.segment.generations[slot] += 1
         return granted
@@ -119,4 +123,5 @@ class Arena:
         return before - self.segment.memory_bytes
 
     def close(self) -> None:
+        self.index.order.close()
         self.segment.close()

@@ -2,7 +2,8 @@
 
     an offer needs a slot ─► a spare one of its arena
                           ─► new memory, while all arenas together have less than the capacity
-                          ─► the block used least recently, whosever it is: its slot if it is the arena's own, else its memory
+                          ─► the block of least worth (`eviction.py`), whosever it is: its slot if it is the arena's own, else
+                             its memory; those of tenants that have more than their share come first (`owners.py`)
 
 So models that take turns keep what they use, one that nobody uses any more gives way block by block, and no arena is dropped to
 make room for another. An arena that nobody has used for long is dropped whole.
@@ -10,14 +11,15 @@ make room for another. An arena that nobody has used for long is dropped whole.
 
 from __future__ import annotations
 
-import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 
 from common.protocol.errors import ConfigError, InvalidParameter, OutOfBlocks
 from common.protocol.messages import KvUsage
 from common.runtime import logs
 from services.kvstore.arena import Arena
+from services.kvstore.eviction import EvictionClock
+from services.kvstore.owners import Owners
 
 log = logs.get("kvstore")
 
@@ -28,7 +30,8 @@ MIN_ARENA_BYTES = 1 << 20
 
 
 class Arenas(Mapping[str, Arena]):
-    """Arenas by fingerprint, least recently used first. `name`: what their segments' names begin with."""
+    """Arenas by fingerprint, least recently used first. `name`: what their segments' names begin with. `active_s`: how long
+    after its last use a tenant keeps its share."""
 
     def __init__(
         self,
@@ -39,6 +42,7 @@ class Arenas(Mapping[str, Arena]):
         max_arenas: int,
         clock: Callable[[], float],
         on_evicted: Callable[[int], None],
+        active_s: float = 3600.0,
     ) -> None:
         self.directory = directory
         self.capacity_bytes = capacity_bytes
@@ -47,7 +51,8 @@ class Arenas(Mapping[str, Arena]):
         self._clock = clock
         self._on_evicted = on_evicted
         self._arenas: OrderedDict[str, Arena] = OrderedDict()
-        self._uses = itertools.count()
+        self._uses = EvictionClock()
+        self.owners = Owners(clock, active_s)
         self._num_made = 0
         self._limit_bytes = capacity_bytes
         self._limited_until = 0.0
@@ -159,43 +164,52 @@ class Arenas(Mapping[str, Arena]):
             capacity_bytes=self.capacity_bytes,
             make_room=self._make_room,
             clock=self._uses,
+            owners=self.owners,
             now=self._clock(),
         )
 
     def _give_way(self, size: int) -> None:
-        """Give this much memory of what was used least recently back to the system, or what there is of it."""
+        """Give this much memory of what is worth least back to the system, or what there is of it."""
         before = self.memory_bytes
         while before - self.memory_bytes < size:
-            victim = self._victim(None)
-            if victim is None or (not victim.index.num_spare and not self._evict(victim)) or not victim.shrink():
+            victim, owners = self._victim(None)
+            if victim is None or (not victim.index.num_spare and not self._evict(victim, owners)) or not victim.shrink():
                 return
 
-    def _make_room(self, arena: Arena) -> bool:
-        """One spare slot more for `arena`. False: what there is is held."""
+    def _make_room(self, arena: Arena, owner: bytes) -> bool:
+        """One spare slot more for `owner` in `arena`. False: what there is is held."""
         while self.free_bytes < arena.slot_bytes:
-            victim = self._victim(arena)
-            if victim is None or (not victim.index.num_spare and not self._evict(victim)):
+            victim, owners = self._victim(arena, owner)
+            if victim is None or (not victim.index.num_spare and not self._evict(victim, owners)):
                 return False
             if victim is arena:
                 return True
             if not victim.shrink():
-                return self._evict(arena)
+                return self._evict(arena, owners)
         try:
-            return arena.grow() or self._evict(arena)
+            return arena.grow() or self._evict(arena, self._first_to_go(arena, owner))
         except ConfigError as error:
             self.limit(error)
-            return self._evict(arena)
+            return self._evict(arena, self._first_to_go(arena, owner))
 
-    def _victim(self, arena: Arena | None) -> Arena | None:
-        """Whose slot or memory goes: spare slots of others first, then the block used least recently."""
+    def _victim(self, arena: Arena | None, owner: bytes | None = None) -> tuple[Arena | None, Set[bytes] | None]:
+        """Return whose slot or memory goes: spare slots of others first, then the block of least worth among those of the
+        owners that are returned too (None: of all)."""
         for other in self._arenas.values():
             if other is not arena and other.index.num_spare:
-                return other
-        candidates = [(used_at, other) for other in self._arenas.values() if (used_at := other.index.oldest()) is not None]
-        return min(candidates, key=lambda candidate: candidate[0])[1] if candidates else None
+                return other, None
+        first = self._first_to_go(arena, owner)
+        for owners in (first, None):
+            candidates = [(rank, other) for other in self._arenas.values() if (rank := other.index.first(owners)) is not None]
+            if candidates:
+                return min(candidates, key=lambda candidate: candidate[0])[1], owners
+        return None, None
 
-    def _evict(self, arena: Arena) -> bool:
-        evicted = arena.index.evict()
+    def _first_to_go(self, arena: Arena | None, owner: bytes | None) -> Set[bytes] | None:
+        return self.owners.first_to_go(self.capacity_bytes, owner, 0 if arena is None else arena.slot_bytes)
+
+    def _evict(self, arena: Arena, owners: Set[bytes] | None) -> bool:
+        evicted = arena.index.evict(owners) or (owners is not None and arena.index.evict())
         self._on_evicted(int(evicted))
         return evicted
 

@@ -33,6 +33,8 @@ from services.kvstore.index_file import NAME, FileRecord, IndexFile, checked
 log = logs.get("kvstore")
 
 FORMAT = "penstock-kv 1\n"
+_RECORDS = "records 2"
+"""What the index says of a block; blocks with other records are another version's."""
 """Changes with what files and slots look like, and when the kernels write other KV for the same tokens."""
 Changes = Mapping[tuple[str, bytes], bytes | None]
 
@@ -74,8 +76,16 @@ class DiskFolder:
         self._keeps_space = False
 
     @classmethod
-    def open(cls, path: Path, *, capacity_bytes: int, clock: Callable[[], float], active_s: float) -> DiskFolder:
-        """Blocks. :raises DiskUnavailable: it can't be used."""
+    def open(
+        cls,
+        path: Path,
+        *,
+        capacity_bytes: int,
+        clock: Callable[[], float],
+        active_s: float,
+        weights: dict[bytes, float] | None = None,
+    ) -> DiskFolder:
+        """Blocks. For the arguments see `DiskIndex`. :raises DiskUnavailable: it can't be used."""
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             _check_owner(path)
@@ -87,7 +97,8 @@ class DiskFolder:
             if not checked(path):
                 log.error("kv_disk_index_damaged", folder=str(path), lost="every block on disk")
             records = IndexFile(path / NAME, capacity_bytes)
-            folder = cls(path, lock, records, DiskIndex(capacity_bytes=capacity_bytes, clock=clock, active_s=active_s))
+            index = DiskIndex(capacity_bytes=capacity_bytes, clock=clock, active_s=active_s, weights=weights)
+            folder = cls(path, lock, records, index)
             folder._load()
             return folder
         except OSError as error:
@@ -222,7 +233,7 @@ class DiskFolder:
 def identity_of(fingerprint: str) -> bytes:
     """Return 16 bytes that name what may be found under a fingerprint: its model, precision and layout, as this version of
     Penstock computes them."""
-    return hashlib.blake2b(fingerprint.encode(), digest_size=16, key=f"{FORMAT}{version()}".encode()[:64]).digest()
+    return hashlib.blake2b(fingerprint.encode(), digest_size=16, key=f"{FORMAT}{_RECORDS}{version()}".encode()[:64]).digest()
 
 
 def _copy_all(copies: Sequence[Copy], outcome: Outcome, copy_one: Callable[[Copy, bytearray], None]) -> None:

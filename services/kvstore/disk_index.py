@@ -6,45 +6,47 @@
 
 Each fingerprint has a file with slots of its own size. All files share one quota and one clock. What gives way is chosen in two
 steps: first whose block, then which. A model that was used lately loses nothing to others while it has less than an equal share
-of the quota. Within a model the leaf of a hash chain that was used least recently goes, after one more turn for each doubling
-of its hits: a prefix that many requests shared outlives prompts that came once.
+of the quota, and so it is with tenants, by their weights (`owners.py`). Among what is left the block of least worth goes
+(`eviction.py`): a prefix that many requests shared outlives prompts that came once.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
+import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import NamedTuple
 
 import msgspec
 
-from services.kvstore.eviction import LeafLru
+from common.cache.prefix import OWNER_BYTES
+from services.kvstore.eviction import EvictionClock, LeafOrder, Rank
+from services.kvstore.owners import Owners
 
-MAX_HITS = 255
-_RECORD = struct.Struct("<QIQB")  # slot, checksum, used at, hits; the parent's hash follows
+_RECORD = struct.Struct(f"<QIdQB{OWNER_BYTES}s")  # slot, checksum, rank, hits, owner; the parent's hash follows
 
 
 class DiskBlock(msgspec.Struct):
-    """A block on disk. `checksum`: CRC-32 of its bytes; `hits`: lookups that found it, halved whenever they saved it."""
+    """A block on disk. `checksum`: CRC-32 of its bytes."""
 
     slot: int
     checksum: int
-    parent: bytes
-    hits: int = 0
     readable: bool = False
 
 
 class DiskFile:
     """The blocks of one fingerprint. `identity`: 16 bytes that name what may be found here; see `disk_folder.identity_of`."""
 
-    def __init__(self, fingerprint: str, identity: bytes, block_bytes: int, slot_bytes: int, clock: Iterator[int]) -> None:
+    def __init__(
+        self, fingerprint: str, identity: bytes, block_bytes: int, slot_bytes: int, clock: EvictionClock, owners: Owners
+    ) -> None:
         self.fingerprint = fingerprint
         self.identity = identity
         self.block_bytes = block_bytes
         self.slot_bytes = slot_bytes
         self.blocks: dict[bytes, DiskBlock] = {}
-        self.lru = LeafLru(clock)
+        self.order = LeafOrder(clock, owners, slot_bytes)
         self.used_at = float("-inf")
         self.to_clear: list[int] = []
         """Slots whose disk space is to be given back before anything else is written there."""
@@ -76,9 +78,16 @@ class DiskFile:
 
 class DiskIndex:
     """The files of one folder. `capacity_bytes`: of all blocks together. `clock`: seconds, for `active_s`: how long after its
-    last use a model keeps its share."""
+    last use a model or a tenant keeps its share. `weights`: of tenants, see `Owners`."""
 
-    def __init__(self, *, capacity_bytes: int, clock: Callable[[], float], active_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        capacity_bytes: int,
+        clock: Callable[[], float],
+        active_s: float,
+        weights: dict[bytes, float] | None = None,
+    ) -> None:
         self.capacity_bytes = capacity_bytes
         self.limit_bytes = capacity_bytes
         self.files: dict[str, DiskFile] = {}
@@ -87,14 +96,15 @@ class DiskIndex:
         self.evicted = 0
         self._clock = clock
         self._active_s = active_s
-        self._uses = itertools.count(1)
+        self._uses = EvictionClock()
+        self._owners = Owners(clock, active_s, weights)
         self._changed: set[tuple[str, bytes]] = set()
 
     def file(self, fingerprint: str, identity: bytes, block_bytes: int, slot_bytes: int) -> DiskFile | None:
         """Return the file of a fingerprint, a new one where there is none; None if that has blocks of another size."""
         file = self.files.get(fingerprint)
         if file is None:
-            file = self.files[fingerprint] = DiskFile(fingerprint, identity, block_bytes, slot_bytes, self._uses)
+            file = self.files[fingerprint] = DiskFile(fingerprint, identity, block_bytes, slot_bytes, self._uses, self._owners)
         return file if file.block_bytes == block_bytes else None
 
     # -- what is found
@@ -104,32 +114,31 @@ class DiskIndex:
         block = file.find(block_hash)
         if block is None:
             return
-        block.hits = min(block.hits + 1, MAX_HITS)
-        file.lru.use(block_hash)
+        file.order.use(block_hash)
         file.used_at = self._clock()
         self._changed.add((file.fingerprint, block_hash))
 
     # -- writing
 
-    def reserve(self, file: DiskFile, block_hash: bytes, parent: bytes, checksum: int) -> DiskBlock | None:
-        """Return the place for a new block, which is not to be evicted until `commit` or `abandon`. None: it is there already,
-        or nothing can give way for it."""
+    def reserve(self, file: DiskFile, block_hash: bytes, parent: bytes, checksum: int, owner: bytes = b"") -> DiskBlock | None:
+        """Return the place for a new block of an owner's, which is not to be evicted until `commit` or `abandon`. None: it is
+        there already, or nothing can give way for it."""
         if block_hash in file.blocks:
             return None
         file.used_at = self._clock()
         if parent in file.blocks:
-            file.lru.hold(parent)
+            file.order.hold(parent)
         try:
             while self.used_bytes + file.slot_bytes > self.limit_bytes:
-                if not self._evict(file):
+                if not self._evict(file, owner):
                     return None
         finally:
             if parent in file.blocks:
-                file.lru.let_go(parent)
-        block = file.blocks[block_hash] = DiskBlock(file.take_slot(), checksum, parent)
+                file.order.let_go(parent)
+        block = file.blocks[block_hash] = DiskBlock(file.take_slot(), checksum)
         self.used_bytes += file.slot_bytes
-        file.lru.add(block_hash, parent)
-        file.lru.hold(block_hash)
+        file.order.add(block_hash, parent, owner)
+        file.order.hold(block_hash)
         return block
 
     def commit(self, file: DiskFile, block_hash: bytes) -> None:
@@ -138,20 +147,20 @@ class DiskIndex:
         assert not block.readable, "a block was committed twice"
         block.readable = True
         self.num_blocks += 1
-        file.lru.let_go(block_hash)
+        file.order.let_go(block_hash)
         self._changed.add((file.fingerprint, block_hash))
 
     def abandon(self, file: DiskFile, block_hash: bytes) -> None:
         """The block could not be written."""
         assert not file.blocks[block_hash].readable, "a block was abandoned after its commit"
         self._remove(file, block_hash)
-        file.lru.remove(block_hash)
+        file.order.remove(block_hash)
 
     def forget(self, file: DiskFile, block_hash: bytes) -> None:
         """The block can't be read, or is not what it should be. Harmless if it is gone."""
         if file.find(block_hash) is not None:
             self._remove(file, block_hash)
-            file.lru.remove(block_hash)
+            file.order.remove(block_hash)
 
     def cleared(self, file: DiskFile, slots: list[int]) -> None:
         """These slots of `to_clear`, which the caller took out of it, have given their space back."""
@@ -163,19 +172,21 @@ class DiskIndex:
     def restore(self, file: DiskFile, records: Mapping[bytes, bytes], num_slots: int) -> int:
         """Take over the records of an earlier run, by hash, of slots 0 … `num_slots` - 1, which the file has; return how many
         were of no use: damaged, of another slot, or of one slot twice."""
-        found: list[tuple[int, bytes, DiskBlock]] = []
+        found: list[tuple[bytes, _Record]] = []
         slots: set[int] = set()
         for block_hash, record in records.items():
             decoded = _decode(record)
-            if decoded is None or decoded[1].slot >= num_slots or decoded[1].slot in slots:
+            if decoded is None or decoded.slot >= num_slots or decoded.slot in slots:
                 self._changed.add((file.fingerprint, block_hash))
                 continue
-            slots.add(decoded[1].slot)
-            found.append((decoded[0], block_hash, decoded[1]))
-        for _, block_hash, block in sorted(found, key=lambda entry: entry[0]):
-            file.blocks[block_hash] = block
-            file.lru.add(block_hash, block.parent)
+            slots.add(decoded.slot)
+            found.append((block_hash, decoded))
+        for block_hash, record in sorted(found, key=lambda entry: entry[1].rank):
+            file.blocks[block_hash] = DiskBlock(record.slot, record.checksum, True)
+            file.order.add(block_hash, record.parent, record.owner, hits=record.hits, worth=record.rank.worth)
             self.used_bytes += file.slot_bytes
+        if found:  # what comes now is worth more than what would have gone next
+            self._uses.level = max(self._uses.level, min(record.rank.worth for _, record in found))
         self.num_blocks += len(found)
         file.num_touched = max(slots, default=-1) + 1
         file.free = [slot for slot in range(file.num_touched) if slot not in slots]
@@ -188,7 +199,7 @@ class DiskIndex:
         for fingerprint, block_hash in changed:
             file = self.files[fingerprint]
             block = file.find(block_hash)
-            changes[fingerprint, block_hash] = None if block is None else _encode(block, file.lru.used_at(block_hash))
+            changes[fingerprint, block_hash] = None if block is None else _encode(block, file.order, block_hash)
         return changes
 
     def put_back(self, changes: Mapping[tuple[str, bytes], bytes | None]) -> None:
@@ -200,13 +211,14 @@ class DiskIndex:
         now = self._clock()
         empty = [file for file in self.files.values() if not file.blocks and now - file.used_at >= self._active_s]
         for file in empty:
+            file.order.close()
             del self.files[file.fingerprint]
         self._changed = {(fingerprint, block_hash) for fingerprint, block_hash in self._changed if fingerprint in self.files}
         return empty
 
     def shrink_to_limit(self) -> None:
         """Evict until the limit holds: the quota may be smaller than in the run before."""
-        while self.used_bytes > self.limit_bytes and self._evict(None):
+        while self.used_bytes > self.limit_bytes and self._evict(None, None):
             pass
 
     def check(self) -> None:
@@ -218,29 +230,37 @@ class DiskIndex:
             known = [*(block.slot for block in file.blocks.values()), *file.free, *file.to_clear]
             assert len(known) == len(set(known)), "a slot is in two states"
             assert set(known) <= set(range(file.num_touched))
-            assert len(file.lru) == len(file.blocks)
+            assert len(file.order) == len(file.blocks)
 
     # -- eviction
 
-    def _evict(self, asking: DiskFile | None) -> bool:
-        """Give up one block for `asking`, or for the limit. False: nothing can be given up."""
-        while (file := self._victim(asking)) is not None:
-            block_hash = file.lru.candidate()
-            assert block_hash is not None
-            block = file.blocks[block_hash]
-            if block.hits:
-                block.hits //= 2
-                file.lru.use(block_hash)
-                continue
-            file.lru.remove(block_hash)
-            self._remove(file, block_hash)
-            self.evicted += 1
-            return True
-        return False
+    def _evict(self, asking: DiskFile | None, owner: bytes | None) -> bool:
+        """Give up one block for `owner` in `asking`, or for the limit. False: nothing can be given up."""
+        file, owners = self._victim(asking, owner)
+        if file is None:
+            return False
+        block_hash = file.order.pop(owners)
+        assert block_hash is not None
+        self._remove(file, block_hash)
+        self.evicted += 1
+        return True
 
-    def _victim(self, asking: DiskFile | None) -> DiskFile | None:
-        """Whose block goes: the least recently used one of a model that has more than its share, or has not been used for
-        long."""
+    def _victim(self, asking: DiskFile | None, owner: bytes | None) -> tuple[DiskFile | None, Set[bytes] | None]:
+        """Return whose block goes: a file of a model, and owners, that have more than their shares, or have not been used for
+        long; where there are none, any (of owners: None)."""
+        files = [file for file in self.files.values() if file.order.first() is not None]
+        over = self._over_share(asking)
+        first = self._owners.first_to_go(self.limit_bytes, owner, 0 if asking is None else asking.slot_bytes)
+        open_to = [file for file in files if file.model in over] or files
+        for owners in (first, None):
+            ranks: Sequence[tuple[Rank, DiskFile]]
+            ranks = [(rank, file) for file in open_to if (rank := file.order.first(owners)) is not None]
+            if ranks:
+                return min(ranks, key=lambda candidate: candidate[0])[1], owners
+        return None, None
+
+    def _over_share(self, asking: DiskFile | None) -> set[str]:
+        """Return the models that have more than an equal share among those in use, or are not in use."""
         now = self._clock()
         used: dict[str, int] = {}
         active: set[str] = set() if asking is None else {asking.model}
@@ -249,17 +269,9 @@ class DiskIndex:
             if now - file.used_at < self._active_s:
                 active.add(file.model)
         share = self.limit_bytes // max(len(active), 1)
-        more = 0 if asking is None else asking.slot_bytes
-        open_to: list[tuple[int, DiskFile]] = []
-        rest: list[tuple[int, DiskFile]] = []
-        for file in self.files.values():
-            oldest = file.lru.oldest()
-            if oldest is None:
-                continue
-            over = used[file.model] + (more if asking is not None and file.model == asking.model else 0) > share
-            (open_to if over or file.model not in active else rest).append((oldest, file))
-        candidates = open_to or rest
-        return min(candidates, key=lambda candidate: candidate[0])[1] if candidates else None
+        if asking is not None:
+            used[asking.model] = used.get(asking.model, 0) + asking.slot_bytes
+        return {model for model, size in used.items() if size > share or model not in active}
 
     def _remove(self, file: DiskFile, block_hash: bytes) -> None:
         """Forget the block everywhere but in the file's eviction order."""
@@ -270,13 +282,25 @@ class DiskIndex:
         self._changed.add((file.fingerprint, block_hash))
 
 
-def _encode(block: DiskBlock, used_at: int) -> bytes:
-    return _RECORD.pack(block.slot, block.checksum, used_at, block.hits) + block.parent
+class _Record(NamedTuple):
+    slot: int
+    checksum: int
+    rank: Rank
+    hits: int
+    owner: bytes
+    parent: bytes
 
 
-def _decode(record: bytes) -> tuple[int, DiskBlock] | None:
-    """When the block was used, by the clock of the run that wrote the record, and the block; None: it is no record."""
+def _encode(block: DiskBlock, order: LeafOrder, block_hash: bytes) -> bytes:
+    owner, parent = order.owner_of(block_hash), order.parent_of(block_hash)
+    return _RECORD.pack(block.slot, block.checksum, *order.rank_of(block_hash), order.hits_of(block_hash), owner) + parent
+
+
+def _decode(record: bytes) -> _Record | None:
+    """None: it is no record."""
     if len(record) < _RECORD.size:
         return None
-    slot, checksum, used_at, hits = _RECORD.unpack_from(record)
-    return used_at, DiskBlock(slot, checksum, record[_RECORD.size :], hits, True)
+    slot, checksum, worth, number, hits, owner = _RECORD.unpack_from(record)
+    if not 0 <= worth < math.inf:  # NaN is not
+        return None
+    return _Record(slot, checksum, Rank(worth, number), hits, owner if any(owner) else b"", record[_RECORD.size :])

@@ -117,6 +117,7 @@ class DiskTier:
             capacity_bytes=self._config.kv_disk_gb << 30,
             clock=self._clock,
             active_s=self._config.forget_after_s,
+            weights=self._arenas.owners.weights,
         )
 
     async def run(self) -> None:

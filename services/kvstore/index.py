@@ -1,6 +1,6 @@
 """Which block hash lies in which slot of an arena, and who may touch it. Pure; knows slots, never bytes.
 
-    unused ─ grow ─► spare ─ reserve ─► writing ─ commit ─► readable ─ evict (a leaf, unleased, least recently used) ─► spare
+    unused ─ grow ─► spare ─ reserve ─► writing ─ commit ─► readable ─ evict (an unleased leaf, see `eviction`) ─► spare
       ▲                │                   └ abandon ─► spare    └ forget (damaged) ─► spare when its last lease ends
       ├─── shrink ─────┤
       └► growing ──────┘    begin_growth, end_growth: a thread takes its memory meanwhile
@@ -11,12 +11,12 @@ somebody is writing is not granted to a second writer. Unused slots take no memo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence, Set
 
 import msgspec
 
 from common.protocol.messages import KvUsage
-from services.kvstore.eviction import LeafLru
+from services.kvstore.eviction import LeafOrder, Rank
 
 
 class _Slot(msgspec.Struct):
@@ -30,23 +30,23 @@ class _Slot(msgspec.Struct):
 class BlockIndex:
     """Slots 0 … `num_slots` - 1 of one fingerprint.
 
-    `make_room` is called when there is no spare slot: it calls `grow` or `evict`, or returns False. An index without one uses
-    all its slots, then evicts. `clock` orders uses, of several indexes where they share it.
+    `make_room` is called when there is no spare slot for an owner's block: it calls `grow` or `evict`, or returns False. An
+    index without one uses all its slots, then evicts. `order`: that of what is evicted.
     """
 
     def __init__(
-        self, num_slots: int, *, make_room: Callable[[], bool] | None = None, clock: Iterator[int] | None = None
+        self, num_slots: int, *, make_room: Callable[[bytes], bool] | None = None, order: LeafOrder | None = None
     ) -> None:
         self.num_slots = num_slots
+        self.order = LeafOrder() if order is None else order
         self.evicted = 0
-        self._make_room = make_room or (lambda: self.grow() is not None or self.evict())
+        self._make_room = make_room or (lambda owner: self.grow() is not None or self.evict())
         self._slots: dict[int, _Slot] = {}  # those in use
         self._by_hash: dict[bytes, int] = {}
         self._spare: list[int] = []
         self._unused: list[int] = []  # that were spare once
         self._growing: set[int] = set()
         self._num_touched = 0  # slots from here on were never used: an arena of tiny blocks may have a billion
-        self._lru = LeafLru(clock)
         self._num_writing = 0
         self._num_leased = 0
 
@@ -111,13 +111,9 @@ class BlockIndex:
         """Whether a block is readable or being written."""
         return block_hash in self._by_hash
 
-    def parent_of(self, block_hash: bytes) -> bytes:
-        """Return the hash before this block's in the chain that it came with; empty: none, or unknown."""
-        return self._lru.parent_of(block_hash)
-
     def _used(self, slots: list[int]) -> list[int]:
         for slot in reversed(slots):
-            self._lru.use(self._slots[slot].block_hash)
+            self.order.use(self._slots[slot].block_hash)
         return slots
 
     def hashes_of(self, slots: Sequence[int]) -> list[bytes]:
@@ -132,7 +128,7 @@ class BlockIndex:
             assert entry.readable, f"slot {slot} leased before it was committed"
             self._num_leased += not entry.leases
             entry.leases += 1
-            self._lru.hold(entry.block_hash)
+            self.order.hold(entry.block_hash)
 
     def end_lease(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -141,37 +137,39 @@ class BlockIndex:
             entry.leases -= 1
             self._num_leased -= not entry.leases
             if not entry.forgotten:
-                self._lru.let_go(entry.block_hash)
+                self.order.let_go(entry.block_hash)
             elif not entry.leases:
                 self._free_slot(slot)
 
-    def reserve(self, hashes: Sequence[bytes], enough: Callable[[], bool] = lambda: False) -> list[tuple[int, int]]:
-        """(index into `hashes`, slot to write) for each hash of a chain that is neither stored nor being written.
+    def reserve(
+        self, hashes: Sequence[bytes], enough: Callable[[], bool] = lambda: False, owner: bytes = b""
+    ) -> list[tuple[int, int]]:
+        """(index into `hashes`, slot to write) for each hash of an owner's chain that is neither stored nor being written.
 
         Evicts what it must, never the chain's own blocks. Ends early when no slot can be had, since a tail is of no use without
         what comes before it, and after a slot when there are `enough`.
         """
         known = [block_hash for block_hash in hashes if block_hash in self._by_hash]
         for block_hash in reversed(known):
-            self._lru.use(block_hash)
-            self._lru.hold(block_hash)
+            self.order.touch(block_hash)
+            self.order.hold(block_hash)
         granted = []
         for i, block_hash in enumerate(hashes):
             if block_hash in self._by_hash:
                 continue
-            slot = self._take_spare()
+            slot = self._take_spare(owner)
             if slot is None:
                 break
             self._slots[slot] = _Slot(block_hash)
             self._by_hash[block_hash] = slot
-            self._lru.add(block_hash, hashes[i - 1] if i else b"")
-            self._lru.hold(block_hash)
+            self.order.add(block_hash, hashes[i - 1] if i else b"", owner)
+            self.order.hold(block_hash)
             self._num_writing += 1
             granted.append((i, slot))
             if enough():
                 break
         for block_hash in known:
-            self._lru.let_go(block_hash)
+            self.order.let_go(block_hash)
         return granted
 
     def commit(self, slots: Sequence[int], checksums: Sequence[int]) -> None:
@@ -182,7 +180,7 @@ class BlockIndex:
             entry.readable = True
             entry.checksum = checksum
             self._num_writing -= 1
-            self._lru.let_go(entry.block_hash)
+            self.order.let_go(entry.block_hash)
 
     def abandon(self, slots: Sequence[int]) -> None:
         """The writer is gone or gave up: nothing of it may be read."""
@@ -240,13 +238,14 @@ class BlockIndex:
         self._unused.remove(slot)
         self._spare.insert(0, slot)
 
-    def oldest(self) -> int | None:
-        """When the block that `evict` would give up was used last. None: there is none to give up."""
-        return self._lru.oldest()
+    def first(self, owners: Set[bytes] | None = None) -> Rank | None:
+        """Return the rank of the block that `evict` would give up. None: there is none to give up."""
+        return self.order.first(owners)
 
-    def evict(self) -> bool:
-        """Give up the least recently used block that nothing needs; its slot is spare. False: there is none."""
-        block_hash = self._lru.pop()
+    def evict(self, owners: Set[bytes] | None = None) -> bool:
+        """Give up the block of least worth, of these owners (None: of all), that nothing needs; its slot is spare. False: there
+        is none."""
+        block_hash = self.order.pop(owners)
         if block_hash is None:
             return False
         self.evicted += 1
@@ -265,10 +264,10 @@ class BlockIndex:
         assert all(entry.readable or not entry.leases for entry in entries), "a slot is read while it is written"
         mapped = {entry.block_hash: slot for slot, entry in self._slots.items() if not entry.forgotten}
         assert mapped == self._by_hash, "a hash names the wrong slot"
-        assert len(self._lru) == len(mapped), "the eviction order has other blocks than the index"
+        assert len(self.order) == len(mapped), "the eviction order has other blocks than the index"
 
-    def _take_spare(self) -> int | None:
-        if not self._spare and not self._make_room():
+    def _take_spare(self, owner: bytes) -> int | None:
+        if not self._spare and not self._make_room(owner):
             return None
         return self._spare.pop()
 
@@ -282,7 +281,7 @@ class BlockIndex:
 
     def _unmap(self, entry: _Slot) -> None:
         del self._by_hash[entry.block_hash]
-        self._lru.remove(entry.block_hash)
+        self.order.remove(entry.block_hash)
 
     def _free_slot(self, slot: int) -> None:
         del self._slots[slot]

@@ -139,14 +139,15 @@ class Promotion:
         :raises PenstockError: there is no memory for this fingerprint.
         """
         arena = self._arenas.of(file.fingerprint, file.block_bytes)
-        granted = arena.reserve(hashes)
+        owner = next((file.order.owner_of(one) for one in hashes if one in file.blocks), b"")
+        granted = arena.reserve(hashes, owner)
         copies: list[Copy] = []
         for i, slot in granted:
             block = file.find(hashes[i])
             if block is None:
                 break
             copies.append(Copy(file, hashes[i], block, arena.segment, slot))
-            file.lru.hold(hashes[i])
+            file.order.hold(hashes[i])
         done, began_at = 0, self._clock()
         try:
             if copies:
@@ -160,7 +161,7 @@ class Promotion:
             arena.index.abandon(slots[done:])
             for copy in copies:
                 if file.find(copy.block_hash) is copy.block:
-                    file.lru.let_go(copy.block_hash)
+                    file.order.let_go(copy.block_hash)
         now, num_bytes = self._clock(), done * file.block_bytes
         self._counts.hit(done)
         self._counts.copied("read", num_bytes, now - began_at)

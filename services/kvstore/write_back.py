@@ -179,7 +179,10 @@ class WriteBack:
             if block_hash in file.blocks:
                 continue
             (checksum,) = arena.index.checksums_of([slot])
-            block = folder.index.reserve(file, block_hash, arena.index.parent_of(block_hash), checksum)
+            order = arena.index.order
+            file.order.measured(order.seconds_per_byte * file.slot_bytes)
+            parent, owner = order.parent_of(block_hash), order.owner_of(block_hash)
+            block = folder.index.reserve(file, block_hash, parent, checksum, owner)
             if block is None:
                 self._counts.missed()
                 continue

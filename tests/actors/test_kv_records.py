@@ -11,6 +11,7 @@ from common.protocol.draft_messages import DraftClose, DraftRow, DraftUpdate
 from common.protocol.explain_messages import Explain, Explained, RequestContext, WorkerEvent
 from common.runtime.actor import Actor
 from common.testing.memory_bus import MemoryBroker
+from common.worker.store_client import Origin
 from common.worker.store_lookups import Search
 from tests.actors.kvstore_site import BLOCK_BYTES, CHAIN, grant_of, lease_of, running, spoil, temporary_site, until
 from tests.actors.test_draft import Decoder, make_draft
@@ -36,7 +37,7 @@ async def test_a_kvstore_tells_what_it_found_for_a_request_and_what_it_took() ->
             search = Search(REQUEST)
             assert await giver.store.fetch(CHAIN, range(10), 0, search) == 0
             assert list(search.stores) == [store.ref] and not search.num_bytes and not search.error
-            await giver.store.offer(CHAIN[:4], range(4), 0, REQUEST)
+            await giver.store.offer(CHAIN[:4], range(4), 0, Origin(REQUEST))
             await until(lambda: store.arenas.num_readable == 4)
             search = Search(REQUEST)
             assert await taker.store.fetch(CHAIN, range(10), 0, search) == 4
@@ -58,7 +59,7 @@ async def test_a_kvstore_tells_of_its_disk(tmp_path: Path) -> None:
         disk = {"kv_disk": str(tmp_path / "kv"), "kv_disk_gb": 1}
         store, giver = site.make_store(**disk), site.make_worker(fill=1)
         async with running(store, giver):
-            await giver.store.offer(CHAIN, range(10), 0, REQUEST)
+            await giver.store.offer(CHAIN, range(10), 0, Origin(REQUEST))
             await until(lambda: store.disk.num_blocks == 10 and store.disk.settled)
             written = [event for event in await told(giver, store) if event.name == "write-back"]
             assert sum(dict(event.facts)["written_blocks"] for event in written) == 10

@@ -10,10 +10,13 @@ import anyio
 import anyio.from_thread
 import pytest
 
-from common.protocol.cache_messages import BlockCommit, BlockLookup
+from common.cache.prefix import owner_of
+from common.protocol.cache_messages import BlockCommit, BlockLookup, BlockOffer, BlockOwner
 from common.protocol.errors import StaleHandle
 from common.protocol.messages import KvUsage, Rejected, ReleaseLease
 from common.worker import store_client
+from common.worker.fetch_rate import FetchRates
+from common.worker.store_client import Origin
 from tests.actors.kvstore_site import (
     BLOCK_BYTES,
     CHAIN,
@@ -124,6 +127,37 @@ async def test_a_full_store_evicts_the_least_recently_used_chain(site: Site):
         await settled(store, KvUsage(total=16, cached=16))
         assert await worker.store.fetch([b"a" + block_hash for block_hash in CHAIN[:8]], range(8)) == 8
         assert await worker.store.fetch([b"b" + block_hash for block_hash in CHAIN[:8]], range(8)) == 2
+
+
+async def test_a_tenants_flood_leaves_others_their_share(site: Site):
+    store, worker = site.make_store(), site.make_worker(fill=1)
+    mine, theirs = (Origin(owner=BlockOwner(owner_of(tenant))) for tenant in ("mine", "theirs"))
+    async with running(store, worker):
+        await worker.store.offer(CHAIN[:6], range(6), 0, mine)
+        for flood in range(10):
+            await worker.store.offer([b"%d" % flood + block_hash for block_hash in CHAIN[:8]], range(8), 0, theirs)
+        await settled(store, KvUsage(total=16, cached=16))
+        assert await worker.store.fetch(CHAIN[:6], range(6)) == 6
+
+
+@pytest.mark.parametrize("owner", [BlockOwner(b"short"), BlockOwner(b"12345678", 0.0), BlockOwner(b"", float("nan"))])
+async def test_an_owner_that_can_not_be_is_refused(site: Site, owner: BlockOwner):
+    store, worker = site.make_store(), site.make_worker(fill=1)
+    async with running(store, worker):
+        offer = BlockOffer(holder=worker.ref, fingerprint="m", block_bytes=BLOCK_BYTES, hashes=CHAIN[:2], owner=owner)
+        answer = await worker.ask_store(store, offer)
+        assert isinstance(answer, Rejected) and answer.code == "invalid_parameter"
+        assert not store.arenas
+
+
+async def test_a_worker_says_what_computing_a_block_again_costs(site: Site):
+    store, worker = site.make_store(), site.make_worker(fill=1)
+    worker.store.choice._rates = FetchRates(lambda: 800.0)
+    async with running(store, worker):
+        await worker.store.offer(CHAIN[:2], range(2), 0, Origin(block_tokens=16))
+        await until(lambda: store.usage().cached == 2)
+        (arena,) = store.arenas.values()
+        assert arena.index.order.seconds_per_byte == pytest.approx(0.02 / arena.slot_bytes)
 
 
 async def test_two_models_that_take_turns_both_keep_what_they_stored(site: Site):

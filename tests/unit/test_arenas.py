@@ -44,10 +44,10 @@ class Store:
     def count(self, evicted: int) -> None:
         self.evicted += evicted
 
-    def put(self, model: str, chain: list[bytes], *, block_bytes: int = BLOCK) -> int:
+    def put(self, model: str, chain: list[bytes], *, block_bytes: int = BLOCK, owner: bytes = b"") -> int:
         """Offer and commit; returns how many blocks the store took."""
         arena = self.arenas.of(model, block_bytes)
-        granted = arena.reserve(chain)
+        granted = arena.reserve(chain, owner)
         arena.index.commit([slot for _, slot in granted], [0] * len(granted))
         return len(granted)
 
@@ -64,6 +64,8 @@ class Store:
             held += arena.memory_bytes
             assert arena.segment.memory_bytes == arena._table_bytes + arena.memory_bytes, "the file takes something else"
         assert held == self.arenas.memory_bytes <= self.arenas.capacity_bytes
+        owned = sum(size for size in self.arenas.owners._bytes.values())
+        assert owned == sum(len(arena.index.order) * arena.slot_bytes for arena in self.arenas.values())
         usage = self.arenas.usage()
         assert usage.free + usage.owned + usage.leased + usage.cached == usage.total
 
@@ -180,6 +182,35 @@ def test_a_lookup_counts_as_use(store: Store) -> None:
     store.now += 600
     store.arenas.tidy(store.now, 1000)
     assert list(store.arenas) == ["a"]
+
+
+def test_a_tenants_flood_in_another_model_leaves_others_their_share(store: Store) -> None:
+    assert store.put("a", chain("mine", 6), owner=b"tenant-a") == 6
+    for i in range(20):
+        store.put("b", chain(f"flood{i}-", 3), owner=b"tenant-b")
+    assert store.has("a", chain("mine", 6)) == 6, "less than its half of sixteen"
+    assert store.arenas.num_readable == 16, "the rest is whose who needs it"
+    store.arenas.owners.weigh(b"tenant-b", 7.0)
+    for i in range(20):
+        store.put("b", chain(f"more{i}-", 3), owner=b"tenant-b")
+    assert store.has("a", chain("mine", 6)) == 2, "an eighth, by the weights"
+
+
+def test_a_tenant_takes_back_its_share_from_one_that_had_more(store: Store) -> None:
+    assert store.put("a", chain("all", 16), owner=b"tenant-b") == 16
+    assert store.put("a", chain("mine", 8), owner=b"tenant-a") == 8
+    assert store.put("a", chain("more", 8), owner=b"tenant-a") == 8, "in place of its own"
+    assert store.has("a", chain("all", 16)) == 8
+
+
+def test_where_a_tenant_with_too_much_is_reading_it_all_somebody_else_gives(store: Store) -> None:
+    store.put("a", chain("read", 12), owner=b"tenant-b")
+    slots = store.arenas["a"].index.lookup(chain("read", 12))
+    store.arenas["a"].index.lease(slots)
+    store.put("a", chain("mine", 4), owner=b"tenant-a")
+    assert store.put("a", chain("other", 2), owner=b"tenant-c") == 2
+    assert store.has("a", chain("mine", 4)) == 2
+    store.arenas["a"].index.end_lease(slots)
 
 
 def test_a_flood_of_models_is_bounded_and_takes_the_one_used_least_recently(folder: Path) -> None:
@@ -303,7 +334,7 @@ class ArenasMachine(RuleBasedStateMachine):
             arena = self.store.arenas.of(str(model), model * PAGE - model % 2)
         except (InvalidParameter, OutOfBlocks):
             return
-        slots = [slot for _, slot in arena.reserve(path(leaf))]
+        slots = [slot for _, slot in arena.reserve(path(leaf), b"tenant-%d" % (model % 3))]
         if slots:
             self.writes.append((arena, slots))
 

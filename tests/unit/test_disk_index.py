@@ -27,10 +27,10 @@ def file_of(index: DiskIndex, fingerprint: str = "m", slot_bytes: int = SLOT) ->
     return file
 
 
-def put(index: DiskIndex, file: DiskFile, *hashes: bytes, parent: bytes = b"") -> None:
+def put(index: DiskIndex, file: DiskFile, *hashes: bytes, parent: bytes = b"", owner: bytes = b"") -> None:
     """Write a chain."""
     for block_hash in hashes:
-        assert index.reserve(file, block_hash, parent, 7) is not None
+        assert index.reserve(file, block_hash, parent, 7, owner) is not None
         index.commit(file, block_hash)
         parent = block_hash
     index.check()
@@ -112,7 +112,7 @@ def test_records_bring_everything_back_in_the_order_of_use():
     put(index, file, b"a")
     put(index, file, b"b")
     put(index, file, b"c")
-    file.lru.use(b"a")
+    file.order.touch(b"a")
     records = {block_hash: record for (_, block_hash), record in index.take_changes().items() if record is not None}
     assert index.take_changes() == {}
 
@@ -180,3 +180,47 @@ def test_any_order_of_calls_keeps_the_books():
         assert index.used_bytes <= index.capacity_bytes
         index.check()
     assert index.evicted
+
+
+def test_a_tenants_flood_leaves_others_their_share_also_after_a_restart():
+    time = Time()
+    index = index_of(8, time)
+    file = file_of(index)
+    put(index, file, b"mine1", b"mine2", b"mine3", owner=b"tenant-a")
+    for i in range(20):
+        put(index, file, b"flood%d" % i, owner=b"tenant-b")
+    assert {b"mine1", b"mine2", b"mine3"} <= held(file)
+    records = {block_hash: record for (_, block_hash), record in index.take_changes().items() if record is not None}
+    again = index_of(8, time)
+    file = file_of(again)
+    assert again.restore(file, records, 8) == 0
+    assert file.order.owner_of(b"mine1") == b"tenant-a"
+    put(again, file, b"mine4", owner=b"tenant-a")
+    for i in range(20, 40):
+        put(again, file, b"flood%d" % i, owner=b"tenant-b")
+    assert {b"mine1", b"mine2", b"mine3", b"mine4"} <= held(file), "half of the quota is its share"
+    put(again, file, *(b"mine%d" % i for i in range(5, 9)), owner=b"tenant-a")
+    assert len(held(file)) == 8
+    assert sum(block_hash.startswith(b"flood") for block_hash in held(file)) == 4, "beyond it, its own go"
+
+
+def test_a_tenant_that_comes_no_more_gives_way():
+    time = Time()
+    index = index_of(4, time)
+    file = file_of(index)
+    put(index, file, b"a1", b"a2", owner=b"tenant-a")
+    time.now = 61.0
+    for i in range(4):
+        put(index, file, b"b%d" % i, owner=b"tenant-b")
+    assert held(file) == {b"b0", b"b1", b"b2", b"b3"}
+
+
+def test_a_record_of_no_worth_is_of_no_use():
+    index = index_of(4)
+    file = file_of(index)
+    put(index, file, b"a")
+    (record,) = index.take_changes().values()
+    assert record is not None
+    damaged = record[:12] + b"\xff" * 8 + record[20:]
+    again = index_of(4)
+    assert again.restore(file_of(again), {b"a": damaged, b"b": record[:20]}, 4) == 2

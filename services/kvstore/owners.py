@@ -1,0 +1,68 @@
+"""How much of a store each tenant has, and whose blocks go first when it is full. Pure.
+
+Tenants that used the store lately have shares of it by their weights. Who has less than its share loses nothing to others, and
+what nobody claims is whoever's needs it: a share is no limit. Blocks of nobody in particular have an owner like any other,
+the empty one, of weight 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+
+_MAX_IDLE = 1024
+"""Owners without blocks that are remembered, for their weight."""
+
+
+class Owners:
+    """Of one tier. `clock`: seconds; `active_s`: how long after its last use an owner keeps its share. `weights`: of those that
+    said one, which tiers may share."""
+
+    def __init__(self, clock: Callable[[], float], active_s: float, weights: dict[bytes, float] | None = None) -> None:
+        self.weights = {} if weights is None else weights
+        self._clock = clock
+        self._active_s = active_s
+        self._bytes: dict[bytes, int] = {}
+        self._used_at: dict[bytes, float] = {}
+
+    def bytes_of(self, owner: bytes) -> int:
+        return self._bytes.get(owner, 0)
+
+    def use(self, owner: bytes) -> None:
+        """It asks for blocks, or brings some."""
+        self._used_at[owner] = self._clock()
+
+    def weigh(self, owner: bytes, weight: float) -> None:
+        self.weights[owner] = weight
+        if len(self.weights) > 2 * _MAX_IDLE:
+            for known in [known for known in self.weights if not self._is_active(known)][:_MAX_IDLE]:
+                del self.weights[known]
+
+    def take(self, owner: bytes, size: int) -> None:
+        self._bytes[owner] = self._bytes.get(owner, 0) + size
+
+    def give(self, owner: bytes, size: int) -> None:
+        self._bytes[owner] -= size
+        if not self._bytes[owner]:
+            del self._bytes[owner]
+            if not self._is_active(owner):
+                self._used_at.pop(owner, None)
+
+    def first_to_go(self, limit_bytes: int, asking: bytes | None = None, size: int = 0) -> Set[bytes] | None:
+        """Return whose blocks go first for `size` bytes of `asking`'s: those that have more than their share of the limit, or
+        were not active lately. None: anybody's.
+        """
+        if len(self._bytes) < 2:
+            return None
+        active = {owner for owner in self._bytes if owner == asking or self._is_active(owner)}
+        if asking is not None:
+            active.add(asking)
+        total = sum(self.weights.get(owner, 1.0) for owner in active)
+        found: set[bytes] = set()
+        for owner, used in self._bytes.items():
+            more = size if owner == asking else 0
+            if owner not in active or used + more > limit_bytes * self.weights.get(owner, 1.0) / total:
+                found.add(owner)
+        return found or None
+
+    def _is_active(self, owner: bytes) -> bool:
+        return self._clock() - self._used_at.get(owner, float("-inf")) < self._active_s
