@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from common.ops.sizes import cdiv
+
 _ROWS = 16
 _WARPS = 4
 
@@ -53,7 +55,7 @@ def merge_pair_triton(
     tokens, heads, head_dim = first.shape
     output = torch.empty(tokens, heads, head_dim, dtype=dtype, device=first.device)
     sums = torch.empty(heads, tokens, dtype=torch.float32, device=first.device)
-    merge_pair_kernel[(triton.cdiv(tokens * heads, _ROWS),)](
+    merge_pair_kernel[(cdiv(tokens * heads, _ROWS),)](
         first=first,
         first_sums=first_sums,
         second=second,

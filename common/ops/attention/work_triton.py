@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from common.ops.attention.cut import Cut
+from common.ops.sizes import cdiv, next_power_of_2
 
 if TYPE_CHECKING:
     from common.ops.attention.work_list import DeviceBatch, WorkList
@@ -183,7 +184,7 @@ def work_kernel(
 def list_work(batch: DeviceBatch, work: WorkList, cut: Cut) -> None:
     """Fill a list's items, merges and counts. No allocation, no synchronisation."""
     num_rows = batch.num_rows
-    work_kernel[(triton.cdiv(len(work.items), _ITEMS),)](
+    work_kernel[(cdiv(len(work.items), _ITEMS),)](
         query_starts=batch.query_starts,
         context_lens=batch.context_lens,
         block_starts=batch.block_starts,
@@ -204,7 +205,7 @@ def list_work(batch: DeviceBatch, work: WorkList, cut: Cut) -> None:
         tile=cut.tile,
         window=cut.reach.window,
         chunk=cut.reach.chunk,
-        ROWS=triton.next_power_of_2(num_rows),
+        ROWS=next_power_of_2(num_rows),
         ITEMS=_ITEMS,
         SEGMENT=cut.segment,
         EVEN=cut.is_even and not cut.segment,

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from common.ops.sizes import cdiv, next_power_of_2
+
 CHUNK, NUM_WARPS = 4096, 4
 """Words of 4 bytes that a program copies at a time, and its warps."""
 CANDIDATES = ((2048, 4), (4096, 4), (4096, 8), (8192, 8))
@@ -57,8 +59,8 @@ def copy_blocks_triton(
 ) -> None:
     """As `copy_blocks`, shapes checked by it; ids None: blocks in order."""
     words = source.shape[1] // 4
-    chunk = min(chunk, triton.next_power_of_2(words))
-    num_chunks = count * triton.cdiv(words, chunk)
+    chunk = min(chunk, next_power_of_2(words))
+    num_chunks = count * cdiv(words, chunk)
     runner = target if target.is_cuda else source  # who reads from another GPU opened that memory
     with torch.cuda.device(runner.device) if runner.is_cuda else nullcontext():
         copy_blocks_kernel[(min(num_chunks, max_programs or num_chunks),)](

@@ -16,6 +16,7 @@ from common.ops import backend
 from common.ops.kv.forms import HeadForm, KvTarget
 from common.ops.kv.hadamard_triton import hadamard_mixed
 from common.ops.loads_triton import AT_ONCE, held, loads_begun
+from common.ops.sizes import cdiv, next_power_of_2
 
 FEW_ROWS_WARPS = 1
 """Warps of a program: many small ones, so that one row still uses a dozen multiprocessors."""
@@ -255,10 +256,10 @@ def qkv_rope_triton(
     if not rows:
         return query, key, value
     num_warps = num_warps or choose(rows, mix=mix, batch_invariant=target.batch_invariant)
-    half = max(16, triton.next_power_of_2(head_dim // 2))
-    group = min(heads_per_program(half, num_warps), triton.next_power_of_2(max(num_heads, kv_heads)))
+    half = max(16, next_power_of_2(head_dim // 2))
+    group = min(heads_per_program(half, num_warps), next_power_of_2(max(num_heads, kv_heads)))
     pdl = backend.pdl(qkv)
-    qkv_rope_kernel[(rows * (triton.cdiv(num_heads, group) + 2 * triton.cdiv(kv_heads, group)),)](
+    qkv_rope_kernel[(rows * (cdiv(num_heads, group) + 2 * cdiv(kv_heads, group)),)](
         qkv=qkv,
         positions=positions,
         rope=rope,

@@ -14,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from common.ops.sizes import cdiv
+
 SCALE_BLOCK = 128
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 SHARED_BYTES = 227 * 1024
@@ -178,10 +180,6 @@ def _grouped_splits(shape: Shape, block_n: int, slots: int) -> list[int]:
 def bucket(rows: int) -> int:
     """The number of rows that stands for `rows`."""
     return next((size for size in ROW_BUCKETS if rows <= size), ROW_BUCKETS[-1])
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def candidates(shape: Shape, rows: int, quantised: bool, num_sms: int) -> list[Candidate]:

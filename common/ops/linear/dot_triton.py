@@ -33,6 +33,7 @@ from common.ops.linear.parts_triton import (
     tiles_ahead,
     weight_rows,
 )
+from common.ops.sizes import cdiv
 from common.ops.tensors import Activation, Quantised
 
 if TYPE_CHECKING:
@@ -229,16 +230,16 @@ def linear_dot(op: Op, x: Activation, weight: LinearWeight, chosen: Candidate) -
     blocks = weight.scale is not None and weight.scale.ndim == 2
     if blocks and gated and weight.out_features % chosen.block_n:
         raise ValueError(f"a gate of {weight.out_features // 2} rows does not end with a tile of {chosen.block_n // 2}")
-    k_tiles = triton.cdiv(depth, chosen.block_k)
-    per_split = triton.cdiv(k_tiles, chosen.splits)
-    splits = triton.cdiv(k_tiles, per_split)
+    k_tiles = cdiv(depth, chosen.block_k)
+    per_split = cdiv(k_tiles, chosen.splits)
+    splits = cdiv(k_tiles, per_split)
     invariant = weight.batch_invariant
     whole = splits > 1 and invariant and rows > chosen.block_m
     partial = splits > 1 and (split or not whole)
     out = output_of(data, weight, op, splits=1 if whole else splits, partial=partial)
     pdl = backend.pdl(data)
-    m_tiles = triton.cdiv(rows, chosen.block_m)
-    grid = (triton.cdiv(weight.out_features, chosen.block_n) * m_tiles, 1 if whole else splits)
+    m_tiles = cdiv(rows, chosen.block_m)
+    grid = (cdiv(weight.out_features, chosen.block_n) * m_tiles, 1 if whole else splits)
     dot_kernel[grid](
         x=data,
         x_scale=x_scale,

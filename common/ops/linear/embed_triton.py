@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from common.ops.sizes import next_power_of_2
 from common.ops.tensors import Feed
 
 
@@ -46,7 +47,7 @@ def embed_triton(tokens: torch.Tensor, table: torch.Tensor, feed: Feed | None) -
             out,
             vocab_size,
             SIZE=size,
-            BLOCK=triton.next_power_of_2(size),
+            BLOCK=next_power_of_2(size),
             FED=feed is not None,
             num_warps=4,
         )

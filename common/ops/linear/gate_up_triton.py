@@ -9,6 +9,7 @@ import triton.language as tl
 
 from common.ops import backend
 from common.ops.quant.quantise_triton import as_e4m3
+from common.ops.sizes import cdiv, next_power_of_2
 from common.ops.tensors import Activation, Quantised
 
 _BLOCK = 2048
@@ -115,8 +116,8 @@ def silu_mul_triton(
     out_scale = torch.empty(rows, dtype=torch.float32, device=gate_up.device) if quantise else None
     pdl = backend.pdl(gate_up)
     whole = quantise and size <= _MAX_ROW
-    block = triton.next_power_of_2(size) if whole else min(_BLOCK, triton.next_power_of_2(size))
-    silu_mul_kernel[(rows, 1 if quantise else triton.cdiv(size, block))](
+    block = next_power_of_2(size) if whole else min(_BLOCK, next_power_of_2(size))
+    silu_mul_kernel[(rows, 1 if quantise else cdiv(size, block))](
         gate_up=gate_up,
         x_scale=None if scales is None else scales[0],
         w_scale=None if scales is None else scales[1],
@@ -142,8 +143,8 @@ def rescale_triton(
     rows, size = y.shape
     out = y if y.dtype == dtype else torch.empty(rows, size, dtype=dtype, device=y.device)
     pdl = backend.pdl(y)
-    block = min(_BLOCK, triton.next_power_of_2(size))
-    rescale_kernel[(rows, triton.cdiv(size, block))](
+    block = min(_BLOCK, next_power_of_2(size))
+    rescale_kernel[(rows, cdiv(size, block))](
         y=y,
         x_scale=x_scale,
         w_scale=w_scale,

@@ -21,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from common.ops import backend
 from common.ops.linear.candidates import Candidate, Op
 from common.ops.linear.parts_triton import result_dtype
+from common.ops.sizes import cdiv
 from common.ops.tensors import Activation, Quantised
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def linear_persistent(op: Op, x: Activation, weight: LinearWeight, chosen: Candi
     out = torch.empty(rows, size, dtype=result_dtype(weight, op), device=data.device)
     pdl = backend.pdl(data)
     block_n = chosen.block_n // 2 if gated else chosen.block_n
-    tiles = triton.cdiv(rows, chosen.block_m) * triton.cdiv(size, block_n)
+    tiles = cdiv(rows, chosen.block_m) * cdiv(size, block_n)
     blocks = weight.scale is not None and weight.scale.ndim == 2
     gemm_kernel[(min(tiles, backend.num_sms(data.get_device())),)](
         x_box=TensorDescriptor.from_tensor(data, [chosen.block_m, chosen.block_k]),

@@ -25,6 +25,7 @@ from common.ops.linear.parts_triton import (
     tiles_ahead,
     weight_rows,
 )
+from common.ops.sizes import cdiv
 
 if TYPE_CHECKING:
     from common.ops.linear.weight import LinearWeight
@@ -100,10 +101,10 @@ def load_row(pointers, inside, EVEN_K: tl.constexpr):
 def linear_gemv(op: Op, x: torch.Tensor, weight: LinearWeight, chosen: Candidate) -> torch.Tensor:
     """As `linear_dot`, for up to `chosen.block_m` rows."""
     rows, depth = x.shape
-    splits = triton.cdiv(depth, chosen.block_k)
+    splits = cdiv(depth, chosen.block_k)
     out = output_of(x, weight, op, splits=splits, partial=splits > 1)
     pdl = backend.pdl(x)
-    n_tiles = triton.cdiv(weight.out_features, chosen.block_n)
+    n_tiles = cdiv(weight.out_features, chosen.block_n)
     programs = max(1, backend.num_sms(x.get_device()) * RESIDENTS // splits)
     gemv_kernel[(min(n_tiles, programs), splits)](
         x=x,

@@ -22,6 +22,7 @@ from common.ops.linear.parts_triton import ask_steps, finish, output_of, scaled,
 from common.ops.linear.settled_triton import settled
 from common.ops.linear.unpack_triton import times, times_plus, unpacked
 from common.ops.quant.grouped import GroupedWeight, table_of
+from common.ops.sizes import cdiv
 
 if TYPE_CHECKING:
     from common.ops.linear.weight import LinearWeight
@@ -244,11 +245,11 @@ def linear_grouped(op: Op, x: torch.Tensor, weight: LinearWeight, chosen: Candid
     assert grouped is not None
     rows, depth = x.shape
     steps = len(grouped.data)
-    per_split = triton.cdiv(steps, chosen.splits)
-    splits = triton.cdiv(steps, per_split)
+    per_split = cdiv(steps, chosen.splits)
+    splits = cdiv(steps, per_split)
     out = output_of(x, weight, op, splits=splits, partial=splits > 1)
     pdl = backend.pdl(x)
-    grid = (triton.cdiv(weight.out_features, chosen.block_n) * triton.cdiv(rows, chosen.block_m), splits)
+    grid = (cdiv(weight.out_features, chosen.block_n) * cdiv(rows, chosen.block_m), splits)
     grouped_kernel[grid](
         x=x,
         weight=grouped.data,
@@ -336,7 +337,7 @@ def dequantise_grouped_kernel(
 def dequantise_rows(weight: GroupedWeight, first: int, rows: int, dtype: torch.dtype) -> torch.Tensor:
     """Outputs first … first + rows - 1 of `weight`, [rows, in] in `dtype`, columns in the stored order."""
     out = torch.empty(rows, weight.in_features, dtype=dtype, device=weight.data.device)
-    dequantise_grouped_kernel[(triton.cdiv(rows, _DEQUANTISED_ROWS), len(weight.data))](
+    dequantise_grouped_kernel[(cdiv(rows, _DEQUANTISED_ROWS), len(weight.data))](
         weight=weight.data,
         scales=weight.scales,
         offsets=weight.offsets,

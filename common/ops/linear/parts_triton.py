@@ -14,6 +14,7 @@ import triton.language as tl
 
 from common.ops import backend
 from common.ops.linear.candidates import Candidate, Op
+from common.ops.sizes import cdiv
 
 if TYPE_CHECKING:
     from common.ops.linear.weight import LinearWeight
@@ -193,7 +194,7 @@ def sum_partials(partials: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     splits, rows, size = partials.shape
     out = torch.empty(rows, size, dtype=dtype, device=partials.device)
     pdl = backend.pdl(partials)
-    sum_kernel[(triton.cdiv(rows * size, _SUM_BLOCK),)](
+    sum_kernel[(cdiv(rows * size, _SUM_BLOCK),)](
         partials=partials,
         out=out,
         rows=rows,

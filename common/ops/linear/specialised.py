@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from common.ops import backend
-from common.ops.linear.candidates import Candidate, Shape, cdiv
+from common.ops.linear.candidates import Candidate, Shape
 from common.ops.linear.weight import GateActivation, LinearWeight
+from common.ops.sizes import cdiv
 
 PART = 64
 """Activation rows of a consumer."""

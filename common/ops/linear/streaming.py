@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from common.ops import backend
-from common.ops.linear.candidates import Candidate, Op, Shape, cdiv
+from common.ops.linear.candidates import Candidate, Op, Shape
 from common.ops.linear.unpacking import CODES
 from common.ops.linear.weight import LinearWeight
+from common.ops.sizes import cdiv
 
 MOST_ROWS = 8
 """`mma.sync` has eight columns."""

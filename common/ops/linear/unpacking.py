@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 
 from common.ops import backend
-from common.ops.linear.candidates import SHARED_BYTES, Candidate, Op, Shape, cdiv
+from common.ops.linear.candidates import SHARED_BYTES, Candidate, Op, Shape
 from common.ops.linear.unpacking_sizes import BLOCK_N, STEP
 from common.ops.linear.weight import LinearWeight
+from common.ops.sizes import cdiv
 
 _W_STAGES = {64: 4, 128: 4, 256: 4}
 _X_STAGES = {64: 10, 128: 7, 256: 4}

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from common.ops import backend
+from common.ops.sizes import cdiv
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -37,7 +38,7 @@ def combined(answers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty(rows, size, dtype=dtype, device=answers.device)
     block = 256 if rows <= 64 else 1024
     pdl = backend.pdl(answers)
-    combine_kernel[(rows, triton.cdiv(size, block))](
+    combine_kernel[(rows, cdiv(size, block))](
         answers=answers,
         out=out,
         rows=rows,

@@ -9,10 +9,8 @@ split of K, has its own place, and a token's answers are added in the order of i
 from __future__ import annotations
 
 import torch
-import triton
 
 from common.ops import backend
-from common.ops.linear.candidates import cdiv
 from common.ops.moe.candidates import DIRECT_PAIRS, SCALE_COLUMNS, ExpertCandidate
 from common.ops.moe.combine_triton import combined
 from common.ops.moe.experts_library import experts_library
@@ -23,6 +21,7 @@ from common.ops.moe.halves_triton import multiply_halves
 from common.ops.moe.packed_weight import PackedWeight
 from common.ops.moe.quantise_triton import quantise_blocks
 from common.ops.moe.sort_triton import SortedPairs, sorted_pairs
+from common.ops.sizes import cdiv
 
 _PARTIAL_ROWS, _PARTS = 64, 8
 """Up to so many tokens and partial sums of each, a launch costs more than it saves whoever reads them: one program a row."""
@@ -88,7 +87,7 @@ def _multiply(
     words, columns = _words(weight, chosen), _columns(weight, chosen)
     splits = 1 if gated else _splits(weight, chosen)
     row_bytes = weight.k * weight.values.element_size()
-    experts_kernel[(triton.cdiv(weight.n, chosen.block_n) * slots, splits)](
+    experts_kernel[(cdiv(weight.n, chosen.block_n) * slots, splits)](
         x=data,
         x_scale=x_scale,
         values=weight.values,
@@ -108,7 +107,7 @@ def _multiply(
         K=weight.k,
         steps=weight.values.shape[1] if weight.run else 0,
         words=words,
-        words_per_split=triton.cdiv(words, splits),
+        words_per_split=cdiv(words, splits),
         alpha=activation.alpha,
         limit=activation.limit,
         TOP_K=top_k,

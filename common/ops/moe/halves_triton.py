@@ -19,6 +19,7 @@ from common.ops.moe.grouped_triton import activated, pairs_sorted
 from common.ops.moe.packed_weight import PackedWeight
 from common.ops.moe.quantise_triton import quantise_blocks
 from common.ops.moe.sort_triton import SortedPairs
+from common.ops.sizes import cdiv
 
 
 @triton.jit
@@ -222,7 +223,7 @@ def multiply_halves(
     rows, top_k = routing.ids.shape
     gated, pdl = out.ndim == 2, backend.pdl(x)
     data, x_scale = quantise_blocks(x)
-    halves_kernel[(triton.cdiv(weight.n, chosen.block_n) * len(found.tiles),)](
+    halves_kernel[(cdiv(weight.n, chosen.block_n) * len(found.tiles),)](
         x=data,
         x_scale=x_scale,
         values=weight.values,

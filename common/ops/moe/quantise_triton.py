@@ -9,6 +9,7 @@ import triton.language as tl
 
 from common.ops import backend
 from common.ops.quant.quantise_triton import as_e4m3
+from common.ops.sizes import cdiv
 
 _BLOCKS = 8
 
@@ -38,11 +39,11 @@ def quantise_blocks_kernel(
 def quantise_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """x: [rows, size], contiguous. Returns float8_e4m3fn [rows, size] and its scales, float32 [rows, ⌈size / 128⌉]."""
     rows, size = x.shape
-    blocks = triton.cdiv(size, 128)
+    blocks = cdiv(size, 128)
     data = torch.empty(rows, size, dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(rows, blocks, dtype=torch.float32, device=x.device)
     pdl = backend.pdl(x)
-    quantise_blocks_kernel[(rows, triton.cdiv(blocks, _BLOCKS))](
+    quantise_blocks_kernel[(rows, cdiv(blocks, _BLOCKS))](
         x=x, data=data, scale=scale, K=size, BLOCKS=_BLOCKS, PDL=pdl, num_warps=2, launch_pdl=pdl
     )
     return data, scale

@@ -9,6 +9,7 @@ import triton.language as tl
 
 from common.ops import backend
 from common.ops.moe.form import RouterForm, Routing
+from common.ops.sizes import next_power_of_2
 
 
 @triton.jit
@@ -87,9 +88,9 @@ def route_triton(logits: torch.Tensor, form: RouterForm, bias: torch.Tensor | No
             split_size=rows * experts,
             SPLITS=1 if logits.ndim == 2 else len(logits),
             EXPERTS=experts,
-            BLOCK=triton.next_power_of_2(experts),
+            BLOCK=next_power_of_2(experts),
             TOP_K=form.top_k,
-            TOP_K_BLOCK=triton.next_power_of_2(form.top_k),
+            TOP_K_BLOCK=next_power_of_2(form.top_k),
             SCORING=form.scoring,
             RENORMALISE=form.renormalise,
             PDL=pdl,

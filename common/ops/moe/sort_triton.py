@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from common.ops import backend
+from common.ops.sizes import next_power_of_2
 
 TILE_FIELDS = tl.constexpr(4)
 _MAX_BLOCK = 8192
@@ -84,7 +85,7 @@ def sorted_pairs(ids: torch.Tensor, experts: int, block_m: int, *, with_places: 
         places=places,
         pairs=pairs,
         EXPERTS=experts,
-        BLOCK=min(_MAX_BLOCK, max(128, triton.next_power_of_2(pairs))),
+        BLOCK=min(_MAX_BLOCK, max(128, next_power_of_2(pairs))),
         BLOCK_M=block_m,
         PDL=pdl,
         num_warps=16 if pairs > 4096 else 8 if pairs > 1024 else 4,

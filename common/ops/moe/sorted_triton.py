@@ -11,6 +11,7 @@ from common.ops import backend
 from common.ops.moe.form import ExpertActivation, Routing
 from common.ops.moe.grouped_triton import activated
 from common.ops.moe.sort_triton import SortedPairs
+from common.ops.sizes import cdiv, next_power_of_2
 
 _BLOCK = 1024
 _SCATTERED_BLOCK = 2048
@@ -114,8 +115,8 @@ def scattered(x: torch.Tensor, found: SortedPairs, top_k: int) -> torch.Tensor:
     assert found.places is not None
     (rows, size), pdl = x.shape, backend.pdl(x)
     out = torch.empty(rows * top_k, size, dtype=x.dtype, device=x.device)
-    block = min(_SCATTERED_BLOCK, triton.next_power_of_2(size))
-    scatter_kernel[(rows, triton.cdiv(size, block))](
+    block = min(_SCATTERED_BLOCK, next_power_of_2(size))
+    scatter_kernel[(rows, cdiv(size, block))](
         x=x, places=found.places, out=out, K=size, TOP_K=top_k, BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
     )
     return out
@@ -146,7 +147,7 @@ def activate(
         limit=activation.limit,
         WEIGH=weigh_inputs,
         ACTIVATION=activation.kind,
-        BLOCK=min(_BLOCK, triton.next_power_of_2(size)),
+        BLOCK=min(_BLOCK, next_power_of_2(size)),
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,

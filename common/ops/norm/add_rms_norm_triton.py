@@ -10,6 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from common.ops import backend
 from common.ops.loads_triton import AT_ONCE, held, loads_begun
+from common.ops.sizes import next_power_of_2
 from common.ops.tensors import Activation, Quantised
 
 ELEMENTS_PER_THREAD = 8
@@ -107,7 +108,7 @@ def add_rms_norm_triton(
     scale = torch.empty(rows, dtype=torch.float32, device=residual.device) if quantise else None
     if rows:
         pdl = backend.pdl(residual)
-        block = triton.next_power_of_2(size)
+        block = next_power_of_2(size)
         splits = 0 if delta is None else 1 if delta.ndim == 2 else delta.shape[0]
         add_rms_norm_kernel[(rows,)](
             residual=residual,

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from common.ops import backend
+from common.ops.sizes import next_power_of_2
 from common.ops.tensors import Quantised
 
 _MAX_BLOCK = 16384
@@ -60,7 +61,7 @@ def quantise_rows_triton(x: torch.Tensor) -> Quantised:
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
         pdl = backend.pdl(x)
-        block = min(_MAX_BLOCK, triton.next_power_of_2(size))
+        block = min(_MAX_BLOCK, next_power_of_2(size))
         quantise_rows_kernel[(rows,)](
             x=x,
             data=data,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from common.ops.sampling.open_row_inputs import StepInputs
+from common.ops.sizes import cdiv
 
 _BLOCK = 64
 """Rows of a program."""
@@ -45,7 +46,7 @@ def advance_rows_kernel(
 def advance_rows_triton(inputs: StepInputs) -> None:
     """As `advance_rows`."""
     num_rows = len(inputs.context_lens)
-    advance_rows_kernel[(triton.cdiv(num_rows, _BLOCK),)](
+    advance_rows_kernel[(cdiv(num_rows, _BLOCK),)](
         feeds=inputs.feeds,
         positions=inputs.positions,
         context_lens=inputs.context_lens,

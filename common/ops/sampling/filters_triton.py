@@ -43,6 +43,7 @@ from common.ops.sampling.nucleus_triton import (
     parts_mass,
 )
 from common.ops.sampling.sample_triton import floor_key, is_ahead, order_keys
+from common.ops.sizes import cdiv, next_power_of_2
 
 TILE = 2048
 NUM_WARPS = 8
@@ -188,7 +189,7 @@ def sample_rows_triton(
     """As `sample_filtered`, shapes checked by it; tile: tokens at once, a multiple of `GROUP`."""
     tile = tile or TILE
     count, vocab = len(rows), logits.shape[1]
-    groups, tiles = triton.cdiv(vocab, GROUP), triton.cdiv(vocab, CHUNK)
+    groups, tiles = cdiv(vocab, GROUP), cdiv(vocab, CHUNK)
     maxima = torch.empty(count, groups, dtype=torch.float32, device=logits.device)
     lists = torch.empty(count, groups, dtype=torch.int32, device=logits.device)
     parts = torch.empty(count, 3, tiles, dtype=torch.int64, device=logits.device)
@@ -202,7 +203,7 @@ def sample_rows_triton(
         rows=rows,
         maxima=maxima,
         parts=parts,
-        GROUPS=triton.next_power_of_2(groups),
+        GROUPS=next_power_of_2(groups),
         TILE=CHUNK,
         num_warps=CHUNK_WARPS,
         enable_fp_fusion=False,
@@ -220,8 +221,8 @@ def sample_rows_triton(
         out=out,
         results=results,
         tiles=tiles,
-        GROUPS=triton.next_power_of_2(groups),
-        TILES=triton.next_power_of_2(tiles),
+        GROUPS=next_power_of_2(groups),
+        TILES=next_power_of_2(tiles),
         TILE=tile,
         num_warps=num_warps or NUM_WARPS,
         enable_fp_fusion=False,

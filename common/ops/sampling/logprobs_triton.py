@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from common.ops.sizes import cdiv, next_power_of_2
+
 PIECE = 4096
 """Logits of a program."""
 TOPS = (0, 8, 20, 64)
@@ -109,7 +111,7 @@ class LogprobBuffers(NamedTuple):
 
     @classmethod
     def create(cls, count: int, vocab_size: int, num_top: int, device: torch.device) -> LogprobBuffers:
-        num_top, pieces = rounded_top(num_top), triton.cdiv(vocab_size, PIECE)
+        num_top, pieces = rounded_top(num_top), cdiv(vocab_size, PIECE)
         keys = torch.empty(count, pieces, num_top, dtype=torch.int64, device=device)
         tops, totals = torch.empty(2, count, pieces, dtype=torch.float32, device=device)
         results = torch.empty(count * (12 * num_top + 4), dtype=torch.uint8, device=device)
@@ -165,8 +167,8 @@ def token_logprobs_triton(
         logits.stride(0),
         vocab_size,
         pieces,
-        PIECES=triton.next_power_of_2(pieces),
-        KEYS=triton.next_power_of_2(max(1, pieces * most)),
+        PIECES=next_power_of_2(pieces),
+        KEYS=next_power_of_2(max(1, pieces * most)),
         NUM_TOP=most,
         num_warps=4,
     )

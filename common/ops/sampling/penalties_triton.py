@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from common.ops.sampling.adjustments import Adjustments
+from common.ops.sizes import cdiv
 
 BLOCK = 1024
 
@@ -139,7 +140,7 @@ def penalise_triton(
             longest=adjustments.longest,
             block=block,
         )
-    penalise_kernel[(triton.cdiv(vocab, block), count)](
+    penalise_kernel[(cdiv(vocab, block), count)](
         logits=logits,
         rows=adjustments.rows,
         # where one is missing, no row is in it; the kernel is the same
@@ -178,7 +179,7 @@ def count_triton(
     block: int = BLOCK,
 ) -> None:
     """See `count_kernel`; longest: ids of the longest history."""
-    count_kernel[(triton.cdiv(longest, block), len(targets))](
+    count_kernel[(cdiv(longest, block), len(targets))](
         counts=counts,
         targets=targets,
         ids=ids,
@@ -197,7 +198,7 @@ def edit_triton(
 ) -> None:
     """out: float32 [n, vocab], changed; values: added, or None for -inf. A token is in a row's additions once at most."""
     if len(rows):
-        edit_kernel[(triton.cdiv(len(rows), block),)](
+        edit_kernel[(cdiv(len(rows), block),)](
             out=out,
             edit_rows=rows,
             edit_tokens=tokens,

@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from common.ops import backend
 from common.ops.sampling.gumbel_triton import exact_noise, noise_words, rough_noise, slack
+from common.ops.sizes import cdiv, next_power_of_2
 
 CHUNKS: tuple[tuple[int, int, int], ...] = ((8, 1024, 4), (64, 2048, 4), (1 << 30, 4096, 8))
 """Up to so many rows: tokens of a chunk, warps. Any choice draws the same tokens. Candidates: 8 or 16 tokens a thread, in
@@ -254,7 +255,7 @@ def sample_plain_triton(
     warps = 4
     if block is None:
         block, warps = next((block, warps) for most, block, warps in CHUNKS if count <= most)
-    chunks = triton.cdiv(vocab, block)
+    chunks = cdiv(vocab, block)
     pdl = backend.pdl(logits) and rows is None and masks is None  # those are drawn behind a step's graph
     peaks = torch.empty(4, count, chunks, dtype=torch.float32, device=logits.device)
     checked = results is not None and rows is None
@@ -300,7 +301,7 @@ def sample_plain_triton(
         COMPACT=compact,
         CHECKED=checked,
         BLOCK=block,
-        CHUNKS=triton.next_power_of_2(chunks),
+        CHUNKS=next_power_of_2(chunks),
         TOKENS=min(block, EXACT_TOKENS),
         PDL=pdl,
         num_warps=4,
