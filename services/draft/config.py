@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from common.engine.load.precision import QuantizationSetting
 from common.engine.settings import EngineServiceConfig
+from common.protocol.errors import ConfigError
 
 
 class DraftConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,6 +48,15 @@ class DraftConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknown
     max_sequence_tokens: Annotated[int, Meta(ge=2, description="tokens of a sequence that are searched: the last ones")] = 65536
     min_match: Annotated[int, Meta(ge=2, le=64, description="tokens that must agree before a guess is made")] = 2
     max_match: Annotated[int, Meta(ge=2, le=64, description="tokens that are compared at most")] = 8
+
+    def __post_init__(self) -> None:
+        """:raises ConfigError: no n-gram is long enough to be proposed from."""
+        if self.min_match > self.max_match:
+            raise ConfigError(
+                f"--min-match {self.min_match} is above --max-match {self.max_match}, so n-grams would propose nothing: "
+                "lower one or raise the other",
+                param="min_match",
+            )
 
     def max_proposal(self, *, on_gpu: bool) -> int:
         """Return `proposal_tokens`, or what suits."""

@@ -243,6 +243,26 @@ def test_a_mistake_meant_for_any_process_is_found_before_one_is_started(
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("flags", "environ"),
+    [
+        (["--min-match=9"], {}),
+        ([], {"PENSTOCK_MIN_MATCH": "9"}),
+        (["--max-match=3"], {"PENSTOCK_MIN_MATCH": "4"}),
+        (["--min-match=4"], {"PENSTOCK_MAX_MATCH": "3"}),
+    ],
+)
+def test_n_grams_that_could_never_match_are_refused(flags: list[str], environ: dict[str, str]) -> None:
+    """By `penstock up` and by a draft worker that is started by hand."""
+    for read in (
+        lambda: asked(*flags, environ=environ),
+        lambda: configuration.load(config_type("draft"), section="draft", argv=flags, environ=environ),
+    ):
+        with pytest.raises(ConfigError, match=r"^--min-match \d is above --max-match \d, .*$"):
+            read()
+    configuration.load(config_type("draft"), section="draft", argv=["--min-match=8"], environ={})
+
+
 def test_variables_that_others_read_are_no_mistake() -> None:
     environ = dict.fromkeys(("PENSTOCK_HOME", "PENSTOCK_IMAGE", "PENSTOCK_URL", "PENSTOCK_DEMO", "PENSTOCK_HISTORIES"), "x")
     environ |= {"PENSTOCK_CAPACITY_MB": "64", "PENSTOCK_PREFILL": "2", "PENSTOCK_PROPOSAL_TOKENS": "8"}
