@@ -26,8 +26,13 @@ class DraftCheck(msgspec.Struct, frozen=True):
 
 
 def check_draft_model(fleet: ModelFleet, *, fetch: bool = True) -> DraftCheck:
-    """Check the draft model of a fleet, if it has one. fetch: download it first if it is not on this machine."""
+    """Check that the drafts of a fleet are verified, and its draft model, if it has one.
+
+    fetch: download the model first if it is not on this machine.
+    """
     settings: Any = fleet.services.get("draft")
+    if fleet.config.draft and fleet.config.decode and not getattr(fleet.services.get("decode"), "speculation_tokens", -1):
+        return DraftCheck(reason=f"with --speculation-tokens 0 nobody asks --draft {fleet.config.draft}: leave one out")
     name = getattr(settings, "draft_model", "")
     if not name:
         return DraftCheck()

@@ -106,6 +106,20 @@ def test_a_draft_model_that_cannot_be_used_is_a_warning_and_no_draft_worker_star
     assert [spec.role for spec in _processes(checked)] == ["gateway", "decode", "kvstore"]
 
 
+@pytest.mark.parametrize("with_model", [False, True])
+def test_drafts_that_decode_would_not_verify_are_a_warning_and_no_draft_worker_starts(
+    with_model: bool, model: Path, other: Path
+) -> None:
+    flags = [f"--draft-model={other}"] if with_model else []
+    settings = asked(model, "--draft=2", "--speculation-tokens=0", "--kv-cache-mb=16", *flags)
+    checked, warnings = _checked(_settled(settings))
+    (warning,) = [warning for warning in warnings if warning.startswith("nothing is drafted")]
+    assert "with --speculation-tokens 0 nobody asks --draft 2: leave one out" in warning
+    assert [spec.role for spec in _processes(checked)] == ["gateway", "decode", "kvstore"]
+    joining = _settled(asked(model, "--draft=2", "--decode=0", "--speculation-tokens=0", "--kv-cache-mb=16", *flags))
+    assert not check_draft_model(joining.fleets[0]).reason, "decode workers with other settings may be there"
+
+
 def _settled(settings: UpSettings) -> UpSettings:
     """On two cores, without a GPU."""
     fleets = tuple(replace(fleet, config=settled(fleet.config, 0, 2)) for fleet in settings.fleets)
