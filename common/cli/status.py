@@ -124,11 +124,14 @@ def _speculation(workers: list[Presence]) -> str:
 
 
 def _drafts(worker: Presence) -> str:
-    """What a draft worker drafts with, for how many sequences, and how busy it is; the head of a decode worker; else empty."""
+    """What a draft worker drafts with, for how many sequences, and how busy it is, or why it drafts nothing; the head of a
+    decode worker; else empty."""
     if worker.worker.role == "decode" and worker.drafting.model:
         return f"{worker.worker.id}: drafts with the head {worker.drafting.model}"
     if worker.worker.role != "draft":
         return ""
+    if worker.drafting.problem:
+        return f"{worker.worker.id}: drafts nothing: {worker.drafting.problem}"
     with_what = worker.drafting.model or "n-grams"
     sequences = f"{worker.running:,} sequence{'' if worker.running == 1 else 's'}"
     return f"{worker.worker.id}: {with_what}, {sequences}, busy {worker.drafting.busy_share:.0%} of the time"
@@ -182,7 +185,7 @@ def as_fields(presence: Presence) -> dict[str, object]:
     worker, kv = presence.worker, presence.kv
     fields["kv"] = _blocks(kv) | {"groups": [_blocks(group) for group in kv.groups]}
     fields["worker"] = {"role": worker.role, "id": worker.id, "epoch": worker.epoch}
-    fields["drafting"] = {"model": presence.drafting.model, "busy_share": presence.drafting.busy_share}
+    fields["drafting"] = {name: getattr(presence.drafting, name) for name in presence.drafting.__struct_fields__}
     fields["tiers"] = [{name: getattr(tier, name) for name in tier.__struct_fields__} for tier in presence.tiers]
     fields["traffic"] = traffic_fields(presence.traffic)
     fields["models"] = [{name: getattr(model, name) for name in model.__struct_fields__} for model in presence.models]

@@ -78,7 +78,11 @@ class DraftResync(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 class Drafting(msgspec.Struct, frozen=True, array_like=True):
     """What a draft worker says of itself in its `Presence`: its model's name, empty for n-grams, and the share of the last
-    seconds in which it drafted, 0 to 1. A decode worker says the name of the head that drafts in its process, if it has one."""
+    seconds in which it drafted, 0 to 1. A decode worker says the name of the head that drafts in its process, if it has one.
+
+    `problem`: why the draft model can't be used, so that nothing is drafted; empty where it can.
+    """
 
     model: str = ""
     busy_share: float = 0.0
+    problem: str = ""

@@ -1,6 +1,7 @@
 """The draft worker with a model: mirrors are drafted by steps of an engine of its own.
 
-    open the engine ─┬► the model can't be used: one line in the log; no mirrors are taken, serving goes on
+    open the engine ─┬► the model can't be used: one line in the log, and in each heartbeat; no mirrors are taken,
+                     │  serving goes on
                      └► plan ─► steps ─► commit one ─► messages that came meanwhile ─► Proposals ─► plan ─► …
 
 Decode never waits: drafts run ahead of what is confirmed, by a proposal's tokens at most, and a proposal covers what is drafted
@@ -48,6 +49,8 @@ MAX_PACE_TOKENS = 128
 """Of steps that say how long one takes: others are prompts."""
 MEASURED_STEPS = 9
 """The last ones, whose median is how long one takes."""
+MAX_PROBLEM_CHARS = 300
+"""Of the reason that each heartbeat of a worker without a draft model repeats."""
 
 
 class ModelDraftActor(DraftActor):
@@ -62,6 +65,8 @@ class ModelDraftActor(DraftActor):
         self.drafter: Drafter | None = None
         self.watch = StepWatch(floor_s=config.step_timeout_s, compile_s=config.compile_timeout_s)
         self.loaded_share = 0.0
+        self.problem = ""
+        """Why the model can't be used; empty where it can."""
         self._threads = EngineThreads(submits_here=True)
         self._steps_in_air: deque[tuple[StepPlan, asyncio.Future[StepResult]]] = deque()
         self._news: asyncio.Future[None] | None = None
@@ -95,6 +100,7 @@ class ModelDraftActor(DraftActor):
         except (PenstockError, RuntimeError, MemoryError, OSError) as error:  # torch's out-of-memory errors are RuntimeErrors
             reason = str(error).partition("\n")[0]
             log.error("draft_model_unusable", model=self.config.draft_model, reason=reason, consequence="nothing is drafted")
+            self.problem = (reason or type(error).__name__)[:MAX_PROBLEM_CHARS]
             self._give_back()
             return
         self.metrics.registry.register(KvBlocks(self.config.served_name, pool.usage))
@@ -254,11 +260,13 @@ class ModelDraftActor(DraftActor):
 
     def presence(self, state: WorkerState) -> Presence:
         now = self.clock()
+        said = super().presence(state)
         said = msgspec.structs.replace(
-            super().presence(state),
+            said,
             loaded=self.loaded_share if state == "starting" else 1.0,
             steps=self.watch.num_steps,
             step_age_ms=1e3 * self.watch.age_s(now),
+            drafting=msgspec.structs.replace(said.drafting, problem=self.problem),
         )
         if self.drafter is None or self.opened is None:
             return said

@@ -24,8 +24,8 @@ from common.protocol.messages import SamplingParams
 from common.testing.memory_bus import MemoryBroker
 from services.draft.config import DraftConfig
 from services.draft.mirror import Mirror
-from services.draft.model_actor import MAX_FAILURES, ModelDraftActor
-from services.draft.model_engine import open_draft_engine
+from services.draft.model_actor import MAX_FAILURES, MAX_PROBLEM_CHARS, ModelDraftActor
+from services.draft.model_engine import DraftEngine, open_draft_engine
 from tests.actors.test_draft import Decoder, running, until
 from tests.fixtures.tiny_model import edit_config, write_tiny_model
 
@@ -281,6 +281,22 @@ async def test_a_model_that_cannot_draft_is_one_line_in_the_log_and_takes_no_mir
         assert (seen.credits, seen.vocabulary, len(draft.proposer)) == (0, "", 0)
     lines = [record.getMessage() for record in caplog.records if "draft_model_unusable" in record.getMessage()]
     assert len(lines) == 1 and says in lines[0], lines
+
+
+async def test_heartbeats_say_why_a_model_can_not_be_used(make: Callable[..., ModelDraftActor], model: Path) -> None:
+    broker = MemoryBroker()
+    decoder, good, damaged = Decoder(broker), make(broker, draft_model=str(model)), make(broker, draft_model=str(model))
+
+    def fails(*_: object) -> DraftEngine:
+        raise MemoryError(f"no room for {'weights ' * 100}\nin these lines")
+
+    damaged.open_engine = fails
+    async with running(decoder, good, damaged):
+        alive = lambda: decoder.registry.alive("draft", decoder.clock())  # noqa: E731
+        await until(lambda: [beat.state for beat in alive()] == ["ready", "ready"])
+        problems = {beat.worker: beat.drafting.problem for beat in alive()}
+    assert problems[good.ref] == ""
+    assert problems[damaged.ref].startswith("no room for weights ") and len(problems[damaged.ref]) == MAX_PROBLEM_CHARS
 
 
 def reduced(model: Path, folder: Path, ids: np.ndarray) -> Path:

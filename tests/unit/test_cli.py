@@ -227,6 +227,16 @@ def test_status_says_what_draft_workers_draft_with_and_how_busy_they_are() -> No
     assert f"{drafts[1].worker.id}: small, 7 sequences, busy 50% of the time" in lines
 
 
+def test_status_says_why_a_draft_worker_drafts_nothing() -> None:
+    problem = "shard 1 of the weights is cut short"
+    draft = msgspec.structs.replace(presence("draft"), drafting=Drafting("small", problem=problem))
+    console = Console(width=120, record=True)
+    console.print(status.table([draft]))
+    lines = [line.strip() for line in console.export_text().splitlines()]
+    assert lines[-1] == f"{draft.worker.id}: drafts nothing: {problem}"
+    assert status.as_fields(draft)["drafting"] == {"model": "small", "busy_share": 0.0, "problem": problem}
+
+
 def test_status_says_what_each_tier_of_a_kvstore_holds() -> None:
     memory = KvTier(name="memory", blocks=20, bytes=5 << 20, capacity_bytes=1 << 30, hit_blocks=7)
     disk = KvTier(
