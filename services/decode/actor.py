@@ -212,6 +212,7 @@ class DecodeActor(EngineWorker):
             self.proposers.head.ran(result.passes)
         for done in progress:
             self.proposers.record(done)
+        self.speculation.decided(((done.sequence.request, len(done.sequence.tokens)) for done in progress), self.clock())
         self.try_drafts(plan, progress)
         return lambda: self.report(progress)
 
@@ -259,8 +260,9 @@ class DecodeActor(EngineWorker):
         return draft.model in ("", self.config.served_name) and draft.vocabulary in ("", self.vocabulary)
 
     def on_proposals(self, message: Proposals) -> None:
-        self.speculation.answered(message, self.clock())
-        self.proposers.on_proposals(message)
+        now = self.clock()
+        self.speculation.answered(message, now)
+        self.speculation.came_late(self.proposers.on_proposals(message), now)
 
     def speculate(self, sequence: Sequence) -> None:
         if self.config.speculation_tokens:

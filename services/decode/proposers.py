@@ -265,12 +265,13 @@ class Proposers:
             if drafter is not self.head:
                 drafter.record(done.sequence)
 
-    def on_proposals(self, message: Proposals) -> None:
-        """A draft worker has said what may follow."""
-        self.drafts.on_proposals(message)
+    def on_proposals(self, message: Proposals) -> list[tuple[str, int]]:
+        """A draft worker has said what may follow. Return what came too late, as `DraftBook.on_proposals` does."""
+        late = self.drafts.on_proposals(message)
         if self.posting is not None:
             for row in message.rows:
                 self.posting.post(row.sequence)
+        return late
 
     def tidy(self) -> None:
         """Do what can wait, while a step runs."""

@@ -272,9 +272,10 @@ class DraftBook:
         if mirror.table:
             self._turn(mirror)
 
-    def on_proposals(self, message: Proposals) -> None:
+    def on_proposals(self, message: Proposals) -> list[tuple[str, int]]:
         """The latest proposal wins, unless it has failed and one that was there holds; what is older, unknown, from another
-        worker or beyond the vocabulary is dropped."""
+        worker or beyond the vocabulary is dropped. Return the late ones: the sequence, and its length behind the last token."""
+        late: list[tuple[str, int]] = []
         for row in message.rows:
             mirror = self._mirrors.get(row.sequence)
             if mirror is None or mirror.worker != message.draft or not mirror.base <= row.base <= mirror.sent:
@@ -282,11 +283,12 @@ class DraftBook:
             proposal = self._known(row.tokens)
             if proposal:
                 mirror.quiet = 0
-            is_late = bool(proposal) and len(mirror.tokens) - row.base >= len(proposal)
-            self.counters.num_received += bool(proposal)
-            self.counters.num_late += is_late
-            mirror.exchange.num_received += bool(proposal)
-            mirror.exchange.num_late += is_late
+                self.counters.num_received += 1
+                mirror.exchange.num_received += 1
+                if len(mirror.tokens) - row.base >= len(proposal):
+                    self.counters.num_late += 1
+                    mirror.exchange.num_late += 1
+                    late.append((row.sequence, row.base + len(proposal)))
             held = mirror.base, mirror.proposal
             mirror.base, mirror.proposal = row.base, proposal
             if row.sequence in message.tables:
@@ -295,6 +297,7 @@ class DraftBook:
             if not _holds(row.base, proposal, mirror.tokens) and align(*held, mirror.tokens):
                 mirror.base, mirror.proposal = held
             self._turn(mirror)
+        return late
 
     def _known(self, tokens: Sequence[int]) -> Sequence[int]:
         """What is before the first id that is none, and not too long."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from common.protocol.draft_messages import DraftRow, DraftUpdate, Proposals
+from common.protocol.draft_messages import DraftUpdate, Proposals
 from common.protocol.messages import Presence
 from common.runtime.metrics import MODEL_LABEL, Metrics
 from services.decode.proposers import Proposers
@@ -75,12 +75,12 @@ _OF_STEPS: tuple[tuple[str, str, Callable[[Proposers], int]], ...] = (
         lambda proposers: proposers.drafts.trial.num_quiet,
     ),
 )
-_MAX_SAID = 32
-"""Updates of a sequence whose times are kept: a later proposal counts from the oldest of them."""
+_MAX_STEPS = 128
+"""Steps of a sequence whose times are kept: a later proposal counts from the oldest of them."""
 
 
-class _Asked(NamedTuple):
-    """length: tokens of the sequence that were said. at: when."""
+class _Length(NamedTuple):
+    """length: tokens of the sequence that were decided, or told to its draft worker. at: when."""
 
     length: int
     at: float
@@ -93,8 +93,8 @@ class SpeculationTelemetry(Collector):
         self._model = model
         self._proposers = proposers
         self.draft_workers: Sequence[Presence] = ()
-        self._asked: dict[str, _Asked] = {}
-        self._said: dict[str, deque[_Asked]] = {}
+        self._asked: dict[str, _Length] = {}
+        self._decided: dict[str, deque[_Length]] = {}
         self._round_trip = metrics.histogram(
             "speculation_round_trip_seconds",
             "From what a step told a draft worker to the proposal that answers it",
@@ -108,36 +108,44 @@ class SpeculationTelemetry(Collector):
         ).labels(model)
         metrics.registry.register(self)
 
+    def decided(self, lengths: Iterable[tuple[str, int]], now: float) -> None:
+        """A step decided tokens, whether or not a draft worker is told of them. lengths: of sequences, with these tokens."""
+        drafts = self._proposers.drafts
+        for sequence, length in lengths if self.draft_workers else ():
+            if drafts.worker_of(sequence) is not None:
+                if (decided := self._decided.get(sequence)) is None:
+                    decided = self._decided[sequence] = deque(maxlen=_MAX_STEPS)
+                decided.append(_Length(length, now))
+
     def asked(self, update: DraftUpdate, now: float) -> None:
         """A draft worker was told what a step decided. Only what answers the latest update of a sequence is timed."""
         for row in update.rows:
-            asked = self._asked[row.sequence] = _Asked(row.base + len(row.tokens), now)
-            self._said.setdefault(row.sequence, deque(maxlen=_MAX_SAID)).append(asked)
+            self._asked[row.sequence] = _Length(row.base + len(row.tokens), now)
 
     def answered(self, message: Proposals, now: float) -> None:
         """Observe the first answer of a message; a draft worker without a guess sends none."""
         times: list[float] = []
         for row in message.rows:
-            self._lateness.inc(now - self._used_up_at(row, now))
             asked = self._asked.get(row.sequence)
             if asked is not None and asked.length == row.base:
                 times.append(self._asked.pop(row.sequence).at)
         if times:
             self._round_trip.observe(now - max(times))
 
-    def _used_up_at(self, row: DraftRow, now: float) -> float:
-        """Return when the last token of a proposal was decided; `now` if that has not happened, or it proposes nothing."""
-        said, end = self._said.get(row.sequence, ()), row.base + len(row.tokens)
-        return next((asked.at for asked in said if asked.length >= end), now) if row.tokens else now
+    def came_late(self, late: Iterable[tuple[str, int]], now: float) -> None:
+        """Add up how late proposals were. late: see `DraftBook.on_proposals`."""
+        for sequence, end in late:
+            decided = self._decided.get(sequence, ())
+            self._lateness.inc(now - next((one.at for one in decided if one.length >= end), now))
 
     def forget(self, sequence: str) -> None:
         """That sequence is over, or nobody drafts for it any more."""
         self._asked.pop(sequence, None)
-        self._said.pop(sequence, None)
+        self._decided.pop(sequence, None)
 
     def forget_all(self) -> None:
         self._asked.clear()
-        self._said.clear()
+        self._decided.clear()
 
     def collect(self) -> Iterator[Metric]:
         proposers = self._proposers

@@ -138,9 +138,11 @@ def test_draft_workers_lateness_tables_and_utilisation() -> None:
     before = [worker.reading(), draft_worker(10.0, 3.0, tokens=50)]
     drafts, tokens = worker.proposers.drafts, [1, 2, 3]
     draft = WorkerRef(role="draft", id="draft-0", epoch=1)
-    drafts.set_workers([Presence(worker=draft, state="ready", credits=4)])
+    worker.telemetry.draft_workers = [Presence(worker=draft, state="ready", credits=4)]
+    drafts.set_workers(worker.telemetry.draft_workers)
     drafts.open("s", tokens)
     for now in (1.0, 2.0):
+        worker.telemetry.decided([("s", len(tokens))], now)
         for _, update in drafts.messages(WorkerRef(role="decode", id="d", epoch=1)):
             assert isinstance(update, DraftUpdate)
             worker.telemetry.asked(update, now)
@@ -149,7 +151,7 @@ def test_draft_workers_lateness_tables_and_utilisation() -> None:
     good = Proposals(draft=draft, rows=[DraftRow(sequence="s", base=5, tokens=[4, 5, 6])])
     for message in (late, good):
         worker.telemetry.answered(message, 2.25)
-        drafts.on_proposals(message)
+        worker.telemetry.came_late(drafts.on_proposals(message), 2.25)
     drafts.counters.num_table_hits, drafts.counters.num_table_misses = 3, 1
     found = between(before, [worker.reading(), draft_worker(14.0, 5.0, tokens=150, in_vain=25)], "m")
     said = speculation_summary(found)

@@ -129,13 +129,19 @@ def test_lateness_runs_from_the_step_that_used_a_proposal_up() -> None:
     metrics = Metrics(role="decode")
     drafts = DraftBook(SpeculationPolicy(max_tokens=4, max_step_tokens=100, costs=flat_costs()), vocab_size=100)
     telemetry = SpeculationTelemetry(metrics, "m", Proposers(drafts))
-    for length, now in ((4, 1.0), (5, 2.0), (6, 3.0)):
-        row = DraftRow(sequence="s", base=length - 1, tokens=[7])
-        telemetry.asked(DraftUpdate(decode=WorkerRef(role="decode", id="d", epoch=1), rows=[row]), now)
+    telemetry.draft_workers = [Presence(worker=DRAFT, state="ready", credits=4)]
+    drafts.set_workers(telemetry.draft_workers)
+    tokens = [7] * 3
+    drafts.open("s", tokens)
+    for now in (1.0, 2.0, 3.0):
+        tokens += [7]
+        drafts.messages(WorkerRef(role="decode", id="d", epoch=1))
+        telemetry.decided([("s", len(tokens))], now)
 
     def lateness_of(base: int, count: int, now: float) -> float:
         before = scraped(metrics)["penstock_speculation_lateness_seconds_total", "", ""]
-        telemetry.answered(Proposals(draft=DRAFT, rows=[DraftRow(sequence="s", base=base, tokens=[8] * count)]), now)
+        late = drafts.on_proposals(Proposals(draft=DRAFT, rows=[DraftRow(sequence="s", base=base, tokens=[8] * count)]))
+        telemetry.came_late(late, now)
         return scraped(metrics)["penstock_speculation_lateness_seconds_total", "", ""] - before
 
     assert lateness_of(4, 1, 3.5) == 1.5, "its one token was decided at 2.0"
@@ -143,6 +149,29 @@ def test_lateness_runs_from_the_step_that_used_a_proposal_up() -> None:
     assert lateness_of(4, 0, 3.5) == 0.0, "it proposes nothing"
     telemetry.forget("s")
     assert lateness_of(4, 1, 9.0) == 0.0
+
+
+def test_a_proposal_is_late_although_its_draft_worker_was_not_told_of_the_tokens() -> None:
+    """Of many sequences, one for which nothing is proposed is told of its tokens several at a time; see `QUIET_TOKENS`."""
+    metrics, decode = Metrics(role="decode"), WorkerRef(role="decode", id="d", epoch=1)
+    drafts = DraftBook(SpeculationPolicy(max_tokens=4, max_step_tokens=100, costs=flat_costs()), vocab_size=100)
+    telemetry = SpeculationTelemetry(metrics, "m", Proposers(drafts))
+    telemetry.draft_workers = [Presence(worker=DRAFT, state="ready", credits=4)]
+    drafts.set_workers(telemetry.draft_workers)
+    tokens = [7] * 3
+    drafts.open("s", tokens)
+    drafts.messages(decode)  # of the steps below, it is told nothing
+    for now in (1.0, 2.0, 3.0):
+        tokens += [7]
+        telemetry.decided([("s", len(tokens)), ("of nobody", 5)], now)
+    message = Proposals(
+        draft=DRAFT, rows=[DraftRow(sequence="s", base=3, tokens=[8, 8]), DraftRow(sequence="other", base=3, tokens=[8])]
+    )
+    telemetry.answered(message, 3.5)
+    telemetry.came_late(drafts.on_proposals(message), 3.5)
+    found = scraped(metrics)
+    assert found["penstock_speculation_late_proposals_total", "", ""] == 1
+    assert found["penstock_speculation_lateness_seconds_total", "", ""] == 1.5, "its second token was decided at 2.0"
 
 
 def test_metrics_name_what_draft_workers_draft_with() -> None:
