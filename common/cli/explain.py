@@ -28,7 +28,9 @@ Fact = str | int | float
 
 
 def command(
-    request: Annotated[str, typer.Argument(metavar="REQUEST-ID", help="The `id` of its answer, or its x-request-id.")],
+    request: Annotated[
+        str, typer.Argument(metavar="REQUEST-ID", help="The `id` of its answer, its x-request-id, or a batch line's id.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print the timeline as JSON.")] = False,
     nats_url: NatsUrl = DEFAULT_NATS_URL,
 ) -> None:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from common.protocol.explain_messages import Candidate, Explained, ExplainedEvent, Explanation, WorkerEvent, WorkerRecord
 from common.protocol.handles import WorkerRef
 from services.gateway.actions import State
+from services.gateway.batches.results import LINE_ID_PREFIX, line_id
 from services.gateway.history import STALL_NOTED_S, History, Route, Step
 from services.gateway.request_rows import is_canary
 from services.gateway.requests import Request
@@ -99,8 +100,8 @@ class Explanations:
     def find(
         self, name: str, running: Iterable[tuple[str, dict[str, Request]]], now: float, tenant: str | None = None
     ) -> list[Ended]:
-        """Return what is known under a name: the id in a request's answer, its x-request-id, or its id in workers' logs. Of
-        several requests that a client gave one name, the latest. Empty: none.
+        """Return what is known under a name: the id in a request's answer, its x-request-id, its id in workers' logs, or the id
+        of a batch's line. Of several requests that a client gave one name, the latest. Empty: none.
         `running`: the requests that run now, by the names of their models. `tenant`: only its own; None: anybody's."""
         found: list[Ended] = []
         base = ""
@@ -127,6 +128,8 @@ class Explanations:
 def _is_called(record: Ended | Request, name: str) -> bool:
     if name in (record.client_id, record.shown_id, record.id):
         return True
+    if name.startswith(LINE_ID_PREFIX):
+        return line_id(_CHOICE.sub("", record.client_id)) == name
     return record.client_id.startswith(name) and _CHOICE.fullmatch(record.client_id, len(name)) is not None
 
 

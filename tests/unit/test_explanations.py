@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import msgspec
+import pytest
 
 from common.protocol import errors
 from common.protocol.explain_messages import Explained, ExplainedEvent, Explanation, WorkerEvent, WorkerRecord
@@ -10,10 +13,13 @@ from common.protocol.handles import WorkerRef
 from common.protocol.messages import SamplingParams
 from services.gateway import history
 from services.gateway.actions import Limits
+from services.gateway.batches.records import LineKind
+from services.gateway.batches.results import answered, refused
 from services.gateway.explanations import MAX_ENDED, Explanations, Told, explanation, record_of, workers_of
 from services.gateway.handoff import handed_off
 from services.gateway.requests import GenerationRequest, Request
 from services.gateway.routes import Choice, Costed
+from services.gateway.views.registry import new_id
 from tests.unit.gateway_request import D1, D2, GATEWAY, P1, PROMPT, frame
 
 
@@ -76,6 +82,19 @@ def test_a_request_is_found_by_each_of_its_names_while_it_runs_and_afterwards() 
         assert [record.client_id for record in kept.find(name, [], 3.0)] == ["chatcmpl-ab"]
     for name in ("chatcmpl-a", "chatcmpl-abc", "", "my", "tiny"):
         assert kept.find(name, running(request), 3.0) == []
+
+
+@pytest.mark.parametrize("kind", get_args(LineKind))
+def test_the_request_of_a_batch_s_line_is_found_by_the_line_s_id(kind: LineKind) -> None:
+    kept, id, other = Explanations(), new_id(kind), new_id(kind)
+    for each in (f"{id}-0", f"{id}-1", other):
+        kept.add(asked(each), "tiny", 2.0)
+    results = (answered("mine", id, b"{}"), refused("mine", id, errors.NoWorkers("none")))
+    lines = [msgspec.json.decode(result.data)["id"] for result in results]
+    for line in lines:
+        assert line.startswith("batch_req_")
+        assert [record.client_id for record in kept.find(line, [], 3.0)] == [f"{id}-0", f"{id}-1"]
+        assert kept.find(line[:-1], [], 3.0) == kept.find("batch_req_", [], 3.0) == []
 
 
 def test_choices_are_found_together_and_of_two_requests_of_one_name_the_later() -> None:
