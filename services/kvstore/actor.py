@@ -90,7 +90,8 @@ class KvstoreActor(Actor):
         self.metrics.gauge("kvstore_memory_bytes", "Bytes of shared memory taken", read=lambda: float(self.arenas.memory_bytes))
         self.metrics.gauge("kvstore_arenas", "Models and layouts that have blocks here", read=lambda: float(len(self.arenas)))
         self.metrics.gauge("kvstore_leases", "Leases held by readers and writers", read=lambda: float(len(self.leases)))
-        states = self.metrics.gauge("kvstore_state_blocks", "Blocks of memory by state; they add up to its capacity", ["state"])
+        help_text = "Blocks of memory by state; they add up to its capacity once a model has blocks here, and to 0 before"
+        states = self.metrics.gauge("kvstore_state_blocks", help_text, ["state"])
         for state in ("free", "owned", "leased", "cached"):
             states.labels(state).set_function(lambda state=state: float(getattr(self.usage(), state)))
         self.metrics.registry.register(

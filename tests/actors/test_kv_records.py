@@ -96,6 +96,20 @@ async def test_leases_of_a_kvstore_show_by_kind_and_age() -> None:
             assert sample(store, "kvstore_state_blocks", state="leased") == 2
 
 
+async def test_blocks_by_state_add_up_to_the_capacity_once_their_size_is_known() -> None:
+    with temporary_site() as site:
+        store, worker = site.make_store(), site.make_worker(fill=1)
+        states = ("free", "owned", "leased", "cached")
+        assert "add up to its capacity once a model has blocks here, and to 0 before" in store.metrics.render().decode()
+        async with running(store, worker):
+            assert [sample(store, "kvstore_state_blocks", state=state) for state in states] == [0, 0, 0, 0]
+            await worker.store.offer(CHAIN[:2], range(2))
+            await until(lambda: store.arenas.num_readable == 2)
+            total = sum(sample(store, "kvstore_state_blocks", state=state) for state in states)
+            (arena,) = (store.arenas[fingerprint] for fingerprint in store.arenas)
+            assert total == store.arenas.capacity_bytes // arena.slot_bytes
+
+
 async def test_a_block_that_fails_its_checksum_is_a_failure_of_its_path() -> None:
     with temporary_site() as site:
         store, giver, taker = site.make_store(), site.make_worker(fill=1), site.make_worker()
