@@ -258,7 +258,8 @@ def smaller_vocabulary(folder: Path) -> None:
         (other_tokenizer, {}, "has another tokenizer than"),
         (missing, {}, "no model "),
         (smaller_vocabulary, {}, "has a vocabulary of 500, and"),
-        (lambda folder: None, {"num_blocks": 1 << 40}, "it is too small"),
+        (lambda folder: None, {"num_blocks": 1 << 23, "block_tokens": 1024}, "it is too small"),
+        (lambda folder: None, {"num_blocks": 1 << 40}, "lower num_blocks or raise block_tokens"),
     ],
 )
 async def test_a_model_that_cannot_draft_is_one_line_in_the_log_and_takes_no_mirrors(

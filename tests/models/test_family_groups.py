@@ -14,7 +14,7 @@ from common.cli.doctor import check_footprint
 from common.cli.doctor import check_model as check_here
 from common.cli.preflight import check_model
 from common.engine.engine import Engine
-from common.engine.load.layout import EngineConfig, cache_layout, check_pool
+from common.engine.load.layout import MAX_BLOCKS, EngineConfig, cache_layout, check_pool
 from common.engine.load.open import open_engine
 from common.engine.load.runners import load_runner
 from common.engine.plan import StepPlan, StepRow
@@ -108,6 +108,21 @@ def test_blocks_that_hold_no_sequence_are_refused() -> None:
     model = tiny("mistral", sliding_window=None)
     with pytest.raises(ConfigError, match="num_blocks 1 holds no sequence"):
         check_pool(model, settings, cache_layout(model, settings))
+
+
+def test_more_blocks_than_a_worker_can_keep_track_of_are_refused_and_never_the_default() -> None:
+    """A simulated engine keeps 8 bytes a token: its GiB by default, in blocks of a token, took each worker minutes and 9 GB."""
+    model = tiny("mistral", sliding_window=None)
+    simulated = EngineConfig(engine="simulated", block_tokens=1)
+    assert cache_layout(model, simulated).num_blocks == MAX_BLOCKS
+    assert cache_layout(model, EngineConfig(engine="simulated")).num_blocks == MAX_BLOCKS == (1 << 30) // (16 * 8)
+    for settings, says in (
+        (msgspec.structs.replace(simulated, kv_cache_mb=65), "8,519,680 KV blocks, .* lower kv_cache_mb or raise"),
+        (msgspec.structs.replace(simulated, num_blocks=MAX_BLOCKS + 1), "lower num_blocks or raise block_tokens"),
+        (EngineConfig(num_blocks=MAX_BLOCKS + 1), "lower num_blocks or raise block_tokens"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            cache_layout(model, settings)
 
 
 def test_memory_that_holds_no_useful_context_is_an_error_that_says_how_much_would() -> None:

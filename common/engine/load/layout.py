@@ -29,6 +29,8 @@ from common.protocol.errors import ConfigError
 
 MIN_CONTEXT_TOKENS = 256
 """A KV pool that holds no sequence of this length, or of the model's whole context, is a mistake in the settings."""
+MAX_BLOCKS = 1 << 23
+"""Blocks of a group. Each takes some 70 bytes beside its KV: a worker with these is ready some seconds later."""
 
 _MIB = 1 << 20
 _CHECKPOINTS: dict[WeightFormat, Literal["none", "fp8", "groups"]] = {
@@ -132,7 +134,7 @@ def cache_layout(
     `kv_bytes`: memory for KV where neither `num_blocks` nor `kv_cache_mb` says it; 0: a CPU's default. `fp8_choice`: the digest
     of what FP8 was allowed to touch; empty where nothing was chosen.
 
-    :raises ConfigError: if the settings are impossible, or the cache too small for one block.
+    :raises ConfigError: if the settings are impossible, the cache is too small for one block, or has more than MAX_BLOCKS.
     """
     precision = resolve_engine_precision(model, engine, device)
     kept = [Retention(window=layer.mixer.window, chunk=layer.mixer.chunk) for layer in model.layers]
@@ -160,6 +162,11 @@ def cache_layout(
     if min(counts) < 1:
         size = sum(group.block_bytes for group in layout.groups)
         raise ConfigError(f"{memory >> 20} MiB for KV hold no block of {size} bytes; raise kv_cache_mb")
+    if max(counts) > MAX_BLOCKS:
+        if param := "num_blocks" if engine.num_blocks else "kv_cache_mb" if engine.kv_cache_mb else "":
+            blocks = f"{max(counts):,} KV blocks, with block_tokens {engine.block_tokens}, are more than {MAX_BLOCKS:,}"
+            raise ConfigError(f"{blocks}: lower {param} or raise block_tokens", param=param)
+        counts = [min(count, MAX_BLOCKS) for count in counts]
     weights = f"dummy/{model.identity}" if engine.load_format == "dummy" else model.identity
     if precision.weights == "fp8":
         weights += f"/{engine.quantization_max_loss}"
