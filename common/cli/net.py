@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+from collections.abc import Iterator
 
 import anyio
 
@@ -16,7 +17,7 @@ _SHORT_BYTES = 4096
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
     """Whether a server could listen there now."""
     try:
-        _listen(port, host)
+        _bound(port, host).close()
     except OSError:
         return False
     return True
@@ -24,7 +25,8 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A port that nobody listens on. Another process may take it first; then the server that wanted it says so."""
-    return _listen(0, host)
+    with _bound(0, host) as probe:
+        return int(probe.getsockname()[1])
 
 
 def free_ports(count: int) -> list[int]:
@@ -36,13 +38,15 @@ def free_ports(count: int) -> list[int]:
         return [int(probe.getsockname()[1]) for probe in probes]
 
 
-def claim_port(port: int, flag: str, *, host: str = "127.0.0.1", hint: str = "") -> int:
-    """`port` if it is free, any free one for 0.
+@contextlib.contextmanager
+def claimed_port(port: int, flag: str, *, host: str = "127.0.0.1", hint: str = "") -> Iterator[int]:
+    """Have `port` if it is free, any free one for 0. Until the end no other process is given it as a free one, while a server
+    that sets SO_REUSEADDR may listen there, and again after a crash: the socket that keeps it does not listen.
 
     :raises ConfigError: if nothing can listen there; the message says what to change.
     """
     try:
-        return _listen(port, host)
+        claim = _bound(port, host)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             advice = f"stop what listens there or choose another with {flag}{hint}"
@@ -51,15 +55,23 @@ def claim_port(port: int, flag: str, *, host: str = "127.0.0.1", hint: str = "")
             raise ConfigError(f"port {port} is for root alone: choose one from 1024 up with {flag}", param=flag) from error
         reason = (error.strerror or "unknown").lower()
         raise ConfigError(f"can't listen on {host}: {reason}; is it an address of this machine?", param=flag) from error
+    with claim:
+        yield int(claim.getsockname()[1])
 
 
-def _listen(port: int, host: str) -> int:
-    """The port that a listener gets which is closed at once."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
-        return int(probe.getsockname()[1])
+def _bound(port: int, host: str) -> socket.socket:
+    """A socket with that port, any free one for 0, which does not listen.
+
+    :raises OSError: it can't be had.
+    """
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
 def reachable(host: str) -> str:

@@ -25,7 +25,7 @@ from common.cli.client import connected
 from common.cli.console import err, out, run, usable_cores
 from common.cli.fleet import ModelFleet, ProcessSpec, UpConfig, check_disk, processes, settled
 from common.cli.gpus import visible_gpus
-from common.cli.net import claim_port, reachable
+from common.cli.net import claimed_port, reachable
 from common.cli.pull import ensure
 from common.cli.starting import Starting, wait_ready
 from common.cli.supervisor import Command, Supervisor, python_module
@@ -63,14 +63,12 @@ def command(ctx: typer.Context) -> None:
         check_objectives(fleet.services.get("decode"))
     asked, warnings = _checked(asked)
     config = asked.config
-    http = claim_port(config.http_port, "--http-port", host=config.http_host)
     with contextlib.ExitStack() as stack:
+        http = stack.enter_context(claimed_port(config.http_port, "--http-port", host=config.http_host))
         credentials: Path | None = None
         if starts_bus:
             hint = "; if a nats-server is there, join it with --nats-url"
-            port = claim_port(config.nats_port, "--nats-port", hint=hint)
-            while port == http and not config.nats_port:  # both were to be any free one
-                port = claim_port(0, "--nats-port")
+            port = stack.enter_context(claimed_port(config.nats_port, "--nats-port", hint=hint))
             config = msgspec.structs.replace(config, nats_url=f"nats://127.0.0.1:{port}")
             prefixes = getattr(asked.services["gateway"], "reply_prefixes", ())
             tenants = own_bus.tenants_of(getattr(asked.services["gateway"], "api_keys", ""))

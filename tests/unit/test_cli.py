@@ -15,7 +15,7 @@ from common.cli import bench, doctor, status
 from common.cli.bench_report import percentile
 from common.cli.fleet import Passed, UpConfig, processes, settled, threads_per_worker
 from common.cli.gpus import visible_gpus
-from common.cli.net import claim_port, free_port, free_ports, http_status
+from common.cli.net import claimed_port, free_port, free_ports, http_status
 from common.models.source import DEFAULT_MODEL, ModelFiles
 from common.protocol.cache_messages import KvTier
 from common.protocol.draft_messages import Drafting
@@ -24,6 +24,7 @@ from common.protocol.errors import (
     NoWorkers,
 )
 from common.protocol.messages import KvUsage
+from common.runtime import endpoints
 from tests.unit.presences import presence
 
 # ── up ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -117,10 +118,27 @@ def flag(arguments: list[str], name: str) -> str:
 def test_a_port_in_use_is_named_with_the_flag_that_changes_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"port {port} is in use.*--http-port"):
-            claim_port(port, "--http-port")
-    assert claim_port(port, "--http-port") == port
-    assert claim_port(0, "--http-port") > 0
+        with pytest.raises(ConfigError, match=f"port {port} is in use.*--http-port"), claimed_port(port, "--http-port"):
+            pass
+    with claimed_port(port, "--http-port") as claimed:
+        assert claimed == port
+
+
+def test_a_port_that_was_chosen_stays_the_gateway_s_until_it_listens_and_when_it_is_started_again() -> None:
+    with claimed_port(0, "--http-port") as port:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        for reuse_port in (False, True, False):
+            gateways = [endpoints.bind("127.0.0.1", port, reuse_port=reuse_port) for _ in range(1 + reuse_port)]
+            for gateway in gateways:
+                gateway.listen()
+            with socket.create_connection(("127.0.0.1", port), timeout=5):
+                pass
+            for gateway in gateways:
+                gateway.close()
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", port))
 
 
 async def test_nothing_listening_is_status_zero() -> None:
