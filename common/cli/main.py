@@ -6,21 +6,43 @@ that are slow to import (numpy, nats) are imported by the command that needs the
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from common.cli import bench, chat, demo, doctor, explain, generate, keys, pull, status, up
 from common.cli.console import err, out
 from common.cli.up_command import SettingsCommand
 from common.protocol.errors import PenstockError
+from common.protocol.handles import Role
 from common.runtime.config import check_variables
 
+
+class Commands(TyperGroup):
+    """The commands; of a service's name, which is none, it says how a service is started."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if not ctx.resilient_parsing and (service := self._service_meant(args[0])):
+            ctx.fail(
+                f"No such command {args[0]!r}. `python -m services.{service}` starts that service alone, on a bus that runs; "
+                f"`penstock up --{service} 1` starts it with the others."
+            )
+        return super().resolve_command(ctx, args)
+
+    def _service_meant(self, word: str) -> str:
+        """Return the service that a word names, or is nearest to; empty where it is a command, or nearer to one."""
+        nearest = difflib.get_close_matches(word, [*self.commands, *get_args(Role)], n=1, cutoff=0.55)
+        return "".join(nearest) if word not in self.commands and nearest and nearest[0] not in self.commands else ""
+
+
 app = typer.Typer(
+    cls=Commands,
     name="penstock",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -14,9 +14,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from common.cli import status
 from common.cli.bench import server_of
+from common.cli.main import app
 from common.cli.net import free_port
 from common.protocol.errors import ConfigError
 from common.protocol.handles import Role, WorkerRef
@@ -36,6 +38,27 @@ def penstock(*words: str, stdin: bytes = b"", **environment: str) -> subprocess.
     found = subprocess.CompletedProcess(words, ended.returncode, ended.stdout.decode(), ended.stderr.decode())
     assert "Traceback" not in found.stderr, found.stderr
     return found
+
+
+@pytest.mark.parametrize(
+    ("word", "service"),
+    [
+        ("gateway", "gateway"),
+        ("draft", "draft"),
+        ("draft-worker", "draft"),
+        ("decode", "decode"),
+        ("prefil", "prefill"),
+        ("kv-store", "kvstore"),
+        ("stat", ""),
+        ("xyz", ""),
+    ],
+)
+def test_a_command_that_names_a_service_says_how_one_is_started(word: str, service: str) -> None:
+    ended = CliRunner().invoke(app, [word])
+    assert ended.exit_code == 2 and f"No such command '{word}'." in ended.output
+    said = " ".join(ended.output.split())
+    assert (f"`python -m services.{service}`" in said and f"`penstock up --{service} 1`" in said) == bool(service)
+    assert ("Did you mean 'status'" in said) == (word == "stat")
 
 
 # ── bench over HTTP, against a server that misbehaves ────────────────────────────────────────────────────────────────────
