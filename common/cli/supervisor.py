@@ -34,7 +34,8 @@ from common.protocol.errors import PenstockError
 STARTUP_CRASHES = 3
 """So many crashes before the whole was ready once end the supervisor: waiting would not help."""
 HOPELESS_STATUS = 2
-"""What a service ends with when its settings or its model are wrong: starting it again can't help."""
+"""What a service ends with when its settings, its model or the machine are not as it needs them. Before everything was ready
+once, starting it again can't help; afterwards what is missing, a network interface say, may come back."""
 MIN_DRAIN_S = 1.0
 MAX_STAGE_RESERVE_S = 2.0
 """Kept of the drain's time for each later stage."""

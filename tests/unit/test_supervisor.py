@@ -88,6 +88,27 @@ async def test_a_child_that_crashes_after_all_was_ready_is_restarted_for_ever(tm
     assert any("keeps crashing" in report for report in reports)
 
 
+async def test_a_child_whose_network_interface_went_away_is_started_again_until_it_is_back(tmp_path: Path) -> None:
+    """A service ends with status 2 where it can't use its --nixl-interface. It worked before, so its settings are not wrong."""
+    interface, works, reports = tmp_path / "eth1", tmp_path / "works", list[str]()
+    code = f"""
+import pathlib, signal, sys
+if not pathlib.Path({str(interface)!r}).exists():
+    print("NIXL can't use UCX with nixl_interface eth1")
+    sys.exit(2)
+pathlib.Path({str(works)!r}).touch()
+{SLEEPER}
+"""
+    supervisor = Supervisor([Command(name="decode-0", argv=python(code))], log_dir=tmp_path, report=reports.append)
+    supervisor.started_once = True
+    async with supervisor.running():
+        await until(lambda: any("keeps crashing" in report for report in reports))
+        interface.touch()
+        await until(works.exists)
+    assert "decode-0 ended with status 2" in reports[0] and "starting it again" in reports[0]
+    assert any("nixl_interface eth1" in report for report in reports)
+
+
 async def test_stages_are_stopped_one_after_another(tmp_path: Path) -> None:
     stamp = (
         "import pathlib, signal, time; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); print('up', flush=True);"
