@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from common.ops.cpu_int8 import compiled_numba
 from common.ops.tuning import CACHE_VARIABLE
 
 PROGRAM = """
@@ -71,6 +73,23 @@ def test_a_kept_kernel_gives_the_same_bits_where_it_is_compiled_and_where_it_is_
     (hits, digest), _ = compiled
     assert hits == "0"
     assert run(folder, "kernels") == [["1", digest]]
+
+
+def test_a_clone_loads_what_another_compiled_from_the_same_sources_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled_numba, "_FOLDER", tmp_path / "kernels")
+
+    def hits(clone: str, factor: int) -> int:
+        """Load the kernel from a file of this clone and call it; how often what was kept served."""
+        file = tmp_path / clone / "sources" / "kernel.py"
+        file.parent.mkdir(parents=True)
+        file.write_text(f"def kernel(number):\n    return {factor} * number\n")
+        kernel = compiled_numba.compiled(kept=True)(runpy.run_path(str(file))["kernel"])
+        assert kernel(7) == 7 * factor
+        return sum(kernel.stats.cache_hits.values())
+
+    assert [hits("first", 2), hits("second", 2), hits("changed", 3), hits("third", 3)] == [0, 1, 0, 1]
 
 
 def test_a_kept_kernel_leaves_no_call_to_be_bound_by_name(compiled: Lines) -> None:

@@ -1,23 +1,26 @@
 """How kernels for a CPU are compiled: without the interpreter's lock, without bounds checks, and kept between starts.
 
 They are kept beside the GPU's, in a folder for these very sources: Numba itself looks only at the file that a kernel is in, and
-would go on with old code when a file changes that the kernel is made of.
+would go on with old code when a file changes that the kernel is made of. Where that file is does not matter: another clone, or
+another virtual environment, with the same sources loads what the first one compiled.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import os
 import secrets
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numba
 from llvmlite import binding
-from numba.core import config
 from numba.core.bytecode import FunctionIdentity
+from numba.core.caching import CompileResultCacheImpl, FunctionCache
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
 
@@ -35,9 +38,8 @@ _SOURCES = b"".join(
 )
 """Constants of the packing are compiled in, too."""
 
-config.CACHE_DIR = str(  # pyright: ignore[reportAttributeAccessIssue]
-    cache_directory() / f"numba-{hashlib.sha256(_SOURCES).hexdigest()[:12]}"
-)
+_FOLDER = cache_directory() / f"numba-{hashlib.sha256(_SOURCES + numba.__version__.encode()).hexdigest()[:12]}"
+"""Clones may have different versions of Numba, which can't read each other's files."""
 
 FunctionIdentity._unique_ids = itertools.count(secrets.randbits(62))
 """Numba counts functions from 1 in every process, and the count is all that tells the symbols of closures apart. What two
@@ -72,6 +74,47 @@ class _ClosedCompiler(Compiler):
         return super().define_pipelines()
 
 
+class _KeptBySource:
+    """Say where Numba keeps what it compiled of a kernel. Numba's own locators name the folder after the file's path."""
+
+    def __init__(self, kernel: Callable[..., Any], file: str) -> None:
+        self._py_file = file
+        self._line = kernel.__code__.co_firstlineno
+
+    @classmethod
+    def from_function(cls, kernel: Callable[..., Any], file: str) -> _KeptBySource | None:
+        """Return None where the kernel has no file, or where nothing can be written."""
+        locator = cls(kernel, file)
+        try:
+            locator.get_source_stamp()
+            locator.ensure_cache_path()
+        except OSError:
+            return None
+        return locator
+
+    def ensure_cache_path(self) -> None:
+        path = self.get_cache_path()
+        Path(path).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+
+    def get_cache_path(self) -> str:
+        return str(_FOLDER / Path(self._py_file).parent.name)
+
+    def get_source_stamp(self) -> str:
+        return hashlib.sha256(Path(self._py_file).read_bytes()).hexdigest()
+
+    def get_disambiguator(self) -> str:
+        return str(self._line)
+
+
+class _KeptResults(CompileResultCacheImpl):
+    _locator_classes = [_KeptBySource]
+
+
+class _KeptFunctions(FunctionCache):
+    _impl_class = _KeptResults
+
+
 def has_feature(name: str) -> bool:
     """Return whether kernels may use an instruction set, by LLVM's name: this CPU's, or those of NUMBA_CPU_FEATURES when it or
     NUMBA_CPU_NAME names another CPU."""
@@ -94,9 +137,10 @@ def compiled(*, fastmath: frozenset[str] = frozenset(), kept: bool = False) -> C
         options: dict[str, Any] = {"nogil": True, "boundscheck": False, "error_model": "numpy", "fastmath": flags}
         if kept:
             options["pipeline_class"] = _ClosedCompiler
-        try:
-            return numba.njit(cache=kept, **options)(kernel)
-        except RuntimeError:
-            return numba.njit(**options)(kernel)
+        dispatcher = numba.njit(**options)(kernel)
+        if kept:
+            with contextlib.suppress(RuntimeError):
+                dispatcher._cache = _KeptFunctions(kernel)  # pyright: ignore[reportAttributeAccessIssue]
+        return dispatcher
 
     return decorate
