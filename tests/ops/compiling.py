@@ -1,7 +1,7 @@
 """Kernels compiled for Hopper and Blackwell on a machine without a GPU, and what the machine code says about them.
 
-Under pytest kernels are interpreted (TRITON_INTERPRET=1), so one other process per test module compiles them all. A test
-module lists `CASES` and checks each build:
+Under pytest kernels are interpreted (TRITON_INTERPRET=1), so another process per test module, with a child for each processor,
+compiles them all. A test module lists `CASES` and checks each build:
 
     CASES = [KernelCase("4096", "common.ops.x_triton", "_kernel", {"x": "*bf16", "rows": "i32"}, {"BLOCK": 4096, "PDL": True})]
 
@@ -20,14 +20,18 @@ DIRECTORY: `nvdisasm` beside Triton's ptxas shows the rest.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import importlib
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -279,18 +283,25 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return found["REG"], found["STACK"] + found["LOCAL"]
 
 
+def _answer(directory: Path | None, case: dict[str, Any], arch: int) -> tuple[str, int, dict[str, Any]]:
+    try:
+        build = _compile(case, arch, directory)
+    except Exception as error:
+        build = Build(error=f"{type(error).__name__}: {error}"[-4000:])
+    return f"{case['kernel']}-{case['name']}", arch, dataclasses.asdict(build)
+
+
 def _serve() -> None:
     """Compiles what stdin asks for, and answers with one line of JSON."""
     request = json.loads(sys.stdin.read())
     directory = Path(request["directory"]) if request["directory"] else None
-    answers: list[tuple[str, int, dict[str, Any]]] = []
-    for case in request["cases"]:
-        for arch in case["architectures"]:
-            try:
-                build = _compile(case, arch, directory)
-            except Exception as error:
-                build = Build(error=f"{type(error).__name__}: {error}"[-4000:])
-            answers.append((f"{case['kernel']}-{case['name']}", arch, dataclasses.asdict(build)))
+    asked = [(case, arch) for case in request["cases"] for arch in case["architectures"]]
+    for module in dict.fromkeys(case["module"] for case in request["cases"]):
+        with contextlib.suppress(Exception):  # that of each of its kernels, then
+            importlib.import_module(module)  # once, and not in each child
+    # raises if a child crashes
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), multiprocessing.get_context("fork")) as children:
+        answers = list(children.map(functools.partial(_answer, directory), *zip(*asked, strict=True)))
     sys.stdout.write("\n" + json.dumps(answers) + "\n")
 
 
