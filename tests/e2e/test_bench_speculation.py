@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -19,22 +20,35 @@ from tests.e2e.test_right import counted
 from tests.fixtures.nats import LocalNatsServer
 from tests.fixtures.tiny_model import write_tiny_model
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(180)]
 
 LOAD = ("--requests", "4", "--concurrency", "2", "--max-tokens", "60", "--prompt-words", "12")
 GENERATED = "penstock_engine_generation_tokens_total"
 KEY = "a-key-of-this-test"
 
 
-@pytest_asyncio.fixture
-async def stack(nats_server_factory: Callable[..., LocalNatsServer], tmp_path: Path) -> AsyncIterator[Stack]:
+@contextlib.asynccontextmanager
+async def gateway(directory: Path) -> AsyncIterator[Stack]:
     """A gateway, which has no decode worker yet."""
-    model = write_tiny_model(tmp_path / "tiny")
-    directory = tmp_path / "stack"
-    directory.mkdir()
+    model = write_tiny_model(directory / "tiny")
     engine = ("--dtype", "float32", "--num-blocks", "400")
-    async with Stack(nats_server_factory().url, directory, flags=("--model", str(model)), engine_flags=engine) as stack:
-        await stack.start("gateway", environment={"PENSTOCK_API_KEY": KEY})
+    server = LocalNatsServer(directory / "nats")
+    server.start()
+    try:
+        async with Stack(server.url, directory, flags=("--model", str(model)), engine_flags=engine) as stack:
+            await stack.start("gateway", environment={"PENSTOCK_API_KEY": KEY})
+            yield stack
+    finally:
+        server.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    """With a decode worker that looks up, and a draft worker, which the last of these tests kills."""
+    async with gateway(tmp_path_factory.mktemp("stack")) as stack:
+        await stack.start("decode", "--verify", "always", "--lookup", "on")
+        await stack.start("draft")
+        await stack.ready()
         yield stack
 
 
@@ -50,9 +64,6 @@ async def bench(*words: str, **environment: str) -> subprocess.CompletedProcess[
 
 async def test_what_lookup_and_a_draft_worker_gave(stack: Stack, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    await stack.start("decode", "--verify", "always", "--lookup", "on")
-    await stack.start("draft")
-    await stack.ready()
     assert (await bench("--nats-url", stack.nats_url)).returncode == 0  # what was before does not count
     earlier = await counted(stack, "decode", "penstock_speculation_accepted_tokens_total")
 
@@ -92,28 +103,25 @@ async def test_a_gateway_that_requires_keys_is_asked_with_the_key_everywhere(sta
     table = "[tenants.operator]\ndashboard = true\n"
     keys.write_text(table + lines_for(operator, "operator", known=known) + lines_for(tenant, "acme", known=known))
     several = await stack.start("gateway", "--api-keys", str(keys))
-    await stack.start("decode", "--verify", "always", "--lookup", "on")
-    await stack.ready()
-    for gateway, key in (("gateway-0", KEY), (several, operator)):
-        said = await bench("--url", stack.url(gateway), "--api-key", key, "--speculation", "--json")
+    await stack.ready(several)
+    for asked, key in (("gateway-0", KEY), (several, operator)):
+        said = await bench("--url", stack.url(asked), "--api-key", key, "--speculation", "--json")
         assert said.returncode == 0, said.stderr
         (worker,) = json.loads(said.stdout)["speculation"]["decode_workers"]
         assert worker["generated_tokens"] == 240 and worker["drafters"]["lookup"]["accepted_tokens"] > 0
     before = await counted(stack, "decode", GENERATED)
-    for gateway, key, reason in (
+    for asked, key, reason in (
         ("gateway-0", "", "wants an API key"),
         ("gateway-0", "wrong", "wants an API key"),
         (several, tenant, "its tenant needs `dashboard = true`, or leave out --speculation"),
     ):
-        said = await bench("--url", stack.url(gateway), "--api-key", key, "--speculation", "--model", "tiny")
+        said = await bench("--url", stack.url(asked), "--api-key", key, "--speculation", "--model", "tiny")
         assert said.returncode == 1 and reason in said.stderr and len(said.stderr.splitlines()) == 1, said.stderr
     assert await counted(stack, "decode", GENERATED) == before, "nothing was generated"
 
 
 async def test_a_draft_worker_that_dies_during_the_load_is_named(stack: Stack) -> None:
-    await stack.start("decode", "--verify", "always")
-    draft = await stack.start("draft")
-    await stack.ready()
+    draft = "draft-0"
     before = await counted(stack, "decode", GENERATED)
     ended: list[subprocess.CompletedProcess[str]] = []
 
@@ -134,7 +142,14 @@ async def test_a_draft_worker_that_dies_during_the_load_is_named(stack: Stack) -
     assert draft in line
 
 
-async def test_what_it_refuses_before_any_load(stack: Stack, tmp_path: Path) -> None:
+@pytest_asyncio.fixture(loop_scope="module")
+async def lone_gateway(tmp_path: Path) -> AsyncIterator[Stack]:
+    async with gateway(tmp_path) as stack:
+        yield stack
+
+
+async def test_what_it_refuses_before_any_load(lone_gateway: Stack, tmp_path: Path) -> None:
+    stack = lone_gateway
     pytest.importorskip("matplotlib")
     here = ("--nats-url", stack.nats_url, "--speculation")
 
