@@ -184,6 +184,7 @@ async def test_many_long_prompts_disturb_nobody(stack: Stack, shape: str) -> Non
     assert watch.longest_silence_s < LONGEST_SILENCE_S
 
 
+@pytest.mark.slow
 async def test_four_of_the_largest_answers_disturb_nobody(stack: Stack) -> None:
     """280 MB of log-probabilities each: whoever does not fit into the memory for whole answers is told so."""
     body = {"prompt": "x", "logprobs": 20, "n": 16, "max_tokens": 8000, "ignore_eos": True, "stream": False}
