@@ -25,6 +25,7 @@ from tests.chaos.test_cache_groups import WINDOWS, play, prompt
 from tests.chaos.test_kv_seen import actors, records
 from tests.chaos.test_kv_streams import BLOCK_BYTES, Groups, _is, heard, made, streamed, streaming, until
 from tests.chaos.world import BLOCK_TOKENS, World
+from tests.fixtures.slow import pairs_quick
 
 ALL_GROUPS: list[Groups] = [(), *WINDOWS]
 
@@ -235,9 +236,7 @@ def test_a_small_pool_serves_all_whatever_is_promised(tmp_path: Path, windows: G
     play(tmp_path, story, windows, num_blocks=num_blocks)
 
 
-@pytest.mark.parametrize("windows", ALL_GROUPS)
-@pytest.mark.parametrize("every", [2, 3, 5])
-@pytest.mark.parametrize("run_ahead", [1, 2])
+@pytest.mark.parametrize(("windows", "every", "run_ahead"), pairs_quick(ALL_GROUPS, [2, 3, 5], [1, 2]))
 def test_messages_that_are_lost_change_no_token(tmp_path: Path, windows: Groups, every: int, run_ahead: int) -> None:
     async def story(world: World) -> None:
         lost = (KvPart, KvPromise, KvWatched, KvWithdrawn)

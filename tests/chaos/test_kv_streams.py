@@ -278,9 +278,8 @@ def test_what_the_decode_worker_has_itself_is_not_copied(tmp_path: Path) -> None
 # -- deaths
 
 
-@pytest.mark.parametrize("windows", ALL_GROUPS)
+@pytest.mark.parametrize(("windows", "parts", "copy_s"), pairs_quick(ALL_GROUPS, [1, 6, 12], COPY_S), indirect=["copy_s"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("parts", [1, 6, 12])
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_a_worker_that_dies_while_kv_is_streamed_changes_no_token(
     tmp_path: Path, windows: Groups, role: str, parts: int, how: str, copy_s: float
