@@ -6,11 +6,13 @@ Real processes: a nats-server, a gateway and two decode workers in the precision
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import signal
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import anyio
@@ -148,11 +150,10 @@ async def accepted(stack: Stack, names: Iterable[str]) -> dict[str, float]:
 
 
 class Site(NamedTuple):
-    """long, others: what a decode worker without speculation answers to `LONG` and to `OTHERS`."""
+    """long: what a decode worker without speculation answers to `LONG`."""
 
     stack: Stack
     long: list[Answer]
-    others: list[Answer]
 
     @property
     def decode(self) -> list[str]:
@@ -177,23 +178,34 @@ class Site(NamedTuple):
         assert sum(answer.num_tokens == 0 for answer in answers) >= 4, "most streams are not at their end"
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared_site(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelFiles) -> AsyncIterator[Site]:
-    directory = tmp_path_factory.mktemp("head")
+@contextlib.asynccontextmanager
+async def started(directory: Path) -> AsyncIterator[Stack]:
+    """A gateway on a bus of its own."""
     server = LocalNatsServer(directory / "nats")
     server.start()
     try:
         async with Stack(server.url, directory, engine_flags=ENGINE) as stack:
             await stack.start("gateway")
-            plain = await stack.start("decode", "--speculation-tokens", "0")
-            await stack.ready(within_s=120)
-            long, others = await ask_all(stack, LONG), await ask_all(stack, OTHERS.values())
-            assert await counter(stack, plain, "penstock_speculation_draft_tokens_total") == 0
-            stack.send_signal(plain, signal.SIGTERM)
-            assert await stack.ended(plain) == 0
-            yield Site(stack, long, others)
+            yield stack
     finally:
         server.stop()
+
+
+async def undisturbed(stack: Stack, bodies: Iterable[dict[str, Any]]) -> list[Answer]:
+    """Return what a decode worker without speculation answers, the only one while it lives."""
+    plain = await stack.start("decode", "--speculation-tokens", "0")
+    await stack.ready(within_s=120)
+    answers = await ask_all(stack, bodies)
+    assert await counter(stack, plain, "penstock_speculation_draft_tokens_total") == 0
+    stack.send_signal(plain, signal.SIGTERM)
+    assert await stack.ended(plain) == 0
+    return answers
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_site(tmp_path_factory: pytest.TempPathFactory, smollm2: ModelFiles) -> AsyncIterator[Site]:
+    async with started(tmp_path_factory.mktemp("head")) as stack:
+        yield Site(stack, await undisturbed(stack, LONG))
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -239,18 +251,20 @@ async def test_nor_does_it_where_prompts_are_handed_off(site: Site) -> None:
 
 
 @pytest.mark.slow
-async def test_whatever_a_request_wants_a_head_and_a_killed_worker_change_nothing(site: Site) -> None:
+async def test_whatever_a_request_wants_a_head_and_a_killed_worker_change_nothing(site: Site, tmp_path: Path) -> None:
+    async with started(tmp_path) as elsewhere:
+        others = await undisturbed(elsewhere, OTHERS.values())
     stack, answers = site.stack, list[Answer]()
     before = await accepted(stack, site.decode)
-    undisturbed = await ask_all(stack, OTHERS.values())
-    for name, answer, expected in zip(OTHERS, undisturbed, site.others, strict=True):
+    found = await ask_all(stack, OTHERS.values())
+    for name, answer, expected in zip(OTHERS, found, others, strict=True):
         assert answer == expected, name
     after = await accepted(stack, site.decode)
     assert sum(after.values()) > sum(before.values()) + 100
     async with anyio.create_task_group() as group:
         group.start_soon(ask_all, stack, OTHERS.values(), answers)
         await site.kill_one_that_accepts(answers)
-    for name, answer, expected in zip(OTHERS, answers, site.others, strict=True):
+    for name, answer, expected in zip(OTHERS, answers, others, strict=True):
         assert answer == expected, name
         if name.startswith("schema"):
             jsonschema.validate(json.loads(answer.choices[0].text), FRUIT)
