@@ -137,7 +137,7 @@ async def test_stopped_workers_lose_their_work_and_are_fenced_when_they_wake(sit
         epochs = [site.stack.presence(victim).worker.epoch for victim in victims]
         for victim in victims:
             site.stack.send_signal(victim, signal.SIGSTOP)
-        await anyio.sleep(10)
+        await anyio.sleep(LEASE_S + 2 * TICKS_S)
         moved = len(crowd.seen)
         for victim in victims:
             site.stack.send_signal(victim, signal.SIGCONT)
