@@ -78,7 +78,7 @@ class Draft:
     """The draft worker. send: what it says to the decode worker."""
 
     def __init__(self, clock: Clock, times: Times, percent: float, streams: int, *, with_cadence: bool) -> None:
-        self.send: Callable[[Proposals], None]
+        self.send: Callable[[Proposals], object]
         self.num_steps = self.num_rows = 0
         self._clock, self._times, self._percent = clock, times, percent
         self._cadence = Cadence() if with_cadence else None
