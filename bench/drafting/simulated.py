@@ -63,10 +63,10 @@ class Clock:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._calls: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._calls: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._number = itertools.count()
 
-    def at(self, moment: float, call: Callable[..., None], *arguments: Any) -> None:
+    def at(self, moment: float, call: Callable[..., object], *arguments: Any) -> None:
         heapq.heappush(self._calls, (moment, next(self._number), call, arguments))
 
     def step(self) -> None:
