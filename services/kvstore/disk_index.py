@@ -185,6 +185,7 @@ class DiskIndex:
             file.blocks[block_hash] = DiskBlock(record.slot, record.checksum, True)
             file.order.add(block_hash, record.parent, record.owner, hits=record.hits, worth=record.rank.worth)
             self.used_bytes += file.slot_bytes
+            self._owners.use(record.owner)  # nobody could ask meanwhile
         if found:  # what comes now is worth more than what would have gone next
             self._uses.level = max(self._uses.level, min(record.rank.worth for _, record in found))
         self.num_blocks += len(found)

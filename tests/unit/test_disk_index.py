@@ -195,8 +195,11 @@ def test_a_tenants_flood_leaves_others_their_share_also_after_a_restart():
     file = file_of(again)
     assert again.restore(file, records, 8) == 0
     assert file.order.owner_of(b"mine1") == b"tenant-a"
-    put(again, file, b"mine4", owner=b"tenant-a")
     for i in range(20, 40):
+        put(again, file, b"flood%d" % i, owner=b"tenant-b")
+    assert {b"mine1", b"mine2", b"mine3"} <= held(file), "before it has asked for anything"
+    put(again, file, b"mine4", owner=b"tenant-a")
+    for i in range(40, 60):
         put(again, file, b"flood%d" % i, owner=b"tenant-b")
     assert {b"mine1", b"mine2", b"mine3", b"mine4"} <= held(file), "half of the quota is its share"
     put(again, file, *(b"mine%d" % i for i in range(5, 9)), owner=b"tenant-a")
