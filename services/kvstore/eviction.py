@@ -25,7 +25,7 @@ from services.kvstore.owners import Owners
 
 MAX_HITS = 255
 _MOST_HITS = 7
-"""That count; with more a prefix that is out of use would stay for days."""
+"""More hits do not count: a prefix that is out of use would stay for days."""
 _MOST_DOUBLINGS = 2
 """A model's cost counts in powers of two, from a quarter of the mean to four times as much. Speeds are measured, and blocks of
 equal worth go by recency: a cost that wavers would break that."""
@@ -71,8 +71,8 @@ class _Block(msgspec.Struct, gc=False):
 
 
 class LeafOrder:
-    """Blocks of one size by hash, each with the hash of its predecessor and its owner. O(log n) per call, amortised, and in
-    what takes owners as many times. `block_bytes`: what a block takes of its owner's share."""
+    """Blocks of one size by hash, each with the hash of its predecessor and its owner. O(log n) per call, amortised; `pop` and
+    `first` look at each owner besides. `block_bytes`: what a block takes of its owner's share."""
 
     def __init__(self, clock: EvictionClock | None = None, owners: Owners | None = None, block_bytes: int = 1) -> None:
         self.seconds_per_byte = 0.0

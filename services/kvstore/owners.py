@@ -1,8 +1,7 @@
 """How much of a store each tenant has, and whose blocks go first when it is full. Pure.
 
-Tenants that used the store lately have shares of it by their weights. Who has less than its share loses nothing to others, and
-what nobody claims is whoever's needs it: a share is no limit. Blocks of nobody in particular have an owner like any other,
-the empty one, of weight 1.
+Tenants that used the store lately have shares of it by their weights. One that has less than its share loses nothing to others,
+and may use what they leave: a share is no limit. Requests without a tenant have one owner together, the empty one, of weight 1.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ _MAX_IDLE = 1024
 
 
 class Owners:
-    """Of one tier. `clock`: seconds; `active_s`: how long after its last use an owner keeps its share. `weights`: of those that
-    said one, which tiers may share."""
+    """The owners of one tier's blocks. `clock`: seconds; `active_s`: how long after its last use an owner keeps its share.
+    `weights`: by owner, as their requests said; two tiers may share them."""
 
     def __init__(self, clock: Callable[[], float], active_s: float, weights: dict[bytes, float] | None = None) -> None:
         self.weights = {} if weights is None else weights
@@ -49,8 +48,7 @@ class Owners:
 
     def first_to_go(self, limit_bytes: int, asking: bytes | None = None, size: int = 0) -> Set[bytes] | None:
         """Return whose blocks go first for `size` bytes of `asking`'s: those that have more than their share of the limit, or
-        were not active lately. None: anybody's.
-        """
+        were not active lately. None: anybody's."""
         if len(self._bytes) < 2:
             return None
         active = {owner for owner in self._bytes if owner == asking or self._is_active(owner)}

@@ -189,7 +189,7 @@ def test_a_tenants_flood_in_another_model_leaves_others_their_share(store: Store
     for i in range(20):
         store.put("b", chain(f"flood{i}-", 3), owner=b"tenant-b")
     assert store.has("a", chain("mine", 6)) == 6, "less than its half of sixteen"
-    assert store.arenas.num_readable == 16, "the rest is whose who needs it"
+    assert store.arenas.num_readable == 16, "anyone may use the rest"
     store.arenas.owners.weigh(b"tenant-b", 7.0)
     for i in range(20):
         store.put("b", chain(f"more{i}-", 3), owner=b"tenant-b")
