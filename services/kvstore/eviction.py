@@ -168,6 +168,7 @@ class LeafOrder:
         return None if heap is None else Rank(heap[0][0], heap[0][1])
 
     def rank_of(self, block_hash: bytes) -> Rank:
+        """Return the block's rank, whether or not it may be evicted now."""
         block = self._blocks[block_hash]
         return Rank(block.worth, block.number)
 
@@ -176,6 +177,7 @@ class LeafOrder:
         return self._blocks[block_hash].hits
 
     def owner_of(self, block_hash: bytes) -> bytes:
+        """Return the owner that the block was added with."""
         return self._blocks[block_hash].owner
 
     def parent_of(self, block_hash: bytes) -> bytes:

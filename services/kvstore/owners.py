@@ -24,6 +24,7 @@ class Owners:
         self._used_at: dict[bytes, float] = {}
 
     def bytes_of(self, owner: bytes) -> int:
+        """Return what the owner's blocks take."""
         return self._bytes.get(owner, 0)
 
     def use(self, owner: bytes) -> None:
@@ -31,12 +32,14 @@ class Owners:
         self._used_at[owner] = self._clock()
 
     def weigh(self, owner: bytes, weight: float) -> None:
+        """Its requests say this weight."""
         self.weights[owner] = weight
         if len(self.weights) > 2 * _MAX_IDLE:
             for known in [known for known in self.weights if not self._is_active(known)][:_MAX_IDLE]:
                 del self.weights[known]
 
     def take(self, owner: bytes, size: int) -> None:
+        """A block of so many bytes more; `give`: one less."""
         self._bytes[owner] = self._bytes.get(owner, 0) + size
 
     def give(self, owner: bytes, size: int) -> None:

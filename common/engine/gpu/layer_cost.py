@@ -15,19 +15,21 @@ _FP8_FLOPS = 1.1e15
 
 
 class LayerCost(NamedTuple):
-    """Of a layer, the mean of all. linears: seconds a token. attention: seconds for a query and a key that it sees, where
-    nothing limits how far it sees."""
+    """Of a decoder's layers, the mean. linears: seconds a token. attention: seconds for each pair of a query and a key before
+    it; layers with windows or chunks count as if they had none to compute."""
 
     linears: float
     attention: float
 
     def seconds(self, rows: Sequence[StepRow]) -> float:
+        """Return how long a layer takes for these rows of a step."""
         tokens = sum([len(row.tokens) for row in rows])
         pairs = sum([len(row.tokens) * (row.start + len(row.tokens) / 2) for row in rows])
         return self.linears * tokens + self.attention * pairs
 
 
 def layer_cost(decoder: Decoder) -> LayerCost:
+    """Return what a decoder's layers cost on an H100, by their operations."""
     linears = attention = 0.0
     for layer in decoder.layers:
         for weight in layer.linears.values():
