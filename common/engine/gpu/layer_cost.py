@@ -16,7 +16,7 @@ _FP8_FLOPS = 1.1e15
 
 class LayerCost(NamedTuple):
     """Of a decoder's layers, the mean. linears: seconds a token. attention: seconds for each pair of a query and a key before
-    it; layers with windows or chunks count as if they had none to compute."""
+    it; that of layers with windows or chunks is taken to be nothing."""
 
     linears: float
     attention: float
