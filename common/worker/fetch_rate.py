@@ -69,7 +69,5 @@ class FetchRates:
         one of the two speeds is not known.
         """
         bytes_per_s = self.bytes_per_s(path, num_bytes, now) or tested_bytes_per_s
-        tokens_per_s = self._prefill_tokens_per_s()
-        if not bytes_per_s or not tokens_per_s:
-            return True
-        return num_bytes / bytes_per_s <= num_tokens / tokens_per_s
+        computing_s = self.compute_s(num_tokens)
+        return not bytes_per_s or not computing_s or num_bytes / bytes_per_s <= computing_s

@@ -76,14 +76,21 @@ _OF_STEPS: tuple[tuple[str, str, Callable[[Proposers], int]], ...] = (
     ),
 )
 _MAX_STEPS = 128
-"""Steps of a sequence whose times are kept: a later proposal counts from the oldest of them."""
+"""Steps whose times are kept: a proposal that is later counts from the first of them."""
 
 
-class _Length(NamedTuple):
-    """length: tokens of the sequence that were decided, or told to its draft worker. at: when."""
+class _Asked(NamedTuple):
+    """length: tokens of the sequence that its draft worker was told. at: when."""
 
     length: int
     at: float
+
+
+class _Step(NamedTuple):
+    """at: when its tokens were decided. lengths: of its sequences, with these tokens."""
+
+    at: float
+    lengths: dict[str, int]
 
 
 class SpeculationTelemetry(Collector):
@@ -93,8 +100,8 @@ class SpeculationTelemetry(Collector):
         self._model = model
         self._proposers = proposers
         self.draft_workers: Sequence[Presence] = ()
-        self._asked: dict[str, _Length] = {}
-        self._decided: dict[str, deque[_Length]] = {}
+        self._asked: dict[str, _Asked] = {}
+        self._steps: deque[_Step] = deque(maxlen=_MAX_STEPS)
         self._round_trip = metrics.histogram(
             "speculation_round_trip_seconds",
             "From what a step told a draft worker to the proposal that answers it",
@@ -109,18 +116,14 @@ class SpeculationTelemetry(Collector):
         metrics.registry.register(self)
 
     def decided(self, lengths: Iterable[tuple[str, int]], now: float) -> None:
-        """A step decided tokens, whether or not a draft worker is told of them. lengths: of sequences, with these tokens."""
-        drafts = self._proposers.drafts
-        for sequence, length in lengths if self.draft_workers else ():
-            if drafts.worker_of(sequence) is not None:
-                if (decided := self._decided.get(sequence)) is None:
-                    decided = self._decided[sequence] = deque(maxlen=_MAX_STEPS)
-                decided.append(_Length(length, now))
+        """A step decided tokens, whether or not a draft worker is told of them. lengths: of its sequences, with them."""
+        if self.draft_workers:
+            self._steps.append(_Step(now, dict(lengths)))
 
     def asked(self, update: DraftUpdate, now: float) -> None:
         """A draft worker was told what a step decided. Only what answers the latest update of a sequence is timed."""
         for row in update.rows:
-            self._asked[row.sequence] = _Length(row.base + len(row.tokens), now)
+            self._asked[row.sequence] = _Asked(row.base + len(row.tokens), now)
 
     def answered(self, message: Proposals, now: float) -> None:
         """Observe the first answer of a message; a draft worker without a guess sends none."""
@@ -135,17 +138,17 @@ class SpeculationTelemetry(Collector):
     def came_late(self, late: Iterable[tuple[str, int]], now: float) -> None:
         """Add up how late proposals were. late: see `DraftBook.on_proposals`."""
         for sequence, end in late:
-            decided = self._decided.get(sequence, ())
-            self._lateness.inc(now - next((one.at for one in decided if one.length >= end), now))
+            self._lateness.inc(now - next((step.at for step in self._steps if step.lengths.get(sequence, -1) >= end), now))
 
     def forget(self, sequence: str) -> None:
         """That sequence is over, or nobody drafts for it any more."""
         self._asked.pop(sequence, None)
-        self._decided.pop(sequence, None)
+        for step in self._steps:
+            step.lengths.pop(sequence, None)
 
     def forget_all(self) -> None:
         self._asked.clear()
-        self._decided.clear()
+        self._steps.clear()
 
     def collect(self) -> Iterator[Metric]:
         proposers = self._proposers

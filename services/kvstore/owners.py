@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 
 _MAX_IDLE = 1024
-"""Owners without blocks that are remembered, for their weight."""
+"""Beyond twice as many weights, so many of owners that were not active lately are forgotten."""
 
 
 class Owners:
@@ -22,10 +22,6 @@ class Owners:
         self._active_s = active_s
         self._bytes: dict[bytes, int] = {}
         self._used_at: dict[bytes, float] = {}
-
-    def bytes_of(self, owner: bytes) -> int:
-        """Return what the owner's blocks take."""
-        return self._bytes.get(owner, 0)
 
     def use(self, owner: bytes) -> None:
         """It asks for blocks, or brings some."""

@@ -133,18 +133,18 @@ def test_an_owners_blocks_are_evicted_apart():
     order.add(b"a1", b"", b"a")
     order.add(b"b1", b"", b"b")
     order.add(b"b2", b"", b"b")
-    assert owners.bytes_of(b"b") == 20
+    assert owners._bytes[b"b"] == 20
     assert owners.first_to_go(40, b"a", 10) is None, "nobody has more than its share"
     assert owners.first_to_go(30, b"a", 10) == {b"a", b"b"}, "it would have more than its share itself"
     owners.weigh(b"a", 3.0)
     assert owners.first_to_go(40, b"a", 10) == {b"b"}
     assert owners.first_to_go(40, b"c", 10) == {b"b"}, "a newcomer has a share"
     assert order.pop({b"b"}) == b"b1"
-    assert owners.bytes_of(b"b") == 10
+    assert owners._bytes[b"b"] == 10
     time[0] = 61.0
     assert owners.first_to_go(1000, b"c", 10) == {b"a", b"b"}, "what nobody has used for long goes first"
     order.close()
-    assert owners.bytes_of(b"a") == owners.bytes_of(b"b") == 0
+    assert owners._bytes == {}
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 4)), max_size=120))

@@ -125,14 +125,20 @@ def test_only_the_answer_to_the_latest_update_is_timed() -> None:
     assert abs(found["penstock_speculation_round_trip_seconds_sum", "", ""] - 0.002) < 1e-9
 
 
-def test_lateness_runs_from_the_step_that_used_a_proposal_up() -> None:
-    metrics = Metrics(role="decode")
+def with_one_sequence(metrics: Metrics) -> tuple[DraftBook, SpeculationTelemetry, list[int]]:
+    """A draft worker that drafts for the sequence "s" of the tokens that are returned."""
     drafts = DraftBook(SpeculationPolicy(max_tokens=4, max_step_tokens=100, costs=flat_costs()), vocab_size=100)
     telemetry = SpeculationTelemetry(metrics, "m", Proposers(drafts))
     telemetry.draft_workers = [Presence(worker=DRAFT, state="ready", credits=4)]
     drafts.set_workers(telemetry.draft_workers)
     tokens = [7] * 3
     drafts.open("s", tokens)
+    return drafts, telemetry, tokens
+
+
+def test_lateness_runs_from_the_step_that_used_a_proposal_up() -> None:
+    metrics = Metrics(role="decode")
+    drafts, telemetry, tokens = with_one_sequence(metrics)
     for now in (1.0, 2.0, 3.0):
         tokens += [7]
         drafts.messages(WorkerRef(role="decode", id="d", epoch=1))
@@ -154,12 +160,7 @@ def test_lateness_runs_from_the_step_that_used_a_proposal_up() -> None:
 def test_a_proposal_is_late_although_its_draft_worker_was_not_told_of_the_tokens() -> None:
     """Of many sequences, one for which nothing is proposed is told of its tokens several at a time; see `QUIET_TOKENS`."""
     metrics, decode = Metrics(role="decode"), WorkerRef(role="decode", id="d", epoch=1)
-    drafts = DraftBook(SpeculationPolicy(max_tokens=4, max_step_tokens=100, costs=flat_costs()), vocab_size=100)
-    telemetry = SpeculationTelemetry(metrics, "m", Proposers(drafts))
-    telemetry.draft_workers = [Presence(worker=DRAFT, state="ready", credits=4)]
-    drafts.set_workers(telemetry.draft_workers)
-    tokens = [7] * 3
-    drafts.open("s", tokens)
+    drafts, telemetry, tokens = with_one_sequence(metrics)
     drafts.messages(decode)  # of the steps below, it is told nothing
     for now in (1.0, 2.0, 3.0):
         tokens += [7]
