@@ -222,14 +222,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (other != content).any():
             raise SystemExit("what came back is not what was offered")
         pool = torch.from_numpy(content.copy()).to(device)
-        stage = HostStage([pool], given.stage_mb * _MIB)
-        stage.check()
-        add(f"blocks of {device} through a stage", *anyio.run(rates, stage.groups[0], directory, given.rounds))
-        if (pool.cpu().numpy() != content).any():
-            raise SystemExit("what came back through the stage is not what was offered")
-        alone = (_spread(found) for found in device_rates(pool, stage, given.rounds))
+        alone = ["", ""]
+        for name, pins in [("through a stage", False), ("the kvstore's memory pinned", True)][: 1 + device.startswith("cuda")]:
+            stage = HostStage([pool], given.stage_mb * _MIB, pins=pins)
+            stage.check()
+            add(f"blocks of {device}, {name}", *anyio.run(rates, stage.groups[0], directory, given.rounds))
+            if (pool.cpu().numpy() != content).any():
+                raise SystemExit("what came back is not what was offered")
+            if not pins:
+                alone = [_spread(found) for found in device_rates(pool, stage, given.rounds)]
+                pool.copy_(torch.from_numpy(content))
+            stage.close()
         rows.append([f"{device} to its stage and back, alone", *alone, "", ""])
-        stage.close()
     print(f"{given.blocks} blocks of {given.block_kb} KiB, a stage of {given.stage_mb} MiB; GB/s, median (slowest to fastest)")
     print(markdown(["", "out: offer", "in: fetch", "first round", "lookup, ms"], rows))
     print("\nms for each GB, and page faults:")

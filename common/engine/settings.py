@@ -69,6 +69,13 @@ class EngineServiceConfig(NixlSettings, frozen=True, kw_only=True, forbid_unknow
             description="pinned host memory through which a GPU's KV passes to kvstores and other hosts, MiB; 0: to neither",
         ),
     ] = 128
+    kv_pin_kvstore: Annotated[
+        bool,
+        Meta(
+            description="have the GPU's driver pin the memory of this host's kvstores, so that KV is copied without the host's "
+            "processors; false: all of it through kv_stage_mb"
+        ),
+    ] = True
     threads: Annotated[int, Meta(ge=0, description="CPU threads of the engine; 0: all cores")] = 0
     step_timeout_s: Annotated[
         float, Meta(gt=0, description="least time before a step counts as hung; it is 20 times the slowest of late, or more")

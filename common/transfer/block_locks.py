@@ -1,6 +1,7 @@
 """Keeps the memory of a kvstore's blocks where it is while workers copy them: locks on ranges of the segment's file.
 
     a worker that copies blocks        lock_to_copy    shared: any number of them
+    a worker whose GPU has it pinned   HeldLocks       shared, for as long
     the store that takes their memory  try_lock_alone  exclusive: only where nobody copies
 
 Locks of open file descriptions (fcntl(2), `F_OFD_SETLK`): each copy opens the file anew, so threads don't end each other's, and
@@ -46,6 +47,28 @@ def lock_to_copy(fd: int, ranges: Sequence[tuple[int, int]]) -> Iterator[None]:
         yield
     finally:
         os.close(own)  # and all its locks with it
+
+
+class HeldLocks:
+    """Shared locks on ranges of a file that is open to read and write, each until it is unlocked."""
+
+    def __init__(self, fd: int) -> None:
+        """:raises OSError: the file can't be opened anew."""
+        self._fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        self._closed = False
+
+    def lock(self, offset: int, size: int) -> None:
+        """:raises BlockingIOError: the range is locked exclusively."""
+        _lock(self._fd, fcntl.F_RDLCK, offset, size)
+
+    def unlock(self, offset: int, size: int) -> None:
+        _lock(self._fd, fcntl.F_UNLCK, offset, size)
+
+    def close(self) -> None:
+        """Unlock everything. Harmless twice."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._fd)
 
 
 @contextmanager

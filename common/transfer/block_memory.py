@@ -14,6 +14,8 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
+from common.transfer.pinned_memory import PinnedMemory
+
 T = TypeVar("T")
 
 Fill = Callable[[np.ndarray, Sequence[int], range], int]
@@ -27,11 +29,15 @@ class BlockMemory(Protocol):
     """The blocks of one cache group. Safe to call from several threads.
 
     num_at_once: blocks that one call should be given at least, if there are so many, to be as fast as it can be.
+    pinned: where a kvstore's memory is to be pinned to be copied without the host's help; None: nowhere.
     """
 
     num_blocks: int
     block_bytes: int
     num_at_once: int
+
+    @property
+    def pinned(self) -> PinnedMemory | None: ...
 
     def read(self, blocks: Sequence[int], take: Take[T]) -> list[T]:
         """Give the content of `blocks` to `take`, in parts; return what it returned, in the order of the parts. Blocks.
@@ -56,6 +62,7 @@ class HostBlocks:
     def __init__(self, blocks: np.ndarray) -> None:
         self.num_blocks, self.block_bytes = blocks.shape
         self.num_at_once = 1
+        self.pinned: PinnedMemory | None = None
         self._blocks = blocks
 
     def read(self, blocks: Sequence[int], take: Take[T]) -> list[T]:

@@ -1,4 +1,4 @@
-"""The part of a GPU's driver that hands memory from process to process, by ctypes."""
+"""The part of a GPU's driver that hands memory from process to process, pins it and copies it, by ctypes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ class CudaDriver:
     """libcuda, in the context that torch uses for GPU `index`. Each call may come from another thread."""
 
     def __init__(self, index: int) -> None:
+        """:raises TransportUnavailable: there is none."""
         self._index = index
         self._context = ctypes.c_void_p()
         try:
@@ -23,20 +24,36 @@ class CudaDriver:
             raise TransportUnavailable(f"no CUDA driver: {error}") from error
         self._cuda.cuIpcOpenMemHandle_v2.argtypes = [ctypes.c_void_p, _Handle, ctypes.c_uint]
 
+    def addresses(self) -> tuple[int, int, int]:
+        """Return those of the calls that compiled code makes: cuMemcpyAsync, cuEventRecord, cuEventSynchronize."""
+        names = ("cuMemcpyAsync", "cuEventRecord", "cuEventSynchronize")
+        copy, record, synchronize = (ctypes.cast(getattr(self._cuda, name), ctypes.c_void_p).value or 0 for name in names)
+        return copy, record, synchronize
+
+    def register(self, address: int, num_bytes: int) -> None:
+        """Pin memory of this process for the copy engine. :raises TransportUnavailable: the driver or the system refuses."""
+        self.bind()
+        self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_uint(0))
+
+    def unregister(self, address: int) -> None:
+        """End what `register` began at an address. :raises TransportUnavailable: the driver fails."""
+        self.bind()
+        self._call("cuMemHostUnregister", ctypes.c_void_p(address))
+
     def export(self, pointer: int) -> tuple[bytes, int]:
-        self._bind()
+        self.bind()
         handle = _Handle()
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(pointer))
         return bytes(handle.reserved), pointer - self._range(pointer)[0]
 
     def open(self, handle: bytes) -> tuple[int, int]:
-        self._bind()
+        self.bind()
         pointer = ctypes.c_uint64()
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _Handle.from_buffer_copy(handle), _PEER_ACCESS)
         return self._range(pointer.value)
 
     def close(self, pointer: int) -> None:
-        self._bind()
+        self.bind()
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
 
     def _range(self, pointer: int) -> tuple[int, int]:
@@ -45,8 +62,8 @@ class CudaDriver:
         self._call("cuMemGetAddressRange_v2", ctypes.byref(first), ctypes.byref(size), ctypes.c_uint64(pointer))
         return first.value, size.value
 
-    def _bind(self) -> None:
-        """A thread that has not used CUDA yet has no context; this is the one that torch's runtime uses too."""
+    def bind(self) -> None:
+        """Make the context this thread's: one that has not used CUDA yet has none."""
         if not self._context:
             device = ctypes.c_int()
             self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(self._index))

@@ -8,7 +8,8 @@ through GPU memory of the slot, since many small copies don't keep the link full
 
 The stage is divided into slots of equal size, and a thread works on one slot at a time: while one waits for the GPU's copy
 engine, others compute checksums and copy to and from the kvstore's memory. Large blocks pass between the pool and a kvstore's
-memory in one call of each thread, without the interpreter (`stage_ring.py`). Streams of the stage's own neither wait for steps
+memory in one call of each thread, without the interpreter (`stage_ring.py`), or, where that memory is pinned, past the slots:
+the copy engine takes them alone (`direct_copies.py`). Streams of the stage's own neither wait for steps
 nor have them wait. Its kernels use few multiprocessors.
 
 Copies have ended when a call returns or raises, whatever happened in it: a block that is given back then is read and written by
@@ -21,8 +22,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -32,8 +32,10 @@ from common.runtime import logs
 from common.transfer.base import runs
 from common.transfer.block_memory import Fill, T, Take
 from common.transfer.checked_copies import CopyIn, CopyOut, checksums_of, prepare
+from common.transfer.large_blocks import Copied, LargeBlocks
 from common.transfer.paths import Operation
-from common.transfer.stage_ring import Handles, RingCall, StageRing
+from common.transfer.pinned_memory import PinnedMemory
+from common.transfer.stage_ring import Slot, StageRing
 from common.transfer.stage_threads import StageThreads
 
 if TYPE_CHECKING:
@@ -59,23 +61,6 @@ _PROGRAMS = 32  # as many as keep the link to the host full; the other multiproc
 _MIB = 1 << 20
 
 
-@dataclass(slots=True, frozen=True)
-class _Slot:
-    """host: uint8 [slot_bytes] in pinned memory.
-    device: as much in the GPU's; [0] where all blocks are large.
-    host_ids, device_ids: int64 [as many blocks as fit], likewise.
-    streams: those that the slot uses; none on a CPU.
-    handles: of them, for the ring; None without one.
-    """
-
-    host: torch.Tensor
-    device: torch.Tensor
-    host_ids: torch.Tensor
-    device_ids: torch.Tensor
-    streams: dict[Operation, torch.cuda.Stream]
-    handles: Handles | None
-
-
 class HostStage:
     """Moves blocks of `pools`, one for each cache group: [num_blocks, …], contiguous, all on one device.
 
@@ -83,8 +68,9 @@ class HostStage:
     GPU and the host are counted, under the path `device`.
     """
 
-    def __init__(self, pools: Sequence[torch.Tensor], num_bytes: int) -> None:
-        """`num_bytes`: of pinned memory at most; as much of the GPU's is used where blocks are small.
+    def __init__(self, pools: Sequence[torch.Tensor], num_bytes: int, *, pins: bool = True) -> None:
+        """`num_bytes`: of pinned memory at most; as much of the GPU's is used where blocks are small. `pins`: whether kvstores'
+        memory may be pinned, too.
 
         :raises TransportUnavailable: there is no such memory, or two blocks don't fit into it.
         """
@@ -120,48 +106,44 @@ class HostStage:
             ) from error
         ready_for_threads()
         prepare()
-        self._ring = self._open_ring() if largest >= DIRECT_BYTES else None
+        ring = self._open_ring() if largest >= DIRECT_BYTES else None
         slots = [
-            _Slot(*parts, used, self._ring.handles(used) if self._ring is not None else None)
+            Slot(*parts, used, ring.handles(used) if ring is not None else None)
             for parts, used in zip(zip(host, staging, host_ids, ids, strict=True), itertools.cycle(streams), strict=False)
         ]
         self.threads = StageThreads(slots)
+        self._large = LargeBlocks(ring, self.threads, self.slot_bytes, streams, pins=pins) if ring is not None else None
         self.transfers: TransferCounts | None = None
         self.groups = [StagedBlocks(self, pool) for pool in blocks]
+
+    @property
+    def pinned(self) -> PinnedMemory | None:
+        """Where a kvstore's memory is to be pinned; None: nowhere."""
+        return self._large.pinned if self._large is not None else None
 
     @property
     def num_free_slots(self) -> int:
         return self.threads.num_free_slots
 
-    def in_ring(self, pool: torch.Tensor, blocks: Sequence[int], copy: CopyIn | CopyOut) -> RingCall | None:
-        """Copy large blocks of a pool as `copy` says, without the interpreter; None: nothing was copied, as there is no ring.
+    def large(self, pool: torch.Tensor, blocks: Sequence[int], copy: CopyIn | CopyOut) -> Copied | None:
+        """Copy large blocks of a pool as `copy` says, without the interpreter; None: nothing was copied, as that can't be.
 
         :raises TransportUnavailable: the stage is closed, or the GPU failed.
         """
-        if self._ring is None or pool.shape[1] < DIRECT_BYTES:
+        if self._large is None or pool.shape[1] < DIRECT_BYTES:
             return None
-        call, began_at = self._ring.call(pool, blocks, copy, self.slot_bytes), time.perf_counter()
         operation: Operation = "write" if isinstance(copy, CopyIn) else "read"
-
-        def work(slot: _Slot, paused: np.ndarray) -> None:
-            assert slot.handles is not None
-            try:
-                call.work(slot.host, slot.handles, paused)
-            except TransportUnavailable:
-                with suppress(RuntimeError):  # it is what failed
-                    slot.streams[operation].synchronize()
-                raise
-
+        began_at = time.perf_counter()
         try:
-            self.threads.run(call.num_blocks, work, lambda: call.more, operation)
+            copied = self._large.copy(pool, blocks, copy)
         except TransportUnavailable:
             if self.transfers is not None:
                 self.transfers.failed("device", operation, TransportUnavailable.code)
             raise
         if self.transfers is not None:
-            num_bytes = call.num_good * pool.shape[1]
+            num_bytes = copied.num_good * pool.shape[1]
             self.transfers.copied("device", operation, num_bytes, time.perf_counter() - began_at)
-        return call
+        return copied
 
     def _open_ring(self) -> StageRing | None:
         try:
@@ -170,7 +152,7 @@ class HostStage:
             log.info("kv_stage_without_ring", reason=str(error), consequence="KV goes to and from a kvstore more slowly")
             return None
 
-    def gather(self, pool: torch.Tensor, blocks: Sequence[int], slot: _Slot) -> torch.Tensor:
+    def gather(self, pool: torch.Tensor, blocks: Sequence[int], slot: Slot) -> torch.Tensor:
         """Copy blocks to a slot; return it as uint8 [len(blocks), block_bytes] in host memory."""
         from common.ops.kv.block_copy import gather_blocks
 
@@ -186,7 +168,7 @@ class HostStage:
                 host.copy_(staged, non_blocking=True)
         return host
 
-    def scatter(self, slot: _Slot, pool: torch.Tensor, blocks: Sequence[int]) -> None:
+    def scatter(self, slot: Slot, pool: torch.Tensor, blocks: Sequence[int]) -> None:
         """Copy the beginning of a slot to blocks."""
         from common.ops.kv.block_copy import scatter_blocks
 
@@ -212,11 +194,13 @@ class HostStage:
         try:
             self._check()
         except Exception as error:  # a ring that does not compile, for instance
-            if self._ring is None:
+            if self._large is None:
                 raise
             log.warning("kv_stage_without_ring", reason=str(error), consequence="KV goes to and from a kvstore more slowly")
-            self._ring = None
+            self._large = None
             self._check()
+        if self._large is not None:
+            self._large.check_pinned([group.pool for group in self.groups if group.block_bytes >= DIRECT_BYTES])
 
     def _check(self) -> None:
         for group in self.groups:
@@ -241,9 +225,11 @@ class HostStage:
     def give_up(self) -> None:
         """The GPU hangs, and the process is about to end: wait for no copy any more."""
         self.threads.give_up()
+        if self.pinned is not None:
+            self.pinned.give_up()
 
     @contextmanager
-    def _copying(self, slot: _Slot, operation: Operation, num_bytes: int) -> Iterator[None]:
+    def _copying(self, slot: Slot, operation: Operation, num_bytes: int) -> Iterator[None]:
         """What is launched inside, in a stream of the slot, has ended when this has, also if an error is raised.
 
         :raises TransportUnavailable: the GPU failed.
@@ -273,32 +259,37 @@ class StagedBlocks:
         self.num_blocks, self.block_bytes = pool.shape
         self.num_at_once = max(stage.num_slots * stage.slot_bytes, AT_ONCE_BYTES) // self.block_bytes
         self.stage = stage
-        self._pool = pool
+        self.pool = pool
+
+    @property
+    def pinned(self) -> PinnedMemory | None:
+        """See `BlockMemory`."""
+        return self.stage.pinned
 
     def read(self, blocks: Sequence[int], take: Take[T]) -> list[T]:
         """See `BlockMemory.read`."""
         whole: object = take
-        ring = self.stage.in_ring(self._pool, blocks, whole) if isinstance(whole, CopyOut) else None
-        if ring is not None:
-            return [cast("T", ring.checksums)]
+        large = self.stage.large(self.pool, blocks, whole) if isinstance(whole, CopyOut) else None
+        if large is not None:
+            return [cast("T", large.checksums)]
 
-        def copy(slot: _Slot, part: range) -> T:
-            host = self.stage.gather(self._pool, blocks[part.start : part.stop], slot)
+        def copy(slot: Slot, part: range) -> T:
+            host = self.stage.gather(self.pool, blocks[part.start : part.stop], slot)
             return take(host.numpy(), range(len(part)), part)
 
         return self.stage.threads.in_parts(len(blocks), self.stage.slot_bytes // self.block_bytes, copy, "read")
 
     def write(self, blocks: Sequence[int], fill: Fill) -> int:
         """See `BlockMemory.write`."""
-        ring = self.stage.in_ring(self._pool, blocks, fill) if isinstance(fill, CopyIn) else None
-        if ring is not None:
-            return ring.num_good
+        large = self.stage.large(self.pool, blocks, fill) if isinstance(fill, CopyIn) else None
+        if large is not None:
+            return large.num_good
 
-        def copy(slot: _Slot, part: range) -> int:
+        def copy(slot: Slot, part: range) -> int:
             rows = slot.host[: len(part) * self.block_bytes].view(len(part), self.block_bytes).numpy()
             num_good = fill(rows, range(len(part)), part)
             if num_good:
-                self.stage.scatter(slot, self._pool, blocks[part.start : part.start + num_good])
+                self.stage.scatter(slot, self.pool, blocks[part.start : part.start + num_good])
             return num_good
 
         written, size = 0, self.stage.slot_bytes // self.block_bytes
@@ -309,7 +300,7 @@ class StagedBlocks:
         return written
 
 
-def _ids(slot: _Slot, blocks: Sequence[int]) -> torch.Tensor:
+def _ids(slot: Slot, blocks: Sequence[int]) -> torch.Tensor:
     """Return ids on the device, for what is launched next in this stream. The host does not wait for them: what the slot holds
     stays as it is until the stream's work has ended."""
     import torch
@@ -331,8 +322,8 @@ def _from(content: np.ndarray) -> Fill:
     return fill
 
 
-def open_stage(pools: Sequence[torch.Tensor], stage_mb: int) -> HostStage | None:
-    """Return a stage for a GPU's pools that was checked; None without one.
+def open_stage(pools: Sequence[torch.Tensor], stage_mb: int, *, pins: bool = True) -> HostStage | None:
+    """Return a stage for a GPU's pools that was checked; None without one. `pins`: see `HostStage`.
 
     Where the system refuses the memory, or anything else fails, a line in the log says so, and the worker goes on without a
     kvstore.
@@ -340,7 +331,7 @@ def open_stage(pools: Sequence[torch.Tensor], stage_mb: int) -> HostStage | None
     if not stage_mb:
         return None
     try:
-        stage = HostStage(pools, stage_mb * _MIB)
+        stage = HostStage(pools, stage_mb * _MIB, pins=pins)
         try:
             stage.check()
         except BaseException:

@@ -8,19 +8,25 @@ memory that exists is: a block is looked at while a lock keeps its memory (see `
 from __future__ import annotations
 
 import ctypes
+import errno
+import functools
+import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
+
+import numpy as np
 
 from common.runtime import logs
 
 log = logs.get("transfer")
 
 EVERY_S = 0.25
-_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14 and later
+_POPULATE_READ, _POPULATE_WRITE = 22, 23  # MADV_POPULATE_READ, MADV_POPULATE_WRITE, Linux 5.14 and later
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
 
 
 class Mapped(Protocol):
@@ -29,13 +35,71 @@ class Mapped(Protocol):
         ...
 
 
-def map_pages(address: int, num_bytes: int) -> None:
-    """Have the pages of a mapping mapped as by reading them, without the interpreter's lock.
+def map_pages(address: int, num_bytes: int, *, to_write: bool = False) -> None:
+    """Have the pages of a mapping mapped as by reading them, or by writing, without the interpreter's lock.
 
     :raises OSError: Linux can't.
     """
-    if _libc.madvise(address, num_bytes, _POPULATE_READ):
+    if _libc.madvise(address, num_bytes, _POPULATE_WRITE if to_write else _POPULATE_READ):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def map_written(fd: int, offset: int, num_bytes: int, address: int) -> bool:
+    """Map what of a range of a file has memory that was written; return whether all of it has. `address`: of the range in a
+    mapping of the file. Keep its memory by a lock meanwhile.
+
+    :raises OSError: Linux can't, or the file can't be read.
+    """
+    stretches = _resident(address, num_bytes) if _tells_residents() else _data(fd, offset, num_bytes)
+    end = 0
+    for begin, stop in stretches:
+        map_pages(address + begin, stop - begin)
+        end = stop if begin == end else end
+    return end == num_bytes
+
+
+def _data(fd: int, offset: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+    """Give the stretches of a range of a file that have memory, as bytes from its beginning. Linux looks for the end of each in
+    all that follows."""
+    begin = offset
+    while begin < offset + num_bytes:
+        try:
+            begin = os.lseek(fd, begin, os.SEEK_DATA)
+            stop = os.lseek(fd, begin, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # no memory from here on
+                return
+            raise
+        if begin < offset + num_bytes:
+            yield begin - offset, min(stop, offset + num_bytes) - offset
+        begin = stop
+
+
+def _resident(address: int, num_bytes: int) -> Iterator[tuple[int, int]]:
+    """Give the stretches of a mapping whose pages are in memory, likewise. :raises OSError: Linux can't tell."""
+    pages = np.zeros(-(-num_bytes // mmap.PAGESIZE), np.uint8)
+    if _libc.mincore(address, num_bytes, pages.ctypes.data):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    edges = np.flatnonzero(np.diff(pages & 1, prepend=0, append=0)) * mmap.PAGESIZE
+    for begin, stop in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+        yield begin, min(stop, num_bytes)
+
+
+@functools.cache
+def _tells_residents() -> bool:
+    """Whether mincore(2) tells pages that were written from those that only have memory, and from holes."""
+    try:
+        fd = os.memfd_create("penstock-mincore")
+        try:
+            os.ftruncate(fd, 3 * mmap.PAGESIZE)
+            os.posix_fallocate(fd, 0, 2 * mmap.PAGESIZE)
+            os.pwrite(fd, b"x", 0)
+            tried = np.frombuffer(mmap.mmap(fd, 3 * mmap.PAGESIZE), np.uint8)
+            return list(_resident(tried.ctypes.data, tried.nbytes)) == [(0, mmap.PAGESIZE)]
+        finally:
+            os.close(fd)
+    except OSError:
+        return False
 
 
 class MappingThread:

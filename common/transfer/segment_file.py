@@ -3,7 +3,8 @@
     penstock-<name>:   header · generations [num_blocks] uint64 · progress uint64 · padding to a page
                        · blocks [num_blocks, block_bytes]
 
-`progress` is the number of the last step that has run on a prefill worker (see `awaited`), and 0 elsewhere.
+`progress` is the number of the last step that has run on a prefill worker (see `awaited`), and counts in a kvstore's segments
+how often it wanted the memory of a block that a worker kept (see `segment_pins`).
 
 `/dev/shm` is everyone's: whoever gets in first may plant a symbolic link, a FIFO or a file of their own under a name that is
 about to be used. So no link is followed, and only a regular file that belongs to this user and is closed to others counts.

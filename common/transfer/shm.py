@@ -24,6 +24,7 @@ from common.transfer.base import RemoteBlocks, check_generations, copy_blocks
 from common.transfer.fence import memory_fence
 from common.transfer.mapping import MappingThread
 from common.transfer.paths import KvPath
+from common.transfer.pinned_memory import PinnedMemory
 from common.transfer.segment import Segment
 from common.transfer.segment_cache import SegmentCache
 from common.transfer.store_segment import StoreSegment
@@ -71,12 +72,12 @@ class ShmTransport(Pulling):
 class StoreTransport(Pulling):
     """Reads and writes blocks that kvstores of the same host keep."""
 
-    def __init__(self, directory: str | Path) -> None:
-        """:raises ConfigError: as `ShmTransport`."""
+    def __init__(self, directory: str | Path, pinned: PinnedMemory | None = None) -> None:
+        """`pinned`: where their memory is to be pinned. :raises ConfigError: as `ShmTransport`."""
         self.host = host_id(directory)
         fence = memory_fence()
         self._segments: SegmentCache[StoreSegment] = SegmentCache(
-            lambda name, fingerprint: StoreSegment(directory, name, fingerprint=fingerprint, fence=fence)
+            lambda name, fingerprint: StoreSegment(directory, name, fingerprint=fingerprint, fence=fence, pinned=pinned)
         )
         self._mapping = MappingThread(self._segments.opened)
 

@@ -5,17 +5,19 @@ What they do, and why, is in `common/ops/kv/stage_ring_numba.py`; here are the a
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from common.protocol.errors import TransportUnavailable
 from common.transfer.checked_copies import CopyIn, CopyOut
 from common.transfer.checksums import crc32_address
+from common.transfer.cuda_driver import CudaDriver
 from common.transfer.paths import Operation
+from common.transfer.pinned_memory import PinnedMemory
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +40,23 @@ class Handles:
     """What the handles are of."""
 
 
+@dataclass(slots=True, frozen=True)
+class Slot:
+    """host: uint8 [slot_bytes] in pinned memory.
+    device: as much in the GPU's; [0] where all blocks are large.
+    host_ids, device_ids: int64 [as many blocks as fit], likewise.
+    streams: those that the slot uses; none on a CPU.
+    handles: of them, for the ring; None without one.
+    """
+
+    host: torch.Tensor
+    device: torch.Tensor
+    host_ids: torch.Tensor
+    device_ids: torch.Tensor
+    streams: dict[Operation, torch.cuda.Stream]
+    handles: Handles | None
+
+
 class StageRing:
     """Copies between lent memory and a pool, in one call of each thread."""
 
@@ -51,15 +70,15 @@ class StageRing:
         if not address:
             raise TransportUnavailable("ISA-L can't be called by address")
         self._code = stage_ring_numba
-        self._driver = _Driver(device.index or 0) if device.type == "cuda" else None
-        calls = self._driver.addresses() if self._driver is not None else stage_ring_numba.host_functions()
+        self.driver = CudaDriver(device.index or 0) if device.type == "cuda" else None
+        calls = self.driver.addresses() if self.driver is not None else stage_ring_numba.host_functions()
         self._functions = np.array([address, *calls], np.int64)
 
     def handles(self, streams: dict[Operation, torch.cuda.Stream]) -> Handles:
         """Return those of a slot that uses these streams."""
         import torch
 
-        if self._driver is None:
+        if self.driver is None:
             return Handles(np.zeros(DEPTH, np.int64), {"read": 0, "write": 0})
         events = [torch.cuda.Event(blocking=True) for _ in range(DEPTH)]
         for event in events:
@@ -67,10 +86,24 @@ class StageRing:
         numbers = np.array([event.cuda_event for event in events], np.int64)
         return Handles(numbers, {operation: stream.cuda_stream for operation, stream in streams.items()}, events)
 
+    def pinned_memory(self) -> PinnedMemory | None:
+        """Return what pins memory for this ring's GPU; None on a CPU."""
+        return PinnedMemory(self.driver.register, self.driver.unregister) if self.driver is not None else None
+
+    def copy_each(self, targets: NDArray[np.int64], sources: NDArray[np.int64], num_bytes: int, stream: int) -> None:
+        """Have the copy engine copy so many bytes from each address to another, in a stream.
+
+        :raises TransportUnavailable: the driver failed. Some copies may have begun.
+        """
+        if self.driver is not None:
+            self.driver.bind()
+        if failed := self._code.copy_each(targets, sources, num_bytes, stream, self._functions):
+            raise TransportUnavailable(f"copying between host and GPU failed: CUDA error {failed}")
+
     def call(self, pool: torch.Tensor, blocks: Sequence[int], copy: CopyIn | CopyOut, slot_bytes: int) -> RingCall:
         """Return the copy of blocks of a pool [num_blocks, block_bytes] into lent memory, or out of it, through slots of this
         size, as threads make it together."""
-        return RingCall(self._code, self._driver, self._functions, pool, blocks, copy, slot_bytes)
+        return RingCall(self._code, self.driver, self._functions, pool, blocks, copy, slot_bytes)
 
 
 class RingCall:
@@ -79,7 +112,7 @@ class RingCall:
     def __init__(
         self,
         code: Any,
-        driver: _Driver | None,
+        driver: CudaDriver | None,
         functions: np.ndarray,
         pool: torch.Tensor,
         blocks: Sequence[int],
@@ -133,31 +166,3 @@ class RingCall:
     @property
     def _failed(self) -> int:
         return int(self._state[self._code.FAILED])
-
-
-class _Driver:
-    """libcuda in the context that torch uses for GPU `index`."""
-
-    def __init__(self, index: int) -> None:
-        """:raises TransportUnavailable: there is none."""
-        try:
-            self._cuda = ctypes.CDLL("libcuda.so.1")
-        except OSError as error:
-            raise TransportUnavailable(f"no CUDA driver: {error}") from error
-        device, self._context = ctypes.c_int(), ctypes.c_void_p()
-        self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), device)
-
-    def addresses(self) -> tuple[int, int, int]:
-        """Return those of the calls that compiled code makes."""
-        names = ("cuMemcpyAsync", "cuEventRecord", "cuEventSynchronize")
-        copy, record, synchronize = (ctypes.cast(getattr(self._cuda, name), ctypes.c_void_p).value or 0 for name in names)
-        return copy, record, synchronize
-
-    def bind(self) -> None:
-        """Make the context this thread's."""
-        self._call("cuCtxSetCurrent", self._context)
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        if code := getattr(self._cuda, name)(*arguments):
-            raise TransportUnavailable(f"{name}: CUDA error {code}")

@@ -16,7 +16,6 @@ kernel lets one writer of a file in at a time, and copies page by page.
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import weakref
@@ -29,8 +28,10 @@ import numpy as np
 from common.protocol.errors import StaleHandle, TransportUnavailable
 from common.transfer.base import check_handle, compare_generations, copy_blocks, runs
 from common.transfer.block_locks import can_lock, lock_to_copy
-from common.transfer.mapping import map_pages
+from common.transfer.mapping import map_written
+from common.transfer.pinned_memory import PinnedMemory
 from common.transfer.segment_file import GENERATIONS_OFFSET, open_segment, path_of, same_file
+from common.transfer.segment_pins import SegmentPins
 
 MAX_MAPPED_AHEAD = 1 << 20
 """Segments of more blocks are not mapped ahead: it would take milliseconds to look for what was granted."""
@@ -50,8 +51,16 @@ def slot_bytes(block_bytes: int) -> int:
 class StoreSegment:
     """Another process's segment. The file is closed with the last reference, so threads may go on with what they have."""
 
-    def __init__(self, directory: str | Path, name: str, *, fingerprint: str, fence: Callable[[], None]) -> None:
-        """:raises TransportUnavailable, StaleHandle: see `open_segment`."""
+    def __init__(
+        self,
+        directory: str | Path,
+        name: str,
+        *,
+        fingerprint: str,
+        fence: Callable[[], None],
+        pinned: PinnedMemory | None = None,
+    ) -> None:
+        """`pinned`: where the memory is to be pinned. :raises TransportUnavailable, StaleHandle: see `open_segment`."""
         self.path = path_of(Path(directory), name)
         self._fd, self._header = open_segment(self.path, fingerprint, os.O_RDWR)
         self._fence = fence
@@ -61,6 +70,17 @@ class StoreSegment:
         self._seen = np.zeros(self._header.num_blocks if self.lends else 0, np.uint64)
         """Generations of blocks when they were mapped; 0: they were not, or nobody was ever granted them."""
         self._looks = np.zeros(len(self._seen), np.uint8)
+        self._pins = self._open_pins(pinned)
+
+    def _open_pins(self, memory: PinnedMemory | None) -> SegmentPins | None:
+        if memory is None or self._mapped is None:
+            return None
+        try:
+            pins = SegmentPins(self._fd, self._header, self._mapped, memory)
+        except OSError:  # descriptors are used up
+            return None
+        weakref.finalize(self, pins.close).atexit = False  # before the mapping goes, which it keeps; a process ends without it
+        return pins
 
     def is_current(self) -> bool:
         """False once the file is gone or another took its name."""
@@ -88,13 +108,17 @@ class StoreSegment:
             compare_generations(self._generations_of(blocks), blocks, generations)
 
     def map_granted(self, stopped: Callable[[], bool]) -> None:
-        """Map the memory of blocks that were granted since the last call, if they have some, so that copying them does not.
+        """Map the memory of blocks that were granted since the last call, if they have some, so that copying them does not;
+        have it pinned, or let it go (`segment_pins`).
 
         Returns early when it is `stopped`. Call it in one thread.
 
         :raises OSError: Linux can't, or the file can't be read.
         """
         if not 0 < len(self._seen) <= MAX_MAPPED_AHEAD:
+            return
+        if self._pins is not None and not self.is_current():  # nobody reads it any more
+            self._pins.let_go()
             return
         raw = os.pread(self._fd, self._seen.nbytes, GENERATIONS_OFFSET)
         current = np.frombuffer(raw[: len(raw) // 8 * 8], np.uint64)
@@ -108,28 +132,22 @@ class StoreSegment:
                 self._looks[part] += 1
                 if self._map_blocks(part) or self._looks[part].min() >= MAX_LOOKS:
                     self._seen[part], self._looks[part] = current[part], 0
+        if self._pins is not None:
+            self._pins.update(stopped)
 
     def _map_blocks(self, part: slice) -> bool:
         """Whether all of these blocks have memory that was written, which is mapped now. :raises OSError: see `map_granted`."""
         assert self._mapped is not None
         offset, end = self._offset(part.start), self._offset(part.stop)
+        address = self._mapped.ctypes.data + offset - self._header.blocks_offset
         try:
             with lock_to_copy(self._fd, [(offset, end - offset)]):
-                is_whole = True
-                while offset < end:
-                    begin = os.lseek(self._fd, offset, os.SEEK_DATA)
-                    stop = min(os.lseek(self._fd, begin, os.SEEK_HOLE), end)
-                    is_whole = is_whole and begin == offset
-                    if begin < stop:
-                        map_pages(self._mapped.ctypes.data + begin - self._header.blocks_offset, stop - begin)
-                    offset = max(stop, begin)
-                return is_whole
+                is_whole = map_written(self._fd, offset, end - offset, address)
         except BlockingIOError:  # the store is taking a block's memory
             return False
-        except OSError as error:
-            if error.errno == errno.ENXIO:  # no memory from here on
-                return False
-            raise
+        if is_whole and self._pins is not None:
+            self._pins.written(part)
+        return is_whole
 
     def read(self, blocks: Sequence[int], generations: Sequence[int], into: np.ndarray, into_blocks: Sequence[int]) -> int:
         """Copy blocks to `into[into_blocks]` [num_blocks, block_bytes]; returns bytes.

@@ -97,7 +97,7 @@ class StoreClient:
         self.lookups = StoreLookups(actor, self.host, enabled=enabled and bool(pools[0].block_bytes))
         self.remote: RemoteStores | None = None
         """Stores of other hosts, with `kv_transfer nixl`."""
-        self._stored = StoreTransport(shm_dir)
+        self._stored = StoreTransport(shm_dir, pools[0].pinned)
         self._transfers = transfers or TransferCounts(actor.metrics)
         self._is_direct = transport is None
         self._transport = MeasuredTransport(transport or self._stored, self._transfers)

@@ -106,6 +106,10 @@ class Arena:
         self.segment.generations[slot] += 1
         try:
             self.segment.unback(slot)
+        except BlockingIOError:
+            self.index.keep(slot)
+            self.segment.progress[0] += 1  # who has it pinned lets go (`segment_pins`)
+            return False
         except OSError as error:
             self.index.keep(slot)
             log.warning("memory_not_given_back", segment=self.segment.name, reason=error.strerror)

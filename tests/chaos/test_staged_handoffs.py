@@ -193,7 +193,7 @@ class Gated:
         self.num_blocks, self.block_bytes, self.num_at_once = memory.num_blocks, memory.block_bytes, memory.num_at_once
         self.is_read, self.may_read = threading.Event(), threading.Event()
         self._memory = memory
-        self.write = memory.write
+        self.pinned, self.write = memory.pinned, memory.write
 
     def read(self, blocks: Sequence[int], take: Take[T]) -> list[T]:
         self.is_read.set()

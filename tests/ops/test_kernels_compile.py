@@ -149,6 +149,19 @@ def _copy_blocks(
     )
 
 
+def _block_crc(name: str, block_bytes: int, lanes: int = 4096, num_warps: int = 8) -> KernelCase:
+    return KernelCase(
+        name,
+        "common.ops.kv.block_crc_triton",
+        "block_crc_kernel",
+        {"pool": "*i32", "block_ids": "*i64", "out": "*i32", "weights": "*i32", "num_blocks": "i32", "step": "i32"},
+        {"WORDS": block_bytes // 4, "LANES": min(lanes, 1 << (block_bytes // 4 - 1).bit_length())},
+        num_warps=num_warps,
+        expects=("ld.global.v4",) if block_bytes // 4 % lanes == 0 else (),
+        max_registers=168,
+    )
+
+
 _CHUNKS = ((2048, 4), (4096, 8), (8192, 8))  # with (4096, 4) the candidates
 
 CASES = [
@@ -192,6 +205,9 @@ CASES = [
     _copy_blocks("gather-2mb", 2 << 20, ("source_ids",)),
     _copy_blocks("scatter-2mb", 2 << 20, ("target_ids",)),
     _copy_blocks("pools-odd", 16400, ("source_ids", "target_ids")),
+    _block_crc("2mb", 2 << 20),
+    _block_crc("odd", 262148),
+    _block_crc("8192x8", 2 << 20, 8192, 8),
     _copy_blocks("one", 16384, ("source_ids",), num_chunks=1),
     *(_copy_blocks(f"{chunk}x{warps}", 2 << 20, ("source_ids", "target_ids"), chunk, warps) for chunk, warps in _CHUNKS),
 ]

@@ -77,6 +77,28 @@ def test_holes_stay_holes(owned: Segment, segment: StoreSegment) -> None:
     assert owned.memory_bytes == before + 11 * BLOCK
 
 
+@pytest.mark.parametrize("way", ["mincore", "lseek"])
+def test_only_written_memory_counts(owned: Segment, segment: StoreSegment, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked for by either of two system calls: one costs as much as the rest of the file is long, the other may not tell."""
+    monkeypatch.setattr(mapping, "_tells_residents", lambda: way == "mincore")
+    owned.fill(0, bytes(BLOCK))
+    owned.back(1)
+    owned.write_block(1, bytearray(b"x"))
+    owned.back(2)
+    owned.fill(4, bytes(BLOCK))
+    before, whole = owned.memory_bytes, []
+    for block in range(6):
+        offset = owned._offset(block)
+        assert segment._mapped is not None
+        whole.append(mapping.map_written(owned._fd, offset, BLOCK, segment._mapped[block].ctypes.data))
+    assert whole == [True, False, False, False, True, False]
+    assert owned.memory_bytes == before
+
+
+def test_mincore_tells_here() -> None:
+    assert mapping._tells_residents()
+
+
 def test_a_block_that_is_written_later_is_mapped_then(
     owned: Segment, segment: StoreSegment, monkeypatch: pytest.MonkeyPatch
 ) -> None:

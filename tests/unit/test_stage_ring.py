@@ -75,8 +75,8 @@ class LazyEngine:
 
 def use(stage: HostStage, engine: LazyEngine) -> None:
     """Have the stage copy with `engine`."""
-    assert stage._ring is not None
-    stage._ring._functions[1:] = engine.addresses()
+    assert stage._large is not None
+    stage._large._ring._functions[1:] = engine.addresses()
     for number, slot in enumerate(stage.threads._free):
         assert slot.handles is not None
         slot.handles.events[:] = np.arange(len(slot.handles.events)) + 100 * number
@@ -91,7 +91,7 @@ def pool() -> torch.Tensor:
 def stage(request: pytest.FixtureRequest, pool: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostStage]:
     monkeypatch.setattr("common.transfer.host_stage.NUM_SLOTS", 3)
     made = HostStage([pool], 3 * (request.param * BLOCK_BYTES // 512 * 512))
-    assert made._ring is not None
+    assert made._large is not None
     yield made
     assert made.num_free_slots == made.num_slots, "a slot was not given back"
     made.close()
@@ -182,7 +182,7 @@ def test_a_ring_that_damages_blocks_is_not_used(pool: torch.Tensor, monkeypatch:
     use(stage, engine)
     monkeypatch.setattr(engine, "_left", Forgetful())
     stage.check()
-    assert stage._ring is None
+    assert stage._large is None
     assert (pool == content).all()
     stage.close()
 

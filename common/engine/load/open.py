@@ -73,7 +73,7 @@ def open_engine(
             )
             memory.append(GroupMemory(segment, group.retention))
         if not drafts and not config.zero_retention:
-            stage = open_stage([group.pool for group in groups], config.kv_stage_mb)
+            stage = open_stage([group.pool for group in groups], config.kv_stage_mb, pins=config.kv_pin_kvstore)
         for one, staged in zip(memory, stage.groups if stage is not None else [], strict=False):
             one.staged = staged
         if transport is not None:

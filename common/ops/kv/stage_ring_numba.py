@@ -2,6 +2,7 @@
 
     send_blocks      memory ─► copied and checked to a slot ─► the copy engine ─► pool
     receive_blocks   pool ─► the copy engine ─► a slot ─► copied and summed up ─► memory
+    copy_each        either way, where the memory is pinned: the copy engine alone
 
 Several threads make the call together, and each takes the next block that nobody has taken. A block passes in pieces through
 slots of the thread's own, so that the copy engine works on some while the thread works on another; the driver is called by
@@ -169,6 +170,19 @@ def receive_blocks(state, job, lane, functions, paused):
             checksum = copy_past(lane.slots[turn], target, size, checksum if offset else 0, functions[CRC32])
             job.checksums[current] = checksum
         done += 1
+
+
+@compiled(kept=True)
+def copy_each(targets, sources, num_bytes, stream, functions):
+    """Begin a copy of so many bytes from each address to another; return the driver's first error code, or 0.
+
+    targets, sources: int64 [copies].
+    """
+    for copy in range(len(targets)):
+        failed = call_4(functions[COPY], targets[copy], sources[copy], num_bytes, stream)
+        if failed:
+            return failed
+    return 0
 
 
 @functools.cache

@@ -1,0 +1,148 @@
+"""Large blocks pass by the copy engine alone where a kvstore's memory is pinned, by the stage's slots where it is not, and both
+in one call where some of it is."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from common.protocol.errors import TransportUnavailable
+from common.transfer import direct_copies
+from common.transfer.checked_copies import CopyIn, CopyOut
+from common.transfer.checksums import crc32
+from common.transfer.host_stage import DIRECT_BYTES, HostStage
+from common.transfer.pinned_memory import PinnedMemory
+
+BLOCK = DIRECT_BYTES
+NUM_BLOCKS = 12
+PINNED = {"none": range(0), "all": range(NUM_BLOCKS), "every other": range(0, NUM_BLOCKS, 2), "the first": range(3)}
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
+]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def pool(device: str) -> torch.Tensor:
+    return torch.randint(0, 256, (NUM_BLOCKS, BLOCK), dtype=torch.uint8).to(device)
+
+
+@pytest.fixture
+def memory() -> np.ndarray:
+    """A kvstore's, in pages."""
+    memory = np.frombuffer(mmap.mmap(-1, NUM_BLOCKS * BLOCK), np.uint8).reshape(NUM_BLOCKS, BLOCK)
+    memory[:] = np.random.default_rng(3).integers(0, 256, memory.shape, np.uint8)
+    return memory
+
+
+@pytest.fixture
+def stage(pool: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostStage]:
+    monkeypatch.setattr(direct_copies, "PART_BYTES", 4 * BLOCK)
+    made = HostStage([pool], 8 * BLOCK)
+    assert made._large is not None
+    if made.pinned is None:  # host memory in the GPU's place
+        made._large.pinned = PinnedMemory(lambda address, num_bytes: None, lambda address: None)
+    made.check()
+    yield made
+    assert made.num_free_slots == made.num_slots
+    made.close()
+
+
+@pytest.fixture(params=PINNED)
+def pinned(request: pytest.FixtureRequest, stage: HostStage, memory: np.ndarray) -> Iterator[str]:
+    assert stage.pinned is not None
+    for block in PINNED[request.param]:
+        assert stage.pinned.pin(memory[block].ctypes.data, BLOCK)
+    yield request.param
+    for block in PINNED[request.param]:
+        stage.pinned.unpin(memory[block].ctypes.data)
+
+
+def sums(memory: np.ndarray, blocks: Sequence[int]) -> list[int]:
+    return [crc32(memory[block].copy()) for block in blocks]
+
+
+MINE, THEIRS = [3, 4, 5, 0, 9, 11, 1, 2, 8], [7, 2, 0, 1, 10, 6, 5, 4, 3]
+
+
+@pytest.mark.usefixtures("pinned")
+def test_blocks_come_in(stage: HostStage, pool: torch.Tensor, memory: np.ndarray):
+    expected = pool.cpu().numpy().copy()
+    expected[MINE] = memory[THEIRS]
+    assert stage.groups[0].write(MINE, CopyIn(memory, THEIRS, sums(memory, THEIRS))) == len(MINE)
+    assert (pool.cpu().numpy() == expected).all()
+
+
+@pytest.mark.usefixtures("pinned")
+def test_blocks_go_out(stage: HostStage, pool: torch.Tensor, memory: np.ndarray):
+    expected, content = memory.copy(), pool.cpu().numpy().copy()
+    expected[THEIRS] = content[MINE]
+    found = stage.groups[0].read(MINE, CopyOut(memory, THEIRS))
+    assert [checksum for part in found for checksum in part] == sums(content, MINE)
+    assert (memory == expected).all() and (pool.cpu().numpy() == content).all()
+
+
+@pytest.mark.usefixtures("pinned")
+@pytest.mark.parametrize("bad", [[0], [1], [4, 2], [8], [7, 8], [5, 6]])
+def test_all_before_the_first_bad_block_are_there(stage: HostStage, pool: torch.Tensor, memory: np.ndarray, bad: list[int]):
+    checksums = sums(memory, THEIRS)
+    for position in bad:
+        memory[THEIRS[position], 1000] ^= 1
+    others = [block for block in range(NUM_BLOCKS) if block not in MINE]
+    content = pool.cpu().numpy()[others]
+    first = min(bad)
+    assert stage.groups[0].write(MINE, CopyIn(memory, THEIRS, checksums)) == first
+    assert (pool.cpu().numpy()[MINE[:first]] == memory[THEIRS[:first]]).all()
+    assert (pool.cpu().numpy()[others] == content).all()
+
+
+def test_pinned_memory_passes_no_slot(stage: HostStage, pinned: str, memory: np.ndarray, monkeypatch: pytest.MonkeyPatch):
+    through = list[int]()
+    large = stage._large
+    assert large is not None
+    in_ring = large._in_ring
+    monkeypatch.setattr(
+        large, "_in_ring", lambda pool, blocks, copy: through.extend(copy.blocks) or in_ring(pool, blocks, copy)
+    )
+    stage.groups[0].write(MINE, CopyIn(memory, THEIRS, sums(memory, THEIRS)))
+    assert through == [block for block in THEIRS if block not in PINNED[pinned]]
+
+
+def test_an_engine_that_fails_is_an_error(stage: HostStage, memory: np.ndarray, monkeypatch: pytest.MonkeyPatch):
+    assert stage.pinned is not None and stage._large is not None
+    stage.pinned.pin(memory.ctypes.data, memory.nbytes)
+
+    def fails(*_: object) -> None:
+        raise TransportUnavailable("CUDA error 700")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(stage._large._ring, "copy_each", fails)
+        for copy in (CopyIn(memory, THEIRS, sums(memory, THEIRS)), CopyOut(memory, THEIRS)):
+            with pytest.raises(TransportUnavailable, match="700"):
+                stage.large(stage.groups[0].pool, MINE, copy)
+    assert stage.groups[0].write(MINE, CopyIn(memory, THEIRS, sums(memory, THEIRS))) == len(MINE)
+    stage.pinned.unpin(memory.ctypes.data)  # nobody uses it any more
+
+
+def test_nothing_is_pinned_where_checksums_are_wrong(stage: HostStage, memory: np.ndarray, monkeypatch: pytest.MonkeyPatch):
+    assert stage._large is not None
+    monkeypatch.setattr(stage._large._direct, "checksums", lambda pool, blocks: [1] * len(blocks))
+    stage.check()
+    assert stage.pinned is None and stage.groups[0].pinned is None
+    assert stage.groups[0].write(MINE, CopyIn(memory, THEIRS, sums(memory, THEIRS))) == len(MINE)
+
+
+def test_nothing_is_pinned_where_that_is_not_wanted(pool: torch.Tensor):
+    stage = HostStage([pool], 8 * BLOCK, pins=False)
+    stage.check()
+    assert stage.pinned is None
+    stage.close()
