@@ -20,9 +20,16 @@ BLOCK = DIRECT_BYTES
 
 
 class Pins(PinnedMemory):
+    """Remembers what is pinned, as a driver would."""
+
     def __init__(self) -> None:
         self.pinned: dict[int, int] = {}
         super().__init__(self.pinned.__setitem__, self.pinned.__delitem__)
+
+    def check(self) -> None:
+        """:raises AssertionError: pinned memory has been taken, which would leave a GPU with the old pages."""
+        for address, num_bytes in list(self.pinned.items()):
+            assert list(mapping._resident(address, num_bytes)) == [(0, num_bytes)] or address not in self.pinned
 
 
 @pytest.fixture
@@ -111,3 +118,37 @@ async def test_another_model_gets_memory_that_was_pinned(site: Site, staged: Cal
         second.blocks[:] = 0
         assert await second.store.fetch(CHAIN, range(10)) == 10
         assert (second.blocks == content).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_models_take_memory_from_each_other_at_random(
+    site: Site, staged: Callable[..., tuple[Worker, Pins]], seed: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Whoever has pinned what: what is fetched is what was offered, no pinned memory is taken, and none beyond the capacity."""
+    monkeypatch.setattr(segment_pins, "QUIET_S", 0.02)
+    monkeypatch.setattr(segment_pins, "MAX_QUIET_S", 0.02)
+    dice = np.random.default_rng(seed)
+    store = site.make_store(capacity_mb=7)
+    workers = [staged(1 + number, "mn"[number % 2]) for number in range(4)]
+    offered: dict[tuple[str, int], np.ndarray] = {}
+    num_fetched, most_pinned = 0, 0
+    async with running(store, *(worker for worker, _ in workers)):
+        for _ in range(60):
+            number, chain = int(dice.integers(4)), int(dice.integers(4))
+            worker, _pins = workers[number]
+            hashes, model = [b"%d-%014d" % (chain, index) for index in range(10)], "mn"[number % 2]
+            if dice.random() < 0.5:
+                content = np.random.default_rng(chain).integers(0, 256, worker.blocks.shape, np.uint8)
+                offered[model, chain], worker.blocks[:] = content, content
+                await worker.store.offer(hashes, range(10))
+            else:
+                worker.blocks[:] = 0
+                found = await worker.store.fetch(hashes, range(10))
+                num_fetched += found
+                assert not found or (worker.blocks[:found] == offered[model, chain][:found]).all()
+            await anyio.sleep(float(dice.choice([0, 0.02, 0.06])))
+            for _, pins in workers:
+                pins.check()
+            most_pinned = max(most_pinned, *(len(pins.pinned) for _, pins in workers))
+            assert store.arenas.memory_bytes <= 7 << 20
+        assert num_fetched > 20 and most_pinned > 4
