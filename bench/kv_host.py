@@ -6,7 +6,8 @@ A kvstore and a worker with as many blocks, in one process, over the memory bus 
 blocks under new hashes and fetches them again, with everything that a worker does: questions, leases, checksums, generations.
 Prints GB/s of both (medians, and the slowest and fastest round), beside a plain copy of the same blocks in memory and their
 checksums alone. `--device cpu` takes host memory for that of a device: what the stage itself costs. The first round of each is
-apart: in it the kvstore's blocks get their memory, and mappings their pages.
+apart: in it the kvstore's blocks get their memory, and mappings their pages. A GPU is measured twice, with `kv_pin_kvstore`
+and without; what is pinned is waited for after the second round, which therefore is as without.
 
 The second table says where the time goes, in milliseconds for each GB: by the clock, of cores (both processes' work is in this
 one), of threads that copy to or from the kvstore's memory (checksums of offers included), and of threads that wait for the
@@ -134,11 +135,13 @@ async def rates(memory: BlockMemory, shm_dir: str, rounds: int) -> tuple[Spent, 
 
     :raises ConfigError: the kvstore did not take or give everything.
     """
-    offers, fetches, lookups = Spent(), Spent(), []
+    offers, fetches, lookups, pinned = Spent(), Spent(), [], memory.pinned
     blocks = range(memory.num_blocks)
     total = memory.num_blocks * memory.block_bytes
     async with site(memory, shm_dir) as (worker, store):
         for number in range(rounds + 1):
+            if number == 2 and pinned is not None and not pinned.refused:  # all of its memory is used by now
+                await _until(lambda: pinned.num_bytes >= 2 * total)
             hashes = [b"%07d-%08d" % (number, block) for block in blocks]
             stored = store.arenas.num_readable
             with offers.measure(total, worker.transfers):
