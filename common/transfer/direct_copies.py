@@ -70,7 +70,7 @@ class DirectCopies:
                 ids = torch.from_numpy(blocks)
                 ids = ids.pin_memory().to(pool.device, non_blocking=True) if on_gpu else ids
                 found = torch.empty(len(blocks), dtype=torch.int32, device=pool.device)
-            sums = torch.empty(len(blocks), dtype=torch.int32, pin_memory=on_gpu)
+                sums = torch.empty(len(blocks), dtype=torch.int32, pin_memory=on_gpu)  # of this stream's GPU
             for stream in streams[1:]:
                 if stream is not None and streams[0] is not None:
                     stream.wait_stream(streams[0])

@@ -28,7 +28,7 @@ from common.transfer.segment_file import (
 
 class Segment:
     """A mapped segment: `blocks` [num_blocks, block_bytes] uint8, `generations` [num_blocks] uint64, and `progress` [1] uint64,
-    which is said of in `segment_file`.
+    which `segment_file` explains.
 
     `blocks` is [num_blocks, 0] where they are not mapped: `device_memory` says how to reach them in a GPU's memory, or
     the segment is a store's, whose blocks have memory one by one (`back`, `unback`).

@@ -1,12 +1,12 @@
 """Which memory of a kvstore's segment a worker with a GPU has pinned, and when it lets go of it.
 
-A block that loses its memory would leave the GPU with the old pages, so what is pinned is locked as long (`block_locks`): the
+A block that loses its memory would leave the GPU with the old pages, so what is pinned is locked (`block_locks`), and the
 store can't take it. When it wants to, it says so in the segment (`progress` counts how often), and all of it is let go. It is
 pinned again when the store has wanted nothing for a while, longer each time.
 
     a store takes memory ahead ─► extents are looked at in their order ─┐
     a block's memory was written ─► its extent is looked at ────────────┴─► all of it has memory ─► locked, pinned
-    the store wants memory ─► unpinned, unlocked ─► nothing is pinned for QUIET_S, twice as long the next time
+    the store wants memory ─► unpinned, unlocked ─► nothing is pinned for `QUIET_S`, twice as long the next time
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ PAUSE_S = 0.002
 BUSY_S = 0.25
 """One call of `update` pins for so long: other segments are waiting."""
 QUIET_S, MAX_QUIET_S = 30.0, 3600.0
+"""Nothing is pinned for so long after the store has wanted memory: the first time, and at most."""
 
 
 class SegmentPins:

@@ -6,8 +6,8 @@ the power of x that stands for its distance from the end. Here word j of each ro
     lane    = (word 0 * x^(32 LANES) + word LANES) * x^(32 LANES) + word 2 LANES ...
     CRC     = sum over lanes of lane_j * x^(32 (LANES - j)),   and the initial and final inversion
 
-The product with a constant is 32 shifts, ands and xors. Leading zeros don't change a remainder, so the first row of
-a block that is not whole rows begins with them. Bits are reflected, as zlib has them: bit 31 is x^0, bit 0 is x^31.
+The product with a constant is 32 shifts, ands and xors. Leading zeros don't change a remainder, so the first row of a block
+that is not whole rows begins with them. Bits are reflected, as zlib has them: bit 31 is x^0, bit 0 is x^31.
 
 Not a part of the decode path, which is a chain of dependent launches: it is launched plainly, after all that came before it in
 its stream.
@@ -26,7 +26,7 @@ import triton.language as tl
 
 from common.ops.sizes import next_power_of_2
 
-POLYNOMIAL = 0xEDB88320  # CRC-32 of zlib, reflected, without x^32
+POLYNOMIAL = tl.constexpr(0xEDB88320)  # CRC-32 of zlib, reflected, without x^32
 ONE = 0x80000000
 LANES, NUM_WARPS = 4096, 8
 """Words of 4 bytes that a program takes at a time, and its warps."""
@@ -41,12 +41,12 @@ def _times(a, b, UNROLLED: tl.constexpr):
         for _ in tl.static_range(32):
             product = product ^ (b & (tl.zeros_like(a) - (a >> 31)))  # x^0 first
             a = a << 1
-            b = (b >> 1) ^ (0xEDB88320 & (tl.zeros_like(b) - (b & 1)))
+            b = (b >> 1) ^ (POLYNOMIAL & (tl.zeros_like(b) - (b & 1)))
     else:
         for _ in range(32):
             product = product ^ (b & (tl.zeros_like(a) - (a >> 31)))
             a = a << 1
-            b = (b >> 1) ^ (0xEDB88320 & (tl.zeros_like(b) - (b & 1)))
+            b = (b >> 1) ^ (POLYNOMIAL & (tl.zeros_like(b) - (b & 1)))
     return product
 
 
@@ -119,5 +119,5 @@ def _weights(lanes: int, device: torch.device) -> tuple[torch.Tensor, int]:
 def _times_x32(value: int) -> int:
     """Return the value times x^32 modulo the polynomial."""
     for _ in range(32):
-        value = (value >> 1) ^ (POLYNOMIAL if value & 1 else 0)
+        value = (value >> 1) ^ (POLYNOMIAL.value if value & 1 else 0)
     return value
