@@ -233,8 +233,8 @@ class DecodeActor(EngineWorker):
         progress = [done for done in progress if not done.sequence.is_read]
         self.constraints.check((done.sequence, done.start) for done in progress)
         self.outflow.put((done.sequence, done.start) for done in progress if self.is_held(done.sequence))
+        self.counters.generation_tokens.inc(sum(done.sequence.num_outputs - done.start for done in progress))
         for done in progress:
-            self.counters.generation_tokens.inc(done.sequence.num_outputs - done.start)
             if done.start == 0 and not self.cache.keeps_all:
                 self.prefixes.offer_soon(done.sequence)  # windows leave their tail behind the prompt as the answer grows
             if done.proposed and not done.forced:  # as in vLLM, what a grammar forces is no draft
