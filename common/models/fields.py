@@ -55,8 +55,19 @@ class Fields:
             raise ConfigError(f"{name} in {self.where} must be more than 0, not {value:g}")
         return value
 
+    def not_negative(self, name: str, default: float) -> float:
+        """:raises ConfigError: if it is no finite number of at least 0."""
+        value = self.number(name, default)
+        if value < 0:
+            raise ConfigError(f"{name} in {self.where} must not be negative, and is {value:g}")
+        return value
+
     def flag(self, name: str, default: bool = False) -> bool:
-        return bool(self.get(name, default))
+        """:raises ConfigError: if it is neither true nor false: a text such as "false" would count as true."""
+        value = self.get(name, default)
+        if not isinstance(value, int) or value not in (0, 1):
+            raise ConfigError(f"{name} in {self.where} must be true or false, not {_shown(value)}")
+        return bool(value)
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """:raises ConfigError: if it is no list of finite numbers; missing is an empty one."""

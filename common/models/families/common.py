@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -17,6 +18,8 @@ SCALED: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
 _DEFAULT_CONTEXT = 2048
 _ROPE_TYPES: dict[str, RopeType] = {"su": "longrope", **{kind: kind for kind in (*SCALED, "longrope")}}
 """By the name in the files; "su" is what the first Phi-3 models called it."""
+_STRETCHING: tuple[RopeType, ...] = ("linear", "llama3", "yarn")
+"""Types that mean nothing without a factor."""
 
 
 def read_rope(
@@ -26,19 +29,23 @@ def read_rope(
     kinds: Collection[RopeType] = SCALED,
     layer_type: str = "",
     partial: bool = False,
+    default: Mapping[str, Any] = MappingProxyType({}),
 ) -> RopeSpec:
     """Return the rotary positions: transformers 5 writes `rope_parameters`; 4 wrote `rope_theta` and `rope_scaling`.
 
     layer_type: key of the layers' own parameters within `rope_parameters`. partial: a part of the head may be rotated.
+    default: the family's parameters, where the files have none.
 
     :raises ConfigError: for a type that is not among `kinds`, or a parameter that nobody reads.
     """
     old: dict[str, Any] = fields.get("rope_scaling", {})
-    found: dict[str, Any] = fields.get("rope_parameters", old)
-    if layer_type and isinstance(found, dict) and layer_type in found:
+    found: Mapping[str, Any] = fields.get("rope_parameters", default if old == {} else old)
+    if layer_type and isinstance(found, Mapping) and layer_type in found:
         found = found[layer_type]
-    if not isinstance(found, dict):
+    if not isinstance(found, Mapping):
         raise ConfigError(f"the rotary parameters in {fields.where} must be an object, not {found!r}")
+    if old and found is not old and layer_type != "sliding_attention":  # which no `rope_scaling` is about
+        _check_same(old, found, fields.where)
     get = Fields(found, "rope_parameters")
     named = get.get("rope_type", get.get("type", "default"))
     kind = _ROPE_TYPES.get(named) if isinstance(named, str) else None
@@ -48,6 +55,8 @@ def read_rope(
     if share > 1.0 or (share != 1.0 and not partial):
         raise ConfigError("rotary embedding over a part of the head is not supported for this family")
     context = fields.size("max_position_embeddings", _DEFAULT_CONTEXT)
+    if kind in _STRETCHING and get.get("factor") is None:
+        raise ConfigError(f"rope type {named!r} in {fields.where} has no factor")
     rope = RopeSpec(
         type=kind,
         theta=get.positive("rope_theta", fields.positive("rope_theta", theta)),
@@ -68,6 +77,21 @@ def read_rope(
     get.check_read(("attn_factor",) if kind == "yarn" else (), {"attn_factor": 1.0})
     check_yarn(rope, fields.where)
     return rope
+
+
+def _check_same(scaling: object, parameters: Mapping[str, Any], where: str) -> None:
+    """Check that `rope_scaling` says nothing else than `rope_parameters`: readers differ in which of them counts.
+
+    :raises ConfigError: naming the first key that differs.
+    """
+    if not isinstance(scaling, Mapping):
+        raise ConfigError(f"rope_scaling in {where} must be an object, not {scaling!r}")
+    for name, value in scaling.items():
+        other = parameters.get("rope_type", parameters.get("type")) if name in ("rope_type", "type") else parameters.get(name)
+        if value is not None and value != other:
+            raise ConfigError(
+                f"rope_scaling in {where} says {name} {value!r}, and rope_parameters {other!r}: they must be equal"
+            )
 
 
 def check_yarn(rope: RopeSpec, where: str) -> None:
@@ -116,8 +140,16 @@ def read_windows(fields: Fields, default: list[str], *, window: int) -> list[int
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 
-def read_model(fields: Fields, architecture: str, layers: list[LayerSpec], *, tied: bool = False, **others: Any) -> ModelSpec:
-    """Return the model of these layers. tied: the family's default. others: fields of `ModelSpec`.
+def read_model(
+    fields: Fields,
+    architecture: str,
+    layers: list[LayerSpec],
+    *,
+    tied: bool = False,
+    rms_eps: float = 1e-6,
+    **others: Any,
+) -> ModelSpec:
+    """Return the model of these layers. tied, rms_eps: the family's defaults. others: fields of `ModelSpec`.
 
     :raises ConfigError: if a key with a value is left that nobody read.
     """
@@ -129,7 +161,7 @@ def read_model(fields: Fields, architecture: str, layers: list[LayerSpec], *, ti
         hidden_size=fields.size("hidden_size"),
         vocab_size=fields.size("vocab_size"),
         max_context=extended_context(context, layers),
-        rms_eps=fields.number("rms_norm_eps", 1e-6),
+        rms_eps=fields.not_negative("rms_norm_eps", rms_eps),
         tie_embeddings=fields.flag("tie_word_embeddings", tied),
         bos_id=fields.get("bos_token_id"),
     )

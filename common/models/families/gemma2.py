@@ -34,7 +34,7 @@ def from_json(fields: Fields) -> ModelSpec:
 
 def read_cap(fields: Fields, name: str, default: float) -> float:
     """Return a soft cap. Null switches it off; only a missing one is the family's default."""
-    return 0.0 if name in fields.data and fields.get(name) is None else fields.number(name, default)
+    return 0.0 if name in fields.data and fields.get(name) is None else fields.not_negative(name, default)
 
 
 def gemma_attention(fields: Fields, rope: RopeSpec, **others: Any) -> AttentionSpec:
@@ -66,10 +66,10 @@ def gemma_model(fields: Fields, architecture: str, layers: list[LayerSpec], **ot
 
 def from_gguf(fields: Fields) -> ModelSpec:
     """:raises ConfigError: if a field is missing, wrong or unknown."""
-    soft_cap = fields.number("attn_logit_softcapping", 50.0)
+    soft_cap = fields.not_negative("attn_logit_softcapping", 50.0)
     windows = gguf_windows(fields, 2, _WINDOW)
     layers = [gguf_gemma_layer(fields, _LARGEST, window=one, soft_cap=soft_cap) for one in windows]
-    return gguf_gemma_model(fields, "gemma2", layers, logit_soft_cap=fields.number("final_logit_softcapping", 30.0))
+    return gguf_gemma_model(fields, "gemma2", layers, logit_soft_cap=fields.not_negative("final_logit_softcapping", 30.0))
 
 
 def gguf_gemma_layer(fields: Fields, largest: int, **others: Any) -> LayerSpec:

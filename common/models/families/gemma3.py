@@ -26,6 +26,7 @@ _LARGEST = 62
 def from_json(fields: Fields) -> ModelSpec:
     """:raises ConfigError: if a field is missing, wrong or unknown."""
     fields.only("use_bidirectional_attention", False)
+    fields.only("attn_logit_softcapping", 0.0)  # transformers, whose results are the reference, reads it and applies none
     everywhere = read_rope(fields, theta=_GLOBAL_THETA, layer_type="full_attention")
     local = _local_rope(fields)
     pattern = fields.size("_sliding_window_pattern", fields.size("sliding_window_pattern", _PATTERN))
@@ -33,11 +34,10 @@ def from_json(fields: Fields) -> ModelSpec:
         "sliding_attention" if (layer + 1) % pattern else "full_attention" for layer in range(fields.size("num_hidden_layers"))
     ]
     windows = read_windows(fields, kinds, window=fields.size("sliding_window", _WINDOW))
-    soft_cap = read_cap(fields, "attn_logit_softcapping", 0.0)
     layers = [
         gemma_layer(
             fields,
-            gemma_attention(fields, local if one else everywhere, window=one, soft_cap=soft_cap, qk_norm="head"),
+            gemma_attention(fields, local if one else everywhere, window=one, qk_norm="head"),
         )
         for one in windows
     ]
@@ -60,11 +60,11 @@ def from_gguf(fields: Fields) -> ModelSpec:
     """
     fields = Fields({"rope.freq_base": _GLOBAL_THETA} | dict(fields.data), fields.where)
     everywhere = gguf_rope(fields)
-    theta = fields.number("rope.freq_base_swa", _LOCAL_THETA)
+    theta = fields.positive("rope.freq_base_swa", _LOCAL_THETA)
     local = RopeSpec(theta=theta, original_max_context=everywhere.original_max_context)
     layers = [
         gguf_gemma_layer(fields, _LARGEST, window=one, qk_norm="head", rope=local if one else everywhere)
         for one in gguf_windows(fields, _PATTERN, _WINDOW)
     ]
-    soft_cap = fields.number("final_logit_softcapping", 0.0)
+    soft_cap = fields.not_negative("final_logit_softcapping", 0.0)
     return gguf_gemma_model(fields, "gemma3_text", layers, logit_soft_cap=soft_cap)

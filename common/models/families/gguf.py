@@ -148,7 +148,7 @@ def gguf_model(fields: Fields, architecture: str, layers: list[LayerSpec], **oth
         hidden_size=fields.size("embedding_length"),
         vocab_size=fields.size("vocab_size"),
         max_context=extended_context(fields.size("context_length"), layers),
-        rms_eps=fields.number("attention.layer_norm_rms_epsilon", 1e-6),
+        rms_eps=fields.not_negative("attention.layer_norm_rms_epsilon", 1e-6),
     )
     fields.check_read(GGUF, GGUF_DEFAULTS)
     return msgspec.structs.replace(spec, **others)

@@ -12,6 +12,7 @@ from common.models.spec import ExpertsSpec, LayerNames, LayerSpec, ModelSpec, Ro
 _NAMES = WeightNames(layer=LayerNames(router="mlp.router", each_expert=(), interleaved_gate_up=True))
 _GGUF_NAMES = WeightNames(layer=LayerNames(sinks="attn_sinks.weight", mlp_norms=("post_attention_norm", "")))
 _ALPHA, _LIMIT = 1.702, 7.0
+_YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 _SOFTMAX_SELECTED = 3
 """`expert_gating_func` of GGUF metadata."""
 
@@ -32,10 +33,10 @@ def from_json(fields: Fields) -> ModelSpec:
         intermediate_size=fields.size("intermediate_size"),
         activation="clamped_swiglu",
         alpha=fields.number("swiglu_alpha", _ALPHA),
-        limit=fields.number("swiglu_limit", _LIMIT),
+        limit=fields.positive("swiglu_limit", _LIMIT),
         bias=True,
     )
-    rope, bias = read_rope(fields, theta=150_000.0), fields.flag("attention_bias", True)
+    rope, bias = read_rope(fields, theta=150_000.0, default=_YARN), fields.flag("attention_bias", True)
     kinds = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(fields.size("num_hidden_layers"))]
     layers = [
         LayerSpec(
@@ -44,7 +45,7 @@ def from_json(fields: Fields) -> ModelSpec:
         )
         for window in read_windows(fields, kinds, window=fields.size("sliding_window", 128))
     ]
-    return read_model(fields, "gpt_oss", layers, names=_NAMES)
+    return read_model(fields, "gpt_oss", layers, names=_NAMES, rms_eps=1e-5)
 
 
 def from_gguf(fields: Fields) -> ModelSpec:

@@ -49,7 +49,7 @@ def from_json(fields: Fields) -> ModelSpec:
         LayerSpec(mixer=mixer, mlp=experts if layer in sparse else dense)
         for layer, mixer in enumerate(_mixers(fields, num_layers))
     ]
-    return read_model(fields, "llama4_text", layers, names=_NAMES)
+    return read_model(fields, "llama4_text", layers, names=_NAMES, rms_eps=1e-5)
 
 
 def _mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
@@ -65,7 +65,7 @@ def _mixers(fields: Fields, num_layers: int) -> list[AttentionSpec]:
         if not isinstance(kind, str) or kind not in chunks:
             raise ConfigError(f"layer type {kind!r} is not supported; {' and '.join(chunks)} are")
     normed = fields.flag("use_qk_norm", True)
-    temperature = QueryTemperature(scale=fields.number("attn_scale", 0.1), floor=fields.number("floor_scale", 8192))
+    temperature = QueryTemperature(scale=fields.number("attn_scale", 0.1), floor=fields.positive("floor_scale", 8192))
     tuned = fields.flag("attn_temperature_tuning", True)
     return [
         read_attention(

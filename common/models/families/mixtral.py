@@ -20,4 +20,4 @@ def from_json(fields: Fields) -> ModelSpec:
     )
     mixer = read_attention(fields, read_rope(fields, theta=1_000_000.0), window=window)
     layer = LayerSpec(mixer=mixer, mlp=ExpertsSpec(router=router, intermediate_size=fields.size("intermediate_size")))
-    return read_model(fields, "mixtral", [layer] * fields.size("num_hidden_layers"), names=_NAMES)
+    return read_model(fields, "mixtral", [layer] * fields.size("num_hidden_layers"), names=_NAMES, rms_eps=1e-5)

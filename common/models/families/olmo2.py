@@ -17,7 +17,7 @@ def from_json(fields: Fields) -> ModelSpec:
     bias = fields.flag("attention_bias")
     mixer = read_attention(fields, read_rope(fields), qk_norm="projection", qkv_bias=bias, output_bias=bias)
     layer = LayerSpec(mixer=mixer, mlp=read_silu_mlp(fields), norms="post")
-    return read_model(fields, "olmo2", [layer] * fields.size("num_hidden_layers"), names=_NAMES)
+    return read_model(fields, "olmo2", [layer] * fields.size("num_hidden_layers"), names=_NAMES, rms_eps=1e-5)
 
 
 def from_gguf(fields: Fields) -> ModelSpec:

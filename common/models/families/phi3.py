@@ -23,7 +23,7 @@ def from_json(fields: Fields) -> ModelSpec:
     mixer = read_attention(fields, None, window=window)
     mixer = msgspec.structs.replace(mixer, rope=_rope(fields, mixer.head_dim))
     layer = LayerSpec(mixer=mixer, mlp=read_silu_mlp(fields))
-    return read_model(fields, "phi3", [layer] * fields.size("num_hidden_layers"), names=_NAMES)
+    return read_model(fields, "phi3", [layer] * fields.size("num_hidden_layers"), names=_NAMES, rms_eps=1e-5)
 
 
 def _rope(fields: Fields, head_dim: int) -> RopeSpec:
@@ -68,10 +68,10 @@ def _gguf_rope(fields: Fields) -> RopeSpec:
     fields.only("rope.scaling.type", "longrope")
     return RopeSpec(
         type="longrope",
-        theta=fields.number("rope.freq_base", 10_000.0),
+        theta=fields.positive("rope.freq_base", 10_000.0),
         factor=fields.size("context_length") / fields.size("rope.scaling.original_context_length"),
         original_max_context=fields.size("rope.scaling.original_context_length"),
-        attention_factor=fields.number("rope.scaling.attn_factor", 1.0),
+        attention_factor=fields.positive("rope.scaling.attn_factor", 1.0),
         short_factors=short,
         long_factors=long,
     )

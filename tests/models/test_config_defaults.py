@@ -1,0 +1,83 @@
+"""What a config.json leaves out, or says twice, means what it means to transformers, or is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from common.models.config import config_from_json
+from common.models.spec import ModelSpec
+from common.protocol.errors import ConfigError
+from tests.models.driver import Request, open_runner, run
+from tests.models.oracles import build, greedy_choices, oracle_prompt, save
+
+CLASSES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3Text", "Phi3")
+CLASSES += ("Olmo2", "Mixtral", "Qwen3Moe", "GptOss", "Llama4Text")
+TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY |= {"max_position_embeddings": 512}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+def tiny(family: str, **changes: Any) -> ModelSpec:
+    return config_from_json({"model_type": family, **TINY, **changes})
+
+
+@pytest.mark.parametrize("key", ["rms_norm_eps", "sliding_window", "rope_parameters", "hidden_act", "tie_word_embeddings"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_key_left_out_is_what_transformers_takes_it_for(name: str, key: str) -> None:
+    whole = getattr(transformers, f"{name}Config")().to_dict()
+    assert config_from_json({one: value for one, value in whole.items() if one != key}) == config_from_json(whole)
+
+
+def test_a_window_of_null_is_none_and_one_left_out_is_mistrals() -> None:
+    sizes = {"max_position_embeddings": 32_768}
+    assert [layer.mixer.window for layer in tiny("mistral", sliding_window=None, **sizes).layers] == [0, 0]
+    assert [layer.mixer.window for layer in tiny("mistral", **sizes).layers] == [4096, 4096]
+
+
+def test_a_window_of_qwen3_moe_is_in_every_layer(tmp_path: Path) -> None:
+    model = build("qwen3-moe", use_sliding_window=True, sliding_window=20)
+    runner = open_runner(save(model, tmp_path))
+    request = Request(oracle_prompt(), 6, chunk=16)
+    [output] = run(runner, [request])
+    assert output == greedy_choices(model, request.prompt, output)
+
+
+@pytest.mark.parametrize("some", [{"max_window_layers": 1}, {"layer_types": ["full_attention", "sliding_attention"]}])
+def test_a_window_in_some_layers_of_qwen3_moe_is_refused(some: dict[str, Any]) -> None:
+    unused = tiny("qwen3_moe", sliding_window=20, **some)
+    assert [layer.mixer.window for layer in unused.layers] == [0, 0]
+    with pytest.raises(ConfigError, match=f"{next(iter(some))} in config.json: a window in some layers alone"):
+        tiny("qwen3_moe", sliding_window=20, use_sliding_window=True, **some)
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "message"),
+    [
+        ("gemma3_text", {"attn_logit_softcapping": 0.5}, "attn_logit_softcapping 0.5 is not supported"),
+        ("gemma2", {"attn_logit_softcapping": -1}, "attn_logit_softcapping .* must not be negative, and is -1"),
+        ("gemma2", {"final_logit_softcapping": -1.0}, "final_logit_softcapping .* must not be negative"),
+        ("llama", {"rms_norm_eps": -1e-6}, "rms_norm_eps .* must not be negative"),
+        ("llama4_text", {"floor_scale": 0}, "floor_scale .* must be more than 0"),
+        ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit .* must be more than 0"),
+        ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings .* must be true or false, not 'false'"),
+        ("llama", {"attention_bias": 2}, "attention_bias .* must be true or false, not 2"),
+        ("llama", {"rope_scaling": {"type": "linear"}}, "rope type 'linear' in config.json has no factor"),
+        ("llama", {"rope_parameters": {**YARN, "factor": None}}, "rope type 'yarn' in config.json has no factor"),
+    ],
+)
+def test_a_value_without_a_meaning_is_refused(family: str, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny(family, **keys)
+
+
+def test_two_places_for_rotary_parameters_must_say_the_same() -> None:
+    new = {**YARN, "rope_theta": 1e6}
+    assert tiny("llama", rope_parameters=new, rope_scaling={**YARN, "type": "yarn"}) == tiny("llama", rope_parameters=new)
+    with pytest.raises(ConfigError, match=r"rope_scaling .* says factor 8.0, and rope_parameters 4.0: they must be equal"):
+        tiny("llama", rope_parameters=new, rope_scaling={**YARN, "factor": 8.0})
+    with pytest.raises(ConfigError, match=r"says rope_type 'yarn', and rope_parameters 'default'"):
+        tiny("llama", rope_parameters={"rope_type": "default", "rope_theta": 1e6}, rope_scaling=YARN)
