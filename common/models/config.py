@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from safetensors import SafetensorError, safe_open
 
 from common.models.families.registry import GGUF_FAMILIES, JSON_FAMILIES, reader_of
-from common.models.families.wrappers import text_names, tying_is_unsure, unwrapped
+from common.models.families.wrappers import unwrapped
 from common.models.fields import Fields
 from common.models.formats.beside import quantization_beside
 from common.models.formats.detect import detect, gguf_scheme
@@ -22,6 +21,7 @@ from common.models.source import ModelFiles
 from common.models.spec import ExpertsSpec, LayerSpec, ModelSpec, RopeSpec
 from common.models.weights.files import weight_files
 from common.models.weights.gguf_metadata import read_metadata
+from common.models.weights.tied_head import holds_another_head
 from common.protocol.errors import ConfigError
 
 RopeConfig = RopeSpec
@@ -46,9 +46,10 @@ def load_config(files: ModelFiles) -> ModelConfig:
     else:
         weights = weight_files(files.path)
         data = _read_config(files.path / "config.json")
-        if tying_is_unsure(data) and _hold_head(weights):
-            data["tie_word_embeddings"] = False
-        config = config_from_json(data, read_object_if_any(files.path / "generation_config.json"))
+        generation = read_object_if_any(files.path / "generation_config.json")
+        config = config_from_json(data, generation)
+        if config.tie_embeddings and holds_another_head(files.path, config.names):
+            config = config_from_json(data | {"tie_word_embeddings": False}, generation)
     return msgspec.structs.replace(config, identity=_identity(config, weights))
 
 
@@ -65,19 +66,6 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not any(part.get(key) for part in parts for key in ("quantization_config", "compression_config")):
         data |= quantization_beside(path.parent)
     return data
-
-
-def _hold_head(weights: list[Path]) -> bool:
-    """:raises ConfigError: if a file can't be read."""
-    for path in weights:
-        try:
-            with safe_open(path, framework="numpy") as file:
-                names = dict.fromkeys(file.keys())
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{path} can't be read: {error}") from error
-        if any(name.startswith("lm_head.") for name in text_names(names)):
-            return True
-    return False
 
 
 def weights_identity(files: ModelFiles, config: ModelConfig, *, dummy: bool = False) -> str:

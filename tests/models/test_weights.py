@@ -177,7 +177,8 @@ def test_a_tensor_too_many_is_named(folder: ModelFiles) -> None:
 
 
 def test_a_copy_of_tied_embeddings_is_no_error(folder: ModelFiles) -> None:
-    change(folder, **{"lm_head.weight": torch.ones(256, 64)})
+    change(folder, **{"lm_head.weight": load_file(folder.path / "model.safetensors")["model.embed_tokens.weight"].clone()})
+    assert load_config(folder).tie_embeddings
     load(folder)
 
 

@@ -73,15 +73,6 @@ def unwrapped(data: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**others, **defaults, **shared, **text, **tied, "model_type": family}
 
 
-def tying_is_unsure(data: Mapping[str, Any]) -> bool:
-    """Whether the wrapper says that the head is the embedding, and its text part does not. transformers 5 writes that by
-    default, also of models that have a head: if the files hold one, it is read."""
-    kind, text = data.get("model_type"), data.get("text_config")
-    if not isinstance(kind, str) or kind not in WRAPPERS or not isinstance(text, Mapping):
-        return False
-    return bool(data.get(_TIED)) and not text.get(_TIED)
-
-
 def text_names(names: Mapping[str, Any]) -> dict[str, str]:
     """Return the tensors of the text part by the names that they have in a model of text alone. Other prefixes than those of a
     wrapper stay as they are, and so do all names if no tensor has one."""
