@@ -57,7 +57,7 @@ def _places(path: Path) -> dict[str, _Place]:
             length = int.from_bytes(file.read(8), "little")
             header: dict[str, Any] = json.loads(file.read(length))
     except (OSError, ValueError, SafetensorError) as error:
-        raise WeightsError(f"{path} can't be read: {error}") from error
+        raise WeightsError(f"{path} can't be read, it may be cut short: {error}") from error
     header.pop("__metadata__", None)
     places: dict[str, _Place] = {}
     for name, entry in header.items():
