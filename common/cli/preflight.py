@@ -146,7 +146,7 @@ def _check_text(files: ModelFiles, model: ModelConfig, engine: EngineConfig) -> 
     :raises ConfigError: if either can't be loaded.
     """
     try:
-        bundle = load_bundle(files, max_model_len=engine.max_model_len)
+        bundle = load_bundle(files, max_context=model.max_context, max_model_len=engine.max_model_len)
     except ConfigError as error:  # a template's compiler draws where it stopped, over many lines
         raise ConfigError(str(error).splitlines()[0], param=error.param) from error
     warnings: list[str] = []

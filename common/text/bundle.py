@@ -146,13 +146,15 @@ def load_bundle(
     *,
     name: str = "",
     generation_config: bool = True,
+    max_context: int = 0,
     max_model_len: int = 0,
     tool_parser: ToolParser = "auto",
     reasoning_parser: ReasoningParser = "auto",
 ) -> TextBundle:
     """Read tokenizer, templates, limits and (with `generation_config`) recommended sampling of `files`.
 
-    `name` is what clients call the model (default: its own). `max_model_len` limits the context (0: what the model takes).
+    `name` is what clients call the model (default: its own). `max_context` is what its configuration says (`load_config`),
+    which YaRN may stretch; 0: what the files say as they are. `max_model_len` limits it (0: no limit).
     `tool_parser` and `reasoning_parser`: see `TextBundle`.
 
     :raises ConfigError: if any of them is missing, damaged or not supported, or the model takes less than `max_model_len`.
@@ -160,6 +162,7 @@ def load_bundle(
     metadata = read_metadata(files.path) if files.format == "gguf" else None
     tokenizer = load_tokenizer(files, metadata=metadata)
     templates = load_templates(files, tokenizer.special_tokens, metadata=metadata)
+    stated = _max_context(files, metadata)
     return TextBundle(
         name=name or files.name,
         files=files,
@@ -167,7 +170,7 @@ def load_bundle(
         template=templates.pop(DEFAULT, None),
         named_templates=templates,
         eos_ids=tokenizer.eos_ids,
-        max_context=context_of(_max_context(files, metadata), max_model_len),
+        max_context=context_of(max_context or stated, max_model_len),
         sampling=load_sampling_defaults(files, metadata=metadata) if generation_config else SamplingDefaults(),
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,

@@ -32,9 +32,9 @@ def load_templates(
 ) -> dict[str, ChatTemplate]:
     """The templates of `files` by name; without any, it is a base model, which completes and does not chat.
 
-    One that can't be compiled is left out, unless it is the default.
+    One that can't be read or compiled is left out, unless it is the default.
 
-    :raises ConfigError: if the default one can't be compiled.
+    :raises ConfigError: if the default one can't be read or compiled.
     """
     if files.format == "gguf":
         found = _in_gguf(read_metadata(files.path) if metadata is None else metadata)
@@ -60,11 +60,15 @@ def _in_gguf(metadata: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _in_folder(folder: Path) -> Iterator[tuple[str, str]]:
     named = {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     for name, path in named.items():
-        if name != DEFAULT:
-            yield name, path.read_text(encoding="utf-8")
+        if name == DEFAULT:
+            continue
+        try:
+            yield name, _text(path)
+        except ConfigError as error:
+            log.warning("chat_template_left_out", template=name, reason=str(error))
     own = folder / "chat_template.jinja"
     if own.is_file():
-        yield DEFAULT, own.read_text(encoding="utf-8")
+        yield DEFAULT, _text(own)
         return
     for file in ("chat_template.json", "tokenizer_config.json"):
         source = read_object_if_any(folder / file).get("chat_template")
@@ -76,3 +80,11 @@ def _in_folder(folder: Path) -> Iterator[tuple[str, str]]:
         if isinstance(source, dict) and source:
             yield from ((name, text) for name, text in source.items() if isinstance(name, str) and isinstance(text, str))
             return
+
+
+def _text(path: Path) -> str:
+    """:raises ConfigError: if the file can't be read, or is no UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can't be read: {error}") from error

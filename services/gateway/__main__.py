@@ -33,15 +33,17 @@ def served(config: GatewayConfig) -> Served:
     :raises UnknownModel, ConfigError: if its tokenizer and template can't be loaded.
     """
     files = resolve(config.model, weights=False)
+    model = load_config(files)
     bundle = load_bundle(
         files,
         name=config.served_name,
         generation_config=config.generation_config == "auto",
+        max_context=model.max_context,
         max_model_len=config.max_model_len,
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
     )
-    return Served(config, bundle, weights_identity(files, load_config(files)))
+    return Served(config, bundle, weights_identity(files, model))
 
 
 if __name__ == "__main__":

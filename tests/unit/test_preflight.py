@@ -19,6 +19,8 @@ from common.engine.load.layout import EngineConfig
 from common.models.source import ModelFiles
 from common.protocol.errors import ConfigError, UnknownModel
 from common.runtime.memory import available_bytes
+from services.gateway.__main__ import served
+from services.gateway.config import GatewayConfig
 from tests.fixtures.hub import hub_of
 from tests.fixtures.tiny_model import edit_config, write_tiny_model
 
@@ -54,6 +56,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer.json"),
     "tokenizer is damaged": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer.json can't be loaded"),
     "template is damaged": (lambda folder: (folder / "chat_template.jinja").write_text("{% for %}"), "template"),
+    "template is no text": (
+        lambda folder: (folder / "chat_template.jinja").write_bytes(b"\xff\xfe{"),
+        "chat_template.jinja can't be read",
+    ),
 }
 
 
@@ -64,6 +70,22 @@ def test_what_cannot_be_served_says_why(what: str, model: Path) -> None:
     with pytest.raises((ConfigError, UnknownModel)) as caught:
         check_model(str(model))
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_further_template_that_is_no_text_is_left_out(model: Path) -> None:
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "._tool_use.jinja").write_bytes(b"\0\5\x16\7\xff")
+    assert not check_model(str(model)).warnings
+
+
+def test_yarn_stretches_the_context_for_everyone(model: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    edit_config(model, max_position_embeddings=512, rope_scaling=yarn)
+    assert check_model(str(model)).model.max_context == 2048
+    assert check_model(str(model), EngineConfig(max_model_len=2000)).model.max_context == 2000
+    for limit, context in ((0, 2048), (2000, 2000)):
+        bundle = served(GatewayConfig(model=str(model), max_model_len=limit)).bundle
+        assert bundle is not None and bundle.max_context == context
 
 
 def test_a_model_that_can_be_served_is_described(model: Path) -> None:
