@@ -17,6 +17,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as Backend
 
+from common.models.families.wrappers import unwrapped
+from common.models.fields import MAX_SIZE
 from common.models.json_files import read_object_if_any
 from common.models.source import ModelFiles
 from common.models.weights.gguf_metadata import read_metadata
@@ -312,17 +314,23 @@ def _from_folder(folder: Path) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     names = special_tokens.names_in_folder(folder)
-    generation, model = read_object_if_any(folder / "generation_config.json"), read_object_if_any(folder / "config.json")
+    generation = read_object_if_any(folder / "generation_config.json")
+    model = unwrapped(read_object_if_any(folder / "config.json"))
     eos: list[Any] = []
     for value in (generation.get("eos_token_id", model.get("eos_token_id")), _id_of(backend, names.get("eos_token"))):
         eos += value if isinstance(value, list) else [value]
-    bos = _id_of(backend, names.get("bos_token"))
+    bos = [_id_of(backend, names.get("bos_token")), model.get("bos_token_id")]
     return Tokenizer(
         backend,
-        eos_ids=[index for index in eos if isinstance(index, int)],
-        bos_id=bos if bos is not None else model.get("bos_token_id"),
+        eos_ids=[index for index in eos if _is_id(index)],
+        bos_id=next((index for index in bos if _is_id(index)), None),
         special_tokens=names,
     )
+
+
+def _is_id(value: object) -> bool:
+    """Whether a token may have this id. Files say -1 where they mean none."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_SIZE
 
 
 def _id_of(backend: Backend, token: str | list[str] | None) -> int | None:

@@ -18,6 +18,7 @@ from common.models.source import ModelFiles
 from common.models.weights.gguf_metadata import read_metadata
 from common.protocol.errors import ConfigError, ContextLengthExceeded, InvalidParameter
 from common.text.bundle import TextBundle, load_bundle
+from common.text.grammar import GrammarCompiler
 from common.text.tokenizer import Tokenizer, load_tokenizer
 
 SPECIALS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<filename>"]
@@ -253,6 +254,22 @@ class TestFolders:
         assert bundle.eos_ids == [7, backend.token_to_id("</s>")]
         (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
         assert load_bundle(bundle.files).eos_ids == [3, 4, backend.token_to_id("</s>")]
+
+    def test_ids_that_no_token_can_have_are_none(self, tmp_path: Path) -> None:
+        files = self.folder(tmp_path, trained_byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False)))
+        (tmp_path / "tokenizer_config.json").write_text("{}")
+        config = {"max_position_embeddings": 128, "bos_token_id": "x", "eos_token_id": [-1, 10**30, True, 7, 10**9]}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        tokenizer = load_tokenizer(files)
+        assert (tokenizer.bos_id, tokenizer.eos_ids) == (None, [7, 10**9])
+        assert not GrammarCompiler(tokenizer).compile(r'start: "a"').is_error()
+
+    def test_ends_that_only_the_text_part_of_a_model_of_images_names(self, tmp_path: Path) -> None:
+        files = self.folder(tmp_path, trained_byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False)))
+        (tmp_path / "tokenizer_config.json").write_text("{}")
+        text = {"max_position_embeddings": 128, "bos_token_id": 3, "eos_token_id": [5, 9]}
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama4", "text_config": text}))
+        assert (load_tokenizer(files).bos_id, load_tokenizer(files).eos_ids) == (3, [5, 9])
 
     def test_a_model_without_template_completes_but_does_not_chat(self, tmp_path: Path) -> None:
         bundle: TextBundle = load_bundle(
