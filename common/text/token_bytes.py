@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from tokenizers import Tokenizer as Backend
@@ -30,18 +30,18 @@ class Decoding(NamedTuple):
 
 
 def decoding_of(backend: Backend) -> Decoding:
-    vocabulary = backend.get_vocab(with_added_tokens=True)
+    names = _names(backend)
     match decoder_steps(backend):
         case ["ByteLevel"]:
-            return Decoding(True, "keep", _table(vocabulary, _byte_level_bytes))
+            return Decoding(True, "keep", _table(names, _byte_level_bytes))
         case ["Metaspace"] if _state(backend).get("prepend_scheme") == "never":
-            return Decoding(False, "keep", _table(vocabulary, _piece_bytes))
+            return Decoding(False, "keep", _table(names, _piece_bytes))
         case ["Metaspace"]:
-            return Decoding(False, "drop_marks", _table(vocabulary, _piece_bytes))
+            return Decoding(False, "drop_marks", _table(names, _piece_bytes))
         case ["Replace", "ByteFallback", "Fuse"] if _replaces_marks(backend):
-            return Decoding(False, "keep", _table(vocabulary, _piece_bytes))
+            return Decoding(False, "keep", _table(names, _piece_bytes))
         case ["Replace", "ByteFallback", "Fuse", "Strip"] if _replaces_marks(backend) and _strips_a_space(backend):
-            return Decoding(False, "strip_space", _table(vocabulary, _piece_bytes))
+            return Decoding(False, "strip_space", _table(names, _piece_bytes))
         case _:
             return Decoding(False, "keep", None)
 
@@ -77,9 +77,19 @@ def _strips_a_space(backend: Backend) -> bool:
     return (step.get("content"), step.get("start"), step.get("stop")) == (" ", 1, 0)
 
 
-def _table(vocabulary: Mapping[str, int], bytes_of: Any) -> list[bytes]:
-    table = [b""] * (max(vocabulary.values(), default=-1) + 1)
-    for token, index in vocabulary.items():
+def _names(backend: Backend) -> dict[int, str]:
+    """What the decoder gets for each token. For an added token that texts are searched for behind the normalizer, that is what
+    the normalizer makes of it: Llama 2's puts a space before it."""
+    names = {index: token for token, index in backend.get_vocab(with_added_tokens=True).items()}
+    for index, token in backend.get_added_tokens_decoder().items():
+        if token.normalized:
+            names[index] = backend.id_to_token(index) or token.content
+    return names
+
+
+def _table(names: Mapping[int, str], bytes_of: Callable[[str], bytes]) -> list[bytes]:
+    table = [b""] * (max(names, default=-1) + 1)
+    for index, token in names.items():
         table[index] = bytes_of(token)
     return table
 

@@ -8,7 +8,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models
+from tokenizers import AddedToken, decoders, models, normalizers
 from tokenizers import Tokenizer as Backend
 
 from common.models.source import ModelFiles
@@ -130,3 +130,17 @@ def test_text_that_continues_a_prompt_keeps_its_space() -> None:
     tokenizer = sentencepiece(DECODERS["llama"])
     assert Detokenizer(tokenizer).push([3, 5]) == "thecat"
     assert Detokenizer(tokenizer, continues=True).push([3, 5]) == " thecat"
+
+
+def test_an_added_token_is_what_the_normalizer_makes_of_it() -> None:
+    """As Llama 2's puts a space before each word, and texts are searched for the token behind it."""
+    backend = Backend(models.BPE({piece: index for index, piece in enumerate(PIECES)}, [], byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = DECODERS["llama"]
+    backend.add_tokens(["<call>", AddedToken("<tool>", normalized=False)])
+    call, tool = len(PIECES), len(PIECES) + 1
+    ids = [5, call, tool, 5]
+    assert backend.decode(ids) == "cat <call><tool>cat"
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.decode(ids) == "".join(stream(Detokenizer(tokenizer), ids, [2])) == backend.decode(ids)
+    assert tokenizer.token_bytes(call) == b" <call>"
