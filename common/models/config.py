@@ -126,8 +126,9 @@ def config_from_gguf(metadata: Mapping[str, Any]) -> ModelSpec:
     read = reader_of(architecture, GGUF_FAMILIES, "GGUF architecture")
     prefix = f"{architecture}."
     fields = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    tokens = metadata.get("tokenizer.ggml.tokens", [])
-    spec = read(Fields({"vocab_size": len(tokens) or None} | fields, "the GGUF metadata"))
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    known = {"vocab_size": len(tokens)} if isinstance(tokens, list) and tokens else {}
+    spec = read(Fields(known | fields, "the GGUF metadata"))
     eos = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     return _checked(
         msgspec.structs.replace(

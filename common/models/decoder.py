@@ -24,14 +24,11 @@ from common.models.reduced_vocabulary import spread, target_ids
 from common.models.rope import RopeTable, inverse_frequencies
 from common.models.spec import DenseSpec, RopeSpec
 from common.models.weights.base import WeightLoader
-from common.models.weights.expected import TARGET_OFFSETS
+from common.models.weights.expected import ROPE_FACTORS, TARGET_OFFSETS
 from common.ops.linear.embed import embed
 from common.ops.linear.linear import linear
 from common.ops.linear.weight import LinearWeight, Role
 from common.ops.tensors import Feed
-
-ROPE_FACTORS = "rope_freqs.weight"
-
 
 SHARDS: dict[str, ShardRule] = {"embedding": "replicated", "norm": "replicated", "head": "outputs"}
 

@@ -68,7 +68,7 @@ def build(metadata: dict[str, Any]) -> tuple[Tokenizer, bool]:
 
 def _byte_level(metadata: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer:
     rule = metadata.get("tokenizer.ggml.pre", "gpt-2")
-    pairs = [merge.split(" ", 1) for merge in metadata.get("tokenizer.ggml.merges", [])]
+    pairs = [merge.split(" ", 1) for merge in _list(metadata, "tokenizer.ggml.merges", str)]
     if any(len(pair) != 2 for pair in pairs):
         raise ConfigError("the GGUF file's tokenizer.ggml.merges are damaged")
     merges = [(left, right) for left, right in pairs]
@@ -95,8 +95,8 @@ def _byte_level(metadata: dict[str, Any], vocabulary: dict[str, int]) -> Tokeniz
 
 def _sentencepiece(metadata: dict[str, Any], vocabulary: dict[str, int]) -> Tokenizer:
     """SentencePiece BPE as byte-fallback BPE; its merges are those of two pieces into a piece, best score first."""
-    scores = metadata.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) != len(vocabulary):
+    scores = _list(metadata, "tokenizer.ggml.scores", (int, float))
+    if len(scores) != len(vocabulary):
         raise ConfigError("the GGUF file's tokenizer has no score for each token (tokenizer.ggml.scores)")
     merges: list[tuple[float, tuple[str, str]]] = []
     for piece, index in vocabulary.items():
@@ -120,8 +120,16 @@ def _sentencepiece(metadata: dict[str, Any], vocabulary: dict[str, int]) -> Toke
 
 def _add_specials(backend: Tokenizer, metadata: dict[str, Any], tokens: list[str]) -> None:
     """Control tokens are special (skipped in output); user-defined ones are text, but never cut."""
-    types = metadata.get("tokenizer.ggml.token_type", [])
+    types = _list(metadata, "tokenizer.ggml.token_type", int)
     special = [token for token, kind in zip(tokens, types, strict=False) if kind in (_CONTROL, _UNKNOWN)]
     whole = [token for token, kind in zip(tokens, types, strict=False) if kind == _USER_DEFINED]
     backend.add_tokens([AddedToken(token, normalized=False) for token in whole if token])
     backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special if token])
+
+
+def _list(metadata: dict[str, Any], key: str, kind: type | tuple[type, ...]) -> list[Any]:
+    """Return an array of the metadata; empty if it is missing. :raises ConfigError: if it is something else."""
+    found = metadata.get(key, [])
+    if not isinstance(found, list) or not all(isinstance(one, kind) for one in found):
+        raise ConfigError(f"the GGUF file's {key} are damaged")
+    return found

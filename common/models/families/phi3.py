@@ -39,11 +39,18 @@ def _rope(fields: Fields, head_dim: int) -> RopeSpec:
     pairs = (rope.dims or head_dim) // 2
     if len(rope.short_factors) != pairs or len(rope.long_factors) != pairs:
         raise ConfigError(f"longrope needs a short and a long factor for each of {pairs} pairs of dimensions")
+    _check_factors(rope, fields.where)
     if rope.original_max_context < 2:
         raise ConfigError("longrope needs an original context of more than one token")
     factor = parameters.get("factor") or fields.size("max_position_embeddings") / rope.original_max_context
     attention = math.sqrt(1 + math.log(factor) / math.log(rope.original_max_context)) if factor > 1 else 1.0
     return msgspec.structs.replace(rope, factor=factor, attention_factor=rope.attention_factor or attention)
+
+
+def _check_factors(rope: RopeSpec, where: str) -> None:
+    """:raises ConfigError: if a factor is none, by which frequencies can't be divided."""
+    if min((*rope.short_factors, *rope.long_factors), default=1.0) <= 0:
+        raise ConfigError(f"longrope's factors in {where} must be more than 0")
 
 
 def from_gguf(fields: Fields) -> ModelSpec:
@@ -55,6 +62,7 @@ def from_gguf(fields: Fields) -> ModelSpec:
     rope = _gguf_rope(fields)
     if rope.type == "longrope" and {len(rope.short_factors), len(rope.long_factors)} != {dims // 2}:
         raise ConfigError(f"longrope needs a short and a long factor for each of {dims // 2} pairs of dimensions")
+    _check_factors(rope, fields.where)
     mixer = gguf_attention(fields, partial=True, rope=rope)
     rope = msgspec.structs.replace(rope, dims=dims % mixer.head_dim)
     layer = LayerSpec(mixer=msgspec.structs.replace(mixer, rope=rope), mlp=gguf_mlp(fields))

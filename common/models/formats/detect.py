@@ -71,7 +71,8 @@ def _fields(data: Mapping[str, Any], where: str) -> Fields:
 def gguf_scheme(metadata: Mapping[str, Any]) -> WeightScheme:
     """What a GGUF file's linears are, mostly: each of its tensors has a type of its own. Types that have no kernel are
     dequantised, and so are files that do not say their type."""
-    bits = _GGUF_BITS.get(metadata.get("general.file_type", -1))
+    kind = metadata.get("general.file_type")
+    bits = _GGUF_BITS.get(kind) if isinstance(kind, int) else None
     return WeightScheme() if bits is None else WeightScheme(name="gguf", bits=bits, group=32)
 
 

@@ -11,6 +11,9 @@ Shapes = dict[str, tuple[int, ...]]
 TARGET_OFFSETS = "d2t"
 """The tensor of a reduced vocabulary (`common.models.reduced_vocabulary`); int64, whatever the weights are."""
 
+ROPE_FACTORS = "rope_freqs.weight"
+"""The tensor in which GGUF files have Llama 3's scaling: of each pair of dimensions, what its frequency is divided by."""
+
 
 def decoder_shapes(model: ModelSpec) -> Shapes:
     """Return the tensors of a decoder of `model`, in the order in which it takes them."""

@@ -42,6 +42,8 @@ _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 _STACKED = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.(weight|bias)")
 _EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")
 """As files of 2023 have each expert by itself."""
+_ITEM_BYTES = {GGMLQuantizationType.F32: 4, GGMLQuantizationType.F16: 2, GGMLQuantizationType.BF16: 2}
+"""Of types that are read where they lie. A file's own alignment may be any."""
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
@@ -179,8 +181,12 @@ class _TensorTable:
             raise WeightsError(f"{name} has the unknown GGUF type {kind}: the gguf package may be too old") from error
         block_size, block_bytes = GGML_QUANT_SIZES[known]
         num_bytes = math.prod(dims) // block_size * block_bytes
+        if 0 in dims:
+            raise ValueError(f"{name} is empty")
         if dims[0] % block_size or offset + num_bytes > len(self._data):
             raise ValueError(f"{name} does not fit into the file")
+        if offset % _ITEM_BYTES.get(known, 1):
+            raise ValueError(f"{name} begins within a number, at byte {offset}")
         return GgufTensor(shape=tuple(reversed(dims)), kind=known, offset=offset, num_bytes=num_bytes)
 
     def _unpack(self, format: str) -> tuple[Any, ...]:

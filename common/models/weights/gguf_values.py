@@ -1,4 +1,4 @@
-"""Look through the scales of a GGUF file's quantised tensors for NaN and infinity. Torch-free.
+"""Look through the scales of a GGUF file's quantised tensors, and its rotary factors, for NaN and infinity. Torch-free.
 
 Blocks hold their scales between their codes, so that all pages of the file are read, but only the byte of a scale that says
 whether it is finite is looked at: the upper byte of a float16 has its whole exponent, all ones in NaN and infinity.
@@ -10,11 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 
 from common.models.weights.errors import WeightsError
+from common.models.weights.expected import ROPE_FACTORS
 from common.models.weights.gguf_tensors import GgufTensor, map_file, read_tensors
 
 _FLOAT16_SCALES: dict[Type, tuple[int, ...]] = {
@@ -28,6 +30,7 @@ _FLOAT16_SCALES: dict[Type, tuple[int, ...]] = {
     Type.TQ2_0: (64,),
 }
 """Where a block has float16 scales and minima, in bytes from its start (ggml's `ggml-common.h`)."""
+_FLOATS = {Type.F32: np.float32, Type.F16: np.float16}
 _EXPONENT = 0x7C
 _E8M0_NAN = 0xFF
 _IQ1_M_SCALES = 48
@@ -43,13 +46,25 @@ def check_gguf_values(path: Path) -> None:
     :raises InvalidGguf: if the file is damaged or cut short. :raises WeightsError: if a scale is NaN or infinite.
     """
     data = map_file(path)
-    tensors = {name: tensor for name, tensor in read_tensors(path, data).items() if _has_scales(tensor.kind)}
+    found = read_tensors(path, data)
+    if (factors := found.get(ROPE_FACTORS)) is not None:
+        _check_factors(path, data, factors)
+    tensors = {name: tensor for name, tensor in found.items() if _has_scales(tensor.kind)}
     with ThreadPoolExecutor(_THREADS) as threads:  # each waits for the disk by itself
         wrong = threads.map(lambda tensor: _is_wrong(data, tensor), tensors.values())
         for name, is_wrong in zip(tensors, wrong, strict=True):
             if is_wrong:
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise WeightsError(f"{path}: {name} holds a scale that is NaN or infinite")
+
+
+def _check_factors(path: Path, data: NDArray[Any], tensor: GgufTensor) -> None:
+    """:raises WeightsError: unless they are floats by which frequencies can be divided."""
+    if (dtype := _FLOATS.get(tensor.kind)) is None:
+        raise WeightsError(f"{path}: {ROPE_FACTORS} is {tensor.kind.name}; F32 was expected")
+    values = np.frombuffer(data[tensor.offset : tensor.offset + tensor.num_bytes].tobytes(), dtype)
+    if not (np.isfinite(values) & (values > 0)).all():
+        raise WeightsError(f"{path}: {ROPE_FACTORS} holds a factor that is not above 0")
 
 
 def _has_scales(kind: Type) -> bool:

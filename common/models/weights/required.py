@@ -15,7 +15,7 @@ from common.models.formats.detect import FP8_BLOCK
 from common.models.formats.scheme import FormatName
 from common.models.spec import ModelSpec
 from common.models.weights.errors import WeightsError
-from common.models.weights.expected import TARGET_OFFSETS, decoder_shapes
+from common.models.weights.expected import ROPE_FACTORS, TARGET_OFFSETS, decoder_shapes
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
@@ -31,8 +31,6 @@ _ABSMAX = FLOATS | _BYTES
 _MAIN: dict[FormatName, str] = {"awq": "qweight", "gptq": "qweight", "packed": "weight_packed", "mxfp4": "weight_packed"}
 _MAIN |= {"int8": "weight", "nf4": "weight.quant_state.bitsandbytes__nf4"}
 _MXFP4_GROUP = 32
-_ROPE_FACTORS = "rope_freqs.weight"
-"""Llama 3's scaling, as GGUF files have it."""
 
 
 class Content(NamedTuple):
@@ -105,7 +103,9 @@ class _Check:
         is_fp8 = self._scheme.name in ("fp8", "fp8_blocks")
         if self._types and not (FP8 in self._types.values() if is_fp8 else self._is_in_format):
             raise WeightsError(f"quantization_config says {self._scheme.name}, and no weight is in that format")
-        optional = {f"{names.head}.weight", _ROPE_FACTORS}  # some files hold the tied copy too, some what is computed here
+        if ROPE_FACTORS in self._found:
+            self._one(ROPE_FACTORS, ((self._model.head_dim // 2,),), FLOATS)
+        optional = {f"{names.head}.weight"}  # some files hold the tied copy too, some what is computed here
         optional |= {f"{names.layers}.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(self._model.num_layers)}
         refuse_others(name for name in self._found.keys() - self._used - optional if not is_companion(name))
 
