@@ -79,6 +79,7 @@ _HUB_SMALL = ["*.json", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
 _HUB_FILES = ["*.safetensors", *_HUB_SMALL]
 _HUB_IGNORED = ["*/*", "consolidated*"]  # other formats' copies of the same weights
 _EDGE_BYTES = 1 << 20
+_SHOWN = 200
 _POLL_S = 0.2
 
 
@@ -101,8 +102,11 @@ def resolve(spec: str, *, cache_dir: Path | None = None, weights: bool = True) -
     if spec.startswith(DUMMY_PREFIX):
         return _dummy(spec.removeprefix(DUMMY_PREFIX), cache_dir or default_cache_dir())
     path = local_path(spec)
-    if spec and path.exists():
-        return _local(path, model_name(spec), weights)
+    try:
+        if spec and path.exists():
+            return _local(path, model_name(spec), weights)
+    except OSError as error:  # a folder that this user may not look into, a name that is too long
+        raise UnknownModel(f"{spec[:_SHOWN]} can't be read: {error.strerror}", param="model") from error
     if match := hub_id(spec):
         if found := _hub_cached(match["repo"], match["revision"]):
             return found
@@ -149,7 +153,7 @@ def _local(typed: Path, name: str, weights: bool) -> ModelFiles:
             raise UnknownModel(f"{typed} is neither a folder nor a .gguf file", param="model")
         return ModelFiles(name=name, format="gguf", path=path, revision=_digest([path]))
     if problem := _folder_problem(path):
-        ggufs = sorted(file for file in path.glob("*") if is_gguf(file))
+        ggufs = sorted(file for file in path.glob("*") if is_gguf(file) and file.is_file())
         if len(ggufs) == 1:
             return ModelFiles(name=name, format="gguf", path=ggufs[0], revision=_digest(ggufs))
         if len(ggufs) > 1:
@@ -157,7 +161,7 @@ def _local(typed: Path, name: str, weights: bool) -> ModelFiles:
         elif not weights and (path / "config.json").is_file():
             return ModelFiles(name=name, format="dummy", path=path, revision=_digest([path / "config.json"]))
         raise UnknownModel(f"{path} {problem}", param="model")
-    shards = sorted(path.glob("*.safetensors"))
+    shards = sorted(shard for shard in path.glob("*.safetensors") if shard.is_file())
     return ModelFiles(name=name, format="safetensors", path=path, revision=_digest([path / "config.json", *shards]))
 
 
@@ -167,7 +171,10 @@ def _folder_problem(folder: Path) -> str:
         return "has no config.json"
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        return "" if any(folder.glob("*.safetensors")) else "has no .safetensors file"
+        found = list(folder.glob("*.safetensors"))
+        if found and not any(shard.is_file() for shard in found):
+            return f"has no .safetensors file: {found[0].name} is a link to nothing, or no file"
+        return "" if found else "has no .safetensors file"
     try:
         shards = set(msgspec.json.decode(index.read_bytes(), type=_ShardIndex).weight_map.values())
     except (msgspec.MsgspecError, OSError) as error:

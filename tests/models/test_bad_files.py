@@ -154,6 +154,23 @@ def test_copies_and_adapters_beside_the_weights_are_not_theirs(tmp_path: Path) -
     assert counted == (take_inventory(files, load_config(files)), load_config(files).identity)
 
 
+def test_one_whole_file_counts_and_a_tensor_in_two_shards_is_an_error(tmp_path: Path) -> None:
+    files = save(build("llama"), tmp_path)
+    whole, shard = tmp_path / "model.safetensors", tmp_path / "model-00001-of-00002.safetensors"
+    counted = take_inventory(files, load_config(files))
+    tensors = load_file(whole)
+    save_file({name: 2 * tensor for name, tensor in tensors.items()}, tmp_path / "other.safetensors")
+    (tmp_path / "pipe.safetensors").mkdir()
+    assert take_inventory(files, load_config(files)) == counted
+    loaded = load_decoder(files, load_config(files), dtype=torch.float32, device=torch.device("cpu"))
+    assert np.array_equal(loaded.norm.numpy(), tensors["model.norm.weight"])
+    whole.rename(shard)
+    with pytest.raises(WeightsError, match=r"is in model-00001-of-00002\.safetensors and in other\.safetensors"):
+        take_inventory(files, load_config(files))
+    with pytest.raises(WeightsError, match=r"no model\.safetensors\.index\.json says which counts"):
+        load_decoder(files, load_config(files), dtype=torch.float32, device=torch.device("cpu"))
+
+
 @pytest.mark.parametrize(
     ("name", "key", "change", "message"),
     [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import multiprocessing
+import os
 import stat
 import struct
 import sys
@@ -75,6 +77,36 @@ class TestResolve:
         for find in (resolve, pull):
             with pytest.raises(UnknownModel, match="give smollm2-135m-instruct, a folder"):
                 find(spec)
+
+    @pytest.mark.parametrize("make", ["link", "folder", "pipe"])
+    @pytest.mark.parametrize("name", ["model.safetensors", "model.gguf"])
+    def test_what_is_no_file_is_named_or_left_alone(self, tmp_path: Path, name: str, make: str) -> None:
+        odd = tmp_path / name
+        if make == "link":
+            odd.symlink_to("/nowhere/at/all")
+        elif make == "folder":
+            odd.mkdir()
+        else:
+            os.mkfifo(odd)
+        if is_weights := name.endswith(".safetensors"):
+            (tmp_path / "config.json").write_text("{}")
+        with pytest.raises(UnknownModel, match="is a link to nothing, or no file" if is_weights else r"has no config\.json"):
+            resolve(str(tmp_path))
+        (tmp_path / "other").with_suffix(odd.suffix).write_bytes(b"x")
+        assert resolve(str(tmp_path)).format == odd.suffix[1:]
+
+    def test_a_folder_that_can_not_be_looked_into_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(UnknownModel, match="can't be read: File name too long"):
+            resolve(f"{tmp_path}/{'x' * 5000}")
+        (tmp_path / "config.json").write_text("{}")
+        (tmp_path / "model.safetensors").write_bytes(b"x")
+
+        def refuse(*_: object) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+        monkeypatch.setattr("pathlib.Path.open", refuse)  # root may read all
+        with pytest.raises(UnknownModel, match="can't be read: Permission denied"):
+            resolve(str(tmp_path))
 
     def test_another_kind_of_file_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "x.bin").write_bytes(b"")

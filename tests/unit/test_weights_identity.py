@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.models.config import load_config
 from common.models.source import resolve
-from tests.fixtures.tiny_model import write_tiny_model
+from tests.fixtures.tiny_model import edit_config, write_tiny_model
 
 MIB = 1 << 20
 
@@ -19,6 +19,7 @@ def identity_with(folder: Path, weights: bytes | bytearray) -> str:
 
 def test_a_change_in_the_middle_of_a_file_is_another_model(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
+    edit_config(folder, tie_word_embeddings=False)  # of a tied model the header is read
     weights = random.Random(1).randbytes(8 * MIB)
     identity = identity_with(folder, weights)
     assert identity_with(folder, weights) == identity

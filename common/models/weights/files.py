@@ -7,7 +7,7 @@ from pathlib import Path
 
 from common.models.weights.errors import WeightsError
 
-INDEX = "model.safetensors.index.json"
+INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 _OTHERS = ("consolidated", "adapter_model")
 """How files begin that hold the weights in another form, or an adapter."""
 
@@ -28,12 +28,24 @@ def read_index(folder: Path) -> dict[str, str]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the shards that the index names; without one all *.safetensors files, but for those that hold something else where
-    there are others.
+    """Return the shards that the index names; without one all *.safetensors files, model.safetensors first, but for those that
+    hold something else where there are others.
 
     :raises WeightsError: if the index is damaged.
     """
     if index := read_index(folder):
         return [folder / name for name in sorted(set(index.values()))]
-    found = sorted(folder.glob("*.safetensors"))
+    files = (path for path in folder.glob("*.safetensors") if path.is_file())
+    found = sorted(files, key=lambda path: (path.name != WHOLE, path.name))
     return [path for path in found if not path.name.startswith(_OTHERS)] or found
+
+
+def is_first(name: str, path: Path, before: Path | None) -> bool:
+    """Return whether the tensor `name` counts as the file `path` has it. before: the file that it was found in before, if any.
+    What model.safetensors has counts, as in transformers, which looks at no other file then.
+
+    :raises WeightsError: if it is in two files of other names.
+    """
+    if before is not None and before.name != WHOLE:
+        raise WeightsError(f"{name} is in {before.name} and in {path.name} of {path.parent}, and no {INDEX} says which counts")
+    return before is None

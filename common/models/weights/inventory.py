@@ -16,7 +16,7 @@ from common.models.families.wrappers import text_names
 from common.models.source import ModelFiles
 from common.models.weights.errors import WeightsError
 from common.models.weights.expected import TARGET_OFFSETS, decoder_shapes
-from common.models.weights.files import read_index, weight_files
+from common.models.weights.files import is_first, read_index, weight_files
 from common.models.weights.gguf_metadata import read_metadata
 from common.models.weights.gguf_tensors import check_type, map_file, read_tensors
 from common.models.weights.gguf_values import check_gguf_values
@@ -106,6 +106,7 @@ class _Table:
         """:raises WeightsError: if a file is damaged or cut short, or holds a type that is not allowed."""
         index = read_index(folder)
         entries: dict[str, tuple[tuple[int, ...], str]] = {}
+        places: dict[str, Path] = {}
         for path in weight_files(folder):
             try:
                 with safe_open(path, framework="np") as file:
@@ -117,7 +118,9 @@ class _Table:
                         kind = view.get_dtype()
                         if kind not in allowed and not (name == TARGET_OFFSETS and kind == "I64"):
                             raise WeightsError(f"{name} in {path} is {kind}; floating-point weights are supported")
-                        entries[name] = tuple(view.get_shape()), kind
+                        if not is_first(name, path, places.get(name)):
+                            continue
+                        entries[name], places[name] = (tuple(view.get_shape()), kind), path
             except (OSError, SafetensorError) as error:
                 raise WeightsError(f"{path} can't be read, it may be cut short: {error}") from error
         self.stored = text_names(entries)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from common.models.families.wrappers import text_names
 from common.models.formats.groups import Groups
 from common.models.weights.expected import TARGET_OFFSETS
-from common.models.weights.files import INDEX, read_index, weight_files
+from common.models.weights.files import INDEX, is_first, read_index, weight_files
 from common.models.weights.source import WeightsError
 from common.models.weights.upload import Upload
 
@@ -35,6 +35,7 @@ class SafetensorsWeights:
         self._integers = integers
         self.shapes: dict[str, tuple[int, ...]] = {}
         self._files: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
         self._bytes: dict[str, int] = {}
         self.holds_fp8 = False
         index, paths = read_index(folder), weight_files(folder)
@@ -56,6 +57,9 @@ class SafetensorsWeights:
             for name in file.keys():  # noqa: SIM118 — a safe_open handle is no mapping
                 if index and index.get(name) != path.name:
                     continue
+                if not is_first(name, path, self._paths.get(name)):
+                    continue
+                self._paths[name] = path
                 view = file.get_slice(name)
                 dtype = view.get_dtype()
                 if dtype not in _ITEM_BYTES or (dtype in _INTEGERS and not self._integers and name != TARGET_OFFSETS):

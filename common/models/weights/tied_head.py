@@ -37,12 +37,13 @@ def holds_another_head(folder: Path, names: WeightNames) -> bool:
     """
     index, places = read_index(folder), dict[str, _Place]()
     for path in weight_files(folder):
-        places |= {name: place for name, place in _places(path).items() if not index or index.get(name) == path.name}
-    found = {name: places[stored] for name, stored in text_names(places).items()}
-    heads = [place for name, place in found.items() if name.startswith(f"{names.head}.")]
+        found = {name: place for name, place in _places(path).items() if not index or index.get(name) == path.name}
+        places = found | places  # the first counts
+    named = {name: places[stored] for name, stored in text_names(places).items()}
+    heads = [place for name, place in named.items() if name.startswith(f"{names.head}.")]
     if not heads:
         return False
-    head, embedding = found.get(f"{names.head}.weight"), found.get(f"{names.embedding}.weight")
+    head, embedding = named.get(f"{names.head}.weight"), named.get(f"{names.embedding}.weight")
     if head is None or embedding is None or len(heads) > 1 or (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
         return True
     return _differ(head, embedding)
