@@ -31,9 +31,10 @@ _CONTINUED = "\ue000continued\ue001"
 
 
 class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
-    """`max_context` is in tokens, prompt and output together. `eos_ids` end a turn (the stop ids of a request). `template` is
-    the default one, `named_templates` are the model's others. `sampling` is what a request gets that does not say.
-    `tool_parser` and `reasoning_parser` say how answers are read; `auto`: as the template says."""
+    """`max_context` is in tokens, prompt and output together. `vocab_size`: of the model's logits; 0: the tokenizer's.
+    `eos_ids` end a turn (the stop ids of a request). `template` is the default one, `named_templates` are the model's others.
+    `sampling` is what a request gets that does not say. `tool_parser` and `reasoning_parser` say how answers are read; `auto`:
+    as the template says."""
 
     name: str
     files: ModelFiles
@@ -41,6 +42,7 @@ class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
     template: ChatTemplate | None
     eos_ids: list[int]
     max_context: int
+    vocab_size: int = 0
     named_templates: dict[str, ChatTemplate] = {}
     sampling: SamplingDefaults = SamplingDefaults()
     tool_parser: ToolParser = "auto"
@@ -49,6 +51,18 @@ class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
     def dialect_of(self, template: ChatTemplate) -> Dialect:
         """How answers to prompts of `template` write reasoning and calls."""
         return dialect_of(template.source, self.tool_parser, self.reasoning_parser)
+
+    @property
+    def num_ids(self) -> int:
+        """Token ids that the model takes: fewer than the tokenizer's where tokens were added and the model was not enlarged."""
+        return self.vocab_size or self.tokenizer.vocab_size
+
+    def check_ids(self, ids: Sequence[int], param: str) -> None:
+        """:raises InvalidParameter: naming the first of `ids` that the model does not have."""
+        if ids and (min(ids) < 0 or max(ids) >= self.num_ids):
+            found = next(token for token in ids if not 0 <= token < self.num_ids)
+            name = f" ({self.tokenizer.token_name(found)!r})" if 0 <= found < self.tokenizer.vocab_size else ""
+            raise InvalidParameter(f"token id {found}{name} is past the vocabulary of {self.num_ids}", param=param)
 
     def template_called(self, name: str, *, tools: bool = False) -> ChatTemplate:
         """The default template for an empty name; with `tools`, the one for tools if the model has one of its own for them.
@@ -91,7 +105,8 @@ class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
 
         Takes about half a second per megabyte: from 20 kB on, call it in a thread.
 
-        :raises InvalidParameter: if the model has no chat template, or it can't render these messages.
+        :raises InvalidParameter: if the model has no chat template, it can't render these messages, or the model lacks a token
+            of theirs.
         :raises ContextLengthExceeded: if the prompt is longer than `max_tokens`.
         """
         chat_template = self.template_called(template, tools=bool(tools))
@@ -113,15 +128,23 @@ class TextBundle(msgspec.Struct, frozen=True, kw_only=True):
         )
         if continues:
             text = _up_to_mark(text)
-        return self.tokenizer.encode(text, parse_special=True, guard=guard, max_tokens=max_tokens, param="messages")
+        ids = self.tokenizer.encode(text, parse_special=True, guard=guard, max_tokens=max_tokens, param="messages")
+        return self._checked(ids, "messages")
 
     def encode_prompt(self, prompt: str, *, add_special: bool = True, max_tokens: int | None = None) -> list[int]:
         """Token ids of a completion's prompt. The prompt is wholly the client's, so special tokens in it are meant.
 
-        :raises InvalidParameter: if it is not valid Unicode.
+        :raises InvalidParameter: if it is not valid Unicode, or holds a token that the model does not have.
         :raises ContextLengthExceeded: if it is longer than `max_tokens`.
         """
-        return self.tokenizer.encode(prompt, add_special=add_special, parse_special=True, max_tokens=max_tokens)
+        ids = self.tokenizer.encode(prompt, add_special=add_special, parse_special=True, max_tokens=max_tokens)
+        return self._checked(ids, "prompt")
+
+    def _checked(self, ids: list[int], param: str) -> list[int]:
+        """`ids`, which the tokenizer made."""
+        if self.num_ids < self.tokenizer.vocab_size:
+            self.check_ids(ids, param)
+        return ids
 
     def detokenizer(self, *, skip_special: bool = True, continues: bool = False) -> Detokenizer | WindowDetokenizer:
         return detokenizer(self.tokenizer, skip_special=skip_special, continues=continues)
@@ -148,6 +171,7 @@ def load_bundle(
     generation_config: bool = True,
     max_context: int = 0,
     max_model_len: int = 0,
+    vocab_size: int = 0,
     tool_parser: ToolParser = "auto",
     reasoning_parser: ReasoningParser = "auto",
 ) -> TextBundle:
@@ -155,6 +179,7 @@ def load_bundle(
 
     `name` is what clients call the model (default: its own). `max_context` is what its configuration says (`load_config`),
     which YaRN may stretch; 0: what the files say as they are. `max_model_len` limits it (0: no limit).
+    `vocab_size`: of the model's logits (0: the tokenizer's).
     `tool_parser` and `reasoning_parser`: see `TextBundle`.
 
     :raises ConfigError: if any of them is missing, damaged or not supported, or the model takes less than `max_model_len`.
@@ -171,6 +196,7 @@ def load_bundle(
         named_templates=templates,
         eos_ids=tokenizer.eos_ids,
         max_context=context_of(max_context or stated, max_model_len),
+        vocab_size=vocab_size,
         sampling=load_sampling_defaults(files, metadata=metadata) if generation_config else SamplingDefaults(),
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,

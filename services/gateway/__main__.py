@@ -40,6 +40,7 @@ def served(config: GatewayConfig) -> Served:
         generation_config=config.generation_config == "auto",
         max_context=model.max_context,
         max_model_len=config.max_model_len,
+        vocab_size=model.vocab_size,
         tool_parser=config.tool_parser,
         reasoning_parser=config.reasoning_parser,
     )

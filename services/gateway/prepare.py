@@ -29,7 +29,7 @@ from services.gateway.config import GatewayConfig
 from services.gateway.intake import Intake
 from services.gateway.job import Job, Writers
 from services.gateway.openai import Arguments, ChatRequest, CompletionRequest
-from services.gateway.sampling import past_vocabulary, sampling_params
+from services.gateway.sampling import sampling_params
 from services.gateway.structured import Structure, structure_of, takes_long
 from services.gateway.tenants import Tenant, salt_of
 from services.gateway.tool_grammar import calls_of, needs_grammar
@@ -244,8 +244,7 @@ class Preparer:
             if isinstance(part, str):
                 special = request.add_special_tokens is not False
                 return self._bundle.encode_prompt(part, add_special=special, max_tokens=limit)
-            if max(part) >= self._tokenizer.vocab_size:
-                raise past_vocabulary(self._bundle, "prompt", max(part))
+            self._bundle.check_ids(part, "prompt")
             return part
 
         def encode() -> tuple[list[list[int]], list[str]]:

@@ -21,10 +21,8 @@ def sampling_params(bundle: TextBundle, request: Arguments, *, max_tokens: int, 
     """
     bias = request.logit_bias or {}
     stop_ids = request.stop_token_ids or []
-    for param, ids in (("logit_bias", bias), ("stop_token_ids", stop_ids)):
-        for token in ids:
-            if not 0 <= token < bundle.tokenizer.vocab_size:
-                raise past_vocabulary(bundle, param, token)
+    bundle.check_ids(list(bias), "logit_bias")
+    bundle.check_ids(stop_ids, "stop_token_ids")
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise InvalidParameter(f"min_tokens is {min_tokens}, but at most {max_tokens} can come", param="min_tokens")
@@ -36,7 +34,7 @@ def sampling_params(bundle: TextBundle, request: Arguments, *, max_tokens: int, 
         seed=cast(int, request.seed) if is_seeded else int.from_bytes(os.urandom(8), "little") >> 1,
         temperature=_given(request.temperature, default.temperature, 1.0),
         # OpenAI allows top_p 0, which keeps the likeliest token alone
-        top_k=1 if top_p == 0 else min(top_k, bundle.tokenizer.vocab_size),
+        top_k=1 if top_p == 0 else min(top_k, bundle.num_ids),
         top_p=top_p or 1.0,
         min_p=_given(request.min_p, default.min_p, 0.0),
         presence_penalty=_given(request.presence_penalty, None, 0.0),
@@ -49,10 +47,6 @@ def sampling_params(bundle: TextBundle, request: Arguments, *, max_tokens: int, 
         stop_token_ids=sorted({*stop_ids, *(() if request.ignore_eos else bundle.eos_ids)}),
         grammar=grammar,
     )
-
-
-def past_vocabulary(bundle: TextBundle, param: str, token: int) -> InvalidParameter:
-    return InvalidParameter(f"token id {token} is past the vocabulary of {bundle.tokenizer.vocab_size}", param=param)
 
 
 def _given(value: _T | None, recommended: _T | None, otherwise: _T) -> _T:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import anyio.to_thread
 import msgspec
 
-from common.protocol.errors import ContextLengthExceeded, InvalidParameter
+from common.protocol.errors import ContextLengthExceeded
 from common.text.bundle import TextBundle
 from services.gateway import openai, tools
 from services.gateway.answer_format import template_of, template_variables
@@ -75,9 +75,7 @@ class Tokenizing:
         if len(ids) > self.max_tokens:
             raise ContextLengthExceeded(f"{len(ids)} tokens; at most {self.max_tokens} are taken at a time", param="tokens")
         if ids and max(ids) >= self._tokenizer.vocab_size:
-            raise InvalidParameter(
-                f"token id {max(ids)} is past the vocabulary of {self._tokenizer.vocab_size}", param="tokens"
-            )
+            self._bundle.check_ids(ids, "tokens")
         return await self._run(lambda: self._detokenized(ids), in_thread=len(ids) > _INLINE)
 
     # -- inside

@@ -135,10 +135,10 @@ class VectorPreparer:
                 ids = tokenizer.encode(part, special, parse_special=True, max_tokens=limit, param=param)
                 if not ids:
                     raise EmptyPrompt(f"{param} makes no token: send some text", param=param)
-                return ids
-            if max(part) >= tokenizer.vocab_size:
-                raise InvalidParameter(f"token id {max(part)} is past the vocabulary of {tokenizer.vocab_size}", param=param)
-            return part
+            else:
+                ids = part
+            self._bundle.check_ids(ids, param)
+            return ids
 
         def encode() -> list[list[int]]:
             return [encode_one(part, param) for parts, param in groups for part in parts]

@@ -9,6 +9,7 @@ from typing import Any
 import anyio
 import httpx
 
+from common.text.bundle import TextBundle
 from services.gateway.config import GatewayConfig
 from tests.actors.edge import AsgiClient, ScriptedCore, ScriptedStream, app_of
 
@@ -26,8 +27,8 @@ def says(text: str, *, finish: str = "length", **more: Any) -> Callable[[Scripte
     return lambda stream: stream.say(text, finish=finish, **more)
 
 
-def client(core: ScriptedCore, **settings: Any) -> httpx.AsyncClient:
-    transport = httpx.ASGITransport(app=app_of(core, config(**settings)))
+def client(core: ScriptedCore, *, bundle: TextBundle | None = None, **settings: Any) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=app_of(core, config(**settings), bundle=bundle))
     return httpx.AsyncClient(transport=transport, base_url="http://gateway")
 
 

@@ -6,8 +6,10 @@ import json
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
+from common.text.template import ChatTemplate
 from services.gateway import http_body
 from tests.actors.edge import BUNDLE, EOS, MAX_CONTEXT, AsgiClient, ScriptedCore, app_of
 from tests.actors.http_client import CHAT, COMPLETIONS, HI, check_error, client, config, post, says
@@ -71,6 +73,34 @@ async def test_a_prompt_that_cannot_be_served_is_a_400(prompt: Any, code: str) -
     core = ScriptedCore()
     check_error(await post(core, COMPLETIONS, {"prompt": prompt}), 400, code)
     assert not core.streams
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "a<|end|>"}),
+        (COMPLETIONS, {"prompt": [5, EOS]}),
+        (CHAT, HI),
+        ("/v1/embeddings", {"input": "a<|end|>"}),
+        ("/v1/embeddings", {"input": [EOS]}),
+    ],
+)
+async def test_a_token_that_the_tokenizer_has_and_the_model_has_not_is_a_400(path: str, body: dict[str, Any]) -> None:
+    core = ScriptedCore()
+    smaller = msgspec.structs.replace(BUNDLE, vocab_size=EOS, template=ChatTemplate("{{ messages[0].content }}<|end|>"))
+    async with client(core, bundle=smaller) as http:
+        error = check_error(await http.post(path, json=body), 400, "invalid_parameter")
+    assert error["message"] == f"token id {EOS} ('<|end|>') is past the vocabulary of {EOS}"
+    assert not core.streams
+
+
+async def test_a_token_that_only_the_model_has_is_taken() -> None:
+    core = ScriptedCore(says("ok"))
+    async with client(core, bundle=msgspec.structs.replace(BUNDLE, vocab_size=EOS + 8)) as http:
+        answer = await http.post(COMPLETIONS, json={"prompt": [EOS + 7], "logit_bias": {str(EOS + 7): 1}})
+        assert (answer.status_code, core.streams[0].request.prompt) == (200, [EOS + 7])
+        assert (await http.post("/detokenize", json={"tokens": [EOS + 7, 5]})).status_code == 200
+        check_error(await http.post(COMPLETIONS, json={"prompt": [EOS + 8]}), 400, "invalid_parameter")
 
 
 async def test_a_conversation_over_the_context_is_a_400() -> None:
