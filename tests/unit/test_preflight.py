@@ -78,6 +78,14 @@ def test_a_further_template_that_is_no_text_is_left_out(model: Path) -> None:
     assert not check_model(str(model)).warnings
 
 
+def test_a_context_that_no_request_fits_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match="a context of 2 tokens is too short to serve: 8 are the least"):
+        check_model(str(model), EngineConfig(max_model_len=2))
+    edit_config(model, max_position_embeddings=1)
+    with pytest.raises(ConfigError, match="a context of 1 tokens is too short"):
+        check_model(str(model))
+
+
 def test_yarn_stretches_the_context_for_everyone(model: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     edit_config(model, max_position_embeddings=512, rope_scaling=yarn)

@@ -29,6 +29,7 @@ from common.protocol.errors import ConfigError
 
 MIN_CONTEXT_TOKENS = 256
 """A KV pool that holds no sequence of this length, or of the model's whole context, is a mistake in the settings."""
+_LEAST_CONTEXT = 8
 MAX_BLOCKS = 1 << 23
 """Blocks of a group. Each takes some 70 bytes beside its KV: a worker with these is ready some seconds later."""
 
@@ -81,8 +82,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def limit_context(model: ModelConfig, engine: EngineConfig) -> ModelConfig:
-    """`model` with its context limited to `max_model_len`. :raises ConfigError: see `context_of`."""
-    return msgspec.structs.replace(model, max_context=context_of(model.max_context, engine.max_model_len))
+    """`model` with its context limited to `max_model_len`.
+
+    :raises ConfigError: see `context_of`; if that is too short for a gateway's canary, without which nothing is served.
+    """
+    context = context_of(model.max_context, engine.max_model_len)
+    if context < _LEAST_CONTEXT:
+        raise ConfigError(
+            f"a context of {context} tokens is too short to serve: {_LEAST_CONTEXT} are the least", param="max_model_len"
+        )
+    return msgspec.structs.replace(model, max_context=context)
 
 
 def check_use(model: ModelConfig, name: str, *, drafts: bool) -> None:
