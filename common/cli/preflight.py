@@ -29,6 +29,7 @@ from common.models.weights.inventory import Inventory, take_inventory
 from common.protocol.errors import ConfigError
 from common.runtime.memory import available_bytes
 from common.text.bundle import load_bundle
+from common.text.generation_config import not_applied
 
 ENGINE_BYTES = 350 << 20
 """What an engine's process takes beside weights and KV: torch, and kernels compiled at run time."""
@@ -152,6 +153,8 @@ def _check_text(files: ModelFiles, model: ModelConfig, engine: EngineConfig) -> 
     warnings: list[str] = []
     if bundle.template is None:
         warnings.append("the model has no chat template: it answers completions, not chats")
+    if ignored := not_applied(files):
+        warnings.append(f"generation_config.json sets {', '.join(ignored)}, which answers here do not follow")
     if bundle.tokenizer.vocab_size > model.vocab_size:
         warnings.append(
             f"the tokenizer has {bundle.tokenizer.vocab_size} tokens and the model {model.vocab_size}: are they one model's?"

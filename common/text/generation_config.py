@@ -46,6 +46,28 @@ _BOUNDS: dict[str, Callable[[float], bool]] = {
 }
 
 
+_NEUTRAL: dict[str, object] = {
+    **dict.fromkeys(("num_beams", "typical_p", "guidance_scale"), 1),
+    **dict.fromkeys(
+        ("no_repeat_ngram_size", "min_length", "min_new_tokens", "epsilon_cutoff", "eta_cutoff", "penalty_alpha"), 0
+    ),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "stop_strings")),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty", "watermarking_config")),
+}
+"""What transformers applies besides, by the value that switches it off."""
+
+
+def not_applied(files: ModelFiles) -> list[str]:
+    """Return the settings of generation_config.json that transformers applies to every answer, and nothing here does.
+
+    :raises ConfigError: if the file is damaged.
+    """
+    if files.format == "gguf":
+        return []
+    content = read_object_if_any(files.path / "generation_config.json")
+    return [name for name, neutral in _NEUTRAL.items() if content.get(name) not in (None, neutral, [], {})]
+
+
 def load_sampling_defaults(files: ModelFiles, *, metadata: Mapping[str, Any] | None = None) -> SamplingDefaults:
     """:raises ConfigError: if there is a value that can't be sampled with; names the file and the key."""
     if files.format == "gguf":

@@ -86,6 +86,15 @@ def test_a_context_that_no_request_fits_is_refused(model: Path) -> None:
         check_model(str(model))
 
 
+def test_what_a_generation_config_asks_for_in_vain_is_a_warning(model: Path) -> None:
+    path = model / "generation_config.json"
+    path.write_text('{"temperature": 0.6, "num_beams": 1, "typical_p": 1.0, "suppress_tokens": [], "min_length": 0}')
+    assert not check_model(str(model)).warnings
+    path.write_text('{"no_repeat_ngram_size": 3, "suppress_tokens": [7], "forced_eos_token_id": 0}')
+    [warning] = check_model(str(model)).warnings
+    assert warning.startswith("generation_config.json sets no_repeat_ngram_size, suppress_tokens, forced_eos_token_id, which")
+
+
 def test_yarn_stretches_the_context_for_everyone(model: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     edit_config(model, max_position_embeddings=512, rope_scaling=yarn)
