@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
-from common.models.config import config_from_json
+from common.models.config import config_from_gguf, config_from_json
 from common.models.spec import ModelSpec
 from common.protocol.errors import ConfigError
 from tests.models.driver import Request, open_runner, run
@@ -65,6 +65,7 @@ def test_a_window_in_some_layers_of_qwen3_moe_is_refused(some: dict[str, Any]) -
         ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit .* must be more than 0"),
         ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings .* must be true or false, not 'false'"),
         ("llama", {"attention_bias": 2}, "attention_bias .* must be true or false, not 2"),
+        ("llama", {"is_causal": False}, "is_causal False is not supported"),
         ("llama", {"rope_scaling": {"type": "linear"}}, "rope type 'linear' in config.json has no factor"),
         ("llama", {"rope_parameters": {**YARN, "factor": None}}, "rope type 'yarn' in config.json has no factor"),
     ],
@@ -72,6 +73,28 @@ def test_a_window_in_some_layers_of_qwen3_moe_is_refused(some: dict[str, Any]) -
 def test_a_value_without_a_meaning_is_refused(family: str, keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         tiny(family, **keys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention.causal": False}, r"attention\.causal False is not supported"),
+        ({"rope.scaling.yarn_ext_factor": 0.0}, r"rope\.scaling\.yarn_ext_factor 0\.0 is not supported"),
+    ],
+)
+def test_metadata_that_switch_off_what_is_computed_are_refused(changes: dict[str, Any], message: str) -> None:
+    named = {"block_count": 2, "embedding_length": 64, "feed_forward_length": 128, "attention.head_count": 4, "vocab_size": 9}
+    named |= {"context_length": 512, "rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+    usual = {"attention.causal": True, "rope.scaling.yarn_ext_factor": 1.0}
+
+    def read(more: dict[str, Any]) -> ModelSpec:
+        return config_from_gguf(
+            {"general.architecture": "llama"} | {f"llama.{key}": one for key, one in (named | more).items()}
+        )
+
+    assert read(usual) == read({})
+    with pytest.raises(ConfigError, match=message):
+        read(changes)
 
 
 def test_two_places_for_rotary_parameters_must_say_the_same() -> None:

@@ -153,6 +153,7 @@ def read_model(
 
     :raises ConfigError: if a key with a value is left that nobody read.
     """
+    fields.only("is_causal", True)
     context = fields.size("max_position_embeddings", _DEFAULT_CONTEXT)
     fields.same_as("max_sequence_length", "max_position_embeddings", context)  # Vicuna's
     spec = ModelSpec(

@@ -92,6 +92,8 @@ def gguf_rope(fields: Fields) -> RopeSpec:
     kind = _TYPES.get(named) if isinstance(named, str) else None
     if kind is None:
         raise ConfigError(f"rope scaling {named!r} is not supported; supported are {', '.join(_TYPES)}")
+    if kind == "yarn":
+        fields.only("rope.scaling.yarn_ext_factor", 1.0)
     attention = fields.number("rope.scaling.attn_factor", 1.0)
     if attention != 1.0 and kind != "yarn":
         raise ConfigError(f"rope.scaling.attn_factor {attention} is supported with YaRN only")
@@ -142,6 +144,7 @@ def gguf_model(fields: Fields, architecture: str, layers: list[LayerSpec], **oth
 
     :raises ConfigError: if a key with a value is left that nobody read.
     """
+    fields.only("attention.causal", True)
     spec = ModelSpec(
         architecture=architecture,
         layers=tuple(layers),

@@ -95,7 +95,6 @@ JSON_DEFAULTS: dict[str, object] = {
 GGUF = frozenset({"attention.layer_norm_epsilon", "attention.value_length", "rope.scaling.finetuned"})
 
 GGUF_DEFAULTS: dict[str, object] = {
-    "attention.causal": True,
     "expert_weights_scale": 1.0,
     "expert_shared_count": 0,
     "rope.scaling.yarn_ext_factor": 1.0,
