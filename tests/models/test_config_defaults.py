@@ -18,6 +18,7 @@ CLASSES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3Text", "Phi3")
 CLASSES += ("Olmo2", "Mixtral", "Qwen3Moe", "GptOss", "Llama4Text")
 TINY = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 TINY |= {"max_position_embeddings": 512}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
 
@@ -66,6 +67,12 @@ def test_a_window_in_some_layers_of_qwen3_moe_is_refused(some: dict[str, Any]) -
         ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings .* must be true or false, not 'false'"),
         ("llama", {"attention_bias": 2}, "attention_bias .* must be true or false, not 2"),
         ("llama", {"is_causal": False}, "is_causal False is not supported"),
+        ("phi3", {"partial_rotary_factor": 0.01}, "partial_rotary_factor 0.01 .* leaves nothing of 16 dimensions"),
+        (
+            "phi3",
+            {"original_max_position_embeddings": 128, "rope_parameters": {**LONGROPE, "original_max_position_embeddings": 64}},
+            "original_max_position_embeddings in config.json is 128, but that of the rotary parameters is 64: they must",
+        ),
         ("llama", {"rope_scaling": {"type": "linear"}}, "rope type 'linear' in config.json has no factor"),
         ("llama", {"rope_parameters": {**YARN, "factor": None}}, "rope type 'yarn' in config.json has no factor"),
     ],

@@ -30,12 +30,19 @@ def _rope(fields: Fields, head_dim: int) -> RopeSpec:
     rope = read_rope(fields, kinds=(*SCALED, "longrope"), partial=True)
     parameters = fields.get("rope_parameters", fields.get("rope_scaling", {}))
     share = parameters.get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
-    rope = msgspec.structs.replace(rope, dims=int(head_dim * share) % head_dim)
+    dims = int(head_dim * share)
+    if not dims:
+        raise ConfigError(
+            f"partial_rotary_factor {share:g} in {fields.where} leaves nothing of {head_dim} dimensions to rotate"
+        )
+    rope = msgspec.structs.replace(rope, dims=dims % head_dim)
     original = fields.get("original_max_position_embeddings")
     if rope.type != "longrope":
         return rope
-    if original is not None and "original_max_position_embeddings" not in parameters:
-        rope = msgspec.structs.replace(rope, original_max_context=fields.size("original_max_position_embeddings"))
+    if original is not None:
+        name, inner = "original_max_position_embeddings", parameters.get("original_max_position_embeddings", original)
+        fields.same_as(name, "that of the rotary parameters", inner)
+        rope = msgspec.structs.replace(rope, original_max_context=fields.size(name))
     pairs = (rope.dims or head_dim) // 2
     if len(rope.short_factors) != pairs or len(rope.long_factors) != pairs:
         raise ConfigError(f"longrope needs a short and a long factor for each of {pairs} pairs of dimensions")
