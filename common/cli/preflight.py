@@ -26,7 +26,7 @@ from common.engine.load.precision import DeviceKind, Precision
 from common.models.config import ModelConfig, load_config
 from common.models.source import ModelFiles, resolve
 from common.models.weights.inventory import Inventory, take_inventory
-from common.protocol.errors import ConfigError
+from common.protocol.errors import ConfigError, InvalidParameter
 from common.runtime.memory import available_bytes
 from common.text.bundle import load_bundle
 from common.text.generation_config import not_applied
@@ -147,12 +147,19 @@ def _check_text(files: ModelFiles, model: ModelConfig, engine: EngineConfig) -> 
     :raises ConfigError: if either can't be loaded.
     """
     try:
-        bundle = load_bundle(files, max_context=model.max_context, max_model_len=engine.max_model_len)
+        bundle = load_bundle(
+            files, max_context=model.max_context, max_model_len=engine.max_model_len, vocab_size=model.vocab_size
+        )
     except ConfigError as error:  # a template's compiler draws where it stopped, over many lines
         raise ConfigError(str(error).splitlines()[0], param=error.param) from error
     warnings: list[str] = []
     if bundle.template is None:
         warnings.append("the model has no chat template: it answers completions, not chats")
+    else:
+        try:
+            bundle.encode_chat([{"role": "user", "content": "Hi"}])
+        except InvalidParameter as error:
+            warnings.append(f"a chat of one message, tried, is refused: {str(error).splitlines()[0]}")
     if ignored := not_applied(files):
         warnings.append(f"generation_config.json sets {', '.join(ignored)}, which answers here do not follow")
     if bundle.tokenizer.vocab_size > model.vocab_size:

@@ -86,6 +86,19 @@ def test_a_context_that_no_request_fits_is_refused(model: Path) -> None:
         check_model(str(model))
 
 
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ messages | frobnicate }}", "can't render these messages: unknown filter"),
+        ("{{ raise_exception('no system') }}", "refuses these messages: no system"),
+    ],
+)
+def test_a_template_that_refuses_a_plain_chat_is_a_warning(model: Path, template: str, says: str) -> None:
+    (model / "chat_template.jinja").write_text(template)
+    [warning] = check_model(str(model)).warnings
+    assert warning.startswith("a chat of one message, tried, is refused: the model's chat template") and says in warning
+
+
 def test_what_a_generation_config_asks_for_in_vain_is_a_warning(model: Path) -> None:
     path = model / "generation_config.json"
     path.write_text('{"temperature": 0.6, "num_beams": 1, "typical_p": 1.0, "suppress_tokens": [], "min_length": 0}')
