@@ -63,9 +63,12 @@ class Fields:
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """:raises ConfigError: if it is neither true nor false: a text such as "false" would count as true."""
+        """Numbers but 0 are true: early Llama 4 files say attn_temperature_tuning 4.
+
+        :raises ConfigError: if it is something else: a text such as "false" would count as true.
+        """
         value = self.get(name, default)
-        if not isinstance(value, int) or value not in (0, 1):
+        if not isinstance(value, int):
             raise ConfigError(f"{name} in {self.where} must be true or false, not {_shown(value)}")
         return bool(value)
 

@@ -65,7 +65,7 @@ def test_a_window_in_some_layers_of_qwen3_moe_is_refused(some: dict[str, Any]) -
         ("llama4_text", {"floor_scale": 0}, "floor_scale .* must be more than 0"),
         ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit .* must be more than 0"),
         ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings .* must be true or false, not 'false'"),
-        ("llama", {"attention_bias": 2}, "attention_bias .* must be true or false, not 2"),
+        ("llama", {"attention_bias": []}, "attention_bias .* must be true or false, not "),
         ("llama", {"is_causal": False}, "is_causal False is not supported"),
         ("phi3", {"partial_rotary_factor": 0.01}, "partial_rotary_factor 0.01 .* leaves nothing of 16 dimensions"),
         (
@@ -102,6 +102,11 @@ def test_metadata_that_switch_off_what_is_computed_are_refused(changes: dict[str
     assert read(usual) == read({})
     with pytest.raises(ConfigError, match=message):
         read(changes)
+
+
+def test_a_switch_that_is_a_number_is_on() -> None:
+    assert tiny("llama4_text", attn_temperature_tuning=4) == tiny("llama4_text", attn_temperature_tuning=True)
+    assert tiny("llama4_text", attn_temperature_tuning=0) == tiny("llama4_text", attn_temperature_tuning=False)
 
 
 def test_two_places_for_rotary_parameters_must_say_the_same() -> None:
