@@ -22,7 +22,8 @@ def sampling_params(bundle: TextBundle, request: Arguments, *, max_tokens: int, 
     bias = request.logit_bias or {}
     stop_ids = request.stop_token_ids or []
     bundle.check_ids(list(bias), "logit_bias")
-    bundle.check_ids(stop_ids, "stop_token_ids")
+    # one that the tokenizer alone has never comes
+    bundle.check_ids([token for token in stop_ids if not 0 <= token < bundle.tokenizer.vocab_size], "stop_token_ids")
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise InvalidParameter(f"min_tokens is {min_tokens}, but at most {max_tokens} can come", param="min_tokens")

@@ -81,6 +81,7 @@ async def test_a_prompt_that_cannot_be_served_is_a_400(prompt: Any, code: str) -
         (COMPLETIONS, {"prompt": "a<|end|>"}),
         (COMPLETIONS, {"prompt": [5, EOS]}),
         (CHAT, HI),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {str(EOS): 1}}),
         ("/v1/embeddings", {"input": "a<|end|>"}),
         ("/v1/embeddings", {"input": [EOS]}),
     ],
@@ -92,6 +93,13 @@ async def test_a_token_that_the_tokenizer_has_and_the_model_has_not_is_a_400(pat
         error = check_error(await http.post(path, json=body), 400, "invalid_parameter")
     assert error["message"] == f"token id {EOS} ('<|end|>') is past the vocabulary of {EOS}"
     assert not core.streams
+
+
+async def test_a_text_may_be_told_to_end_with_a_token_that_the_model_has_not() -> None:
+    async with client(ScriptedCore(says("ok")), bundle=msgspec.structs.replace(BUNDLE, vocab_size=EOS)) as http:
+        body = {"prompt": "a", "stop_token_ids": [EOS]}
+        assert (await http.post(COMPLETIONS, json=body)).status_code == 200
+        check_error(await http.post(COMPLETIONS, json=body | {"stop_token_ids": [EOS + 1]}), 400, "invalid_parameter")
 
 
 async def test_a_token_that_only_the_model_has_is_taken() -> None:
