@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as Backend
 from common.models.families.wrappers import unwrapped
 from common.models.fields import MAX_SIZE
 from common.models.json_files import read_object_if_any
+from common.models.lfs import pointer_hint
 from common.models.source import ModelFiles
 from common.models.weights.gguf_metadata import read_metadata
 from common.protocol.errors import ConfigError, ContextLengthExceeded, InvalidParameter
@@ -310,7 +311,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     try:
         backend = Backend.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
-        raise ConfigError(f"tokenizer.json can't be loaded: {error}") from error
+        raise ConfigError(f"tokenizer.json can't be loaded: {error}{pointer_hint(path)}") from error
     backend.no_truncation()
     backend.no_padding()
     names = special_tokens.names_in_folder(folder)

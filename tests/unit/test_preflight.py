@@ -72,6 +72,16 @@ def test_what_cannot_be_served_says_why(what: str, model: Path) -> None:
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "tiny.gguf"])
+def test_a_file_that_git_has_not_fetched_says_how(model: Path, name: str) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 538090408\n"
+    (model / name).write_text(pointer)
+    for tied in (True, False) if name == "model.safetensors" else (True,):
+        edit_config(model, tie_word_embeddings=tied)
+        with pytest.raises(ConfigError, match="it is a Git LFS pointer, and `git lfs pull` fetches the file"):
+            check_model(str(model / name if name.endswith(".gguf") else model))
+
+
 def test_a_further_template_that_is_no_text_is_left_out(model: Path) -> None:
     (model / "additional_chat_templates").mkdir()
     (model / "additional_chat_templates" / "._tool_use.jinja").write_bytes(b"\0\5\x16\7\xff")

@@ -14,6 +14,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from common.models.lfs import pointer_hint
 from common.protocol.errors import ConfigError
 
 _MAGIC = b"GGUF"
@@ -44,7 +45,7 @@ def read_metadata(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, struct.error) as error:
         raise InvalidGguf(f"{path} can't be read as a GGUF file: {error}") from error
     except InvalidGguf as error:
-        raise InvalidGguf(f"{path} is not a usable GGUF file: {error}") from error
+        raise InvalidGguf(f"{path} is not a usable GGUF file: {error}{pointer_hint(path)}") from error
 
 
 class _Header:

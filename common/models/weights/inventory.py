@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from common.models.config import ModelConfig
 from common.models.families.wrappers import text_names
+from common.models.lfs import pointer_hint
 from common.models.source import ModelFiles
 from common.models.weights.errors import WeightsError
 from common.models.weights.expected import TARGET_OFFSETS, decoder_shapes
@@ -122,7 +123,7 @@ class _Table:
                             continue
                         entries[name], places[name] = (tuple(view.get_shape()), kind), path
             except (OSError, SafetensorError) as error:
-                raise WeightsError(f"{path} can't be read, it may be cut short: {error}") from error
+                raise WeightsError(f"{path} can't be read, it may be cut short: {error}{pointer_hint(path)}") from error
         self.stored = text_names(entries)
         self.shapes = {name: entries[stored][0] for name, stored in self.stored.items()}
         self.types = {name: entries[stored][1] for name, stored in self.stored.items()}

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from common.models.families.wrappers import text_names
 from common.models.formats.groups import Groups
+from common.models.lfs import pointer_hint
 from common.models.weights.expected import TARGET_OFFSETS
 from common.models.weights.files import INDEX, is_first, read_index, weight_files
 from common.models.weights.source import WeightsError
@@ -69,7 +70,7 @@ class SafetensorsWeights:
                 self.holds_fp8 |= dtype == _FP8
                 self._files[name] = file
         except (OSError, SafetensorError) as error:
-            raise WeightsError(f"{path} can't be read: {error}") from error
+            raise WeightsError(f"{path} can't be read: {error}{pointer_hint(path)}") from error
 
     groups: Collection[str] = ()
 

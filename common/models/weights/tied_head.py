@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from common.models.families.wrappers import text_names
+from common.models.lfs import pointer_hint
 from common.models.spec import WeightNames
 from common.models.weights.errors import WeightsError
 from common.models.weights.files import read_index, weight_files
@@ -58,7 +59,7 @@ def _places(path: Path) -> dict[str, _Place]:
             length = int.from_bytes(file.read(8), "little")
             header: dict[str, Any] = json.loads(file.read(length))
     except (OSError, ValueError, SafetensorError) as error:
-        raise WeightsError(f"{path} can't be read, it may be cut short: {error}") from error
+        raise WeightsError(f"{path} can't be read, it may be cut short: {error}{pointer_hint(path)}") from error
     header.pop("__metadata__", None)
     places: dict[str, _Place] = {}
     for name, entry in header.items():
