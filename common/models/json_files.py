@@ -13,9 +13,12 @@ _MAX_DEPTH = 100
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """:raises ConfigError: if there is no such file, or it is not a JSON object, or nested too deeply."""
+    """:raises ConfigError: if there is no such file, or it is not a JSON object, nested too deeply, or with half characters."""
     try:
-        value = json.loads(path.read_bytes())
+        data = path.read_bytes()
+        value = json.loads(data)
+        if b"\\ud" in data.lower():  # an escape of half a character, which must have another half
+            json.dumps(value, ensure_ascii=False).encode()
         if _is_deeper(value, _MAX_DEPTH):
             raise RecursionError
     except RecursionError as error:

@@ -18,6 +18,7 @@ from common.models.weights.gguf_metadata import read_metadata
 from common.protocol.errors import ConfigError
 
 _MAX_TEMPERATURE = 100.0
+_MAX_SHOWN = 80
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,8 +88,13 @@ def load_sampling_defaults(files: ModelFiles, *, metadata: Mapping[str, Any] | N
         number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not number or not _BOUNDS[name](value):
             raise ConfigError(
-                f"{where} recommends {name} = {value!r}, which can't be; --generation-config none ignores such values",
+                f"{where} recommends {name} = {_shown(value)}, which can't be; --generation-config none ignores such values",
                 param="generation_config",
             )
         values[name] = max(int(value), 0) if name == "top_k" else float(value)
     return SamplingDefaults(**values)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]} …"

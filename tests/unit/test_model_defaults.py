@@ -90,12 +90,14 @@ class TestSampling:
         assert load_bundle(gguf_file(tmp_path / "n.gguf", {})).sampling == SamplingDefaults()
 
     @pytest.mark.parametrize(
-        "content", [{"temperature": -1}, {"temperature": "hot"}, {"top_p": 7}, {"repetition_penalty": 0}, {"top_k": True}]
+        "content",
+        [{"temperature": -1}, {"temperature": "hot" * 9999}, {"top_p": 7}, {"repetition_penalty": 0}, {"top_k": True}],
     )
     def test_what_can_not_be_sampled_with_is_named_at_the_start(self, tmp_path: Path, content: dict[str, Any]) -> None:
         files = folder(tmp_path, **{"generation_config.json": content})
-        with pytest.raises(ConfigError, match=f"{next(iter(content))}.*--generation-config none"):
+        with pytest.raises(ConfigError, match=f"{next(iter(content))}.*--generation-config none") as caught:
             load_bundle(files)
+        assert len(str(caught.value)) < 200
         load_bundle(files, generation_config=False)
 
 
@@ -174,6 +176,13 @@ class TestNamedTemplates:
         with pytest.raises(InvalidParameter, match="rag"):
             bundle.encode_chat([USER])
         assert text_of(bundle, bundle.encode_chat([USER], template="rag")) == "R"
+
+    def test_half_a_character_in_a_file_is_one_error(self, tmp_path: Path) -> None:
+        bundle = load_bundle(folder(tmp_path, **{"tokenizer_config.json": {"chat_template": "\U0001f600"}}))
+        assert text_of(bundle, bundle.encode_chat([USER])) == "\U0001f600"
+        for config in ({"chat_template": "\ud800"}, {"bos_token": "\udc00"}):
+            with pytest.raises(ConfigError, match=r"tokenizer_config\.json can't be read: 'utf-8' codec can't encode"):
+                load_bundle(folder(tmp_path, **{"tokenizer_config.json": config}))
 
     def test_a_broken_default_stops_the_start(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="compiled"):
