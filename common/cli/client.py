@@ -60,7 +60,7 @@ async def connected(
     """A connection for one command, closed with the block. `login`: by default what the environment says.
 
     :raises BusError: nothing answers on `url` within `timeout_s`; the message ends with `advice`.
-    :raises BusRefused: the server wants other credentials.
+    :raises BusRefused: the server wants other credentials, or TLS with it fails.
     """
     from common.runtime.nats_bus import connect  # nats-py takes a while to import
 

@@ -63,9 +63,9 @@ class BusLogin(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("NATS creds and nkeys need the package nkeys: pip install nkeys", param="nats_nkey")
         options: dict[str, Any] = {}
         if creds:
-            options["user_credentials"] = _readable(creds, "nats_creds")
+            options["user_credentials"] = _creds_file(creds)
         elif nkey:
-            options["nkeys_seed"] = _readable(nkey, "nats_nkey")
+            options["nkeys_seed"] = _nkey_file(nkey)
         elif path is not None and known.user:
             source = _Source(path, known)
             options |= {"user": source.user, "password": source.password}
@@ -166,7 +166,7 @@ def _tls(url: str, ca: str, cert: str, key: str) -> ssl.SSLContext | None:
         raise ConfigError("nats_tls_cert and nats_tls_key are given together or not at all", param="nats_tls_cert")
     for path, setting in ((ca, "nats_tls_ca"), (cert, "nats_tls_cert"), (key, "nats_tls_key")):
         if path:
-            _readable(path, setting)
+            _read(path, setting)
     try:
         context = ssl.create_default_context(cafile=ca or None)
         if cert:
@@ -182,9 +182,34 @@ def _no_password() -> str:
     raise OSError("the key is encrypted: give one that is not")
 
 
-def _readable(path: str, setting: str) -> str:
+def _creds_file(path: str) -> str:
+    """Return `path`, a file with both parts of creds: nats-py would look for a missing one for ever."""
+    data = _read(path, "nats_creds")
+    seed = re.search(rb"BEGIN USER NKEY SEED-*\s+(\S+)", data)
+    if not re.search(rb"BEGIN NATS USER JWT-*\s+\S", data) or seed is None or not _is_seed(seed[1]):
+        raise ConfigError(f"nats_creds: {path} has no JWT and seed of a NATS user", param="nats_creds")
+    return path
+
+
+def _nkey_file(path: str) -> str:
+    """Return `path`, a file with a user's seed alone."""
+    if not _is_seed(_read(path, "nats_nkey").strip()):
+        raise ConfigError(f"nats_nkey: {path} has no seed of a NATS user, which begins with SU", param="nats_nkey")
+    return path
+
+
+def _is_seed(data: bytes) -> bool:
+    import nkeys  # slow to import
+
     try:
-        with Path(path).open("rb"):
-            return path
+        nkeys.from_seed(bytearray(data)).wipe()
+    except (nkeys.NkeysError, ValueError):
+        return False
+    return True
+
+
+def _read(path: str, setting: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"{setting}: can't read {path}: {error.strerror}", param=setting) from error

@@ -46,6 +46,7 @@ POLL_S = 0.01
 MESSAGES_PER_TURN = 32
 TRACING_SINCE = (2, 11)
 TRACE_TIMEOUT_S = 1.0
+TLS_ERROR = "[SSL"
 MAX_DENIED = 100
 
 _NO_HEADERS: dict[str, str] = {}
@@ -56,7 +57,7 @@ async def connect(
 ) -> NatsBus:
     """Connect as `user`, a role or a client, with what `login` says or what is found for a bus of this machine.
 
-    :raises BusError: if no server answers at `url` in time. :raises BusRefused: if it wants other credentials.
+    :raises BusError: if no server answers at `url` in time. :raises BusRefused: if it wants other credentials, or TLS fails.
     :raises ConfigError: if `url` is not a NATS URL, or `login` names a file that is wrong.
     """
     check_nats_url(url)
@@ -70,6 +71,11 @@ async def connect(
             raise BusRefused(
                 f"the NATS server at {redacted(url)} wants other credentials: name a file of yours with nats_credentials_file "
                 "(PENSTOCK_NATS_CREDENTIALS_FILE), nats_creds or nats_nkey"
+            ) from None
+        if TLS_ERROR in bus.last_error:
+            raise BusRefused(
+                f"no TLS with the NATS server at {redacted(url)}: {bus.last_error}. nats_tls_ca (PENSTOCK_NATS_TLS_CA) names "
+                "its authority, nats_tls_cert and nats_tls_key a certificate of yours"
             ) from None
         reason = f" ({bus.last_error})" if bus.last_error else ""
         raise BusError(f"no NATS server answers at {redacted(url)}{reason}; is one running?") from None

@@ -149,6 +149,10 @@ def test_a_file_with_something_else_is_a_line_without_its_content(tmp_path: Path
         ({"tls_ca": __file__}, "for TLS"),
         ({"tls_cert": "/none.pem"}, "together"),
         ({"creds": "/a", "nkey": "/b"}, "use one of them"),
+        ({"creds": "/none.creds"}, "nats_creds: can't read /none.creds"),
+        ({"creds": __file__}, "nats_creds: .* has no JWT and seed"),
+        ({"nkey": __file__}, "nats_nkey: .* has no seed"),
+        ({"nkey": "/dev/null"}, "nats_nkey: .* has no seed"),
     ],
 )
 def test_a_mistake_in_the_settings_is_a_line(settings: dict[str, str], said: str) -> None:
