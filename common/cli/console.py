@@ -5,6 +5,7 @@ Answers go to stdout, everything else to stderr, so that `penstock generate … 
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Coroutine, Iterator
@@ -37,6 +38,7 @@ Result = TypeVar("Result")
 
 def run(function: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
     """Run async code to its end; an error raised inside task groups comes out by itself, not wrapped in groups."""
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each TLS connection to NATS that ends
     try:
         return anyio.run(function)
     except BaseExceptionGroup as group:

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from common.cli import keys
-from common.cli.main import app
+from common.cli.app import app
 from common.protocol.errors import ConfigError
 from common.runtime import api_keys
 from services.gateway.config import GatewayConfig

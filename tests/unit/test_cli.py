@@ -167,6 +167,32 @@ def test_errors_are_one_line_without_a_traceback(arguments: list[str], message: 
     assert "Traceback" not in ended.stderr and not ended.stdout
 
 
+PRESSED_WHILE_IMPORTING = """
+import sys
+
+class CtrlC:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, CtrlC())
+from common.cli.main import main
+main()
+"""
+
+
+def test_ctrl_c_is_quiet_from_the_start() -> None:
+    ended = subprocess.run([sys.executable, "-c", PRESSED_WHILE_IMPORTING], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+def test_a_locale_without_a_character_and_a_closed_stdout_end_no_command() -> None:
+    penstock = f"{sys.executable} -m common.cli"
+    for line in (f"PYTHONIOENCODING=ascii {penstock} up --help | tail -1", f"{penstock} --version >&-"):
+        ended = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=60)
+        assert (ended.returncode, ended.stderr) == (0, ""), line
+
+
 # ── bench, status, doctor ────────────────────────────────────────────────────────────────────────────────────────────────
 
 

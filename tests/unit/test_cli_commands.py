@@ -17,8 +17,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from common.cli import status
+from common.cli.app import app
 from common.cli.bench import server_of
-from common.cli.main import app
 from common.cli.net import free_port
 from common.protocol.errors import ConfigError
 from common.protocol.handles import Role, WorkerRef

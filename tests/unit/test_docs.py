@@ -12,7 +12,7 @@ from typer.core import TyperGroup as Group
 from typer.main import get_command
 
 from common.cli import up_settings
-from common.cli.main import app
+from common.cli.app import app
 from common.protocol import messages
 from common.protocol.document import document
 from common.runtime import config as configuration
