@@ -2,9 +2,10 @@
 
     main(DecodeConfig, lambda bus, config: DecodeActor(bus=bus, config=config), section="decode")
 
-SIGTERM or SIGINT: drain for at most `drain_timeout_s`, then exit 0. A second one, or SIGHUP (the supervisor died): clean up
-and exit at once. A mistake in the settings, or a model that can't be loaded: one line on stderr and exit 2. Anything else
-that ends the actor: a traceback in the log and exit 1, for the supervisor to start it again. Nothing is written to stdout.
+SIGTERM or SIGINT: drain for at most `drain_timeout_s`, then exit 0. While a model loads, which nothing interrupts, the kernel
+ends the process after `FORCED_EXIT_S`. A second one, or SIGHUP (the supervisor died): clean up and exit at once. A mistake in
+the settings, or a model that can't be loaded: one line on stderr and exit 2. Anything else that ends the actor: a traceback in
+the log and exit 1, for the supervisor to start it again. Nothing is written to stdout.
 """
 
 from __future__ import annotations
@@ -126,7 +127,9 @@ class _Signals:
                 self._asked = True
                 log.info("stopping", signal=number.name)
                 # whatever hangs, even this loop, the kernel ends the process then
-                signal.setitimer(signal.ITIMER_REAL, self.actor.config.drain_timeout_s + OVERTIME_S)
+                limit_s = self.actor.config.drain_timeout_s + OVERTIME_S
+                starting = self.actor.state == "starting"  # it loads in a thread, and holds nothing that others wait for
+                signal.setitimer(signal.ITIMER_REAL, min(limit_s, FORCED_EXIT_S) if starting else limit_s)
                 self.actor.begin_drain()
 
 

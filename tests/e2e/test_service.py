@@ -19,8 +19,10 @@ import pytest
 from tests.fixtures.nats import LocalNatsServer
 
 SERVICE = """
-import anyio
+import time
+import anyio, anyio.to_thread
 from common.protocol.errors import UnknownModel
+from common.runtime import service
 from common.runtime.actor import Actor
 from common.runtime.service import main
 from common.runtime.settings import ServiceConfig
@@ -40,6 +42,10 @@ class Probe(Actor):
             raise UnknownModel("no model named x; run `penstock pull x`")
         if self.config.fail == "mistake":
             raise ValueError("a mistake of ours")
+        if self.config.fail == "slow load":
+            service.FORCED_EXIT_S = 0.5
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(time.sleep, 60)
 
     async def drain(self):
         await anyio.sleep(self.config.hold_s)
@@ -175,6 +181,15 @@ def test_a_drain_that_takes_too_long_is_cut_off(start: Callable[..., Process]):
     service.process.terminate()
     status, log, _ = service.ended()
     assert status == 0 and "drain_timed_out" in log
+
+
+def test_a_service_that_loads_for_long_is_not_waited_for(start: Callable[..., Process]):
+    service = start("--fail=slow load")
+    service.wait_for("serving_http")
+    began = time.monotonic()
+    service.process.terminate()
+    assert service.ended()[0] == -signal.SIGALRM
+    assert time.monotonic() - began < 5
 
 
 @pytest.mark.parametrize(
