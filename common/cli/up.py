@@ -1,7 +1,7 @@
 """`penstock up`: nats-server and the services as supervised processes of this machine.
 
 settings ─► pull what is missing ─► can it be served? ─► start everything ─► /ready answers 200 ─► table, "ready"
-SIGINT or SIGTERM ─► gateway drains ─► workers drain ─► nats-server ends ─► shared memory swept; again: at once
+SIGINT, SIGTERM or SIGHUP ─► gateway drains ─► workers drain ─► nats-server ends ─► shared memory swept; again: at once
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import signal
+import stat
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -169,7 +170,7 @@ def _open_api(asked: UpSettings) -> list[str]:
 async def serve(
     config: UpConfig, specs: Sequence[ProcessSpec], models: Sequence[ServedModel], *, credentials: Path | None
 ) -> None:
-    """Run `specs`, which serve `models`, until SIGINT or SIGTERM, with a bus for them if there is a folder with `credentials`
+    """Run `specs`, which serve `models`, until a signal ends it, with a bus for them if there is a folder with `credentials`
     for one. Addresses in `config` are real ones by now.
 
     :raises ChildFailed: (in a group) if a process keeps crashing before everything was ready once.
@@ -216,16 +217,27 @@ async def serve(
 async def _watch_signals(
     body: anyio.CancelScope, supervisor: Supervisor, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED
 ) -> None:
-    """The first signal ends the body, which drains; the second one kills."""
-    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+    """The first signal ends the body, which drains; the second one kills. SIGHUP, of a terminal that was closed, is one of
+    them, but where `nohup` has turned it off."""
+    hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM, *hang_up) as signals:
         task_status.started()
-        async for _ in signals:
+        async for number in signals:
+            if number == signal.SIGHUP:
+                _leave_terminal()
             if body.cancel_called:
                 err.print("killing everything")
                 supervisor.kill()
             else:
                 err.print("draining; once more to stop at once")
                 body.cancel()
+
+
+def _leave_terminal() -> None:
+    """Send what would go to a terminal to nowhere: one that was closed takes nothing, and the error would end the drain."""
+    for descriptor in (1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
 def _log_dir(config: UpConfig) -> Path:

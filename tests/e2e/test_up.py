@@ -147,6 +147,14 @@ def test_everything_ends_with_a_killed_supervisor(tmp_path: Path, smollm2: Model
         assert leftovers(site) == []
 
 
+def test_closing_the_terminal_drains_and_stops(tmp_path: Path, smollm2: ModelFiles) -> None:
+    with penstock_up(tmp_path, environment=SIMULATED) as (site, up):
+        up.send_signal(signal.SIGHUP)
+        assert up.wait(STOP_TIMEOUT_S) == 0
+        assert leftovers(site) == []
+    assert "draining" in (tmp_path / "up.log").read_text()
+
+
 def test_a_killed_worker_comes_back_under_the_id_it_had(tmp_path: Path, smollm2: ModelFiles) -> None:
     """A gateway's quarantine is kept by worker id: a worker that dies again and again must not look like a new one."""
     with penstock_up(tmp_path, environment=SIMULATED) as (site, _):
