@@ -25,6 +25,7 @@ from common.protocol import headers, messages, subjects
 from common.protocol.errors import (
     BusError,
     BusRefused,
+    Forbidden,
     InvalidParameter,
     NoWorkers,
     PenstockError,
@@ -43,6 +44,8 @@ from common.runtime.routing import is_no_responders
 CONNECT_TIMEOUT_S = 3.0
 LISTEN_S = 0.6
 """Seconds to listen for gateways: more than two heartbeats."""
+DENIED_WITHIN_S = 0.5
+"""After which the server has said that it did not take a request."""
 STARTING_S = 1.4
 """Additional seconds to listen if no gateway was heard."""
 HOW_TO_START = "start Penstock with `penstock up`, or name a bus with --nats-url"
@@ -81,8 +84,9 @@ async def connected(
 class ChatStream:
     """One streamed chat request. Iterating yields chunks until the last one.
 
-    :raises PenstockError: while iterating: the error that the gateway sent, `UnknownModel` or `NoWorkers` when nobody serves
-        the model (see `not_served`), `RequestTimeout` after `timeout_s` of silence, `ProtocolError` when a chunk was lost.
+    :raises PenstockError: while iterating: the error that the gateway sent, `Forbidden` when the bus took no request,
+        `UnknownModel` or `NoWorkers` when nobody serves the model (see `not_served`), `RequestTimeout` after `timeout_s` of
+        silence, `ProtocolError` when a chunk was lost.
     """
 
     def __init__(self, bus: Bus, model: str, body: dict[str, Any], *, timeout_s: float = 60.0) -> None:
@@ -129,13 +133,25 @@ class ChatStream:
             raise StopAsyncIteration
         try:
             with anyio.fail_after(self._timeout_s):
-                message = await self._receive.receive()
+                message = await self._received()
         except TimeoutError as error:
             raise RequestTimeout(f"nothing arrived for {self._timeout_s:.0f} s: look at `penstock status`") from error
         if is_no_responders(message):
             self._ended = True
             raise await not_served(self._bus, self._model)
         return self._read(message)
+
+    async def _received(self) -> BusMessage:
+        """Return the next message. That the server took no request it says beside them, and at once.
+
+        :raises Forbidden: this user of the bus may not send requests.
+        """
+        with anyio.move_on_after(DENIED_WITHIN_S):
+            return await self._receive.receive()
+        if any(f'publish to "{self._subject}"' in denied for denied in getattr(self._bus, "denied", ())):
+            self._ended = True
+            raise Forbidden("this user of the bus may not send requests there: use the client's or a tenant's credentials")
+        return await self._receive.receive()
 
     def _arrived(self, message: BusMessage) -> None:
         try:

@@ -38,7 +38,8 @@ Result = TypeVar("Result")
 
 def run(function: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
     """Run async code to its end; an error raised inside task groups comes out by itself, not wrapped in groups."""
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it warns of each TLS connection to NATS that ends
+    for name in ("asyncio", "nats"):  # of TLS connections that end, and of what the bus denies: commands say what follows
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         return anyio.run(function)
     except BaseExceptionGroup as group:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Annotated, get_args
 
 import anyio
@@ -20,7 +20,7 @@ from common.cli.console import DEFAULT_NATS_URL, NatsUrl, err, out, run
 from common.cli.sizes import short, size_text
 from common.cli.status_kv import kv_lines, traffic_fields
 from common.protocol import subjects
-from common.protocol.errors import NoWorkers
+from common.protocol.errors import Forbidden, NoWorkers
 from common.protocol.handles import Role
 from common.protocol.messages import KvUsage, Presence
 from common.runtime.bus import Bus, BusMessage
@@ -45,11 +45,18 @@ def command(
         async with connected(nats_url, "status") as bus:
             if once or as_json or not out.is_terminal:
                 heard = await watch_presence(bus, LISTEN_S)
+                _check_hears(bus, heard)
                 _print_once(heard.values(), as_json=as_json)
             else:
                 await _live(bus)
 
     run(show)
+
+
+def _check_hears(bus: Bus, heard: Collection[object]) -> None:
+    """:raises Forbidden: nobody was heard, and the server let this user hear nobody."""
+    if not heard and getattr(bus, "denied", ()):
+        raise Forbidden("this user of the bus may not hear who is there: use the credentials of `client`")
 
 
 def _print_once(workers: Iterable[Presence], *, as_json: bool) -> None:
@@ -75,6 +82,7 @@ async def _live(bus: Bus) -> None:
             while True:
                 await anyio.sleep(REFRESH_S)
                 now = time.monotonic()
+                _check_hears(bus, registry.alive(None, now))
                 for lost in registry.lost(now):
                     err.print(f"[red]lost[/] {lost.worker.id}")
                 live.update(table(in_order(registry.alive(None, now)), out.width))

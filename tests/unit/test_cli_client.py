@@ -11,6 +11,7 @@ from common.cli.console import first_error
 from common.protocol import headers, messages, subjects
 from common.protocol.errors import (
     ContextLengthExceeded,
+    Forbidden,
     NoWorkers,
     ProtocolError,
     RequestTimeout,
@@ -119,6 +120,17 @@ async def test_silence_ends_in_a_timeout_and_cancels_the_request() -> None:
             await anext(stream)
     await gateway.answer()
     assert gateway.cancelled == [stream.request_id]
+
+
+async def test_a_request_that_the_bus_does_not_take_is_an_error_at_once() -> None:
+    broker = MemoryBroker()
+    gateway = FakeGateway(broker.connect("gateway"), [])
+    await gateway.start()
+    bus = broker.connect("client")
+    bus.denied = ['nats: permissions violation for publish to "penstock.v1.chat.tiny"']  # pyright: ignore[reportAttributeAccessIssue]
+    with anyio.fail_after(5), pytest.raises(Forbidden, match="may not send requests"):
+        async with ChatStream(bus, "tiny", {"messages": []}, timeout_s=60) as stream:
+            await anext(stream)
 
 
 async def test_a_request_that_nobody_hears_says_how_to_start() -> None:
