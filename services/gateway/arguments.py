@@ -265,6 +265,8 @@ class Notes:
             if _asks_for_nothing(raw, scope.ignored[name]):
                 return
             complaint = f"{param} has no effect here: leave it out"
+        elif _asks_for_nothing(raw, ()):
+            return
         else:
             hint, label = self._nearest(scope, name), UNKNOWN
             complaint = f"unknown argument {shown!r}" + (f": {hint}" if hint else "")

@@ -102,6 +102,7 @@ class Arguments(SharedArguments, frozen=True, kw_only=True):
 
     stream_options: StreamOptions | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: int | None = None
     max_tokens: Count | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -155,7 +156,6 @@ class CompletionRequest(Arguments, frozen=True, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     echo: bool | None = None
-    best_of: int | None = None
     add_special_tokens: bool | None = None
 
     @property
@@ -215,8 +215,6 @@ def check_completion(request: CompletionRequest) -> None:
         raise InvalidParameter(
             "max_tokens can be 0 with echo or prompt_logprobs only: nothing else is answered", param="max_tokens"
         )
-    if request.best_of not in (None, request.n or 1):
-        raise InvalidParameter("best_of is not supported yet: leave it out", param="best_of")
 
 
 def _check(request: Arguments) -> None:
@@ -224,6 +222,8 @@ def _check(request: Arguments) -> None:
         raise InvalidParameter("prompt_logprobs is a number: 0 for the prompt's tokens alone", param="prompt_logprobs")
     if request.stream_options is not None and not request.stream:
         raise InvalidParameter("stream_options needs stream: true", param="stream_options")
+    if request.best_of not in (None, request.n or 1):
+        raise InvalidParameter("best_of is not supported yet: leave it out", param="best_of")
     if len(request.logit_bias or {}) > MAX_LOGIT_BIAS:
         raise InvalidParameter(f"logit_bias has more than {MAX_LOGIT_BIAS} entries", param="logit_bias")
 

@@ -225,6 +225,11 @@ def test_clients_words_are_neither_labels_nor_header_lines() -> None:
 
 
 @pytest.mark.parametrize("value", [1, 3])
-def test_best_of_may_say_what_n_says(value: int) -> None:
-    noted({"prompt": "x", "best_of": value, "n": value})
-    assert refusal({"prompt": "x", "best_of": value + 1, "n": value}).param == "best_of"
+@pytest.mark.parametrize("asked", [{"prompt": "x"}, {"messages": MESSAGES}])
+def test_best_of_may_say_what_n_says(asked: dict[str, Any], value: int) -> None:
+    assert not noted({**asked, "best_of": value, "n": value}, strict=True).text
+    assert refusal({**asked, "best_of": value + 1, "n": value}).param == "best_of"
+
+
+def test_null_is_not_given_whatever_the_name() -> None:
+    assert not noted({"messages": MESSAGES, "temprature": None, "best_of": None, "metadata": None}, strict=True).text
