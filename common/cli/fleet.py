@@ -225,16 +225,14 @@ class _Start(msgspec.Struct, frozen=True, kw_only=True):
 def check_disk(config: UpConfig, services: Services) -> None:
     """`config` is `settled`.
 
-    :raises ConfigError: there is a folder for a KV store's blocks, and no KV store that could use it, or several.
+    :raises ConfigError: there is a folder for a KV store's blocks, and no KV store that could use it, or several; or one of
+        both is asked for, and nothing may be kept.
     """
     folder = getattr(services.get("kvstore"), "kv_disk", "")
-    if not folder:
-        return
-    if config.zero_retention:
-        raise ConfigError(
-            "--kv-disk keeps KV after its request, and --zero-retention forbids that: leave one out", param="kv_disk"
-        )
-    if config.kvstore != 1:
+    if config.zero_retention and (folder or config.kvstore):
+        setting = "--kv-disk" if folder else f"--kvstore {config.kvstore}"
+        raise ConfigError(f"{setting} keeps KV after its request, and --zero-retention forbids that: leave one out")
+    if folder and config.kvstore != 1:
         raise ConfigError(
             f"--kv-disk {folder} is for one KV store, and {config.kvstore or 'none'} would be started: say --kvstore 1",
             param="kv_disk",

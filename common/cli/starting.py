@@ -65,6 +65,12 @@ class Starting:
         late = {model.name for beat in gateways for model in beat.models if not model.ready}
         return [model.name for model in self.models if model.name in late] if len(self.models) > 1 else []
 
+    @property
+    def problems(self) -> list[str]:
+        """What was asked for and does not work, though everything is ready: a KV store's disk."""
+        tiers = [(beat.worker.id, tier) for beat in self._heard.values() for tier in beat.tiers if tier.problem]
+        return [f"{worker} keeps no blocks on {tier.name}: {tier.problem}" for worker, tier in tiers]
+
     def waiting_for(self) -> str:
         """Who is not ready yet, in a line."""
         parts: list[str] = []

@@ -19,6 +19,7 @@ from pathlib import Path
 import anyio
 import msgspec
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from common.cli import own_bus, up_settings
@@ -59,6 +60,7 @@ def command(ctx: typer.Context) -> None:
                 f"--decode 0: nobody would write answers{of_it}; start at least one, or join workers with --nats-url"
             )
     own_bus.check_login(asked.config)
+    _ = getattr(asked.services["gateway"], "key", "")  # a file that can't be read is said now
     check_disk(asked.config, asked.services)
     for fleet in asked.fleets:
         check_objectives(fleet.services.get("decode"))
@@ -199,6 +201,8 @@ async def serve(
                 async with supervisor.running():
                     starting = await wait_ready(config, specs, models)
                     supervisor.started_once = True
+                    for problem in starting.problems:
+                        err.print(f"[bold yellow]warning[/] {escape(problem)}")
                     _announce(config, specs, supervisor, log_dir, starting, credentials)
                     await anyio.sleep_forever()
             watchers.cancel_scope.cancel()

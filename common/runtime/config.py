@@ -234,7 +234,10 @@ def _sentence(error: Exception, field: Field) -> str:
     kind = bare(field.type)
     if typing.get_origin(kind) is typing.Literal:
         return f"expected one of {', '.join(str(choice) for choice in typing.get_args(kind) if choice != '')}"
-    return str(error).split(" - at `$")[0].replace("`", "").replace("Expected", "expected")
+    sentence = str(error).split(" - at `$")[0].replace("`", "").replace("Expected", "expected")
+    if "matching regex" in sentence and field.description:
+        return f"{sentence} ({field.description})"
+    return sentence.partition(", got ")[0]  # what was given is said behind it
 
 
 def _decode_path(kind: type, value: Any) -> Any:

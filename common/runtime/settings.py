@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from common.models.naming import model_name
+from common.protocol.errors import ConfigError
 from common.runtime.bus_login import BusLogin
 from common.runtime.fields import SECRET
 
@@ -63,6 +64,15 @@ class ServiceConfig(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fie
         bool, Meta(description="keep nothing of a prompt or an answer after its request: no cached KV, no text in logs")
     ] = False
     drain_timeout_s: Annotated[float, Meta(ge=0, le=86400, description="after SIGTERM: time to finish requests and end")] = 30.0
+
+    def __post_init__(self) -> None:
+        """:raises ConfigError: workers would count as dead between two of their heartbeats."""
+        if self.dead_after_s < 2 * self.heartbeat_s:
+            raise ConfigError(
+                f"--heartbeat-s {self.heartbeat_s:g} is more than half of --dead-after-s {self.dead_after_s:g}: lower the one "
+                "or raise the other",
+                param="heartbeat_s",
+            )
 
     @property
     def page_origins(self) -> tuple[str, ...]:

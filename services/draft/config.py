@@ -51,6 +51,7 @@ class DraftConfig(EngineServiceConfig, frozen=True, kw_only=True, forbid_unknown
 
     def __post_init__(self) -> None:
         """:raises ConfigError: no n-gram is long enough to be proposed from."""
+        super().__post_init__()
         if self.min_match > self.max_match:
             raise ConfigError(
                 f"--min-match {self.min_match} is above --max-match {self.max_match}, so n-grams would propose nothing: "

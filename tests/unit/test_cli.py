@@ -16,6 +16,7 @@ from common.cli.bench_report import percentile
 from common.cli.fleet import Passed, UpConfig, processes, settled, threads_per_worker
 from common.cli.gpus import visible_gpus
 from common.cli.net import claimed_port, free_port, free_ports, http_status
+from common.cli.starting import Starting
 from common.models.source import DEFAULT_MODEL, ModelFiles
 from common.protocol.cache_messages import KvTier
 from common.protocol.draft_messages import Drafting
@@ -154,6 +155,7 @@ async def test_nothing_listening_is_status_zero() -> None:
         (["up", "--dtype", "int3"], "--dtype: expected one of auto, float32"),
         (["up", "--http-host", "192.0.2.1"], "can't listen on 192.0.2.1"),
         (["up", "--config", "missing.toml"], "missing.toml"),
+        (["up", "--api-key-file", "missing"], "can't read missing, which is to hold the API key"),
         (["up", "--http-port", "0", "--nats-url", "nats://127.0.0.1:9"], "leave --nats-url out"),
         (["generate", "hello", "--nats-url", "nats://127.0.0.1:9"], "penstock up"),
     ],
@@ -279,6 +281,14 @@ def test_status_says_why_a_draft_worker_drafts_nothing() -> None:
     lines = [line.strip() for line in console.export_text().splitlines()]
     assert lines[-1] == f"{draft.worker.id}: drafts nothing: {problem}"
     assert status.as_fields(draft)["drafting"] == {"model": "small", "busy_share": 0.0, "problem": problem}
+
+
+def test_up_says_that_a_kvstore_can_not_use_its_disk() -> None:
+    starting = Starting([], [])
+    starting.heard(
+        presence("kvstore", tiers=[KvTier(name="memory", blocks=4), KvTier(name="disk", problem="/kv can't be written")])
+    )
+    assert starting.problems == ["kvstore-0 keeps no blocks on disk: /kv can't be written"]
 
 
 def test_status_says_what_each_tier_of_a_kvstore_holds() -> None:

@@ -101,6 +101,9 @@ def test_what_is_wrong_names_where_it_was_given(tmp_path: Path):
     assert fails(path=path).startswith(f"num_blocks in [decode] of {path}: expected int")
     assert fails("--dtype=int4").startswith("--dtype: expected one of auto, float32")
     assert fails("--worker-id=a.b").startswith("--worker-id: expected str matching regex")
+    assert "(unique name; empty: drawn at start), got 'a.b'" in fails("--worker-id=a.b")
+    assert fails("--num-blocks=many") == "--num-blocks: expected int, got 'many'"
+    assert fails("--heartbeat-s=5").startswith("--heartbeat-s 5 is more than half of --dead-after-s 2")
     assert fails("--lease-s=nan").startswith("--lease-s")
     assert fails("--num-blocks") == "--num-blocks needs a value"
     assert fails("--no-speculate=1") == "--no-speculate takes no value"
