@@ -15,13 +15,15 @@ from common.protocol.transfer_messages import KvEndpoint
 
 
 class ServedModel(msgspec.Struct, frozen=True, array_like=True):
-    """A gateway's model: its name, others for clients, whether requests are answered now, how many run and wait here."""
+    """A gateway's model: its name, others for clients, whether requests are answered now, how many run and wait here, and what
+    its weights are by the gateway's own files (empty: it has none)."""
 
     name: str
     aliases: list[str] = []
     ready: bool = False
     running: int = 0
     waiting: int = 0
+    identity: str = ""
 
 
 class Presence(msgspec.Struct, tag=True, frozen=True, kw_only=True):

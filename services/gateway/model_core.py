@@ -158,8 +158,14 @@ class ModelCore:
 
     def said(self) -> ServedModel:
         """This model in the gateway's heartbeat."""
-        dispatcher, aliases = self.dispatcher, list(self.config.aliases)
-        return ServedModel(self.name, aliases, self.ready, dispatcher.num_running, dispatcher.num_waiting)
+        return ServedModel(
+            self.name,
+            list(self.config.aliases),
+            self.ready,
+            self.dispatcher.num_running,
+            self.dispatcher.num_waiting,
+            self.membership.identity,
+        )
 
     # -- for the actor
 

@@ -1,5 +1,5 @@
 """Gateways that would answer each other's requests: names of their models differ and have the same slug, or one name means
-two models.
+two models, or one model of other weights.
 
 Every gateway hears the others' heartbeats. Of two such namesakes the one that started later gives way, so that whoever served
 a subject first goes on.
@@ -23,7 +23,7 @@ class Namesakes:
 
     def __init__(self, me: Callable[[], WorkerRef]) -> None:
         self._me = me
-        self._mine: dict[str, dict[str, str]] = {}
+        self._mine: dict[str, dict[str, ServedModel]] = {}
         """By slug: my names, and whose each is."""
         self._error: ConfigError | None = None
         self._found = anyio.Event()
@@ -55,16 +55,18 @@ class Namesakes:
     def _know(self, served: list[ServedModel]) -> None:
         for model in served:
             for name in (model.name, *model.aliases):
-                self._mine.setdefault(subjects.slug(name), {})[name] = model.name
+                self._mine.setdefault(subjects.slug(name), {})[name] = model
 
     def _compare(self, theirs: ServedModel, gateway: str) -> None:
         for name in (theirs.name, *theirs.aliases):
             slug = subjects.slug(name)
             for mine, model in self._mine.get(slug, {}).items():
-                if model == theirs.name:
+                if model.name == theirs.name and not _differ(model.identity, theirs.identity):
                     continue
-                if mine == name:
-                    problem = f"{mine!r} is {model!r} here and {theirs.name!r} at {gateway}, and requests for it"
+                if model.name == theirs.name:
+                    problem = f"{mine!r} has other weights here than at {gateway}, and requests for it"
+                elif mine == name:
+                    problem = f"{mine!r} is {model.name!r} here and {theirs.name!r} at {gateway}, and requests for it"
                 else:
                     problem = f"{mine!r} and {name!r}, which {gateway} serves,"
                 self._error = ConfigError(
@@ -73,3 +75,8 @@ class Namesakes:
                     param="served_model_name",
                 )
                 self._found.set()
+
+
+def _differ(mine: str, theirs: str) -> bool:
+    """Whether both gateways know what their weights are, and these are not the same."""
+    return bool(mine and theirs) and mine != theirs

@@ -129,7 +129,7 @@ async def test_the_earlier_one_goes_on_and_so_do_two_of_one_name(model: str, epo
     await run_beside(model, epoch=epoch)
 
 
-MINE = (ServedModel("One", ["assistant"]), ServedModel("two"))
+MINE = (ServedModel("One", ["assistant"]), ServedModel("two", identity="weights"))
 
 
 @pytest.mark.parametrize(
@@ -138,6 +138,7 @@ MINE = (ServedModel("One", ["assistant"]), ServedModel("two"))
         (ServedModel("TWO"), "'two' and 'TWO', which gateway-theirs serves,"),
         (ServedModel("other", ["Assistant"]), "'assistant' and 'Assistant', which gateway-theirs serves,"),
         (ServedModel("other", ["two"]), "'two' is 'two' here and 'other' at gateway-theirs"),
+        (ServedModel("two", identity="others"), "'two' has other weights here than at gateway-theirs, and requests for it"),
         (ServedModel("other", ["assistant"]), "'assistant' is 'One' here and 'other' at gateway-theirs"),
     ],
 )
@@ -148,7 +149,10 @@ async def test_every_name_of_every_model_is_protected(theirs: ServedModel, says:
     await run_beside("x", ServedModel("x"), theirs, epoch=1001, mine=MINE)
 
 
-@pytest.mark.parametrize("served", [MINE, MINE[:1], MINE[1:], (ServedModel("One", ["assistant", "gpt"]),), (ServedModel("x"),)])
+@pytest.mark.parametrize(
+    "served",
+    [MINE, MINE[:1], MINE[1:], (ServedModel("One", ["assistant", "gpt"]),), (ServedModel("two"),), (ServedModel("x"),)],
+)
 async def test_gateways_share_models_as_they_like(served: tuple[ServedModel, ...]) -> None:
     await run_beside(served[0].name, *served, epoch=999, mine=MINE)
 
