@@ -68,7 +68,10 @@ class HttpAccess:
         here = [host_of(host) for host in hosts]
         if origin and here and all(origin == host or (is_loopback(origin) and is_loopback(host)) for host in here):
             return
-        raise OriginNotAllowed(f"pages of {sent[:100]!r} may not use this server; allow them with --allowed-origins")
+        raise OriginNotAllowed(
+            f"pages of {sent[:100]!r} may not use this server: --allow-origin lets them use a gateway, --allowed-origins lets "
+            "their requests in"
+        )
 
 
 def host_of(header: str) -> str:
