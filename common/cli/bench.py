@@ -24,6 +24,7 @@ from common.cli.client import ChatStream, connected, served_model
 from common.cli.console import DEFAULT_NATS_URL, NatsUrl, err, out, run, write_answer
 from common.cli.generate import chat_body, conversation
 from common.cli.model_names import ModelName
+from common.cli.net import may_use_proxy
 from common.cli.speculation_json import speculation_summary
 from common.cli.speculation_plot import check_plot, draw
 from common.cli.speculation_report import Speculation, between, speculation_table
@@ -213,7 +214,8 @@ async def _over_http(
     import httpx
 
     limits = httpx.Limits(max_connections=concurrency)
-    async with httpx.AsyncClient(base_url=url, headers=_authorization(api_key), timeout=120, limits=limits) as http:
+    headers, proxy = _authorization(api_key), may_use_proxy(url)
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=120, limits=limits, trust_env=proxy) as http:
         name = model or await _first_model(http)
         await begin(name)
 

@@ -6,10 +6,12 @@ import contextlib
 import errno
 import socket
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 import anyio
 
 from common.protocol.errors import ConfigError
+from common.runtime.http_access import is_loopback
 
 _SHORT_BYTES = 4096
 
@@ -79,6 +81,11 @@ def reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
+def may_use_proxy(url: str) -> bool:
+    """Whether the environment's proxy may lead to a server: not to one of this machine."""
+    return not is_loopback(urlsplit(url).hostname or "")
+
+
 async def http_status(port: int, path: str, *, host: str = "127.0.0.1", timeout_s: float = 2.0) -> int:
     """The status of `GET path`; 0 when nothing answers."""
     return (await http_reply(port, path, host=host, timeout_s=timeout_s))[0]
@@ -87,7 +94,8 @@ async def http_status(port: int, path: str, *, host: str = "127.0.0.1", timeout_
 async def http_reply(port: int, path: str, *, host: str = "127.0.0.1", timeout_s: float = 2.0) -> tuple[int, str]:
     """The status of `GET path` and the first line of a short answer; 0 when nothing answers."""
     answer = b""
-    request = f"GET {path} HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n"
+    named = f"[{host}]" if ":" in host else host
+    request = f"GET {path} HTTP/1.1\r\nHost: {named}:{port}\r\nConnection: close\r\n\r\n"
     try:
         with anyio.fail_after(timeout_s):
             async with await anyio.connect_tcp(host, port) as stream:

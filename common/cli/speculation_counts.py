@@ -17,6 +17,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from common.cli.client import connected, decode_presence
+from common.cli.net import may_use_proxy
 from common.cli.status import DEAD_AFTER_S, LISTEN_S
 from common.protocol import subjects
 from common.protocol.errors import BusError, ConfigError, NoWorkers
@@ -75,7 +76,8 @@ async def finding(server: str, headers: Mapping[str, str], nats_url: str) -> Asy
     import httpx
 
     if server:
-        async with httpx.AsyncClient(base_url=server, headers=headers, timeout=_TIMEOUT_S) as http:
+        proxy = may_use_proxy(server)
+        async with httpx.AsyncClient(base_url=server, headers=headers, timeout=_TIMEOUT_S, trust_env=proxy) as http:
             yield lambda: found_by_gateway(http)
     else:
         async with connected(nats_url, "bench") as bus, found_on_bus(bus) as find:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import anyio
+import anyio.abc
 import msgspec
 import pytest
 from rich.console import Console
@@ -144,6 +146,25 @@ def test_a_port_that_was_chosen_stays_the_gateway_s_until_it_listens_and_when_it
 
 async def test_nothing_listening_is_status_zero() -> None:
     assert await http_status(free_port(), "/ready") == 0
+
+
+@pytest.mark.parametrize(("host", "named"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]")])
+async def test_a_gateway_is_asked_by_the_address_that_it_listens_on(host: str, named: str) -> None:
+    try:
+        listener = await anyio.create_tcp_listener(local_host=host)
+    except OSError:
+        pytest.skip(f"this machine has no {host}")
+    port = listener.extra(anyio.abc.SocketAttribute.local_port)
+
+    async def answer(stream: anyio.abc.SocketStream) -> None:
+        async with stream:
+            status = 200 if f"Host: {named}:{port}\r\n".encode() in await stream.receive() else 421
+            await stream.send(f"HTTP/1.1 {status} \r\n\r\n".encode())
+
+    async with listener, anyio.create_task_group() as group:
+        group.start_soon(listener.serve, answer)
+        assert await http_status(port, "/ready", host=host) == 200
+        group.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize(

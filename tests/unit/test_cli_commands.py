@@ -132,6 +132,12 @@ def test_bench_takes_a_url_with_and_without_the_apis_path(suffix: str) -> None:
     assert "3 requests" in ended.stdout and "0 failed" in ended.stdout
 
 
+def test_bench_goes_to_this_machine_past_the_environments_proxy() -> None:
+    with server(GOOD) as url:
+        ended = penstock("bench", "--url", url, "--requests", "1", HTTP_PROXY="http://127.0.0.1:9", NO_PROXY="")
+    assert ended.returncode == 0, ended.stderr
+
+
 OVERLOADED = b'{"error": {"code": "overloaded", "message": "try again"}}'
 
 
