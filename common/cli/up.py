@@ -273,6 +273,8 @@ def _sweep(shm_dir: str) -> list[str]:
 
     if not Path(shm_dir).is_dir():
         raise ConfigError(f"{shm_dir} is no folder: make it (a tmpfs is best) or choose another with --shm-dir")
+    if not os.access(shm_dir, os.W_OK | os.X_OK):
+        raise ConfigError(f"{shm_dir} can't be written: choose another with --shm-dir")
     return sweep(shm_dir)
 
 

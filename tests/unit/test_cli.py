@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -12,8 +13,10 @@ import anyio.abc
 import msgspec
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from common.cli import bench, doctor, status
+from common.cli.app import app
 from common.cli.bench_report import percentile
 from common.cli.fleet import Passed, UpConfig, processes, settled, threads_per_worker
 from common.cli.gpus import visible_gpus
@@ -142,6 +145,12 @@ def test_a_port_that_was_chosen_stays_the_gateway_s_until_it_listens_and_when_it
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", port))
+
+
+def test_shared_memory_that_can_not_be_written_is_named_with_its_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everywhere
+    ended = CliRunner().invoke(app, ["up", "--shm-dir", str(tmp_path)])
+    assert isinstance(ended.exception, ConfigError) and "choose another with --shm-dir" in str(ended.exception)
 
 
 async def test_nothing_listening_is_status_zero() -> None:
