@@ -20,13 +20,14 @@ import secrets
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from common.protocol import subjects
 from common.protocol.errors import ConfigError, InvalidParameter
+from common.runtime.config import unknown
 from common.runtime.nats_access import USERS
 
 MAX_TENANTS = 10_000
@@ -85,7 +86,9 @@ def parse(text: str, name: str) -> KeyFile:
     :raises ConfigError: it is no such file; the message says where, and holds no key.
     """
     try:
-        tables = msgspec.convert(tomllib.loads(text), _Tables)
+        content = tomllib.loads(text)
+        _check_names(content, name)
+        tables = msgspec.convert(content, _Tables)
     except (tomllib.TOMLDecodeError, msgspec.ValidationError, RecursionError) as error:
         raise ConfigError(f"{name}: {error}", param="api_keys") from error
     if len(tables.tenants) > MAX_TENANTS or len(tables.keys) > MAX_KEYS:
@@ -101,6 +104,18 @@ def parse(text: str, name: str) -> KeyFile:
         if owners.setdefault(bytes.fromhex(key.sha256), key.tenant) != key.tenant:
             raise ConfigError(f"{name}: keys[{index}] is another tenant's, too", param="api_keys")
     return KeyFile(tables.tenants, owners)
+
+
+def _check_names(content: Mapping[str, Any], name: str) -> None:
+    """:raises ConfigError: a table or a tenant's limit has a name that is none; the message has the nearest."""
+    for table in content:
+        if table not in _Tables.__struct_fields__:
+            unknown(f"table in {name}:", table, _Tables.__struct_fields__)
+    tenants = content.get("tenants")
+    for tenant, limits in tenants.items() if isinstance(tenants, dict) else ():
+        for limit in limits if isinstance(limits, dict) else ():
+            if limit not in TenantSettings.__struct_fields__:
+                unknown(f"limit of tenant {tenant[:100]!r} in {name}:", limit, TenantSettings.__struct_fields__)
 
 
 def read(path: Path) -> KeyFile:

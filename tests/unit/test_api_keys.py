@@ -29,7 +29,12 @@ def test_a_file_names_tenants_and_whose_each_key_is() -> None:
     ("text", "named"),
     [
         ("", "no tenants"),
-        ("[tenants.acme]\nrequest_per_minute = 5", "request_per_minute"),
+        (
+            "[tenants.acme]\nrequest_per_minute = 5",
+            "'acme' in keys.toml: request_per_minute; did you mean requests_per_minute?",
+        ),
+        ("[tenant.acme]", "table in keys.toml: tenant; did you mean tenants?"),
+        ("tenants = 3", "keys.toml"),
         ("[tenants.acme]\ntokens_per_minute = -1", "tokens_per_minute"),
         ("[tenants.acme]\nweight = 0", "weight"),
         ("[tenants.'a.b']", "a.b"),
