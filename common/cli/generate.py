@@ -14,7 +14,7 @@ from common.cli.chunks import Answer
 from common.cli.client import ChatStream, connected, served_model
 from common.cli.console import DEFAULT_NATS_URL, NatsUrl, err, run, write_answer
 from common.cli.model_names import ModelName
-from common.protocol.errors import EmptyPrompt, InvalidParameter, PenstockError
+from common.protocol.errors import ConfigError, EmptyPrompt, InvalidParameter, PenstockError
 from common.runtime.bus import Bus
 
 MAX_FILE_BYTES = 1 << 20
@@ -62,6 +62,8 @@ def command(
     if json_schema is not None:
         schema = {"name": "answer", "schema": json_file(json_schema, "json_schema", dict), "strict": True}
         body["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if tools is None and tool_choice not in ("auto", "none"):
+        raise ConfigError(f"--tool-choice {tool_choice} chooses of --tools: give both", param="tool_choice")
     if tools is not None:
         named = {"type": "function", "function": {"name": tool_choice}}
         body["tools"] = json_file(tools, "tools", list)

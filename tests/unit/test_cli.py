@@ -188,6 +188,7 @@ async def test_a_gateway_is_asked_by_the_address_that_it_listens_on(host: str, n
         (["up", "--api-key-file", "missing"], "can't read missing, which is to hold the API key"),
         (["up", "--http-port", "0", "--nats-url", "nats://127.0.0.1:9"], "leave --nats-url out"),
         (["generate", "hello", "--nats-url", "nats://127.0.0.1:9"], "penstock up"),
+        (["generate", "hello", "--tool-choice", "required"], "--tool-choice required chooses of --tools: give both"),
     ],
 )
 def test_errors_are_one_line_without_a_traceback(arguments: list[str], message: str, tmp_path: Path) -> None:
