@@ -133,7 +133,7 @@ class ChatStream:
             raise StopAsyncIteration
         try:
             with anyio.fail_after(self._timeout_s):
-                message = await self._received()
+                message = await (self._receive.receive() if self._expected else self._first())
         except TimeoutError as error:
             raise RequestTimeout(f"nothing arrived for {self._timeout_s:.0f} s: look at `penstock status`") from error
         if is_no_responders(message):
@@ -141,8 +141,8 @@ class ChatStream:
             raise await not_served(self._bus, self._model)
         return self._read(message)
 
-    async def _received(self) -> BusMessage:
-        """Return the next message. That the server took no request it says beside them, and at once.
+    async def _first(self) -> BusMessage:
+        """Return the first message. That the server took no request it says beside them, and at once.
 
         :raises Forbidden: this user of the bus may not send requests.
         """
