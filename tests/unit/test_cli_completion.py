@@ -32,6 +32,7 @@ def test_every_setting_of_up_is_completed() -> None:
         "--kv-cache-mb",
         "--kv-event-backlog",
         "--kv-stage-mb",
+        "--kv-pin-kvstore",
         "--kv-disk",
         "--kv-disk-gb",
     ]

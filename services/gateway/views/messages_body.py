@@ -78,6 +78,7 @@ class MessagesRequest(SharedArguments, frozen=True, kw_only=True, forbid_unknown
 REFUSED: arguments.Table = {
     **arguments.REFUSED,
     "add_generation_prompt": (True,),
+    "best_of": (1,),
     "chat_template_kwargs": ({},),
     "container": (),
     "context_management": ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),

@@ -75,6 +75,7 @@ REFUSED: arguments.Table = {
     **arguments.REFUSED,
     "add_generation_prompt": (True,),
     "background": (False,),
+    "best_of": (1,),
     "chat_template_kwargs": ({},),
     "context_management": ([],),
     "conversation": (),
