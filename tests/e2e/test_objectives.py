@@ -66,9 +66,10 @@ async def test_prompts_that_prefill_would_be_late_for_give_the_same_text_from_de
     cases = [Case([rng.randrange(256) for _ in range(length)], 8 + 5 * i % 41) for i, length in enumerate(lengths)]
     await check(oracle, cases, await run(stack, cases, gateway="gateway-0", spread_s=0.3, model="llama"))
     taken = await routes(stack)
-    assert taken.get("long_uncached_prompt", 0) > 0, taken
-    reasons = ("prefill_would_be_late", "sooner_at_decode", "late_in_a_gap")  # where workers are slow, all wait for gaps
+    reasons = ("prefill_would_be_late", "sooner_at_decode", "late_in_a_gap")
     assert sum(taken.get(reason, 0) for reason in reasons) > 0, taken
+    # where workers are slow, all wait for gaps, and none is computed by the prefill worker
+    assert taken.get("long_uncached_prompt", 0) > 0 or taken.get("late_in_a_gap", 0) > 8, taken
     await stack.clean()
 
 

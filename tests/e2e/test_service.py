@@ -189,7 +189,7 @@ def test_a_service_that_loads_for_long_is_not_waited_for(start: Callable[..., Pr
     began = time.monotonic()
     service.process.terminate()
     assert service.ended()[0] == -signal.SIGALRM
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 15, "a drain may take longer"
 
 
 @pytest.mark.parametrize(
