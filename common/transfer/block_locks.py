@@ -1,7 +1,7 @@
 """Keeps the memory of a kvstore's blocks where it is while workers copy them: locks on ranges of the segment's file.
 
     a worker that copies blocks        lock_to_copy    shared: any number of them
-    a worker whose GPU has it pinned   HeldLocks       shared, for as long
+    a worker whose GPU has it pinned   HeldLocks       shared, as long as it is pinned
     the store that takes their memory  try_lock_alone  exclusive: only where nobody copies
 
 Locks of open file descriptions (fcntl(2), `F_OFD_SETLK`): each copy opens the file anew, so threads don't end each other's, and

@@ -9,16 +9,14 @@ so that one's checksums are computed while the other is copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from common.protocol.errors import TransportUnavailable
 from common.transfer.paths import Operation
-from common.transfer.stage_ring import StageRing
+from common.transfer.stage_ring import StageRing, ended
 
 if TYPE_CHECKING:
     import torch
@@ -65,7 +63,7 @@ class DirectCopies:
         block_bytes, on_gpu = pool.shape[1], pool.is_cuda
         streams = self._streams[operation] or [None]
         size = max(4, PART_BYTES // block_bytes // 4 * 4)  # a kernel is compiled anew for arrays that begin elsewhere
-        with _ended(streams), torch.inference_mode():
+        with ended(streams), torch.inference_mode():
             with torch.cuda.stream(streams[0]):
                 ids = torch.from_numpy(blocks)
                 ids = ids.pin_memory().to(pool.device, non_blocking=True) if on_gpu else ids
@@ -83,22 +81,3 @@ class DirectCopies:
                     block_crc(pool, ids[part], found[part], max_programs=PROGRAMS)
                     sums[part].copy_(found[part], non_blocking=True)
         return (sums.numpy().astype(np.int64) & 0xFFFFFFFF).tolist()
-
-
-@contextmanager
-def _ended(streams: Sequence[torch.cuda.Stream | None]) -> Iterator[None]:
-    """What is launched inside has ended when this has, also if an error is raised.
-
-    :raises TransportUnavailable: the GPU failed.
-    """
-    import torch
-
-    try:
-        try:
-            yield
-        finally:
-            for stream in streams:
-                if stream is not None:  # sleeps, as other threads have work for this core
-                    stream.record_event(torch.cuda.Event(blocking=True)).synchronize()
-    except (RuntimeError, ValueError) as error:
-        raise TransportUnavailable(f"copying between host and GPU failed: {error}") from error

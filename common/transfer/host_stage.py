@@ -35,7 +35,7 @@ from common.transfer.checked_copies import CopyIn, CopyOut, checksums_of, prepar
 from common.transfer.large_blocks import Copied, LargeBlocks
 from common.transfer.paths import Operation
 from common.transfer.pinned_memory import PinnedMemory
-from common.transfer.stage_ring import Slot, StageRing
+from common.transfer.stage_ring import Slot, StageRing, ended
 from common.transfer.stage_threads import StageThreads
 
 if TYPE_CHECKING:
@@ -238,16 +238,12 @@ class HostStage:
 
         stream, began_at = slot.streams.get(operation), time.perf_counter()
         try:
-            with torch.inference_mode(), torch.cuda.stream(stream):
-                try:
-                    yield
-                finally:
-                    if stream is not None:  # sleeps, as other threads have work for this core
-                        stream.record_event(torch.cuda.Event(blocking=True)).synchronize()
-        except (RuntimeError, ValueError) as error:
+            with ended([stream]), torch.inference_mode(), torch.cuda.stream(stream):
+                yield
+        except TransportUnavailable:
             if self.transfers is not None:
                 self.transfers.failed("device", operation, TransportUnavailable.code)
-            raise TransportUnavailable(f"copying between host and GPU failed: {error}") from error
+            raise
         if self.transfers is not None:
             self.transfers.copied("device", operation, num_bytes, time.perf_counter() - began_at)
 

@@ -34,6 +34,10 @@ class Mapped(Protocol):
         """Map what was granted since the last call, as long as it is not `stopped`."""
         ...
 
+    def let_go(self) -> None:
+        """`map_granted` is not called any more: keep no memory that the kvstore may want."""
+        ...
+
 
 def map_pages(address: int, num_bytes: int, *, to_write: bool = False) -> None:
     """Have the pages of a mapping mapped as by reading them, or by writing, without the interpreter's lock.
@@ -133,4 +137,6 @@ class MappingThread:
                     segment.map_granted(self._ended.is_set)
                 except OSError as error:
                     log.warning("blocks_not_mapped", reason=error.strerror, consequence="they are mapped as they are copied")
+                    for each in self._opened():
+                        each.let_go()
                     return

@@ -50,7 +50,7 @@ class PinnedMemory:
             return int((self._ends - self._starts).sum())
 
     def pin(self, address: int, num_bytes: int) -> bool:
-        """Have the driver pin memory; return whether it is. After a refusal nothing more is. Blocks: 0.1 ms a megabyte."""
+        """Have the driver pin memory; return whether it is. After a refusal nothing more is. Blocks: 0.2 ms a megabyte."""
         if self.refused:
             return False
         try:

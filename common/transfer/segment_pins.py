@@ -24,7 +24,7 @@ from common.transfer.pinned_memory import PinnedMemory
 from common.transfer.segment_file import Header
 
 EXTENT_BYTES = 2 << 20
-"""Pinned at once: whole blocks, one at least. The driver launches nothing meanwhile, for some 0.2 ms."""
+"""Pinned at once: whole blocks, one at least. The driver launches nothing meanwhile, for some 0.3 ms."""
 PAUSE_S = 0.002
 """Between two of them: 32 MiB at once, one after the other, kept launches waiting for 3 to 28 ms (H200)."""
 BUSY_S = 0.25

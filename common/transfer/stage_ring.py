@@ -5,7 +5,8 @@ What they do, and why, is in `common/ops/kv/stage_ring_numba.py`; here are the a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,25 @@ class Handles:
     streams: dict[Operation, int]
     keeps: Sequence[Any] = ()
     """What the handles are of."""
+
+
+@contextmanager
+def ended(streams: Sequence[torch.cuda.Stream | None]) -> Iterator[None]:
+    """What is launched inside in these streams has ended when this has, also if an error is raised.
+
+    :raises TransportUnavailable: the GPU failed.
+    """
+    import torch
+
+    try:
+        try:
+            yield
+        finally:
+            for stream in streams:
+                if stream is not None:  # sleeps, as other threads have work for this core
+                    stream.record_event(torch.cuda.Event(blocking=True)).synchronize()
+    except (RuntimeError, ValueError) as error:
+        raise TransportUnavailable(f"copying between host and GPU failed: {error}") from error
 
 
 @dataclass(slots=True, frozen=True)

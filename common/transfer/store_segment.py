@@ -118,7 +118,7 @@ class StoreSegment:
         if not 0 < len(self._seen) <= MAX_MAPPED_AHEAD:
             return
         if self._pins is not None and not self.is_current():  # nobody reads it any more
-            self._pins.let_go()
+            self.let_go()
             return
         raw = os.pread(self._fd, self._seen.nbytes, GENERATIONS_OFFSET)
         current = np.frombuffer(raw[: len(raw) // 8 * 8], np.uint64)
@@ -134,6 +134,11 @@ class StoreSegment:
                     self._seen[part], self._looks[part] = current[part], 0
         if self._pins is not None:
             self._pins.update(stopped)
+
+    def let_go(self) -> None:
+        """Have nothing pinned any more. Call it in the thread of `map_granted`."""
+        if self._pins is not None:
+            self._pins.let_go()
 
     def _map_blocks(self, part: slice) -> bool:
         """Whether all of these blocks have memory that was written, which is mapped now. :raises OSError: see `map_granted`."""

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from common.ops import backend
 from common.ops.kv.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from common.ops.kv.block_copy_reference import copy_blocks_reference
 from common.ops.kv.block_copy_triton import copy_blocks_triton
 
-
-@pytest.fixture(params=["cpu", "kernel"], autouse=True)
-def device(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "cpu":
-        yield
-    else:
-        with backend.interpreted():
-            yield
+pytestmark = pytest.mark.usefixtures("cpu_and_kernel")
 
 
 def make_blocks(count: int, block_bytes: int) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,15 +12,6 @@ from common.ops.kv.block_crc import block_crc
 from common.ops.kv.block_crc_triton import CANDIDATES, block_crc_triton
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-
-
-@pytest.fixture(params=["cpu", "kernel"])
-def device(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.param == "cpu":
-        yield
-    else:
-        with backend.interpreted():
-            yield
 
 
 def make_blocks(count: int, block_bytes: int) -> torch.Tensor:
@@ -36,7 +26,7 @@ def unsigned(sums: torch.Tensor) -> list[int]:
     return [value & 0xFFFFFFFF for value in sums.tolist()]
 
 
-@pytest.mark.usefixtures("device")
+@pytest.mark.usefixtures("cpu_and_kernel")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("block_bytes", [4, 64, 1000, 16384, 16388, 40000])
 @pytest.mark.parametrize("max_programs", [None, 2])
@@ -47,7 +37,7 @@ def test_they_are_those_of_zlib(block_bytes: int, dtype: torch.dtype, max_progra
     assert unsigned(out) == by_zlib(pool, [4, 0, 2])
 
 
-@pytest.mark.usefixtures("device")
+@pytest.mark.usefixtures("cpu_and_kernel")
 def test_one_bit_changes_them() -> None:
     pool, out = make_blocks(2, 8192), torch.zeros(2, dtype=torch.int32)
     pool[1] = pool[0]
@@ -56,7 +46,7 @@ def test_one_bit_changes_them() -> None:
     assert out[0] != out[1]
 
 
-@pytest.mark.usefixtures("device")
+@pytest.mark.usefixtures("cpu_and_kernel")
 def test_no_blocks() -> None:
     block_crc(make_blocks(2, 64), torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
 

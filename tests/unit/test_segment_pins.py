@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import mmap
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from common.transfer import segment_pins
+from common.transfer import mapping, segment_pins
 from common.transfer.pinned_memory import PinnedMemory
 from common.transfer.segment import Segment
+from common.transfer.shm import StoreTransport
 from common.transfer.store_segment import StoreSegment
 
 BLOCK = 16 * mmap.PAGESIZE
@@ -162,6 +164,32 @@ def test_it_is_unpinned_before_it_is_unmapped(folder: Path, owned: Segment, driv
     gc.collect()
     assert not driver.pinned
     owned.unback(0)  # and unlocked
+
+
+def test_nothing_stays_pinned_where_nobody_looks_any_more(
+    folder: Path, owned: Segment, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that maps ends where Linux can't, and the store's wish for memory would be heard by nobody."""
+    monkeypatch.setattr(mapping, "EVERY_S", 0.01)
+    transport = StoreTransport(folder, driver)
+    write(owned, *range(8))
+    with transport.lend("s", "f", BLOCK, [7], [1]):
+        pass
+    wait_until(lambda: len(driver.pinned) == 2)
+    monkeypatch.setattr(mapping, "_POPULATE_READ", 12345)
+    write(owned, 9)
+    wait_until(lambda: not driver.pinned)
+    transport._mapping._thread.join(5)
+    assert not transport._mapping._thread.is_alive()
+    owned.unback(0)
+    transport.close()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_nothing_is_asked_for_where_it_was_refused(owned: Segment, segment: StoreSegment, driver: Driver) -> None:

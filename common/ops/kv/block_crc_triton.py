@@ -34,19 +34,23 @@ CANDIDATES = ((2048, 4), (2048, 8), (4096, 8), (8192, 8), (4096, 16))
 
 
 @triton.jit
+def _add_term(product, a, b):
+    """Add b to the product if a has x^0; return it, a / x without that, and b * x modulo the polynomial."""
+    product = product ^ (b & (tl.zeros_like(a) - (a >> 31)))
+    return product, a << 1, (b >> 1) ^ (POLYNOMIAL & (tl.zeros_like(b) - (b & 1)))
+
+
+@triton.jit
 def _times(a, b, UNROLLED: tl.constexpr):
-    """Return a * b modulo the polynomial. a: a tensor; b: likewise, or a number. UNROLLED: for a number, in a loop."""
+    """Return a * b modulo the polynomial. a: a tensor. b: a number, of which all multiples are kept where this is UNROLLED in
+    a loop, or a tensor, for whose multiples there are no registers."""
     product = tl.zeros_like(a)
     if UNROLLED:
         for _ in tl.static_range(32):
-            product = product ^ (b & (tl.zeros_like(a) - (a >> 31)))  # x^0 first
-            a = a << 1
-            b = (b >> 1) ^ (POLYNOMIAL & (tl.zeros_like(b) - (b & 1)))
+            product, a, b = _add_term(product, a, b)
     else:
         for _ in range(32):
-            product = product ^ (b & (tl.zeros_like(a) - (a >> 31)))
-            a = a << 1
-            b = (b >> 1) ^ (POLYNOMIAL & (tl.zeros_like(b) - (b & 1)))
+            product, a, b = _add_term(product, a, b)
     return product
 
 
