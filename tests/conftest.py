@@ -1,5 +1,5 @@
 """Fixtures live in `tests/fixtures`: `nats.py` starts a real nats-server, `model.py` fetches real weights; `slow.py` orders;
-`virtual_time.py` has a clock that does not depend on the machine."""
+`garbage.py` keeps collections of garbage short; `virtual_time.py` has a clock that does not depend on the machine."""
 
 import os
 
@@ -8,6 +8,7 @@ if os.environ.setdefault("TRITON_INTERPRET", "1") == "1":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # engines would take a GPU that is there, whose memory the interpreter can't read
 
 pytest_plugins = [
+    "tests.fixtures.garbage",
     "tests.fixtures.model",
     "tests.fixtures.nats",
     "tests.fixtures.slow",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import pytest
 from hypothesis import given
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from common.text.output.events import CallArguments, CallEnd, CallStart, Event, Reasoning, Text
 from common.text.output.formats import REASONING_FORMATS, TOOL_FORMATS
 from common.text.output.scan import MAX_AHEAD
+from tests.unit.cpu_cost import costs_at_most
 from tests.unit.output_cases import CASES, NAMED, TOOLS, calls_of, events_of, parser_of, reasoning_of, text_of
 
 FAMILIES = sorted(TOOL_FORMATS)
@@ -169,13 +169,12 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_answers_take_linear_time_and_bounded_memory(family: str, name: str) -> None:
     text, parser = HOSTILE[name], parser_of(family, "none")
-    began = time.process_time()
     size = 0
-    for at in range(0, len(text), 7):
-        size += sum(len(getattr(event, "text", "")) for event in parser.push(text[at : at + 7]))
-        assert parser.num_held <= 2 * MAX_AHEAD
-    parser.finish()
-    assert time.process_time() - began < 3
+    with costs_at_most(3):
+        for at in range(0, len(text), 7):
+            size += sum(len(getattr(event, "text", "")) for event in parser.push(text[at : at + 7]))
+            assert parser.num_held <= 2 * MAX_AHEAD
+        parser.finish()
 
 
 def test_every_reasoning_format_is_tested() -> None:
