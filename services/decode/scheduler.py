@@ -21,10 +21,10 @@ from dataclasses import dataclass
 
 from common.cache.grouped_pool import Arrived
 from common.engine.outcomes import Outcome, accept, width_of
-from common.engine.plan import NO_ROOM, PACKED_TOKENS, Drafted, LookedUp, Room, StepPlan, StepResult, StepRow, Taken, part_of
+from common.engine.plan import NO_ROOM, Drafted, LookedUp, Room, StepPlan, StepResult, StepRow, Taken
+from common.engine.prompt_parts import PromptParts
 from common.engine.sequence import Sequence, uncomputed_tokens
 from common.engine.sequence_cache import SequenceCache
-from common.engine.shares import TurnTaking
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
 from services.decode.hooks import BeginStep, Foresee, PromptLimit, Propose, RoomFor, Wanted
 
@@ -87,8 +87,7 @@ class DecodeScheduler:
         self._copying: dict[Sequence, None] = {}
         self._preempted: list[Sequence] = []
         self._flights: deque[list[Sequence]] = deque()
-        self._computing = set[bytes]()
-        self._turns = TurnTaking()
+        self._parts = PromptParts(cache)
         self._step = self._arrivals = 0
 
     @property
@@ -202,29 +201,14 @@ class DecodeScheduler:
             planned.append(sequence)
             num_samples += row.num_samples
             budget -= row.num_samples - 1
-        computing = self._computing if ahead else set[bytes]()
-        before = frozenset(computing)
         prompts = [sequence for sequence in prompts if sequence in self._running]
-        for sequence in prompts:
-            self.cache.catch_up(sequence)
-        num_prompt_tokens, budget = 0, self.prompt_limit(len(rows), budget)
-        for sequence in self._turns.in_turn(sorted(prompts, key=self._remaining)):
-            if budget <= 0 or num_prompt_tokens >= PACKED_TOKENS:
-                break
-            num_tokens = self.cache.cover(sequence, part_of(sequence.num_planned, sequence.num_unplanned, budget))
-            if not num_tokens or not self.cache.claim(sequence, num_tokens, computing):
-                continue
-            rows.append(sequence.plan(num_tokens, [], num_samples))
-            self._ask(sequence, rows[-1])
+        budget = self.prompt_limit(len(rows), budget)
+        for sequence, row in self._parts.plan(prompts, self._remaining, budget=budget, num_samples=num_samples, ahead=ahead):
+            self._ask(sequence, row)
+            rows.append(row)
             planned.append(sequence)
-            num_samples += rows[-1].num_samples
-            budget -= num_tokens
-            num_prompt_tokens += num_tokens
-            is_last = rows[-1].num_samples > 0 or not sequence.num_unplanned
-            self._turns.served(sequence.tenant, num_tokens, sequence.generation.weight, ends=is_last)
         if not rows:
             return None
-        self._computing = computing - before
         self._flights.append(planned)
         self._step += 1
         for sequence in planned:
@@ -283,7 +267,7 @@ class DecodeScheduler:
         """
         planned = {sequence: None for flight in self._flights for sequence in flight}
         self._flights.clear()
-        self._computing.clear()
+        self._parts.rewind()
         for sequence in planned:
             sequence.rewind()
             if sequence.cancelled or sequence.finish is not None:

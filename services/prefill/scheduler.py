@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection
 
-from common.engine.plan import PACKED_TOKENS, StepPlan, StepResult, part_of
+from common.engine.plan import StepPlan, StepResult, StepRow
+from common.engine.prompt_parts import PromptParts
 from common.engine.sequence import Sequence, uncomputed_tokens
 from common.engine.sequence_cache import SequenceCache
-from common.engine.shares import PRIORITY_STEP_S, TurnTaking
+from common.engine.shares import PRIORITY_STEP_S
 from common.protocol.errors import ContextLengthExceeded, OutOfBlocks, OutOfCredits
 
 
@@ -41,8 +42,7 @@ class PrefillScheduler:
         self._copying: dict[Sequence, float] = {}
         self._kept = set[Sequence]()
         self._flights: deque[list[Sequence]] = deque()
-        self._computing = set[bytes]()
-        self._turns = TurnTaking()
+        self._parts = PromptParts(cache)
         self._step = 0
 
     @property
@@ -109,15 +109,12 @@ class PrefillScheduler:
 
         `only`: the sequences that may be in it; None: all.
         """
-        computing = self._computing if self._flights else set[bytes]()
-        before = frozenset(computing)
-        budget, rows, planned = self.token_budget, [], []
+        ahead, rows, planned = bool(self._flights), list[StepRow](), list[Sequence]()
         candidates = self._queued if only is None else [sequence for sequence in self._queued if sequence in only]
         for sequence in [sequence for sequence in candidates if self._may_decode(sequence)]:
             if self.cache.cover(sequence, 1):
                 rows.append(sequence.plan(1, [], len(rows)))
                 planned.append(sequence)
-        num_samples = len(rows)
         queued = [
             sequence
             for sequence in candidates
@@ -126,23 +123,13 @@ class PrefillScheduler:
             and not sequence.cancelled
             and sequence.num_unplanned > (sequence in self._kept)
         ]
-        for sequence in queued:
-            self.cache.catch_up(sequence)
-        for sequence in self._turns.in_turn(sorted(queued, key=lambda s: self._remaining(s, now))):
-            if budget <= 0 or self.token_budget - budget >= PACKED_TOKENS:
-                break
-            num_tokens = self.cache.cover(sequence, part_of(sequence.num_planned, sequence.num_unplanned, budget))
-            if not num_tokens or not self.cache.claim(sequence, num_tokens, computing):
-                continue
-            rows.append(sequence.plan(num_tokens, [], num_samples))
+        for sequence, row in self._parts.plan(
+            queued, lambda s: self._remaining(s, now), budget=self.token_budget, num_samples=len(rows), ahead=ahead
+        ):
+            rows.append(row)
             planned.append(sequence)
-            num_samples += rows[-1].num_samples
-            budget -= num_tokens
-            is_last = rows[-1].num_samples > 0 or not sequence.num_unplanned
-            self._turns.served(sequence.tenant, num_tokens, sequence.generation.weight, ends=is_last)
         if not rows:
             return None
-        self._computing = computing - before
         self._flights.append(planned)
         self._step += 1
         for sequence in planned:
@@ -208,7 +195,7 @@ class PrefillScheduler:
         """
         planned = {sequence: None for flight in self._flights for sequence in flight}
         self._flights.clear()
-        self._computing.clear()
+        self._parts.rewind()
         for sequence in planned:
             sequence.rewind()
             if sequence.cancelled or (sequence in self._kept and sequence.finish is not None):

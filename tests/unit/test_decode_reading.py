@@ -82,4 +82,4 @@ def test_a_prompt_that_is_read_is_charged_to_its_tenant_as_it_ends() -> None:
     s.generation = msgspec.structs.replace(s.generation, tenant="acme")
     scheduler.admit(s)
     Pipeline(bench, scheduler).run()
-    assert scheduler._turns.shares.time("acme") == len(PROMPT) - 1
+    assert scheduler._parts.turns.shares.time("acme") == len(PROMPT) - 1

@@ -201,4 +201,4 @@ def test_a_prompt_that_is_read_is_charged_to_its_tenant_as_it_ends() -> None:
         s.generation = msgspec.structs.replace(s.generation, tenant="acme")
         scheduler.admit(s, 0.0)
         run(bench, scheduler)
-        assert scheduler._turns.shares.time("acme") == (1 + index) * len(PROMPT)
+        assert scheduler._parts.turns.shares.time("acme") == (1 + index) * len(PROMPT)

@@ -231,7 +231,7 @@ def test_running_ahead_changes_no_token_and_gives_everything_back(arrivals: list
 
 
 def test_a_step_takes_up_no_more_prompts_than_keep_the_engine_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.prefill.scheduler.PACKED_TOKENS", 20)
+    monkeypatch.setattr("common.engine.prompt_parts.PACKED_TOKENS", 20)
     bench = Bench()
     scheduler = scheduler_on(bench, token_budget=64)
     for number in range(6):
