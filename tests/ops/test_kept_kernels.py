@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import runpy
 import subprocess
@@ -46,15 +47,25 @@ if not attend_all.stats.cache_hits:
 Lines = list[list[str]]
 
 
-def run(folder: Path, cache: str) -> Lines:
-    """What the program says. Numba keeps nothing of a kernel that has no file, so it is one."""
+def start(folder: Path, cache: str) -> subprocess.Popen[str]:
+    """Numba keeps nothing of a kernel that has no file, so the program is one."""
     program = folder / "program.py"
     program.write_text(PROGRAM)
     root = Path(__file__).parents[2]
     environment = os.environ | {CACHE_VARIABLE: str(folder / cache), "PYTHONPATH": str(root)}
-    ran = subprocess.run([sys.executable, str(program)], env=environment, capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr
-    return [line.split() for line in ran.stdout.splitlines()]
+    pipes = subprocess.PIPE
+    return subprocess.Popen([sys.executable, str(program)], env=environment, stdout=pipes, stderr=pipes, text=True)
+
+
+def said(running: subprocess.Popen[str]) -> Lines:
+    """What the program says."""
+    out, error = running.communicate(timeout=120)
+    assert running.returncode == 0, error
+    return [line.split() for line in out.splitlines()]
+
+
+def run(folder: Path, cache: str) -> Lines:
+    return said(start(folder, cache))
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +110,34 @@ def test_a_kept_kernel_leaves_no_call_to_be_bound_by_name(compiled: Lines) -> No
     assert not [linkage for linkage in linkages if "weak" in linkage or "linkonce" in linkage]
 
 
+def test_of_two_processes_that_lack_a_kernel_one_compiles_it(folder: Path, compiled: Lines) -> None:
+    """Workers that start side by side on a new machine share its processors."""
+    both = [start(folder, "others") for _ in range(2)]
+    (hits, _), (others, _) = sorted(said(one)[0] for one in both)
+    assert [hits, others] == ["0", "1"]
+
+
 def test_two_processes_that_compile_a_kernel_give_the_same_bits(folder: Path, compiled: Lines) -> None:
-    """Workers that start side by side on a new machine compile it each for itself."""
-    assert run(folder, "others")[0] == compiled[0]
+    """Where no folder is shared, each compiles it for itself."""
+    assert run(folder, "alone")[0] == compiled[0]
+
+
+def test_who_compiles_for_too_long_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_numba, "_FOLDER", tmp_path / "kernels")
+    monkeypatch.setattr(compiled_numba, "COMPILING_S", 0.1)
+    monkeypatch.setattr(compiled_numba, "SAVING_S", 0.1)
+    file = tmp_path / "kernel.py"
+    file.write_text("def kernel(number):\n    return 3 * number\n")
+    held: list[int] = []
+    turn = compiled_numba._turn
+
+    def taken(lock: Path, at_most_s: float) -> int | None:
+        held.append(os.open(lock, os.O_CREAT | os.O_RDWR))  # as another process would hold it
+        fcntl.flock(held[-1], fcntl.LOCK_EX)
+        return turn(lock, at_most_s)
+
+    monkeypatch.setattr(compiled_numba, "_turn", taken)
+    kernel = compiled_numba.compiled(kept=True)(runpy.run_path(str(file))["kernel"])
+    assert kernel(7) == 21 and len(held) == 2
+    for descriptor in held:
+        os.close(descriptor)

@@ -8,11 +8,14 @@ another virtual environment, with the same sources loads what the first one comp
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
 import hashlib
 import itertools
 import os
 import secrets
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,9 @@ _SOURCES = b"".join(
 
 _FOLDER = cache_directory() / f"numba-{hashlib.sha256(_SOURCES + numba.__version__.encode()).hexdigest()[:12]}"
 """Clones may have different versions of Numba, which can't read each other's files."""
+
+COMPILING_S, SAVING_S, POLL_S = 120.0, 10.0, 0.05
+"""How long a process waits for another one that compiles the same code, or saves some; how often it looks."""
 
 FunctionIdentity._unique_ids = itertools.count(secrets.randbits(62))
 """Numba counts functions from 1 in every process, and the count is all that tells the symbols of closures apart. What two
@@ -112,7 +118,61 @@ class _KeptResults(CompileResultCacheImpl):
 
 
 class _KeptFunctions(FunctionCache):
+    """What is kept of a kernel. Of several processes that lack the same code, one compiles it; the others wait, and load it."""
+
     _impl_class = _KeptResults
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return None where the caller is to compile it, and then to call `save_overload`."""
+        found = super().load_overload(sig, target_context)
+        if found is not None:
+            return found
+        file = Path(self.cache_path) / f"{self._name_of(sig, target_context.codegen())}.lock"
+        self._turns[sig] = _turn(file, COMPILING_S)
+        found = super().load_overload(sig, target_context)
+        if found is not None:
+            _end(self._turns.pop(sig))
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        saving = _turn(Path(self.cache_path) / "saving.lock", SAVING_S)  # all that is kept of a kernel's file has one index
+        try:
+            super().save_overload(sig, data)
+        finally:
+            _end(saving)
+            _end(self._turns.pop(sig, None))
+
+    @functools.cached_property
+    def _turns(self) -> dict[Any, int | None]:
+        """Locks that are held, by signature."""
+        return {}
+
+    def _name_of(self, sig: Any, codegen: Any) -> str:
+        return hashlib.sha256(repr((self._impl.filename_base, self._index_key(sig, codegen))).encode()).hexdigest()[:24]
+
+
+def _turn(file: Path, at_most_s: float) -> int | None:
+    """Wait until no other process has the lock of a file; return what `_end` takes. None: it can't be had, or not in time."""
+    descriptor = None
+    until = time.monotonic() + at_most_s
+    try:
+        descriptor = os.open(file, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return descriptor
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(POLL_S)
+    except OSError:
+        _end(descriptor)
+        return None
+
+
+def _end(descriptor: int | None) -> None:
+    if descriptor is not None:
+        os.close(descriptor)
 
 
 def has_feature(name: str) -> bool:
