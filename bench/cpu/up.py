@@ -16,6 +16,7 @@ import msgspec
 
 from bench.common.stack import ROOT, free_ports
 from common.cli.chunks import Chunk, Timing
+from common.runtime.parent_death import PARENT_VARIABLE
 
 READY_TIMEOUT_S = 300.0
 
@@ -40,11 +41,14 @@ class Starting:
 
 @contextmanager
 def starting(flags: Sequence[str], environ: Mapping[str, str] | None = None) -> Iterator[Starting]:
-    """A whole system, for several that start at once. environ: variables on top of this process's."""
+    """A whole system, for several that start at once, which ends with this process, however it ends. environ: variables on top
+    of this process's."""
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "common.cli", "up", f"--http-port={port}", "--nats-port=0", *flags]
+    guarded = [sys.executable, "-m", "common.runtime.parent_death", "SIGTERM", *command]
+    env = os.environ | dict(environ or {}) | {PARENT_VARIABLE: str(os.getpid())}
     with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(command, cwd=ROOT, env=os.environ | dict(environ or {}), stdout=log, stderr=log)
+        process = subprocess.Popen(guarded, cwd=ROOT, env=env, stdout=log, stderr=log)
         try:
             yield Starting(process, f"http://127.0.0.1:{port}", log)
         finally:
