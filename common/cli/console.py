@@ -30,7 +30,12 @@ DEFAULT_NATS_URL = "nats://127.0.0.1:4222"
 
 NatsUrl = Annotated[
     str,
-    typer.Option("--nats-url", metavar="URL", envvar="PENSTOCK_NATS_URL", help="The NATS server of the workers."),
+    typer.Option(
+        "--nats-url",
+        metavar="URL",
+        envvar="PENSTOCK_NATS_URL",
+        help="The NATS server of the workers, or those of a cluster: a,b,c.",
+    ),
 ]
 
 Result = TypeVar("Result")

@@ -48,7 +48,9 @@ class UpConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=T
     device: Annotated[str, Meta(description="auto: GPUs if there are any; cpu; cuda: every GPU; cuda:N: that one")] = "auto"
     http_host: Annotated[str, Meta(description="address of the OpenAI API")] = "127.0.0.1"
     http_port: Annotated[int, Meta(ge=0, le=65535, description="port of the OpenAI API; 0: any free one")] = 8000
-    nats_url: Annotated[str, Meta(description="a bus that runs already; empty: start one", extra=SECRET)] = ""
+    nats_url: Annotated[
+        str, Meta(description="a bus that runs already, or a,b,c of a cluster; empty: start one", extra=SECRET)
+    ] = ""
     nats_port: Annotated[int, Meta(ge=0, le=65535, description="port of the bus that is started; 0: any free one")] = 4222
     nats_clients: Annotated[
         tuple[str, ...], Meta(description="further users of the bus that is started, who may send requests, each with a file")

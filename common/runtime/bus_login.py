@@ -16,7 +16,6 @@ import ssl
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -25,6 +24,7 @@ from common.protocol.errors import ConfigError
 from common.runtime import logs
 from common.runtime.http_access import is_loopback
 from common.runtime.nats_access import Credentials, inbox_prefix, parse_credentials
+from common.runtime.nats_url import parts_of, servers, shared_login
 
 log = logs.get("bus_login")
 
@@ -69,6 +69,8 @@ class BusLogin(msgspec.Struct, frozen=True, kw_only=True):
         elif path is not None and known.user:
             source = _Source(path, known)
             options |= {"user": source.user, "password": source.password}
+        elif path is None:
+            options |= shared_login(url)
         context = _tls(url, self.tls_ca or known.ca, self.tls_cert or known.cert, self.tls_key or known.key)
         if context is not None:
             options["tls"] = context
@@ -80,7 +82,7 @@ class BusLogin(msgspec.Struct, frozen=True, kw_only=True):
         """The file with the credentials of `user`, if there is to be one."""
         if self.credentials_file:
             return Path(self.credentials_file)
-        if self.creds or self.nkey or urlsplit(url).username is not None:
+        if self.creds or self.nkey or any(parts_of(address).username is not None for address in servers(url)):
             return None
         found = credentials_path(url, user)
         return found if found is not None and found.is_file() else None
@@ -121,7 +123,9 @@ def run_folder(port: int) -> Path:
 
 def credentials_path(url: str, user: str) -> Path | None:
     """Where the credentials of `user` are if `url` is that of a bus of this user on this machine; None if it can't be one."""
-    parts = urlsplit(url if "://" in url else f"nats://{url}")
+    if len(servers(url)) > 1:  # a cluster is not ours
+        return None
+    parts = parts_of(url)
     try:
         port = parts.port or DEFAULT_PORT
     except ValueError:
@@ -160,7 +164,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 def _tls(url: str, ca: str, cert: str, key: str) -> ssl.SSLContext | None:
-    if not (ca or cert or key or urlsplit(url).scheme == "tls"):
+    if not (ca or cert or key or any(parts_of(address).scheme == "tls" for address in servers(url))):
         return None
     if bool(cert) != bool(key):
         raise ConfigError("nats_tls_cert and nats_tls_key are given together or not at all", param="nats_tls_cert")

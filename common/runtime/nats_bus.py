@@ -29,7 +29,7 @@ from common.runtime.bus_login import BusLogin, ResolvedLogin
 from common.runtime.jetstream import JetStream
 from common.runtime.nats_access import CLIENT
 from common.runtime.nats_micro import MicroService
-from common.runtime.nats_url import check_nats_url, redacted
+from common.runtime.nats_url import check_nats_url, redacted, servers
 from common.runtime.routing import PendingReplies, check_size, check_subject, leads_on
 
 log = logs.get("nats")
@@ -55,7 +55,8 @@ _NO_HEADERS: dict[str, str] = {}
 async def connect(
     url: str, *, name: str, user: str = CLIENT, login: BusLogin | None = None, connect_timeout_s: float = 10
 ) -> NatsBus:
-    """Connect as `user`, a role or a client, with what `login` says or what is found for a bus of this machine.
+    """Connect as `user`, a role or a client, with what `login` says or what is found for a bus of this machine. `url` may name
+    several servers of a cluster, with commas between: the first that answers is used, and another one when it is gone.
 
     :raises BusError: if no server answers at `url` in time. :raises BusRefused: if it wants other credentials, or TLS fails.
     :raises ConfigError: if `url` is not a NATS URL, or `login` names a file that is wrong.
@@ -63,7 +64,8 @@ async def connect(
     check_nats_url(url)
     bus = NatsBus(url, name, (login or BusLogin()).resolve(url, user=user))
     try:
-        with anyio.fail_after(connect_timeout_s):  # asyncio.timeout cancels once, and nats-py may swallow a cancellation
+        within_s = connect_timeout_s + ATTEMPT_TIMEOUT_S * (len(servers(url)) - 1)  # a host that is off does not even refuse
+        with anyio.fail_after(within_s):  # asyncio.timeout cancels once, and nats-py may swallow a cancellation
             await bus._open()
     except TimeoutError:
         await bus.close()
@@ -278,7 +280,7 @@ class NatsBus:
             client = self._client = Client()
             try:
                 await client.connect(
-                    self._url,
+                    servers(self._url),
                     name=self.name,
                     error_cb=self._on_error,
                     disconnected_cb=self._on_disconnected,

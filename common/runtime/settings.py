@@ -34,7 +34,9 @@ class ServiceConfig(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fie
     of_all_models: ClassVar[bool] = False
     """Whether such a process serves all models of its file, or one of them."""
 
-    nats_url: Annotated[str, Meta(description="the NATS server", extra=SECRET)] = "nats://127.0.0.1:4222"
+    nats_url: Annotated[str, Meta(description="the NATS server, or those of a cluster: a,b,c", extra=SECRET)] = (
+        "nats://127.0.0.1:4222"
+    )
     nats_credentials_file: Annotated[str, Meta(description="JSON with user and password, or a context of the `nats` tool")] = ""
     nats_creds: Annotated[str, Meta(description="file with a NATS user's JWT and seed")] = ""
     nats_nkey: Annotated[str, Meta(description="file with a NATS user's nkey seed")] = ""

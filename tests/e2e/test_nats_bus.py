@@ -14,6 +14,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from common.cli.net import free_ports
 from common.protocol.errors import (
     BusClosed,
     BusError,
@@ -237,6 +238,52 @@ async def test_a_restart_of_the_server_keeps_subscriptions_and_sends_what_was_bu
         await sender.request("t.nobody", b"", timeout_s=1)
     await sender.close()
     await receiver.close()
+
+
+async def test_of_several_servers_another_one_is_used_when_one_is_gone(nats_server_factory: Callable[[], LocalNatsServer]):
+    gone, first, second = (nats_server_factory() for _ in range(3))
+    gone.stop()
+    bus = await nats_bus.connect(f"{gone.url},{first.url}, {second.url}", name="bus")
+    peer = await nats_bus.connect(second.url, name="peer")
+    got: list[bytes] = []
+    await bus.subscribe("t.moved", lambda message: got.append(message.data))
+    changes: list[bool] = []
+    bus.on_connection_change(changes.append)
+    first.stop()
+    await until(lambda: changes == [False, True])
+    await peer.publish("t.moved", b"here")
+    await until(lambda: got == [b"here"])
+    await bus.close()
+    await peer.close()
+
+
+async def test_a_server_that_another_one_told_of_gets_the_login_of_the_url(
+    nats_server_factory: Callable[[str], LocalNatsServer],
+):
+    (port,) = free_ports(1)
+    users = "authorization { user: me, password: secret }\n"
+    first = nats_server_factory(f"{users}cluster {{ name: both, listen: 127.0.0.1:{port} }}")
+    second = nats_server_factory(
+        f"{users}cluster {{ name: both, listen: 127.0.0.1:-1, routes: [nats-route://127.0.0.1:{port}] }}"
+    )
+    logins = [server.url.replace("//", "//me:secret@") for server in (first, second)]
+    peer = await nats_bus.connect(logins[1], name="peer")
+    got: list[bytes] = []
+    await peer.subscribe("t.routed", lambda message: got.append(message.data))
+    bus = await nats_bus.connect(logins[0], name="bus")
+    with anyio.fail_after(5):
+        while not got:  # until the servers have found each other, and so the client both of them
+            await bus.publish("t.routed", b"")
+            await anyio.sleep(0.01)
+    changes: list[bool] = []
+    bus.on_connection_change(changes.append)
+    first.stop()
+    await until(lambda: changes == [False, True])
+    got.clear()
+    await bus.publish("t.routed", b"here")
+    await until(lambda: got == [b"here"])
+    await bus.close()
+    await peer.close()
 
 
 async def test_what_an_outage_cannot_buffer_is_dropped_and_counted_and_nothing_raises(

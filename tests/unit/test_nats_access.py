@@ -95,12 +95,22 @@ def test_credentials_of_a_bus_of_this_machine_are_found_by_its_address(home: Pat
     for url in (
         "nats://127.0.0.1:4322",
         "nats://127.0.0.1",
-        "nats://me:pass@127.0.0.1:4321",
         "nats://10.0.0.1:4321",
         "nats://x:4321",
+        f"{URL},nats://127.0.0.1:4322",
     ):
         assert BusLogin().resolve(url, user="client").options == {}
     assert credentials_path("nats://127.0.0.1:port", "client") is None
+
+
+def test_a_user_in_an_address_is_that_of_every_server_of_the_cluster(home: Path) -> None:
+    save(run_folder(4321) / "client.json", draw_credentials(URL)["client"])
+    known = {"user": "me", "password": "a,b"}
+    for url in ("nats://me:a,b@127.0.0.1:4321", "nats://me:a,b@10.0.0.1,nats://10.0.0.2", "nats://x:1,me:a@10.0.0.1"):
+        options = BusLogin().resolve(url, user="client").options
+        assert options == (known if url.startswith("nats://me") else {"user": "x", "password": "1,me:a"}), url
+    assert BusLogin().resolve("nats://token@10.0.0.1", user="client").options == {"token": "token"}
+    assert BusLogin().resolve("nats://a:b@10.0.0.1,nats://c:d@10.0.0.2", user="client").options == {}
 
 
 def test_where_nothing_is_known_a_client_and_a_role_keep_their_inboxes_apart(home: Path) -> None:
