@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from common.protocol import tokens as wire_tokens
 
 HASH_BYTES = 16
+HASHES = 2
+"""Which way of hashing this is. Part of every fingerprint: blocks that another version hashed otherwise are not found."""
 TOKEN_BYTES = 4
 OWNER_BYTES = 8
 

@@ -37,7 +37,8 @@ DEVICE_MEMORY_BYTES = 72
 
 _DRAFT_AGE_S = 60.0
 _MAGIC = b"PENSTOCK"
-_VERSION = 2
+VERSION = 2
+"""Which header and order of a file this is. Part of every fingerprint: another version can't read it."""
 # magic, version, bytes of device_memory, num_blocks, block_bytes, blocks offset, fingerprint, device_memory
 _HEADER = struct.Struct("<8sIIQQQ16s72s")
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -66,7 +67,7 @@ class Header(NamedTuple):
 
     def pack(self, fingerprint: str) -> bytes:
         sizes = (self.num_blocks, self.block_bytes, self.blocks_offset)
-        return _HEADER.pack(_MAGIC, _VERSION, len(self.device_memory), *sizes, _digest(fingerprint), self.device_memory)
+        return _HEADER.pack(_MAGIC, VERSION, len(self.device_memory), *sizes, _digest(fingerprint), self.device_memory)
 
 
 def path_of(directory: Path, name: str) -> Path:
@@ -231,8 +232,8 @@ def _read_header(fd: int, path: Path, fingerprint: str) -> Header:
     if len(raw) < _HEADER.size or raw[: len(_MAGIC)] != _MAGIC:
         raise TransportUnavailable(f"{path} is not a Penstock segment")
     _, version, device_bytes, num_blocks, block_bytes, offset, digest, device_memory = _HEADER.unpack(raw)
-    if version != _VERSION:
-        raise TransportUnavailable(f"{path} has format {version}; this version reads {_VERSION}")
+    if version != VERSION:
+        raise TransportUnavailable(f"{path} has format {version}; this version reads {VERSION}")
     if digest != _digest(fingerprint):
         raise StaleHandle(f"{path} holds the KV of another model or layout")
     header = Header(num_blocks, block_bytes, device_memory[:device_bytes])

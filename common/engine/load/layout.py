@@ -1,6 +1,7 @@
 """The settings of one engine, and how its KV pool is laid out under them. Torch-free: sizes and names only.
 
-The fingerprint names weights, precision and cache layout: KV may move only between workers that agree on it.
+The fingerprint names weights, precision and cache layout, and how this version of Penstock hashes blocks and lays out segments:
+KV may move only between workers that agree on it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from common.cache import prefix
 from common.cache.division import divide_memory
 from common.cache.retention import Retention
 from common.cache.spec import CacheLayout, LayerCache, attention_layout
@@ -26,6 +28,7 @@ from common.engine.settings import EngineServiceConfig
 from common.models.config import ModelConfig, context_of
 from common.models.formats.scheme import WeightFormat
 from common.protocol.errors import ConfigError
+from common.transfer import segment_file
 
 MIN_CONTEXT_TOKENS = 256
 """A KV pool that holds no sequence of this length, or of the model's whole context, is a mistake in the settings."""
@@ -179,7 +182,7 @@ def cache_layout(
     weights = f"dummy/{model.identity}" if engine.load_format == "dummy" else model.identity
     if precision.weights == "fp8":
         weights += f"/{engine.quantization_max_loss}"
-    name = f"{weights}/{engine.engine}/{precision.name}/{layout.digest()}"
+    name = f"{weights}/{engine.engine}/{precision.name}/{layout.digest()}/{prefix.HASHES}/{segment_file.VERSION}"
     if any(rope.is_long(context_of(model.max_context, engine.max_model_len)) for rope in model.ropes):
         name += "/long"
     if fp8_choice:
