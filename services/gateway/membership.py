@@ -77,7 +77,7 @@ class Membership:
                 continue
             if presence.model in self.names and identity != in_use:
                 reason = f"it serves other weights as {self.name}"
-                advice = "give it the same files, or another --served-model-name"
+                advice = "give it the same files and version of Penstock, or another --served-model-name"
             elif presence.model not in self.names and identity == in_use and presence.named:
                 reason = f"it serves these weights as {presence.model}"
                 advice = f"to join here it needs --served-model-name {self.name}"
