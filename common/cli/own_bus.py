@@ -110,6 +110,18 @@ def data_folder(config: UpConfig, port: int) -> Iterator[Path | None]:
         yield folder
 
 
+def lack_of_room(folder: Path, storage_mb: int) -> list[str]:
+    """Return a warning if a server that begins to keep files and batches in `folder` will have no room for `storage_mb` of
+    them: it takes three quarters of what is free on the disk at most. None if it has, or has kept some there before."""
+    free_mb = shutil.disk_usage(folder).free >> 20
+    if storage_mb <= free_mb * 3 // 4 or any(folder.glob("jetstream/jetstream/*/streams/*")):
+        return []
+    return [
+        f"no files and batches: the disk of {folder} has {free_mb:,} MiB free, three quarters of which are less than "
+        f"--batch-storage-mb {storage_mb}; set less, or choose another disk with --data-dir"
+    ]
+
+
 def jetstream_config(folder: str) -> str:
     """The `jetstream` block of a nats-server's configuration: what was accepted is on the disk."""
     return f"jetstream {{ store_dir: {json.dumps(folder)}, sync_interval: always }}\n"

@@ -79,6 +79,8 @@ def command(ctx: typer.Context) -> None:
             bus = own_bus.prepared(port, clients=config.nats_clients, reply_prefixes=prefixes, tenants=tenants, data=data)
             credentials = stack.enter_context(bus)
             config = msgspec.structs.replace(config, data_dir=str(data or ""))
+            if not config.zero_retention:
+                warnings += own_bus.lack_of_room(data or credentials, getattr(asked.services["gateway"], "batch_storage_mb", 0))
         config = msgspec.structs.replace(config, http_port=http)
         specs = processes(
             config,

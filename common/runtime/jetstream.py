@@ -37,7 +37,7 @@ MAX_UNACKED = 65536
 
 _API = "$JS.API"
 _EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
-_WRONG_LAST, _OTHER_CONFIG = 10071, 10058
+_WRONG_LAST, _OTHER_CONFIG, _NO_STREAM = 10071, 10058, 10059
 _FULL = {10023, 10047, 10077, 10048, 10028}  # resources, storage, bytes of a stream, memory, storage of an account
 _OFF = {10039, 10076}  # not enabled for the account, not enabled
 _NOT_NOW = {10008, 10009}
@@ -68,6 +68,7 @@ class JetStream:
         self._inbox = ""
         self._opening = anyio.Lock()
         self._reads: dict[str, _Read] = {}
+        self._told: set[str] = set()
 
     async def available(self) -> bool:
         try:
@@ -91,11 +92,23 @@ class JetStream:
         }
         if spec.latest_only:  # the new message of a subject takes the old one's place, whatever `discard` says
             config["discard"] = "old"
-        answer = await self._ask(f"{_API}.STREAM.CREATE.{spec.name}", config)
-        if answer.error is not None and answer.error.err_code == _OTHER_CONFIG:
-            answer = await self._ask(f"{_API}.STREAM.UPDATE.{spec.name}", config)
-        if answer.error is not None:
-            raise _error(answer.error)
+        error = (await self._ask(f"{_API}.STREAM.CREATE.{spec.name}", config)).error
+        if error is not None and error.err_code in {_OTHER_CONFIG, *_FULL}:
+            refused = (await self._ask(f"{_API}.STREAM.UPDATE.{spec.name}", config)).error
+            if refused is None or refused.err_code in _FULL:  # it is there, as it was
+                self._tell_of_bounds(spec.name, refused)
+                return
+            error = error if refused.err_code == _NO_STREAM else refused
+        if error is not None:
+            raise _error(error)
+
+    def _tell_of_bounds(self, stream: str, refused: _ApiError | None) -> None:
+        """A server that starts again counts what its streams hold as room that it does not have, and refuses their bounds."""
+        if refused is None:
+            self._told.discard(stream)
+        elif stream not in self._told:
+            self._told.add(stream)
+            log.warning("stream_keeps_its_bounds", stream=stream, reason=refused.description)
 
     async def append(
         self, subject: str, data: bytes, *, headers: Mapping[str, str] | None = None, expected_last: int | None = None

@@ -169,6 +169,26 @@ async def test_a_server_without_room_for_the_bounds_says_so(
         await bus.close()
 
 
+async def test_streams_that_are_there_stay_in_use_on_a_server_that_has_less_room_when_it_starts_again(
+    nats_server_factory: Callable[[str], LocalNatsServer], tmp_path: Path
+) -> None:
+    """A server that is told no limit takes three quarters of what is free on the disk, and what streams hold is not free."""
+    server = nats_server_factory(jetstream(tmp_path / "jetstream"))
+    bus = await nats_bus.connect(server.url, name="test")
+    try:
+        await bus.streams.ensure(EVENTS)
+        await bus.streams.append("events.a.1", b"x")
+        server.more_config = f'jetstream {{ store_dir: "{tmp_path / "jetstream"}", max_file_store: 100KB }}\n'
+        await anyio.to_thread.run_sync(server.restart)
+        await bus.streams.ensure(EVENTS)
+        await bus.streams.append("events.a.2", b"x")
+        assert len(await bus.streams.read("EVENTS", "events.*.*")) == 2
+        with pytest.raises(StorageFull):
+            await bus.streams.ensure(STATE)
+    finally:
+        await bus.close()
+
+
 async def test_a_server_that_is_away_is_a_timeout() -> None:
     broker = MemoryBroker()
     broker.store.enabled = True

@@ -163,8 +163,9 @@ class Batches:
             log.debug("jetstream_does_not_answer", reason=str(error))
             return False
         except StorageFull:
-            self._problem = f"the NATS server has no room for batch_storage_mb = {config.batch_storage_mb}: set less"
-            log.error("batches_off", reason=self._problem)
+            if not self._problem:  # said once, and looked at again and again
+                self._problem = f"the NATS server has no room for batch_storage_mb = {config.batch_storage_mb}: set less"
+                log.error("batches_off", reason=self._problem)
             return False
         self._problem = ""
         if not self._is_open:
