@@ -26,12 +26,13 @@ from common.cli.client import connected, served_model
 from common.cli.console import err, out, run
 from common.cli.generate import chat_body, conversation, stream_answer
 from common.cli.model_names import local_models
-from common.cli.net import free_ports, http_status, is_free
+from common.cli.net import claimed_port, http_status, is_free
 from common.cli.pull import Spec, ensure
 from common.cli.supervisor import python_module
 from common.models.source import DEFAULT_MODEL
 from common.protocol.errors import InternalError
 from common.runtime.bus_login import BusLogin
+from common.runtime.parent_death import PARENT_VARIABLE
 from common.runtime.sections import ROLES
 
 READY_TIMEOUT_S = 180.0
@@ -87,15 +88,15 @@ def _site() -> Iterator[Site]:
     base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     shm_dir = Path(tempfile.mkdtemp(prefix="demo-penstock-", dir=base))
     try:
-        http_port, nats_port = free_ports(2)
-        yield Site(http_port, nats_port, shm_dir, f"{os.getpid()}-{time.time_ns()}")
+        with claimed_port(0, "--http-port") as http_port, claimed_port(0, "--nats-port") as nats_port:
+            yield Site(http_port, nats_port, shm_dir, f"{os.getpid()}-{time.time_ns()}")
     finally:
         shutil.rmtree(shm_dir, ignore_errors=True)
 
 
 @contextmanager
 def _penstock_up(site: Site, model: str, served_model_name: str) -> Iterator[subprocess.Popen[bytes]]:
-    """`penstock up` as a process of its own, ended when the block ends, however it ends."""
+    """`penstock up` as a process of its own, ended when the block ends, however it ends, or with this process."""
     flags = ["--model", model, "--http-port", str(site.http_port), "--nats-port", str(site.nats_port)]
     flags += ["--shm-dir", str(site.shm_dir), "--served-model-name", served_model_name]
     flags += [f"--{role}=1" for role in ROLES]  # all there are, wanted by this machine or not
@@ -103,8 +104,10 @@ def _penstock_up(site: Site, model: str, served_model_name: str) -> Iterator[sub
     with (
         tempfile.TemporaryDirectory(prefix="demo-penstock-data-") as data,
         subprocess.Popen(
-            python_module("common.cli", ["up", *flags, "--data-dir", data]),
-            env=clean | {MARK: site.mark},
+            python_module(
+                "common.runtime.parent_death", ["SIGTERM", *python_module("common.cli", ["up", *flags, "--data-dir", data])]
+            ),
+            env=clean | {MARK: site.mark, PARENT_VARIABLE: str(os.getpid())},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,

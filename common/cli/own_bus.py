@@ -1,6 +1,6 @@
 """The bus that `penstock up` starts: a nats-server with a user and a password for each role, drawn at each start.
 
-<PENSTOCK_HOME>/run/<host>-<port>/      only this user can look into it; gone when `up` has ended
+<PENSTOCK_HOME>/run/<host>-<port>/      only this user can look into it; gone when `up` has ended, or when the next one starts
   nats-server.conf                      users, passwords, permissions
   gateway.json … client.json            what each role logs in with; commands find theirs by the bus's address
   <tenant>.json                         what each tenant of --api-keys logs in with
@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import shutil
@@ -18,13 +19,14 @@ from pathlib import Path
 
 import msgspec
 
+from common.cli import owned_folder
 from common.cli.fleet import UpConfig
 from common.models.naming import expanded
 from common.models.source import default_cache_dir
 from common.protocol.errors import ConfigError
 from common.runtime import api_keys
-from common.runtime.bus_login import BusLogin, read_credentials, run_folder, write_private
-from common.runtime.nats_access import CLIENT, USERS, Credentials, draw_credentials, server_config
+from common.runtime.bus_login import BusLogin, run_folder, write_private
+from common.runtime.nats_access import USERS, draw_credentials, server_config
 
 MAX_PAYLOAD_BYTES = 8 << 20
 """Prompts travel as token ids, four bytes each: two million of them."""
@@ -61,11 +63,13 @@ def prepared(
     """The folder of a bus on `port` of this machine, with credentials for every role, further `clients`, and `tenants`. `data`:
     where it keeps its streams, by default a folder that goes with the other one.
 
-    :raises ConfigError: it can't be written, or a tenant has another user's name.
+    :raises ConfigError: it can't be written, another `penstock up` has it, or a tenant has another user's name.
     """
     folder = run_folder(port)
     known = draw_credentials(f"nats://127.0.0.1:{port}", (*USERS, *clients), tenants=tenants)
-    try:
+    if folder.parent.is_dir():
+        owned_folder.sweep(folder.parent.iterdir())
+    with _owned(folder):
         for user, credentials in known.items():
             write_private(folder / f"{user}.json", msgspec.json.format(msgspec.json.encode(credentials)).decode())
         write_private(
@@ -75,9 +79,20 @@ def prepared(
             + server_config(known, reply_prefixes=reply_prefixes),
         )
         yield folder
-    finally:
-        if _is_ours(folder, known[CLIENT]):  # and not that of a bus that began on this port meanwhile
-            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _owned(folder: Path) -> Iterator[None]:
+    """Have `folder` until the block ends, and remove it then."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(owned_folder.owned(folder))
+        except owned_folder.FolderTaken as error:
+            raise ConfigError(f"another `penstock up` uses {folder}: choose another port with --nats-port") from error
+        except OSError as error:
+            raise ConfigError(f"can't write {folder}: {error.strerror}; set PENSTOCK_HOME to a folder of yours") from error
+        stack.callback(owned_folder.remove, folder)
+        yield
 
 
 @contextmanager
@@ -125,13 +140,6 @@ def lack_of_room(folder: Path, storage_mb: int) -> list[str]:
 def jetstream_config(folder: str) -> str:
     """The `jetstream` block of a nats-server's configuration: what was accepted is on the disk."""
     return f"jetstream {{ store_dir: {json.dumps(folder)}, sync_interval: always }}\n"
-
-
-def _is_ours(folder: Path, client: Credentials) -> bool:
-    try:
-        return read_credentials(folder / f"{CLIENT}.json") == client
-    except ConfigError:
-        return False
 
 
 def config_path(folder: Path) -> Path:

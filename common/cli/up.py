@@ -13,7 +13,7 @@ import signal
 import stat
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import anyio
@@ -22,7 +22,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from common.cli import own_bus, up_settings
+from common.cli import own_bus, owned_folder, up_settings
 from common.cli.client import connected
 from common.cli.console import err, out, run, usable_cores
 from common.cli.fleet import ModelFleet, ProcessSpec, UpConfig, check_disk, processes, settled
@@ -43,6 +43,9 @@ from common.runtime.nats_url import redacted
 from common.transfer.store_capacity import store_capacity_bytes
 
 GATEWAY_STAGE, WORKER_STAGE, BUS_STAGE = range(3)
+LOG_PREFIX = "penstock-logs-"
+LOGS_KEPT_S = 7 * 86400.0
+"""Seconds for which the logs of an `up` that crashed or was killed are kept in /tmp."""
 
 
 def command(ctx: typer.Context) -> None:
@@ -95,7 +98,8 @@ def command(ctx: typer.Context) -> None:
         for warning in [*_open_api(asked), *warnings]:
             err.print(f"[bold yellow]warning[/] {warning}")
         served = [ServedModel(fleet.config.served_name, list(fleet.aliases)) for fleet in asked.fleets]
-        run(lambda: serve(config, specs, served, credentials=credentials))
+        log_dir = stack.enter_context(_log_dir(config))
+        run(lambda: serve(config, specs, served, log_dir=log_dir, credentials=credentials))
 
 
 def _sized(asked: UpSettings) -> UpSettings:
@@ -172,7 +176,12 @@ def _open_api(asked: UpSettings) -> list[str]:
 
 
 async def serve(
-    config: UpConfig, specs: Sequence[ProcessSpec], models: Sequence[ServedModel], *, credentials: Path | None
+    config: UpConfig,
+    specs: Sequence[ProcessSpec],
+    models: Sequence[ServedModel],
+    *,
+    log_dir: Path,
+    credentials: Path | None,
 ) -> None:
     """Run `specs`, which serve `models`, until a signal ends it, with a bus for them if there is a folder with `credentials`
     for one. Addresses in `config` are real ones by now.
@@ -184,7 +193,6 @@ async def serve(
         async with connected(config.nats_url, "up", login=config.bus_login, advice=advice):
             pass  # better said now than by processes that wait
     _sweep(config.shm_dir)
-    log_dir = _log_dir(config)
     commands = [_command(spec) for spec in specs]
     if credentials is not None:
         commands.insert(0, _bus_command(credentials))
@@ -246,15 +254,25 @@ def _leave_terminal() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 
 
-def _log_dir(config: UpConfig) -> Path:
-    if not config.log_dir:
-        return Path(tempfile.mkdtemp(prefix="penstock-logs-"))
-    folder = expanded(config.log_dir, "log_dir").resolve()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"can't write logs to {folder}: {error.strerror}", param="log_dir") from error
-    return folder
+@contextlib.contextmanager
+def _log_dir(config: UpConfig) -> Iterator[Path]:
+    """:raises ConfigError: the folder that is asked for can't be made."""
+    if config.log_dir:
+        folder = expanded(config.log_dir, "log_dir").resolve()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"can't write logs to {folder}: {error.strerror}", param="log_dir") from error
+        yield folder
+        return
+    owned_folder.sweep(Path(tempfile.gettempdir()).glob(f"{LOG_PREFIX}*"), idle_s=LOGS_KEPT_S)
+    folder = Path(tempfile.mkdtemp(prefix=LOG_PREFIX))
+    with owned_folder.owned(folder):
+        try:
+            yield folder
+        finally:
+            if not any(folder.glob("*.log")):  # nothing was started
+                owned_folder.remove(folder)
 
 
 def _command(spec: ProcessSpec) -> Command:
