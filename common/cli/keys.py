@@ -45,7 +45,7 @@ def append(path: Path, key: str, tenant: str, note: str = "") -> None:
     :raises ConfigError: there is another kind of file, or it can't be written.
     """
     try:
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        text = path.read_text(encoding="utf-8-sig") if path.exists() else ""
         known = api_keys.parse(text, str(path)).tenants if text.strip() else {}
         added = text + api_keys.lines_for(key, tenant, known=known, note=note)
         api_keys.parse(added, str(path))

@@ -125,7 +125,7 @@ def read(path: Path) -> KeyFile:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
             raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes", param="api_keys")
-        return parse(content.decode(), str(path))
+        return parse(content.decode("utf-8-sig"), str(path))
     except OSError as error:
         raise ConfigError(f"can't read {path}, which is to hold API keys: {error.strerror}", param="api_keys") from error
     except UnicodeDecodeError as error:

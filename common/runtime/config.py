@@ -181,7 +181,7 @@ def read_tables(path: Path, section: str) -> Tables:
     :raises ConfigError: if it can't be read, is no TOML, or has a table that is nobody's.
     """
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"can't read {path}: {error.strerror}", param="config") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -234,6 +234,8 @@ def _sentence(error: Exception, field: Field) -> str:
     kind = bare(field.type)
     if typing.get_origin(kind) is typing.Literal:
         return f"expected one of {', '.join(str(choice) for choice in typing.get_args(kind) if choice != '')}"
+    if kind is bool:
+        return "expected true or false"
     sentence = str(error).split(" - at `$")[0].replace("`", "").replace("Expected", "expected")
     if "matching regex" in sentence and field.description:
         return f"{sentence} ({field.description})"

@@ -77,7 +77,7 @@ def read(path: Path | None) -> list[ModelTable]:
     """
     if path is None:
         return []
-    listed = tomllib.loads(path.read_text(encoding="utf-8")).get(MODEL_TABLES, [])
+    listed = tomllib.loads(path.read_text(encoding="utf-8-sig")).get(MODEL_TABLES, [])
     tables = [_table(content, number, path) for number, content in enumerate(listed, 1)]
     _check_names(tables, path)
     return tables

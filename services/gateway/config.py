@@ -151,7 +151,7 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
         if self.api_key:
             raise ConfigError("both api_key and api_key_file are given: use one of them", param="api_key_file")
         try:
-            key = Path(self.api_key_file).read_text(encoding="utf-8").strip()
+            key = Path(self.api_key_file).read_text(encoding="utf-8-sig").strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"can't read {self.api_key_file}, which is to hold the API key", param="api_key_file") from error
         if not key:

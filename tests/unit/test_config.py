@@ -99,6 +99,7 @@ def test_what_is_wrong_names_where_it_was_given(tmp_path: Path):
     assert fails("--num-blocks=-1").startswith("--num-blocks: expected int >= 0")
     assert fails(environ={"PENSTOCK_LEASE_S": "-3"}).startswith("PENSTOCK_LEASE_S: expected float > 0")
     assert fails(path=path).startswith(f"num_blocks in [decode] of {path}: expected int")
+    assert fails("--speculate=maybe") == "--speculate: expected true or false, got 'maybe'"
     assert fails("--dtype=int4").startswith("--dtype: expected one of auto, float32")
     assert fails("--worker-id=a.b").startswith("--worker-id: expected str matching regex")
     assert "(unique name; empty: drawn at start), got 'a.b'" in fails("--worker-id=a.b")
@@ -111,6 +112,12 @@ def test_what_is_wrong_names_where_it_was_given(tmp_path: Path):
     assert fails("--config", str(tmp_path / "missing.toml")).startswith("can't read ")
     path.write_text("[decode\n")
     assert "is not valid TOML" in fails(path=path)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path: Path):
+    path = tmp_path / "penstock.toml"
+    path.write_text("[decode]\r\nnum_blocks = 7\r\n", encoding="utf-8-sig")
+    assert load(path=path).num_blocks == 7
 
 
 @pytest.mark.parametrize("value", ["1e22", "-1e22", "inf", "nan"])

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_a_key_is_given_or_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "key"
-    file.write_text("from-a-file\n")
+    file.write_text("from-a-file\n", encoding="utf-8-sig")  # as some editors do
     assert GatewayConfig().key == ""
     assert GatewayConfig(api_key="given").key == "given"
     assert GatewayConfig(api_key_file=str(file)).key == "from-a-file"
