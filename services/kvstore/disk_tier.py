@@ -32,6 +32,10 @@ from services.kvstore.write_back import NOBODY, WriteBack
 
 log = logs.get("kvstore")
 
+OPEN_S = 10.0
+"""Seconds after which a store is ready though its disk has not answered."""
+LOOK_AGAIN_S = 0.5
+
 
 class DiskTier:
     """Off where no folder is set, and where it can't be used: then nothing is found, and nothing is written. Everything here
@@ -53,6 +57,8 @@ class DiskTier:
         self._write_back: WriteBack | None = None
         self._promotion: Promotion | None = None
         self._problem = ""
+        self._began_at = 0.0
+        self._found: DiskFolder | DiskUnavailable | None = None
         metrics.gauge("kvstore_disk_blocks", "Blocks on disk", read=lambda: float(self.num_blocks))
         metrics.gauge("kvstore_disk_bytes", "Bytes of blocks on disk", read=lambda: float(self.used_bytes))
         metrics.gauge("kvstore_disk_queue_blocks", "Blocks waiting to be written to disk", read=lambda: float(self.num_queued))
@@ -91,20 +97,35 @@ class DiskTier:
     # -- life
 
     async def open(self) -> None:
-        """Open the folder, if there is to be one. Where it can't be used the store goes on without."""
+        """Open the folder, if there is to be one. Where it can't be used the store goes on without, and until it answers."""
         if not self._config.kv_disk:
             return
-        began_at = self._clock()
+        self._began_at = self._clock()
+        with anyio.move_on_after(OPEN_S):
+            await anyio.to_thread.run_sync(self._try_to_open, abandon_on_cancel=True)
+        if self._found is None:
+            self._problem = f"{self._config.kv_disk} has not answered for {OPEN_S:g} s"
+            log.error("kv_disk_off", reason=self._problem, until="it answers")
+        else:
+            self._take(self._found)
+
+    def _try_to_open(self) -> None:
+        """Blocks."""
         try:
-            self.folder = await anyio.to_thread.run_sync(self._opened)
+            self._found = self._opened()
         except DiskUnavailable as error:
-            self._problem = str(error)
-            log.error("kv_disk_off", reason=str(error))
+            self._found = error
+
+    def _take(self, found: DiskFolder | DiskUnavailable) -> None:
+        if isinstance(found, DiskUnavailable):
+            self._problem = str(found)
+            log.error("kv_disk_off", reason=self._problem)
             return
-        self._promotion = Promotion(self.folder, self._arenas, self._counts, self._clock)
-        self._write_back = WriteBack(self.folder, self._arenas, self._counts, self._clock, self._promotion.idle)
-        took_s = round(self._clock() - began_at, 2)
-        log.info("kv_disk_open", folder=str(self.folder.path), blocks=self.num_blocks, mib=self.used_bytes >> 20, took_s=took_s)
+        self.folder, self._problem = found, ""
+        self._promotion = Promotion(found, self._arenas, self._counts, self._clock)
+        self._write_back = WriteBack(found, self._arenas, self._counts, self._clock, self._promotion.idle)
+        took_s = round(self._clock() - self._began_at, 2)
+        log.info("kv_disk_open", folder=str(found.path), blocks=self.num_blocks, mib=self.used_bytes >> 20, took_s=took_s)
 
     def _opened(self) -> DiskFolder:
         """:raises DiskUnavailable: the folder can't be used."""
@@ -122,6 +143,10 @@ class DiskTier:
 
     async def run(self) -> None:
         """Write what is queued, and read what is looked up, until cancelled."""
+        if self._config.kv_disk and self._found is None:
+            while self._found is None:  # noqa: ASYNC110  # a thread that was given up says it, if it ever does
+                await anyio.sleep(LOOK_AGAIN_S)
+            self._take(self._found)
         if self._write_back is None or self._promotion is None:
             await anyio.sleep_forever()
             return

@@ -18,7 +18,7 @@ from common.protocol.messages import KvUsage
 from common.worker import store_client, store_lookups
 from common.worker.fetch_rate import FetchRates
 from common.worker.store_lookups import Search
-from services.kvstore import promotion, write_back
+from services.kvstore import disk_tier, promotion, write_back
 from services.kvstore.actor import KvstoreActor
 from services.kvstore.disk_files import SlotFile, slot_bytes_of
 from services.kvstore.disk_folder import DiskFolder
@@ -272,6 +272,32 @@ async def test_a_folder_of_a_user_who_is_not_there_is_one_line_and_the_store_goe
     store = store_on(site, Path("~nobody-of-that-name/kv"))
     async with running(store):
         assert "~nobody-of-that-name/kv can't be used" in store.presence("ready").tiers[1].problem
+    assert caplog.text.count("kv_disk_off") == 1
+
+
+async def test_a_disk_that_does_not_answer_keeps_no_store_from_its_start_and_is_used_once_it_does(
+    site: Site, kv: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    giver = await stored(site, kv)
+    open_folder, answers = DiskFolder.open, threading.Event()
+
+    def slow(*arguments: Any, **named: Any) -> DiskFolder:
+        answers.wait(30)
+        return open_folder(*arguments, **named)
+
+    monkeypatch.setattr(DiskFolder, "open", slow)
+    monkeypatch.setattr(disk_tier, "OPEN_S", 0.05)
+    monkeypatch.setattr(disk_tier, "LOOK_AGAIN_S", 0.01)
+    store, taker = store_on(site, kv), site.make_worker()
+    async with running(store, taker):
+        assert "has not answered" in store.presence("ready").tiers[1].problem
+        assert await taker.store.fetch(CHAIN, range(10)) == 0
+        await grant_of(taker, store, [b"z"])  # the store answers
+        answers.set()
+        await until(lambda: store.disk.num_blocks == 10)
+        assert store.presence("ready").tiers[1].problem == ""
+        assert await taker.store.fetch(CHAIN, range(10)) == 10
+        assert (taker.blocks == giver.blocks).all()
     assert caplog.text.count("kv_disk_off") == 1
 
 
