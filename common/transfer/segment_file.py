@@ -157,12 +157,17 @@ def reserve(fd: int, offset: int, size: int, directory: Path) -> None:
 
 def check_room(directory: Path, size: int) -> None:
     """:raises ConfigError: `directory` is missing, or has less than `size` bytes left."""
+    if size > room_bytes(directory):
+        raise ConfigError(_no_room(directory, size, "it is too small"), param="shm_dir")
+
+
+def room_bytes(directory: Path) -> int:
+    """Return how much memory `directory` has left. :raises ConfigError: it is missing."""
     try:
         found = os.statvfs(directory)
     except OSError as error:
         raise ConfigError(f"shm_dir {directory} can't be used: {error.strerror}", param="shm_dir") from error
-    if size > found.f_bavail * found.f_frsize:
-        raise ConfigError(_no_room(directory, size, "it is too small"), param="shm_dir")
+    return found.f_bavail * found.f_frsize
 
 
 def check_memory(size: int) -> None:
@@ -247,8 +252,7 @@ def _digest(fingerprint: str) -> bytes:
 
 
 def _no_room(directory: Path, size: int, reason: str) -> str:
-    found = os.statvfs(directory)
-    room = found.f_bavail * found.f_frsize
+    room = room_bytes(directory)
     return (
         f"{directory} has room for {room >> 20} MiB more, and this worker's KV blocks need {-(-size >> 20)} MiB ({reason}): "
         "lower kv_cache_mb (kvstore: capacity_mb), give the container a larger shm_size, or move shm_dir to a larger tmpfs"

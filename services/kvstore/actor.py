@@ -37,7 +37,7 @@ from common.runtime.lease_metrics import LeaseMetrics
 from common.runtime.leases import LeaseTable
 from common.runtime.request_records import RequestRecords
 from common.transfer.measured import TransferCounts
-from common.transfer.segment_file import check_room, sweep
+from common.transfer.segment_file import check_room, room_bytes, sweep
 from common.transfer.shm import host_id
 from common.transfer.store_capacity import store_capacity_bytes
 from services.kvstore.arena import Arena
@@ -50,6 +50,9 @@ from services.kvstore.holds import Hold
 from services.kvstore.remote_readers import RemoteReaders
 
 log = logs.get("kvstore")
+
+ROOM_LOOKS = 20
+"""A store that starts looks for shared memory so often in a second: its workers are about to let go of its last life's."""
 
 
 class KvstoreActor(Actor):
@@ -105,7 +108,12 @@ class KvstoreActor(Actor):
         swept = await anyio.to_thread.run_sync(sweep, self.config.shm_dir)
         if swept:
             log.info("swept_segments", segments=swept)
-        check_room(Path(self.config.shm_dir), self.arenas.capacity_bytes)
+        directory = Path(self.config.shm_dir)
+        for _ in range(ROOM_LOOKS):
+            if room_bytes(directory) >= self.arenas.capacity_bytes:
+                break
+            await anyio.sleep(0.05)
+        check_room(directory, self.arenas.capacity_bytes)
         await self.disk.open()
         await self.readers.open()
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import anyio
 import anyio.from_thread
@@ -18,10 +19,13 @@ from common.protocol.errors import ConfigError
 from common.protocol.messages import KvUsage, Presence, Rejected, ReleaseLease
 from common.runtime.actor import WorkerState
 from common.runtime.bus import BusMessage
+from common.transfer.segment_file import room_bytes
 from common.transfer.shm import host_id
 from common.worker import store_lookups
+from services.kvstore import actor
 from services.kvstore.actor import KvstoreActor
 from tests.actors.kvstore_site import BLOCK_BYTES, CHAIN, Site, lease_of, running, settled, temporary_site, until
+from tests.fixtures.tmpfs import small_tmpfs
 
 
 @pytest.fixture
@@ -206,12 +210,24 @@ async def test_a_segment_that_can_not_be_made_refuses_offers_and_stops_nobody(si
         assert await worker.store.fetch(CHAIN, range(10)) == 0
 
 
+async def test_a_store_waits_for_the_memory_that_workers_still_have_of_its_last_life(site: Site, tmp_path: Path):
+    with small_tmpfs(tmp_path / "small", size=4 << 20) as directory:
+        (directory / "held").write_bytes(bytes(2 << 20))
+        store = site.make_store(capacity_mb=3, shm_dir=str(directory))
+        async with anyio.create_task_group() as group:
+            group.start_soon(store.start)
+            await anyio.wait_all_tasks_blocked()
+            (directory / "held").unlink()
+        assert room_bytes(directory) >= 3 << 20
+
+
 def test_a_missing_shm_dir_is_said_at_start(site: Site):
     with pytest.raises(ConfigError, match="shm_dir"):
         site.make_store(shm_dir="/nowhere")
 
 
-async def test_too_little_shared_memory_is_said_at_start(site: Site):
+async def test_too_little_shared_memory_is_said_at_start(site: Site, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(actor, "ROOM_LOOKS", 2)
     store = site.make_store(capacity_mb=1 << 30)
     with pytest.raises(BaseExceptionGroup) as caught:
         async with anyio.create_task_group() as group:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +17,8 @@ from common.protocol.errors import ConfigError, StaleHandle, TransportUnavailabl
 from common.transfer.base import RemoteBlocks
 from common.transfer.block_locks import can_lock, lock_to_copy, try_lock_alone
 from common.transfer.segment import Segment
-from common.transfer.segment_file import check_room
-from common.transfer.shm import StoreTransport
+from common.transfer.segment_file import check_room, room_bytes
+from common.transfer.shm import ShmTransport, StoreTransport
 from common.transfer.store_segment import slot_bytes
 from tests.fixtures.tmpfs import small_tmpfs
 
@@ -104,6 +106,24 @@ def test_a_block_that_can_not_be_backed_is_refused_and_one_given_back_makes_room
     segment.unback(2)
     segment.back(50)
     segment.close()
+
+
+@pytest.mark.parametrize("of_a_store", [False, True], ids=["worker's", "store's"])
+def test_a_reader_keeps_no_memory_of_an_owner_that_is_gone(tmpfs: Path, *, of_a_store: bool) -> None:
+    """Else its successor finds no room, as long as nobody opens another segment."""
+    first = Segment.create(tmpfs, "first", num_blocks=5, block_bytes=MIB, fingerprint="m", sparse=of_a_store)
+    for block in range(5) if of_a_store else ():
+        first.back(block)
+    first.generations[:] = 1
+    transport = StoreTransport(tmpfs) if of_a_store else ShmTransport(tmpfs)
+    with closing(transport):
+        remote = RemoteBlocks(transport.host, "first", "m", [4], [1])
+        assert transport.read(remote, np.zeros((1, MIB), np.uint8), [0]) == MIB
+        first.close()
+        ends_at = time.monotonic() + 10
+        while room_bytes(tmpfs) < 7 * MIB and time.monotonic() < ends_at:
+            time.sleep(0.01)
+        Segment.create(tmpfs, "second", num_blocks=5, block_bytes=MIB, fingerprint="m").close()
 
 
 def stored(tmp_path: Path, segment: Segment, block: int, value: int, size: int) -> StoreTransport:
