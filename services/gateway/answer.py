@@ -82,7 +82,7 @@ class _Choice:
         self.echo = echo
         self.prompt = prompt
         self.prompt_text: PromptText | None = None
-        self.cached_tokens = 0
+        self.cached_tokens = -1  # not told yet
 
 
 class _Arrived:
@@ -326,13 +326,16 @@ class Answer:
         self._receive.close()
 
     def usage(self) -> Usage:
-        cached = [0] * len(self.job.prompts)
+        """Return what was used so far. A prompt counts once, so what one of its choices computed is not cached, although the
+        others found it."""
+        cached: dict[int, int] = {}
         for choice in self._choices:
-            cached[choice.prompt] = max(cached[choice.prompt], choice.cached_tokens)
+            if choice.cached_tokens >= 0:
+                cached[choice.prompt] = min(cached.get(choice.prompt, choice.cached_tokens), choice.cached_tokens)
         return Usage(
             prompt_tokens=sum(map(len, self.job.prompts)),
             completion_tokens=sum(choice.text.token_count for choice in self._choices),
-            cached_tokens=sum(cached),
+            cached_tokens=sum(cached.values()),
             reasoning_tokens=sum(choice.text.reasoning_count for choice in self._choices) if self._reasons else None,
         )
 

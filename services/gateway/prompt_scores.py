@@ -3,7 +3,8 @@
 
     ScoredStream:  the prompt is read ─► outputs `of_prompt` ─► the generation, if there is one ─► its outputs
 
-The generation begins when the last score is there, so it finds the prompt's KV in the prefix cache.
+The generation begins when the last score is there, so it finds the prompt's KV in the prefix cache. That is not told as cached:
+the reading has computed it.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class ScoredStream:
         self._deadline = clock() + request.deadline_s
         self._generation = request if generates else None
         self._stream: OutputStream | None = None
-        self._reads = top >= 0 and len(request.prompt) > 1
+        self._reads = self._has_read = top >= 0 and len(request.prompt) > 1
         if self._reads:
             self._stream = generate(scoring_of(request, top))
         elif generates:
@@ -73,7 +74,7 @@ class ScoredStream:
             return Output([], finish="length")
         output = await self._stream.next()
         if not self._reads:
-            return output
+            return msgspec.structs.replace(output, cached_tokens=0) if self._has_read else output
         if output.error is not None or output.finish in ("cancelled", "error"):
             return output
         if output.finish is not None:

@@ -9,7 +9,7 @@ from openai import AsyncOpenAI, BadRequestError
 
 from common.protocol.errors import DeadlineExceeded, NoWorkers
 from services.gateway.choices import choice_seed
-from tests.actors.edge import BUNDLE, EOS, ScriptedCore, ids
+from tests.actors.edge import BUNDLE, EOS, ScriptedCore, ScriptedStream, ids
 from tests.actors.http_client import CHAT, COMPLETIONS, HI, MODEL, check_error, client, post, says
 
 # ── whole answers ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -66,6 +66,16 @@ async def test_a_completion_for_each_prompt_and_choice() -> None:
     assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
     seeds = [stream.request.sampling.seed for stream in core.streams]
     assert seeds == [3, choice_seed(3, 1), 3, choice_seed(3, 1)], "a prompt gives the same, alone or among others"
+
+
+async def test_what_one_choice_computed_of_a_prompt_is_not_cached_although_the_others_found_it() -> None:
+    def answer(stream: ScriptedStream) -> None:
+        number = len(core.streams) - 1
+        stream.say("x", finish="length", cached=(1, 3, 0, 2)[number])
+
+    core = ScriptedCore(answer)
+    response = await post(core, COMPLETIONS, {"prompt": ["abcd", "efgh"], "n": 2})
+    assert response.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 1 + 0
 
 
 async def test_token_ids_are_taken_as_they_are_and_echoed_as_text() -> None:

@@ -58,6 +58,19 @@ async def test_echo_lists_the_prompt_and_the_answer_as_lm_eval_reads_them() -> N
     assert not core.live
 
 
+async def test_kv_that_the_reading_of_a_prompt_computed_is_not_told_as_cached() -> None:
+    def play_cached(stream: ScriptedStream) -> None:
+        if stream.request.given:
+            play(stream)
+        else:
+            stream.say("z", finish="length", cached=2)
+
+    body = await answer({"prompt": "abc", "prompt_logprobs": 1, "max_tokens": 1}, core=ScriptedCore(play_cached))
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    body = await answer({"prompt": "abc", "max_tokens": 1}, core=ScriptedCore(play_cached))
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
+
+
 async def test_max_tokens_0_generates_nothing() -> None:
     core = ScriptedCore(play)
     body = await answer({"prompt": ["abc", "de", "f"], "echo": True, "logprobs": 0, "max_tokens": 0}, core=core)
