@@ -1,7 +1,8 @@
 """What happened to one request on a worker, as typed events: spans of a trace and `penstock explain` are made of them. Pure.
 
 admitted ─► copied (from a store, or from the prefill worker) ─► steps: chunks of the prompt, the first token, the last one
-         ─► handed off (prefill) ─► left
+         │  └► shared prefix (waited for: another request computed it) ─┘
+         └► handed off (prefill) ─► left
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from common.runtime.spans import Fact, Span
 MAX_EVENTS = 64
 """What is kept of a prompt of many chunks: the first event and the latest ones."""
 COPIES = ("pull", "prefix")
+SHARED = "shared prefix"
 MAX_PEERS = 8
 """Kvstores and draft workers of one attempt that are remembered."""
 MOVED = "moved"
@@ -101,6 +103,9 @@ class Timeline:
         """A step has been committed, perhaps without this request. `num_cached`: tokens that were found computed, so far."""
         caught_up, self._num_cached = max(0, num_cached - self._num_cached), max(num_cached, self._num_cached)
         self.num_caught_up += caught_up
+        if caught_up:
+            since = self.events[-1].ended_at if self.events else self.admitted_at
+            self.note(Event(SHARED, since, max(since, began_at), num_tokens=caught_up))
         start = self.num_computed + caught_up
         self.num_recomputed += max(0, min(num_computed, self.known_tokens) - max(start, self._num_counted))
         computed, self.num_computed = num_computed - start, num_computed
@@ -110,7 +115,8 @@ class Timeline:
         self.num_steps += 1
         self.started_at = self.started_at or began_at
         if not self.first_token_at:
-            self.note(Event("first step" if generated and computed <= 1 else "chunk", began_at, now, num_tokens=computed))
+            name = "first step" if generated and computed <= generated else "chunk"  # of several tokens: proposals held
+            self.note(Event(name, began_at, now, num_tokens=computed))
             if generated:
                 self.first_token_at = now
 

@@ -25,10 +25,11 @@ class RequestContext(msgspec.Struct, frozen=True, array_like=True):
 class WorkerEvent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Something that took from `began_at` to `ended_at`, in seconds of the worker's clock.
 
-    `name` is `pull` (KV from a prefill worker), `prefix` (KV from a kvstore), `chunk`, `part` (KV told to the decode worker
-    before KvReady; there, from when it was heard until it had been copied), `first step`, `hand-off`, `preempted` or
-    `speculation`; of a kvstore `lookup`, `disk read`, `stage` (for a reader of another host), `store` or `write-back`; of a
-    draft worker `drafting`. `num_tokens`: computed by a step, or copied. `peer`: the worker at the other side. `error`: a code.
+    `name` is `pull` (KV from a prefill worker), `prefix` (KV from a kvstore), `shared prefix` (KV that this worker computed for
+    another request meanwhile, from when this one could have run), `chunk`, `part` (KV told to the decode worker before KvReady;
+    there, from when it was heard until it had been copied), `first step`, `hand-off`, `preempted` or `speculation`; of a
+    kvstore `lookup`, `disk read`, `stage` (for a reader of another host), `store` or `write-back`; of a draft worker
+    `drafting`. `num_tokens`: computed by a step, or copied. `peer`: the worker at the other side. `error`: a code.
     `num_bytes`: copied. `facts`: further numbers by name.
     """
 

@@ -44,7 +44,7 @@ class WorkerTraces:
         line = Timeline(
             self._clock(),
             sequence.num_computed,
-            sequence.num_outputs,
+            _outputs(sequence),
             num_cached=sequence.num_cached,
             known_tokens=len(sequence.tokens) - 1 if sequence.num_outputs else 0,  # who generated them had the KV before them
         )
@@ -64,7 +64,7 @@ class WorkerTraces:
             if sequence.num_computed == line.num_computed and sequence.finish is None:
                 continue  # it was not in the step
             recomputed, caught_up = line.num_recomputed, line.num_caught_up
-            line.stepped(self._step_began_at, now, sequence.num_computed, sequence.num_outputs, sequence.num_cached)
+            line.stepped(self._step_began_at, now, sequence.num_computed, _outputs(sequence), sequence.num_cached)
             if self._kv is not None and line.num_recomputed > recomputed:
                 self._kv.recomputed(line.num_recomputed - recomputed, line.reason)
             if self._kv is not None and line.num_caught_up > caught_up and not line.was_handed_off:
@@ -142,9 +142,9 @@ class WorkerTraces:
         facts: dict[str, Fact] = {
             "penstock.request.id": generation.request,
             "penstock.attempt": generation.attempt,
-            "penstock.prompt_tokens": generation.prompt_tokens,
+            "penstock.prompt_tokens": _prompt_tokens(sequence),
             "penstock.cached_tokens": max(sequence.num_cached, 0),
-            "penstock.output_tokens": sequence.num_outputs,
+            "penstock.output_tokens": _outputs(sequence),
         }
         self._tracing.record(spans_of(line, parent=generation.trace, role=me.role, worker=me.id, facts=facts, now=now), now)
 
@@ -164,12 +164,22 @@ def _record(sequence: Sequence, line: Timeline, left_at: float) -> WorkerRecord:
         first_token_at=line.first_token_at,
         finished_at=line.finished_at,
         left_at=left_at,
-        prompt_tokens=sequence.generation.prompt_tokens,
+        prompt_tokens=_prompt_tokens(sequence),
         local_tokens=line.local_tokens,
         cached_tokens=max(sequence.num_cached, 0),
-        output_tokens=sequence.num_outputs,
+        output_tokens=_outputs(sequence),
         error=line.error,
         events=line.events,
         recomputed_tokens=line.num_recomputed,
         peers=line.peers,
     )
+
+
+def _prompt_tokens(sequence: Sequence) -> int:
+    """Return the tokens of its prompt: of one that is read, all that are given."""
+    return len(sequence.given) if sequence.is_read else sequence.generation.prompt_tokens
+
+
+def _outputs(sequence: Sequence) -> int:
+    """Return the tokens that were generated: of one that is read none, although it grows as it is scored."""
+    return 0 if sequence.is_read else sequence.num_outputs

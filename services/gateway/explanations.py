@@ -19,6 +19,7 @@ from common.protocol.explain_messages import Candidate, Explained, ExplainedEven
 from common.protocol.handles import WorkerRef
 from services.gateway.actions import State
 from services.gateway.batches.results import LINE_ID_PREFIX, line_id
+from services.gateway.generation import READING
 from services.gateway.history import STALL_NOTED_S, History, Route, Step
 from services.gateway.request_rows import is_canary
 from services.gateway.requests import Request
@@ -29,7 +30,8 @@ MAX_ENDED = 1024
 MAX_CHOICES = 64
 """Of one request, how many choices or prompts are explained."""
 
-_CHOICE = re.compile(r"-[0-9]{1,5}$")
+_PART = re.compile(rf"(-[0-9]{{1,5}})?({READING})?$")
+"""What a client's id ends with in one of its requests: the number of a choice, and whether that one reads the prompt."""
 _NAMES = {
     State.PREFILLING: "accepted",
     State.HANDING_OFF: "handing off",
@@ -78,9 +80,9 @@ def record_of(request: Request, model: str, now: float) -> Ended:
         now,
         request.first_token_at,
         request.silence.progressed_at,
-        request.prompt_tokens,
+        request.prompt_tokens + len(request.given),
         max(transcript.cached_tokens, 0),
-        len(request.tokens),
+        0 if request.given else len(request.tokens),
         "error" if transcript.error is not None else transcript.finish or "",
         "" if transcript.error is None else transcript.error.code,
     )
@@ -108,14 +110,14 @@ class Explanations:
         for record in self._newest_first(name, running, now):
             if tenant is not None and record.tenant != tenant:
                 continue
-            own = record.client_id if name in (record.client_id, record.id) else _CHOICE.sub("", record.client_id)
+            own = _own_name(record, name)
             if found and own != base:
                 continue
             base = own
             found.append(record)
             if len(found) == MAX_CHOICES:
                 break
-        return sorted(found, key=lambda record: (len(record.client_id), record.client_id))
+        return sorted(found, key=_place)
 
     def _newest_first(self, name: str, running: Iterable[tuple[str, dict[str, Request]]], now: float) -> Iterator[Ended]:
         for model, requests in running:
@@ -129,8 +131,29 @@ def _is_called(record: Ended | Request, name: str) -> bool:
     if name in (record.client_id, record.shown_id, record.id):
         return True
     if name.startswith(LINE_ID_PREFIX):
-        return line_id(_CHOICE.sub("", record.client_id)) == name
-    return record.client_id.startswith(name) and _CHOICE.fullmatch(record.client_id, len(name)) is not None
+        return line_id(_base(record.client_id)) == name
+    return _is_part(record.client_id, name)
+
+
+def _is_part(client_id: str, name: str) -> bool:
+    return client_id.startswith(name) and _PART.fullmatch(client_id, len(name)) is not None
+
+
+def _base(client_id: str) -> str:
+    return _PART.sub("", client_id, count=1)
+
+
+def _own_name(record: Ended, name: str) -> str:
+    """Return what all have in common that are asked for with this one."""
+    if name == record.id:
+        return record.client_id
+    return name if _is_part(record.client_id, name) else _base(record.client_id)
+
+
+def _place(record: Ended) -> tuple[int, str, bool]:
+    """Choices by their number, and a prompt's reading before its answer."""
+    choice = record.client_id.removesuffix(READING)
+    return len(choice), choice, choice == record.client_id
 
 
 def workers_of(record: Ended) -> list[WorkerRef]:

@@ -20,6 +20,9 @@ class Arrival(NamedTuple):
 
 UNKNOWN_ARRIVAL = Arrival()
 
+READING = "-prompt"
+"""What the id of a request ends with that only reads the prompt of another, for its scores."""
+
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What an edge asks for. `id` is unique among what runs here; `deadline_s` counts from now; `salt` separates tenants'

@@ -18,7 +18,7 @@ import msgspec
 from common.protocol.errors import PenstockError
 from common.protocol.messages import SamplingParams, TokenLogprobs
 from services.gateway.choices import ScoredToken, TextSource
-from services.gateway.generation import GenerationRequest
+from services.gateway.generation import READING, GenerationRequest
 from services.gateway.logprobs import LOWEST_LOGPROB, TokenNames
 from services.gateway.transcript import Output
 
@@ -99,7 +99,7 @@ def scoring_of(request: GenerationRequest, top: int) -> GenerationRequest:
     prompt = request.prompt
     return msgspec.structs.replace(
         request,
-        id=f"{request.id}-prompt",
+        id=f"{request.id}{READING}",
         prompt=prompt[:1],
         given=prompt[1:],
         sampling=SamplingParams(temperature=0.0, max_tokens=len(prompt) - 1, logprobs=top),

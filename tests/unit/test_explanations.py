@@ -106,6 +106,31 @@ def test_choices_are_found_together_and_of_two_requests_of_one_name_the_later() 
     assert [record.client_id for record in kept.find("first-1", [], 3.0)] == ["first-1"]
 
 
+def test_the_reading_of_a_prompt_is_found_with_its_answer_or_alone() -> None:
+    """`echo` with `logprobs` reads the prompt first, and with `max_tokens` 0 does nothing else."""
+    kept = Explanations()
+    for id in ("one-prompt", "one", "two-0-prompt", "two-1-prompt", "two-1", "two-0", "alone-prompt"):
+        kept.add(asked(id, shown_id=f"my-{id.partition('-')[0]}"), "tiny", 2.0)
+    for name, found in {
+        "one": ["one-prompt", "one"],
+        "my-one": ["one-prompt", "one"],
+        "two": ["two-0-prompt", "two-0", "two-1-prompt", "two-1"],
+        "my-two": ["two-0-prompt", "two-0", "two-1-prompt", "two-1"],
+        "two-1": ["two-1-prompt", "two-1"],
+        "two-1-prompt": ["two-1-prompt"],
+        "alone": ["alone-prompt"],
+        "alone-prompt/1/1": ["alone-prompt"],
+    }.items():
+        assert [record.client_id for record in kept.find(name, [], 3.0)] == found, name
+
+
+def test_a_prompt_that_is_read_is_told_whole() -> None:
+    wanted = GenerationRequest(id="r-prompt", prompt=PROMPT[:1], given=PROMPT[1:], sampling=SamplingParams(), deadline_s=60.0)
+    request = Request(wanted, wire_id="r-prompt/1/1", gateway=GATEWAY, limits=Limits(), now=1.0, wall_ms=1000, only=None)
+    one = told(request, now=2.0)
+    assert (one.prompt_tokens, one.output_tokens) == (len(PROMPT), 0)
+
+
 def test_a_tenant_finds_its_own_alone() -> None:
     kept = Explanations()
     kept.add(asked("a", shown_id="same", tenant="acme"), "tiny", 2.0)

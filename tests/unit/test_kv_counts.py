@@ -149,9 +149,10 @@ def test_what_other_requests_computed_meanwhile_is_nobodys_recomputation() -> No
     line = Timeline(1.0, num_computed=0, num_outputs=1, num_cached=0, known_tokens=64)
     line.stepped(1.0, 2.0, 48, 1, 32)
     assert (line.num_caught_up, line.num_recomputed) == (32, 16)
-    assert line.events == [Event("chunk", 1.0, 2.0, num_tokens=16)]
+    assert line.events == [Event("shared prefix", 1.0, 1.0, num_tokens=32), Event("chunk", 1.0, 2.0, num_tokens=16)]
     line.stepped(2.0, 3.0, 64, 1, 48)  # a step of others: all of it was found
-    assert (line.num_caught_up, line.num_recomputed, len(line.events)) == (48, 16, 1)
+    assert (line.num_caught_up, line.num_recomputed) == (48, 16)
+    assert line.events[2:] == [Event("shared prefix", 2.0, 2.0, num_tokens=16)]
 
 
 def test_the_reason_is_that_of_the_hand_off_that_failed() -> None:

@@ -48,6 +48,24 @@ def test_a_sequence_that_was_pulled_and_decoded() -> None:
     assert made["decode worker"].ended_at == 2.0
 
 
+def test_a_prompt_that_waited_for_what_another_computed_says_so() -> None:
+    line = Timeline(1.0, num_computed=16, num_outputs=0, num_cached=16)
+    line.stepped(1.5, 2.0, 48, 0, 48)  # a step of others, before which it took over what they had computed
+    line.stepped(2.0, 2.5, 60, 1, 48)
+    made = spans(line, "prefill", 3.0)
+    assert [*made] == ["prefill worker", "queue", "shared prefix", "chunk"]
+    shared, chunk = made["shared prefix"], made["chunk"]
+    assert (shared.began_at, shared.ended_at, shared.facts) == (1.0, 1.5, {"penstock.tokens": 32})
+    assert (chunk.began_at, chunk.ended_at, chunk.facts) == (2.0, 2.5, {"penstock.tokens": 12})
+
+
+def test_a_first_step_is_one_although_proposals_held() -> None:
+    line = Timeline(1.0, num_computed=0, num_outputs=1)
+    line.copied(Event("pull", 1.0, 1.25, peer="prefill-1"), 32)
+    line.stepped(1.5, 1.75, 37, 6)
+    assert spans(line, "decode", 2.0)["first step"].facts == {"penstock.tokens": 5}
+
+
 def test_a_pull_that_failed_is_computed_here() -> None:
     line = Timeline(1.0, num_computed=0, num_outputs=1)
     line.copied(Event("pull", 1.0, 1.25, peer="prefill-1", error="stale_handle"), 0)

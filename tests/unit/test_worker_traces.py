@@ -58,6 +58,24 @@ def test_after_its_first_token_a_request_costs_a_step_nothing() -> None:
     assert not made._running
 
 
+def test_a_prompt_that_is_read_for_its_scores_is_told_whole() -> None:
+    made, clock = traces()
+    one = sequence("r-prompt/1/1", [1])
+    one.given = [1, 2, 3, 4, 5]
+    made.admitted(one)
+    for num_computed in (2, 4):
+        clock.now += 1.0
+        made.step_ended(0.5)
+        one.num_computed = num_computed
+        one.tokens = one.given[: num_computed + 1]
+        made.committed()
+    one.finish = "stop"
+    made.left(one)
+    (record,) = made.explain("r-prompt/1/1", None).records
+    assert [(event.name, event.num_tokens) for event in record.events] == [("chunk", 2), ("chunk", 2)]
+    assert (record.prompt_tokens, record.output_tokens, record.first_token_at) == (5, 0, 0.0)
+
+
 def test_a_copy_tells_tokens_and_bytes() -> None:
     made, _ = traces()
     one = sequence("a", [1, 2, 3])
