@@ -64,7 +64,7 @@ class WorkerTraces:
             if sequence.num_computed == line.num_computed and sequence.finish is None:
                 continue  # it was not in the step
             recomputed, caught_up = line.num_recomputed, line.num_caught_up
-            line.stepped(self._step_began_at, now, sequence.num_computed, _outputs(sequence), sequence.num_cached)
+            line.stepped(self._step_began_at, now, _computed(sequence), _outputs(sequence), sequence.num_cached)
             if self._kv is not None and line.num_recomputed > recomputed:
                 self._kv.recomputed(line.num_recomputed - recomputed, line.reason)
             if self._kv is not None and line.num_caught_up > caught_up and not line.was_handed_off:
@@ -173,6 +173,14 @@ def _record(sequence: Sequence, line: Timeline, left_at: float) -> WorkerRecord:
         recomputed_tokens=line.num_recomputed,
         peers=line.peers,
     )
+
+
+def _computed(sequence: Sequence) -> int:
+    """Return the tokens whose KV has been computed. One that has ended may have given its blocks back already, and the last
+    token that was generated needs none."""
+    if sequence.finish is None:
+        return sequence.num_computed
+    return sequence.length if sequence.is_read else len(sequence.tokens) - 1
 
 
 def _prompt_tokens(sequence: Sequence) -> int:

@@ -6,7 +6,8 @@ from common.engine.timeline import MAX_EVENTS, Event
 from common.protocol.handles import WorkerRef
 from common.runtime.tracing import OFF
 from common.worker.traces import MAX_RECORDS, WorkerTraces
-from tests.unit.scheduling import sequence
+from services.decode.scheduler import DecodeScheduler
+from tests.unit.scheduling import MAX_CONTEXT, Bench, sequence
 
 ME = WorkerRef("decode", "decode-1", 1)
 
@@ -74,6 +75,24 @@ def test_a_prompt_that_is_read_for_its_scores_is_told_whole() -> None:
     (record,) = made.explain("r-prompt/1/1", None).records
     assert [(event.name, event.num_tokens) for event in record.events] == [("chunk", 2), ("chunk", 2)]
     assert (record.prompt_tokens, record.output_tokens, record.first_token_at) == (5, 0, 0.0)
+
+
+def test_a_prompt_that_ends_with_its_first_token_is_told_although_its_blocks_are_gone() -> None:
+    made, clock = traces()
+    bench = Bench()
+    scheduler = DecodeScheduler(bench.cache, token_budget=64, max_running=8, max_context=MAX_CONTEXT)
+    one = sequence("r", list(range(40)), max_tokens=1)
+    scheduler.admit(one)
+    made.admitted(one)
+    plan = scheduler.plan(clock.now)
+    assert plan is not None
+    clock.now = 11.0
+    made.step_ended(0.5)
+    scheduler.commit(plan, bench.runner.execute(plan), clock.now)
+    assert one.finish == "length" and not one.blocks
+    made.committed()
+    (record,) = made.explain("r", one).records
+    assert record.events == [Event("chunk", 10.5, 11.0, num_tokens=40)]
 
 
 def test_a_copy_tells_tokens_and_bytes() -> None:
