@@ -4,7 +4,7 @@
     running ─► Ended, so far ─┴► find ─► (workers are asked) ─► explanation: one list of events, by time
 
 Records share the typed events that spans are made of (`History` here, `Timeline` at workers); nothing is computed before
-somebody asks. The ring holds the last MAX_ENDED requests: some 4 MB as a rule, 20 MB if each of them moved fifty times. No
+somebody asks. The ring holds the last MAX_ENDED requests: some 4 MB as a rule, 30 MB if each of them moved fifty times. No
 text and no token is in it.
 """
 

@@ -12,8 +12,10 @@ from services.gateway.routes import Choice, Costed, ReadChoice, Reason
 
 MAX_STEPS = 48
 """What is kept of a request that goes from worker to worker: its arrival and its latest steps."""
-MAX_ROUTES = 8
-"""Of how many placements the reasons are kept: of the first and the latest ones."""
+MAX_ROUTES = MAX_STEPS
+"""Of how many placements the reasons are kept: of the first one and of all that are among the latest steps."""
+MAX_COMPARISONS = 8
+"""Of how many of these, what was compared."""
 MAX_STALLS = 16
 """The latest stalls that are kept."""
 STALL_NOTED_S = 1.0
@@ -32,7 +34,8 @@ class Step(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Why an attempt was placed where it was. `uncached_tokens`: of the prompt, expected to be computed there."""
+    """Why an attempt was placed where it was. `uncached_tokens`: of the prompt, expected to be computed there.
+    `costs`: what was compared, if that is still kept."""
 
     at: float
     attempt: int
@@ -72,6 +75,8 @@ class History:
             del self.routes[1]
         route = Route(now, attempt, choice.prefill, choice.decode, choice.uncached_tokens, choice.reason, choice.costs)
         self.routes.append(route)
+        if len(self.routes) > MAX_COMPARISONS:
+            self.routes[-MAX_COMPARISONS] = self.routes[-MAX_COMPARISONS]._replace(costs=())
 
     def stalled(self, since: float, until: float, attempt: int) -> None:
         if len(self.stalls) >= MAX_STALLS:

@@ -144,12 +144,16 @@ def test_a_tenant_finds_its_own_alone() -> None:
 def test_a_history_is_bounded() -> None:
     request = asked("r")
     for number in range(100):
-        request.history.routed(float(number), number, Choice(P1, D1, 3))
-        request.history.stalled(float(number), number + 1.5, number)
+        choice = Choice(P1, D1, 3, reason="path_given", costs=[Costed("prefill", P1.id, 0.1, 0)])
         request.place(P1, D1, float(number))
+        request.history.routed(float(number), request.attempt, choice)
+        request.history.stalled(float(number), number + 1.5, number)
     kept = request.history
     assert (len(kept.routes), len(kept.stalls), len(kept.steps)) == (history.MAX_ROUTES, history.MAX_STALLS, history.MAX_STEPS)
-    assert [kept.routes[0].attempt, kept.routes[-1].attempt] == [0, 99]
+    assert [kept.routes[0].attempt, kept.routes[-1].attempt] == [1, 100]
+    placed = [event for event in told(request, now=200.0).events if event.event == "routed"]
+    assert len(placed) > history.MAX_COMPARISONS and all(event.facts["reason"] for event in placed), "each has its reason"
+    assert sum(bool(route.costs) for route in kept.routes) == history.MAX_COMPARISONS
 
 
 # -- the timeline
