@@ -40,7 +40,7 @@ class Arena:
         capacity_bytes: int,
         make_room: Callable[[Arena, bytes], bool],
         clock: EvictionClock,
-        owners: Owners,
+        owners: Owners[bytes],
         now: float,
     ) -> None:
         """:raises InvalidParameter: no block fits. :raises ConfigError: the directory has no room for the segment."""

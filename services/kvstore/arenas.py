@@ -52,7 +52,7 @@ class Arenas(Mapping[str, Arena]):
         self._on_evicted = on_evicted
         self._arenas: OrderedDict[str, Arena] = OrderedDict()
         self._uses = EvictionClock()
-        self.owners = Owners(clock, active_s)
+        self.owners: Owners[bytes] = Owners(clock, active_s)
         self._num_made = 0
         self._limit_bytes = capacity_bytes
         self._limited_until = 0.0

@@ -39,7 +39,7 @@ class DiskFile:
     """The blocks of one fingerprint. `identity`: 16 bytes that name what may be found here; see `disk_folder.identity_of`."""
 
     def __init__(
-        self, fingerprint: str, identity: bytes, block_bytes: int, slot_bytes: int, clock: EvictionClock, owners: Owners
+        self, fingerprint: str, identity: bytes, block_bytes: int, slot_bytes: int, clock: EvictionClock, owners: Owners[bytes]
     ) -> None:
         self.fingerprint = fingerprint
         self.identity = identity
@@ -47,7 +47,6 @@ class DiskFile:
         self.slot_bytes = slot_bytes
         self.blocks: dict[bytes, DiskBlock] = {}
         self.order = LeafOrder(clock, owners, slot_bytes)
-        self.used_at = float("-inf")
         self.to_clear: list[int] = []
         """Slots whose disk space is to be given back before anything else is written there."""
         self.free: list[int] = []
@@ -94,10 +93,9 @@ class DiskIndex:
         self.used_bytes = 0
         self.num_blocks = 0  # readable ones
         self.evicted = 0
-        self._clock = clock
-        self._active_s = active_s
         self._uses = EvictionClock()
-        self._owners = Owners(clock, active_s, weights)
+        self._owners: Owners[bytes] = Owners(clock, active_s, weights)
+        self._models: Owners[str] = Owners(clock, active_s)
         self._changed: set[tuple[str, bytes]] = set()
 
     def file(self, fingerprint: str, identity: bytes, block_bytes: int, slot_bytes: int) -> DiskFile | None:
@@ -115,7 +113,7 @@ class DiskIndex:
         if block is None:
             return
         file.order.use(block_hash)
-        file.used_at = self._clock()
+        self._models.use(file.model)
         self._changed.add((file.fingerprint, block_hash))
 
     # -- writing
@@ -125,7 +123,7 @@ class DiskIndex:
         there already, or nothing can give way for it."""
         if block_hash in file.blocks:
             return None
-        file.used_at = self._clock()
+        self._models.use(file.model)
         if parent in file.blocks:
             file.order.hold(parent)
         try:
@@ -136,7 +134,7 @@ class DiskIndex:
             if parent in file.blocks:
                 file.order.let_go(parent)
         block = file.blocks[block_hash] = DiskBlock(file.take_slot(), checksum)
-        self.used_bytes += file.slot_bytes
+        self._take(file)
         file.order.add(block_hash, parent, owner)
         file.order.hold(block_hash)
         return block
@@ -184,7 +182,7 @@ class DiskIndex:
         for block_hash, record in sorted(found, key=lambda entry: entry[1].rank):
             file.blocks[block_hash] = DiskBlock(record.slot, record.checksum, True)
             file.order.add(block_hash, record.parent, record.owner, hits=record.hits, worth=record.rank.worth)
-            self.used_bytes += file.slot_bytes
+            self._take(file)
             self._owners.use(record.owner)  # nobody could ask meanwhile
         if found:  # what comes now is worth more than what would have gone next
             self._uses.level = max(self._uses.level, min(record.rank.worth for _, record in found))
@@ -209,8 +207,7 @@ class DiskIndex:
 
     def take_empty(self) -> list[DiskFile]:
         """Remove and return the files that hold nothing, but for those of models in use."""
-        now = self._clock()
-        empty = [file for file in self.files.values() if not file.blocks and now - file.used_at >= self._active_s]
+        empty = [file for file in self.files.values() if not file.blocks and not self._models.is_active(file.model)]
         for file in empty:
             file.order.close()
             del self.files[file.fingerprint]
@@ -249,10 +246,11 @@ class DiskIndex:
     def _victim(self, asking: DiskFile | None, owner: bytes | None) -> tuple[DiskFile | None, Set[bytes] | None]:
         """Return whose block goes: a file of a model, and owners, that have more than their shares, or have not been used for
         long; where there are none, any (of owners: None)."""
+        size = 0 if asking is None else asking.slot_bytes
+        models = self._models.first_to_go(self.limit_bytes, None if asking is None else asking.model, size)
+        first = self._owners.first_to_go(self.limit_bytes, owner, size)
         files = [file for file in self.files.values() if file.order.first() is not None]
-        over = self._over_share(asking)
-        first = self._owners.first_to_go(self.limit_bytes, owner, 0 if asking is None else asking.slot_bytes)
-        open_to = [file for file in files if file.model in over] or files
+        open_to = [file for file in files if models is None or file.model in models] or files
         for owners in (first, None):
             ranks: Sequence[tuple[Rank, DiskFile]]
             ranks = [(rank, file) for file in open_to if (rank := file.order.first(owners)) is not None]
@@ -260,24 +258,16 @@ class DiskIndex:
                 return min(ranks, key=lambda candidate: candidate[0])[1], owners
         return None, None
 
-    def _over_share(self, asking: DiskFile | None) -> set[str]:
-        """Return the models that have more than an equal share among those in use, or are not in use."""
-        now = self._clock()
-        used: dict[str, int] = {}
-        active: set[str] = set() if asking is None else {asking.model}
-        for file in self.files.values():
-            used[file.model] = used.get(file.model, 0) + file.used_bytes
-            if now - file.used_at < self._active_s:
-                active.add(file.model)
-        share = self.limit_bytes // max(len(active), 1)
-        if asking is not None:
-            used[asking.model] = used.get(asking.model, 0) + asking.slot_bytes
-        return {model for model, size in used.items() if size > share or model not in active}
+    def _take(self, file: DiskFile) -> None:
+        """Count a block more; `_remove` counts one less."""
+        self.used_bytes += file.slot_bytes
+        self._models.take(file.model, file.slot_bytes)
 
     def _remove(self, file: DiskFile, block_hash: bytes) -> None:
         """Forget the block everywhere but in the file's eviction order."""
         block = file.blocks.pop(block_hash)
         self.used_bytes -= file.slot_bytes
+        self._models.give(file.model, file.slot_bytes)
         self.num_blocks -= block.readable
         file.to_clear.append(block.slot)
         self._changed.add((file.fingerprint, block_hash))

@@ -74,7 +74,7 @@ class LeafOrder:
     """Blocks of one size by hash, each with the hash of its predecessor and its owner. O(log n) per call, amortised; `pop` and
     `first` look at each owner besides. `block_bytes`: what a block takes of its owner's share."""
 
-    def __init__(self, clock: EvictionClock | None = None, owners: Owners | None = None, block_bytes: int = 1) -> None:
+    def __init__(self, clock: EvictionClock | None = None, owners: Owners[bytes] | None = None, block_bytes: int = 1) -> None:
         self.seconds_per_byte = 0.0
         self.cost = 1.0
         self._blocks: dict[bytes, _Block] = {}
