@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from common.cache.prefix import owner_of
 from common.cli.console import err, out
 from common.protocol.errors import ConfigError
 from common.runtime import api_keys
@@ -37,6 +38,13 @@ def add(
         append(file, key, tenant, note)
         err.print(f"added to {file}: gateways take it within seconds", markup=False, soft_wrap=True)
     out.print(key, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command("id")
+def show_id(tenants: Annotated[list[str], typer.Argument(metavar="TENANT…", help="Names of tenants.")]) -> None:
+    """Print what kvstores' metrics call a tenant: they don't know names."""
+    for tenant in tenants:
+        out.print(f"{owner_of(api_keys.check_tenant(tenant)).hex()} {tenant}", markup=False, highlight=False, soft_wrap=True)
 
 
 def append(path: Path, key: str, tenant: str, note: str = "") -> None:

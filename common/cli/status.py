@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Annotated, get_args
 
 import anyio
@@ -15,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.cache.usage import fullest, used_share
+from common.cli import status_tenants
 from common.cli.client import connected, decode_presence, watch_presence
 from common.cli.console import DEFAULT_NATS_URL, NatsUrl, err, out, run
 from common.cli.sizes import short, size_text
@@ -37,16 +39,25 @@ _STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "magenta"}
 def command(
     once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list and end.")] = False,
+    tenants: Annotated[
+        bool, typer.Option("--tenants", help="Print also what each model and tenant holds of the KV stores, and end.")
+    ] = False,
+    api_keys: Annotated[
+        Path | None,
+        typer.Option(envvar="PENSTOCK_API_KEYS", help="The gateways' file of keys, for the names of tenants instead of ids."),
+    ] = None,
     nats_url: NatsUrl = DEFAULT_NATS_URL,
 ) -> None:
     """A live table of workers; Ctrl-C ends it. Not on a terminal: one table."""
 
     async def show() -> None:
+        names = status_tenants.names_in(api_keys) if tenants else {}
         async with connected(nats_url, "status") as bus:
-            if once or as_json or not out.is_terminal:
+            if once or as_json or tenants or not out.is_terminal:
                 heard = await watch_presence(bus, LISTEN_S)
                 _check_hears(bus, heard)
-                _print_once(heard.values(), as_json=as_json)
+                stores = await status_tenants.read(heard.values(), names) if tenants else []
+                _print_once(heard.values(), stores, as_json=as_json)
             else:
                 await _live(bus)
 
@@ -59,12 +70,16 @@ def _check_hears(bus: Bus, heard: Collection[object]) -> None:
         raise Forbidden("this user of the bus may not hear who is there: use the credentials of `client`")
 
 
-def _print_once(workers: Iterable[Presence], *, as_json: bool) -> None:
+def _print_once(workers: Iterable[Presence], stores: Sequence[status_tenants.Store], *, as_json: bool) -> None:
     ordered = in_order(workers)
     if as_json:
-        out.print(msgspec.json.format(msgspec.json.encode([as_fields(worker) for worker in ordered])).decode(), markup=False)
+        held = {store.worker: {"held": store.held, "held_problem": store.problem} for store in stores}
+        fields = [as_fields(worker) | held.get(worker.worker.id, {}) for worker in ordered]
+        out.print(msgspec.json.format(msgspec.json.encode(fields)).decode(), markup=False)
     elif ordered:
         out.print(table(ordered, out.width))
+        for line in status_tenants.lines(stores):
+            out.print(Text(line, style="dim"), soft_wrap=True)
     else:
         raise NoWorkers("no worker on this bus: start some with `penstock up`, or name another bus with --nats-url")
 

@@ -46,6 +46,7 @@ from services.kvstore.config import KvstoreConfig
 from services.kvstore.disk_counts import DiskCounts
 from services.kvstore.disk_tier import DiskTier
 from services.kvstore.growth import Growth
+from services.kvstore.held import HeldMetrics
 from services.kvstore.holds import Hold
 from services.kvstore.remote_readers import RemoteReaders
 
@@ -100,6 +101,8 @@ class KvstoreActor(Actor):
         self.metrics.registry.register(
             LeaseMetrics({"read": lambda: self.lease_ages(writing=False), "write": lambda: self.lease_ages(writing=True)})
         )
+        held = HeldMetrics({"memory": self.arenas.orders, "disk": self.disk.orders}, self.model_names)
+        self.metrics.registry.register(held)
 
     # -- life
 
@@ -173,6 +176,10 @@ class KvstoreActor(Actor):
 
     def usage(self) -> KvUsage:
         return self.arenas.usage()
+
+    def model_names(self) -> dict[str, str]:
+        """Return what models are called, by the fingerprints of their workers."""
+        return {worker.fingerprint: worker.model for worker in self.registry.alive(None, self.clock())}
 
     def lease_ages(self, *, writing: bool) -> list[float]:
         """Return the age in seconds of each lease of readers, or of writers."""

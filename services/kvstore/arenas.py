@@ -18,7 +18,7 @@ from common.protocol.errors import ConfigError, InvalidParameter, OutOfBlocks
 from common.protocol.messages import KvUsage
 from common.runtime import logs
 from services.kvstore.arena import Arena
-from services.kvstore.eviction import EvictionClock
+from services.kvstore.eviction import EvictionClock, LeafOrder
 from services.kvstore.owners import Owners
 
 log = logs.get("kvstore")
@@ -86,6 +86,10 @@ class Arenas(Mapping[str, Arena]):
         """What arenas may still grow by."""
         limit = self._limit_bytes if self._clock() < self._limited_until else self.capacity_bytes
         return max(0, limit - self.memory_bytes)
+
+    def orders(self) -> list[tuple[str, LeafOrder]]:
+        """Return the fingerprints that have arenas, and the order of their blocks."""
+        return [(arena.fingerprint, arena.index.order) for arena in self._arenas.values()]
 
     def usage(self) -> KvUsage:
         """Slots of all arenas together. Memory that none has taken yet counts in blocks of the arena used last."""

@@ -27,6 +27,7 @@ from services.kvstore.arenas import Arenas
 from services.kvstore.config import KvstoreConfig
 from services.kvstore.disk_counts import DiskCounts
 from services.kvstore.disk_folder import DiskFolder, DiskUnavailable
+from services.kvstore.eviction import LeafOrder
 from services.kvstore.promotion import Promotion
 from services.kvstore.write_back import NOBODY, WriteBack
 
@@ -75,6 +76,10 @@ class DiskTier:
     @property
     def used_bytes(self) -> int:
         return self.folder.index.used_bytes if self.folder else 0
+
+    def orders(self) -> list[tuple[str, LeafOrder]]:
+        """Return the fingerprints that have files, and the order of their blocks."""
+        return [(file.fingerprint, file.order) for file in self.folder.index.files.values()] if self.folder else []
 
     @property
     def num_queued(self) -> int:

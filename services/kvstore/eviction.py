@@ -83,7 +83,9 @@ class LeafOrder:
         self._heaps: dict[bytes, _Heap] = {}  # candidates of each owner; entries that no longer hold are skipped
         self._clock = clock or EvictionClock()
         self._owners = owners
-        self._block_bytes = block_bytes
+        self.block_bytes = block_bytes
+        self.num_by_owner: dict[bytes, int] = {}
+        """Blocks of each owner that has some."""
         self._clock.orders.append(self)
 
     def __len__(self) -> int:
@@ -91,8 +93,8 @@ class LeafOrder:
 
     def measured(self, seconds: float) -> None:
         """Computing a block again takes so long; 0: it is not known."""
-        if seconds > 0 and seconds / self._block_bytes != self.seconds_per_byte:
-            self.seconds_per_byte = seconds / self._block_bytes
+        if seconds > 0 and seconds / self.block_bytes != self.seconds_per_byte:
+            self.seconds_per_byte = seconds / self.block_bytes
             self._clock.weigh()
 
     def close(self) -> None:
@@ -107,8 +109,9 @@ class LeafOrder:
         assert block_hash not in self._blocks
         block = self._blocks[block_hash] = _Block(parent, owner, hits)
         self._children[parent] = self._children.get(parent, 0) + 1
+        self.num_by_owner[owner] = self.num_by_owner.get(owner, 0) + 1
         if self._owners is not None:
-            self._owners.take(owner, self._block_bytes)
+            self._owners.take(owner, self.block_bytes)
         if worth is None:
             self.touch(block_hash)
         else:
@@ -119,8 +122,11 @@ class LeafOrder:
         """Forget a block, held or not."""
         block = self._blocks.pop(block_hash)
         self._held.pop(block_hash, None)
+        self.num_by_owner[block.owner] -= 1
+        if not self.num_by_owner[block.owner]:
+            del self.num_by_owner[block.owner]
         if self._owners is not None:
-            self._owners.give(block.owner, self._block_bytes)
+            self._owners.give(block.owner, self.block_bytes)
         self._children[block.parent] -= 1
         if not self._children[block.parent]:
             del self._children[block.parent]

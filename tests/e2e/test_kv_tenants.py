@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 
 from common.models.source import ModelFiles
 from common.protocol.cache_messages import KvTier
-from tests.e2e.stack import Stack
+from tests.e2e.stack import ROOT, Stack
 from tests.fixtures.nats import LocalNatsServer
 
 pytestmark = pytest.mark.timeout(120)
@@ -25,6 +27,15 @@ KEPT_BLOCKS = 60
 
 def memory_of(stack: Stack) -> KvTier:
     return stack.presence("kvstore-0").tiers[0]
+
+
+async def held_in_memory(stack: Stack, keys: Path) -> dict[str, int]:
+    """Blocks of each tenant, as `penstock status` tells an operator who has the file of keys."""
+    words = ("status", "--json", "--tenants", "--api-keys", str(keys), "--nats-url", stack.nats_url)
+    ended = await anyio.run_process([sys.executable, "-m", "common.cli", *words], cwd=ROOT)
+    (store,) = [worker for worker in json.loads(ended.stdout) if worker["worker"]["role"] == "kvstore"]
+    assert {(one["tier"], one["model"]) for one in store["held"]} == {("memory", stack.presence("prefill-0").model)}
+    return {one["name"]: one["blocks"] for one in store["held"]}
 
 
 async def cached_tokens(stack: Stack, tenant: str, prompt: list[int]) -> int:
@@ -60,6 +71,8 @@ async def test_one_tenants_flood_does_not_take_what_another_has_less_than_its_sh
                 await cached_tokens(stack, "zoo", [2000 + flood] * (KEPT_BLOCKS * BLOCK_TOKENS + 5))
             while memory_of(stack).blocks < CAPACITY_BLOCKS - 2 or memory_of(stack).evicted_blocks < 3 * CAPACITY_BLOCKS // 2:
                 await anyio.sleep(0.05)
+        held = await held_in_memory(stack, keys)
+        assert held["acme"] == KEPT_BLOCKS and held["zoo"] > CAPACITY_BLOCKS // 2
         stack.kill("prefill-0")
         await stack.ready(await stack.start("prefill"))
         assert await cached_tokens(stack, "acme", mine) == KEPT_BLOCKS * BLOCK_TOKENS
