@@ -5,10 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import resource
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,27 +16,21 @@ from common.transfer.block_locks import try_lock_alone
 from common.transfer.segment import Segment
 from common.transfer.shm import StoreTransport
 from common.transfer.store_segment import StoreSegment
+from tests.fixtures.owned_segment import opened, owned_segment
 
 PAGES = 512
 BLOCK = PAGES * mmap.PAGESIZE
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        yield Path(directory)
+def owned() -> Iterator[Segment]:
+    with owned_segment(num_blocks=32, block_bytes=BLOCK) as made:
+        yield made
 
 
 @pytest.fixture
-def owned(folder: Path) -> Iterator[Segment]:
-    made = Segment.create(folder, "s", num_blocks=32, block_bytes=BLOCK, fingerprint="f", sparse=True)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def segment(folder: Path, owned: Segment) -> StoreSegment:
-    return StoreSegment(folder, "s", fingerprint="f", fence=lambda: None)
+def segment(owned: Segment) -> StoreSegment:
+    return opened(owned)
 
 
 def grant(owned: Segment, block: int, *, written: bool = True) -> None:
@@ -139,11 +131,9 @@ def test_it_ends_between_two_pieces(owned: Segment, segment: StoreSegment, monke
     assert np.flatnonzero(segment._seen).tolist() == [0]
 
 
-def test_a_transport_maps_in_the_background_until_it_is_closed(
-    folder: Path, owned: Segment, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_transport_maps_in_the_background_until_it_is_closed(owned: Segment, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapping, "EVERY_S", 0.01)
-    transport = StoreTransport(folder)
+    transport = StoreTransport(owned.path.parent)
     grant(owned, 7)
     with transport.lend("s", "f", BLOCK, [7], [1]):
         pass
@@ -158,11 +148,11 @@ def test_a_transport_maps_in_the_background_until_it_is_closed(
 
 
 def test_where_linux_can_not_it_is_one_line_in_the_log(
-    folder: Path, owned: Segment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    owned: Segment, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(mapping, "EVERY_S", 0.01)
     monkeypatch.setattr(mapping, "_POPULATE_READ", 12345)
-    transport = StoreTransport(folder)
+    transport = StoreTransport(owned.path.parent)
     grant(owned, 7)
     with transport.lend("s", "f", BLOCK, [7], [1]) as lent:
         assert lent.shape == (32, BLOCK)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gc
 import mmap
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -16,6 +14,7 @@ from common.transfer.pinned_memory import PinnedMemory
 from common.transfer.segment import Segment
 from common.transfer.shm import StoreTransport
 from common.transfer.store_segment import StoreSegment
+from tests.fixtures.owned_segment import opened, owned_segment
 
 BLOCK = 16 * mmap.PAGESIZE
 EXTENT = 4
@@ -35,16 +34,9 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        yield Path(directory)
-
-
-@pytest.fixture
-def owned(folder: Path) -> Iterator[Segment]:
-    made = Segment.create(folder, "s", num_blocks=18, block_bytes=BLOCK, fingerprint="f", sparse=True)
-    yield made
-    made.close()
+def owned() -> Iterator[Segment]:
+    with owned_segment(num_blocks=18, block_bytes=BLOCK) as made:
+        yield made
 
 
 @pytest.fixture
@@ -53,8 +45,8 @@ def driver() -> Driver:
 
 
 @pytest.fixture
-def segment(folder: Path, owned: Segment, driver: Driver) -> StoreSegment:
-    return StoreSegment(folder, "s", fingerprint="f", fence=lambda: None, pinned=driver)
+def segment(owned: Segment, driver: Driver) -> StoreSegment:
+    return opened(owned, driver)
 
 
 def write(owned: Segment, *blocks: int, granted: bool = True) -> None:
@@ -155,9 +147,9 @@ def test_nothing_stays_pinned_of_a_segment_that_is_gone(owned: Segment, segment:
     assert not driver.pinned
 
 
-def test_it_is_unpinned_before_it_is_unmapped(folder: Path, owned: Segment, driver: Driver) -> None:
+def test_it_is_unpinned_before_it_is_unmapped(owned: Segment, driver: Driver) -> None:
     write(owned, *range(4))
-    segment = StoreSegment(folder, "s", fingerprint="f", fence=lambda: None, pinned=driver)
+    segment = opened(owned, driver)
     look(segment)
     assert driver.pinned
     del segment
@@ -167,11 +159,11 @@ def test_it_is_unpinned_before_it_is_unmapped(folder: Path, owned: Segment, driv
 
 
 def test_nothing_stays_pinned_where_nobody_looks_any_more(
-    folder: Path, owned: Segment, driver: Driver, monkeypatch: pytest.MonkeyPatch
+    owned: Segment, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that maps ends where Linux can't, and the store's wish for memory would be heard by nobody."""
     monkeypatch.setattr(mapping, "EVERY_S", 0.01)
-    transport = StoreTransport(folder, driver)
+    transport = StoreTransport(owned.path.parent, driver)
     write(owned, *range(8))
     with transport.lend("s", "f", BLOCK, [7], [1]):
         pass
