@@ -285,7 +285,7 @@ class Dispatcher:
                 case Requeue():
                     self._retry(request, action.not_before, now)
                 case Reroute():
-                    self.placement.needs_decode(request)
+                    self.placement.needs_decode(request, now)
                 case Ended():
                     self.placement.ended(request)
                     self._forget_ended(request)

@@ -151,9 +151,11 @@ class Placement:
         else:
             self._waiting.join(line, order, request)
 
-    def needs_decode(self, request: Request) -> None:
+    def needs_decode(self, request: Request, now: float) -> None:
         """A prefill worker holds its KV, and no decode worker has taken it."""
         self._homeless[request.id] = request
+        seat = self.seats[request.id]
+        seat.waits_since = seat.waits_since or now
 
     def holds(self, request: Request) -> None:
         """A worker has accepted it: remember which prefix is there."""
@@ -171,6 +173,9 @@ class Placement:
         if seat is None:
             return
         request.is_unsettled = False
+        if request.state is State.DECODING and seat.waits_since:
+            seat.waits_since = 0.0
+            self._let_others_in(seat)
         prefill, decode = request.occupies
         if prefill != seat.prefill:
             self._count(seat.prefill, -1)
