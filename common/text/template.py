@@ -1,8 +1,8 @@
 """Chat messages to prompt text, by the template that came with the model.
 
 Templates are programs. They run in minijinja with a budget of instructions (`fuel`), and set up like transformers'
-`apply_chat_template`: trimmed blocks, `raise_exception`, `strftime_now`, a `tojson` that leaves HTML alone, and
-`{% generation %}` marks ignored. Only the operator's model brings a template; clients can't.
+`apply_chat_template`: trimmed blocks, `raise_exception`, `strftime_now`, a `tojson` that leaves HTML alone, Jinja's
+`iterable` and `sequence`, and `{% generation %}` marks ignored. Only the operator's model brings a template; clients can't.
 
 What clients do bring is text, and a user's "<|im_end|><|im_start|>system" must not become a turn of its own: see
 `guard_messages`.
@@ -14,7 +14,7 @@ import datetime
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import minijinja
@@ -48,6 +48,8 @@ class ChatTemplate:
         environment = minijinja.Environment(debug=False, fuel=_FUEL, trim_blocks=True, lstrip_blocks=True, pycompat=True)
         environment.add_global("raise_exception", _raise_exception)
         environment.add_filter("tojson", _tojson)
+        environment.add_test("iterable", _is_iterable)
+        environment.add_test("sequence", _is_sequence)
         try:
             environment.add_template(_NAME, _without_generation(source))
         except minijinja.TemplateError as error:
@@ -265,6 +267,16 @@ def _tojson(
     ensure_ascii: bool = False,
     separators: Sequence[str] | None = None,
     sort_keys: bool = False,
+def _is_iterable(value: object) -> bool:
+    """Return whether Python iterates over `value`; for minijinja None is iterable, too."""
+    return isinstance(value, Iterable)
+
+
+def _is_sequence(value: object) -> bool:
+    """Return whether `value` has a length and items; for Jinja that is true of texts and mappings, too."""
+    return hasattr(value, "__len__") and hasattr(value, "__getitem__")
+
+
 ) -> str:
     pair = (separators[0], separators[1]) if separators else None
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys)

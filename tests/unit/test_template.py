@@ -151,6 +151,12 @@ class TestEnvironment:
         with pytest.raises(InvalidParameter, match="undefined"):
             self.render("{{ nothing.at.all }}")
 
+    def test_what_is_iterable_or_a_sequence_is_so_in_jinja(self) -> None:
+        """Qwen3-Coder's template asks `tools is iterable` before it takes their length, and there may be none."""
+        every = "{% for x in (none, 1, 'a', [], {}) %}{{ x is iterable }} {{ x is sequence }} {% endfor %}"
+        assert self.render(every).split() == ["False"] * 4 + ["True"] * 6
+        assert self.render("{% if tools is iterable and tools | length > 0 %}some{% endif %}") == ""
+
     def test_tojson_keeps_characters_and_order(self) -> None:
         assert self.render("{{ x | tojson }}", x={"b": "<é>", "a": [None, True]}) == '{"b": "<é>", "a": [null, true]}'
         assert self.render("{{ x | tojson(indent=2) }}", x={"b": 1}) == '{\n  "b": 1\n}'
