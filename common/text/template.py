@@ -67,9 +67,9 @@ class ChatTemplate:
         return word in self._source
 
     @functools.cached_property
-    def _call_form(self) -> tuple[str | None, bool]:
-        """How the template takes a message that has calls and no text: its content (nearly all take None), and whether the
-        arguments are JSON text, as DeepSeek's want them, or the object."""
+    def _call_form(self) -> tuple[str | None, bool] | None:
+        """How the template takes a message that has calls and no text: its content (nearly all take None; some would print
+        it), and whether the arguments are JSON text, as DeepSeek's want them, or the object. None: it shows no calls."""
         for content in (None, ""):
             for as_text in (False, True):
                 arguments: Any = '{"key": "needle"}' if as_text else {"key": "needle"}
@@ -78,11 +78,12 @@ class ChatTemplate:
                 context = dict(self._special_tokens) | {"messages": messages, "tools": None, "add_generation_prompt": False}
                 context["strftime_now"] = datetime.datetime(2025, 1, 1).strftime
                 try:
-                    if "needle" in self._environment.render_template(_NAME, **context):
-                        return content, as_text
+                    text = self._environment.render_template(_NAME, **context)
                 except (_Refused, minijinja.TemplateError, TypeError, ValueError):
-                    pass
-        return None, False
+                    continue
+                if "needle" in text and not (content is None and "None" in text):
+                    return content, as_text
+        return None
 
     def render(
         self,
@@ -104,8 +105,8 @@ class ChatTemplate:
         moment = now or datetime.datetime.now()
         context = dict(variables or {}) | self._special_tokens
         normal = normalize_messages(messages)
-        if any(message.get("tool_calls") for message in normal):
-            normal = [_in_form(message, *self._call_form) if message.get("tool_calls") else message for message in normal]
+        if any(message.get("tool_calls") for message in normal) and (form := self._call_form):
+            normal = [_in_form(message, *form) if message.get("tool_calls") else message for message in normal]
         context |= {
             "messages": normal,
             "tools": list(tools) if tools else None,
@@ -154,6 +155,8 @@ def _normalize(message: Message, index: int) -> dict[str, Any]:
         if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
             raise InvalidParameter(f"{where}.tool_calls must be a list of objects", param=f"{where}.tool_calls")
         normal["tool_calls"] = [_with_parsed_arguments(call) for call in calls]
+    if normal.get("reasoning_content") is not None:
+        normal.setdefault("thinking", normal["reasoning_content"])  # its name in gpt-oss' template
     return normal
 
 
@@ -191,7 +194,10 @@ def _in_form(message: Message, content: str | None, as_text: bool) -> dict[str, 
     calls: list[dict[str, Any]] = message["tool_calls"]
     if as_text:
         calls = [_with_argument_text(call) for call in calls]
-    return dict(message) | {"content": message["content"] or content, "tool_calls": calls}
+    changed = dict(message) | {"content": message["content"] or content, "tool_calls": calls}
+    if changed["content"]:
+        changed.pop("thinking", None)  # gpt-oss' template refuses both beside calls
+    return changed
 
 
 def _with_argument_text(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,12 +267,6 @@ def _raise_exception(message: object) -> None:
     raise _Refused(str(message))
 
 
-def _tojson(
-    value: Any,
-    indent: int | None = None,
-    ensure_ascii: bool = False,
-    separators: Sequence[str] | None = None,
-    sort_keys: bool = False,
 def _is_iterable(value: object) -> bool:
     """Return whether Python iterates over `value`; for minijinja None is iterable, too."""
     return isinstance(value, Iterable)
@@ -277,6 +277,12 @@ def _is_sequence(value: object) -> bool:
     return hasattr(value, "__len__") and hasattr(value, "__getitem__")
 
 
+def _tojson(
+    value: Any,
+    indent: int | None = None,
+    ensure_ascii: bool = False,
+    separators: Sequence[str] | None = None,
+    sort_keys: bool = False,
 ) -> str:
     pair = (separators[0], separators[1]) if separators else None
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys)

@@ -180,6 +180,28 @@ class TestEnvironment:
         template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments.x }}")
         assert template.render([{"role": "assistant", "content": None, "tool_calls": [call]}]) == "1"
 
+    @pytest.mark.parametrize("content", [None, ""])
+    def test_a_call_without_text_shows_none_nowhere(self, content: str | None) -> None:
+        call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
+        message = {"role": "assistant", "content": content, "tool_calls": [call]}
+        printed = "{% for m in messages %}[{{ m.content }}]{% for c in m.tool_calls %}{{ c | tojson }}{% endfor %}{% endfor %}"
+        assert ChatTemplate(printed).render([message]).startswith("[]{")
+
+    def test_a_template_that_shows_no_calls_gets_an_empty_text_as_it_is(self) -> None:
+        call = {"function": {"name": "f", "arguments": "{}"}}
+        message = {"role": "assistant", "content": "", "tool_calls": [call]}
+        assert ChatTemplate("[{{ messages[0].content | trim }}]").render([message]) == "[]"
+
+    def test_reasoning_has_the_name_that_gpt_oss_knows(self) -> None:
+        call = {"function": {"name": "f", "arguments": "{}"}}
+        thought = {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [call]}
+        source = (
+            "{% for m in messages %}{% if m.content and m.thinking and m.tool_calls %}{{ raise_exception('both') }}{% endif %}"
+            "{{ m.thinking or m.content }}{{ m.tool_calls | tojson if m.tool_calls }} {% endfor %}"
+        )
+        assert ChatTemplate(source).render([thought]).startswith("Hm.[")
+        assert ChatTemplate(source).render([thought | {"content": "I call."}]).startswith("I call.[")
+
     def test_a_broken_template_stops_the_start(self) -> None:
         with pytest.raises(ConfigError, match="compiled"):
             ChatTemplate("{% if %}")
