@@ -143,12 +143,11 @@ class Tokenizer:
             raise InvalidParameter(f"the text is not valid Unicode: {error.reason}", param=param) from error
         if self._is_byte_level:
             return self._encode_pieces(text, guard) if parse_special else self._encode_plain(text)
-        if guard:
-            raise InvalidParameter("messages must not hold the text of this model's special tokens", param="messages")
         # SentencePiece treats the first piece of a text differently, so the library itself must find the special tokens
         with self._backend_lock:
             self._backend.encode_special_tokens = not parse_special
-            return self._encode_plain(text)
+            ids = self._encode_plain(text)
+        return self._without_guard(ids, guard, text.count(guard)) if guard else ids
 
     def _encode_plain(self, text: str) -> list[int]:
         # without offsets: twice as fast, and a long text's are freed while nobody else may run
@@ -172,6 +171,22 @@ class Tokenizer:
         if rest:
             ids += self._encode_plain(rest.replace(guard, "") if guard else rest)
         return ids
+
+    def _without_guard(self, ids: list[int], guard: str, count: int) -> list[int]:
+        """Return `ids` without the `count` guards in them, each the tokens of its bytes: no vocabulary has a noncharacter.
+
+        :raises InvalidParameter: if the vocabulary has no tokens for bytes.
+        """
+        guard_ids = [self._backend.token_to_id(f"<0x{byte:02X}>") for byte in guard.encode()]
+        kept: list[int] = []
+        for token in ids:
+            kept.append(token)
+            if token == guard_ids[-1] and kept[-len(guard_ids) :] == guard_ids:
+                del kept[-len(guard_ids) :]
+                count -= 1
+        if count:
+            raise InvalidParameter("messages must not hold the text of this model's special tokens", param="messages")
+        return kept
 
     def _affixes(self, begins_with_bos: bool) -> tuple[list[int], list[int]]:
         """What `add_special` puts before and after a text."""

@@ -226,8 +226,22 @@ class TestOtherGgufVocabularies:
             assert ours.decode(ids) == backend.decode(ids)
         assert ours.encode("a", add_special=True)[0] == ours.bos_id
         assert not ours.special_ids.intersection(ours.encode("a</s>"))
+
+    def test_sentencepiece_takes_a_guarded_text_for_text(self) -> None:
+        ours = Tokenizer(trained_sentencepiece())
+        text = "the <s>cat</s> 日本 \ufdd1"
+        guarded = "<s>" + ours.guard_special(text, "\ufdd0") + "</s>"
+        first, *ids, last = ours.encode(guarded, parse_special=True, guard="\ufdd0")
+        assert (first, last) == (0, 1)
+        assert not ours.special_ids.intersection(ids)
+        assert ours.decode(ids) == text
+
+    def test_a_guard_that_can_not_be_taken_out_is_refused(self) -> None:
+        backend = Backend(models.WordLevel({"<s>": 0, "<unk>": 1, "x": 2}, unk_token="<unk>"))
+        backend.add_special_tokens(["<s>", "<unk>"])
+        ours = Tokenizer(backend)
         with pytest.raises(InvalidParameter, match="special tokens"):
-            ours.encode("x", parse_special=True, guard="\ufdd0")
+            ours.encode(ours.guard_special("<s>", "\ufdd0"), parse_special=True, guard="\ufdd0")
 
     def test_an_unknown_rule_is_refused_by_name(self, tmp_path: Path) -> None:
         backend = trained_byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
