@@ -20,6 +20,7 @@ from typing import Any
 import minijinja
 
 from common.protocol.errors import ConfigError, InvalidParameter
+from common.text.conversation import num_leading_systems, with_one_system, with_single_calls
 from common.text.special_tokens import SpecialTokens
 from common.text.tokenizer import Tokenizer
 
@@ -31,6 +32,7 @@ _ROLE = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 _GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
 _GUARDS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # noncharacters: never meant for text between people
 _MAX_DEPTH = 32
+_PROBE_USER = {"role": "user", "content": "x"}
 
 
 class _Refused(Exception):
@@ -72,18 +74,44 @@ class ChatTemplate:
         it), and whether the arguments are JSON text, as DeepSeek's want them, or the object. None: it shows no calls."""
         for content in (None, ""):
             for as_text in (False, True):
-                arguments: Any = '{"key": "needle"}' if as_text else {"key": "needle"}
-                call = {"id": "probe0123", "type": "function", "function": {"name": "probe", "arguments": arguments}}
-                messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": content, "tool_calls": [call]}]
-                context = dict(self._special_tokens) | {"messages": messages, "tools": None, "add_generation_prompt": False}
-                context["strftime_now"] = datetime.datetime(2025, 1, 1).strftime
-                try:
-                    text = self._environment.render_template(_NAME, **context)
-                except (_Refused, minijinja.TemplateError, TypeError, ValueError):
-                    continue
+                text = self._tried([_PROBE_USER, _in_form(_probe_calls("needle"), content, as_text)])
                 if "needle" in text and not (content is None and "None" in text):
                     return content, as_text
         return None
+
+    @functools.cached_property
+    def _takes_calls_together(self) -> bool:
+        """Whether the template shows all calls of a message. Llama 3's refuse more than one, gpt-oss' leaves them out."""
+        if self._call_form is None:
+            return True
+        text = self._tried([_PROBE_USER, _in_form(_probe_calls("needle_1", "needle_2"), *self._call_form)])
+        return "needle_1" in text and "needle_2" in text
+
+    @functools.cached_property
+    def _takes_systems_together(self) -> bool:
+        """Whether the template shows a second system message. Gemma's and Mistral's refuse it, gpt-oss' leaves it out."""
+        system = [{"role": "system", "content": "x"}, {"role": "system", "content": "needle"}]
+        return "needle" in self._tried([*system, _PROBE_USER])
+
+    def _tried(self, messages: list[dict[str, Any]]) -> str:
+        """Return the prompt for `messages`, empty if the template refuses them."""
+        context = dict(self._special_tokens) | {"messages": messages, "tools": None, "add_generation_prompt": False}
+        context["strftime_now"] = datetime.datetime(2025, 1, 1).strftime
+        try:
+            return self._environment.render_template(_NAME, **context)
+        except (_Refused, minijinja.TemplateError, TypeError, ValueError):
+            return ""
+
+    def _adapted(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Normalized messages as the template takes them."""
+        if num_leading_systems(messages) > 1 and not self._takes_systems_together:
+            messages = with_one_system(messages)
+        most_calls = max(len(message.get("tool_calls") or ()) for message in messages)
+        if most_calls > 1 and not self._takes_calls_together:
+            messages = with_single_calls(messages)
+        if most_calls and (form := self._call_form):
+            messages = [_in_form(message, *form) if message.get("tool_calls") else message for message in messages]
+        return messages
 
     def render(
         self,
@@ -97,18 +125,16 @@ class ChatTemplate:
         """The prompt for `messages`, special tokens included as text.
 
         A message has a `role` and a `content`, which is a string or a list of `{"type": "text", "text": …}` parts (joined
-        by newlines); whatever else it holds goes to the template as it is. `variables` are more names for the template,
-        such as `enable_thinking`. `now` is what templates that print a date print; by default the present.
+        by newlines); whatever else it holds goes to the template as it is. Where the template takes no more, system messages
+        at the beginning become one, and calls of one message become messages of their own. `variables` are more names for the
+        template, such as `enable_thinking`. `now` is what templates that print a date print; by default the present.
 
         :raises InvalidParameter: if a message is malformed, or the template refuses the conversation or runs too long.
         """
         moment = now or datetime.datetime.now()
         context = dict(variables or {}) | self._special_tokens
-        normal = normalize_messages(messages)
-        if any(message.get("tool_calls") for message in normal) and (form := self._call_form):
-            normal = [_in_form(message, *form) if message.get("tool_calls") else message for message in normal]
         context |= {
-            "messages": normal,
+            "messages": self._adapted(normalize_messages(messages)),
             "tools": list(tools) if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
@@ -187,6 +213,13 @@ def _with_parsed_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
         return dict(call)
     # only an object replaces the string: normalizing twice must not decode twice (special tokens could hide in there)
     return dict(call) | {"function": dict(function) | {"arguments": arguments}} if isinstance(arguments, dict) else dict(call)
+
+
+def _probe_calls(*values: str) -> dict[str, Any]:
+    """Return a normalized message with a call for each of `values`, by which the template's text is searched."""
+    functions = [{"name": "probe", "arguments": {"key": value}} for value in values]
+    calls = [{"id": f"probe012{index}", "type": "function", "function": each} for index, each in enumerate(functions)]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
 
 
 def _in_form(message: Message, content: str | None, as_text: bool) -> dict[str, Any]:

@@ -207,6 +207,66 @@ class TestEnvironment:
             ChatTemplate("{% if %}")
 
 
+def _call(name: str) -> dict[str, Any]:
+    return {"id": f"id_{name}", "type": "function", "function": {"name": name, "arguments": "{}"}}
+
+
+class TestLessThanAClientMaySend:
+    """A template that takes one system message or one call gets what clients and this API's own answers hold besides."""
+
+    ROLES = "{% for m in messages %}{{ m.role }}:{{ m.content or '' }}"
+    CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    SYSTEMS: tuple[dict[str, Any], ...] = (
+        {"role": "system", "content": "Be brief."},
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hi"},
+    )
+    TWO_CALLS: tuple[dict[str, Any], ...] = (
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [_call("f"), _call("g")]},
+        {"role": "tool", "content": "of g", "tool_call_id": "id_g"},
+        {"role": "tool", "content": "of f", "tool_call_id": "id_f"},
+        {"role": "assistant", "content": "So."},
+    )
+
+    @pytest.mark.parametrize(
+        "refusal",
+        [
+            "{% if m.role == 'system' and loop.index0 > 0 %}{{ raise_exception('second') }}{% endif %}",  # Gemma 3
+            "{% if m.role == 'system' and loop.index0 > 0 %}{% continue %}{% endif %}",  # gpt-oss
+        ],
+    )
+    def test_system_messages_are_one(self, refusal: str) -> None:
+        template = ChatTemplate(self.ROLES.replace("%}", "%}" + refusal, 1) + " {% endfor %}")
+        assert template.render(self.SYSTEMS) == "system:Be brief.\n\nBe kind. user:Hi "
+
+    def test_system_messages_stay_where_they_are_taken(self) -> None:
+        template = ChatTemplate(self.ROLES + " {% endfor %}")
+        assert template.render(self.SYSTEMS) == "system:Be brief. system:Be kind. user:Hi "
+
+    @pytest.mark.parametrize(
+        "calls",
+        [
+            "{% if m.tool_calls and m.tool_calls | length != 1 %}{{ raise_exception('single') }}{% endif %}"
+            + CALLS,  # Llama 3.1
+            CALLS.replace("or []", "and m.tool_calls[:1]"),  # gpt-oss
+        ],
+    )
+    def test_each_call_has_its_result_behind_it(self, calls: str) -> None:
+        template = ChatTemplate(self.ROLES + calls + " {% endfor %}")
+        expected = "user:Hi assistant:I look.f{} tool:of f assistant:g{} tool:of g assistant:So. "
+        assert template.render(self.TWO_CALLS) == expected
+
+    def test_calls_stay_together_where_they_are_taken(self) -> None:
+        template = ChatTemplate(self.ROLES + self.CALLS + " {% endfor %}")
+        assert template.render(self.TWO_CALLS) == "user:Hi assistant:I look.f{}g{} tool:of g tool:of f assistant:So. "
+
+    def test_results_that_no_call_asked_for_stay(self) -> None:
+        template = ChatTemplate(self.ROLES + self.CALLS.replace("or []", "and m.tool_calls[:1]") + " {% endfor %}")
+        messages = [*self.TWO_CALLS[:2], {"role": "tool", "content": "?"}, *self.TWO_CALLS[3:]]
+        assert template.render(messages) == "user:Hi assistant:I look.f{} tool:of f assistant:g{} tool:? assistant:So. "
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
