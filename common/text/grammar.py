@@ -22,6 +22,9 @@ MAX_GRAMMAR_BYTES = 256 * 1024
 MAX_CACHED = 128
 """Compiled grammars kept; the least recently used go first."""
 
+_ANCHOR = "\x02"
+"""A text that begins with it is tokenized as if it stood behind others: no token joins it with more."""
+
 SLICES = [
     *(rf'[^"\\\x00-\x1F\x7F]{{1,{most}}}' for most in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 30)),
     r'[^"\\\x00-\x1F\x7F]+',
@@ -53,9 +56,21 @@ class _Vocabulary:
         self.tokens = tokens + [b""] * (vocab_size - len(tokens))
         self.special_token_ids = sorted(index for index in tokenizer.special_ids if index < vocab_size)
         self._tokenizer = tokenizer
+        self._anchor_ids = tokenizer.encode(_ANCHOR)
+        specials = frozenset(self.special_token_ids)
+        self._byte_ids = {token: index for index, token in enumerate(self.tokens) if len(token) == 1 and index not in specials}
 
     def __call__(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text)
+        """Return tokens whose bytes are those of `text`, as it stands behind others.
+
+        Tokenizers may change a text: SentencePiece puts a space before it, Qwen's composes accents. What a grammar forces must
+        stay as it is.
+        """
+        size = len(self._anchor_ids)
+        for ids in (self._tokenizer.encode(text), self._tokenizer.encode(_ANCHOR + text)[size:]):
+            if max(ids, default=0) < len(self.tokens) and b"".join([self.tokens[index] for index in ids]) == text.encode():
+                return ids
+        return [self._byte_ids[each] for each in map(bytes, zip(text.encode(), strict=True)) if each in self._byte_ids]
 
 
 class GrammarCompiler:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from common.engine.masks import allowed_tokens, fill_masks
 from common.engine.matcher import Matcher
@@ -17,6 +21,7 @@ from common.protocol.errors import InvalidParameter
 from common.protocol.messages import SamplingParams
 from common.text import grammar
 from common.text.grammar import GrammarCompiler, WorkerGrammars
+from common.text.tokenizer import Tokenizer
 from tests.actors.edge import BUNDLE, EOS
 
 VOCAB = BUNDLE.tokenizer.vocab_size
@@ -50,6 +55,42 @@ def test_tokens_beyond_the_logits_are_left_out(monkeypatch: pytest.MonkeyPatch) 
 def test_a_model_whose_end_has_no_logit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidParameter, match="does not support structured output"):
         worker(monkeypatch, vocab_size=min(BUNDLE.tokenizer.eos_ids)).compile(GRAMMAR)
+
+
+def sentencepiece() -> Tokenizer:
+    """A tokenizer that puts a space before a text, as Llama 2's, Mistral's and Phi-3's do."""
+    pieces = ["<unk>", "</s>", "▁", *"abcdeot", "▁t", *(f"<0x{byte:02X}>" for byte in range(256))]
+    backend = Backend(models.BPE({piece: index for index, piece in enumerate(pieces)}, [("▁", "t")], byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    backend.add_special_tokens(["</s>"])
+    return Tokenizer(backend, eos_ids=[1])
+
+
+def composing() -> Tokenizer:
+    """A tokenizer that composes accents, as Qwen's do."""
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "</s>"]
+    backend = Backend(models.BPE({piece: index for index, piece in enumerate(pieces)}, []))
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["</s>"])
+    return Tokenizer(backend, eos_ids=[len(pieces) - 1])
+
+
+@pytest.mark.parametrize("build", [sentencepiece, composing])
+def test_what_must_follow_is_not_what_the_tokenizer_makes_of_it(build: Callable[[], Tokenizer]) -> None:
+    tokenizer, text = build(), 'to "e\u0301" do'
+    matcher = Matcher(GrammarCompiler(tokenizer).compile(LLMatcher.grammar_from_regex(f"({text}){{2}}")))
+    output: list[int] = []
+    while not output or output[-1] not in tokenizer.eos_ids:
+        found = fill_masks(
+            [StepRow([5], 0, [0], 1, SamplingParams(), 1, output=output, constraint=matcher)], tokenizer.vocab_size
+        )
+        assert found is not None and not matcher.error
+        output.append(int(np.flatnonzero(allowed_tokens(found.words[0], tokenizer.vocab_size))[0]))
+    assert b"".join(map(tokenizer.token_bytes, output[:-1])).decode() == 2 * text
 
 
 def test_nobody_waits_for_a_grammar_while_tables_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
