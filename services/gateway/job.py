@@ -76,8 +76,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     choices. `top_logprobs`: -1 none, else how many alternatives each token lists. `usage_so_far`: every chunk of the stream
     tells the usage up to it. `salt` keeps the prompt's KV apart. `warning`: what of the request had no effect. `format`: how
     answers are read that may be more than text. `echo_top`, `prompt_top`: how many alternatives the prompt's tokens list in the
-    answer's log-probabilities and in `prompt_logprobs`, -1: they are not there. `continues`: an answer follows text, so a
-    leading space is kept. `writers`: what encodes the answer. `tenant`: who asked, empty for nobody in
+    answer's log-probabilities and in `prompt_logprobs`, -1: they are not there. `continues`: an answer follows text or has a
+    form, so a leading space is kept. `writers`: what encodes the answer. `tenant`: who asked, empty for nobody in
     particular; `weight`: its share of workers.
     """
 

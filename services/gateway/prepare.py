@@ -120,7 +120,7 @@ class Preparer:
             salt=salt_of("" if tenant is None else tenant.name, request.cache_salt),
             warning=notes.text,
             format=format,
-            continues=not isinstance(request, ChatRequest) or request.continues,
+            continues=not isinstance(request, ChatRequest) or request.continues or bool(form.grammar),
             tenant="" if tenant is None else tenant.name,
             weight=1.0 if tenant is None else tenant.settings.weight,
             priority=request.priority or 0,

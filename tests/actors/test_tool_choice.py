@@ -238,3 +238,11 @@ async def test_no_schema_outlives_its_request_with_zero_retention(zero_retention
     model, job, _ = await catalog.prepare("chat", body, id="r1")
     kept = model.preparer.grammars.cached(job.sampling.grammar)
     assert (kept is None) == zero_retention
+
+
+@pytest.mark.parametrize("form", [{}, FORM])
+async def test_an_answer_with_a_form_keeps_the_space_that_it_begins_with(form: dict[str, Any]) -> None:
+    """SentencePiece's first space belongs to no text, but a grammar has seen it."""
+    catalog = Catalog.of_one(ScriptedCore(obeys()), BUNDLE, GatewayConfig())
+    _, job, _ = await catalog.prepare("chat", json.dumps({"messages": [HI]} | form).encode(), id="r1")
+    assert job.continues == bool(form)
