@@ -30,6 +30,10 @@ _FUEL = 5_000_000  # a 1,000-message chat takes ~100,000 in the largest template
 _NAME = "chat_template"
 _ROLE = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 _GENERATION = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+_STRING = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""", re.DOTALL)
+_TAG = re.compile(rf"""\{{[{{%](?:{_STRING.pattern}|[^'"])*?[%}}]\}}""", re.DOTALL)
+_VARIABLE = re.compile(r"(?<![.\w])[A-Za-z_]\w*")
 _GUARDS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # noncharacters: never meant for text between people
 _MAX_DEPTH = 32
 _PROBE_USER = {"role": "user", "content": "x"}
@@ -65,8 +69,15 @@ class ChatTemplate:
         return self._source
 
     def mentions(self, word: str) -> bool:
-        """Whether the template's source has `word` in it: a role or a variable that it does not mention, it does not know."""
+        """Whether the template's source has `word` in it: a role that it does not mention, it does not know."""
         return word in self._source
+
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """The names in the template's tags: a variable that is none of them, it does not know. Fields such as the
+        `message.thinking` of gpt-oss' are none."""
+        tags = _TAG.findall(_COMMENT.sub("", self._source))
+        return frozenset(name for tag in tags for name in _VARIABLE.findall(_STRING.sub("", tag)))
 
     @functools.cached_property
     def _call_form(self) -> tuple[str | None, bool] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from common.protocol.errors import InvalidParameter
@@ -28,10 +27,10 @@ def template_variables(template: ChatTemplate, request: ChatRequest, *, reasons:
     variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
     if taken := _RESERVED.intersection(variables):
         raise InvalidParameter(f"chat_template_kwargs can't set {min(taken)}", param="chat_template_kwargs")
-    switch = next((name for name in _SWITCHES if re.search(rf"\b{name}\b", template.source)), None)
+    switch = next((name for name in _SWITCHES if name in template.names), None)
     effort = request.reasoning_effort
     if effort is not None:
-        if template.mentions("reasoning_effort"):
+        if "reasoning_effort" in template.names:
             variables.setdefault("reasoning_effort", effort)
         elif effort == "none":
             if switch is not None:
@@ -54,7 +53,7 @@ def template_of(bundle: TextBundle, request: ChatRequest) -> ChatTemplate:
     """
     offered = request.offered_tools
     template = bundle.template_called(request.chat_template or "", tools=bool(offered))
-    if offered and not template.mentions("tools"):
+    if offered and "tools" not in template.names:
         raise InvalidParameter("the chat template of this model shows no tools: send none", param="tools")
     if offered and bundle.dialect_of(template).tool_format is None:
         raise InvalidParameter("it is not known how this model calls tools (tool_parser): send none", param="tools")

@@ -236,6 +236,15 @@ async def test_thinking_is_switched_where_the_template_knows_it(edge: Edge) -> N
     assert seen.error is not None and seen.error["param"] == "enable_thinking"
 
 
+async def test_a_field_of_messages_is_no_switch_and_no_place_for_tools() -> None:
+    """gpt-oss' template reads `message.thinking`, Phi-4-mini's `message['tools']`: neither says what a request may set."""
+    source = "{% for m in messages %}{{ m.thinking or m['tools'] or m.content }}<think>{% endfor %}"
+    bundle = msgspec.structs.replace(QWEN, template=ChatTemplate(source), tool_parser="hermes")
+    for param, more in (("enable_thinking", {"tools": None, "enable_thinking": False}), ("tools", {})):
+        seen = await asked("http", False, ScriptedCore(says("ok")), bundle=bundle, **more)
+        assert seen.error is not None and seen.error["param"] == param
+
+
 async def test_reasoning_that_the_prompt_has_opened_needs_no_mark() -> None:
     source = TEMPLATE.replace("'<|bot|>'", "'<|bot|><think>\\n'")
     bundle = msgspec.structs.replace(QWEN, template=ChatTemplate(source))

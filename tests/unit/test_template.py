@@ -202,6 +202,18 @@ class TestEnvironment:
         assert ChatTemplate(source).render([thought]).startswith("Hm.[")
         assert ChatTemplate(source).render([thought | {"content": "I call."}]).startswith("I call.[")
 
+    @pytest.mark.parametrize(
+        ("source", "names"),
+        [
+            ("{% set tools = tools or [] %}", {"set", "tools", "or"}),
+            ("{{ m.thinking }}{{ m['tools'] }}{% if \"it's tools\" in m %}", {"m", "if", "in"}),
+            ("{{ '{\\'}}' ~ tools }} thinking {# {{ thinking }} #}", {"tools"}),
+            ("{%- if enable_thinking is false -%}x{%endif%}", {"if", "enable_thinking", "is", "false", "endif"}),
+        ],
+    )
+    def test_names_in_tags(self, source: str, names: set[str]) -> None:
+        assert ChatTemplate(source.replace("in m %}", "in m %}{% endif %}")).names - {"endif"} == names - {"endif"}
+
     def test_a_broken_template_stops_the_start(self) -> None:
         with pytest.raises(ConfigError, match="compiled"):
             ChatTemplate("{% if %}")
