@@ -104,9 +104,16 @@ class ChatTemplate:
         system = [{"role": "system", "content": "x"}, {"role": "system", "content": "needle"}]
         return "needle" in self._tried([*system, _PROBE_USER])
 
-    def _tried(self, messages: list[dict[str, Any]]) -> str:
+    @functools.cached_property
+    def _needs_descriptions(self) -> bool:
+        """Whether the template takes tools with a description only, as gpt-oss' does."""
+        bare = {"type": "function", "function": {"name": "probe", "parameters": {"type": "object", "properties": {}}}}
+        described = {"type": "function", "function": bare["function"] | {"description": ""}}
+        return not self._tried([_PROBE_USER], [bare]) and bool(self._tried([_PROBE_USER], [described]))
+
+    def _tried(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> str:
         """Return the prompt for `messages`, empty if the template refuses them."""
-        context = dict(self._special_tokens) | {"messages": messages, "tools": None, "add_generation_prompt": False}
+        context = dict(self._special_tokens) | {"messages": messages, "tools": tools, "add_generation_prompt": False}
         context["strftime_now"] = datetime.datetime(2025, 1, 1).strftime
         try:
             return self._environment.render_template(_NAME, **context)
@@ -123,6 +130,14 @@ class ChatTemplate:
         if most_calls and (form := self._call_form):
             messages = [_in_form(message, *form) if message.get("tool_calls") else message for message in messages]
         return messages
+
+    def _adapted_tools(self, tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Tools as the template takes them."""
+        if all(_is_described(tool) for tool in tools) or not self._needs_descriptions:
+            return list(tools)
+        return [
+            tool if _is_described(tool) else {**tool, "function": {**tool["function"], "description": ""}} for tool in tools
+        ]
 
     def render(
         self,
@@ -146,7 +161,7 @@ class ChatTemplate:
         context = dict(variables or {}) | self._special_tokens
         context |= {
             "messages": self._adapted(normalize_messages(messages)),
-            "tools": list(tools) if tools else None,
+            "tools": self._adapted_tools(tools) if tools else None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             "strftime_now": moment.strftime,
@@ -231,6 +246,12 @@ def _probe_calls(*values: str) -> dict[str, Any]:
     functions = [{"name": "probe", "arguments": {"key": value}} for value in values]
     calls = [{"id": f"probe012{index}", "type": "function", "function": each} for index, each in enumerate(functions)]
     return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def _is_described(tool: Mapping[str, Any]) -> bool:
+    """Whether a tool has a description, or is none that could have one."""
+    function = tool.get("function")
+    return not isinstance(function, Mapping) or isinstance(function.get("description"), str)
 
 
 def _in_form(message: Message, content: str | None, as_text: bool) -> dict[str, Any]:

@@ -180,6 +180,13 @@ class TestEnvironment:
         template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments.x }}")
         assert template.render([{"role": "assistant", "content": None, "tool_calls": [call]}]) == "1"
 
+    @pytest.mark.parametrize("function", [{"name": "f"}, {"name": "f", "description": None}])
+    def test_a_tool_needs_no_description(self, function: dict[str, Any]) -> None:
+        tools = [{"type": "function", "function": function}]
+        source = "{% for tool in tools %}// {{ '' + tool.function.description }}|{{ tool.function.name }}{% endfor %}"
+        assert ChatTemplate(source).render([USER], tools=tools) == "// |f", "gpt-oss' template adds it to a text"
+        assert ChatTemplate("{{ tools[0].function }}").render([USER], tools=tools) == str(function)
+
     @pytest.mark.parametrize("content", [None, ""])
     def test_a_call_without_text_shows_none_nowhere(self, content: str | None) -> None:
         call = {"function": {"name": "f", "arguments": '{"x": 1}'}}
