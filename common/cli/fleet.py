@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
 from common.cli.supervisor import stage_reserve_s
+from common.cli.up_config import MAX_THREADS, UpConfig
 from common.engine.settings import EngineServiceConfig
 from common.protocol import subjects
 from common.protocol.errors import ConfigError
 from common.protocol.handles import Role
-from common.runtime.fields import SECRET, Field
+from common.runtime.fields import Field
 from common.runtime.sections import config_type, service_fields
 from common.runtime.settings import ServiceConfig
-
-MAX_THREADS = 8
-"""Decoding is bound by memory: more threads than this make a small model slower, not faster."""
 
 Passed = Mapping[Role, Mapping[str, str]]
 """Settings that a role's processes are given, by name, as they are written in a flag."""
@@ -28,37 +24,6 @@ Services = Mapping[Role, ServiceConfig]
 """The settings of a role's processes."""
 
 MAX_TAG_CHARS = 40
-
-_Count = Annotated[int, Meta(ge=0, le=256)]
-
-
-class UpConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is started. The settings of `penstock up` itself; its help has the first sentence as a heading."""
-
-    gateway: Annotated[int, Meta(ge=1, le=64, description="gateways; several share the port")] = 1
-    prefill: Annotated[
-        _Count | None,
-        Meta(description=f"prefill workers; by default 1 if there are two GPUs, or {2 * MAX_THREADS} cores and none, else 0"),
-    ] = None
-    decode: Annotated[int, Meta(ge=0, le=256, description="decode workers; they compute prompts too")] = 1
-    draft: Annotated[
-        int, Meta(ge=0, le=256, description="draft workers, which guess tokens from the text so far, or with --draft-model")
-    ] = 0
-    kvstore: Annotated[_Count | None, Meta(description="KV stores; by default 1, where KV is on GPUs 0")] = None
-    device: Annotated[str, Meta(description="auto: GPUs if there are any; cpu; cuda: every GPU; cuda:N: that one")] = "auto"
-    http_host: Annotated[str, Meta(description="address of the OpenAI API")] = "127.0.0.1"
-    http_port: Annotated[int, Meta(ge=0, le=65535, description="port of the OpenAI API; 0: any free one")] = 8000
-    nats_url: Annotated[
-        str, Meta(description="a bus that runs already, or a,b,c of a cluster; empty: start one", extra=SECRET)
-    ] = ""
-    nats_port: Annotated[int, Meta(ge=0, le=65535, description="port of the bus that is started; 0: any free one")] = 4222
-    nats_clients: Annotated[
-        tuple[str, ...], Meta(description="further users of the bus that is started, who may send requests, each with a file")
-    ] = ()
-    data_dir: Annotated[
-        str, Meta(description="folder where the bus that is started keeps files and batches; empty: one for its port")
-    ] = ""
-    log_dir: Annotated[str, Meta(description="folder for the processes' logs; empty: one of /tmp, removed in the end")] = ""
 
 
 class ModelFleet(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from common.cli import owned_folder
-from common.cli.fleet import UpConfig
+from common.cli.up_config import UpConfig
 from common.models.naming import expanded
 from common.models.source import default_cache_dir
 from common.protocol.errors import ConfigError

@@ -12,8 +12,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from common.cli.client import connected, decode_presence
 from common.cli.console import err
-from common.cli.fleet import ProcessSpec, UpConfig
+from common.cli.fleet import ProcessSpec
 from common.cli.net import http_reply, reachable
+from common.cli.up_config import UpConfig
 from common.protocol import subjects
 from common.protocol.messages import Presence, ServedModel
 from common.runtime.bus import BusMessage

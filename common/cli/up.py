@@ -25,12 +25,13 @@ from rich.table import Table
 from common.cli import own_bus, owned_folder, up_settings
 from common.cli.client import connected
 from common.cli.console import err, out, run, usable_cores
-from common.cli.fleet import ModelFleet, ProcessSpec, UpConfig, check_disk, processes, settled
+from common.cli.fleet import ModelFleet, ProcessSpec, check_disk, processes, settled
 from common.cli.gpus import visible_gpus
 from common.cli.net import claimed_port, reachable
 from common.cli.pull import ensure
 from common.cli.starting import Starting, wait_ready
 from common.cli.supervisor import Command, Supervisor, python_module
+from common.cli.up_config import UpConfig
 from common.cli.up_settings import UpSettings
 from common.engine.settings import check_objectives
 from common.models.naming import expanded

@@ -16,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from common.cli.fleet import ModelFleet, Passed, Services, UpConfig
+from common.cli.fleet import ModelFleet, Passed, Services
+from common.cli.up_config import UpConfig
 from common.protocol.errors import ConfigError
 from common.protocol.handles import Role
 from common.runtime import config as configuration

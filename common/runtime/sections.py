@@ -70,7 +70,7 @@ def service_fields(role: str) -> Mapping[str, Field]:
 @functools.cache
 def up_fields() -> Mapping[str, Field]:
     """The settings of `penstock up` itself."""
-    kind: type[msgspec.Struct] = importlib.import_module("common.cli.fleet").UpConfig
+    kind: type[msgspec.Struct] = importlib.import_module("common.cli.up_config").UpConfig
     return fields_of(kind)
 
 

@@ -18,10 +18,11 @@ from typer.testing import CliRunner
 from common.cli import bench, doctor, status
 from common.cli.app import app
 from common.cli.bench_report import percentile
-from common.cli.fleet import Passed, UpConfig, processes, settled, threads_per_worker
+from common.cli.fleet import Passed, processes, settled, threads_per_worker
 from common.cli.gpus import visible_gpus
 from common.cli.net import claimed_port, free_port, free_ports, http_status
 from common.cli.starting import Starting
+from common.cli.up_config import UpConfig
 from common.models.source import DEFAULT_MODEL, ModelFiles
 from common.protocol.cache_messages import KvTier
 from common.protocol.draft_messages import Drafting

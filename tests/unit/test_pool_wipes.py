@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from common.cache.pool import BlockPool
-from common.cli.fleet import UpConfig, settled
+from common.cli.fleet import settled
+from common.cli.up_config import UpConfig
 
 
 def test_a_block_is_wiped_when_its_last_holder_lets_go() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.cli import own_bus
-from common.cli.fleet import UpConfig
+from common.cli.up_config import UpConfig
 from common.runtime.http_access import is_loopback
 from common.runtime.sections import ROLES, config_type
 
