@@ -51,7 +51,7 @@ def test_no_task_is_left_without_an_owner() -> None:
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:
-    """Imports in functions and for type checkers count: a circle is two modules that are one."""
+    """Imports in functions, by name and for type checkers count: a circle is two modules that are one."""
     assert circle_of(modules_imported(SOURCES)) == []
 
 
@@ -60,10 +60,11 @@ def test_a_circle_would_be_found(tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
     (tmp_path / "two" / "__init__.py").touch()
     (tmp_path / "two" / "three.py").write_text("def late():\n    from two import four\n")
-    (tmp_path / "two" / "four.py").write_text("if TYPE_CHECKING:\n    import one\n")
+    (tmp_path / "two" / "four.py").write_text("if TYPE_CHECKING:\n    import five\n")
+    (tmp_path / "five.py").write_text("import importlib\nmodule = importlib.import_module('one')\n")
     found = modules_imported(sorted(tmp_path.rglob("*.py")), tmp_path)
-    assert found == {"one": {"two.three"}, "two": set(), "two.three": {"two.four"}, "two.four": {"one"}}
-    assert set(circle_of(found)) == {"one", "two.three", "two.four"}
+    assert found == {"one": {"two.three"}, "two": set(), "two.three": {"two.four"}, "two.four": {"five"}, "five": {"one"}}
+    assert set(circle_of(found)) == {"one", "two.three", "two.four", "five"}
 
 
 def modules_imported(paths: list[Path], root: Path = ROOT) -> dict[str, set[str]]:
@@ -79,6 +80,8 @@ def modules_imported(paths: list[Path], root: Path = ROOT) -> dict[str, set[str]
             elif isinstance(node, ast.ImportFrom):
                 assert not node.level, f"{path} has a relative import"
                 targets |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "import_module":
+                targets |= {str(argument.value) for argument in node.args if isinstance(argument, ast.Constant)}
         found[module] = (targets & known.keys()) - packages
     return found
 
