@@ -287,8 +287,7 @@ class Tokenizer:
 
 
 def _too_long(param: str, size: str, max_tokens: int) -> ContextLengthExceeded:
-    what = "the messages have" if param == "messages" else "the prompt has"
-    return ContextLengthExceeded(f"{what} {size}; at most {max_tokens} tokens fit", param=param)
+    return ContextLengthExceeded(f"the prompt has {size}; at most {max_tokens} tokens fit", param=param)
 
 
 # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -134,6 +134,8 @@ async def test_a_mistake_found_behind_the_view_is_in_its_words(edge: Edge, strea
     [body] = await ask(edge, ScriptedCore(), RESPONSES, {**HI, "max_output_tokens": 10**6, "stream": stream})
     assert body["error"]["param"] == "max_output_tokens" and "max_output_tokens can be at most" in body["error"]["message"]
     assert body["error"]["code"] == "context_length_exceeded"
+    [body] = await ask(edge, ScriptedCore(), RESPONSES, {**HI, "input": "x " * 900, "stream": stream})
+    assert body["error"]["param"] == "input" and body["error"]["message"].startswith("the prompt has ")
     [body] = await ask(edge, ScriptedCore(), RESPONSES, {**HI, "reasoning": {"effort": "low"}, "stream": stream})
     assert body["error"]["param"] == "reasoning.effort"
     [body] = await ask(edge, ScriptedCore(), RESPONSES, {**HI, "text": {"format": {"type": "xml"}}, "stream": stream})
