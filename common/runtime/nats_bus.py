@@ -1,4 +1,4 @@
-"""The bus on NATS: beside `nats_micro`, the only file that imports `nats`.
+"""The bus on NATS: beside `nats_client` and `nats_micro`, the only file that imports `nats`.
 
 `connect` returns a connection that comes back by itself, for ever, about 100 ms after the server does. nats-py reconnects by
 itself after a broken connection, but closes for good when the server sends an error (a slow consumer after SIGSTOP, for
@@ -11,23 +11,22 @@ than raised, because nobody could do better: every stream numbers its messages a
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 from collections.abc import Callable, Mapping
 
 import anyio
 import nats.errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from common.protocol import errors
 from common.protocol.errors import BusClosed, BusError, BusRefused, ConfigError, InvalidParameter, RequestTimeout
-from common.runtime import logs
+from common.runtime import logs, nats_client
 from common.runtime.bus import BusMessage, Handler, ServiceInfo
 from common.runtime.bus_login import BusLogin, ResolvedLogin
 from common.runtime.jetstream import JetStream
 from common.runtime.nats_access import CLIENT
+from common.runtime.nats_client import NatsClient
 from common.runtime.nats_micro import MicroService
 from common.runtime.nats_url import check_nats_url, redacted, servers
 from common.runtime.routing import PendingReplies, check_size, check_subject, leads_on
@@ -38,7 +37,8 @@ MAX_PENDING_BYTES = 16 * 1024 * 1024
 SUBSCRIPTION_PENDING_BYTES = 128 * 1024 * 1024
 RECONNECT_WAIT_S = 0.1
 ATTEMPT_TIMEOUT_S = 2
-PING_INTERVAL_S = 5
+PING_INTERVAL_S = 2
+"""A server that answers none for three times as long hangs: sooner than requests are refused because no worker is heard."""
 FLUSH_TIMEOUT_S = 10.0
 DRAIN_TIMEOUT_S = 5
 CLOSE_TIMEOUT_S = 5
@@ -82,17 +82,6 @@ async def connect(
         reason = f" ({bus.last_error})" if bus.last_error else ""
         raise BusError(f"no NATS server answers at {redacted(url)}{reason}; is one running?") from None
     return bus
-
-
-async def _flush(client: Client, timeout_s: float) -> None:
-    """nats-py writes the PING of a flush to the socket at once, past commands that its flusher task has yet to write: so
-    wait for those first, or a subscription may not be known yet when this returns."""
-    async with asyncio.timeout(timeout_s):
-        turns = 0
-        while client.is_connected and client.pending_data_size:
-            turns += 1
-            await asyncio.sleep(0 if turns < 10 else POLL_S)
-    await client.flush(math.ceil(timeout_s))
 
 
 class BusSubscription:
@@ -150,7 +139,7 @@ class NatsBus:
         self.streams = JetStream(self)
         self._url = url
         self._login = login
-        self._client = Client()
+        self._client = NatsClient()
         self._connected = False
         self._closed = False
         self._callbacks: list[Callable[[bool], None]] = []
@@ -247,7 +236,7 @@ class NatsBus:
         while True:
             await self._wait_connected()
             try:
-                await _flush(self._client, FLUSH_TIMEOUT_S)
+                await nats_client.flush(self._client, FLUSH_TIMEOUT_S)
             except (nats.errors.FlushTimeoutError, TimeoutError):
                 if self._client.is_connected:
                     raise RequestTimeout("the NATS server does not answer") from None
@@ -277,7 +266,7 @@ class NatsBus:
     async def _open(self) -> None:
         """Connect a new client, which takes over every subscription. Tries until it succeeds or is cancelled."""
         while True:
-            client = self._client = Client()
+            client = self._client = NatsClient()
             try:
                 await client.connect(
                     servers(self._url),
@@ -302,7 +291,7 @@ class NatsBus:
                 await client.subscribe(self._replies.pattern, cb=self._on_reply, pending_msgs_limit=65536)
                 if self._service is not None:
                     await MicroService(client, self._service).start()
-                await _flush(client, ATTEMPT_TIMEOUT_S)
+                await nats_client.flush(client, ATTEMPT_TIMEOUT_S)
             except ValueError as error:
                 raise ConfigError(f"{redacted(self._url)} is not a NATS URL: {error}") from error
             except (nats.errors.Error, OSError, TimeoutError) as error:

@@ -326,6 +326,24 @@ async def test_publishing_never_waits_long_for_a_server_that_hangs(
     await bus.close()
 
 
+async def test_a_server_that_hangs_is_left_though_it_takes_nothing_any_more(
+    nats_server_factory: Callable[[], LocalNatsServer], monkeypatch: pytest.MonkeyPatch
+):
+    """As one whose host is off: nothing closes the connection, and what was written to it stays unsent."""
+    monkeypatch.setattr(nats_bus, "PING_INTERVAL_S", 0.1)
+    hanging, other = nats_server_factory(), nats_server_factory()
+    bus = await nats_bus.connect(f"{hanging.url},{other.url}", name="bus")
+    changes: list[bool] = []
+    bus.on_connection_change(changes.append)
+    hanging.freeze()
+    for _ in range(30):
+        await bus.publish("t.hang", b"x" * 1_000_000)
+    await until(lambda: changes == [False, True])
+    hanging.thaw()
+    await bus.flush()
+    await bus.close()
+
+
 async def test_a_connection_that_the_server_closes_with_an_error_comes_back(nats_server: str):
     bus = await nats_bus.connect(nats_server, name="bus")
     got: list[bytes] = []
