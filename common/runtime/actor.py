@@ -62,13 +62,10 @@ class Actor:
         self._http_host = reachable_host(config.http_host)
         self.ref = WorkerRef(self.role, config.worker_id or new_worker_id(self.role), new_epoch())
         self.peers = Peers(
-            bus,
-            heartbeat_s=config.heartbeat_s,
-            dead_after_s=config.dead_after_s,
-            clock=clock,
-            on_lost=self._on_peer_lost,
+            bus, heartbeat_s=config.heartbeat_s, dead_after_s=config.dead_after_s, clock=clock, on_lost=self._on_peer_lost
         )
         self.registry = self.peers.registry
+        self._is_news = logs.Once()
         self.metrics = Metrics(role=self.role)
         self.state: WorkerState = "starting"
         self.http_port = 0
@@ -336,7 +333,8 @@ class Actor:
             decoded = messages.decode(message.data)
         except ProtocolError as error:
             self.metrics.messages_undecodable.inc()
-            log.warning("undecodable_message", worker=self.ref.id, size_bytes=len(message.data), reason=str(error))
+            if self._is_news(str(error)):  # a newer version may send what we don't know in each step
+                log.warning("undecodable_message", worker=self.ref.id, size_bytes=len(message.data), reason=str(error))
             self.answer(message.reply, Rejected(worker=self.ref, code=error.code, message="the message can't be decoded"))
             return
         if self.state == "starting" and message.reply:

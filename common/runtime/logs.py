@@ -115,3 +115,17 @@ def configure(level: str = "info", format: Literal["console", "json"] = "console
     root.setLevel(LEVELS[level])
     for noisy in ("uvicorn.access", "asyncio", "httpx", "httpcore"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+class Once:
+    """Whether a reason comes for the first time, of `limit` reasons: for lines that would be said a thousand times."""
+
+    def __init__(self, limit: int = 64) -> None:
+        self._limit = limit
+        self._known: set[str] = set()
+
+    def __call__(self, reason: str) -> bool:
+        if reason in self._known or len(self._known) >= self._limit:
+            return False
+        self._known.add(reason)
+        return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import anyio
+import msgspec
 import pytest
 
 from common.protocol import messages, subjects
@@ -62,6 +63,17 @@ async def test_a_message_that_cannot_be_decoded_is_counted_and_answered_and_harm
         assert isinstance(rejected, Rejected) and rejected.code == "protocol_error"
         assert b"penstock_messages_undecodable_total 1.0" in worker.metrics.render()
         assert isinstance(await gateway.ask(worker.ref, ReleaseLease(leases=[]), 1.0), Accepted)
+
+
+async def test_messages_that_a_newer_version_sends_all_the_time_are_one_line_each_kind(caplog: pytest.LogCaptureFixture):
+    _, gateway, worker = pair()
+    async with running(gateway, worker):
+        for kind in ("FutureA", "FutureB") * 20:
+            data = msgspec.msgpack.encode({"type": kind})
+            await gateway.bus.request(subjects.inbox("decode", worker.ref.id), data, timeout_s=1.0)
+        assert b"penstock_messages_undecodable_total 40.0" in worker.metrics.render()
+    said = [record.getMessage() for record in caplog.records if "undecodable_message" in record.getMessage()]
+    assert len(said) == 2 and "FutureA" in said[0] and "FutureB" in said[1]
 
 
 async def test_a_mistake_in_a_handler_ends_neither_the_actor_nor_the_wait_for_an_answer():
