@@ -7,6 +7,7 @@ admitted ─► copied (from a store, or from the prefill worker) ─► steps: 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 from common.protocol.explain_messages import WorkerEvent as Event
@@ -15,7 +16,8 @@ from common.protocol.trace_context import child_of
 from common.runtime.spans import Fact, Span
 
 MAX_EVENTS = 64
-"""What is kept of a prompt of many chunks: the first event and the latest ones."""
+"""What is kept of a prompt of many chunks: the first event and the latest ones. Hand-offs that were refused one after the
+other go first."""
 COPIES = ("pull", "prefix")
 SHARED = "shared prefix"
 MAX_PEERS = 8
@@ -73,7 +75,9 @@ class Timeline:
 
     def note(self, event: Event) -> None:
         if len(self.events) >= MAX_EVENTS:
-            del self.events[1]
+            pairs = enumerate(itertools.pairwise(self.events), 1)
+            refused = (index for index, (before, later) in pairs if before.name == later.name == "hand-off")
+            del self.events[next(refused, 1)]
         self.events.append(event)
 
     def asked(self, peers: Iterable[WorkerRef]) -> None:

@@ -3,6 +3,7 @@ attempt ended. Spans and `penstock explain` are made of it. Pure."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -11,7 +12,8 @@ from services.gateway.actions import State
 from services.gateway.routes import Choice, Costed, ReadChoice, Reason
 
 MAX_STEPS = 48
-"""What is kept of a request that goes from worker to worker: its arrival and its latest steps."""
+"""What is kept of a request that goes from worker to worker: its arrival and its latest steps. Hand-offs that were refused one
+after the other go first."""
 MAX_ROUTES = MAX_STEPS
 """Of how many placements the reasons are kept: of the first one and of all that are among the latest steps."""
 MAX_COMPARISONS = 8
@@ -67,8 +69,14 @@ class History:
         self, now: float, state: State, attempt: int, prefill: WorkerRef | None, decode: WorkerRef | None, reason: str
     ) -> None:
         if len(self.steps) >= MAX_STEPS:
-            del self.steps[1]
+            del self.steps[self._first_repeated()]
         self.steps.append(Step(now, state, attempt, prefill, decode, reason))
+
+    def _first_repeated(self) -> int:
+        """Return the index of a step in which nothing changed but the decode worker that was asked; 1: there is none."""
+        pairs = enumerate(itertools.pairwise(self.steps), 1)
+        repeated = (index for index, (before, step) in pairs if (step.state, step.attempt) == (before.state, before.attempt))
+        return next(repeated, 1)
 
     def routed(self, now: float, attempt: int, choice: Choice | ReadChoice) -> None:
         if len(self.routes) >= MAX_ROUTES:

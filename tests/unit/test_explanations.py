@@ -12,7 +12,7 @@ from common.protocol.explain_messages import Explained, ExplainedEvent, Explanat
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import SamplingParams
 from services.gateway import history
-from services.gateway.actions import Limits
+from services.gateway.actions import Limits, State
 from services.gateway.batches.records import LineKind
 from services.gateway.batches.results import answered, refused
 from services.gateway.explanations import MAX_ENDED, Explanations, Told, explanation, record_of, workers_of
@@ -154,6 +154,19 @@ def test_a_history_is_bounded() -> None:
     placed = [event for event in told(request, now=200.0).events if event.event == "routed"]
     assert len(placed) > history.MAX_COMPARISONS and all(event.facts["reason"] for event in placed), "each has its reason"
     assert sum(bool(route.costs) for route in kept.routes) == history.MAX_COMPARISONS
+
+
+def test_hand_offs_that_were_refused_push_out_no_placement() -> None:
+    request = asked("r")
+    request.history.routed(2.0, 1, Choice(P1, D1, 3, reason="path_given"))
+    request.place(P1, D1, 2.0)
+    for number in range(100):
+        request.enter(State.HANDING_OFF, 3.0 + number)
+    request.enter(State.DECODING, 200.0)
+    steps = [event for event in told(request, now=201.0).events if event.event != "stalled"]
+    assert [event.event for event in steps[:4]] == ["received", "queued", "routed", "handing off"]
+    assert steps[3].at_ms == 2000.0 and steps[-1].event == "decoding"
+    assert len(steps) == history.MAX_STEPS + 1
 
 
 # -- the timeline

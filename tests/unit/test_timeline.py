@@ -97,3 +97,13 @@ def test_the_events_of_a_long_prompt_are_bounded() -> None:
         line.stepped(number, number + 1, 16 * number, 0)
     assert len(line.events) == MAX_EVENTS and line.num_steps == 999
     assert line.events[0].began_at == 1 and line.events[-1].began_at == 999
+
+
+def test_hand_offs_that_were_refused_push_out_no_chunk() -> None:
+    line = Timeline(0.0, num_computed=0, num_outputs=0)
+    for number in range(1, 11):
+        line.stepped(number, number + 1, 16 * number, 0)
+    for number in range(1000):
+        line.note(Event("hand-off", 20.0 + number, 20.5 + number, error="out_of_blocks"))
+    assert [event.num_tokens for event in line.events[:10]] == [16] * 10
+    assert len(line.events) == MAX_EVENTS and line.events[-1].began_at == 1019.0
