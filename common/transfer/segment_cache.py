@@ -31,7 +31,7 @@ class SegmentCache(Generic[T]):
         self._segments: OrderedDict[tuple[str, str], T] = OrderedDict()  # least recently used first
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._watched = False
+        self._watcher: threading.Thread | None = None
 
     def get(self, name: str, fingerprint: str) -> T:
         """:raises TransportUnavailable, StaleHandle: what `open` raises."""
@@ -53,9 +53,13 @@ class SegmentCache(Generic[T]):
             return list(self._segments.values())
 
     def close(self) -> None:
+        """Nothing is open afterwards, nor being let go. Harmless twice."""
         self._closed.set()
         with self._lock:
             self._segments.clear()
+            watcher = self._watcher
+        if watcher is not None:
+            watcher.join()
 
     def let_go(self) -> None:
         """Let go of those that are out of date."""
@@ -65,9 +69,10 @@ class SegmentCache(Generic[T]):
         gone.clear()  # without the lock
 
     def _watch(self) -> None:
-        if not self._watched and not self._closed.is_set():
-            self._watched = True
-            threading.Thread(target=_watch, args=(weakref.ref(self), self._closed), name="let-go", daemon=True).start()
+        if self._watcher is None and not self._closed.is_set():
+            arguments = weakref.ref(self), self._closed
+            self._watcher = threading.Thread(target=_watch, args=arguments, name="let-go", daemon=True)
+            self._watcher.start()
 
 
 def _watch(cache: weakref.ref[SegmentCache[Any]], closed: threading.Event) -> None:
