@@ -18,10 +18,12 @@ from collections.abc import Callable
 import anyio
 import msgspec
 
+from common.cache.grouped_pool import Arrived
 from common.engine.plan import StepPlan, StepResult
 from common.engine.sequence import Sequence
 from common.protocol.capacity import Capacity
 from common.protocol.draft_messages import Drafting, DraftResync, DraftUpdate, Proposals
+from common.protocol.errors import OutOfBlocks, OutOfCredits
 from common.protocol.explain_messages import RequestContext
 from common.protocol.messages import Cancel, DecodeTask, KvReady, Message, Presence, ReadTask
 from common.protocol.stream_messages import KvPart, KvPromise, KvWithdrawn
@@ -39,6 +41,7 @@ from services.decode.config import DecodeConfig
 from services.decode.device_lookup import DeviceLookup
 from services.decode.draft_trial import DraftTrial
 from services.decode.head_drafts import HeadDrafts
+from services.decode.kept_place import KeptPlace
 from services.decode.kv_reader import KvReader, covered_blocks
 from services.decode.lookup import Lookup
 from services.decode.posting import Posting
@@ -76,6 +79,7 @@ class DecodeActor(EngineWorker):
         self.transport = MeasuredTransport(transport, self.kv.transfers)
         self.kv_reader = KvReader(self)
         self.early_heartbeats = EarlyHeartbeats(self)
+        self.kept_place = KeptPlace(lapse_s=max(1.0, 4 * config.heartbeat_s))  # whoever waits is offered at each heartbeat
         self.vocabulary = ""
 
     async def start(self) -> None:
@@ -155,17 +159,29 @@ class DecodeActor(EngineWorker):
     # -- tasks
 
     def on_task(self, task: DecodeTask, reply: str) -> None:
-        sequence = self.admit(task.generation, reply, self.scheduler.admit)
+        sequence = self.admit(task.generation, reply, self.take_in)
         if sequence is not None:
             self.speculate(sequence)
             self.prefixes.fetch(sequence)
             self.early_heartbeats.admitted(sequence)
 
     def on_read(self, task: ReadTask, reply: str) -> None:
-        sequence = self.admit(task.generation, reply, self.scheduler.admit)
+        sequence = self.admit(task.generation, reply, self.take_in)
         if sequence is not None:
             self.prefixes.fetch(sequence)
             self.early_heartbeats.admitted(sequence)
+
+    def take_in(self, sequence: Sequence, arrived: Arrived = ()) -> None:
+        """Admit a sequence to the scheduler. :raises PenstockError: it has no place; see `DecodeScheduler.admit`."""
+        now = self.clock()
+        self.kept_place.check(sequence.request, now)
+        try:
+            self.scheduler.admit(sequence, arrived)
+        except (OutOfBlocks, OutOfCredits):
+            if self.scheduler.num_held < self.scheduler.max_running:  # it lacks blocks, or those that were preempted do
+                self.kept_place.refused(sequence.request, sequence.length, now)
+            raise
+        self.kept_place.admitted(sequence.request)
 
     def on_kv_ready(self, ready: KvReady, reply: str) -> None:
         heard_at = self.clock()
@@ -177,7 +193,7 @@ class DecodeActor(EngineWorker):
             if ready.first_logprobs is not None:
                 sequence.held_from -= 1
                 sequence.logprobs.append(ready.first_logprobs)
-            self.scheduler.admit(sequence, arrived)
+            self.take_in(sequence, arrived)
             if arrival is not None:
                 self.arrivals.take(arrival, arrived)
 
@@ -298,6 +314,8 @@ class DecodeActor(EngineWorker):
         said = super().presence(state)
         if not self.loaded:
             return said
+        if not said.credits:
+            self.kept_place.full(self.clock())
         return msgspec.structs.replace(
             said,
             capacity=self.capacity,
