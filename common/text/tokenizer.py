@@ -287,7 +287,7 @@ class Tokenizer:
 
 
 def _too_long(param: str, size: str, max_tokens: int) -> ContextLengthExceeded:
-    return ContextLengthExceeded(f"the prompt has {size}; at most {max_tokens} tokens fit", param=param)
+    return ContextLengthExceeded(f"the prompt has {size}; at most {max_tokens} tokens fit: shorten {param}", param=param)
 
 
 # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -313,6 +313,6 @@ def _cost(found: tuple[float, Worker]) -> float:
 
 
 def _idle(pool: Pool, job: Job) -> WorkerRef | None:
-    idle = [worker for worker in pool.members.values() if worker.spare > 0 and not worker.load]
+    idle = [worker for worker in pool.members.values() if worker.takes(job.num_tokens, job.request) and not worker.load]
     untried = [worker for worker in idle if worker.ref.id not in job.avoid]
     return next((worker.ref for worker in untried or idle), None)

@@ -216,7 +216,7 @@ async def test_a_store_waits_for_the_memory_that_workers_still_have_of_its_last_
         store = site.make_store(capacity_mb=3, shm_dir=str(directory))
         async with anyio.create_task_group() as group:
             group.start_soon(store.start)
-            await anyio.wait_all_tasks_blocked()
+            await anyio.sleep(0.12)  # not wait_all_tasks_blocked: it looks every 0.1 s, each time as one of 0.05 s has ended
             (directory / "held").unlink()
         assert room_bytes(directory) >= 3 << 20
 

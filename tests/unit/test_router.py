@@ -410,6 +410,16 @@ def test_a_redirect_may_be_worth_waiting_for() -> None:
     assert pool.may_redirect(prefill, tried=())
 
 
+def test_an_idle_worker_that_lacked_blocks_is_not_asked_again_until_it_says_otherwise() -> None:
+    pool = router(worker("decode", 1))
+    found = pool.choose_alone(LONG)
+    assert found is not None
+    pool.refused(found.decode, num_tokens=LONG.num_tokens)
+    assert pool.choose_alone(LONG) is None
+    pool.refresh([worker("decode", 1)])
+    assert pool.choose_alone(LONG) is not None
+
+
 # -- speed
 
 
