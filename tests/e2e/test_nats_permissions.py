@@ -19,7 +19,7 @@ from common.protocol import messages, subjects
 from common.protocol.errors import BusRefused
 from common.protocol.handles import WorkerRef
 from common.protocol.messages import Presence
-from common.runtime import nats_bus
+from common.runtime import nats_bus, nats_client
 from common.runtime.bus_login import BusLogin, run_folder, write_private
 from common.runtime.nats_access import ROLES, USERS, Credentials, draw_credentials, server_config
 from tests.fixtures.nats import LocalNatsServer
@@ -65,10 +65,10 @@ class Site:
 
         async with self.connected("watcher", "watcher") as watcher, self.connected(user) as client:
             await watcher.subscribe(">", cb=hear)
-            await nats_bus._flush(watcher, 5)
+            await nats_client.flush(watcher, 5)
             for subject in wanted:
                 await client.publish(subject, b"x")
-            await nats_bus._flush(client, 5)
+            await nats_client.flush(client, 5)
             await settled(heard, watcher)
         return heard & set(wanted)
 
@@ -82,10 +82,10 @@ class Site:
         async with self.connected("watcher", "watcher") as watcher, self.connected(user) as client:
             for subject in subscriptions:
                 await client.subscribe(subject, cb=hear)
-            await nats_bus._flush(client, 5)
+            await nats_client.flush(client, 5)
             for subject in published:
                 await watcher.publish(subject, b"x")
-            await nats_bus._flush(watcher, 5)
+            await nats_client.flush(watcher, 5)
             await settled(heard, client)
         return heard
 
@@ -95,7 +95,7 @@ async def settled(heard: set[str], client: Client) -> None:
     before = -1
     while before != len(heard):
         before = len(heard)
-        await nats_bus._flush(client, 5)
+        await nats_client.flush(client, 5)
         while any(subscription.pending_msgs for subscription in client._subs.values()):
             await anyio.sleep(0.01)
         await anyio.sleep(0.05)
@@ -222,12 +222,12 @@ async def test_the_server_reports_nothing_to_where_a_user_may_not_publish(site: 
 
     async with site.connected("watcher", "watcher") as watcher, site.connected(user) as client:
         await watcher.subscribe("penstock.v1.int.>", cb=hear)
-        await nats_bus._flush(watcher, 5)
+        await nats_client.flush(watcher, 5)
         forged = subjects.presence("decode", "decode-1")
         for subject in (*REQUESTS, "$SRV.PING"):
             await client.publish(subject, b"x", headers={"Nats-Trace-Dest": forged})
             await client.publish(subject, b"x", reply=forged)  # nobody responds: told to the sender's own subscriptions only
-        await nats_bus._flush(client, 5)
+        await nats_client.flush(client, 5)
         await anyio.sleep(0.1)
     assert heard == []
 

@@ -16,7 +16,7 @@ from nats.aio.msg import Msg
 from common.cli.write_access import write
 from common.protocol import headers, subjects
 from common.protocol.errors import ConfigError
-from common.runtime import nats_bus
+from common.runtime import nats_client
 from common.runtime.bus_login import write_private
 from common.runtime.nats_access import ROLES, USERS, draw_credentials, server_config
 from tests.e2e.stack import ROOT, Stack
@@ -68,15 +68,15 @@ async def test_a_tenant_joins_no_queue_group_and_has_the_server_publish_nothing(
     async with site.connected("watcher", "watcher") as watcher, site.connected("acme") as tenant:
         await watcher.subscribe("penstock.v1.int.>", cb=hear)
         await watcher.subscribe("_INBOX.zoo.>", cb=hear)
-        await nats_bus._flush(watcher, 5)
+        await nats_client.flush(watcher, 5)
         for subject in (*ALL_TENANTS, subjects.chat("some-model")):
             await tenant.subscribe(subject, queue=subjects.GATEWAY_QUEUE, cb=hear)
             for target in (subjects.presence("decode", "decode-1"), "_INBOX.zoo.abc"):
                 await tenant.publish(subject, b"x", headers={"Nats-Trace-Dest": target})
                 await tenant.publish(subject, b"x", reply=target)
-        await nats_bus._flush(tenant, 5)
+        await nats_client.flush(tenant, 5)
         await watcher.publish(subjects.of_tenant("acme", subjects.chat("some-model")), b"x")
-        await nats_bus._flush(watcher, 5)
+        await nats_client.flush(watcher, 5)
         await anyio.sleep(0.1)
     assert heard == []
 

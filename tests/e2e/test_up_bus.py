@@ -19,7 +19,7 @@ from nats.aio.msg import Msg
 from common.cli.demo import MARK, Site, leftovers, marked_processes
 from common.models.source import ModelFiles
 from common.protocol import subjects
-from common.runtime import nats_bus
+from common.runtime import nats_client
 from common.runtime.bus_login import run_folder
 from common.runtime.nats_access import USERS
 from tests.e2e.test_up import ROOT, SIMULATED, STOP_TIMEOUT_S, penstock_up, run
@@ -152,7 +152,7 @@ async def test_a_client_neither_hears_nor_cancels_what_another_one_asks(site: Si
             "penstock.v1.int.inbox.>",
         ):
             await alice.subscribe(subject, cb=hear)
-        await nats_bus._flush(alice, 5)
+        await nats_client.flush(alice, 5)
         subject = subjects.chat("smollm2-135m-instruct")
         body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 300, "ignore_eos": True}).encode()
         replies = await client.subscribe(inbox := client.new_inbox())
@@ -160,12 +160,12 @@ async def test_a_client_neither_hears_nor_cancels_what_another_one_asks(site: Si
         for _ in range(20):
             await alice.publish(subjects.cancel("mine"), b"", reply="_INBOX.client.guess")
             await alice.publish(subjects.cancel("mine"), b"")
-        await nats_bus._flush(alice, 5)
+        await nats_client.flush(alice, 5)
         while "Penstock-Final" not in ((reply := await replies.next_msg(30)).headers or {}):
             pass
         assert "Nats-Service-Error-Code" not in (reply.headers or {})
         assert json.loads(reply.data)["usage"]["completion_tokens"] == 300
-        await nats_bus._flush(alice, 5)
+        await nats_client.flush(alice, 5)
         assert heard == []
     finally:
         await alice.close()
