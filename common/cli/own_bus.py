@@ -127,7 +127,7 @@ def data_folder(config: UpConfig, port: int) -> Iterator[Path | None]:
 
 def lack_of_room(folder: Path, storage_mb: int) -> list[str]:
     """Return a warning if a server that begins to keep files and batches in `folder` will have no room for `storage_mb` of
-    them: it takes three quarters of what is free on the disk at most. None if it has, or has kept some there before."""
+    them: it takes three quarters of what is free on the disk at most. Return nothing if it has, or keeps some there already."""
     free_mb = shutil.disk_usage(folder).free >> 20
     if storage_mb <= free_mb * 3 // 4 or any(folder.glob("jetstream/jetstream/*/streams/*")):
         return []

@@ -31,8 +31,8 @@ class PromptParts:
     ) -> list[tuple[Sequence, StepRow]]:
         """Return a row for each prompt that the step computes a part of.
 
-        remaining: of one tenant's prompts the least comes first. num_samples: of the step's rows so far; with none, and none
-        returned, there is no step. ahead: whether the step planned last is in flight.
+        remaining: of one tenant's prompts the one with the least comes first. num_samples: those of the step's rows so far; if
+        there are none, and no row is returned, no step is planned. ahead: whether the step planned last is in flight.
         """
         for sequence in prompts:
             self._cache.catch_up(sequence)

@@ -27,7 +27,7 @@ def parts_of(address: str) -> SplitResult:
 
 def shared_login(url: str) -> dict[str, Any]:
     """Return nats-py's options for the user in `url`, if there is one: servers of a cluster that a client hears of from another
-    one have none in their addresses. None where the addresses name different users.
+    one have none in their addresses. Empty where the addresses name different users, or none.
 
     :raises ValueError: an address is none.
     """

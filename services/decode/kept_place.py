@@ -1,8 +1,8 @@
-"""A decode worker's word for a sequence that shorter ones keep passing by. Pure: time comes in as an argument.
+"""Keeps a decode worker's blocks for a long sequence that shorter ones keep overtaking. Pure: time comes in as an argument.
 
     offered, too few blocks ─► and again, for OVERTAKEN_S ─► nobody else is admitted ─► admitted, or offered no more
 
-A gateway lets its own requests pass by for a while, too, and then no more; of other gateways' it knows nothing.
+A gateway does the same among its own requests (`services/gateway/placement.py`), and knows nothing of other gateways'.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from common.protocol.errors import OutOfCredits
 
 OVERTAKEN_S = 5.0
-"""For so long a sequence is passed by."""
+"""A sequence that lacks blocks is overtaken for so long."""
 MAX_WAITING = 64
-"""Requests that are remembered: the longest."""
+"""Of so many requests that lack blocks it is remembered since when: of the longest."""
 
 
 @dataclass(slots=True)
@@ -25,7 +25,8 @@ class _Waiting:
 
 
 class KeptPlace:
-    """`lapse_s`: a request that could be offered, and was not for so long, waits elsewhere, or for nothing any more."""
+    """`lapse_s`: a request that its gateway has not offered for so long, although it could have, is forgotten: it may run
+    elsewhere, or have been cancelled."""
 
     def __init__(self, *, lapse_s: float) -> None:
         self.lapse_s = lapse_s
@@ -33,7 +34,7 @@ class KeptPlace:
         self._kept = ""
 
     def check(self, request: str, now: float) -> None:
-        """:raises OutOfCredits: another request's turn comes first."""
+        """:raises OutOfCredits: blocks are kept for another request."""
         if not self._kept or self._kept == request:
             return
         if now - self._waiting[self._kept].seen_at <= self.lapse_s:
@@ -51,7 +52,7 @@ class KeptPlace:
             self._kept = request
 
     def full(self, now: float) -> None:
-        """Gateways are told that there is no room: nobody who waits is offered meanwhile."""
+        """Gateways are told that there is no room, so they offer nothing: no request is forgotten for that."""
         for waiting in self._waiting.values():
             waiting.seen_at = now
 

@@ -53,7 +53,8 @@ from services.kvstore.remote_readers import RemoteReaders
 log = logs.get("kvstore")
 
 ROOM_LOOKS = 20
-"""A store that starts looks for shared memory so often in a second: its workers are about to let go of its last life's."""
+"""How often a store that starts looks for room in shared memory, within a second: workers may not have unmapped yet what its
+predecessor had."""
 
 
 class KvstoreActor(Actor):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import hashlib
 import itertools
 import os
@@ -122,6 +121,11 @@ class _KeptFunctions(FunctionCache):
 
     _impl_class = _KeptResults
 
+    def __init__(self, kernel: Callable[..., Any]) -> None:
+        super().__init__(kernel)
+        self._turns: dict[Any, int | None] = {}
+        """Locks that are held, by signature. One that is not compiled after all is held until the process ends."""
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return None where the caller is to compile it, and then to call `save_overload`."""
         found = super().load_overload(sig, target_context)
@@ -141,11 +145,6 @@ class _KeptFunctions(FunctionCache):
         finally:
             _end(saving)
             _end(self._turns.pop(sig, None))
-
-    @functools.cached_property
-    def _turns(self) -> dict[Any, int | None]:
-        """Locks that are held, by signature."""
-        return {}
 
     def _name_of(self, sig: Any, codegen: Any) -> str:
         return hashlib.sha256(repr((self._impl.filename_base, self._index_key(sig, codegen))).encode()).hexdigest()[:24]
