@@ -81,7 +81,10 @@ class StageRing:
     """Copies between lent memory and a pool, in one call of each thread."""
 
     def __init__(self, device: torch.device) -> None:
-        """:raises TransportUnavailable: there is no driver, or no code for this processor."""
+        """Compile what copies, or load it: seconds where it was never compiled.
+
+        :raises TransportUnavailable: there is no driver, or no code for this processor.
+        """
         address = crc32_address()
         try:
             from common.ops.kv import stage_ring_numba
@@ -93,6 +96,7 @@ class StageRing:
         self.driver = CudaDriver(device.index or 0) if device.type == "cuda" else None
         calls = self.driver.addresses() if self.driver is not None else stage_ring_numba.host_functions()
         self._functions = np.array([address, *calls], np.int64)
+        self._compile()
 
     def handles(self, streams: dict[Operation, torch.cuda.Stream]) -> Handles:
         """Return those of a slot that uses these streams."""
@@ -124,6 +128,17 @@ class StageRing:
         """Return the copy of blocks of a pool [num_blocks, block_bytes] into lent memory, or out of it, through slots of this
         size, as threads make it together."""
         return RingCall(self._code, self.driver, self._functions, pool, blocks, copy, slot_bytes)
+
+    def _compile(self) -> None:
+        """Make each call once, without anything to copy: a kvstore's grant would end while its first write compiles."""
+        import torch
+
+        pool, memory = torch.empty(0, ALIGNMENT_BYTES, dtype=torch.uint8), np.empty((0, ALIGNMENT_BYTES), np.uint8)
+        slot = torch.empty(DEPTH, ALIGNMENT_BYTES, dtype=torch.uint8)
+        handles = Handles(np.zeros(DEPTH, np.int64), {"read": 0, "write": 0})
+        for copy in (CopyIn(memory, [], []), CopyOut(memory, [])):
+            self.call(pool, [], copy, slot.nbytes).work(slot, handles, np.zeros(1, np.int64))
+        self.copy_each(np.zeros(0, np.int64), np.zeros(0, np.int64), 0, 0)
 
 
 class RingCall:

@@ -90,6 +90,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> type[Faults]:
     monkeypatch.setattr(nixl_transport, "RETRY_MOST_S", 0.1)
     monkeypatch.setattr(remote_paths, "RETRY_PATH_S", 0.1)
     monkeypatch.setattr(store_lookups, "SKIP_FAILED_S", 0.05)
+    monkeypatch.setattr(store_lookups, "ASK_TIMEOUT_S", 30.0)  # a machine that is busy is no store that failed
     monkeypatch.setattr(FetchRates, "pays", lambda *_, **__: True)  # the simulated engine is faster than any path
     for name in ("fail_every", "damage_every", "num_reads"):
         monkeypatch.setattr(Faults, name, 0)

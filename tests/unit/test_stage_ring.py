@@ -245,3 +245,14 @@ def test_many_threads_read_and_write_at_once(stage: HostStage, pool: torch.Tenso
 
     with ThreadPoolExecutor(6) as callers:
         assert all(callers.map(write_and_read, range(6)))
+
+
+def test_a_copy_finds_its_code_compiled(stage: HostStage, pool: torch.Tensor, memory: np.ndarray):
+    """Compiling takes longer than a grant lasts, and holds up a worker's steps."""
+    assert stage._large is not None
+    ring = stage._large._ring
+    stage.groups[0].write([1, 2], CopyIn(memory, [3, 4], sums(memory, [3, 4])))
+    list(stage.groups[0].read([1, 2], CopyOut(memory, [5, 6])))
+    ring.copy_each(np.array([pool[0].data_ptr()]), np.array([pool[1].data_ptr()]), 16, 0)
+    kernels = ring._code.send_blocks, ring._code.receive_blocks, ring._code.copy_each
+    assert [len(kernel.signatures) for kernel in kernels] == [1, 1, 1], "what the ring made ready is not what copies call"
