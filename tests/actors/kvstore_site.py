@@ -48,7 +48,7 @@ class Worker(Actor):
         fingerprint: str = "m",
         block_bytes: int = BLOCK_BYTES,
         memory: Callable[[np.ndarray], BlockMemory] = HostBlocks,
-        dead_after_s: float = 0.3,
+        dead_after_s: float = 1.5,
     ) -> None:
         self.connection = broker.connect("worker")
         config = ServiceConfig(heartbeat_s=0.02, dead_after_s=dead_after_s, shm_dir=str(shm_dir))
@@ -84,7 +84,7 @@ class Site:
     def __init__(self, shm_dir: Path) -> None:
         self.broker = MemoryBroker()
         self.shm_dir = shm_dir
-        self.config = KvstoreConfig(heartbeat_s=0.02, dead_after_s=0.3, lease_s=10.0, capacity_mb=1, shm_dir=str(shm_dir))
+        self.config = KvstoreConfig(heartbeat_s=0.02, dead_after_s=1.5, lease_s=10.0, capacity_mb=1, shm_dir=str(shm_dir))
 
     def make_store(self, **changes: object) -> KvstoreActor:
         self.connection = self.broker.connect("kvstore")

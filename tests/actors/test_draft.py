@@ -27,8 +27,8 @@ from services.draft.actor import MAX_QUEUED, DraftActor
 from services.draft.config import DraftConfig
 from tests.unit.speculating import flat_costs
 
-DRAFT = DraftConfig(heartbeat_s=0.02, dead_after_s=0.3, max_sequences=8, proposal_tokens=6)
-DECODE = ServiceConfig(heartbeat_s=0.02, dead_after_s=0.3)
+DRAFT = DraftConfig(heartbeat_s=0.02, dead_after_s=2.0, max_sequences=8, proposal_tokens=6)
+DECODE = ServiceConfig(heartbeat_s=0.02, dead_after_s=2.0)
 VOCAB = 1000
 
 
