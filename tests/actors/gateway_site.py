@@ -289,7 +289,7 @@ class Site:
     async def until(self, condition: Callable[[], object], timeout_s: float = 5.0) -> None:
         await until(condition, timeout_s)
 
-    async def nothing_held(self, timeout_s: float = 1.0) -> None:
+    async def nothing_held(self, timeout_s: float = 1.8) -> None:
         """Every worker has let go of everything, and so has the gateway."""
         await self.until(lambda: not any(double.held for double in self.workers), timeout_s)
         for core in self.gateway.cores:

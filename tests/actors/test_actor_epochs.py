@@ -70,7 +70,7 @@ async def test_two_processes_with_one_id_are_found_out_and_the_older_one_ends():
     broker = MemoryBroker()
     config = ServiceConfig(worker_id="same", heartbeat_s=HEARTBEAT_S)
     older, newer = Worker(broker.connect("a"), config), Worker(broker.connect("b"), config)
-    with anyio.fail_after(2), pytest.RaisesGroup(WorkerLost, flatten_subgroups=True):
+    with anyio.fail_after(5), pytest.RaisesGroup(WorkerLost, flatten_subgroups=True):
         async with anyio.create_task_group() as group:
             await group.start(older.run)
             await group.start(newer.run)

@@ -143,7 +143,7 @@ class Site:
             finally:
                 crowd.stopped = True
 
-    async def clean(self, within_s: float = 1.0) -> None:
+    async def clean(self, within_s: float = 3.0) -> None:
         """Nothing is held and no block is missing, on any worker, within this time."""
         log.info("clean after %.2f s", await self.stack.clean(within_s))
 

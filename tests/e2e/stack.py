@@ -206,7 +206,7 @@ class Stack:
 
     # -- promises
 
-    async def clean(self, within_s: float = 1.0) -> float:
+    async def clean(self, within_s: float = 3.0) -> float:
         """Everything is given back on every worker within this time (and a heartbeat): nothing owned, leased or running.
 
         Returns how many seconds it took.
