@@ -194,7 +194,7 @@ async def test_stopping_takes_no_longer_than_the_drain_timeout_if_children_of_ev
             child.signal(signal.SIGSTOP)
         await until(lambda: all(psutil.Process(child.pid).status() == psutil.STATUS_STOPPED for child in supervisor.children))
         began = time.monotonic()
-    assert 1.0 < time.monotonic() - began < 3.0
+    assert 1.0 < time.monotonic() - began < 5.0, "6 s, were it one stage after the other"
     assert [report.split()[0] for report in reports] == ["stage-0", "stage-1", "stage-2"]
     assert all(child.pid is not None and gone(child.pid) for child in supervisor.children)
 
