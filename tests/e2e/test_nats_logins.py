@@ -29,7 +29,7 @@ MakeServer = Callable[[str], LocalNatsServer]
 
 async def works(url: str, login: BusLogin) -> None:
     """A message comes back over a connection that is logged in so."""
-    bus = await nats_bus.connect(url, name="test", login=login, connect_timeout_s=5)
+    bus = await nats_bus.connect(url, name="test", login=login, connect_timeout_s=1.5)
     try:
         heard: list[BusMessage] = []
         await bus.subscribe("test.subject", heard.append)
@@ -102,7 +102,7 @@ async def test_a_server_with_tls_is_trusted_by_its_authority_alone(
 async def test_a_certificate_for_another_address_is_refused(authority: Authority, nats_server_factory: MakeServer) -> None:
     server = nats_server_factory(tls_config(authority, verify=False, address="10.0.0.1"))
     with pytest.raises(BusError, match="certificate"):
-        await nats_bus.connect(server.url, name="test", login=BusLogin(tls_ca=authority.path("ca.pem")), connect_timeout_s=5)
+        await nats_bus.connect(server.url, name="test", login=BusLogin(tls_ca=authority.path("ca.pem")), connect_timeout_s=1.5)
 
 
 async def test_a_server_that_wants_a_certificate_gets_one(authority: Authority, nats_server_factory: MakeServer) -> None:
@@ -110,7 +110,7 @@ async def test_a_server_that_wants_a_certificate_gets_one(authority: Authority, 
     cert, key = authority.issue("gateway", "127.0.0.1")
     await works(server.url, BusLogin(tls_ca=authority.path("ca.pem"), tls_cert=cert, tls_key=key))
     with pytest.raises(BusError):
-        await nats_bus.connect(server.url, name="test", login=BusLogin(tls_ca=authority.path("ca.pem")), connect_timeout_s=5)
+        await nats_bus.connect(server.url, name="test", login=BusLogin(tls_ca=authority.path("ca.pem")), connect_timeout_s=1.5)
 
 
 async def test_a_tls_connection_comes_back_by_itself(authority: Authority, nats_server_factory: MakeServer) -> None:
@@ -167,7 +167,7 @@ async def test_a_user_is_known_by_its_nkey(nats_server_factory: MakeServer, tmp_
         (tmp_path / name).write_bytes(seed)
     await works(server.url, BusLogin(nkey=str(tmp_path / "user.nk")))
     with pytest.raises(BusRefused):
-        await nats_bus.connect(server.url, name="test", login=BusLogin(nkey=str(tmp_path / "stranger.nk")), connect_timeout_s=5)
+        await nats_bus.connect(server.url, name="test", login=BusLogin(nkey=str(tmp_path / "stranger.nk")), connect_timeout_s=1.5)
 
 
 async def test_a_user_is_known_by_a_file_with_its_jwt_and_seed(nats_server_factory: MakeServer, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ async def test_a_user_is_known_by_a_file_with_its_jwt_and_seed(nats_server_facto
     )
     await works(server.url, BusLogin(creds=str(creds)))
     with pytest.raises(BusRefused):
-        await nats_bus.connect(server.url, name="test", connect_timeout_s=5)
+        await nats_bus.connect(server.url, name="test", connect_timeout_s=1.5)
 
 
 @pytest.mark.parametrize("then", ["fails", "goes on"])
