@@ -220,6 +220,7 @@ OPERATIONS: tuple[Operation, ...] = (
         summary="Metrics in Prometheus's text format, or in OpenMetrics where that is asked for.",
         tag="operations",
         answers={200: METRICS},
+        keyed=True,  # with tenants
     ),
     Operation(method="GET", path="/openapi.json", summary="This document.", tag="operations", answers={200: DOCUMENT}),
     Operation(method="GET", path="/docs", summary="This document as a page.", tag="operations", answers={200: PAGE, 304: {}}),

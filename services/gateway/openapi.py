@@ -16,7 +16,7 @@ from starlette.routing import Route
 from common.protocol.errors import PenstockError
 from common.runtime.version import version
 from services.gateway.api_answers import ANSWERS, STRING, Schema, either, record, reference
-from services.gateway.api_batches import BATCH_ANSWERS
+from services.gateway.api_batches import BATCH_ANSWERS, BATCH_OPERATIONS
 from services.gateway.api_bodies import body_schemas
 from services.gateway.api_operation import EVERYWHERE, JSON, Operation
 from services.gateway.api_operations import OPERATIONS
@@ -42,9 +42,11 @@ _HEADERS: dict[str, Schema] = {
 
 
 def document(config: GatewayConfig) -> dict[str, Any]:
-    """The OpenAPI document of a gateway with these settings."""
+    """Return the OpenAPI document of a gateway with these settings: of the routes that it has."""
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
+        if config.zero_retention and operation in BATCH_OPERATIONS:
+            continue
         paths.setdefault(operation.path, {})[operation.method.lower()] = _operation(operation)
     return {
         "openapi": "3.1.0",

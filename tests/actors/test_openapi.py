@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -17,6 +18,7 @@ from starlette.routing import Route
 from common.protocol.errors import Cancelled, DuplicateRequest, ReplyNotAllowed, RequestError, ServiceError
 from common.testing.memory_bus import MemoryBroker
 from common.text.template import ChatTemplate
+from services.gateway.api_batches import BATCH_OPERATIONS
 from services.gateway.api_operations import OPERATIONS
 from services.gateway.batches.submissions import ResultPending
 from services.gateway.config import GatewayConfig
@@ -60,6 +62,22 @@ async def test_every_route_is_described_and_nothing_else() -> None:
             explainer=made.gateway.explainer,
         )
         assert routes_of(app) == described
+
+
+async def test_with_zero_retention_nothing_of_files_and_batches_is_described() -> None:
+    async with client(ScriptedCore(), zero_retention=True) as http:
+        described = (await http.get("/openapi.json")).json()["paths"]
+        assert set(DOCUMENT["paths"]) - set(described) == {operation.path for operation in BATCH_OPERATIONS}
+        assert (await http.get("/v1/files")).status_code == 404
+
+
+async def test_metrics_of_tenants_without_a_key_answer_as_described(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text("[tenants.acme]\n")
+    async with client(ScriptedCore(), api_keys=str(keys)) as http:
+        response = await http.get("/metrics")
+        assert response.status_code == 401
+        check(response, "get", "/metrics")
 
 
 def subclasses(kind: type[Exception]) -> Iterator[type[Any]]:
