@@ -125,6 +125,13 @@ def data_folder(config: UpConfig, port: int) -> Iterator[Path | None]:
         yield folder
 
 
+def place_of_batches(config: UpConfig) -> str:
+    """Return where files and batches are kept, for people; nothing with zero retention, which takes none."""
+    if config.zero_retention:
+        return ""
+    return config.data_dir or "a folder that goes with this process: --data-dir names one that stays"
+
+
 def lack_of_room(folder: Path, storage_mb: int) -> list[str]:
     """Return a warning if a server that begins to keep files and batches in `folder` will have no room for `storage_mb` of
     them: it takes three quarters of what is free on the disk at most. Return nothing if it has, or keeps some there already."""

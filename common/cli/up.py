@@ -326,7 +326,7 @@ def _announce(
         out.print(f"            {subject}", markup=False)
     if credentials is not None:
         out.print(f"            with the credentials in {credentials / 'client.json'}", markup=False)
-        kept = config.data_dir or "a folder that goes with this process: --data-dir names one that stays"
-        out.print(f"batches     in {kept}", markup=False)
+        if place := own_bus.place_of_batches(config):
+            out.print(f"batches     in {place}", markup=False)
     out.print(f"logs        {log_dir}", markup=False)
     out.print("[bold green]ready[/]")

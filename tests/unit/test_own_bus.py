@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from common.cli import own_bus, owned_folder
+from common.cli.up_config import UpConfig
 from common.protocol.errors import ConfigError
 
 
@@ -27,6 +28,12 @@ def test_a_disk_without_room_for_files_and_batches_is_told_before_the_bus_starts
     assert str(tmp_path) in warning and "4,000 MiB free" in warning and "--batch-storage-mb 3001" in warning
     (tmp_path / "jetstream" / "jetstream" / "$G" / "streams" / "PENSTOCK_FILES").mkdir(parents=True)
     assert own_bus.lack_of_room(tmp_path, 3001) == [], "its room is taken by itself"
+
+
+def test_up_names_no_place_of_batches_where_none_are_taken() -> None:
+    assert own_bus.place_of_batches(UpConfig(data_dir="/data")) == "/data"
+    assert "--data-dir" in own_bus.place_of_batches(UpConfig())
+    assert own_bus.place_of_batches(UpConfig(data_dir="/data", zero_retention=True)) == ""
 
 
 @pytest.fixture
