@@ -141,7 +141,9 @@ def parse_flags(argv: Sequence[str], fields: Fields) -> Flags:
         if word in ("-h", "--help"):
             return Flags({}, wants_help=True)
         if not word.startswith("--"):
-            raise ConfigError(f"unexpected argument {word!r}: settings are given as --name VALUE", param=word)
+            raise ConfigError(
+                f"unexpected argument {word!r}: settings are given as --name VALUE, switches as --name or --no-name", param=word
+            )
         flag, has_value, value = word.partition("=")
         flag = flag.replace("_", "-")
         if flag in negated and flag not in by_flag:
@@ -202,6 +204,8 @@ def from_table(tables: Tables, table: str, fields: Fields, path: Path | None) ->
     found: dict[str, Given] = {}
     for name, value in tables.get(table, {}).items():
         if name not in fields:
+            if others := sections.other_tables(name, table):
+                raise ConfigError(f"{name} in [{table}] of {path}: it belongs into {others}", param=name)
             unknown(f"key in [{table}] of {path}:", name, fields)
         found[name] = Given(value, f"{name} in [{table}] of {path}", False)
     return found

@@ -39,6 +39,8 @@ OTHER_VARIABLES = frozenset(
         "IMAGE_MODEL",
         "MODELS",
         "MODELS_FILE",
+        "KVSTORES",
+        "PYTHON_IMAGE",
         "FIRST_MODEL",
         "SECOND_MODEL",
         "SHM_SIZE",
@@ -85,6 +87,14 @@ def model_fields() -> Mapping[str, Field]:
         if field.owner is ModelSettings or field.per_model or (role in WORKERS_OF_A_MODEL and field.owner is not ServiceConfig)
     }
     return found | {name: up_fields()[name] for name in WORKERS_OF_A_MODEL}
+
+
+def other_tables(name: str, table: str) -> str:
+    """Return in which tables besides `table` the setting may stand, for people; empty for what is no setting."""
+    of_roles = [f"[{role}]" for role in ROLES if name in service_fields(role)]
+    found = [*of_roles, f"[{UP}]"] if of_roles or name in up_fields() else []  # `up` passes on what is the services'
+    found = [other for other in found if other != f"[{table}]"]
+    return " or ".join(filter(None, (", ".join(found[:-1]), *found[-1:])))
 
 
 def unknown_variables(environ: Mapping[str, str], known: Mapping[str, Field]) -> list[str]:

@@ -81,3 +81,9 @@ def test_a_further_models_worker_is_a_decode_worker_in_all_but_its_model(service
 
 def test_a_store_is_all_models_and_starts_without_being_told_one(services: dict[str, Any]) -> None:
     assert config_of(services["kvstore"]).capacity_mb == 1024
+
+
+def test_variables_of_the_compose_files_are_no_mistake_of_a_shell_that_exports_them() -> None:
+    read = {name for file in ROOT.glob("compose*.yaml") for name in re.findall(r"\$\{(PENSTOCK_\w+)", file.read_text())}
+    assert {"PENSTOCK_IMAGE", "PENSTOCK_KVSTORES"} <= read
+    assert unknown_variables(dict.fromkeys(read, "x"), {}) == []

@@ -109,6 +109,7 @@ def test_what_is_wrong_names_where_it_was_given(tmp_path: Path):
     assert fails("--num-blocks") == "--num-blocks needs a value"
     assert fails("--no-speculate=1") == "--no-speculate takes no value"
     assert fails("stray").startswith("unexpected argument 'stray'")
+    assert fails("--speculate", "false").endswith("switches as --name or --no-name")
     assert fails("--config", str(tmp_path / "missing.toml")).startswith("can't read ")
     path.write_text("[decode\n")
     assert "is not valid TOML" in fails(path=path)
