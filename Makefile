@@ -20,7 +20,7 @@ help:
 	@echo "make clients  install clients that people use in .venv-clients, run tests/clients with them"
 	@echo "make lint     formatting, types and import rules"
 	@echo "make format   let ruff rewrite the files"
-	@echo "make docs     write docs/protocol.md again from the message definitions"
+	@echo "make docs     write docs/protocol.md and docs/metrics.md again from the sources"
 	@echo "make clean    remove .venv, .venv-clients and the tools' caches"
 
 $(BIN)/python:
@@ -90,6 +90,7 @@ format: $(VENV)/.dev
 
 docs: $(VENV)/.run
 	$(BIN)/python -m common.protocol.document > docs/protocol.md
+	$(BIN)/python -m tests.unit.metrics_page > docs/metrics.md
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) tests/clients/npm/node_modules .pytest_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

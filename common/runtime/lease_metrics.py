@@ -20,8 +20,9 @@ class LeaseMetrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         held = GaugeMetricFamily("penstock_kv_leases", "Leases held on KV blocks, by kind and age", labels=["kind", "age"])
-        name, description = "penstock_kv_lease_oldest_seconds", "Age of the oldest lease; 0: none is held"
-        oldest = GaugeMetricFamily(name, description, labels=["kind"])
+        oldest = GaugeMetricFamily(
+            "penstock_kv_lease_oldest_seconds", "Age of the oldest lease; 0: none is held", labels=["kind"]
+        )
         for kind, read in self._ages.items():
             ages = read()
             oldest.add_metric([kind], max(ages, default=0.0))

@@ -29,7 +29,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.messages_received = self.counter("messages_received_total", "Messages that were decoded", ["type"])
         self.messages_undecodable = self.counter("messages_undecodable_total", "Messages that could not be decoded")
-        self.handler_errors = self.counter("handler_errors_total", "Messages whose handler raised")
+        self.handler_errors = self.counter("handler_errors_total", "Messages whose handler raised an error")
         self.outbox_dropped = self.counter("outbox_dropped_total", "Messages dropped because they could not be sent")
         self.peers_lost = self.counter("peers_lost_total", "Workers that were found dead; not those that stopped in order")
         self.http_refused = self.counter("http_refused_total", "HTTP requests refused for their Host or Origin", ["code"])

@@ -34,14 +34,14 @@ class KvCounts:
         self._looked_up = metrics.counter(
             "prefix_lookup_tokens_total", "Tokens of prompts to compute, whose KV was looked up in caches"
         )
-        self._hits = metrics.counter("prefix_hit_tokens_total", "Those of them that were found, by tier", ["tier"])
+        self._hits = metrics.counter("prefix_hit_tokens_total", "Tokens of prompts found in a cache, by tier", ["tier"])
         self._received_tokens = metrics.counter("kv_received_tokens_total", "Tokens whose KV was received at hand-offs")
         self._present_tokens = metrics.counter(
             "kv_handoff_cached_tokens_total", "Tokens of hand-offs whose KV was in this worker's own cache already"
         )
         self._received_bytes = metrics.counter("kv_received_bytes_total", "KV bytes received at hand-offs")
         self._streamed_bytes = metrics.counter(
-            "kv_streamed_bytes_total", "Those of them that were received while the prompt was still computed"
+            "kv_streamed_bytes_total", "KV bytes received at hand-offs while the prompt was still computed"
         )
         self._handoffs = metrics.counter(
             "kv_handoffs_total", "Hand-offs whose KV was fetched, by outcome: ok, or the code of what failed", ["outcome"]

@@ -41,7 +41,7 @@ class EngineMetrics:
         self.prompt_tokens = of_engine("engine_prompt_tokens_total", "Prompt tokens computed (cached ones left out)")
         self.generation_tokens = of_engine("engine_generation_tokens_total", "Tokens sampled and kept")
         self.prefix_queries = of_engine("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache")
-        self.prefix_hits = of_engine("vllm:prefix_cache_hits_total", "Prompt tokens found there")
+        self.prefix_hits = of_engine("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache")
         self.drafts = of_engine("vllm:spec_decode_num_drafts_total", "Proposals verified")
         self.draft_tokens = of_engine("vllm:spec_decode_num_draft_tokens_total", "Proposed tokens verified")
         self.accepted_tokens = of_engine("vllm:spec_decode_num_accepted_tokens_total", "Proposed tokens accepted")
@@ -51,7 +51,7 @@ class EngineMetrics:
         self.invalid_logits = of_engine(
             "engine_invalid_logits_total", "Requests that failed since their logits were not finite"
         )
-        self.step_failures = of_engine("engine_step_failures_total", "Steps that raised")
+        self.step_failures = of_engine("engine_step_failures_total", "Engine steps that raised an error")
         read("engine_sequences_running", "Sequences in the running batch", lambda: float(running()))
         read("engine_sequences_waiting", "Sequences taken but not running", lambda: float(waiting()))
         read("vllm:kv_cache_usage_perc", "Share of KV blocks owned or leased, 0 to 1", lambda: used_share(fullest(usage())))

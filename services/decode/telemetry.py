@@ -104,13 +104,13 @@ class SpeculationTelemetry(Collector):
         self._steps: deque[_Step] = deque(maxlen=_MAX_STEPS)
         self._round_trip = metrics.histogram(
             "speculation_round_trip_seconds",
-            "From what a step told a draft worker to the proposal that answers it",
+            "Time from what a step told a draft worker to the proposal that answers it",
             _ROUND_TRIP_S,
             [MODEL_LABEL],
         ).labels(model)
         self._lateness = metrics.counter(
             "speculation_lateness_seconds_total",
-            "Of late proposals: from the step that decided their last token to their arrival",
+            "Time from the step that decided a late proposal's last token to its arrival",
             [MODEL_LABEL],
         ).labels(model)
         metrics.registry.register(self)
@@ -191,10 +191,14 @@ class SpeculationTelemetry(Collector):
         for name, description, value in (
             ("penstock_speculation_head_seconds", "Time in which the head drafted, within steps", head.seconds),
             ("penstock_speculation_head_tokens", "Tokens that the head drafted, verified or not", head.num_drafted),
-            ("penstock_speculation_head_probes", "Drafts made to see whether drafting pays by now", head.num_probes),
+            (
+                "penstock_speculation_head_probes",
+                "Drafts of the head made to see whether drafting pays by now",
+                head.num_probes,
+            ),
             (
                 "penstock_speculation_head_invalid_logits",
-                "Drafts without a token since logits were not finite",
+                "Drafts of the head without a token, since its logits were not finite",
                 head.num_invalid,
             ),
         ):

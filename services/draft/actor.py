@@ -91,8 +91,8 @@ class DraftActor(Actor):
         self._heard_at: dict[WorkerRef, float] = {}
         self._updated_at: dict[MirrorKey, float] = {}  # least recently updated first
         self.notes = DraftingNotes(RequestRecords(lambda: self.tracing, lambda: self.ref, clock))
-        self._num_proposals = self.metrics.counter("draft_proposals_total", "Sequences a guess was sent for")
-        self._num_tokens = self.metrics.counter("draft_proposed_tokens_total", "Tokens of these guesses")
+        self._num_proposals = self.metrics.counter("draft_proposals_total", "Proposals sent to decode workers")
+        self._num_tokens = self.metrics.counter("draft_proposed_tokens_total", "Tokens of proposals sent to decode workers")
         self._num_resyncs = self.metrics.counter("draft_resyncs_total", "Mirrors that had a gap and were asked for again")
         self._num_dropped = self.metrics.counter("draft_updates_dropped_total", "Updates dropped because too many waited")
         self._busy_s = self.metrics.counter(

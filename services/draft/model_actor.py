@@ -89,7 +89,9 @@ class ModelDraftActor(DraftActor):
         self._step_s = self.metrics.counter(
             "draft_model_step_seconds_total", "Seconds spent in steps; its rate is the utilisation of the draft model's engine"
         )
-        self._step_failures = self.metrics.counter("draft_model_step_failures_total", "Steps that raised")
+        self._step_failures = self.metrics.counter(
+            "draft_model_step_failures_total", "Steps of the draft model's engine that raised an error"
+        )
 
     # -- life
 

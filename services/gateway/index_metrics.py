@@ -20,8 +20,8 @@ _GAUGES: Sequence[tuple[str, str, Read]] = (
 )
 _COUNTERS: Sequence[tuple[str, str, Read]] = (
     ("penstock_kv_events_received", "Messages of workers about their prefix caches", lambda index: index.num_events),
-    ("penstock_kv_event_gaps", "Times when such a message was missing", lambda index: index.num_gaps),
-    ("penstock_kv_events_malformed", "Such messages that made no sense", lambda index: index.num_malformed),
+    ("penstock_kv_event_gaps", "Times when a message about a prefix cache was missing", lambda index: index.num_gaps),
+    ("penstock_kv_events_malformed", "Messages about prefix caches that made no sense", lambda index: index.num_malformed),
     ("penstock_kv_snapshots_received", "Snapshots of workers' prefix caches taken", lambda index: index.num_snapshots),
 )
 

@@ -102,9 +102,11 @@ class _Families:
             ["argument"],
         )
         registry = metrics.registry
-        self.ttft = FastHistogram("vllm:time_to_first_token_seconds", "To a request's first tokens", _SHORT_S, registry)
-        self.itl = FastHistogram("vllm:inter_token_latency_seconds", "Between a request's outputs", _SHORT_S, registry)
-        self.e2e = FastHistogram("vllm:e2e_request_latency_seconds", "From admission to the end", _LONG_S, registry)
+        self.ttft = FastHistogram("vllm:time_to_first_token_seconds", "Time to a request's first tokens", _SHORT_S, registry)
+        self.itl = FastHistogram("vllm:inter_token_latency_seconds", "Time between a request's outputs", _SHORT_S, registry)
+        self.e2e = FastHistogram(
+            "vllm:e2e_request_latency_seconds", "Time from a request's admission to its end", _LONG_S, registry
+        )
 
 
 class EdgeMetrics:

@@ -35,7 +35,7 @@ class Telemetry(Collector):
         self._running = metrics.gauge("vllm:num_requests_running", "Requests that workers hold", by_model)
         self._waiting = metrics.gauge("vllm:num_requests_waiting", "Requests that wait for a worker", by_model)
         self._queue_time = metrics.histogram(
-            "vllm:request_queue_time_seconds", "Before a request is sent to a worker, for each attempt", _QUEUE_S, by_model
+            "vllm:request_queue_time_seconds", "Time before a request is sent to a worker, for each attempt", _QUEUE_S, by_model
         )
         metrics.registry.register(self)
 

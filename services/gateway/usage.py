@@ -47,7 +47,9 @@ class UsageReports:
         labels = ["tenant"]
         self._requests = metrics.counter("tenant_requests_total", "Requests of a tenant that ended", ["tenant", "code"])
         self._prompt = metrics.counter("tenant_prompt_tokens_total", "Prompt tokens of a tenant's ended requests", labels)
-        self._cached = metrics.counter("tenant_cached_tokens_total", "Of these, tokens that were not computed", labels)
+        self._cached = metrics.counter(
+            "tenant_cached_tokens_total", "Prompt tokens of a tenant's ended requests that were not computed", labels
+        )
         self._completion = metrics.counter("tenant_completion_tokens_total", "Generated tokens of a tenant's requests", labels)
         self._lost = metrics.counter("usage_events_lost_total", "Usage events that were not sent, since the bus was away")
         self._known: set[str] = set()

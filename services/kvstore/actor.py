@@ -73,7 +73,7 @@ class KvstoreActor(Actor):
         self._num_hits = self.metrics.counter("kvstore_hit_blocks_total", "Blocks found in the store")
         self._num_stored = self.metrics.counter("kvstore_stored_blocks_total", "Blocks written and committed")
         self._num_abandoned = self.metrics.counter("kvstore_abandoned_blocks_total", "Blocks granted, but never committed")
-        self._num_evicted = self.metrics.counter("kvstore_evicted_blocks_total", "Blocks given up for others")
+        self._num_evicted = self.metrics.counter("kvstore_evicted_blocks_total", "Blocks in memory given up for others")
         self._num_damaged = self.metrics.counter("kvstore_damaged_blocks_total", "Blocks that failed a reader's checksum")
         self.arenas = Arenas(
             config.shm_dir,
@@ -90,8 +90,8 @@ class KvstoreActor(Actor):
         self.disk = DiskTier(config, self.arenas, self.metrics, DiskCounts(self.metrics, self.transfers, self.records), clock)
         self.readers = RemoteReaders(self, config, self.records, self._forget_damaged)
         self._memory_hits = self._memory_evicted = self._memory_damaged = 0
-        self.metrics.gauge("kvstore_blocks", "Readable blocks", read=lambda: float(self.arenas.num_readable))
-        self.metrics.gauge("kvstore_bytes", "Bytes of readable blocks", read=lambda: float(self.stored_bytes))
+        self.metrics.gauge("kvstore_blocks", "Readable blocks in memory", read=lambda: float(self.arenas.num_readable))
+        self.metrics.gauge("kvstore_bytes", "Bytes of readable blocks in memory", read=lambda: float(self.stored_bytes))
         self.metrics.gauge("kvstore_memory_bytes", "Bytes of shared memory taken", read=lambda: float(self.arenas.memory_bytes))
         self.metrics.gauge("kvstore_arenas", "Models and layouts that have blocks here", read=lambda: float(len(self.arenas)))
         self.metrics.gauge("kvstore_leases", "Leases held by readers and writers", read=lambda: float(len(self.leases)))
