@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from tests.actors.test_http_vectors import embed
 from tests.actors.views_site import MESSAGES, RESPONSES
 
 DOCUMENT = document(GatewayConfig())
+API_PAGE = Path(__file__).parents[2] / "docs" / "http.md"
 TOLD_TO_NOBODY = {ResultPending, ClientGone, Cancelled, DuplicateRequest, ReplyNotAllowed, RequestError, ServiceError}
 """Errors that no HTTP client sees: of clients that left, of NATS alone, and the tree's inner nodes."""
 
@@ -91,6 +93,13 @@ def test_every_error_that_a_client_may_get_is_described() -> None:
     made_here = {kind for base in (RequestError, ServiceError) for kind in subclasses(base) if "tests." not in kind.__module__}
     codes = {error.code for error in told | TOLD_TO_NOBODY}
     assert {kind.__name__ for kind in made_here if kind.code not in codes} == set()
+
+
+def test_the_page_of_the_api_lists_every_error_under_its_status() -> None:
+    rows = re.findall(r"^\| (\d{3}) \|([^|]*)\|", API_PAGE.read_text(), re.MULTILINE)
+    listed = {(int(status), code) for status, codes in rows for code in re.findall(r"`(\w+)`", codes)}
+    described = {(error.http_status, error.code) for operation in OPERATIONS for error in operation.all_errors}
+    assert listed - {(405, "method_not_allowed")} == described
 
 
 EVENTS = {CHAT: "ChatCompletionChunk", RESPONSES: "ResponseEvent", MESSAGES: "MessageEvent"}
