@@ -11,7 +11,7 @@ import msgspec
 from typer.core import TyperCommand
 
 from common.cli.model_names import local_models
-from common.runtime.fields import Field, bare
+from common.runtime.fields import Field
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -55,9 +55,8 @@ def complete(words: Sequence[str], incomplete: str, fields: typing.Iterable[Fiel
 def _values(field: Field | None, incomplete: str) -> list[Candidate]:
     if field is None:
         return []
-    kind = bare(field.type)
-    if typing.get_origin(kind) is typing.Literal:
-        return [Candidate(str(choice)) for choice in typing.get_args(kind) if choice != ""]
+    if field.choices:
+        return [Candidate(choice) for choice in field.choices]
     if field.is_bool:
         return [Candidate("true"), Candidate("false")]
     return [Candidate(name) for name in local_models(incomplete)] if field.name == "model" else []

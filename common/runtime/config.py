@@ -236,8 +236,8 @@ def convert(field: Field, given: Given) -> Any:
 
 def _sentence(error: Exception, field: Field) -> str:
     kind = bare(field.type)
-    if typing.get_origin(kind) is typing.Literal:
-        return f"expected one of {', '.join(str(choice) for choice in typing.get_args(kind) if choice != '')}"
+    if field.choices:
+        return f"expected one of {', '.join(field.choices)}"
     if kind is bool:
         return "expected true or false"
     sentence = str(error).split(" - at `$")[0].replace("`", "").replace("Expected", "expected")

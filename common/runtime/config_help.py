@@ -23,6 +23,7 @@ def help_text(fields: Mapping[str, Field], *, section: str) -> str:
         f"usage: {_program(section)} [--field VALUE ...]",
         "",
         f"Settings of penstock's {section}: --field VALUE, {ENV_PREFIX}FIELD, or [{section}] of a TOML file.",
+        "A switch is --name or --no-name.",
     ]
     groups: dict[str, list[Field]] = {}
     for field in fields.values():
@@ -45,7 +46,8 @@ def group(heading: str, fields: Iterable[Field], *, default: str) -> list[str]:
     lines = ["", f"{heading}:"]
     for field in fields:
         shown = "(required)" if field.default is msgspec.NODEFAULT else default.format(as_text(field.default))
-        lines.append(row(field.flag, field.description if field.default in ("", None) else f"{field.description} {shown}"))
+        text = "; ".join(filter(None, (field.description, f"one of {', '.join(field.choices)}" if field.choices else "")))
+        lines.append(row(field.flag, text if field.default in ("", None) else f"{text} {shown}"))
     return lines
 
 

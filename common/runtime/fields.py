@@ -53,6 +53,12 @@ class Field(msgspec.Struct, frozen=True):
         return bare(self.type) is bool
 
     @property
+    def choices(self) -> tuple[str, ...]:
+        """The values that it may have, if they are a few words; an empty one aside."""
+        kind = bare(self.type)
+        return tuple(map(str, filter(None, typing.get_args(kind)))) if typing.get_origin(kind) is typing.Literal else ()
+
+    @property
     def is_collection(self) -> bool:
         return typing.get_origin(bare(self.type)) in (list, tuple, set, frozenset)
 

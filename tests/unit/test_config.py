@@ -144,6 +144,7 @@ def test_help_shows_every_field_with_its_default(capsys: pytest.CaptureFixture[s
     shown = capsys.readouterr().out
     assert ended.value.code == 0
     assert "--num-blocks" in shown and "KV blocks; 0: from kv_cache_mb (default: 0)" in shown
+    assert "precision of weights; one of auto, float32 (default: auto)" in " ".join(shown.split())
     assert "--dtype" in shown and "--config FILE" in shown and "default: true" in shown
 
 
