@@ -5,7 +5,8 @@ ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 FROM ${PYTHON_IMAGE}
 
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-# The model that is put into the image, so that containers start without a network. Empty: none.
+# The models that are put into the image, by spaces apart: containers look for theirs there, or in a folder that is mounted, and fetch
+# none. Empty: none.
 ARG IMAGE_MODEL=smollm2-135m-instruct
 
 ENV PYTHONUNBUFFERED=1 \
@@ -51,7 +52,7 @@ COPY services ./services
 RUN pip install --no-cache-dir --no-deps --editable . && python -m compileall -q common services
 
 USER penstock
-RUN if [ -n "$IMAGE_MODEL" ]; then penstock pull "$IMAGE_MODEL"; fi
+RUN for model in $IMAGE_MODEL; do penstock pull "$model" || exit 1; done
 
 ENTRYPOINT ["python", "-m"]
 CMD ["services.gateway"]

@@ -83,6 +83,11 @@ def test_a_store_is_all_models_and_starts_without_being_told_one(services: dict[
     assert config_of(services["kvstore"]).capacity_mb == 1024
 
 
+def test_the_gateway_alone_is_told_the_api_key(services: dict[str, Any]) -> None:
+    assert [name for name, service in services.items() if "PENSTOCK_API_KEY" in service.get("environment", {})] == ["gateway"]
+    assert config_of(services["gateway"]).key == ""
+
+
 def test_variables_of_the_compose_files_are_no_mistake_of_a_shell_that_exports_them() -> None:
     read = {name for file in ROOT.glob("compose*.yaml") for name in re.findall(r"\$\{(PENSTOCK_\w+)", file.read_text())}
     assert {"PENSTOCK_IMAGE", "PENSTOCK_KVSTORES"} <= read
