@@ -86,6 +86,14 @@ def code_of(text: str) -> str:
     return "\n".join(re.findall(r"```.*?```|`[^`]+`", text, re.DOTALL))
 
 
+def test_log_events_that_the_operations_page_explains_exist() -> None:
+    tables = re.findall(r"^\| log \|.*\n\|[-|]+\n((?:\|.*\n)+)", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE)
+    named = {event for table in tables for row in table.splitlines() for event in re.findall(r"`([a-z_]+)`", row.split("|")[1])}
+    assert {"fenced", "kv_disk_off", "kv_path_failed"} <= named
+    sources = "".join(file.read_text() for top in ("common", "services") for file in (ROOT / top).rglob("*.py"))
+    assert {event for event in named if f'"{event}"' not in sources} == set()
+
+
 def test_decisions_are_short_and_have_the_three_parts() -> None:
     for page in (ROOT / "docs" / "decisions").glob("*.md"):
         text = page.read_text()
