@@ -2,7 +2,8 @@
 
 A client's request may carry REQUEST_ID, DEADLINE_MS, TRACEPARENT and TRACESTATE. Each reply carries REQUEST_ID and SEQUENCE,
 and the first one perhaps WARNING. The last one carries FINAL, and if the request failed ERROR and ERROR_CODE (the NATS micro
-framework's names, so that standard tools show them), after a limit RETRY_AFTER.
+framework's names, so that standard tools show them), after a limit RETRY_AFTER. What `batch`, `result` and `explain` answer is
+one message, without SEQUENCE.
 """
 
 from __future__ import annotations

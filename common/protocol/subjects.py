@@ -16,8 +16,9 @@
     penstock.v1.batch.<model-slug>          client → a gateway of this model (queue group): one line of a batch, to be kept
     penstock.v1.result.<line-id>            client → any gateway (queue group): what became of a line
     penstock.v1.int.batch.…                 a gateway → what is kept of files and batches (JetStream)
-    penstock.v1.t.<tenant>.<rest>           the same for a tenant, below a subject of its own: `t.acme.chat.<model-slug>`,
-                                            `t.acme.cancel.<request-id>`; answered on inboxes of its own (`_INBOX.acme.…`)
+    penstock.v1.t.<tenant>.<rest>           a tenant's, below a subject of its own: `t.acme.chat.<model-slug>`,
+                                            `t.acme.cancel.<request-id>`, all but batch and result; answered on inboxes of
+                                            its own (`_INBOX.acme.…`)
     penstock.v1.usage.<tenant>              a gateway → whoever listens: what a request of the tenant's took, as JSON
     penstock.v1.int.inbox.<role>.<worker>   anyone inside → one worker's mailbox
     penstock.v1.int.presence.<role>.<worker>  a worker's heartbeat

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import stat
 from pathlib import Path
 
@@ -18,12 +19,23 @@ from services.gateway.actor import GatewayActor
 from services.kvstore.actor import KvstoreActor
 from services.prefill.actor import PrefillActor
 
+README = Path(__file__).parents[2] / "README.md"
 URL = "nats://127.0.0.1:4321"
 
 
 @pytest.mark.parametrize("actor", [GatewayActor, PrefillActor, DecodeActor, DraftActor, KvstoreActor])
 def test_whoever_hears_a_role_may_look_whether_it_is_there(actor: type) -> None:
     assert set(actor.hears) <= set(nats_access.WRITES_TO[actor.role])
+
+
+def test_the_readme_lists_what_a_further_client_may() -> None:
+    listed = re.search(r"```text\npublish:(.*?)subscribe:(.*?)```", README.read_text(), re.DOTALL)
+    assert listed is not None
+    publish, subscribe = (
+        re.findall(r"(?:penstock\.v1|_INBOX)\.\S+", part.replace("<user>", "alice")) for part in listed.groups()
+    )
+    allowed = nats_access.permissions("alice")
+    assert (set(publish), set(subscribe)) == (set(allowed.publish), set(allowed.subscribe))
 
 
 def test_passwords_are_drawn_anew_and_are_nowhere_but_in_the_files() -> None:
