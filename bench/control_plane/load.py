@@ -46,7 +46,7 @@ class Window:
 
 @dataclass(slots=True)
 class Client:
-    """One closed-loop stream. `before`, `after`: events of its running answer outside the window, at either edge."""
+    """One closed-loop stream. `before`: events of its running answer as the window began. `until`: as it ended, or -1."""
 
     stream: HttpStream
     before: int = 0

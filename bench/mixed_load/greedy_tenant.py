@@ -20,7 +20,7 @@ BACK_OFF_S = 0.2
 
 
 class GreedyOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`prompt`, `answer`: tokens of each request. `key`: the tenant's, from the first line of stdin."""
+    """`prompt`, `answer`: tokens of each request. The tenant's key comes from the first line of stdin."""
 
     port: int
     model: str

@@ -207,7 +207,8 @@ class NatsBus:
             self._replies.forget(reply)
 
     async def subscribe(self, subject: str, handler: Handler, *, queue: str = "", max_pending: int = 65536) -> BusSubscription:
-        """:raises RequestTimeout: if the server stays away for 10 s."""
+        """:raises RequestTimeout: if the server stays away for 10 s. :raises InvalidParameter: the subject is none.
+        :raises BusClosed: the bus was closed."""
         if self._closed:
             raise BusClosed
         subscription = BusSubscription(self, subject, handler, queue, max_pending)

@@ -133,7 +133,10 @@ class Objects(Generic[_T]):
     def large_many(
         self, body: bytes, span: Span, notes: Notes, place: str, check: Callable[[list[_T], int], None] | None = None
     ) -> Steps[list[_T]]:
-        """Decode an array in steps. `check` is called with each piece and the number of its first object."""
+        """Decode an array in steps. `check` is called with each piece and the number of its first object.
+
+        :raises InvalidParameter: it is no array, has too many objects, or a wrong one.
+        """
         if body[span.start : span.start + 1] != b"[":
             raise InvalidParameter(f"invalid {place}: expected an array", param=place)
         array = yield from elements(body, span, limit=self.limit)
@@ -152,7 +155,10 @@ class Objects(Generic[_T]):
         return objects
 
     def large(self, body: bytes, span: Span | None, notes: Notes, place: str = "") -> Steps[_T]:
-        """Decode one object in steps; `span` None is the whole body."""
+        """Decode one object in steps; `span` None is the whole body.
+
+        :raises InvalidParameter: it is no object, or has a wrong member.
+        """
         if span is not None and body[span.start : span.start + 1] != b"{":
             raise InvalidParameter(f"{place} must be an object", param=place)
         found = yield from judged_members(body, span, self.scope, notes, place)
@@ -206,7 +212,10 @@ def judged_members(body: bytes, span: Span | None, scope: Scope, notes: Notes, p
 
 
 def large_objects(body: bytes, span: Span, place: str, kind: FreeObjects) -> Steps[list[dict[str, Any]]]:
-    """An array of free objects, decoded in pieces."""
+    """Return an array of free objects, decoded in pieces.
+
+    :raises InvalidParameter: it is no array of objects, or is too large.
+    """
     if body[span.start : span.start + 1] != b"[":
         raise InvalidParameter(f"invalid {place}: expected an array", param=place)
     if span.size > kind.max_total:
@@ -224,7 +233,10 @@ def large_objects(body: bytes, span: Span, place: str, kind: FreeObjects) -> Ste
 
 
 def large_text(body: bytes, span: Span, place: str) -> Steps[str]:
-    """A string, decoded in pieces."""
+    """Return a string, decoded in pieces.
+
+    :raises InvalidParameter: it is none.
+    """
     if body[span.start : span.start + 1] != b'"' or body[span.end - 1 : span.end] != b'"' or span.size < 2:
         raise InvalidParameter(f"invalid {place}: expected a string", param=place)
     pieces: list[str] = []

@@ -182,7 +182,10 @@ def decode_small_members(
     notes: Notes,
     scope: Scope,
 ) -> _T:
-    """The request with `stand_in` in the place of its one large member."""
+    """Return the request with `stand_in` in the place of its one large member.
+
+    :raises InvalidParameter: another member is wrong, or they are too large together.
+    """
     others = {name: span for name, span in found.items() if name != large}
     if sum(span.size for span in others.values()) > SMALL_BYTES:
         largest = max(others, key=lambda name: others[name].size)
@@ -194,7 +197,10 @@ def decode_small_members(
 def text_or_ids(
     body: bytes, span: Span, max_tokens: int, *, place: str = "prompt", limit: int = openai.MAX_CHOICES
 ) -> Steps[str | list[Any]]:
-    """A string, strings, token ids or lists of them, decoded in pieces; at most `limit` strings or lists."""
+    """Return a string, strings, token ids or lists of them, decoded in pieces; at most `limit` strings or lists.
+
+    :raises InvalidParameter: it is none of these. :raises ContextLengthExceeded: there are more ids than `max_tokens`.
+    """
     kind = body[span.start : span.start + 1]
     if kind == b'"':
         return (yield from large_text(body, span, place))
@@ -219,7 +225,10 @@ def text_or_ids(
 
 
 def large_ids(body: bytes, span: Span, max_tokens: int, place: str = "prompt") -> Steps[list[int]]:
-    """An array of at most `max_tokens` token ids, decoded in pieces."""
+    """Return an array of at most `max_tokens` token ids, decoded in pieces.
+
+    :raises InvalidParameter: it is none. :raises ContextLengthExceeded: there are more.
+    """
     if body[span.start : span.start + 1] != b"[":
         raise InvalidParameter(f"invalid {place}: expected an array", param=place)
     array = yield from elements(body, span, limit=max_tokens)

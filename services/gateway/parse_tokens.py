@@ -57,7 +57,7 @@ def parse_tokenize(body: bytes, notes: Notes) -> Steps[TokenizeRequest]:
 def parse_detokenize(body: bytes, notes: Notes, *, max_tokens: int) -> Steps[DetokenizeRequest]:
     """As `parse_tokenize`.
 
-    :raises ContextLengthExceeded: if there are more ids than `max_tokens`.
+    :raises ContextLengthExceeded: if there are more ids than `max_tokens`. :raises InvalidParameter: for any other mistake.
     """
     if len(body) <= SMALL_BYTES:
         return decode_object(_detokenize, body, _DETOKENIZE, notes)
