@@ -60,7 +60,10 @@ def document(config: GatewayConfig) -> dict[str, Any]:
                 **BATCH_ANSWERS,
                 "Error": error_schema([]),
             },
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
         "security": [],
     }
@@ -123,7 +126,7 @@ def _operation(operation: Operation) -> dict[str, Any]:
         "operationId": f"{operation.method.lower()}_{name}",
         "summary": operation.summary,
         "tags": [operation.tag],
-        "security": [{"key": []}, {}] if operation.keyed else [],
+        "security": [{"key": []}, {"x-api-key": []}, {}] if operation.keyed else [],
         "responses": _responses(operation),
     }
     if operation.parameters:

@@ -284,6 +284,16 @@ async def test_the_document_is_the_one_that_is_served_without_a_key() -> None:
         assert "docs.js" in (await http.get("/docs")).text
 
 
+async def test_the_key_is_taken_in_every_way_that_is_described() -> None:
+    schemes = DOCUMENT["components"]["securitySchemes"]
+    sent = {"http": {"authorization": "Bearer key"}, "apiKey": {schemes["x-api-key"]["name"]: "key"}}
+    ways = [way for way in DOCUMENT["paths"]["/v1/models"]["get"]["security"] if way]
+    assert [name for way in ways for name in way] == list(schemes)
+    async with client(ScriptedCore(), api_key="key") as http:
+        for scheme in schemes.values():
+            assert (await http.get("/v1/models", headers=sent[scheme["type"]])).status_code == 200
+
+
 async def test_the_routes_of_the_dashboard_answer_as_described() -> None:
     async with with_dashboard() as (_, http):
         for path, url in (("/", "/"), ("/sd", "/sd"), ("/dashboard/requests/{name}", "/dashboard/requests/none")):
