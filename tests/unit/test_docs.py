@@ -16,9 +16,10 @@ from common.cli.app import app
 from common.protocol import messages
 from common.protocol.document import document
 from common.runtime import config as configuration
-from common.runtime.sections import config_type
+from common.runtime.sections import config_type, service_fields
 
 ROOT = Path(__file__).parents[2]
+API = ROOT / "docs" / "http.md"
 COMMAND_PAGES = [ROOT / "README.md", ROOT / "docs" / "cli.md", ROOT / "docs" / "performance.md"]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
@@ -84,6 +85,19 @@ def test_commands_in_the_documents_are_understood_as_typed(page: Path) -> None:
 def code_of(text: str) -> str:
     """Fenced blocks and inline code."""
     return "\n".join(re.findall(r"```.*?```|`[^`]+`", text, re.DOTALL))
+
+
+def test_defaults_that_the_page_of_the_api_lists_are_those_of_the_settings() -> None:
+    units = {"": 1, "MiB": 1 << 20, "GiB": 1 << 30, "days": 24 * 3600}
+    tables = re.findall(r"^\| setting of the gateway \| default \|.*\n\|[-|]+\n((?:\|.*\n)+)", API.read_text(), re.MULTILINE)
+    checked = 0
+    for row in "".join(tables).splitlines():
+        names, defaults = re.findall(r"`(\w+)`", row.split("|")[1]), row.split("|")[2].split(";")
+        for name, default in zip(names, defaults, strict=True):
+            number, _, unit = default.strip().partition(" ")
+            assert service_fields("gateway")[name].default == int(number.replace(",", "")) * units[unit], name
+            checked += 1
+    assert checked > 10
 
 
 def test_log_events_that_the_operations_page_explains_exist() -> None:
