@@ -45,6 +45,25 @@ def test_links_and_named_files_exist(page: Path) -> None:
     assert not missing
 
 
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of the page ends with, as GitHub makes it."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_headings_lead_there(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text())
+    assert [link for link in links if link[1] not in anchors(page.parent / link[0] if link[0] else page)] == []
+
+
+def test_files_of_the_layout_exist() -> None:
+    layout = (ROOT / "docs" / "architecture.md").read_text().split("```text")[1].split("```")[0]
+    named = {name for name in re.findall(r"\b\w+\.py\b", layout) if not name.startswith("X")}
+    assert named <= {file.name for top in ("common", "services", "bench", "recipes") for file in (ROOT / top).rglob("*.py")}
+
+
 def test_commands_that_the_readme_names_exist() -> None:
     text = (ROOT / "README.md").read_text()
     commands = {command.name for command in (*app.registered_commands, *app.registered_groups)}
