@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path as FilePath
 from typing import Any
 
 import msgspec
@@ -17,7 +18,14 @@ from common.protocol.transfer_messages import KvEndpoint
 from services.gateway.actions import Path
 from services.gateway.prefix_memory import BOUNDARIES, PrefixMemory, prefix_keys
 from services.gateway.router import Choice, Job, Router
+from services.gateway.routes import WORDS
 from tests.unit.cpu_cost import costs_at_most
+
+
+def test_the_operations_page_lists_every_reason_of_a_path() -> None:
+    page = (FilePath(__file__).parents[2] / "docs" / "operations.md").read_text()
+    listed = [f"| `{reason}` | {words[0].upper()}{words[1:]}. |" for reason, words in WORDS.items() if reason]
+    assert "\n".join(listed) in page
 
 
 def worker(role: Role, number: int, *, epoch: int = 1, **said: Any) -> Presence:
