@@ -13,10 +13,10 @@ from typer.main import get_command
 
 from common.cli import up_settings
 from common.cli.app import app
-from common.protocol import messages
+from common.protocol import messages, subjects
 from common.protocol.document import document
 from common.runtime import config as configuration
-from common.runtime.sections import config_type, service_fields
+from common.runtime.sections import config_type, service_fields, unknown_variables
 
 ROOT = Path(__file__).parents[2]
 API = ROOT / "docs" / "http.md"
@@ -104,6 +104,12 @@ def test_commands_in_the_documents_are_understood_as_typed(page: Path) -> None:
 def code_of(text: str) -> str:
     """Fenced blocks and inline code."""
     return "\n".join(re.findall(r"```.*?```|`[^`]+`", text, re.DOTALL))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_variables_that_a_document_names_are_read(page: Path) -> None:
+    named = set(re.findall(r"(?<!\w)PENSTOCK_[A-Z0-9_]+", page.read_text())) - set(subjects.STREAMS)
+    assert unknown_variables(dict.fromkeys(named, "x"), {}) == []
 
 
 def test_defaults_that_the_page_of_the_api_lists_are_those_of_the_settings() -> None:
