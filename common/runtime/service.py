@@ -64,6 +64,7 @@ def main(config_type: type[C], make_actor: MakeActor[C], *, section: str, argv: 
         config = model_tables.load(config_type, section=section, argv=given, environ=os.environ)
         # settled once: whether `owner/name` is a folder of this machine may change while the process lives
         config = msgspec.structs.replace(config, served_model_name=config.served_name)
+        config.check()
         logs.configure(config.log_level, config.log_format, with_messages=not config.zero_retention)
         if config.zero_retention:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no memory of a crashed process on a disk

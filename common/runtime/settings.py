@@ -76,6 +76,12 @@ class ServiceConfig(ModelSettings, frozen=True, kw_only=True, forbid_unknown_fie
                 param="heartbeat_s",
             )
 
+    def check(self) -> None:
+        """Look at what these settings name, as a service starts: it does not wait for its bus to say what is wrong.
+
+        :raises ConfigError: the service can't start with them.
+        """
+
     @property
     def page_origins(self) -> tuple[str, ...]:
         """Origins of web pages that may send requests."""

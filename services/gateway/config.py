@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from msgspec import Meta
 
 from common.protocol.errors import ConfigError
-from common.runtime.api_keys import check_key
+from common.runtime.api_keys import check_key, read
 from common.runtime.fields import DERIVED, PER_MODEL, SECRET
 from common.runtime.settings import ServiceConfig
 from common.text.output.formats import ReasoningParser, ToolParser
@@ -129,6 +129,12 @@ class GatewayConfig(ServiceConfig, frozen=True, kw_only=True, forbid_unknown_fie
     ] = 64
     batch_max_lines: Annotated[int, Meta(description="lines of one batch", ge=1, le=1_000_000)] = 50_000
     max_file_bytes: Annotated[int, Meta(description="largest file that can be uploaded", ge=1)] = 200 * 1024 * 1024
+
+    def check(self) -> None:
+        """:raises ConfigError: the API key, or the file of keys, can't be used."""
+        _ = self.key
+        if self.api_keys:
+            read(Path(self.api_keys))
 
     @property
     def page_origins(self) -> tuple[str, ...]:

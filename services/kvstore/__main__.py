@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from common.protocol.errors import ConfigError
 from common.runtime.bus import Bus
 from common.runtime.service import main
 from services.kvstore.actor import KvstoreActor
@@ -10,9 +9,6 @@ from services.kvstore.config import KvstoreConfig
 
 
 def make_kvstore(bus: Bus, config: KvstoreConfig) -> KvstoreActor:
-    """:raises ConfigError: nothing may be kept."""
-    if config.zero_retention:
-        raise ConfigError("a kvstore keeps KV after its request, and zero_retention forbids that: start none")
     return KvstoreActor(bus=bus, config=config)
 
 

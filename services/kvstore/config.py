@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
+from common.protocol.errors import ConfigError
 from common.runtime.nixl_settings import NixlSettings, StagingMb
 
 
@@ -33,3 +34,8 @@ class KvstoreConfig(NixlSettings, frozen=True, kw_only=True, forbid_unknown_fiel
     ] = ""
     kv_disk_gb: Annotated[int, Meta(ge=1, le=1 << 20, description="GiB of that disk for KV blocks, at most")] = 16
     staging_mb: StagingMb = 128
+
+    def check(self) -> None:
+        """:raises ConfigError: nothing may be kept."""
+        if self.zero_retention:
+            raise ConfigError("a kvstore keeps KV after its request, and zero_retention forbids that: start none")

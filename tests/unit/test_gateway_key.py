@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from common.protocol.errors import ConfigError
 from services.gateway.config import GatewayConfig
@@ -34,6 +35,13 @@ def test_a_file_that_gives_no_key_is_an_error_and_not_an_open_door(tmp_path: Pat
     with pytest.raises(ConfigError) as refused:
         app_of(ScriptedCore(), GatewayConfig(api_key_file=str(file), api_key=api_key))
     assert "secret-1" not in str(refused.value)
+
+
+@pytest.mark.parametrize("setting", ["api_key_file", "api_keys"])
+def test_a_gateway_that_can_not_read_its_keys_says_so_as_it_starts(tmp_path: Path, setting: str) -> None:
+    file = tmp_path / "keys"
+    with pytest.raises(ConfigError, match=f"can't read {file}"):
+        replace(GatewayConfig(), **{setting: str(file)}).check()
 
 
 async def test_the_key_of_the_file_is_asked_for(tmp_path: Path) -> None:
