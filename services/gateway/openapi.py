@@ -31,7 +31,7 @@ _ABOUT = (
     "OpenAI's API, what vLLM has besides, and Anthropic's Messages. Arguments that are not listed have no effect, and the "
     "answer's `warning` header names them. All but prompts, messages and tools take 64 KiB together at most. A connection that "
     "takes longer than 10 s for its headers gets an empty 408, one with more than 64 KiB of them an empty 431, and one too "
-    "many an empty 503. Bodies of generations and of `/tokenize` are taken over NATS, too."
+    "many an empty 503. All bodies but those of files and batches are taken over NATS, too."
 )
 _HEADERS: dict[str, Schema] = {
     "retry-after": {"description": "Seconds to wait before the next attempt.", "schema": STRING},
