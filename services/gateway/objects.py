@@ -90,7 +90,7 @@ class Objects(Generic[_T]):
         try:
             return self._one.decode(raw)
         except msgspec.ValidationError as error:
-            if not openai.is_unknown_field(error):
+            if not openai.is_unknown_field(error) and not openai.is_float_for_integer(error):
                 raise openai.explain(error, place=place) from error
         except Exception as error:
             raise malformed(error) from error

@@ -279,6 +279,7 @@ def template_message(message: ChatMessage) -> dict[str, Any]:
 
 
 _UNKNOWN = re.compile(r"unknown field `(.*?)`", re.DOTALL)
+_FLOAT_FOR_INTEGER = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
 _MISSING = re.compile(r"required field `(.*?)`")
 _INDEX = re.compile(r"^\[(\d+)\]")
 _PATH = re.compile(r"`\$\.?([^`]*)`$")
@@ -286,6 +287,10 @@ _PATH = re.compile(r"`\$\.?([^`]*)`$")
 
 def is_unknown_field(error: msgspec.ValidationError) -> bool:
     return _UNKNOWN.search(str(error)) is not None
+
+
+def is_float_for_integer(error: msgspec.ValidationError) -> bool:
+    return _FLOAT_FOR_INTEGER.match(str(error)) is not None
 
 
 def explain(error: msgspec.ValidationError, *, place: str = "", first: int = 0) -> InvalidParameter:

@@ -109,7 +109,7 @@ def _parse_chat(body: bytes, notes: Notes) -> ChatRequest:
 
 
 def decode_object(decoder: msgspec.json.Decoder[_T], body: bytes, scope: Scope, notes: Notes) -> _T:
-    """The request in `body`. Only one with unknown fields in its inner objects is decoded twice."""
+    """The request in `body`. Only one with unknown fields in its inner objects, or 8.0 for 8, is decoded twice."""
     found = decode(_shallow, body)
     for name, raw in found.items():
         if name not in scope.obeyed:
@@ -117,7 +117,7 @@ def decode_object(decoder: msgspec.json.Decoder[_T], body: bytes, scope: Scope, 
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        if not openai.is_unknown_field(error):
+        if not openai.is_unknown_field(error) and not openai.is_float_for_integer(error):
             raise openai.explain(error) from error
     except Exception as error:
         raise malformed(error) from error

@@ -92,6 +92,13 @@ def test_arguments_have_their_counterparts() -> None:
     assert chat_of({"tool_choice": {"type": "none"}}).tool_choice == "none"
 
 
+def test_a_float_without_a_fraction_is_an_integer() -> None:
+    thinking = {"type": "enabled", "budget_tokens": 1024.0, "display": "full"}
+    request = chat_of({"max_tokens": 2e3, "top_k": 5.0, "thinking": thinking})
+    assert repr((request.max_tokens, request.top_k)) == "(2000, 5)"
+    assert refusal({"max_tokens": 9.5}).param == "max_tokens"
+
+
 def test_thinking_switches_reasoning() -> None:
     on = chat_of({"thinking": {"type": "enabled", "budget_tokens": 8}})
     off = chat_of({"thinking": {"type": "disabled"}})

@@ -97,6 +97,40 @@ def test_an_argument_out_of_its_bounds_is_refused_by_name(argument: str, value: 
     assert (refusal(chat(**{argument: value})).param or "").split("[")[0] == argument
 
 
+@pytest.mark.parametrize(
+    ("argument", "sent", "taken"),
+    [
+        ("n", 2.0, 2),
+        ("seed", -1.0, -1),
+        ("seed", 1e3, 1000),
+        ("top_k", -0.0, 0),
+        ("min_tokens", 3.0, 3),
+        ("max_tokens", 8.0, 8),
+        ("top_logprobs", 5.0, 5),
+        ("prompt_logprobs", 1.0, 1),
+        ("priority", -2.0, -2),
+        ("stop_token_ids", [1, 2.0], [1, 2]),
+    ],
+)
+def test_a_float_without_a_fraction_is_an_integer(argument: str, sent: Any, taken: Any) -> None:
+    others = {"logprobs": True, "temperature": 1.0, "tools": [], "metadata": {"a": 1.5}}
+    value = getattr(decode_chat(chat(**{argument: sent}, **others)), argument)
+    assert (value, repr(value)) == (taken, repr(taken))
+
+
+def test_floats_in_free_objects_stay_floats() -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"default": 1.0}}}}}]
+    messages = [{**MESSAGES[0], "unknown": 1}]
+    request = decode_chat(json.dumps({"messages": messages, "n": 2.0, "tools": tools}).encode())
+    assert (request.n, repr(request.tools)) == (2, repr(tools))
+
+
+@pytest.mark.parametrize("n", ["2.5", "1e400", "129.0", '"2.0"', "1e-400000", "[2.0]"])
+def test_other_floats_are_no_integers(n: str) -> None:
+    error = refusal(b'{"messages":[{"role":"user","content":"hi"}],"seed":2.0,"n":%s}' % n.encode())
+    assert error.param == "n" or n == "1e400"
+
+
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999", "0x10", "01", "+1", "1_0", "9" * 5000])
 @pytest.mark.parametrize("argument", ["temperature", "n", "seed", "logit_bias"])
 def test_numbers_that_are_no_json_numbers_or_out_of_range_are_refused(argument: str, number: str) -> None:
@@ -239,7 +273,14 @@ def test_contradictions_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "prompts"),
-    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]]), ([], [])],
+    [
+        ("a", ["a"]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([1.0, 2], [[1, 2]]),
+        ([[1], [2, 3.0]], [[1], [2, 3]]),
+        ([], []),
+    ],
 )
 def test_a_prompt_is_text_texts_ids_or_lists_of_ids(prompt: Any, prompts: Any) -> None:
     assert decode_completion(completion(prompt=prompt)).prompts == prompts

@@ -20,7 +20,7 @@ PADDING = b" " * (parse.SMALL_BYTES + 1)
 """Behind a body, it makes no difference but to its size."""
 
 TEXT = st.text(max_size=40) | st.text(st.sampled_from('\\"{}[],: \U0001f600\u00e9'), max_size=20)
-IDS = st.lists(st.integers(0, 2**32 - 1), max_size=20)
+IDS = st.lists(st.integers(0, 2**32 - 1) | st.integers(0, 99).map(float), max_size=20)
 PART = st.fixed_dictionaries(
     {"type": st.sampled_from(["text", "input_text"]), "text": TEXT}, optional={"cache_control": st.just({"type": "ephemeral"})}
 )
@@ -39,6 +39,7 @@ OTHERS = {
     "stop": st.lists(st.text(min_size=1, max_size=5), max_size=3),
     "logit_bias": st.dictionaries(st.integers(0, 99).map(str), st.integers(-5, 5), max_size=3),
     "user": TEXT,
+    "seed": st.sampled_from([1.0, 1.5]),
     "temprature": st.integers(),
     "stream_options": st.just({"include_usage": True, "odd": 1}),
 }
