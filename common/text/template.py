@@ -158,11 +158,10 @@ class ChatTemplate:
         :raises InvalidParameter: if a message is malformed, or the template refuses the conversation or runs too long.
         """
         moment = now or datetime.datetime.now()
-        context = dict(variables or {}) | self._special_tokens
+        context = {"documents": None} | dict(variables or {}) | self._special_tokens
         context |= {
             "messages": self._adapted(normalize_messages(messages)),
             "tools": self._adapted_tools(tools) if tools else None,
-            "documents": None,
             "add_generation_prompt": add_generation_prompt,
             "strftime_now": moment.strftime,
         }

@@ -19,14 +19,18 @@ _PROMPT_END_TOKENS = 16
 
 
 def template_variables(template: ChatTemplate, request: ChatRequest, *, reasons: bool = False) -> dict[str, Any]:
-    """Return the variables that a request sets in `template`; those of `chat_template_kwargs` come first. `reasons`: the
-    model reasons, whether it can be told to or not.
+    """Return the variables that a request sets in `template`; those of `chat_template_kwargs` come first, and `documents` is
+    one. `reasons`: the model reasons, whether it can be told to or not.
 
     :raises InvalidParameter: if one can't be set, or the template does not know what the request asks for.
     """
     variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
     if taken := _RESERVED.intersection(variables):
         raise InvalidParameter(f"chat_template_kwargs can't set {min(taken)}", param="chat_template_kwargs")
+    if request.documents:
+        if "documents" not in template.names:
+            raise InvalidParameter("the chat template of this model shows no documents: send none", param="documents")
+        variables["documents"] = request.documents
     switch = next((name for name in _SWITCHES if name in template.names), None)
     effort = request.reasoning_effort
     if effort is not None:

@@ -69,6 +69,7 @@ _CALL: Schema = {
 _MESSAGES: Schema = {"minItems": 1, "maxItems": openai.MAX_MESSAGES}
 _LENGTH: Schema = {"not": {"const": 0}}
 _TOOLS: Schema = {"maxItems": tools.MAX_TOOLS, "items": _TOOL}
+_DOCUMENTS: Schema = {"maxItems": openai.MAX_DOCUMENTS}
 _VARIABLES: Schema = {"maxProperties": openai.MAX_TEMPLATE_ARGUMENTS}
 _SHARED: dict[str, Schema] = {
     "max_tokens": _LENGTH,
@@ -82,10 +83,16 @@ _FURTHER: dict[str, dict[str, Schema]] = {
         "messages": _MESSAGES,
         "max_completion_tokens": _LENGTH,
         "chat_template_kwargs": _VARIABLES,
+        "documents": _DOCUMENTS,
         "tools": _TOOLS,
     },
     "CompletionRequest": {**_SHARED, "prompt": {"minLength": 1, "minItems": 1}},
-    "TokenizeRequest": {"messages": _MESSAGES, "chat_template_kwargs": _VARIABLES, "tools": _TOOLS},
+    "TokenizeRequest": {
+        "messages": _MESSAGES,
+        "chat_template_kwargs": _VARIABLES,
+        "documents": _DOCUMENTS,
+        "tools": _TOOLS,
+    },
     "ChatMessage": {
         "role": {"enum": list(openai.ROLES)},
         "tool_calls": {"maxItems": tools.MAX_CALLS, "items": _CALL},

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from common.protocol.errors import InvalidParameter
 from services.gateway.json_slices import Steps
-from services.gateway.tools import check_calls, check_tool_choice, check_tools, template_call
+from services.gateway.tools import check_calls, check_depth, check_tool_choice, check_tools, template_call
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -24,6 +24,9 @@ MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_TEMPLATE_ARGUMENTS = 16
+MAX_DOCUMENTS = 1024
+MAX_DOCUMENT_BYTES = 256 * 1024
+MAX_DOCUMENTS_BYTES = 4 * 1024 * 1024
 MAX_MESSAGES = 8192
 MAX_PARTS = 16384
 """Content parts of all messages of a request."""
@@ -35,7 +38,6 @@ TokenId = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 Count = Annotated[int, Meta(ge=NO_LIMIT, le=2**31 - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARS)]
-Scalar = bool | int | float | str | None
 
 TEXT_PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 
@@ -122,7 +124,7 @@ class Arguments(SharedArguments, frozen=True, kw_only=True):
 
 class ChatRequest(Arguments, frozen=True, kw_only=True):
     """POST /v1/chat/completions. `chat_template` names one of the model's own templates. `continue_final_message`: the model
-    goes on with the last message."""
+    goes on with the last message. `documents`: for templates that show them."""
 
     messages: list[ChatMessage]
     max_completion_tokens: Count | None = None
@@ -130,7 +132,8 @@ class ChatRequest(Arguments, frozen=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     chat_template: Annotated[str, Meta(max_length=65536)] | None = None
-    chat_template_kwargs: dict[str, Scalar] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
     enable_thinking: bool | None = None
     include_reasoning: bool | None = None
@@ -176,7 +179,7 @@ class CompletionRequest(Arguments, frozen=True, kw_only=True):
 
 
 def check_chat(request: ChatRequest) -> Steps[None]:
-    """Check all but messages, which `check_message` looks at; a step for each tool.
+    """Check all but messages, which `check_message` looks at; a step for each tool and document.
 
     :raises InvalidParameter: for what is well-formed and yet makes no sense.
     """
@@ -193,10 +196,20 @@ def check_chat(request: ChatRequest) -> Steps[None]:
         raise InvalidParameter(
             f"chat_template_kwargs has more than {MAX_TEMPLATE_ARGUMENTS} entries", param="chat_template_kwargs"
         )
+    check_depth(request.chat_template_kwargs or {}, "chat_template_kwargs", "chat_template_kwargs")
+    if len(request.documents or ()) > MAX_DOCUMENTS:
+        raise too_many_documents()
+    for index, document in enumerate(request.documents or ()):
+        check_depth(document, f"documents[{index}]", "documents")
+        yield
     yield from check_tools(request.tools or [])
     check_tool_choice(request.tool_choice, request.tools or [])
     if request.continues:
         _check_continued(request)
+
+
+def too_many_documents(_: str = "") -> InvalidParameter:
+    return InvalidParameter(f"documents has more than {MAX_DOCUMENTS} entries", param="documents")
 
 
 def _check_continued(request: ChatRequest) -> None:

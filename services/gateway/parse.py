@@ -59,6 +59,7 @@ def _too_many_parts(_: str = "") -> InvalidParameter:
 
 
 TOOLS = FreeObjects(tools.MAX_TOOLS, tools.MAX_TOOL_BYTES, tools.MAX_TOOLS_BYTES, lambda _: tools.too_many_tools())
+_DOCUMENTS = FreeObjects(openai.MAX_DOCUMENTS, openai.MAX_DOCUMENT_BYTES, openai.MAX_DOCUMENTS_BYTES, openai.too_many_documents)
 _CALLS = FreeObjects(
     tools.MAX_CALLS,
     tools.MAX_CALL_BYTES,
@@ -155,22 +156,32 @@ def _parse_large_completion(body: bytes, max_prompt_tokens: int, notes: Notes) -
 
 def _parse_large_chat(body: bytes, notes: Notes) -> Steps[ChatRequest]:
     found = yield from judged_members(body, None, _CHAT, notes)
-    offered = found.pop("tools", None)
+    offered, shown = found.pop("tools", None), found.pop("documents", None)
     request = cast(ChatRequest, decode_small_members(_chat, body, found, "messages", b"[]", notes, _CHAT))
     if "messages" not in found:
         raise InvalidParameter("messages is missing", param="messages")
     messages = yield from large_messages(body, found["messages"], notes)
     if not messages:
         raise InvalidParameter("messages is empty: send at least one message", param="messages")
-    objects = yield from large_tools(body, offered)
-    return msgspec.structs.replace(request, messages=messages, tools=objects)
+    tools = yield from large_tools(body, offered)
+    documents = yield from large_documents(body, shown)
+    return msgspec.structs.replace(request, messages=messages, tools=tools, documents=documents)
 
 
 def large_tools(body: bytes, span: Span | None) -> Steps[list[dict[str, Any]] | None]:
     """The tools of a large body; None if there are none."""
+    return (yield from _large_objects(body, span, "tools", TOOLS))
+
+
+def large_documents(body: bytes, span: Span | None) -> Steps[list[dict[str, Any]] | None]:
+    """The documents of a large body; None if there are none."""
+    return (yield from _large_objects(body, span, "documents", _DOCUMENTS))
+
+
+def _large_objects(body: bytes, span: Span | None, name: str, kind: FreeObjects) -> Steps[list[dict[str, Any]] | None]:
     if span is None or body[span.start : span.end] == b"null":
         return None
-    return (yield from large_objects(body, span, "tools", TOOLS))
+    return (yield from large_objects(body, span, name, kind))
 
 
 def decode_small_members(

@@ -15,6 +15,7 @@ from services.gateway.parse import (
     check_messages,
     decode_object,
     decode_small_members,
+    large_documents,
     large_ids,
     large_messages,
     large_tools,
@@ -22,7 +23,6 @@ from services.gateway.parse import (
 from services.gateway.token_bodies import DetokenizeRequest, TokenizeRequest, check_tokenize
 
 _REFUSED: Table = {
-    "documents": ([],),
     "functions": ([],),
     "prompt_embeds": (),
     "suffix": ("",),
@@ -72,17 +72,17 @@ def parse_detokenize(body: bytes, notes: Notes, *, max_tokens: int) -> Steps[Det
 def _large_tokenize(body: bytes, notes: Notes) -> Steps[TokenizeRequest]:
     found = yield from judged_members(body, None, _TOKENIZE, notes)
     found = {name: span for name, span in found.items() if not _is_null(body, span)}
-    offered = found.pop("tools", None)
+    offered, shown = found.pop("tools", None), found.pop("documents", None)
     large, stand_in = ("messages", b"[]") if "messages" in found else ("prompt", b'""')
     request = decode_small_members(_tokenize, body, found, large, stand_in, notes, _TOKENIZE)
-    tools = yield from large_tools(body, offered)
+    others = {"tools": (yield from large_tools(body, offered)), "documents": (yield from large_documents(body, shown))}
     if large not in found:
-        return msgspec.structs.replace(request, prompt=None, tools=tools)
+        return msgspec.structs.replace(request, prompt=None, **others)
     if large == "prompt":
         prompt = yield from large_text(body, found["prompt"], "prompt")
-        return msgspec.structs.replace(request, prompt=prompt, tools=tools)
+        return msgspec.structs.replace(request, prompt=prompt, **others)
     messages = yield from large_messages(body, found["messages"], notes)
-    return msgspec.structs.replace(request, messages=messages, tools=tools)
+    return msgspec.structs.replace(request, messages=messages, **others)
 
 
 def _is_null(body: bytes, span: Span) -> bool:

@@ -193,9 +193,11 @@ class Preparer:
         template, offered = request.chat_template or "", request.offered_tools
         chosen = template_of(self._bundle, request)
         variables = template_variables(chosen, request, reasons=self._bundle.dialect_of(chosen).reasoning != "none")
-        num_tools_chars = tools.size_of(offered)
-        self._check_size(num_tools_chars, self._bundle.max_context - 1, "tools")
         limit = self._bundle.max_context - 1
+        num_tools_chars = tools.size_of(offered)
+        self._check_size(num_tools_chars, limit, "tools")
+        self._check_size(tools.size_of(request.documents or ()), limit, "documents")
+        num_other_chars = num_tools_chars + tools.size_of([variables])
 
         def size_of(messages: list[dict[str, Any]]) -> int:
             size = sum(map(_size, messages))
@@ -222,7 +224,7 @@ class Preparer:
             prompt = await self._in_thread(convert_and_encode)
         else:
             messages = [openai.template_message(message) for message in request.messages]
-            is_long = size_of(messages) + num_tools_chars > _INLINE_CHARS or len(messages) > 64
+            is_long = size_of(messages) + num_other_chars > _INLINE_CHARS or len(messages) > 64
             prompt = await self._in_thread(lambda: encode(messages)) if is_long else encode(messages)
         if not prompt:
             raise EmptyPrompt("the chat template made an empty prompt of these messages", param="messages")

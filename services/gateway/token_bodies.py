@@ -10,7 +10,7 @@ from msgspec import Meta
 from common.protocol.errors import InvalidParameter
 from services.gateway import openai
 from services.gateway.json_slices import Steps
-from services.gateway.openai import ChatMessage, ChatRequest, Scalar, TokenId
+from services.gateway.openai import ChatMessage, ChatRequest, TokenId
 
 TokenKind = Literal["tokenize", "detokenize"]
 
@@ -30,7 +30,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: Annotated[str, Meta(max_length=65536)] | None = None
-    chat_template_kwargs: dict[str, Scalar] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
     enable_thinking: bool | None = None
     tools: list[dict[str, Any]] | None = None
@@ -45,6 +46,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
             continue_final_message=self.continue_final_message,
             chat_template=self.chat_template,
             chat_template_kwargs=self.chat_template_kwargs,
+            documents=self.documents,
             reasoning_effort=self.reasoning_effort,
             enable_thinking=self.enable_thinking,
             tools=self.tools,
@@ -79,6 +81,7 @@ CHAT_ONLY = (
     "continue_final_message",
     "chat_template",
     "chat_template_kwargs",
+    "documents",
     "reasoning_effort",
     "enable_thinking",
     "tools",
@@ -88,7 +91,7 @@ CHAT_ONLY = (
 
 
 def check_tokenize(request: TokenizeRequest) -> Steps[None]:
-    """Check all but messages; a step for each tool.
+    """Check all but messages; a step for each tool and document.
 
     :raises InvalidParameter: for what is well-formed and yet makes no sense.
     """

@@ -57,7 +57,8 @@ class Tokenizing:
         prompt = request.prompt
         if prompt is None:
             size = sum(_size(message) for message in request.messages or ())
-            size += tools.size_of(request.chat.offered_tools)
+            size += tools.size_of(request.chat.offered_tools) + tools.size_of(request.documents or ())
+            size += tools.size_of([request.chat_template_kwargs or {}])
             self._check_size(size, "messages")
             ids_of, is_long = self._ids_of_messages, size > _INLINE or len(request.messages or ()) > 64
         else:

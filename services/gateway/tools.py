@@ -60,7 +60,7 @@ def _check_tool(tool: Any, where: str) -> None:
         raise InvalidParameter(f"invalid {where}.function.parameters: expected a JSON schema, an object", param="tools")
     if not isinstance(function.get("strict"), bool | None):
         raise InvalidParameter(f"invalid {where}.function.strict: expected true or false", param=f"{where}.function.strict")
-    _check_depth(tool, where, "tools")
+    check_depth(tool, where, "tools")
 
 
 def check_tool_choice(choice: Any, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -111,7 +111,7 @@ def check_calls(calls: Sequence[Any], where: str) -> None:
             raise InvalidParameter(f"invalid {place}.function.arguments: expected a string of JSON", param=where)
         if isinstance(arguments, str) and len(arguments) > MAX_CALL_BYTES:
             raise InvalidParameter(f"{place}.function.arguments has more than {MAX_CALL_BYTES} bytes", param=where)
-        _check_depth(call, place, where)
+        check_depth(call, place, where)
 
 
 def too_many_calls(where: str) -> InvalidParameter:
@@ -138,7 +138,8 @@ def _check_name(name: Any, where: str, param: str) -> None:
         raise InvalidParameter(f"invalid {where}: expected up to 64 letters, digits, underscores and dashes", param=param)
 
 
-def _check_depth(value: Any, where: str, param: str) -> None:
+def check_depth(value: Any, where: str, param: str) -> None:
+    """:raises InvalidParameter: if lists and objects are nested more than MAX_DEPTH levels deep."""
     level = [value]
     for _ in range(MAX_DEPTH):
         inside = (each.values() if type(each) is dict else each for each in level)

@@ -25,6 +25,7 @@ from tests.actors.nats_client import Client
 edges = pytest.mark.parametrize("edge", ["http", "nats"])
 MESSAGES = [{"role": "system", "content": "be short"}, {"role": "user", "content": "hi <|end|>"}]
 WITH_TOOLS = ChatTemplate("{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}{% endfor %}<tool_call>")
+WITH_DOCUMENTS = ChatTemplate("{% for d in documents or [] %}{{ d.text }};{% endfor %}{{ names[1].first if names }}")
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
@@ -97,12 +98,27 @@ async def test_a_body_of_a_chat_is_counted_and_told_what_has_no_part_in_it(edge:
 
 
 @edges
+async def test_documents_and_lists_go_to_the_template(edge: Edge) -> None:
+    bundle = msgspec.structs.replace(BUNDLE, template=WITH_DOCUMENTS)
+    beside = {"documents": [{"text": "a"}, {"text": "<|end|>"}], "chat_template_kwargs": {"names": [1, {"first": "Ada"}]}}
+    tokens: list[list[int]] = []
+    for padding in ({}, {"padding": "x" * 100_000}):
+        status, answer, _ = await post(edge, "tokenize", {"messages": MESSAGES, **beside, **padding}, bundle=bundle)
+        assert status == 200, answer
+        tokens.append(answer["tokens"])
+    assert tokens == [ids("a;<|end|>;Ada")] * 2
+    status, answer, _ = await post(edge, "tokenize", {"messages": MESSAGES, **beside})
+    assert (status, answer["error"]["param"]) == (400, "documents")
+
+
+@edges
 async def test_longer_than_the_context_is_counted_up_to_a_bound(edge: Edge) -> None:
     status, answer, _ = await post(edge, "tokenize", {"prompt": "x" * 3 * MAX_CONTEXT})
     assert (status, answer["count"]) == (200, 3 * MAX_CONTEXT)
     for body, param in (
         ({"prompt": "x" * (tokenizing.MIN_LIMIT_CHARS + 1)}, "prompt"),
         ({"messages": [{"role": "user", "content": "x" * (tokenizing.MIN_LIMIT_CHARS + 1)}]}, "messages"),
+        ({"messages": MESSAGES, "documents": [{"text": "x" * 250_000}] * 5}, "messages"),
     ):
         status, answer, _ = await post(edge, "tokenize", body)
         assert (status, answer["error"]["code"], answer["error"]["param"]) == (400, "context_length_exceeded", param)

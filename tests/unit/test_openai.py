@@ -27,6 +27,10 @@ def completion(**arguments: Any) -> bytes:
     return json.dumps({"prompt": "hi", **arguments}).encode()
 
 
+def nested(depth: int) -> list[Any]:
+    return [nested(depth - 1)] if depth > 1 else []
+
+
 def refusal(body: bytes) -> InvalidParameter:
     with pytest.raises(InvalidParameter) as caught:
         decode_chat(body)
@@ -89,7 +93,12 @@ def refusal(body: bytes) -> InvalidParameter:
         ("model", "m" * 513),
         ("messages", []),
         ("messages", "hi"),
-        ("chat_template_kwargs", {"a": [1]}),
+        ("chat_template_kwargs", [1]),
+        ("chat_template_kwargs", {"a": nested(24)}),
+        ("documents", {"text": "x"}),
+        ("documents", ["x"]),
+        ("documents", [{"text": nested(24)}]),
+        ("documents", [{}] * 1025),
         ("chat_template_kwargs", {str(i): 0 for i in range(17)}),
     ],
 )

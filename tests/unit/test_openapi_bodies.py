@@ -174,7 +174,7 @@ def edges(schema: dict[str, Any]) -> Iterator[tuple[Any, bool]]:
                     yield [item] * (schema[bound] + step), False
         case "object":
             if "maxProperties" in schema:
-                value = example(schema["additionalProperties"])
+                value = example(schema.get("additionalProperties", {"type": "string"}))
                 yield {str(index): value for index in range(schema["maxProperties"])}, True
                 yield {str(index): value for index in range(schema["maxProperties"] + 1)}, False
         case _:

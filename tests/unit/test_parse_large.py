@@ -148,6 +148,10 @@ HUGE: dict[str, tuple[Literal["chat", "completion"], str, type[PenstockError]]] 
         ({"messages": [*[{"role": "user", "content": "x"}] * 900, {"content": "x"}]}, "messages[900].role"),
         ({"messages": [*[{"role": "user", "content": "x"}] * 900, {"role": "user", "content": 5}]}, "messages[900].content"),
         ({"messages": [*[{"role": "user", "content": "x"}] * 900, {"role": "function", "content": "x"}]}, "messages[900]"),
+        ({"messages": [{"role": "user", "content": "x"}], "documents": [{}] * 1025}, "documents"),
+        ({"messages": [{"role": "user", "content": "x"}], "documents": [{"text": "x" * 270_000}]}, "documents"),
+        ({"messages": [{"role": "user", "content": "x"}], "documents": [{}, "x"]}, "documents[1]"),
+        ({"messages": [{"role": "user", "content": ""}], "chat_template_kwargs": {"a": ["x" * 2**17]}}, "chat_template_kwargs"),
         ({"prompt": [*range(9000), -1]}, "prompt[9000]"),
     ],
 )
